@@ -1,0 +1,86 @@
+"""One chunk: flat storage, the parameters that are views of it, and whether they are valid now.
+
+A *resident* chunk keeps its whole array for good (DDP, ZeRO-1/2, small persistent tensors). A *transient* one keeps
+this rank's shard, and a whole array only between gather and eviction. Memory is never freed under a reader: eviction
+drops the chunk's reference, and whatever autograd still holds keeps the old array alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from shardwise.chunk.layout import ChunkSpec, Slot
+from shardwise.comm import Buffer, Handle
+
+__all__ = ["Chunk"]
+
+
+class Chunk:
+    """Storage of one :class:`ChunkSpec` on this rank.
+
+    Attributes:
+        exchange: what peers may read: the whole array of a resident chunk, the shard of a transient one.
+        shard: this rank's ``spec.shard_numel`` elements, always valid.
+        full: the gathered array, or ``None``.
+        pending: a gather under way into ``full``.
+    """
+
+    def __init__(self, spec: ChunkSpec, params: Sequence[nn.Parameter], exchange: Buffer, rank: int) -> None:
+        self.spec = spec
+        self.params = tuple(params)
+        self.exchange = exchange
+        self.resident = exchange.local.numel() == spec.padded_numel
+        self.rank = rank
+        self.full: torch.Tensor | None = exchange.local if self.resident else None
+        self.shard = exchange.local[self.shard_start : self.shard_end] if self.resident else exchange.local
+        self.pending: Handle | None = None
+        nan = torch.full((), float("nan"), dtype=spec.dtype, device=self.shard.device)
+        self._absent = tuple(nan.expand(slot.shape) for slot in spec.slots)
+
+    @property
+    def shard_start(self) -> int:
+        return self.rank * self.spec.shard_numel
+
+    @property
+    def shard_end(self) -> int:
+        return self.shard_start + self.spec.shard_numel
+
+    @property
+    def gathered(self) -> bool:
+        """Whether the parameters can be read now."""
+        return self.full is not None and self.pending is None
+
+    def overlap(self, slot: Slot) -> tuple[int, int]:
+        """The part of ``slot`` in this rank's shard as ``(start, end)`` in chunk coordinates; empty if start >= end."""
+        return max(slot.start, self.shard_start), min(slot.end, self.shard_end)
+
+    def point_params(self) -> None:
+        """Make the parameters views of ``full``."""
+        full = self.full
+        if full is None:
+            raise RuntimeError(f"chunk {self.spec.index} has full={full}: gather it before its parameters are pointed")
+        for slot, param in zip(self.spec.slots, self.params, strict=True):
+            param.data = full[slot.start : slot.end].view(slot.shape)
+
+    def unpoint_params(self) -> None:
+        """Parameters keep shape and dtype but read as NaN, so that a use without a gather cannot pass unseen."""
+        for absent, param in zip(self._absent, self.params, strict=True):
+            param.data = absent
+
+    @torch.no_grad()
+    def write(self, slot: Slot, value: torch.Tensor) -> None:
+        """Store a whole parameter's ``value`` (its shape, any float dtype): this rank's part, or all if resident."""
+        flat = value.detach().reshape(-1)
+        if self.resident:
+            self.exchange.local[slot.start : slot.end].copy_(flat)
+            return
+        start, end = self.overlap(slot)
+        if start < end:
+            self.shard[start - self.shard_start : end - self.shard_start].copy_(flat[start - slot.start : end - slot.start])
+
+    def views(self, full: torch.Tensor) -> list[torch.Tensor]:
+        """Each parameter's part of ``full`` (a 1-D array in chunk coordinates), in its shape."""
+        return [full[slot.start : slot.end].view(slot.shape) for slot in self.spec.slots]

@@ -1,0 +1,219 @@
+"""Which parameter lies where: pure packing of parameters into units and chunks, no tensors and no processes.
+
+A *unit* is what is gathered together. A *chunk* is the part of a unit with one dtype, trainability and optimizer: one
+flat array, padded so that it divides evenly over the shard group. A parameter is whole within one chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from shardwise.chunk.search import search_chunk_numel
+from shardwise.plan import ByModule, ByNumel, BySearch, ByTensor, Packing
+
+__all__ = ["ChunkSpec", "Layout", "ParamFact", "Slot", "UnitSpec", "make_layout", "module_units"]
+
+ALIGN_BYTES = 64  # a cache line, and what vector and tensor-core kernels want of a weight's address
+
+
+@dataclass(frozen=True)
+class ParamFact:
+    """What packing needs to know of a parameter: its names, shape, compute dtype, and who trains it."""
+
+    names: tuple[str, ...]
+    shape: torch.Size
+    dtype: torch.dtype
+    trainable: bool
+    optimizer: int
+    """Index of the optimizer that holds it, -1 for none."""
+    group: int
+    """Index of its param group in that optimizer, -1 for none."""
+
+    @property
+    def numel(self) -> int:
+        return self.shape.numel()
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Parameter ``param`` (index into the facts) occupies ``[start, start + numel)`` of its chunk."""
+
+    param: int
+    start: int
+    numel: int
+    shape: torch.Size
+
+    @property
+    def end(self) -> int:
+        return self.start + self.numel
+
+
+@dataclass(frozen=True)
+class ChunkSpec:
+    """A flat array of ``padded_numel`` elements; rank ``r`` of the shard group owns ``[r, r + 1) * shard_numel``."""
+
+    index: int
+    unit: int
+    dtype: torch.dtype
+    trainable: bool
+    optimizer: int
+    slots: tuple[Slot, ...]
+    padded_numel: int
+    shard_numel: int
+    persistent: bool
+    """Stays gathered whatever the budget (small tensors of ``ByTensor``)."""
+
+    @property
+    def padded_bytes(self) -> int:
+        return self.padded_numel * self.dtype.itemsize
+
+    @property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """Ranges that no parameter occupies, alignment and tail, as ``(start, end)``."""
+        gaps, at = [], 0
+        for slot in self.slots:
+            if slot.start > at:
+                gaps.append((at, slot.start))
+            at = slot.end
+        if at < self.padded_numel:
+            gaps.append((at, self.padded_numel))
+        return tuple(gaps)
+
+
+@dataclass(frozen=True)
+class UnitSpec:
+    """Chunks that are gathered together; ``module`` is the FQN of the block it covers, or ``None``."""
+
+    index: int
+    chunks: tuple[int, ...]
+    module: str | None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The whole packing. ``where[i]`` is the (chunk index, slot) of parameter ``i``."""
+
+    facts: tuple[ParamFact, ...]
+    units: tuple[UnitSpec, ...]
+    chunks: tuple[ChunkSpec, ...]
+    where: tuple[tuple[int, Slot], ...]
+
+
+@dataclass(frozen=True)
+class _Bin:
+    params: list[int]
+    module: str | None = None
+    persistent: bool = False
+
+
+def _bins_by_numel(facts: Sequence[ParamFact], chunk_numel: int) -> list[_Bin]:
+    bins: list[_Bin] = []
+    used = chunk_numel
+    for index, fact in enumerate(facts):
+        if not bins or used + fact.numel > chunk_numel:
+            bins.append(_Bin([]))
+            used = 0
+        bins[-1].params.append(index)
+        used += fact.numel
+    return bins
+
+
+def module_units(model: nn.Module, packing: ByModule) -> list[str]:
+    """FQNs of the modules that are units of their own, in module order, none inside another.
+
+    Raises:
+        ValueError: a class in ``unit_classes`` does not occur in the model.
+    """
+    found: list[str] = []
+    seen_classes: set[str] = set()
+    for name, module in model.named_modules():
+        if any(name == unit or name.startswith(unit + ".") for unit in found):
+            continue
+        for child_name, child in module.named_children():
+            class_name = type(child).__name__
+            in_list = not packing.unit_classes and isinstance(module, nn.ModuleList | nn.Sequential)
+            if class_name in packing.unit_classes or in_list:
+                seen_classes.add(class_name)
+                if next(child.parameters(), None) is not None:
+                    found.append(f"{name}.{child_name}" if name else child_name)
+    missing = set(packing.unit_classes) - seen_classes
+    if missing:
+        known = sorted({type(m).__name__ for m in model.modules()})
+        raise ValueError(f"unit_classes={sorted(missing)} are not in the model; its classes are {known}")
+    return found
+
+
+def _bins_by_module(facts: Sequence[ParamFact], model: nn.Module, packing: ByModule) -> list[_Bin]:
+    units = module_units(model, packing)
+    bins: dict[str, _Bin] = {}
+    for index, fact in enumerate(facts):
+        name = fact.names[0]
+        unit = next((u for u in units if name.startswith(u + ".")), None)
+        key = unit if unit is not None else "<rest>" + (name.split(".")[0] if "." in name else "")
+        bins.setdefault(key, _Bin([], module=unit)).params.append(index)
+    return list(bins.values())
+
+
+def _bins(facts: Sequence[ParamFact], model: nn.Module, packing: Packing) -> list[_Bin]:
+    if isinstance(packing, ByNumel):
+        return _bins_by_numel(facts, packing.chunk_numel)
+    if isinstance(packing, BySearch):
+        numel = search_chunk_numel([f.numel for f in facts], packing) if facts else 1
+        return _bins_by_numel(facts, numel)
+    if isinstance(packing, ByTensor):
+        return [_Bin([i], persistent=0 < f.numel <= packing.persist_numel) for i, f in enumerate(facts)]
+    return _bins_by_module(facts, model, packing)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _place(facts: Sequence[ParamFact], params: Sequence[int], itemsize: int) -> tuple[list[Slot], int]:
+    align = max(1, ALIGN_BYTES // itemsize)
+    slots, at = [], 0
+    for index in params:
+        fact = facts[index]
+        # Tiny parameters (norms, biases) lie close together; only what a matrix kernel reads is aligned.
+        at = _round_up(at, align) if fact.numel >= 16 * align else at
+        slots.append(Slot(index, at, fact.numel, fact.shape))
+        at += fact.numel
+    return slots, at
+
+
+def make_layout(
+    facts: Sequence[ParamFact], model: nn.Module, packing: Packing, shard_size: int, replicate_size: int
+) -> Layout:
+    """Pack ``facts`` (in module order). Every chunk divides by ``shard_size``, every shard by ``replicate_size``."""
+    units: list[UnitSpec] = []
+    chunks: list[ChunkSpec] = []
+    where: dict[int, tuple[int, Slot]] = {}
+    for unit_index, bin_ in enumerate(_bins(facts, model, packing)):
+        keyed: dict[tuple[torch.dtype, bool, int], list[int]] = {}
+        for index in bin_.params:
+            fact = facts[index]
+            keyed.setdefault((fact.dtype, fact.trainable, fact.optimizer), []).append(index)
+        first = len(chunks)
+        for (dtype, trainable, optimizer), params in keyed.items():
+            slots, numel = _place(facts, params, dtype.itemsize)
+            quantum = shard_size * replicate_size
+            padded = _round_up(max(numel, 1), quantum)
+            spec = ChunkSpec(
+                index=len(chunks),
+                unit=unit_index,
+                dtype=dtype,
+                trainable=trainable,
+                optimizer=optimizer,
+                slots=tuple(slots),
+                padded_numel=padded,
+                shard_numel=padded // shard_size,
+                persistent=bin_.persistent,
+            )
+            where.update({slot.param: (spec.index, slot) for slot in slots})
+            chunks.append(spec)
+        units.append(UnitSpec(unit_index, tuple(range(first, len(chunks))), bin_.module))
+    return Layout(tuple(facts), tuple(units), tuple(chunks), tuple(where[i] for i in range(len(facts))))

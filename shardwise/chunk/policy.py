@@ -1,0 +1,68 @@
+"""What to evict and what to fetch next: pure functions of a recorded order of use.
+
+Source: Belady's furthest-next-use rule on the order recorded in the previous step (Gemini's ``auto`` eviction and
+PatrickStar do the same); least recently used where the order is not known or has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+__all__ = ["Trace", "choose_victim", "next_units"]
+
+NEVER = 1 << 60
+
+
+@dataclass
+class Trace:
+    """The order in which units were used: ``recorded`` in the last complete step, ``current`` in this one."""
+
+    recorded: list[int] = field(default_factory=list)
+    current: list[int] = field(default_factory=list)
+    followed: bool = True
+    """Whether ``current`` is so far a prefix of ``recorded``; once it is not, predictions stop until the next step."""
+
+    def use(self, unit: int) -> None:
+        """Note a use; immediate repetitions count once."""
+        if self.current and self.current[-1] == unit:
+            return
+        position = len(self.current)
+        if self.followed and (position >= len(self.recorded) or self.recorded[position] != unit):
+            self.followed = False
+        self.current.append(unit)
+
+    def end_step(self) -> None:
+        """The current order becomes the prediction. A step in which nothing was used leaves the old one."""
+        if self.current:
+            self.recorded, self.current = self.current, []
+        self.followed = True
+
+    def upcoming(self) -> Sequence[int]:
+        """Units expected from here on; empty where the order is not known."""
+        return self.recorded[len(self.current) :] if self.followed else ()
+
+
+def choose_victim(trace: Trace, candidates: Collection[int]) -> int:
+    """Which of the evictable ``candidates`` (not empty) goes first."""
+    upcoming = trace.upcoming()
+    if upcoming:
+        position: dict[int, int] = {}
+        for index, unit in enumerate(upcoming):
+            position.setdefault(unit, index)
+        return max(candidates, key=lambda unit: (position.get(unit, NEVER), unit))
+    last_use = {unit: index for index, unit in enumerate(trace.current)}
+    return min(candidates, key=lambda unit: (last_use.get(unit, -1), unit))
+
+
+def next_units(trace: Trace, count: int) -> list[int]:
+    """The next ``count`` distinct units after the current one, in order."""
+    found: list[int] = []
+    if count:
+        here = trace.current[-1] if trace.current else None
+        for unit in trace.upcoming():
+            if unit != here and unit not in found:
+                found.append(unit)
+                if len(found) == count:
+                    break
+    return found
