@@ -1,0 +1,25 @@
+"""Collectives over flat buffers: one interface, the fastest pattern for each backend, and a count of what is sent."""
+
+from __future__ import annotations
+
+from shardwise.comm.choose import GroupMaker
+from shardwise.comm.errors import PeerError
+from shardwise.comm.gloo import GlooGroup
+from shardwise.comm.group import DONE, Buffer, Group, Handle, LocalGroup
+from shardwise.comm.native import NativeGroup
+from shardwise.comm.shared import SharedGroup
+from shardwise.comm.traffic import Traffic
+
+__all__ = [
+    "DONE",
+    "Buffer",
+    "GlooGroup",
+    "Group",
+    "GroupMaker",
+    "Handle",
+    "LocalGroup",
+    "NativeGroup",
+    "PeerError",
+    "SharedGroup",
+    "Traffic",
+]

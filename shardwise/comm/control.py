@@ -1,0 +1,104 @@
+"""Small host-side messages and rare blocking operations over a gloo process group."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.comm.errors import PeerError
+from shardwise.comm.single import all_gather_single
+
+__all__ = ["Control", "decode", "encode"]
+
+
+def encode(obj: object) -> bytes:
+    """``obj`` as JSON text.
+
+    Raises:
+        TypeError: it holds something that JSON cannot.
+    """
+    try:
+        return json.dumps(obj).encode()
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"cannot exchange {type(obj).__name__} {obj!r:.200}: give what JSON can hold ({error})"
+        ) from error
+
+
+def decode(data: bytes) -> Any:
+    """The object that :func:`encode` wrote."""
+    return json.loads(data)
+
+
+class Control:
+    """Blocking host-side collectives of one group.
+
+    Attributes:
+        process_group: the gloo process group underneath.
+        rank: this process in it.
+        size: its number of ranks.
+    """
+
+    def __init__(self, name: str, process_group: dist.ProcessGroup) -> None:
+        self.name = name
+        self.process_group = process_group
+        self.rank = process_group.rank()
+        self.size = process_group.size()
+
+    def exchange(self, values: Sequence[float]) -> list[list[float]]:
+        """Every rank's ``values`` (the same number everywhere) as float64, by rank."""
+        if not values:
+            self.barrier()
+            return [[] for _ in range(self.size)]
+        gathered: list[list[float]] = self._gather(torch.tensor(values, dtype=torch.float64), "exchange").tolist()
+        return gathered
+
+    def exchange_object(self, obj: object) -> tuple[list[Any], int]:
+        """Every rank's ``obj`` after a round trip through JSON, by rank, and the bytes that this rank sent."""
+        data = encode(obj)
+        lengths = self._gather(torch.tensor([len(data)]), "exchange_object").flatten().tolist()
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        rows = self._gather(padded, "exchange_object")
+        gathered = [decode(bytes(row[:length].tolist())) for row, length in zip(rows, lengths, strict=True)]
+        return gathered, (self.size - 1) * len(data)
+
+    def barrier(self) -> None:
+        """Return when every rank has come here."""
+        self._gather(torch.zeros(1), "barrier")
+
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        """A CPU tensor of any shape, dtype and strides becomes rank ``src``'s."""
+        broadcast(tensor, src, self.process_group, self.name)
+
+    def _gather(self, mine: Tensor, operation: str) -> Tensor:
+        rows = torch.empty(self.size, mine.numel(), dtype=mine.dtype)
+        try:
+            all_gather_single(rows.view(-1), mine, group=self.process_group)
+        except RuntimeError as error:
+            raise PeerError(
+                f"{operation} in group {self.name!r} (rank {self.rank} of {self.size}) failed: {error}. A rank of the "
+                "group died, or did not come to the same operation in time; look at the first error of the other ranks"
+            ) from error
+        return rows
+
+
+def broadcast(tensor: Tensor, src: int, process_group: dist.ProcessGroup, name: str) -> None:
+    """Broadcast bytes, so that every dtype travels and is bit-exact."""
+    flat = tensor.detach().reshape(-1)
+    if not flat.is_contiguous():
+        flat = flat.contiguous()
+    try:
+        dist.broadcast(flat.view(torch.uint8), group=process_group, group_src=src)
+    except RuntimeError as error:
+        raise PeerError(
+            f"broadcast of {tuple(tensor.shape)} x {tensor.dtype} from rank {src} in group {name!r} failed: {error}; "
+            "look at the first error of the other ranks"
+        ) from error
+    if flat.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
+        tensor.detach().copy_(flat.view(tensor.shape))

@@ -1,0 +1,322 @@
+"""Flat collectives over one group of ranks: the interface, its checks, and the group of one rank."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.control import decode, encode
+from shardwise.comm.summing import RankSum
+from shardwise.comm.traffic import Traffic
+
+__all__ = ["DONE", "Buffer", "Group", "Handle", "LocalGroup"]
+
+
+class Buffer:
+    """Memory that a group can exchange; made by :meth:`Group.buffers` and long-lived.
+
+    Attributes:
+        local: 1-D, this rank's memory.
+        peers: the same buffer of every rank, by group rank (``peers[rank]`` is ``local``); ``()`` when not mapped.
+    """
+
+    def __init__(self, local: Tensor, peers: tuple[Tensor, ...] = ()) -> None:
+        self.local = local
+        self.peers = peers
+        self._whole = (local, peers)
+
+    def resize(self, numel: int) -> None:
+        """Use the first ``numel`` elements from here on; every rank gives the same before the next operation.
+
+        Raises:
+            ValueError: the buffer was made with fewer elements.
+        """
+        local, peers = self._whole
+        if not 0 <= numel <= local.numel():
+            raise ValueError(f"resize({numel}) of a buffer made with {local.numel()} elements: give at most that")
+        self.local, self.peers = local[:numel], tuple(peer[:numel] for peer in peers)
+
+    def wait_writable(self) -> None:
+        """Block until no peer still reads what was last published here. Call it before writing to ``local`` again."""
+
+
+class Handle(Protocol):
+    """An operation that was started."""
+
+    def wait(self) -> None:
+        """Return when the result is usable on the current stream or in the current thread. May be called again.
+
+        Raises:
+            PeerError: a peer died, failed or did not come in time.
+        """
+
+    def finished(self) -> bool:
+        """Whether :meth:`wait` would return without waiting for a peer; makes progress where it can."""
+
+
+class _Done:
+    def wait(self) -> None:
+        pass
+
+    def finished(self) -> bool:
+        return True
+
+
+DONE: Handle = _Done()
+
+
+class Group(ABC):
+    """The ranks of one mesh axis and the collectives among them.
+
+    All ranks start every operation in the same order; only all-gathers of a ``one_sided_gather`` group need no match.
+    Handles are waited for in the order of their start. Tensors are 1-D, contiguous, floating-point and on ``device``;
+    lengths are in elements. One thread at a time may use a group.
+
+    Attributes:
+        name: the mesh axis, for messages.
+        rank: this process in the group.
+        size: ranks in the group.
+        device: where buffers live.
+        traffic: what this rank has sent in this group.
+        one_sided_gather: all-gathers read the peers' memory without their taking part. Peers must not write to what
+            is gathered except between two calls of :meth:`fence`.
+    """
+
+    one_sided_gather = False
+
+    def __init__(self, name: str, rank: int, size: int, device: torch.device) -> None:
+        self.name = name
+        self.rank = rank
+        self.size = size
+        self.device = device
+        self.traffic = Traffic()
+
+    # Buffers
+
+    def buffers(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Buffer]:
+        """Zero-filled buffers of ``(numel, dtype)`` each. Collective: every rank gives the same specs.
+
+        Raises:
+            ValueError: a size is negative or a dtype is not floating-point.
+        """
+        for index, (numel, dtype) in enumerate(specs):
+            if numel < 0 or not dtype.is_floating_point:
+                raise ValueError(f"buffer {index} is {numel} x {dtype}: give >= 0 elements of a floating-point dtype")
+        return self._buffers(specs)
+
+    # Collectives
+
+    def all_gather(self, out: Tensor, shard: Buffer) -> Handle:
+        """``out`` (``size * shard.numel``, same dtype) becomes ``shard.local`` of every rank, in rank order.
+
+        Raises:
+            ValueError: shapes or dtypes do not fit.
+        """
+        local = shard.local
+        _check_flat("all_gather", "out", out)
+        if out.numel() != self.size * local.numel() or out.dtype != local.dtype:
+            raise ValueError(
+                f"all_gather over {self.size} ranks: out is {out.numel()} x {out.dtype} for shards of {local.numel()} x "
+                f"{local.dtype}; give {self.size * local.numel()} x {local.dtype}"
+            )
+        self.traffic.add("all_gather", (self.size - 1) * local.nbytes)
+        return self._all_gather(out, shard)
+
+    def all_gather_in_place(self, full: Buffer) -> Handle:
+        """Slice r of ``full.local`` becomes rank r's slice r; the own slice is left as it is.
+
+        Raises:
+            ValueError: ``full`` does not divide by the number of ranks.
+        """
+        self._check_divides("all_gather_in_place", full)
+        self.traffic.add("all_gather", (self.size - 1) * (full.local.nbytes // self.size))
+        return self._all_gather_in_place(full)
+
+    def reduce_scatter(self, out: Tensor, full: Buffer, scale: float) -> Handle:
+        """``out`` (``full.numel / size``) becomes ``scale`` times the sum over ranks of slice ``rank`` of ``full``.
+
+        16-bit inputs are summed in fp32, in rank order, and rounded once to ``out.dtype``, which may differ from
+        ``full``'s (fp32 out of bf16). ``out`` may be ``full.local``'s own slice, and otherwise must not overlap it.
+        ``full`` must not be written before the handle was waited for *and* ``full.wait_writable()`` returned.
+
+        Raises:
+            ValueError: shapes or dtypes do not fit, or ``out`` overlaps ``full`` elsewhere than in the own slice.
+        """
+        self._check_divides("reduce_scatter", full)
+        _check_flat("reduce_scatter", "out", out)
+        own = self.slice_of(full.local, self.rank)
+        if out.numel() != own.numel() or not out.dtype.is_floating_point:
+            raise ValueError(
+                f"reduce_scatter over {self.size} ranks: out is {out.numel()} x {out.dtype} for a buffer of "
+                f"{full.local.numel()} x {full.local.dtype}; give {own.numel()} elements of a floating-point dtype"
+            )
+        same = out.data_ptr() == own.data_ptr() and out.dtype == own.dtype
+        if not same and _overlap(out, full.local):
+            raise ValueError(
+                f"reduce_scatter: out ({out.numel()} x {out.dtype}) overlaps the buffer it reduces, and is not its "
+                f"slice {self.rank}; give that slice, or memory of its own"
+            )
+        self.traffic.add("reduce_scatter", (self.size - 1) * own.nbytes)
+        return self._reduce_scatter(out, full, scale)
+
+    def all_reduce(self, full: Buffer, scale: float) -> Handle:
+        """``full.local`` becomes ``scale`` times the sum over ranks, rounded as in :meth:`reduce_scatter`; the same
+        bits on every rank. The rule for writing to ``full`` is the same too.
+
+        Raises:
+            ValueError: ``full`` does not divide by the number of ranks.
+        """
+        self._check_divides("all_reduce", full)
+        self.traffic.add("all_reduce", 2 * (self.size - 1) * (full.local.nbytes // self.size))
+        return self._all_reduce(full, scale)
+
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        """``tensor`` (any shape, dtype and strides, on ``device``) becomes group rank ``src``'s. Blocks.
+
+        Raises:
+            ValueError: there is no rank ``src``.
+        """
+        if not 0 <= src < self.size:
+            raise ValueError(
+                f"broadcast from rank {src} of {self.size} in group {self.name!r}: give 0..{self.size - 1}"
+            )
+        self.traffic.add("broadcast", tensor.nbytes if src == self.rank and self.size > 1 else 0)
+        if tensor.numel():
+            self._broadcast(tensor, src)
+
+    # Host-side agreement
+
+    def exchange(self, values: Sequence[float]) -> list[list[float]]:
+        """Every rank's ``values``, by rank, as float64 (integers below 2**53 are exact). Same length everywhere."""
+        self.traffic.add("exchange", (self.size - 1) * 8 * len(values))
+        return self._exchange(values)
+
+    def exchange_object(self, obj: object) -> list[object]:
+        """Every rank's ``obj``, by rank, after a round trip through JSON (tuples come back as lists). For rare use.
+
+        Raises:
+            TypeError: ``obj`` cannot be written as JSON.
+        """
+        gathered, sent = self._exchange_object(obj)
+        self.traffic.add("exchange", sent)
+        return gathered
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Return when every rank has come here. Host side: it does not wait for device work."""
+
+    def fence(self) -> None:
+        """Return when all ranks' earlier writes into buffers are visible to all and nobody still reads; nothing to do
+        where memory is not mapped."""
+        return
+
+    def close(self) -> None:
+        """Give back communicators and mapped memory. Buffers are unusable afterwards; calling it again does nothing."""
+        return
+
+    # What a backend provides; arguments are checked and traffic is counted
+
+    @abstractmethod
+    def _buffers(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Buffer]: ...
+
+    @abstractmethod
+    def _all_gather(self, out: Tensor, shard: Buffer) -> Handle: ...
+
+    @abstractmethod
+    def _all_gather_in_place(self, full: Buffer) -> Handle: ...
+
+    @abstractmethod
+    def _reduce_scatter(self, out: Tensor, full: Buffer, scale: float) -> Handle: ...
+
+    @abstractmethod
+    def _all_reduce(self, full: Buffer, scale: float) -> Handle: ...
+
+    @abstractmethod
+    def _broadcast(self, tensor: Tensor, src: int) -> None: ...
+
+    @abstractmethod
+    def _exchange(self, values: Sequence[float]) -> list[list[float]]: ...
+
+    @abstractmethod
+    def _exchange_object(self, obj: object) -> tuple[list[object], int]: ...
+
+    # For backends
+
+    def slice_of(self, full: Tensor, rank: int) -> Tensor:
+        """Rank ``rank``'s equal part of a flat tensor, as a view."""
+        numel = full.numel() // self.size
+        return full.narrow(0, rank * numel, numel)
+
+    def _private_buffers(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Buffer]:
+        return [Buffer(torch.zeros(numel, dtype=dtype, device=self.device)) for numel, dtype in specs]
+
+    def _check_divides(self, operation: str, full: Buffer) -> None:
+        numel = full.local.numel()
+        if numel % self.size:
+            raise ValueError(
+                f"{operation} over {self.size} ranks: a buffer of {numel} elements cannot be divided evenly; "
+                f"pad it to {numel + -numel % self.size}"
+            )
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r}, rank {self.rank} of {self.size}, {self.device})"
+
+
+def _check_flat(operation: str, name: str, tensor: Tensor) -> None:
+    if tensor.dim() != 1 or not tensor.is_contiguous():
+        raise ValueError(
+            f"{operation}: {name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}; give a contiguous 1-D "
+            "tensor"
+        )
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    if one.device != other.device or not one.numel() or not other.numel():
+        return False
+    first, second = one.data_ptr(), other.data_ptr()
+    return first < second + other.nbytes and second < first + one.nbytes
+
+
+class LocalGroup(Group):
+    """A group of one rank: copies and scaling, no communication."""
+
+    one_sided_gather = True
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        super().__init__(name, rank=0, size=1, device=device)
+        self._sum = RankSum()
+
+    def barrier(self) -> None:
+        """Nothing to wait for."""
+
+    def _buffers(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Buffer]:
+        return self._private_buffers(specs)
+
+    def _all_gather(self, out: Tensor, shard: Buffer) -> Handle:
+        if out.data_ptr() != shard.local.data_ptr():
+            out.copy_(shard.local)
+        return DONE
+
+    def _all_gather_in_place(self, full: Buffer) -> Handle:
+        return DONE
+
+    def _reduce_scatter(self, out: Tensor, full: Buffer, scale: float) -> Handle:
+        self._sum(out, [full.local], scale)
+        return DONE
+
+    def _all_reduce(self, full: Buffer, scale: float) -> Handle:
+        self._sum(full.local, [full.local], scale)
+        return DONE
+
+    def _broadcast(self, tensor: Tensor, src: int) -> None:
+        pass
+
+    def _exchange(self, values: Sequence[float]) -> list[list[float]]:
+        return [[float(value) for value in values]]
+
+    def _exchange_object(self, obj: object) -> tuple[list[object], int]:
+        return [decode(encode(obj))], 0

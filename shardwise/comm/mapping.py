@@ -1,0 +1,152 @@
+"""Memory of every rank of a group, mapped into every rank of it.
+
+Each rank makes an anonymous file (memfd), whose pages live as long as somebody maps them: nothing is left behind, even
+by SIGKILL. Peers open it through /proc/<pid>/fd. Where that is forbidden, a file in /dev/shm takes its place and is
+unlinked as soon as all have opened it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import platform
+import socket
+import struct
+import tempfile
+from dataclasses import dataclass
+from typing import Literal
+
+from shardwise.comm.control import Control
+
+__all__ = [
+    "LINE_BYTES",
+    "LINE_WORDS",
+    "MappingError",
+    "Method",
+    "host_facts",
+    "is_running",
+    "map_segments",
+    "start_time",
+]
+
+Method = Literal["memfd", "file"]
+
+LINE_BYTES = 64
+LINE_WORDS = LINE_BYTES // 8
+MAGIC = 0x53_68_61_72_64_77_69_73
+HUGE_PAGE_BYTES = 2 * 1024 * 1024
+SHM_FOLDER = "/dev/shm"
+
+
+class MappingError(RuntimeError):
+    """Memory could not be made or mapped. Raised by every rank of the group together."""
+
+
+def host_facts() -> dict[str, str]:
+    """What must be equal for ranks to share memory with plain loads and stores; empty where that is not possible.
+
+    The counters rely on x86-64's store order: a rank that sees a counter also sees the data written before it.
+    """
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        return {}
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    return {"boot": boot, "host": socket.gethostname(), "processes": os.readlink("/proc/self/ns/pid")}
+
+
+def start_time(pid: int) -> int:
+    """Clock tick at which process ``pid`` started, or -1 where it is gone or dead but not yet collected."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return -1
+    return -1 if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def is_running(pid: int, started: int) -> bool:
+    """Whether the process that had this pid and start time still runs."""
+    return start_time(pid) == started
+
+
+@dataclass
+class _Own:
+    """This rank's file while the others open it."""
+
+    fd: int
+    path: str
+    error: str = ""
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+        if self.path.startswith(SHM_FOLDER):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.path)
+
+
+def map_segments(control: Control, nbytes: int, method: Method) -> list[mmap.mmap]:
+    """One zero-filled segment of ``nbytes`` per rank, by rank. Collective. The first cache line of each is taken.
+
+    Raises:
+        MappingError: on every rank, when any rank could not make or map its part.
+    """
+    own = _make(nbytes, method)
+    try:
+        offers, _ = control.exchange_object([own.path, nbytes, own.error])
+        _raise_together("make", [str(offer[2]) for offer in offers])
+        sizes = [offer[1] for offer in offers]
+        if len(set(sizes)) > 1:
+            raise MappingError(f"ranks ask for different sizes: {sizes} bytes by rank; give the same specs everywhere")
+        maps, error = _open_all([str(offer[0]) for offer in offers], nbytes)
+        errors, _ = control.exchange_object(error)
+        _raise_together("map", [str(error) for error in errors])
+    finally:
+        own.close()
+    return maps
+
+
+def _make(nbytes: int, method: Method) -> _Own:
+    fd = -1
+    path = ""
+    try:
+        if method == "memfd":
+            fd = os.memfd_create("shardwise")
+            path = f"/proc/{os.getpid()}/fd/{fd}"
+            os.ftruncate(fd, nbytes)
+        else:
+            fd, path = tempfile.mkstemp(prefix="shardwise-", dir=SHM_FOLDER)
+            # Reserved now, since a full /dev/shm would otherwise kill the process at the first write.
+            os.posix_fallocate(fd, 0, nbytes)
+        os.pwrite(fd, struct.pack("<q", MAGIC), 0)
+    except (OSError, AttributeError) as error:
+        return _Own(fd, path, f"{nbytes} bytes by {method}: {error}")
+    return _Own(fd, path)
+
+
+def _open_all(paths: list[str], nbytes: int) -> tuple[list[mmap.mmap], str]:
+    maps: list[mmap.mmap] = []
+    for rank, path in enumerate(paths):
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                segment = mmap.mmap(fd, nbytes)
+            finally:
+                os.close(fd)
+        except (OSError, ValueError) as error:
+            return maps, f"{path} of rank {rank}: {error}"
+        if struct.unpack_from("<q", segment)[0] != MAGIC:
+            return maps, f"{path} of rank {rank} holds something else"
+        if nbytes >= HUGE_PAGE_BYTES:
+            # Advice only: fewer page faults where the kernel grants huge pages to shared memory.
+            with contextlib.suppress(OSError, AttributeError):
+                segment.madvise(mmap.MADV_HUGEPAGE)
+        maps.append(segment)
+    return maps, ""
+
+
+def _raise_together(verb: str, errors: list[str]) -> None:
+    told = [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error]
+    if told:
+        raise MappingError(f"cannot {verb} shared memory ({'; '.join(told)}); use shared_memory=False")

@@ -1,0 +1,107 @@
+"""The backend's own collectives: NCCL, where they are the best there is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.comm.control import Control, broadcast
+from shardwise.comm.group import Buffer, Group, Handle
+from shardwise.comm.single import all_gather_single, reduce_scatter_single
+
+__all__ = ["NativeGroup"]
+
+
+class _Launched:
+    """A started collective and what is left to do with its result."""
+
+    def __init__(self, work: dist.Work, result: Tensor, out: Tensor, factor: float) -> None:
+        self._work: dist.Work | None = work
+        self._result = result
+        self._out = out
+        self._factor = factor
+
+    def finished(self) -> bool:
+        return self._work is None or self._work.is_completed()
+
+    def wait(self) -> None:
+        if self._work is None:
+            return
+        # On CUDA this makes the current stream wait, not the host, and what follows is queued behind it.
+        self._work.wait()
+        self._work = None
+        if self._result is not self._out:
+            self._out.copy_(self._result)
+        if self._factor != 1.0:
+            self._out.mul_(self._factor)
+
+
+class NativeGroup(Group):
+    """One library call per collective, on a communicator for gathers and another for reductions.
+
+    Gathers and reductions may therefore be in flight together. Two differences from the other groups: sums are in the
+    library's order and in the dtype that travels (NCCL rounds 16-bit sums at every hop), and where ``out.dtype``
+    differs from the buffer's, the sum is made in the buffer's dtype and converted in ``wait()``. A dead peer is
+    reported by the backend's own watchdog.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        device: torch.device,
+        control: Control,
+        gather: dist.ProcessGroup,
+        reduce: dist.ProcessGroup,
+    ) -> None:
+        super().__init__(name, control.rank, control.size, device)
+        self._control = control
+        self._gather = gather
+        self._reduce = reduce
+
+    def barrier(self) -> None:
+        """Return when every rank has come here."""
+        self._control.barrier()
+
+    def _buffers(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Buffer]:
+        return self._private_buffers(specs)
+
+    def _all_gather(self, out: Tensor, shard: Buffer) -> Handle:
+        return self._start_gather(out, shard.local)
+
+    def _all_gather_in_place(self, full: Buffer) -> Handle:
+        return self._start_gather(full.local, self.slice_of(full.local, self.rank))
+
+    def _start_gather(self, out: Tensor, shard: Tensor) -> Handle:
+        work = all_gather_single(out, shard, group=self._gather, async_op=True)
+        return _Launched(_started(work), out, out, 1.0)
+
+    def _reduce_scatter(self, out: Tensor, full: Buffer, scale: float) -> Handle:
+        # The average, and not the sum, keeps fp16 from overflowing on the way.
+        result = out if out.dtype == full.local.dtype else torch.empty_like(out, dtype=full.local.dtype)
+        work = reduce_scatter_single(result, full.local, op=dist.ReduceOp.AVG, group=self._reduce, async_op=True)
+        return _Launched(_started(work), result, out, self._factor(scale))
+
+    def _all_reduce(self, full: Buffer, scale: float) -> Handle:
+        work = dist.all_reduce(full.local, op=dist.ReduceOp.AVG, group=self._reduce, async_op=True)
+        return _Launched(_started(work), full.local, full.local, self._factor(scale))
+
+    def _broadcast(self, tensor: Tensor, src: int) -> None:
+        broadcast(tensor, src, self._gather, self.name)
+
+    def _exchange(self, values: Sequence[float]) -> list[list[float]]:
+        return self._control.exchange(values)
+
+    def _exchange_object(self, obj: object) -> tuple[list[object], int]:
+        return self._control.exchange_object(obj)
+
+    def _factor(self, scale: float) -> float:
+        return 1.0 if scale == 1.0 / self.size else scale * self.size
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    if work is None:
+        raise RuntimeError("torch.distributed returned no Work: this process is not a member of the group it was given")
+    return work

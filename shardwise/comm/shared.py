@@ -1,0 +1,406 @@
+"""Collectives through shared memory, for CPU ranks of one host.
+
+Every buffer of every rank is mapped in every rank, so a gather is a copy from the peers' memory and a reduction sums
+the peers' memory directly; nothing is copied into or out of a transport. What ranks tell each other are counters, one
+writer each, in shared cache lines.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+import weakref
+from array import array
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.control import Control
+from shardwise.comm.errors import PeerError
+from shardwise.comm.group import DONE, Buffer, Group, Handle
+from shardwise.comm.mapping import LINE_BYTES, LINE_WORDS, Method, is_running, map_segments, start_time
+from shardwise.comm.summing import RankSum
+
+__all__ = ["SharedBuffer", "SharedGroup"]
+
+# Waiting: first give the processor away, then sleep ever longer; now and then look whether the peers still live.
+SPINS = 100
+NAP_FIRST_S = 10e-6
+NAP_MAX_S = 200e-6
+CHECK_S = 0.2
+
+# A buffer's cache line, in words of 8 bytes: sequence numbers of the last operation that this rank published (its data
+# may be read), reduced (its own slice is summed in place) and consumed (it reads the peers' data no more).
+PUBLISHED, KIND, REDUCED, CONSUMED = range(4)
+REDUCE_SCATTER, ALL_REDUCE = 1, 2
+
+# The control segment: line 1 holds the count of synchronisations and the state; two slots follow, used in turn. A rank
+# that writes slot s again has seen all peers arrive at s + 1, so nobody reads it then.
+ARRIVED = LINE_WORDS
+STATE = LINE_WORDS + 1
+OPEN, CLOSED, FAILED = 0, 1, 2
+SLOT_VALUES = 256
+SLOT_WORDS = LINE_WORDS + SLOT_VALUES
+SLOTS = 2 * LINE_WORDS
+CONTROL_BYTES = 8 * (SLOTS + 2 * SLOT_WORDS)
+SYNCS = ("exchange", "fence", "barrier")
+EXCHANGE, FENCE, BARRIER = range(3)
+
+
+class SharedBuffer(Buffer):
+    """A buffer that all ranks map.
+
+    Attributes:
+        name: for messages.
+        sequence: number of the last operation published by this rank.
+    """
+
+    def __init__(
+        self, group: SharedGroup, name: str, line: int, segments: list[memoryview], peers: list[Tensor]
+    ) -> None:
+        super().__init__(peers[group.rank], tuple(peers))
+        self.group = group
+        self.name = name
+        self.sequence = 0
+        self.unfinished: _Reduction | None = None
+        self._base = line * LINE_WORDS
+        self._segments = segments
+
+    def wait_writable(self) -> None:
+        """Block until no peer reads what was last published; finishes this rank's own part first."""
+        if self.unfinished is not None:
+            self.unfinished.wait()
+        sequence = self.sequence
+        if self.behind(CONSUMED, sequence):
+            self.group.wait_until(
+                lambda: self.behind(CONSUMED, sequence), f"wait_writable of {self.name}, sequence {sequence}"
+            )
+
+    def behind(self, cell: int, sequence: int) -> list[int]:
+        """Ranks whose counter has not come to ``sequence``."""
+        index = self._base + cell
+        return [rank for rank, words in enumerate(self._segments) if words[index] < sequence]
+
+    def kinds(self) -> list[int]:
+        """What each rank last published."""
+        return [words[self._base + KIND] for words in self._segments]
+
+    def tell(self, cell: int, value: int) -> None:
+        """Set one of this rank's counters; everything written before it is visible to whoever sees it."""
+        self._segments[self.group.rank][self._base + cell] = value
+
+    def release(self) -> None:
+        """Drop the memory; it is unmapped when nobody else holds a tensor of it."""
+        self.local = torch.empty(0, dtype=self.local.dtype)
+        self.peers = ()
+        self._whole = (self.local, ())
+        self._segments = []
+
+
+class _Reduction:
+    """A published reduce-scatter or all-reduce, and how far this rank has come with it."""
+
+    def __init__(self, group: SharedGroup, buffer: SharedBuffer, out: Tensor, scale: float, kind: int) -> None:
+        self.group = group
+        self.buffer = buffer
+        self.sequence = buffer.sequence
+        self.done = False
+        self._out = out
+        self._scale = scale
+        self._kind = kind
+        self._summed = False
+
+    def __str__(self) -> str:
+        kind = "all_reduce" if self._kind == ALL_REDUCE else "reduce_scatter"
+        return f"{kind} of {self.buffer.name}, sequence {self.sequence}"
+
+    def wait(self) -> None:
+        if not self.done and self.advance():
+            self.group.wait_until(self.advance, str(self))
+
+    def finished(self) -> bool:
+        return not self.advance()
+
+    def advance(self) -> list[int]:
+        """Do what can be done without waiting; the ranks that are waited for, none when it is finished."""
+        if self.done:
+            return []
+        if not self._summed:
+            missing = self.buffer.behind(PUBLISHED, self.sequence)
+            if missing:
+                return missing
+            self._sum()
+        if self._kind == ALL_REDUCE:
+            missing = self.buffer.behind(REDUCED, self.sequence)
+            if missing:
+                return missing
+            # A peer that has summed its slice no longer reads this rank's copy of it, so it may be overwritten.
+            self.group.copy_slices(self.buffer.local, self.buffer)
+        self.buffer.tell(CONSUMED, self.sequence)
+        self.buffer.unfinished = None
+        self.done = True
+        self.group.forget(self)
+        return []
+
+    def _sum(self) -> None:
+        kinds = self.buffer.kinds()
+        if set(kinds) != {self._kind}:
+            self.group.fail()
+            names = {REDUCE_SCATTER: "reduce_scatter", ALL_REDUCE: "all_reduce"}
+            raise PeerError(
+                f"{self} of group {self.group.name!r}: ranks run different operations on this buffer "
+                f"({', '.join(f'rank {rank}: {names.get(kind, kind)}' for rank, kind in enumerate(kinds))}); "
+                "all ranks must start the same operations in the same order"
+            )
+        rank = self.group.rank
+        self.group.sum(self._out, [self.group.slice_of(peer, rank) for peer in self.buffer.peers], self._scale)
+        self.buffer.tell(REDUCED, self.sequence)
+        self._summed = True
+
+
+class SharedGroup(Group):
+    """Ranks that map each other's buffers.
+
+    All-gathers copy at once and need nothing of the peers, whose shards only change between two fences. Reductions are
+    published when started and done by whoever waits for anything in this group, in the calling thread. Sums are in
+    rank order, the same bits as over gloo.
+
+    Raises (all methods that wait):
+        PeerError: a rank that is waited for died, closed the group, failed, or did not come within ``timeout_s``.
+    """
+
+    one_sided_gather = True
+
+    def __init__(self, name: str, control: Control, method: Method, timeout_s: float) -> None:
+        """Collective over the group.
+
+        Raises:
+            MappingError: shared memory cannot be had by ``method``, on every rank alike.
+        """
+        super().__init__(name, control.rank, control.size, torch.device("cpu"))
+        self.sum = RankSum()
+        self._control = control
+        self._method = method
+        self._timeout_s = timeout_s
+        segments = map_segments(control, CONTROL_BYTES, method)
+        self._words = [memoryview(segment).cast("B").cast("q") for segment in segments]
+        self._values = [memoryview(segment).cast("B").cast("d") for segment in segments]
+        processes, _ = control.exchange_object([os.getpid(), start_time(os.getpid())])
+        self._processes = [(int(pid), int(started)) for pid, started in processes]
+        self._arrived = 0
+        self._unfinished: list[_Reduction] = []
+        self._made: weakref.WeakSet[SharedBuffer] = weakref.WeakSet()
+        self._buffer_count = 0
+
+    # Buffers
+
+    def _buffers(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Buffer]:
+        self._agree_on(specs)
+        # Line 0 belongs to the mapping, then one line of counters a buffer, then the buffers on page bounds.
+        page = mmap.PAGESIZE
+        offset = -(-LINE_BYTES * (1 + len(specs)) // page) * page
+        offsets = []
+        for numel, dtype in specs:
+            offsets.append(offset)
+            offset += -(-numel * dtype.itemsize // page) * page
+        segments = map_segments(self._control, offset, self._method)
+        words = [memoryview(segment)[: LINE_BYTES * (1 + len(specs))].cast("q") for segment in segments]
+        buffers: list[Buffer] = []
+        for line, ((numel, dtype), start) in enumerate(zip(specs, offsets, strict=True), start=1):
+            peers = [_tensor(segment, start, numel, dtype) for segment in segments]
+            name = f"buffer {self._buffer_count} ({numel} x {dtype})"
+            buffer = SharedBuffer(self, name, line, words, peers)
+            self._buffer_count += 1
+            self._made.add(buffer)
+            buffers.append(buffer)
+        return buffers
+
+    def _agree_on(self, specs: Sequence[tuple[int, torch.dtype]]) -> None:
+        given, _ = self._control.exchange_object([[numel, str(dtype)] for numel, dtype in specs])
+        for rank, other in enumerate(given):
+            if other != given[0]:
+                raise ValueError(
+                    f"buffers() of group {self.name!r}: rank {rank} asks for {other!r:.300} and rank 0 for "
+                    f"{given[0]!r:.300}; give the same specs on every rank"
+                )
+
+    def close(self) -> None:
+        """Unmap everything that no tensor outside refers to, and tell the peers that this rank has left."""
+        if not self._words:
+            return
+        if self._words[self.rank][STATE] == OPEN:
+            self._words[self.rank][STATE] = CLOSED
+        for buffer in list(self._made):
+            buffer.release()
+        self._unfinished.clear()
+        self._words, self._values = [], []
+
+    # Collectives
+
+    def _all_gather(self, out: Tensor, shard: Buffer) -> Handle:
+        self._mine(shard)
+        for rank in self._from_own():
+            self.slice_of(out, rank).copy_(shard.peers[rank])
+        return DONE
+
+    def _all_gather_in_place(self, full: Buffer) -> Handle:
+        self.copy_slices(full.local, self._mine(full))
+        return DONE
+
+    def copy_slices(self, out: Tensor, full: SharedBuffer) -> None:
+        """Slice r of ``out`` becomes slice r of rank r's buffer; the own slice is left."""
+        for rank in self._from_own()[1:]:
+            self.slice_of(out, rank).copy_(self.slice_of(full.peers[rank], rank))
+
+    def _reduce_scatter(self, out: Tensor, full: Buffer, scale: float) -> Handle:
+        return self._publish(out, self._mine(full), scale, REDUCE_SCATTER)
+
+    def _all_reduce(self, full: Buffer, scale: float) -> Handle:
+        return self._publish(self.slice_of(full.local, self.rank), self._mine(full), scale, ALL_REDUCE)
+
+    def _publish(self, out: Tensor, buffer: SharedBuffer, scale: float, kind: int) -> Handle:
+        if buffer.unfinished is not None:
+            raise RuntimeError(
+                f"{buffer.unfinished} is still under way; wait() for its handle before reducing this buffer again"
+            )
+        readers = buffer.behind(CONSUMED, buffer.sequence)
+        if readers:
+            raise RuntimeError(
+                f"{buffer.name} is being reduced again while ranks {readers} still read sequence {buffer.sequence}; "
+                "call wait_writable() before writing to it"
+            )
+        buffer.sequence += 1
+        buffer.tell(KIND, kind)
+        buffer.tell(PUBLISHED, buffer.sequence)
+        reduction = _Reduction(self, buffer, out, scale, kind)
+        buffer.unfinished = reduction
+        self._unfinished.append(reduction)
+        return reduction
+
+    def _broadcast(self, tensor: Tensor, src: int) -> None:
+        self._control.broadcast(tensor, src)
+
+    # Agreement
+
+    def barrier(self) -> None:
+        """Return when every rank has come here."""
+        self._sync(BARRIER, ())
+
+    def fence(self) -> None:
+        """Finish this rank's reductions, then return when every rank has done so too."""
+        for reduction in list(self._unfinished):
+            reduction.wait()
+        self._sync(FENCE, ())
+
+    def _exchange(self, values: Sequence[float]) -> list[list[float]]:
+        pieces = [values[start : start + SLOT_VALUES] for start in range(0, len(values), SLOT_VALUES)]
+        gathered: list[list[float]] = [[] for _ in range(self.size)]
+        for piece in pieces or [values]:
+            for row, part in zip(gathered, self._sync(EXCHANGE, piece, len(values)), strict=True):
+                row.extend(part)
+        return gathered
+
+    def _exchange_object(self, obj: object) -> tuple[list[object], int]:
+        return self._control.exchange_object(obj)
+
+    def _sync(self, kind: int, values: Sequence[float], total: int = 0) -> list[list[float]]:
+        """Arrive, wait for all, and read everybody's values. ``total`` must be equal on all ranks."""
+        self._arrived += 1
+        arrived = self._arrived
+        slot = SLOTS + (arrived & 1) * SLOT_WORDS
+        body = slot + LINE_WORDS
+        mine = self._words[self.rank]
+        mine[slot] = kind
+        mine[slot + 1] = total
+        if values:
+            self._values[self.rank][body : body + len(values)] = memoryview(array("d", values))
+        mine[ARRIVED] = arrived
+
+        def missing() -> list[int]:
+            return [rank for rank, words in enumerate(self._words) if words[ARRIVED] < arrived]
+
+        if missing():
+            self.wait_until(missing, f"{SYNCS[kind]} number {arrived}")
+        for rank, words in enumerate(self._words):
+            if words[slot] != kind or words[slot + 1] != total:
+                self.fail()
+                raise PeerError(
+                    f"group {self.name!r}: rank {self.rank} is at {SYNCS[kind]} of {total} values and rank {rank} at "
+                    f"{SYNCS[words[slot]]} of {words[slot + 1]}; all ranks must come to the same operations in order"
+                )
+        return [list(map(float, row[body : body + len(values)])) for row in self._values]
+
+    # Waiting
+
+    def wait_until(self, missing: Callable[[], list[int]], what: str) -> None:
+        """Return when ``missing()`` names no rank; finish what can be finished of the own reductions meanwhile.
+
+        Raises:
+            PeerError: a missing rank is gone, or none came in time.
+        """
+        for _ in range(SPINS):
+            if not missing():
+                return
+            os.sched_yield()
+        started = checked = time.monotonic()
+        nap = NAP_FIRST_S
+        while missing():
+            # Peers may wait for this rank's part of an older reduction; doing it here excludes waiting in a circle.
+            self._progress()
+            time.sleep(nap)
+            nap = min(2 * nap, NAP_MAX_S)
+            now = time.monotonic()
+            if now - checked >= CHECK_S:
+                checked = now
+                self._check(missing, what, now - started)
+
+    def _progress(self) -> None:
+        for reduction in list(self._unfinished):
+            reduction.advance()
+
+    def _check(self, missing: Callable[[], list[int]], what: str, waited_s: float) -> None:
+        fate = {rank: self._fate(rank) for rank in missing()}
+        lost = {rank: told for rank, told in fate.items() if told}
+        if not lost and waited_s < self._timeout_s:
+            return
+        # A rank may have done its part just before it left.
+        waited_for = missing()
+        if not waited_for:
+            return
+        self.fail()
+        told = "; ".join(f"rank {rank} {fate.get(rank) or 'is running but has not come'}" for rank in waited_for)
+        raise PeerError(
+            f"{what} in group {self.name!r}: rank {self.rank} waited {waited_s:.1f} s for ranks {waited_for} of "
+            f"{self.size} ({told}). Look at the first error of those ranks; the time-out is {self._timeout_s:g} s"
+        )
+
+    def _fate(self, rank: int) -> str:
+        pid, started = self._processes[rank]
+        if not is_running(pid, started):
+            return f"(process {pid}) died"
+        return {CLOSED: "has closed the group", FAILED: "has failed in this group"}.get(self._words[rank][STATE], "")
+
+    def forget(self, reduction: _Reduction) -> None:
+        """Keep a finished reduction, and so its output, alive no longer."""
+        self._unfinished.remove(reduction)
+
+    def fail(self) -> None:
+        """Let the peers know that this rank will not come any more."""
+        self._words[self.rank][STATE] = FAILED
+
+    def _mine(self, buffer: Buffer) -> SharedBuffer:
+        if not isinstance(buffer, SharedBuffer) or buffer.group is not self:
+            raise ValueError(f"{buffer!r} was not made by buffers() of {self!r}; only such can be exchanged in it")
+        return buffer
+
+    def _from_own(self) -> list[int]:
+        """All ranks beginning with this one, so that not all ranks read the same memory first."""
+        return [(self.rank + step) % self.size for step in range(self.size)]
+
+
+def _tensor(segment: mmap.mmap, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
+    if not numel:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(segment, dtype=dtype, count=numel, offset=offset)

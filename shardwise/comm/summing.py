@@ -1,0 +1,70 @@
+"""Sums over ranks in a fixed order with one rounding, tile by tile so that the running sum stays in the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["TILE_NUMEL", "RankSum"]
+
+# A quarter of a megabyte of running sum in fp32: well inside the second-level cache beside a converted tile, and large
+# enough that the calls cost little beside the additions (measured from 16 Ki to 256 Ki elements).
+TILE_NUMEL = 64 * 1024
+
+
+class RankSum:
+    """``out = scale * (sources[0] + sources[1] + ...)``, added in that order.
+
+    fp64 is summed in fp64 and everything else in fp32; the scale is applied to the sum, and the result is rounded once
+    to ``out.dtype``. The scratch tiles are kept, because fresh pages cost more than the arithmetic.
+    """
+
+    def __init__(self, tile_numel: int = TILE_NUMEL) -> None:
+        self._tile_numel = tile_numel
+        self._kept: dict[tuple[torch.dtype, torch.device, int], Tensor] = {}
+
+    def __call__(self, out: Tensor, sources: Sequence[Tensor], scale: float) -> None:
+        """Sum equally long 1-D ``sources`` of one dtype into ``out``, which may be one of them (and may not overlap
+        them otherwise)."""
+        if out.numel() == 0:
+            return
+        dtype = torch.float64 if sources[0].dtype == torch.float64 else torch.float32
+        # Writing into out directly is safe unless out is a source that is read after the first addition.
+        address = out.data_ptr()
+        direct = out.dtype == dtype and all(source.data_ptr() != address for source in sources[2:])
+        tile_numel = self._tile_numel if out.device.type == "cpu" else out.numel()
+        numel = min(tile_numel, out.numel())
+        scratch = out if direct else self._scratch(0, numel, dtype, out.device)
+        converted = scratch if sources[0].dtype == dtype else self._scratch(1, numel, dtype, out.device)
+        factor = torch.tensor(scale, dtype=dtype, device=out.device) if scale != 1.0 else None
+        for out_tile, *tiles in zip(*(torch.split(tensor, tile_numel) for tensor in (out, *sources)), strict=True):
+            if out_tile.numel() != numel:
+                numel = out_tile.numel()
+                scratch, converted = scratch[:numel], converted[:numel]
+            total = out_tile if direct else scratch
+            _add_up(total, tiles, converted)
+            if factor is not None:
+                total.mul_(factor)
+            if not direct:
+                out_tile.copy_(total)
+
+    def _scratch(self, number: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        kept = self._kept.get((dtype, device, number))
+        if kept is None or kept.numel() < numel:
+            kept = self._kept[dtype, device, number] = torch.empty(numel, dtype=dtype, device=device)
+        return kept[:numel]
+
+
+def _add_up(total: Tensor, tiles: list[Tensor], converted: Tensor) -> None:
+    """``total`` becomes the sum of ``tiles``; those of another dtype pass through ``converted``, because an addition
+    of mixed dtypes would allocate its own converted copy."""
+    first, rest = tiles[0], tiles[1:]
+    if rest and first.dtype == total.dtype:
+        torch.add(first, rest[0], out=total)
+        rest = rest[1:]
+    elif first.data_ptr() != total.data_ptr():
+        total.copy_(first)
+    for tile in rest:
+        total.add_(tile if tile.dtype == total.dtype else converted.copy_(tile))
