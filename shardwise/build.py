@@ -1,0 +1,145 @@
+"""The only composer: model, optimizers, plan and mesh in; a :class:`Session` out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from shardwise.engine.engine import Engine
+from shardwise.engine.module import ShardedModule
+from shardwise.engine.optimizer import ShardedOptimizer
+from shardwise.engine.optimizer_state import gather_shards
+from shardwise.engine.scaler import LossScaler
+from shardwise.mesh import Mesh
+from shardwise.plan import Plan
+
+__all__ = ["MemoryReport", "Session", "build"]
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Live bytes of this rank's model data by kind."""
+
+    parameters_bytes: int
+    """Shards and, where parameters stay gathered, the whole arrays."""
+    gathered_bytes: int
+    """Gathered copies of sharded chunks right now."""
+    peak_gathered_bytes: int
+    gradients_bytes: int
+    """Exchange buffers and reduced shards."""
+    master_bytes: int
+    optimizer_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        kinds = (self.parameters_bytes, self.gathered_bytes, self.gradients_bytes, self.master_bytes)
+        return sum(kinds) + self.optimizer_bytes
+
+
+class Session:
+    """One sharded model with its optimizers.
+
+    Attributes:
+        module: call it instead of the model.
+        optimizer: the first optimizer, or ``None``.
+        optimizers: all of them.
+        plan, mesh: what it was built from.
+    """
+
+    def __init__(self, engine: Engine, module: ShardedModule, optimizers: Sequence[ShardedOptimizer]) -> None:
+        self.engine, self.module = engine, module
+        self.optimizers = tuple(optimizers)
+        self.optimizer = self.optimizers[0] if self.optimizers else None
+        self.plan, self.mesh = engine.plan, engine.mesh
+
+    def backward(self, loss: torch.Tensor, tokens: float | None = None) -> None:
+        """Backward pass of ``loss``; see :meth:`ShardedOptimizer.backward`. Without an optimizer, unscaled."""
+        if self.optimizer is not None:
+            self.optimizer.backward(loss, tokens)
+        else:
+            with self.engine.backward_pass():
+                loss.backward()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backward passes inside are not reduced (plans that keep whole gradients only)."""
+        return self.engine.no_sync()
+
+    def full_gradients(self) -> dict[str, torch.Tensor]:
+        """The gradients that the next step would apply, before clipping: averaged over ranks and unscaled, full shape.
+
+        fp32 (fp64 where gradients are). Parameters without a gradient on any rank are absent. Collective; call it
+        after backward and before step.
+        """
+        result: dict[str, torch.Tensor] = {}
+        for state in self.engine.grads.values():
+            if state.reduced is None:
+                continue
+            wide = torch.float64 if state.reduced.dtype == torch.float64 else torch.float32
+            full = gather_shards(self.engine, state.reduced.to(wide)).div_(self.engine.loss_scale)
+            for index, slot in enumerate(state.spec.slots):
+                if index in state.touched:
+                    name = self.engine.layout.facts[slot.param].names[0]
+                    result[name] = full[slot.start : slot.end].view(slot.shape).clone()
+        return result
+
+    def memory(self) -> MemoryReport:
+        """Live bytes of model data on this rank."""
+        engine = self.engine
+        optimizer = 0
+        for each in self.optimizers:
+            for state in each.optimizer.state.values():
+                optimizer += sum(v.nbytes for v in state.values() if isinstance(v, torch.Tensor))
+        return MemoryReport(
+            parameters_bytes=sum(c.exchange.local.nbytes for c in engine.chunks),
+            gathered_bytes=engine.pool.gathered_bytes,
+            peak_gathered_bytes=engine.pool.peak_gathered_bytes,
+            gradients_bytes=engine.reducer.bytes(),
+            master_bytes=sum(m.nbytes for m in engine.masters.values()),
+            optimizer_bytes=optimizer,
+        )
+
+    def traffic(self) -> dict[str, int]:
+        """Bytes that this rank has sent, by kind of operation, over all axes."""
+        return self.mesh.traffic()
+
+    def reset_traffic(self) -> None:
+        """Start counting from zero."""
+        self.mesh.reset_traffic()
+
+    def close(self) -> None:
+        """Remove the hooks from the model. Call :meth:`ShardedModule.state_dict` first if it is still needed."""
+        self.engine.close()
+
+
+def build(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
+    plan: Plan,
+    mesh: Mesh | None = None,
+    device: torch.device | None = None,
+) -> Session:
+    """Shard ``model`` in place and wrap its optimizers. Collective.
+
+    Args:
+        model: any module, real, on the meta device, or built under ``deferred_init()``.
+        optimizer: one, several (each parameter in at most one), or none. They stay usable through ``param_groups``.
+        plan: what to do; see :mod:`shardwise.plan`.
+        mesh: made from ``plan.mesh`` over all ranks if not given.
+        device: where parameters live, if no mesh is given; the current CUDA device or the CPU by default.
+
+    Raises:
+        ValueError: the plan does not fit the number of ranks, or an optimizer cannot be sharded.
+    """
+    if mesh is None:
+        if device is None:
+            device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        mesh = Mesh.create(plan.mesh, device, plan.comm)
+    optimizers = [] if optimizer is None else [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    engine = Engine(model, optimizers, plan, mesh)
+    scaler = LossScaler(plan.precision.scaler) if plan.precision.scaler is not None else None
+    wrapped = [ShardedOptimizer(engine, each, index, scaler) for index, each in enumerate(optimizers)]
+    return Session(engine, ShardedModule(engine), wrapped)

@@ -1,0 +1,350 @@
+"""The module side of sharded training: storage of one model, and the life of a forward and a backward pass."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.chunk.chunk import Chunk
+from shardwise.chunk.layout import Layout, ParamFact, make_layout
+from shardwise.chunk.pool import ChunkPool
+from shardwise.comm import Buffer
+from shardwise.engine.casts import cast_floats
+from shardwise.engine.deferred import adopt, initial_values, set_buffer
+from shardwise.engine.grads import ChunkGrads
+from shardwise.engine.hooks import GatherHooks
+from shardwise.engine.reducer import Reducer
+from shardwise.mesh import Mesh
+from shardwise.plan import HALF_DTYPES, Plan
+
+__all__ = ["Engine"]
+
+
+class Engine:
+    """Shards ``model`` in place according to ``plan`` over ``mesh``.
+
+    Args:
+        model: any module; parameters may be on the meta device or deferred.
+        optimizers: the optimizers that hold its parameters (each parameter in at most one).
+        plan: what to do.
+        mesh: the ranks.
+
+    Raises:
+        ValueError: an optimizer holds a tensor that is not a parameter of the model, or two hold the same one.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], plan: Plan, mesh: Mesh
+    ) -> None:
+        self.model, self.plan, self.mesh = model, plan, mesh
+        names = _all_names(model)
+        self.params = [p for p in _distinct_parameters(model) if p.is_floating_point()]
+        facts = _facts(self.params, names, optimizers, plan)
+        self.layout: Layout = make_layout(facts, model, plan.shard.packing, mesh.shard.size, mesh.replicate.size)
+        self.chunks = self._allocate()
+        self.masters: dict[int, torch.Tensor] = {}
+        self._load_initial_values()
+        self.grads = self._gradient_states()
+        self.pool = self._make_pool()
+        self._remove: list[Callable[[], None]] = []
+        self._install_hooks()
+        self.reducer = Reducer(
+            list(self.grads.values()),
+            mesh,
+            keep_whole=plan.shard.reduce == "last",
+            overlap=plan.comm.overlap,
+            same_order=plan.comm.same_order,
+        )
+        self.passes = 0
+        """Backward passes so far."""
+        self.tokens = 0.0
+        """Sum of the weights of all backward passes on this rank."""
+        self.loss_scale = 1.0
+        """The scale that the gradients held now carry."""
+        self._sync = True
+        self._in_backward = False
+        self._outer = False
+        self.require_outer = False
+        """Set by a loss scaler: a backward pass that does not come through :meth:`backward` is an error."""
+
+    # ---- set-up
+
+    def _allocate(self) -> list[Chunk]:
+        group, plan = self.mesh.shard, self.plan
+        shared: list[tuple[int, torch.dtype]] = []
+        kinds: list[bool] = []
+        for spec in self.layout.chunks:
+            resident = plan.shard.always_gathered or spec.persistent or group.size == 1
+            # A frozen resident chunk is never exchanged: plain memory will do.
+            private = resident and (group.size == 1 or not spec.trainable)
+            kinds.append(private)
+            if not private:
+                shared.append((spec.padded_numel if resident else spec.shard_numel, spec.dtype))
+        buffers = iter(group.buffers(shared))
+        chunks = []
+        for spec, private in zip(self.layout.chunks, kinds, strict=True):
+            if private:
+                exchange = Buffer(torch.zeros(spec.padded_numel, dtype=spec.dtype, device=self.mesh.device))
+            else:
+                exchange = next(buffers)
+            chunks.append(Chunk(spec, [self.params[s.param] for s in spec.slots], exchange, group.rank))
+        return chunks
+
+    def _needs_master(self, chunk: Chunk) -> bool:
+        spec = chunk.spec
+        half = spec.dtype in HALF_DTYPES and self.plan.precision.master_weights
+        return half and spec.trainable and spec.optimizer >= 0
+
+    def _load_initial_values(self) -> None:
+        """Each parameter's whole value exists only while it is cut into its shard (and fp32 master)."""
+        for chunk in self.chunks:
+            if self._needs_master(chunk):
+                self.masters[chunk.spec.index] = torch.zeros(
+                    chunk.spec.shard_numel, dtype=torch.float32, device=self.mesh.device
+                )
+        index_of = {id(p): i for i, p in enumerate(self.params)}
+        sync = self.plan.comm.sync_init and self.mesh.world.size > 1
+        for names, held, value, is_parameter in initial_values(self.model, self.mesh.device):
+            if sync:
+                value = value.contiguous()
+                self.mesh.world.broadcast(value, 0)
+            if not is_parameter:
+                dtype = self.plan.precision.buffer_dtype
+                cast = value.to(dtype) if dtype is not None and value.is_floating_point() else value
+                set_buffer(self.model, names, cast)
+            elif isinstance(held, nn.Parameter) and id(held) in index_of:
+                self._store(held, index_of[id(held)], value)
+            elif isinstance(held, nn.Parameter):
+                adopt(held, value)  # integer parameters are replicated as they are
+        for chunk in self.chunks:
+            if chunk.resident:
+                chunk.point_params()
+
+    def _store(self, param: nn.Parameter, index: int, value: torch.Tensor) -> None:
+        self.store_value(index, value)
+        chunk_index, slot = self.layout.where[index]
+        dtype = self.chunks[chunk_index].spec.dtype
+        # The old memory goes now, one parameter at a time.
+        adopt(param, torch.full((), float("nan"), dtype=dtype, device=self.mesh.device).expand(slot.shape))
+
+    @torch.no_grad()
+    def store_value(self, index: int, value: torch.Tensor) -> None:
+        """Write a whole parameter's ``value`` into this rank's part of its chunk and master; then :meth:`publish`."""
+        chunk_index, slot = self.layout.where[index]
+        chunk = self.chunks[chunk_index]
+        chunk.write(slot, value)
+        start, end = chunk.overlap(slot)
+        master = self.masters.get(chunk_index)
+        if master is not None and start < end:
+            part = value.detach().reshape(-1)[start - slot.start : end - slot.start]
+            master[start - chunk.shard_start : end - chunk.shard_start].copy_(part)
+
+    def _gradient_states(self) -> dict[int, ChunkGrads]:
+        precision = self.plan.precision
+        states = {}
+        for chunk in self.chunks:
+            if chunk.spec.trainable:
+                dtype = precision.reduce_dtype or chunk.spec.dtype
+                states[chunk.spec.index] = ChunkGrads(chunk, dtype, precision.accumulate_dtype or dtype)
+        return states
+
+    def _make_pool(self) -> ChunkPool:
+        shard = self.plan.shard
+        transient = sum(c.spec.padded_bytes for c in self.chunks if not c.resident)
+        budget = max(int(shard.gathered_fraction * transient), shard.gathered_budget_bytes or 0)
+        return ChunkPool(
+            self.layout.units,
+            self.chunks,
+            self.mesh.shard,
+            budget_bytes=budget,
+            prefetch=shard.prefetch if self.plan.comm.overlap else 0,
+            same_order=self.plan.comm.same_order,
+        )
+
+    def _install_hooks(self) -> None:
+        unit_of: dict[int, int] = {}
+        blocks: dict[str, list[int]] = {}
+        for chunk in self.chunks:
+            if not chunk.resident:
+                unit_of.update({id(param): chunk.spec.unit for param in chunk.params})
+        for unit in self.layout.units:
+            if unit.module is not None and any(not self.chunks[c].resident for c in unit.chunks):
+                blocks.setdefault(unit.module, []).append(unit.index)
+        if self.pool.needs_hooks:
+            hooks = GatherHooks(self.model, self.pool, unit_of, blocks, self._note_backward)
+            self._remove.append(hooks.remove)
+        for chunk_index, state in self.grads.items():
+            for slot_index, param in enumerate(self.chunks[chunk_index].params):
+                handle = param.register_post_accumulate_grad_hook(partial(self._on_grad, state, slot_index))
+                self._remove.append(handle.remove)
+        before = self.model.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
+        after = self.model.register_forward_hook(self._after_forward)
+        self._remove += [before.remove, after.remove]
+
+    # ---- a forward pass
+
+    def _before_forward(
+        self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        dtype = self.plan.precision.param_dtype
+        if self.plan.precision.cast_inputs and dtype is not None:
+            args, kwargs = cast_floats(args, dtype), cast_floats(kwargs, dtype)
+        return args, kwargs
+
+    def _after_forward(self, _module: nn.Module, _args: object, output: Any) -> Any:
+        if not torch.is_grad_enabled():
+            self.pool.finish_phase()
+        dtype = self.plan.precision.output_dtype
+        return cast_floats(output, dtype) if dtype is not None else output
+
+    # ---- a backward pass
+
+    def _note_backward(self) -> None:
+        """The first sign of a backward pass; its end is either ours to see or announced by autograd."""
+        if self._in_backward:
+            return
+        self._in_backward = True
+        if not self._outer:
+            if self.require_outer:
+                raise RuntimeError(
+                    f"loss.backward() was called directly under a loss scale (scaling={self.require_outer}); call "
+                    "optimizer.backward(loss) or booster.backward(loss, optimizer), which multiply the loss by it"
+                )
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
+
+    def _on_grad(self, state: ChunkGrads, index: int, param: torch.Tensor) -> None:
+        self._note_backward()
+        grad = param.grad
+        param.grad = None
+        if grad is not None:
+            self.reducer.add(state, index, grad.to_dense() if grad.is_sparse else grad, self._sync)
+
+    def _finish_backward(self) -> None:
+        self._in_backward = False
+        self.pool.finish_phase()
+        self.reducer.finish(self._sync)
+        self.passes += 1
+
+    @contextlib.contextmanager
+    def backward_pass(self, loss_scale: float = 1.0, weight: float = 1.0) -> Iterator[None]:
+        """Around ``loss.backward()``: the pass ends with the block, nested backward passes do not end it.
+
+        Args:
+            loss_scale: what the loss was multiplied by and gradients must be divided by.
+            weight: the pass's weight among those of a step (its tokens).
+        """
+        if loss_scale != self.loss_scale:
+            # Gradients from before the scale moved (another optimizer's, not yet stepped) keep in line.
+            for state in self.grads.values():
+                state.rescale(loss_scale / self.loss_scale)
+            self.loss_scale = loss_scale
+        self._outer = True
+        try:
+            yield
+            self._finish_backward()
+            self.tokens += weight
+        finally:
+            self._outer = self._in_backward = False
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside keep whole gradients on this rank; the next one outside reduces their sum.
+
+        Raises:
+            ValueError: the plan reduces at every pass (ZeRO-2/3), so there is nothing to skip.
+        """
+        if self.plan.shard.reduce == "every":
+            raise ValueError(
+                f"no_sync() with reduce={self.plan.shard.reduce!r}: this plan keeps only gradient shards (ZeRO-2/3); "
+                "call backward several times before step instead, gradients add up"
+            )
+        previous, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = previous
+
+    # ---- parameters
+
+    @contextlib.contextmanager
+    def gathered(self, write_back: bool = False) -> Iterator[None]:
+        """Full parameters in place, gathered once (every rank enters). With ``write_back`` changes are kept."""
+        self.pool.acquire_all()
+        try:
+            yield
+            if write_back:
+                self.write_back()
+        finally:
+            self.pool.release_all()
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Take changed gathered parameters over into shards and masters (each rank its own part)."""
+        self.mesh.shard.fence()
+        for chunk in self.chunks:
+            if chunk.full is not None and not chunk.resident:
+                chunk.shard.copy_(chunk.full[chunk.shard_start : chunk.shard_end])
+            if chunk.spec.index in self.masters:
+                self.masters[chunk.spec.index].copy_(chunk.shard)
+        self.mesh.shard.fence()
+
+    def publish(self) -> None:
+        """After shards were written on every rank: gathered copies are renewed or dropped."""
+        group = self.mesh.shard
+        group.fence()
+        fresh = [c for c in self.chunks if c.resident and c.spec.trainable]
+        if group.size > 1:
+            for handle in [group.all_gather_in_place(c.exchange) for c in fresh]:
+                handle.wait()
+        self.pool.invalidate()
+        group.fence()
+
+    def close(self) -> None:
+        """Remove all hooks. Parameters that are not gathered stay unreadable: gather them first if needed."""
+        for remove in self._remove:
+            remove()
+        self._remove.clear()
+
+
+def _distinct_parameters(model: nn.Module) -> list[nn.Parameter]:
+    return [param for _, param in model.named_parameters()]
+
+
+def _all_names(model: nn.Module) -> dict[int, tuple[str, ...]]:
+    names: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    return {key: tuple(value) for key, value in names.items()}
+
+
+def _facts(
+    params: Sequence[nn.Parameter],
+    names: dict[int, tuple[str, ...]],
+    optimizers: Sequence[torch.optim.Optimizer],
+    plan: Plan,
+) -> list[ParamFact]:
+    held: dict[int, tuple[int, int]] = {}
+    for optimizer_index, optimizer in enumerate(optimizers):
+        for group_index, group in enumerate(optimizer.param_groups):
+            for param in group["params"]:
+                if id(param) not in names:
+                    raise ValueError(
+                        f"optimizer {optimizer_index}, group {group_index} holds a tensor of shape "
+                        f"{tuple(param.shape)} that is not a parameter of the model; build it on model.parameters()"
+                    )
+                if id(param) in held:
+                    raise ValueError(f"{names[id(param)][0]} is in two optimizers; give each parameter to one")
+                held[id(param)] = (optimizer_index, group_index)
+    facts = []
+    for param in params:
+        optimizer_index, group_index = held.get(id(param), (-1, -1))
+        dtype = plan.precision.param_dtype or param.dtype
+        facts.append(
+            ParamFact(names[id(param)], param.shape, dtype, param.requires_grad, optimizer_index, group_index)
+        )
+    return facts

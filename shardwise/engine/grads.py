@@ -1,0 +1,159 @@
+"""Gradients of one chunk: the array that backward fills and the reduced shard that the update reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from shardwise.chunk.chunk import Chunk
+from shardwise.comm import Buffer, Handle
+
+__all__ = ["ChunkGrads", "SlotPool"]
+
+
+class ChunkGrads:
+    """Gradient state of one trainable chunk.
+
+    Attributes:
+        dtype: gradients travel in it.
+        buffer: exchange memory that holds this chunk's whole gradient now, or ``None``.
+        array: where backward writes: ``buffer.local``, or private memory while no buffer is free.
+        filled: slots (indices) with content in ``array``.
+        fired: slots whose gradient arrived in the running backward pass.
+        expected: slots that arrived in the last reduced pass; when all have, the chunk may be reduced early.
+        seen: slots whose gradient arrived since the last reduced pass (passes under ``no_sync`` included).
+        late: private memory for gradients that arrive after the chunk was reduced in the same pass (nested passes).
+        touched: slots that any rank has a gradient for since the last step.
+        reduced: this rank's part of the averaged gradient, summed over the backward passes of the step.
+        borrowed: ``reduced`` lies in exchange memory and must be copied before that is written again.
+    """
+
+    def __init__(self, chunk: Chunk, dtype: torch.dtype, accumulate_dtype: torch.dtype) -> None:
+        self.chunk = chunk
+        self.spec = chunk.spec
+        self.dtype, self.accumulate_dtype = dtype, accumulate_dtype
+        self.buffer: Buffer | None = None
+        self.array: torch.Tensor | None = None
+        self.filled: set[int] = set()
+        self.fired: set[int] = set()
+        self.expected: set[int] = set(range(len(self.spec.slots)))
+        self.seen: set[int] = set()
+        self.touched: set[int] = set()
+        self.late: torch.Tensor | None = None
+        self.late_filled: set[int] = set()
+        self.reduced: torch.Tensor | None = None
+        self.borrowed = False
+        self.launched = False
+        self.handle: Handle | None = None
+        self.out: torch.Tensor | None = None
+        self.kept_memory: torch.Tensor | None = None
+
+    @property
+    def ready(self) -> bool:
+        return bool(self.filled) and not self.launched and self.fired >= self.expected
+
+    def own_memory(self) -> torch.Tensor:
+        """Long-lived private memory for the reduced shard."""
+        if self.kept_memory is None:
+            self.kept_memory = torch.empty(self.spec.shard_numel, dtype=self.accumulate_dtype, device=self.chunk.shard.device)
+        return self.kept_memory
+
+    def claim(self) -> None:
+        """Move a borrowed result to private memory, because the exchange memory under it will be written."""
+        if self.borrowed and self.reduced is not None:
+            self.reduced = self.own_memory().copy_(self.reduced)
+        self.borrowed = False
+
+    def accumulate(self, index: int, grad: torch.Tensor) -> None:
+        """Add one parameter's gradient (its shape) into ``array``, or into ``late`` once ``array`` is on its way."""
+        if self.launched and self.late is None:
+            self.late = torch.zeros(self.spec.padded_numel, dtype=self.dtype, device=self.chunk.shard.device)
+        array, filled = (self.late, self.late_filled) if self.launched else (self.array, self.filled)
+        if array is None:
+            raise RuntimeError(f"chunk {self.spec.index}: array={array} when slot {index} got its gradient; report this")
+        slot = self.spec.slots[index]
+        view = array[slot.start : slot.end].view(slot.shape)
+        if index in filled:
+            view.add_(grad)
+        else:
+            view.copy_(grad)
+            filled.add(index)
+        self.fired.add(index)
+        self.seen.add(index)
+
+    def zero_unfilled(self) -> None:
+        """Parameters without a gradient on this rank, and padding, contribute zero."""
+        if self.array is not None:
+            for index, slot in enumerate(self.spec.slots):
+                if index not in self.filled:
+                    self.array[slot.start : slot.end].zero_()
+            for start, end in self.spec.gaps:
+                self.array[start:end].zero_()
+
+    def rescale(self, factor: float) -> None:
+        """Multiply what is held by ``factor``."""
+        self.claim()
+        for held in (self.reduced, self.array if self.filled else None):
+            if held is not None:
+                held.mul_(factor)
+
+    def clear(self) -> None:
+        """Forget everything gathered for this step (the memory stays)."""
+        self.filled.clear()
+        self.fired.clear()
+        self.seen.clear()
+        self.touched.clear()
+        self.late_filled.clear()
+        self.late, self.reduced = None, None
+        self.borrowed, self.launched = False, False
+
+
+class SlotPool:
+    """Exchange buffers that whole gradients pass through on their way to a shard, shared by chunks of similar size.
+
+    Chunks whose padded sizes lie within a factor of two share a class; a class has at most ``depth`` buffers, which its
+    chunks use in turn. So the total is at most ``2 * depth`` times the largest chunk, however many there are. Which
+    buffer a chunk uses is fixed, because peers that map each other's memory must agree on it.
+    """
+
+    def __init__(self, states: Sequence[ChunkGrads], depth: int) -> None:
+        classes: list[tuple[int, torch.dtype, list[int]]] = []
+        for state in sorted(states, key=lambda s: (str(s.dtype), -s.spec.padded_numel, -s.spec.index)):
+            if not classes or classes[-1][1] != state.dtype or 2 * state.spec.padded_numel <= classes[-1][0]:
+                classes.append((state.spec.padded_numel, state.dtype, []))
+            classes[-1][2].append(state.spec.index)
+        self.specs: list[tuple[int, torch.dtype]] = []
+        self._slot: dict[int, int] = {}
+        for capacity, dtype, members in classes:
+            first, count = len(self.specs), min(depth, len(members))
+            self.specs += [(capacity, dtype)] * count
+            # Neighbours in the layout finish one after the other, so they alternate.
+            self._slot.update({chunk: first + turn % count for turn, chunk in enumerate(sorted(members))})
+        self._buffers: list[Buffer] = []
+        self._user: list[ChunkGrads | None] = [None] * len(self.specs)
+
+    def fill(self, buffers: list[Buffer]) -> None:
+        """Give the pool the buffers allocated for :attr:`specs`, in order."""
+        self._buffers = buffers
+
+    def arrays(self) -> list[torch.Tensor]:
+        """The memory of all buffers of the pool."""
+        return [buffer.local for buffer in self._buffers]
+
+    def user(self, state: ChunkGrads) -> ChunkGrads | None:
+        """Who has the buffer that ``state`` would use."""
+        return self._user[self._slot[state.spec.index]]
+
+    def take(self, state: ChunkGrads) -> Buffer | None:
+        """The chunk's buffer, cut to its size, or ``None`` while another chunk has it."""
+        slot = self._slot[state.spec.index]
+        if self._user[slot] is not None:
+            return None
+        self._user[slot] = state
+        self._buffers[slot].resize(state.spec.padded_numel)
+        return self._buffers[slot]
+
+    def give(self, state: ChunkGrads) -> None:
+        """The chunk needs its buffer no longer."""
+        self._user[self._slot[state.spec.index]] = None

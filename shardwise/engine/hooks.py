@@ -1,0 +1,195 @@
+"""What runs around modules and saved tensors so that parameters are gathered exactly while they are read.
+
+Forward: a module that owns parameters acquires and pins its units before, and unpins them after. Backward: autograd
+keeps a note instead of a gathered weight (saved-tensor hooks), and the weight is gathered again when the note is read;
+so eviction needs no knowledge of the graph. Where other saved-tensor hooks are active (activation checkpointing),
+autograd keeps the array itself, which costs memory until it lets go and is never wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch import nn
+
+from shardwise.chunk.chunk import Chunk
+from shardwise.chunk.pool import ChunkPool
+
+__all__ = ["GatherHooks", "in_backward"]
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward pass in this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+@dataclass(frozen=True)
+class _Note:
+    """Stands for a view of a gathered chunk among autograd's saved tensors."""
+
+    chunk: Chunk
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _Parameters(dict[str, nn.Parameter | None]):
+    """A module's parameters; reading one that is not gathered during a forward pass gathers it.
+
+    For models that use a child's weight without calling the child, such as ``F.linear(x, self.embedding.weight)``.
+    """
+
+    def __init__(self, items: dict[str, nn.Parameter | None], on_read: Callable[[nn.Parameter], None]) -> None:
+        super().__init__(items)
+        self._on_read = on_read
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        param = super().__getitem__(name)
+        if param is not None:
+            self._on_read(param)
+        return param
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (dict, (dict(self.items()),))
+
+
+class GatherHooks:
+    """Installs the hooks of one model's transient chunks; :meth:`remove` takes them away.
+
+    Args:
+        model: the user's module.
+        pool: its chunks.
+        unit_of: unit index by ``id`` of parameter, transient ones only.
+        units_of_module: units whose block is exactly this module, by FQN.
+        in_backward_pass: called when a gather happens during backward, so that its end is noticed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        pool: ChunkPool,
+        unit_of: dict[int, int],
+        units_of_module: dict[str, list[int]],
+        in_backward_pass: Callable[[], None],
+    ) -> None:
+        self.model, self.pool, self._unit_of = model, pool, unit_of
+        self._in_backward_pass = in_backward_pass
+        self._frames: list[tuple[nn.Module, list[int]]] = []
+        self._saved: torch.autograd.graph.saved_tensors_hooks | None = None
+        self._handles: list[Any] = []
+        self._swapped: list[nn.Module] = []
+        for name, module in model.named_modules():
+            own = {unit_of[id(p)] for p in module._parameters.values() if p is not None and id(p) in unit_of}
+            blocks = units_of_module.get(name, [])
+            units = sorted(own | set(blocks))
+            # The root always has a frame: code in its forward may read any parameter.
+            if units or module is model:
+                self._install(module, units, is_block=bool(blocks))
+            if own:
+                module._parameters = _Parameters(module._parameters, self._on_read)
+                self._swapped.append(module)
+
+    def _install(self, module: nn.Module, units: list[int], is_block: bool) -> None:
+        def before(module: nn.Module, _args: object) -> None:
+            self._enter(module, units)
+
+        def after(module: nn.Module, _args: object, _output: object) -> None:
+            self._leave(module)
+
+        if is_block:
+            before, after = _outside_compile(before), _outside_compile(after)
+        else:
+            before, after = _skipped_in_compile(before), _skipped_in_compile(after)
+        self._handles.append(module.register_forward_pre_hook(before))
+        self._handles.append(module.register_forward_hook(after, always_call=True))
+
+    def _enter(self, module: nn.Module, units: list[int]) -> None:
+        if not self._frames:
+            self._push_saved_hooks()
+        self._frames.append((module, []))
+        pins = self._frames[-1][1]
+        for unit in units:
+            self.pool.acquire(unit, pin=True)
+            pins.append(unit)
+
+    def _leave(self, module: nn.Module) -> None:
+        # After an exception the hooks of modules that were never entered run too.
+        if not any(entered is module for entered, _ in self._frames):
+            return
+        while self._frames:
+            entered, pins = self._frames.pop()
+            for unit in pins:
+                self.pool.unpin(unit)
+            if entered is module:
+                break
+        if not self._frames:
+            self._pop_saved_hooks()
+
+    def _on_read(self, param: nn.Parameter) -> None:
+        if self._frames and id(param) in self._unit_of and not torch.compiler.is_compiling():
+            unit, pins = self._unit_of[id(param)], self._frames[-1][1]
+            if unit not in pins:
+                self.pool.acquire(unit, pin=True)
+                pins.append(unit)
+
+    # ---- saved tensors
+
+    def _push_saved_hooks(self) -> None:
+        others = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if torch.is_grad_enabled() and others is None and not in_backward():
+            self._saved = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+            self._saved.__enter__()
+
+    def _pop_saved_hooks(self) -> None:
+        if self._saved is not None:
+            self._saved.__exit__()
+            self._saved = None
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Note:
+        if type(tensor) is not torch.Tensor and type(tensor) is not nn.Parameter:
+            return tensor
+        if tensor.layout is not torch.strided:
+            return tensor
+        chunk = self.pool.by_storage.get(tensor.untyped_storage()._cdata)
+        if chunk is None or tensor.dtype != chunk.spec.dtype:
+            return tensor
+        return _Note(chunk, tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    def _unpack(self, saved: torch.Tensor | _Note) -> torch.Tensor:
+        if isinstance(saved, torch.Tensor):
+            return saved
+        self._in_backward_pass()
+        self.pool.acquire(saved.chunk.spec.unit)
+        full = saved.chunk.full
+        if full is None:
+            raise RuntimeError(f"unit {saved.chunk.spec.unit} has full={full} right after its gather; report this")
+        return full.as_strided(saved.size, saved.stride, saved.offset)
+
+    def remove(self) -> None:
+        """Take all hooks away; the parameters stay as they are."""
+        for handle in self._handles:
+            handle.remove()
+        for module in self._swapped:
+            module._parameters = dict(module._parameters.items())
+        self._handles.clear()
+        self._swapped.clear()
+
+
+def _outside_compile(hook: Callable[..., None]) -> Callable[..., None]:
+    """Run outside any compiled graph: the hooks of a block make a graph break before and after it."""
+    disabled: Callable[..., None] = torch._dynamo.disable(hook)
+    return disabled
+
+
+def _skipped_in_compile(hook: Callable[..., None]) -> Callable[..., None]:
+    """Inside a compiled block the block's own hooks have gathered everything."""
+
+    def unless_compiling(*args: object) -> None:
+        if not torch.compiler.is_compiling():
+            hook(*args)
+
+    return unless_compiling

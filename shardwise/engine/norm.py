@@ -1,0 +1,57 @@
+"""One norm, one clip factor, one test for non-finite gradients, over every axis of the mesh.
+
+Source: ``torch.nn.utils.clip_grad_norm_`` (the factor ``max_norm / (norm + 1e-6)``, never above 1).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+
+from shardwise.comm import Group
+
+__all__ = ["clip_factor", "global_norm"]
+
+
+def _partial(tensors: Iterable[torch.Tensor], p: float) -> float:
+    """This rank's share: the sum of ``|x|**p``, or the maximum for p = inf, in double precision."""
+    parts = []
+    for tensor in tensors:
+        if tensor.numel():
+            wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+            parts.append(torch.linalg.vector_norm(tensor, p, dtype=wide).double())
+    if not parts:
+        return 0.0
+    stacked = torch.stack(parts)
+    # torch.max propagates NaN, unlike Python's max
+    return float(stacked.max() if p == math.inf else (stacked**p).sum())
+
+
+def global_norm(tensors: Iterable[torch.Tensor], p: float, group: Group, inverse_scale: float) -> float:
+    """p-norm of the gradients whose disjoint shards lie over ``group``, each multiplied by ``inverse_scale``.
+
+    Args:
+        tensors: this rank's gradient shards, 1-D, any float dtype.
+        p: order of the norm, ``math.inf`` included.
+        group: the ranks that hold the other shards (replicas are not counted twice).
+        inverse_scale: 1 / loss scale, so that the result is the true norm.
+
+    Returns:
+        The same value on every rank; NaN or infinite if any gradient is.
+    """
+    mine = _partial(tensors, p)
+    everyone = [post[0] for post in group.exchange([mine])]
+    if any(math.isnan(value) for value in everyone):
+        return math.nan
+    total = max(everyone) if p == math.inf else math.fsum(everyone) if all(map(math.isfinite, everyone)) else math.inf
+    return (total if p == math.inf else total ** (1.0 / p)) * inverse_scale
+
+
+def clip_factor(norm: float, max_norm: float) -> float:
+    """What every gradient is multiplied by so that the global norm is at most ``max_norm`` (0.0: no clipping)."""
+    if max_norm <= 0.0:
+        return 1.0
+    factor = max_norm / (norm + 1e-6)
+    return factor if math.isnan(factor) else min(1.0, factor)

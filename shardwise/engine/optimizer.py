@@ -1,0 +1,254 @@
+"""The step side: any torch optimizer, stepped on shards, with one norm, one clip and one test for overflow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from shardwise.engine.engine import Engine
+from shardwise.engine.grads import ChunkGrads
+from shardwise.engine.norm import clip_factor, global_norm
+from shardwise.engine.optimizer_state import OptimizerState
+from shardwise.engine.scaler import LossScaler
+from shardwise.engine.tiles import TILE_NUMEL, TileStepper, check_element_wise, make_tiles
+
+__all__ = ["ShardedOptimizer"]
+
+TOKEN_UNIT = 1024.0  # token weights are counted in this unit, a power of two, to keep scaled fp16 losses small
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """Wraps the user's optimizer; ``param_groups``, ``defaults`` and ``state`` are the user's own objects.
+
+    ``step`` consumes the gradients: they are averaged over the data-parallel ranks, unscaled, clipped, applied and
+    dropped, so ``zero_grad`` between steps is allowed and not needed.
+
+    Args:
+        engine: the model side.
+        optimizer: any element-wise torch optimizer over the model's parameters.
+        index: its position among the engine's optimizers.
+        scaler: the loss scale, or ``None``.
+    """
+
+    def __init__(
+        self, engine: Engine, optimizer: torch.optim.Optimizer, index: int, scaler: LossScaler | None
+    ) -> None:
+        # Optimizer.__init__ is not called: it would build param groups of its own.
+        self.engine, self.optimizer, self.index, self.scaler = engine, optimizer, index, scaler
+        check_element_wise(optimizer)
+        self._states: list[ChunkGrads] = [s for s in engine.grads.values() if s.spec.optimizer == index]
+        self._full = OptimizerState(engine, optimizer, index)
+        self._stepper = TileStepper(optimizer, self._make_tiles(), engine.mesh.device)
+        self._full.adopt(self._stepper.tiles)
+        self._norm: float | None = None
+        self._clip = 1.0
+        self._passes_before = engine.passes
+        self._tokens_before = engine.tokens
+        self.last_step_skipped = False
+        self.skipped_because: str | None = None
+        if scaler is not None:
+            engine.require_outer = True
+
+    def _make_tiles(self) -> list[Any]:
+        engine = self.engine
+        group_of = [fact.group for fact in engine.layout.facts]
+        numel = TILE_NUMEL[engine.mesh.device.type]
+        tiles = []
+        for state in self._states:
+            tiles += make_tiles(state.chunk, state, engine.masters.get(state.spec.index), group_of, numel)
+        return tiles
+
+    # The user's own objects, so that learning-rate schedulers built on either optimizer act on both.
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self.optimizer.defaults
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.optimizer.state
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __repr__(self) -> str:
+        return f"ShardedOptimizer({self.optimizer!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(f"{self!r} lives on {self.engine.mesh.size} ranks and cannot be pickled; use state_dict()")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Not possible once sharded.
+
+        Raises:
+            RuntimeError: always; parameters are packed when the model is sharded.
+        """
+        raise RuntimeError(
+            f"add_param_group({sorted(param_group)}) after sharding: add the group to the optimizer before boost/build"
+        )
+
+    # ---- backward
+
+    @contextmanager
+    def _weighing(self, tokens: float | None) -> Iterator[float]:
+        average = self.engine.plan.grad.average
+        if (tokens is None) == (average == "tokens"):
+            raise ValueError(f"backward(tokens={tokens}) under average={average!r}: give tokens exactly under 'tokens'")
+        scale = self.scaler.scale if self.scaler is not None else 1.0
+        weight = 1.0 if tokens is None else tokens / TOKEN_UNIT
+        with self.engine.backward_pass(scale, weight):
+            yield scale * weight
+
+    def backward(self, loss: torch.Tensor, tokens: float | None = None, retain_graph: bool = False) -> None:
+        """Backward pass of ``loss`` (a scalar) times the loss scale; gradients are reduced as the plan says.
+
+        Args:
+            loss: the mean over this rank's micro-batch.
+            tokens: how many tokens it is the mean of, under ``GradPlan(average="tokens")`` only.
+            retain_graph: as in :meth:`torch.Tensor.backward`.
+        """
+        with self._weighing(tokens) as factor:
+            (loss * factor if factor != 1.0 else loss).backward(retain_graph=retain_graph)
+
+    def backward_by_grad(self, tensor: torch.Tensor, grad: torch.Tensor) -> None:
+        """Backward pass from ``tensor`` with its gradient ``grad`` (same shape), scaled as :meth:`backward` does."""
+        with self._weighing(None) as factor:
+            torch.autograd.backward(tensor, grad * factor if factor != 1.0 else grad)
+
+    # ---- step
+
+    def _divisor(self) -> float:
+        """What accumulated gradients are divided by: loss scale, and number or tokens of the passes."""
+        engine = self.engine
+        average = engine.plan.grad.average
+        divisor = engine.loss_scale
+        if average == "mean":
+            divisor *= max(engine.passes - self._passes_before, 1)
+        elif average == "tokens":
+            mine = engine.tokens - self._tokens_before
+            total = math.fsum(post[0] for post in engine.mesh.world.exchange([mine]))
+            # The reduction took the mean over ranks; what is wanted is the sum over the tokens of all ranks.
+            divisor *= total / engine.mesh.world.size if total else 1.0
+        return divisor
+
+    def _reduced(self) -> list[torch.Tensor]:
+        return [s.reduced for s in self._states if s.reduced is not None]
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One update. Every rank calls it.
+
+        Args:
+            closure: evaluated first, with gradients enabled; its value is returned.
+        """
+        value = None
+        if closure is not None:
+            with torch.enable_grad():
+                value = closure()
+        self._check_frozen()
+        inverse = 1.0 / self._divisor()
+        grad_plan = self.engine.plan.grad
+        norm = global_norm(self._reduced(), grad_plan.norm_type, self.engine.mesh.shard, inverse)
+        self._norm = norm * self._clip
+        if self.scaler is not None and not math.isfinite(norm):
+            self._skip()
+            return value
+        factor = inverse * self._clip * clip_factor(self._norm, grad_plan.max_norm)
+        self.engine.mesh.shard.fence()
+        self._stepper.step(factor)
+        self.engine.publish()
+        # Only now may the scale move: these gradients were made under the old one.
+        if self.scaler is not None:
+            self.scaler.update(overflow=False)
+        self.last_step_skipped, self.skipped_because = False, None
+        self.zero_grad()
+        return value
+
+    def _skip(self) -> None:
+        name = self._first_non_finite()
+        self.last_step_skipped = True
+        self.skipped_because = f"the gradient of {name} is not finite (loss scale {self.engine.loss_scale:g})"
+        # A scheduler that steps next should not warn that the optimizer never did.
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        if self.scaler is not None:
+            self.scaler.update(overflow=True)
+        self.zero_grad()
+
+    def _first_non_finite(self) -> str:
+        engine = self.engine
+        nobody = float(len(engine.layout.facts))
+        first = nobody
+        for state in self._states:
+            if state.reduced is None or bool(torch.isfinite(state.reduced).all()):
+                continue
+            for slot in state.spec.slots:
+                start, end = state.chunk.overlap(slot)
+                part = state.reduced[max(start - state.chunk.shard_start, 0) : max(end - state.chunk.shard_start, 0)]
+                if start < end and not bool(torch.isfinite(part).all()):
+                    first = min(first, float(slot.param))
+        first = min(post[0] for post in engine.mesh.shard.exchange([first]))
+        return engine.layout.facts[int(first)].names[0] if first < nobody else "no single parameter (their norm)"
+
+    def _check_frozen(self) -> None:
+        for chunk in self.engine.chunks:
+            for slot, param in zip(chunk.spec.slots, chunk.params, strict=True):
+                if param.requires_grad and not chunk.spec.trainable:
+                    name = self.engine.layout.facts[slot.param].names[0]
+                    raise RuntimeError(
+                        f"{name} has requires_grad={param.requires_grad} but was frozen when the model was sharded, so "
+                        "it has no gradient shard; set requires_grad before boost/build"
+                    )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of this optimizer's parameters, reduced or not."""
+        self.engine.reducer.clear(self.index)
+        self._passes_before, self._tokens_before = self.engine.passes, self.engine.tokens
+        self._clip = 1.0
+
+    # ---- norms
+
+    def get_grad_norm(self) -> float | None:
+        """The global norm of the last step's gradients before clipping: averaged, unscaled; ``None`` before a step."""
+        return self._norm
+
+    def clip_grad_by_norm(self, max_norm: float, norm_type: float = 2.0) -> float:
+        """Clip the gradients that the next :meth:`step` applies; returns their norm before. Every rank calls it.
+
+        Raises:
+            ValueError: ``max_norm`` is not positive.
+        """
+        if not max_norm > 0:
+            raise ValueError(f"max_norm={max_norm}: give a positive norm")
+        inverse = 1.0 / self._divisor()
+        norm = global_norm(self._reduced(), norm_type, self.engine.mesh.shard, inverse) * self._clip
+        if math.isfinite(norm):
+            self._clip *= clip_factor(norm, max_norm)
+        return norm
+
+    # ---- state
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """Full state on every rank, keyed as plain torch keys it, and ``scaler`` if there is one. Collective."""
+        full = self._full.collect(self._stepper.tiles)
+        if self.scaler is not None:
+            full["scaler"] = self.scaler.state_dict()
+        return full
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a full state (ours or plain torch's for the same parameters); each rank keeps its part.
+
+        Raises:
+            ValueError: groups or shapes do not match.
+        """
+        self._full.distribute(self._stepper.tiles, state_dict)
+        if self.scaler is not None and "scaler" in state_dict:
+            self.scaler.load_state_dict(state_dict["scaler"])

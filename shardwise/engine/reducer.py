@@ -1,0 +1,330 @@
+"""Moves gradients from backward into reduced shards, in an order that all ranks share.
+
+Every chunk is reduced in one agreed order, early when its gradients have all arrived, the rest at the end of backward,
+so that ranks which use different parameters still issue the same operations. At the end of each reduced pass the ranks
+exchange which parameters had a gradient: what nobody used is neither reduced nor updated (as in plain PyTorch, where
+its gradient is None), and what only some used counts as zero on the others (as in DDP).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from shardwise.comm import Buffer, Group, Handle
+from shardwise.engine.grads import ChunkGrads, SlotPool
+from shardwise.mesh import Mesh
+
+__all__ = ["Reducer"]
+
+PATIENCE_S = 0.05  # how long backward waits for peers before it uses private memory instead of a shared buffer
+BITS = 48  # flags per exchanged number; integers below 2**53 are exact
+
+
+def pack_bits(flags: Sequence[bool]) -> list[float]:
+    """Flags as exactly representable numbers, :data:`BITS` each."""
+    words = []
+    for start in range(0, len(flags), BITS):
+        words.append(float(sum(1 << i for i, flag in enumerate(flags[start : start + BITS]) if flag)))
+    return words
+
+
+def unpack_bits(words: Sequence[float], count: int) -> list[bool]:
+    return [bool(int(words[i // BITS]) >> (i % BITS) & 1) for i in range(count)]
+
+
+class _ThenReplicas:
+    """A reduce-scatter over the shard group followed by an all-reduce of the shard over the replicas.
+
+    The second part starts when the first is done, and only the oldest operation in flight is ever asked, so all ranks
+    start their second parts in one order.
+    """
+
+    def __init__(self, first: Handle, group: Group, shard: Buffer) -> None:
+        self._first, self._group, self._shard = first, group, shard
+        self._second: Handle | None = None
+
+    def _start(self) -> Handle:
+        if self._second is None:
+            self._first.wait()
+            self._second = self._group.all_reduce(self._shard, 1.0)
+        return self._second
+
+    def finished(self) -> bool:
+        return (self._second is not None or self._first.finished()) and self._start().finished()
+
+    def wait(self) -> None:
+        self._start().wait()
+
+
+class Reducer:
+    """Gradients of one model over one mesh.
+
+    Args:
+        states: the trainable chunks' gradient states.
+        keep_whole: every chunk has a buffer of its own that accumulates locally (``reduce="last"``).
+        overlap: reduce during backward.
+        same_order: all ranks use the same parameters, so nothing needs agreement.
+    """
+
+    def __init__(
+        self, states: Sequence[ChunkGrads], mesh: Mesh, *, keep_whole: bool, overlap: bool, same_order: bool
+    ) -> None:
+        self.states, self.mesh = list(states), mesh
+        self.keep_whole, self.overlap = keep_whole, overlap
+        self._agrees = mesh.size > 1 and not same_order
+        self._scale = 1.0 / mesh.size
+        self._group = mesh.shard if mesh.shard.size > 1 else mesh.replicate
+        self._order = list(reversed(self.states))
+        self._ordered_for: list[bool] | None = None
+        self._cursor = 0
+        self._arrivals: list[ChunkGrads] = []
+        self._in_flight: list[ChunkGrads] = []
+        self._allocate()
+
+    def _allocate(self) -> None:
+        self._slots = SlotPool([] if self.keep_whole else self.states, depth=2 if self.overlap else 1)
+        if self.keep_whole:
+            sizes = [(s.spec.padded_numel, s.dtype) for s in self.states]
+            for state, buffer in zip(self.states, self._group.buffers(sizes), strict=True):
+                state.buffer, state.array = buffer, buffer.local
+        else:
+            self._slots.fill(self._group.buffers(self._slots.specs))
+        self._replica: dict[int, Buffer] = {}
+        if self.mesh.shard.size > 1 and self.mesh.replicate.size > 1:
+            specs = [(s.spec.shard_numel, s.dtype) for s in self.states]
+            buffers = self.mesh.replicate.buffers(specs)
+            self._replica = {s.spec.index: b for s, b in zip(self.states, buffers, strict=True)}
+
+    # ---- during backward
+
+    def add(self, state: ChunkGrads, index: int, grad: torch.Tensor, sync: bool) -> None:
+        """Take the gradient of slot ``index``; reduce what is complete if this pass is a reduced one."""
+        if not state.launched:
+            if state.array is None:
+                self._assign(state)
+            elif not state.filled:
+                self._before_write(state)
+        state.accumulate(index, grad)
+        if sync and state.ready:
+            self._arrivals.append(state)
+            if self.overlap:
+                self._advance()
+
+    def _before_write(self, state: ChunkGrads) -> None:
+        state.claim()
+        if state.buffer is not None:
+            state.buffer.wait_writable()
+
+    def _assign(self, state: ChunkGrads) -> None:
+        buffer = self._patient_take(state)
+        if buffer is None:
+            state.array = torch.empty(state.spec.padded_numel, dtype=state.dtype, device=self._group.device)
+        else:
+            self._place(state, buffer)
+
+    def _patient_take(self, state: ChunkGrads) -> Buffer | None:
+        """The chunk's exchange buffer, waiting a little for peers to finish with its last user.
+
+        Waiting for ever could deadlock: a peer that does not use these chunks joins in only at the end of backward.
+        """
+        buffer = self._slots.take(state)
+        deadline = time.monotonic() + PATIENCE_S
+        while buffer is None and self._in_flight and time.monotonic() < deadline:
+            oldest = self._in_flight[0]
+            if oldest.handle is None or oldest.handle.finished():
+                self._complete(oldest)
+                buffer = self._slots.take(state)
+            elif self._slots.user(state) not in self._in_flight:
+                break
+            else:
+                time.sleep(0)
+        return buffer
+
+    def _place(self, state: ChunkGrads, buffer: Buffer) -> None:
+        buffer.wait_writable()
+        state.buffer, state.array = buffer, buffer.local
+
+    def _advance(self) -> None:
+        while self._cursor < len(self._order) and self._order[self._cursor].ready:
+            state = self._order[self._cursor]
+            if state.buffer is None and not self._move_in(state, self._patient_take(state)):
+                return  # no buffer without waiting: the rest is reduced at the end of the pass
+            self._launch(state)
+            self._cursor += 1
+
+    def _move_in(self, state: ChunkGrads, buffer: Buffer | None) -> bool:
+        """Copy a gradient from private memory into ``buffer``."""
+        if buffer is None:
+            return False
+        private = state.array
+        self._place(state, buffer)
+        if private is not None and state.array is not None:
+            state.array.copy_(private)
+        return True
+
+    # ---- reducing
+
+    def _into_buffer(self, state: ChunkGrads) -> Buffer:
+        """The exchange memory that holds the whole gradient, moved there from private memory if need be."""
+        while state.buffer is None:
+            if self._move_in(state, self._slots.take(state)):
+                break
+            if self._slots.user(state) in self._in_flight:
+                self._complete(self._in_flight[0])
+            else:
+                self._move_out(self._slots.user(state))
+        return state.buffer
+
+    def _move_out(self, state: ChunkGrads | None) -> None:
+        """A chunk whose turn comes later has the buffer: its gradient moves to private memory."""
+        if state is None or state.array is None:
+            raise RuntimeError(f"an exchange buffer is neither free nor in use (user {state}); report this")
+        state.array = state.array.clone()
+        self._release(state)
+
+    def _release(self, state: ChunkGrads) -> None:
+        if state.buffer is not None:
+            self._slots.give(state)
+            state.buffer = None
+
+    def _launch(self, state: ChunkGrads) -> None:
+        if self.keep_whole and not state.filled and state.buffer is not None:
+            self._before_write(state)
+        whole = self._into_buffer(state)
+        state.zero_unfilled()
+        state.launched = True
+        self._in_flight.append(state)
+        if self.mesh.shard.size == 1:
+            state.out = whole.local
+            state.handle = self.mesh.replicate.all_reduce(whole, self._scale)
+            return
+        if state.spec.index in self._replica:
+            replica = self._replica[state.spec.index]
+            state.claim()
+            replica.wait_writable()
+            state.out = replica.local
+        elif self.keep_whole:
+            state.out = whole.local[state.chunk.shard_start : state.chunk.shard_end]
+        elif state.reduced is None:
+            state.out = state.own_memory()
+        else:
+            state.out = torch.empty_like(state.own_memory())
+        scattered = self.mesh.shard.reduce_scatter(state.out, whole, self._scale)
+        if state.spec.index in self._replica:
+            state.handle = _ThenReplicas(scattered, self.mesh.replicate, self._replica[state.spec.index])
+        else:
+            state.handle = scattered
+
+    def _complete(self, state: ChunkGrads) -> None:
+        """Wait for a launched reduction and add its result to what the step has so far. Oldest first, always."""
+        self._in_flight.remove(state)
+        if state.handle is not None:
+            state.handle.wait()
+        out, state.out, state.handle = state.out, None, None
+        if out is None:
+            raise RuntimeError(f"chunk {state.spec.index}: reduced without a result ({out}); report this")
+        replica = state.spec.index in self._replica
+        leaves = not self.keep_whole and self.mesh.shard.size == 1
+        if state.reduced is not None:
+            state.reduced.add_(out)
+        elif leaves or out.dtype != state.accumulate_dtype:
+            state.reduced = state.own_memory().copy_(out)
+        else:
+            state.reduced, state.borrowed = out, self.keep_whole or replica
+        state.filled.clear()
+        if not self.keep_whole:
+            self._release(state)
+            state.array = None
+
+    # ---- the end of a pass
+
+    def finish(self, sync: bool) -> None:
+        """End of a backward pass (every rank calls it). Without ``sync``, gradients stay whole on this rank."""
+        if not sync:
+            for state in self.states:
+                state.fired.clear()
+            return
+        used, late = self._agree()
+        for state, anyone in zip(self._order, used, strict=True):
+            if anyone and not state.launched:
+                self._launch(state)
+        self._complete_all()
+        for state, anyone in zip(self._order, late, strict=True):
+            if anyone:
+                self._launch_late(state)
+        self._complete_all()
+        self._reorder(used)
+        for state in self.states:
+            if state.fired:
+                state.expected = set(state.fired)
+            state.fired.clear()
+            state.seen.clear()
+            state.launched = False
+        self._cursor = 0
+        self._arrivals.clear()
+
+    def _complete_all(self) -> None:
+        while self._in_flight:
+            self._complete(self._in_flight[0])
+
+    def _launch_late(self, state: ChunkGrads) -> None:
+        """A second reduction, for gradients that came after the first."""
+        if state.array is not None:
+            self._before_write(state)
+        else:
+            self._into_buffer(state)
+        if state.late is not None and state.array is not None:
+            state.array.copy_(state.late)
+        state.filled = set(state.late_filled)
+        state.late, state.late_filled = None, set()
+        self._launch(state)
+
+    def _agree(self) -> tuple[list[bool], list[bool]]:
+        """For each chunk in launch order: did any rank use it in this pass, and has any rank a late gradient for it."""
+        marks: list[bool] = []
+        for state in self._order:
+            marks += [state.launched or bool(state.filled), bool(state.late_filled)]
+            marks += [i in state.seen for i in range(len(state.spec.slots))]
+        if self._agrees:
+            posts = self.mesh.world.exchange(pack_bits(marks))
+            marks = [any(flags) for flags in zip(*(unpack_bits(post, len(marks)) for post in posts), strict=True)]
+        used, late, at = [], [], 0
+        for state in self._order:
+            used.append(marks[at])
+            late.append(marks[at + 1])
+            count = len(state.spec.slots)
+            state.touched |= {i for i in range(count) if marks[at + 2 + i]}
+            at += 2 + count
+        return used, late
+
+    def _reorder(self, used: list[bool]) -> None:
+        """Adopt rank 0's order of arrival, unused chunks last, whenever the set in use has changed."""
+        by_chunk = [flag for _, flag in sorted(zip([s.spec.index for s in self._order], used, strict=True))]
+        if by_chunk == self._ordered_for:
+            return
+        position = {s.spec.index: i for i, s in enumerate(self.states)}
+        arrived = [position[s.spec.index] for s in dict.fromkeys(self._arrivals)]
+        seen = set(arrived)
+        mine = arrived + [position[s.spec.index] for s in self._order if position[s.spec.index] not in seen]
+        order = self.mesh.world.exchange([float(i) for i in mine])[0] if self._agrees else mine
+        in_use = dict(zip([s.spec.index for s in self._order], used, strict=True))
+        ranked = [self.states[int(i)] for i in order]
+        self._order = sorted(ranked, key=lambda s: not in_use[s.spec.index])
+        self._ordered_for = by_chunk
+
+    def clear(self, optimizer: int | None = None) -> None:
+        """Drop the gradients of one optimizer's chunks, or of all."""
+        for state in self.states:
+            if optimizer is None or state.spec.optimizer == optimizer:
+                state.clear()
+
+    def bytes(self) -> int:
+        """Live bytes of gradient memory: exchange buffers, private arrays and reduced shards."""
+        arrays = [*self._slots.arrays(), *(buffer.local for buffer in self._replica.values())]
+        for state in self.states:
+            arrays += [t for t in (state.array, state.late, state.reduced, state.kept_memory) if t is not None]
+        storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in arrays}
+        return sum(storages.values())

@@ -1,0 +1,47 @@
+"""The dynamic loss scale of fp16 training.
+
+Source: the contract of ColossalAI's ``DynamicGradScaler``: ``hysteresis`` overflows before the first back-off, the
+overflow count reset only by growth. Unlike there, gradients are unscaled before the scale changes, and every counter
+is part of the state.
+"""
+
+from __future__ import annotations
+
+from shardwise.plan import ScalerPlan
+
+__all__ = ["LossScaler"]
+
+
+class LossScaler:
+    """Holds the scale and decides how it moves; knows nothing of gradients."""
+
+    def __init__(self, plan: ScalerPlan) -> None:
+        self.plan = plan
+        self.scale = float(plan.initial_scale)
+        self.overflows = 0
+        self.good_steps = 0
+
+    def update(self, overflow: bool) -> None:
+        """Account for one optimizer step, skipped because of ``overflow`` or taken."""
+        plan = self.plan
+        if overflow:
+            self.overflows += 1
+            self.good_steps = 0
+            if self.overflows >= plan.hysteresis:
+                self.scale = max(self.scale * plan.backoff_factor, plan.min_scale)
+            return
+        self.good_steps += 1
+        if self.good_steps >= plan.growth_interval:
+            self.good_steps = self.overflows = 0
+            self.scale = min(self.scale * plan.growth_factor, plan.max_scale)
+
+    def state_dict(self) -> dict[str, float]:
+        return {"scale": self.scale, "overflows": float(self.overflows), "good_steps": float(self.good_steps)}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Raises KeyError for a missing entry; ValueError for a scale that is not positive."""
+        scale = float(state["scale"])
+        if not scale > 0:
+            raise ValueError(f"loss scale {scale} in the state: a positive number is expected; the state is damaged")
+        self.scale = scale
+        self.overflows, self.good_steps = int(state["overflows"]), int(state["good_steps"])

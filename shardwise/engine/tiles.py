@@ -1,0 +1,186 @@
+"""Steps any element-wise torch optimizer over this rank's shards, a cache-sized tile at a time.
+
+A *piece* is the part of one parameter in this rank's shard (at most a tile long): a flat tensor that the optimizer
+takes for a parameter, so that per-parameter state such as Adam's step count is exactly torch's, also for parameters
+that some steps do not use. A *tile* is a run of neighbouring pieces that are stepped in one call, with the cast of the
+gradient, the unscaling and clipping, and the cast of the result done while the data is in cache.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.chunk.chunk import Chunk
+from shardwise.engine.grads import ChunkGrads
+
+__all__ = ["Piece", "Tile", "TileStepper", "check_element_wise", "make_tiles"]
+
+TILE_NUMEL = {"cpu": 1 << 20, "cuda": 1 << 24}
+SHAPE_DEPENDENT = ("LBFGS", "Muon", "Adafactor", "SparseAdam", "Shampoo", "SOAP")
+HAS_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """``value`` holds elements ``[start, end)`` of the shard: part of slot ``slot``, i.e. of parameter ``param``."""
+
+    value: nn.Parameter
+    slot: int
+    param: int
+    offset: int
+    """Where the piece starts within its parameter, in elements."""
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Neighbouring pieces of one chunk and one param group; they span ``[start, end)`` of the shard."""
+
+    chunk: Chunk
+    grads: ChunkGrads
+    master: torch.Tensor | None
+    group: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def start(self) -> int:
+        return self.pieces[0].start
+
+    @property
+    def end(self) -> int:
+        return self.pieces[-1].end
+
+
+def check_element_wise(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse optimizers whose update of one element depends on others, and modes that shards cannot have.
+
+    Raises:
+        ValueError: the optimizer works on whole matrices, or is ``differentiable`` or ``capturable``.
+    """
+    name = type(optimizer).__name__
+    if name in SHAPE_DEPENDENT:
+        raise ValueError(f"optimizer {name} needs whole matrices, but shards are flat: use an element-wise one (AdamW)")
+    for group in optimizer.param_groups:
+        for mode in ("differentiable", "capturable"):
+            if group.get(mode):
+                raise ValueError(f"optimizer {name} has {mode}={group[mode]}: shards are updated in place; set it False")
+
+
+def _pieces(chunk: Chunk, values: torch.Tensor, group_of: Sequence[int], tile_numel: int) -> Iterator[tuple[int, Piece]]:
+    for slot_index, slot in enumerate(chunk.spec.slots):
+        start, end = chunk.overlap(slot)
+        for at in range(start, end, tile_numel):
+            stop = min(at + tile_numel, end)
+            first, last = at - chunk.shard_start, stop - chunk.shard_start
+            value = nn.Parameter(values[first:last], requires_grad=True)
+            yield group_of[slot.param], Piece(value, slot_index, slot.param, at - slot.start, first, last)
+
+
+def make_tiles(
+    chunk: Chunk, grads: ChunkGrads, master: torch.Tensor | None, group_of: Sequence[int], tile_numel: int
+) -> list[Tile]:
+    """This rank's tiles of ``chunk``; ``group_of[param]`` is the param group of each parameter of the model."""
+    values = master if master is not None else chunk.shard
+    tiles: list[Tile] = []
+    run: list[Piece] = []
+    run_group = -1
+
+    def flush() -> None:
+        if run:
+            tiles.append(Tile(chunk, grads, master, run_group, tuple(run)))
+            run.clear()
+
+    for group, piece in _pieces(chunk, values, group_of, tile_numel):
+        if run and (group != run_group or piece.end - run[0].start > tile_numel):
+            flush()
+        run_group = group
+        run.append(piece)
+    flush()
+    return tiles
+
+
+class TileStepper:
+    """Runs one torch optimizer over tiles; owns the scratch memory for gradients in the update's dtype."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, tiles: Sequence[Tile], device: torch.device) -> None:
+        self.optimizer, self.tiles = optimizer, tuple(tiles)
+        self._device = device
+        self._scratch: dict[torch.dtype, torch.Tensor] = {}
+
+    def step(self, factor: float) -> None:
+        """Update every piece that has a gradient with ``factor`` times it, and renew the compute shards."""
+        with self._hooks_once(), self._groups() as groups:
+            for tile in self.tiles:
+                live = [p for p in tile.pieces if p.slot in tile.grads.touched]
+                reduced = tile.grads.reduced
+                if live and reduced is not None:
+                    self._step_tile(tile, live, reduced, factor, groups)
+
+    @torch.no_grad()
+    def _step_tile(
+        self, tile: Tile, live: list[Piece], reduced: torch.Tensor, factor: float, groups: list[dict[str, Any]]
+    ) -> None:
+        dtype = live[0].value.dtype
+        first, last = live[0].start, live[-1].end
+        grad = reduced[first:last]
+        if grad.dtype != dtype:
+            # The cast comes first: scaling in 16 bits would round the gradient twice.
+            grad = self._scratch_for(last - first, dtype).copy_(grad)
+        if factor != 1.0:
+            grad.mul_(factor)
+        for piece in live:
+            piece.value.grad = grad[piece.start - first : piece.end - first]
+        group = groups[tile.group]
+        group["params"] = [piece.value for piece in live]
+        self.optimizer.param_groups = [group]
+        self.optimizer.step()
+        for piece in live:
+            piece.value.grad = None
+        if tile.master is not None:
+            tile.chunk.shard[first:last].copy_(tile.master[first:last])
+
+    def _scratch_for(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        have = self._scratch.get(dtype)
+        if have is None or have.numel() < numel:
+            have = self._scratch[dtype] = torch.empty(numel, dtype=dtype, device=self._device)
+        return have[:numel]
+
+    @contextmanager
+    def _groups(self) -> Iterator[list[dict[str, Any]]]:
+        """Working copies of the param groups, with torch's fused kernel where the user left the choice to torch."""
+        optimizer = self.optimizer
+        own = optimizer.param_groups
+        work = [dict(group) for group in own]
+        for group in work:
+            free = group.get("fused", False) is None and not group.get("foreach")
+            if free and isinstance(optimizer, HAS_FUSED) and not isinstance(group.get("lr"), torch.Tensor):
+                group["fused"], group["foreach"] = True, False
+        try:
+            yield work
+        finally:
+            optimizer.param_groups = own
+
+    @contextmanager
+    def _hooks_once(self) -> Iterator[None]:
+        """The user's step hooks run once a step, not once a tile."""
+        optimizer = self.optimizer
+        before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+        for hook in before.values():
+            hook(optimizer, (), {})
+        optimizer._optimizer_step_pre_hooks = OrderedDict()
+        optimizer._optimizer_step_post_hooks = OrderedDict()
+        try:
+            yield
+        finally:
+            optimizer._optimizer_step_pre_hooks = before
+            optimizer._optimizer_step_post_hooks = after
+        for hook in after.values():
+            hook(optimizer, (), {})
