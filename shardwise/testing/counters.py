@@ -1,0 +1,51 @@
+"""Count what a process holds and sends: live tensor bytes, and the traffic of groups."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.traffic import Traffic
+
+__all__ = ["Traffic", "live_tensor_bytes", "live_tensors"]
+
+
+def live_tensors() -> Iterator[Tensor]:
+    """Every tensor that a Python object holds in this process, gradients of leaves included.
+
+    Tensors that only the autograd graph holds (activations saved for backward) have no Python object and are not
+    found: count while no graph is alive. In a rank of a pool, tensors made by imported modules are left out.
+    """
+    gc.collect()
+    for obj in gc.get_objects():
+        # type(), since isinstance() runs the __class__ property of lazy stand-in objects.
+        if issubclass(type(obj), Tensor):
+            yield obj
+            if obj.is_leaf and obj.grad is not None:
+                yield obj.grad
+
+
+def live_tensor_bytes(device: torch.device | str | None = None) -> int:
+    """Bytes of the distinct storages behind :func:`live_tensors`, on ``device`` or on all of them.
+
+    Views count once; an expanded tensor counts its storage, not its shape; meta tensors count nothing.
+    """
+    wanted = torch.device(device) if device is not None else None
+    sizes: dict[tuple[torch.device, int], int] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for tensor in live_tensors():
+            if tensor.is_meta or tensor.layout is not torch.strided:
+                continue
+            if wanted is not None and wanted not in (tensor.device, torch.device(tensor.device.type)):
+                continue
+            try:
+                storage = tensor.untyped_storage()
+            except (NotImplementedError, RuntimeError):  # wrapper subclasses without a storage of their own
+                continue
+            sizes[(tensor.device, storage._cdata)] = storage.nbytes()
+    return sum(sizes.values())

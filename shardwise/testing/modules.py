@@ -1,0 +1,432 @@
+"""The module classes behind :data:`shardwise.testing.MODELS`; each says in one line what is odd about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+
+class Mlp(nn.Module):
+    """Linear, tanh, linear."""
+
+    def __init__(self, width: int = 6, hidden: int = 10) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(torch.tanh(self.up(x)))
+        return out
+
+
+class OddSizes(nn.Module):
+    """Weights of 7x13, 13x1, 1x3 and 3x7; single-element biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 1), nn.Linear(1, 3), nn.Tanh(), nn.Linear(3, 7, bias=False)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x)
+        return out
+
+
+class Frozen(nn.Module):
+    """The first layer, one bias, and a norm are frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.second = nn.Linear(6, 6)
+        self.norm = nn.LayerNorm(6)
+        self.last = nn.Linear(6, 6)
+        for parameter in (*self.first.parameters(), self.second.bias, *self.norm.parameters()):
+            parameter.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.second(self.first(x)))
+        out: Tensor = self.last(self.norm(x))
+        return out
+
+
+class FrozenChild(nn.Module):
+    """A frozen block between trainable ones: gradients must flow through it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(6, 6)
+        self.frozen = Mlp()
+        self.after = nn.Linear(6, 6)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.after(self.frozen(torch.tanh(self.before(x))))
+        return out
+
+
+class Unused(nn.Module):
+    """``spare`` and all of ``idle`` take no part in the forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.idle = Mlp(5, 3)
+        self.spare = nn.Parameter(torch.zeros(3, 2))
+        self.last = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(torch.tanh(self.first(x)))
+        return out
+
+
+class UsedTwice(nn.Module):
+    """One layer, called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(6, 6)
+        self.between = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.shared(self.between(torch.tanh(self.shared(x))))
+        return out
+
+
+class Alias(nn.Module):
+    """``first`` and ``second`` are the same module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.middle = nn.Linear(6, 6)
+        self.second = self.first
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.second(torch.tanh(self.middle(self.first(x))))
+        return out
+
+
+class AroundChildren(nn.Module):
+    """Its own parameters are read before, between and after the calls of its children."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6))
+        self.shift = nn.Parameter(torch.zeros(6))
+        self.inner = nn.Sequential(Mlp(), Mlp())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale
+        x = self.inner[0](x) * self.scale + self.shift
+        out: Tensor = self.inner[1](x) * self.scale + self.shift
+        return out
+
+
+class LateParameter(nn.Module):
+    """The parent reads a child's weight after other children have run (a release after forward is too early)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.middle = Mlp()
+        self.last = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(torch.tanh(self.middle(self.first(x))))
+        return out + functional.linear(x, self.first.weight, self.middle.down.bias)
+
+
+class ZeroSized(nn.Module):
+    """Parameters with no elements, one of them used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.empty(0, 6))
+        self.linear = nn.Linear(6, 6)
+        self.never = nn.Parameter(torch.empty(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(torch.cat([x, self.nothing.to(x.dtype)]))
+        return out
+
+
+class NonContiguous(nn.Module):
+    """The weight is a transposed view of its storage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(5, 7).t())
+        self.back = nn.Linear(5, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.back(torch.tanh(x @ self.weight))
+        return out
+
+
+class MixedDtypes(nn.Module):
+    """One inner layer has its own dtype, with casts around it."""
+
+    def __init__(self, other: torch.dtype) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.inner = nn.Linear(6, 6).to(other)
+        self.last = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        inner: Tensor = self.inner(x.to(self.inner.weight.dtype))
+        out: Tensor = self.last(inner.to(x.dtype))
+        return out
+
+
+class Buffers(nn.Module):
+    """BatchNorm that stays in evaluation, so that no statistic depends on how the batch is split."""
+
+    mean: Tensor
+    count: Tensor
+    cache: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.register_buffer("mean", torch.linspace(-1, 1, 6))
+        self.register_buffer("count", torch.tensor(3))
+        self.register_buffer("cache", torch.full((6,), 0.5), persistent=False)
+        assert self.norm.running_mean is not None and self.norm.running_var is not None
+        self.norm.running_mean.copy_(torch.linspace(0, 0.5, 6))
+        self.norm.running_var.copy_(torch.linspace(0.5, 2, 6))
+        self.train(self.training)
+
+    def train(self, mode: bool = True) -> Buffers:
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.norm(self.linear(x - self.mean)) * self.cache + 1 / self.count
+        return out
+
+
+class Scalar(nn.Module):
+    """A temperature without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(1.0))
+        self.inner = Mlp()
+        self.offset = nn.Parameter(torch.tensor(0.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x * self.temperature) + self.offset
+        return out
+
+
+class Residual(nn.Module):
+    """Blocks in a ModuleList, each added to its input."""
+
+    def __init__(self, depth: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Mlp() for _ in range(depth))
+        self.norm = nn.LayerNorm(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        out: Tensor = self.norm(x)
+        return out
+
+
+class InPlace(nn.Module):
+    """Activations overwrite the outputs of the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.last = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            x.mul_(2)
+            x = torch.relu_(x)
+        out: Tensor = self.last(x)
+        return out
+
+
+class Mixture(nn.Module):
+    """``choice`` runs expert 0, expert 1, or both in reverse order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.experts = nn.ModuleList(Mlp() for _ in range(2))
+        self.last = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, choice: int) -> Tensor:
+        x = torch.tanh(self.first(x))
+        for index in ((0,), (1,), (1, 0))[choice]:
+            x = self.experts[index](x)
+        out: Tensor = self.last(x)
+        return out
+
+
+class Attention(nn.Module):
+    """nn.MultiheadAttention reads ``out_proj.weight`` without calling ``out_proj``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+        self.norm = nn.LayerNorm(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.norm(x + self.attention(x, x, x, need_weights=False)[0])
+        return out
+
+
+class Recurrent(nn.Module):
+    """An LSTM: its weights are also in a list of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(6, 5, batch_first=True)
+        self.last = nn.Linear(5, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.lstm(x)[0])
+        return out
+
+
+class NestedInputs(nn.Module):
+    """Takes ``{"x": tensor}`` and ``extra=[tensor, (mask, None)]``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.last = nn.Linear(6, 6)
+
+    def forward(self, inputs: dict[str, Tensor], *, extra: list[Any], power: int) -> Tensor:
+        half, (mask, nothing) = extra
+        assert nothing is None
+        x = torch.tanh(self.first(inputs["x"])).pow(power)
+        out: Tensor = self.last(torch.where(mask, x, half))
+        return out
+
+
+@dataclass
+class Answer:
+    """An output of several parts."""
+
+    first: Tensor
+    rest: dict[str, Tensor]
+
+
+class SeveralOutputs(nn.Module):
+    """Returns three tensors in a ``"dict"``, a nested ``"tuple"`` or a ``"dataclass"``."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.trunk = nn.Linear(6, 6)
+        self.heads = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Any:
+        x = torch.tanh(self.trunk(x))
+        a, b, c = (head(x) for head in self.heads)
+        if self.kind == "dict":
+            return {"a": a, "b": b, "c": c}
+        return (a, (b, [c])) if self.kind == "tuple" else Answer(a, {"b": b, "c": c})
+
+
+class Checkpointed(nn.Module):
+    """Blocks that run again in the backward pass."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.first = nn.Linear(6, 6)
+        self.blocks = nn.ModuleList(Mlp() for _ in range(2))
+        self.last = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=self.reentrant)
+        out: Tensor = self.last(x)
+        return out
+
+
+class Tied(nn.Module):
+    """The head's weight is the embedding's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.inner = Mlp()
+        self.head = nn.Linear(6, 11)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.head(self.inner(self.embedding(tokens)))
+        return out
+
+
+class FunctionalHead(nn.Module):
+    """The embedding's weight is used again by a function, long after the embedding's own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.inner = Mlp()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return functional.linear(self.inner(self.embedding(tokens)), self.embedding.weight)
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block with causal attention."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, width = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(rows, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(rows, length, width))
+        out: Tensor = x + self.mlp(self.norm2(x))
+        return out
+
+
+class TinyGpt(nn.Module):
+    """Tokens ``[rows, length]`` to logits ``[rows, length, 17]``."""
+
+    def __init__(self, width: int = 8, depth: int = 2, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.checkpointed = checkpointed
+        self.tokens = nn.Embedding(17, width)
+        self.positions = nn.Parameter(torch.zeros(8, width))
+        self.blocks = nn.ModuleList(Block(width, 2) for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 17, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.positions[: tokens.shape[1]]
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        out: Tensor = self.head(self.norm(x))
+        return out

@@ -1,0 +1,281 @@
+"""What a sharded run must equal: the same training in one process, in plain PyTorch and with nothing shared with the
+engine.
+
+:func:`train_plain` follows the numbers of data-parallel training: the gradient of a step is the mean over ranks of
+the sum over micro-batches. With 16-bit parameters it repeats the mixed-precision arithmetic unsharded
+(Micikevicius et al., arXiv 1710.03740): gradients in 16 bits per rank and micro-batch, summed over ranks in fp32 and
+rounded once, accumulated in 16 bits, and an fp32 copy of the weights for the optimizer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["PlainRecipe", "PlainRun", "train_plain"]
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainRecipe:
+    """The arithmetic of a run.
+
+    Attributes:
+        max_norm: clip the global gradient norm to it; 0 is off.
+        norm_type: p of the norm, ``math.inf`` included.
+        param_dtype: floating parameters, buffers and inputs are cast to it; ``None`` keeps each as it is.
+        reduce_dtype: of the mean over ranks; ``None``: the parameter's compute dtype.
+        accumulate_dtype: of the sum over micro-batches; ``None``: the reduce dtype.
+        loss_scale: constant; divides out in fp32 before the norm.
+        mean_over_micro_batches: divide by their number (``average="mean"`` of a plan); else they are summed.
+        tokens: weight of a rank's batch (``average="tokens"``): the step's gradient is the sum of weighted ones over
+            micro-batches and ranks, divided by the sum of the weights. ``None``: as the field above says.
+    """
+
+    max_norm: float = 0.0
+    norm_type: float = 2.0
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    accumulate_dtype: torch.dtype | None = None
+    loss_scale: float = 1.0
+    mean_over_micro_batches: bool = False
+    tokens: Callable[[Any], float] | None = None
+
+    def weight(self, batch: Any) -> float:
+        """What the loss of ``batch`` is multiplied with."""
+        return self.tokens(batch) if self.tokens is not None else 1.0
+
+    def divisor(self, step: Sequence[Sequence[Any]]) -> float:
+        """What the mean over ranks of the sum over micro-batches is divided by."""
+        if self.tokens is not None:
+            return sum(self.tokens(batch) for micro in step for batch in micro) / len(step[0])
+        return float(len(step)) if self.mean_over_micro_batches else 1.0
+
+    def __post_init__(self) -> None:
+        if self.max_norm < 0 or self.norm_type <= 0 or self.loss_scale <= 0:
+            raise ValueError(f"{self}: give max_norm >= 0, norm_type > 0 and loss_scale > 0")
+
+
+@dataclass
+class PlainRun:
+    """What happened, by step.
+
+    Attributes:
+        losses: ``[step][micro-batch][rank]``.
+        gradients: of every step, averaged and unscaled, before clipping; parameters without gradient are absent.
+            fp32 for 16-bit parameters, else of the parameter's dtype.
+        norms: the global norm of those.
+        skipped: whether the step was skipped: a gradient is not finite, and there is a loss scale.
+        parameters: after every step, in the dtype that the model computes with.
+        masters: after every step, in the dtype that the optimizer updates (fp32 for 16-bit parameters).
+        buffers: after every step.
+        model: the module after the last step.
+        optimizer: the optimizer after the last step.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    losses: list[list[list[float]]] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    skipped: list[bool] = field(default_factory=list)
+    parameters: list[dict[str, Tensor]] = field(default_factory=list)
+    masters: list[dict[str, Tensor]] = field(default_factory=list)
+    buffers: list[dict[str, Tensor]] = field(default_factory=list)
+
+
+def train_plain(
+    model_factory: Callable[[], nn.Module],
+    loss: Callable[[nn.Module, Any], Tensor],
+    optimizer_factory: Callable[[nn.Module], torch.optim.Optimizer],
+    batches: Sequence[Sequence[Sequence[Any]]],
+    recipe: PlainRecipe | None = None,
+) -> PlainRun:
+    """Train in this process, without sharding.
+
+    Args:
+        model_factory: makes the module with its initial values, the same at every call.
+        loss: scalar loss of a module and one rank's batch, a mean over that batch.
+        optimizer_factory: makes the optimizer of a module's parameters.
+        batches: ``[step][micro-batch][rank]``; see :func:`~shardwise.testing.make_batches`.
+        recipe: clipping and number formats; ``None``: no clipping, the module's own formats.
+
+    Raises:
+        ValueError: steps with different numbers of ranks.
+    """
+    recipe = recipe or PlainRecipe()
+    ranks = {len(micro) for step in batches for micro in step}
+    if len(ranks) > 1:
+        raise ValueError(f"batches for {sorted(ranks)} ranks in one run; give every micro-batch the same number")
+    model = model_factory()
+    halves = recipe.param_dtype in _HALF or any(p.dtype in _HALF for p in model.parameters())
+    formats = (recipe.param_dtype, recipe.reduce_dtype, recipe.accumulate_dtype)
+    if not halves and formats == (None, None, None) and recipe.loss_scale == 1.0:
+        return _train_as_is(model, loss, optimizer_factory(model), batches, recipe)
+    return _train_with_masters(model, loss, _masters(model_factory(), recipe), optimizer_factory, batches, recipe)
+
+
+def _copies(named: Any) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in named}
+
+
+def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+
+
+def _record_and_step(run: PlainRun, owner: nn.Module, recipe: PlainRecipe) -> None:
+    """Clip and update ``owner``, whose parameters the optimizer has and whose gradients are complete."""
+    graded = [(name, p) for name, p in _trained(owner) if p.grad is not None]
+    run.gradients.append(_copies((name, p.grad) for name, p in graded))
+    # An infinity norm of nothing does not exist, so parameters without elements stay out.
+    counted = [p for _, p in graded if p.numel()]
+    norm = float(torch.nn.utils.get_total_norm([p.grad for p in counted if p.grad is not None], recipe.norm_type))
+    run.norms.append(norm)
+    if recipe.max_norm:
+        torch.nn.utils.clip_grad_norm_(counted, recipe.max_norm, recipe.norm_type)
+    finite = all(bool(p.grad.isfinite().all()) for p in counted if p.grad is not None)
+    skip = recipe.loss_scale != 1.0 and not finite  # without a scale, plain training lets NaN through
+    run.skipped.append(skip)
+    if not skip:
+        run.optimizer.step()
+    run.optimizer.zero_grad(set_to_none=True)
+
+
+def _record_values(run: PlainRun, owner: nn.Module) -> None:
+    run.masters.append(_copies(owner.named_parameters()))
+    run.parameters.append(_copies(run.model.named_parameters()))
+    run.buffers.append(_copies(run.model.named_buffers()))
+
+
+def _train_as_is(
+    model: nn.Module,
+    loss: Callable[[nn.Module, Any], Tensor],
+    optimizer: torch.optim.Optimizer,
+    batches: Sequence[Sequence[Sequence[Any]]],
+    recipe: PlainRecipe,
+) -> PlainRun:
+    run = PlainRun(model, optimizer)
+    for step in batches:
+        run.losses.append([])
+        for micro in step:
+            share = len(micro) * recipe.divisor(step)
+            values = []
+            for batch in micro:
+                value = loss(model, batch)
+                (value * recipe.weight(batch) / share).backward()  # type: ignore[no-untyped-call]
+                values.append(float(value.detach()))
+            run.losses[-1].append(values)
+        _record_and_step(run, model, recipe)
+        _record_values(run, model)
+    return run
+
+
+def _compute_dtype(parameter: Tensor, recipe: PlainRecipe) -> torch.dtype:
+    if recipe.param_dtype is None or not parameter.dtype.is_floating_point:
+        return parameter.dtype
+    return recipe.param_dtype
+
+
+def _masters(model: nn.Module, recipe: PlainRecipe) -> nn.Module:
+    """The module whose parameters the optimizer updates: fp32 wherever the computation has 16 bits."""
+    for parameter in model.parameters():
+        compute = _compute_dtype(parameter, recipe)
+        parameter.data = parameter.data.to(torch.float32 if compute in _HALF else compute)
+    return model
+
+
+def _cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return type(value)((key, _cast_floating(item, dtype)) for key, item in value.items())
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_cast_floating(item, dtype) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(_cast_floating(item, dtype) for item in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        changes = {f.name: _cast_floating(getattr(value, f.name), dtype) for f in dataclasses.fields(value) if f.init}
+        return dataclasses.replace(value, **changes)
+    return value
+
+
+def _cast_model(model: nn.Module, recipe: PlainRecipe) -> None:
+    """Parameters, buffers and, by a hook, floating inputs in the compute dtype."""
+    dtype = recipe.param_dtype
+    if dtype is None:
+        return
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(dtype)
+
+    def cast_inputs(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        return _cast_floating(args, dtype), _cast_floating(kwargs, dtype)
+
+    model.register_forward_pre_hook(cast_inputs, with_kwargs=True)
+
+
+def _reduce(gradients: list[Tensor | None], recipe: PlainRecipe) -> Tensor | None:
+    """Mean over ranks: 16-bit gradients are summed in fp32 and rounded once; a rank without one counts as zero."""
+    present = [gradient for gradient in gradients if gradient is not None]
+    if not present:
+        return None
+    dtype = recipe.reduce_dtype or present[0].dtype
+    total = torch.zeros_like(present[0], dtype=torch.float32 if dtype in _HALF else dtype)
+    for gradient in present:
+        total += gradient.to(dtype).to(total.dtype)
+    return (total * (1.0 / len(gradients))).to(dtype)
+
+
+def _micro_batch(
+    run: PlainRun, loss: Callable[[nn.Module, Any], Tensor], micro: Sequence[Any], recipe: PlainRecipe
+) -> dict[str, Tensor]:
+    """Every rank's backward pass, then the reduction; appends the losses."""
+    values: list[float] = []
+    by_rank: dict[str, list[Tensor | None]] = {name: [] for name, _ in _trained(run.model)}
+    for batch in micro:
+        value = loss(run.model, batch)
+        scaled = (value.float() if value.dtype in _HALF else value) * recipe.weight(batch) * recipe.loss_scale
+        scaled.backward()  # type: ignore[no-untyped-call]
+        values.append(float(value.detach()))
+        for name, parameter in _trained(run.model):
+            by_rank[name].append(parameter.grad)
+            parameter.grad = None
+    run.losses[-1].append(values)
+    reduced = {name: _reduce(gradients, recipe) for name, gradients in by_rank.items()}
+    return {name: gradient for name, gradient in reduced.items() if gradient is not None}
+
+
+def _train_with_masters(
+    model: nn.Module,
+    loss: Callable[[nn.Module, Any], Tensor],
+    masters: nn.Module,
+    optimizer_factory: Callable[[nn.Module], torch.optim.Optimizer],
+    batches: Sequence[Sequence[Sequence[Any]]],
+    recipe: PlainRecipe,
+) -> PlainRun:
+    _cast_model(model, recipe)
+    run = PlainRun(model, optimizer_factory(masters))
+    computed = dict(model.named_parameters())
+    for step in batches:
+        run.losses.append([])
+        sums: dict[str, Tensor] = {}
+        for micro in step:
+            for name, gradient in _micro_batch(run, loss, micro, recipe).items():
+                gradient = gradient.to(recipe.accumulate_dtype or gradient.dtype)
+                sums[name] = sums[name] + gradient if name in sums else gradient
+        divisor = recipe.loss_scale * recipe.divisor(step)
+        for name, master in masters.named_parameters():
+            if name in sums:
+                master.grad = sums[name].to(master.dtype) / divisor
+        _record_and_step(run, masters, recipe)
+        with torch.no_grad():
+            for name, master in masters.named_parameters():
+                computed[name].copy_(master)
+        _record_values(run, masters)
+    return run

@@ -1,0 +1,354 @@
+"""A persistent pool of rank processes: start torch and the process group once, then run tasks in milliseconds.
+
+The ranks are forked from a server process that has imported torch already, meet through a file in a fresh directory,
+and stay until the pool is closed. A rank that raises, dies or does not finish ends its whole pool, since collectives
+of the others can no longer complete; the next run starts a new one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from types import ModuleType
+from typing import Any, TypeVar
+
+from shardwise.testing import worker
+from shardwise.testing.transport import Task, dump, load, make_task
+from shardwise.testing.worker import Outcome, Rendezvous
+
+__all__ = ["RankError", "RankPool", "close_pools", "run_ranks"]
+
+T = TypeVar("T")
+
+_PRELOAD = ["torch", "torch.distributed", "shardwise.testing.worker"]
+_START_SECONDS = 120.0
+_GROUP_SECONDS = 600.0  # the pool's own time-out ends a hang much earlier
+_GRACE_SECONDS = 0.3  # after one rank raised, for the others to raise as well
+_DUMP_SECONDS = 1.0
+_EXIT_SECONDS = 2.0
+_CACHED_POOLS = 4
+
+
+class RankError(RuntimeError):
+    """A task failed on at least one rank.
+
+    Attributes:
+        rank: the rank that failed first.
+        exception: what it raised, or ``None`` where it died, hung, or raised something that cannot be pickled.
+        exit_code: the exit code of the rank that died (negative: minus the signal), else ``None``.
+        timed_out: True where the time-out passed.
+        traceback: the failing rank's formatted traceback ("" where it died or hung).
+        stacks: by rank, the Python stacks of the ranks that had not finished, taken before they were killed.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int,
+        exception: BaseException | None = None,
+        exit_code: int | None = None,
+        timed_out: bool = False,
+        traceback: str = "",
+        stacks: dict[int, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.exception = exception
+        self.exit_code = exit_code
+        self.timed_out = timed_out
+        self.traceback = traceback
+        self.stacks = stacks or {}
+
+
+@dataclass(eq=False)
+class _Rank:
+    rank: int
+    process: ForkServerProcess
+    connection: Connection
+    outcome: Outcome | None = None
+
+    def idle(self) -> bool:
+        """Alive and waiting: a connection with something to read between tasks has ended."""
+        return self.process.is_alive() and not self.connection.poll()
+
+    def kill(self) -> None:
+        pid = self.process.pid
+        if pid is None:
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)  # with the processes that its tasks started
+        with contextlib.suppress(ProcessLookupError):
+            if self.process.is_alive():
+                os.kill(pid, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def _without_main() -> Iterator[None]:
+    """Keep multiprocessing from running the caller's main script in every rank; tasks bring what they need."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+def _describe_exit(code: int | None) -> str:
+    if code is not None and code < 0:
+        with contextlib.suppress(ValueError):
+            return f"was killed by {signal.Signals(-code).name} (exit code {code})"
+    return f"exited with code {code}"
+
+
+class RankPool:
+    """``world_size`` processes with torch.distributed initialised (ranks 0 to ``world_size - 1`` of one host).
+
+    Started at the first :meth:`run`, and again at the first one after a failure. Every rank uses one thread; seeds,
+    default dtype and grad mode are reset before each task. Works as a context manager.
+
+    Args:
+        world_size: number of ranks, >= 1.
+        backend: of the default process group; ``"gloo"`` needs no accelerator, ``"cpu:gloo,cuda:nccl"`` has both.
+    """
+
+    def __init__(self, world_size: int, *, backend: str = "gloo") -> None:
+        if world_size < 1:
+            raise ValueError(f"world_size={world_size}: a pool needs at least 1 rank")
+        self.world_size = world_size
+        self.backend = backend
+        self._ranks: list[_Rank] = []
+        self._directory: str | None = None
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids by rank; empty while the pool is not running."""
+        return tuple(rank.process.pid or 0 for rank in self._ranks)
+
+    def run(self, fn: Callable[..., T], *args: object, timeout: float = 60.0) -> list[T]:
+        """Call ``fn(*args)`` on every rank and return the results, by rank.
+
+        Args:
+            fn: a function at the top level of a module. It learns its rank from ``torch.distributed.get_rank()``.
+            args: picklable; every rank receives its own copy, tensors included.
+            timeout: seconds until ranks that have not finished are killed, and their stacks shown.
+
+        Raises:
+            RankError: a rank raised, died, or did not finish in time.
+            ValueError: ``fn`` cannot be found by name, or ``timeout`` is not positive.
+        """
+        if not timeout > 0:
+            raise ValueError(f"timeout={timeout}: give seconds > 0")
+        if worker.inside_rank():
+            raise RuntimeError(
+                f"a rank tried to start a pool of {self.world_size}: guard the calls of a script "
+                "with `if __name__ == '__main__':`"
+            )
+        task = make_task(fn, args)
+        with self._lock:
+            try:
+                self._start()
+                return self._run(task, timeout)
+            except BaseException:  # KeyboardInterrupt leaves ranks in unknown states as well
+                self._kill()
+                raise
+
+    def close(self) -> None:
+        """End all processes. Idempotent; a later :meth:`run` starts new ones."""
+        with self._lock:
+            for rank in self._ranks:
+                rank.connection.close()  # an idle rank leaves when its connection ends
+            deadline = time.monotonic() + _EXIT_SECONDS
+            for rank in self._ranks:
+                rank.process.join(max(0.0, deadline - time.monotonic()))
+            self._kill()
+
+    def _start(self) -> None:
+        if self._ranks and all(rank.idle() for rank in self._ranks):
+            return
+        self._kill()
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOAD)
+        self._directory = tempfile.mkdtemp(prefix="shardwise-ranks-")
+        for index in range(self.world_size):
+            where = Rendezvous(self._directory, index, self.world_size, self.backend, _GROUP_SECONDS)
+            ours, theirs = multiprocessing.Pipe()
+            name = worker.process_name(index, self.world_size)
+            process = context.Process(target=worker.serve, args=(theirs, where), name=name)
+            with _without_main():
+                process.start()
+            theirs.close()
+            self._ranks.append(_Rank(index, process, ours))
+        self._collect("the start of the pool", _START_SECONDS)
+
+    def _run(self, task: Task, timeout: float) -> list[Any]:
+        message, _ = dump(task)
+        for rank in self._ranks:
+            rank.outcome = None
+            with contextlib.suppress(OSError):  # a dead rank is reported below, by its sentinel
+                rank.connection.send_bytes(message)
+        outcomes = self._collect(task.label, timeout)
+        if not all(outcome.reusable for outcome in outcomes):
+            self._kill()
+        return [load(outcome.result) for outcome in outcomes if outcome.result is not None]
+
+    def _collect(self, label: str, timeout: float) -> list[Outcome]:
+        """Wait for every rank's outcome; raise for the first failure, with the other ranks' stacks."""
+        end = time.monotonic() + timeout
+        failed: list[_Rank] = []
+        while pending := [rank for rank in self._ranks if rank.outcome is None and rank not in failed]:
+            by_handle: dict[Any, _Rank] = {rank.connection: rank for rank in pending}
+            by_handle |= {rank.process.sentinel: rank for rank in pending}
+            ready = wait(list(by_handle), max(0.0, end - time.monotonic()))
+            if not ready:
+                break
+            for rank in dict.fromkeys(by_handle[handle] for handle in ready):
+                self._receive(rank)
+                if rank.outcome is None or rank.outcome.traceback:
+                    if not failed:
+                        end = min(end, time.monotonic() + _GRACE_SECONDS)
+                    failed.append(rank)
+        if failed or pending:
+            raise self._failure(label, timeout, failed, pending)
+        return [rank.outcome for rank in self._ranks if rank.outcome is not None]
+
+    @staticmethod
+    def _receive(rank: _Rank) -> None:
+        """Read the outcome; a rank whose connection ended stays without one."""
+        try:
+            if rank.connection.poll():
+                rank.outcome = load(rank.connection.recv_bytes())
+        except (EOFError, OSError):
+            rank.process.join(_EXIT_SECONDS)
+
+    def _failure(self, label: str, timeout: float, failed: list[_Rank], pending: list[_Rank]) -> RankError:
+        stacks = self._dump_stacks(pending)
+        parts: list[str] = []
+        first = failed[0] if failed else pending[0]
+        outcome = first.outcome
+        exit_code = first.process.exitcode if failed and outcome is None else None
+        if outcome is not None:
+            parts.append(f"rank {first.rank} of {self.world_size} raised {outcome.summary}\n(in {label})")
+        elif failed:
+            ended = _describe_exit(exit_code)
+            parts.append(f"rank {first.rank} of {self.world_size} {ended} (in {label})")
+            crash = self._read_stacks(first)
+            parts.extend([f"--- rank {first.rank} crashed at ---\n{crash}"] if crash else [])
+        else:
+            who = ", ".join(str(rank.rank) for rank in pending)
+            finished = sorted({rank.rank for rank in self._ranks} - {rank.rank for rank in pending})
+            parts.append(f"ranks {who} of {self.world_size} did not finish within {timeout:g} s (in {label})")
+            parts.extend([f"ranks that finished: {', '.join(map(str, finished))}"] if finished else [])
+        for rank in failed:
+            if rank.outcome is not None:
+                parts.append(f"--- rank {rank.rank} traceback ---\n{rank.outcome.traceback.rstrip()}")
+            elif rank is not first:
+                parts.append(f"--- rank {rank.rank} {_describe_exit(rank.process.exitcode)} ---")
+        parts.extend(f"--- rank {index} was still at ---\n{text}" for index, text in stacks.items())
+        exception = None
+        if outcome is not None and outcome.exception is not None:
+            with contextlib.suppress(Exception):  # its class may exist in the ranks only
+                exception = load(outcome.exception)
+        return RankError(
+            "\n".join(parts),
+            rank=first.rank,
+            exception=exception,
+            exit_code=exit_code,
+            timed_out=not failed,
+            traceback=outcome.traceback if outcome is not None else "",
+            stacks=stacks,
+        )
+
+    def _dump_stacks(self, ranks: list[_Rank]) -> dict[int, str]:
+        """Ask each rank for its stacks and wait until they are written (a stopped process writes none)."""
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                if rank.process.pid is not None and rank.process.is_alive():
+                    os.kill(rank.process.pid, worker.DUMP_SIGNAL)
+        texts: dict[int, str] = {}
+        deadline = time.monotonic() + _DUMP_SECONDS
+        while ranks and time.monotonic() < deadline:
+            time.sleep(0.03)
+            now = {rank.rank: self._read_stacks(rank) for rank in ranks}
+            if all(now.values()) and now == texts:
+                break
+            texts = now
+        return {index: text or "(no answer: the process is stopped or blocked)" for index, text in texts.items()}
+
+    def _read_stacks(self, rank: _Rank) -> str:
+        try:
+            text = worker.stack_file(self._directory or "", rank.rank).read_text(errors="replace")
+        except OSError:
+            return ""
+        blocks = [block.strip() for block in text.split("\n\n")]
+        return "\n\n".join(block for block in blocks if block and "in _leave_with_parent" not in block)
+
+    def _kill(self) -> None:
+        for rank in self._ranks:
+            rank.kill()
+        for rank in self._ranks:
+            rank.process.join(_EXIT_SECONDS)
+            rank.connection.close()
+            if rank.process.exitcode is not None:
+                rank.process.close()
+        self._ranks = []
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory = None
+
+
+class _Pools:
+    """Pools by world size, the longest unused closed first."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._pools: OrderedDict[int, RankPool] = OrderedDict()
+
+    def get(self, world_size: int) -> RankPool:
+        pool = self._pools.pop(world_size, None) or RankPool(world_size)
+        while len(self._pools) >= self._limit:
+            self._pools.popitem(last=False)[1].close()
+        self._pools[world_size] = pool
+        return pool
+
+    def close(self) -> None:
+        while self._pools:
+            self._pools.popitem()[1].close()
+
+
+_POOLS = _Pools(_CACHED_POOLS)
+atexit.register(_POOLS.close)
+
+
+def run_ranks(world_size: int, fn: Callable[..., T], *args: object, timeout: float = 60.0) -> list[T]:
+    """Call ``fn(*args)`` on ``world_size`` ranks and return the results, by rank.
+
+    The pool of each world size is kept for the next call and ends with the process, or with :func:`close_pools`.
+    See :meth:`RankPool.run` for the arguments and errors.
+    """
+    return _POOLS.get(world_size).run(fn, *args, timeout=timeout)
+
+
+def close_pools() -> None:
+    """End the processes of all pools that :func:`run_ranks` keeps."""
+    _POOLS.close()

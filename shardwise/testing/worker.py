@@ -1,0 +1,183 @@
+"""What runs inside a rank of a :class:`~shardwise.testing.RankPool`: receive a task, run it, send the outcome."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import io
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import threading
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.testing.transport import Task, dump, find_function, load
+
+__all__ = ["DUMP_SIGNAL", "Outcome", "Rendezvous", "inside_rank", "reset_state", "serve", "stack_file"]
+
+DUMP_SIGNAL = signal.SIGUSR1  # makes a rank write the Python stacks of all its threads to its stack file
+_PROCESS_NAME = "shardwise-rank"
+_SEED = 0
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """How a rank finds the others: a fresh directory for the store and the stack dumps, no ports."""
+
+    directory: str
+    rank: int
+    world_size: int
+    backend: str
+    timeout_seconds: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a rank sends back: the pickled result, or what was raised.
+
+    ``reusable`` is False where the task left the rank without its default process group.
+    """
+
+    result: bytes | None
+    exception: bytes | None
+    summary: str
+    traceback: str
+    reusable: bool
+
+
+def inside_rank() -> bool:
+    """True in a process that a pool started."""
+    return multiprocessing.current_process().name.startswith(_PROCESS_NAME)
+
+
+def process_name(rank: int, world_size: int) -> str:
+    """The name of a rank's process, as process listings inside Python show it."""
+    return f"{_PROCESS_NAME}-{rank}-of-{world_size}"
+
+
+def stack_file(directory: str, rank: int) -> Path:
+    """Where ``rank`` writes its stacks on :data:`DUMP_SIGNAL` or a crash."""
+    return Path(directory) / f"stacks-{rank}.txt"
+
+
+def reset_state() -> None:
+    """What one task may have changed and the next must not see: seeds, default dtype, grad mode, thread count."""
+    random.seed(_SEED)
+    torch.default_generator.manual_seed(_SEED)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed_all(_SEED)
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(_SEED)
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    torch.autograd.set_detect_anomaly(False)
+    if torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(False)
+    if torch.get_num_threads() != 1:
+        torch.set_num_threads(1)
+
+
+def _leave_with_parent() -> None:
+    """A rank whose caller was killed must not stay behind in a collective."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+
+def _prepare(where: Rendezvous) -> io.TextIOWrapper:
+    # Own process group: killing the rank takes the processes that its tasks started along, and Ctrl-C in the
+    # terminal reaches only the caller, which then ends the pool.
+    with contextlib.suppress(OSError):
+        os.setpgid(0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    stacks = stack_file(where.directory, where.rank).open("w")
+    faulthandler.enable(stacks)
+    faulthandler.register(DUMP_SIGNAL, stacks, all_threads=True)
+    # Buffered by line even where Python was told not to buffer, so that ranks do not mix within a line.
+    sys.stdout = open(1, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+    threading.Thread(target=_leave_with_parent, name="leave-with-parent", daemon=True).start()
+    torch.set_num_threads(1)
+    gc.freeze()  # what the server process imported is left out of the collection before every task
+    dist.init_process_group(
+        where.backend,
+        init_method=f"file://{where.directory}/store",
+        rank=where.rank,
+        world_size=where.world_size,
+        timeout=timedelta(seconds=where.timeout_seconds),
+    )
+    return stacks
+
+
+def _collect_garbage(modules_before: int) -> None:
+    gc.collect()
+    if len(sys.modules) != modules_before:
+        gc.freeze()  # modules that the task brought stay as well
+
+
+def _failure(error: BaseException) -> Outcome:
+    pickled = None
+    with contextlib.suppress(Exception):  # one that does not survive pickling is shown by its traceback alone
+        data, _ = dump(error)
+        load(data)
+        pickled = data
+    summary = "".join(traceback.format_exception_only(error)).strip()
+    return Outcome(None, pickled, summary, "".join(traceback.format_exception(error)), reusable=False)
+
+
+def _perform(message: bytes) -> Outcome:
+    try:
+        modules = len(sys.modules)
+        task = load(message)
+        if not isinstance(task, Task):
+            raise TypeError(f"a rank received {task!r}; it takes only tasks from its pool")
+        if os.getcwd() != task.cwd:
+            os.chdir(task.cwd)
+        function = find_function(task)
+        arguments = load(task.arguments)
+        _collect_garbage(modules)
+        reset_state()
+        result, _ = dump(function(*arguments))
+        return Outcome(result, None, "", "", reusable=dist.is_initialized())
+    except BaseException as error:  # SystemExit and pytest's outcomes are results too, not the end of the rank
+        return _failure(error)
+
+
+def serve(connection: Connection, where: Rendezvous) -> None:
+    """Run tasks from ``connection`` until it is closed. Never returns."""
+    try:
+        stacks = _prepare(where)
+    except BaseException as error:
+        connection.send_bytes(dump(_failure(error))[0])
+        os._exit(1)
+    connection.send_bytes(dump(Outcome(None, None, "", "", reusable=True))[0])
+    while True:
+        try:
+            message = connection.recv_bytes()
+        except (EOFError, OSError):
+            break
+        outcome = _perform(message)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        try:
+            connection.send_bytes(dump(outcome)[0])
+        except OSError:
+            break
+        del outcome, message
+    # Destructors of communicators wait for peers that may be gone already; nothing here needs them.
+    stacks.close()
+    os._exit(0)

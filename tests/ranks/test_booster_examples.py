@@ -1,0 +1,291 @@
+"""The printed examples run as printed, data loaders divide the data, and the torch plugins honour their arguments."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from shardwise.booster import Booster
+from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, Plugin, TorchDDPPlugin, TorchFSDPPlugin
+from shardwise.testing import RankError, run_ranks
+
+RANKS = 2
+
+
+def parts() -> tuple[nn.Module, TensorDataset, torch.optim.Optimizer, nn.Module]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    dataset = TensorDataset(torch.randn(32, 4), torch.randn(32, 2))
+    return model, dataset, torch.optim.AdamW(model.parameters(), lr=1e-2), nn.MSELoss()
+
+
+def epochs(booster: Booster, model: Any, optimizer: Any, train_dataloader: DataLoader[Any], criterion: Any) -> None:
+    """What follows each printed example: the loss falls, and every rank holds the same model."""
+    losses = []
+    for epoch in range(6):
+        train_dataloader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+        for inputs, targets in train_dataloader:
+            output = model(inputs)
+            loss = criterion(output, targets.to(output.dtype))
+            booster.backward(loss, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach().float())
+    mean = torch.stack([losses[0] + losses[1], losses[-1] + losses[-2]])
+    dist.all_reduce(mean)
+    assert mean[1] < mean[0]
+    for value in model.state_dict().values():
+        mine, first = value.float(), value.float().clone()
+        dist.broadcast(first, src=0)
+        assert torch.equal(mine, first)
+
+
+def _low_level_zero() -> None:
+    model, train_dataset, optimizer, criterion = parts()
+    plugin = LowLevelZeroPlugin()
+
+    train_dataloader = plugin.prepare_dataloader(train_dataset, batch_size=8)
+    booster = Booster(plugin=plugin)
+    model, optimizer, train_dataloader, criterion = booster.boost(model, optimizer, train_dataloader, criterion)
+    epochs(booster, model, optimizer, train_dataloader, criterion)
+
+
+def _gemini() -> None:
+    model, train_dataset, optimizer, criterion = parts()
+    plugin = GeminiPlugin()
+
+    train_dataloader = plugin.prepare_dataloader(train_dataset, batch_size=8)
+    booster = Booster(plugin=plugin)
+    model, optimizer, train_dataloader, criterion = booster.boost(model, optimizer, train_dataloader, criterion)
+    epochs(booster, model, optimizer, train_dataloader, criterion)
+
+
+def _torch_ddp() -> None:
+    model, train_dataset, optimizer, criterion = parts()
+    plugin = TorchDDPPlugin()
+
+    train_dataloader = plugin.prepare_dataloader(train_dataset, batch_size=8)
+    booster = Booster(plugin=plugin)
+    model, optimizer, train_dataloader, criterion = booster.boost(model, optimizer, train_dataloader, criterion)
+    epochs(booster, model, optimizer, train_dataloader, criterion)
+
+
+def _torch_fsdp() -> None:
+    model, train_dataset, optimizer, criterion = parts()
+    plugin = TorchFSDPPlugin()
+
+    train_dataloader = plugin.prepare_train_dataloader(train_dataset, batch_size=8)
+    booster = Booster(plugin=plugin)
+    model, optimizer, train_dataloader, criterion = booster.boost(model, optimizer, train_dataloader, criterion)
+    epochs(booster, model, optimizer, train_dataloader, criterion)
+
+
+def _canonical_order() -> None:
+    # the fifth example's call; its plugin is HybridParallelPlugin
+    model, train_dataset, optimizer, criterion = parts()
+    plugin = LowLevelZeroPlugin(stage=2)
+
+    train_dataloader = plugin.prepare_dataloader(train_dataset, batch_size=8)
+    booster = Booster(plugin=plugin)
+    model, optimizer, criterion, train_dataloader, _ = booster.boost(model, optimizer, criterion, train_dataloader)
+    epochs(booster, model, optimizer, train_dataloader, criterion)
+
+
+@pytest.mark.parametrize("example", [_low_level_zero, _gemini, _torch_ddp, _torch_fsdp, _canonical_order])
+def test_defect_15_printed_examples_run_as_printed(example: Callable[[], None]) -> None:
+    run_ranks(RANKS, example)
+
+
+# -- what the Booster's users rely on
+
+
+def _divided(seed: int, drop_last: bool) -> list[int]:
+    plugin = LowLevelZeroPlugin()
+    loader = plugin.prepare_dataloader(list(range(11)), 2, shuffle=True, seed=seed, drop_last=drop_last)  # type: ignore[arg-type]
+    return [int(i) for batch in loader for i in batch]
+
+
+def test_defect_13_seed_of_prepare_dataloader_shuffles() -> None:
+    first, second = run_ranks(RANKS, _divided, 1, False)
+    assert len(first) == len(second) == 6 and set(first) | set(second) == set(range(11))
+    assert run_ranks(RANKS, _divided, 1, False) == [first, second]
+    assert run_ranks(RANKS, _divided, 2, False) != [first, second]
+    first, second = run_ranks(RANKS, _divided, 1, True)
+    assert len(first) == len(second) == 4 and not set(first) & set(second)
+
+
+def _two_models(_: None) -> None:
+    config = {2: {"chunk_size": 16, "keep_gathered": False}}
+    plugin = GeminiPlugin(chunk_config_dict=config, precision="bf16")
+    booster = Booster(plugin=plugin)
+    for _ in range(2):
+        model, dataset, optimizer, criterion = parts()
+        model, optimizer, *_rest = booster.boost(model, optimizer)
+        epochs(booster, model, optimizer, plugin.prepare_dataloader(dataset, 8), criterion)
+    assert config == {2: {"chunk_size": 16, "keep_gathered": False}}
+
+
+def test_defect_14_chunk_config_dict_serves_several_models() -> None:
+    run_ranks(RANKS, _two_models, None)
+
+
+def _missing_entry() -> None:
+    model, *_ = parts()
+    Booster(plugin=GeminiPlugin(chunk_config_dict={3: {"chunk_size": 16}})).boost(model)
+
+
+def test_chunk_config_dict_without_this_number_of_ranks() -> None:
+    with pytest.raises(RankError, match=r"entries for \[3\] ranks"):
+        run_ranks(RANKS, _missing_entry)
+
+
+def _output_dtypes() -> list[torch.dtype]:
+    found = []
+    for plugin in (
+        GeminiPlugin(precision="bf16"),
+        GeminiPlugin(precision="bf16", force_outputs_fp32=True),
+        LowLevelZeroPlugin(precision="fp32"),
+    ):
+        model, *_ = parts()
+        boosted, *_ = Booster(plugin=plugin).boost(model)
+        found.append(boosted(torch.ones(1, 4)).dtype)
+    return found
+
+
+def test_force_outputs_fp32() -> None:
+    assert run_ranks(RANKS, _output_dtypes) == [[torch.bfloat16, torch.float32, torch.float32]] * 2
+
+
+def _scheduler_after_boost(make: Callable[[], Plugin]) -> list[float]:
+    model, _, optimizer, _ = parts()
+    booster = Booster(plugin=make())
+    model, optimizer, *_ = booster.boost(model, optimizer)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    for _ in range(2):
+        booster.backward(model(torch.ones(1, 4)).sum(), optimizer)
+        optimizer.step()
+        scheduler.step()
+    return [group["lr"] for group in optimizer.param_groups]
+
+
+@pytest.mark.parametrize("make", [TorchDDPPlugin, TorchFSDPPlugin, functools.partial(GeminiPlugin, precision="bf16")])
+def test_a_scheduler_may_be_built_after_boost(make: Callable[[], Plugin]) -> None:
+    assert run_ranks(RANKS, _scheduler_after_boost, make) == [[2.5e-3], [2.5e-3]]
+
+
+# -- the torch plugins
+
+
+def _unused(find: bool) -> None:
+    model = nn.ModuleDict({"used": nn.Linear(4, 2), "unused": nn.Linear(4, 2)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    boosted, optimizer, *_ = Booster(plugin=TorchDDPPlugin(find_unused_parameters=find)).boost(model, optimizer)
+    boosted.module.module.forward = model["used"]  # type: ignore[assignment]
+    for _ in range(2):
+        optimizer.backward(boosted(torch.ones(1, 4)).sum())
+        optimizer.step()
+
+
+def test_ddp_find_unused_parameters() -> None:
+    run_ranks(RANKS, _unused, True)
+    with pytest.raises(RankError, match="find_unused_parameters"):
+        run_ranks(RANKS, _unused, False)
+
+
+def _fsdp_arguments() -> None:
+    policy = ModuleWrapPolicy({nn.Linear})
+    # ignored modules stay whole, and param groups stay as they were
+    model, _, _, _ = parts()
+    model[0].requires_grad_(False)
+    groups = [{"params": [model[2].weight], "lr": 0.5}, {"params": [model[2].bias], "weight_decay": 0.1}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    booster = Booster(plugin=TorchFSDPPlugin(ignored_modules=[model[0]], auto_wrap_policy=policy))
+    boosted, optimizer, *_ = booster.boost(model, optimizer)
+    assert not isinstance(model[0].weight, DTensor) and isinstance(model[2].weight, DTensor)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 1e-2]
+    assert optimizer.param_groups[0]["params"][0] is model[2].weight
+    optimizer.backward(boosted(torch.ones(1, 4)).sum())
+    whole = model[2].bias.grad.full_tensor()
+    assert optimizer.clip_grad_by_norm(0.1) > 0.1
+    optimizer.clip_grad_by_value(0.01)
+    assert model[2].bias.grad.full_tensor().abs().max() <= 0.01 < whole.abs().max()
+    optimizer.step()
+
+    # rank 0's values, bf16 compute, fp32 BatchNorm
+    torch.manual_seed(dist.get_rank())
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    own = model[0].weight.detach().clone()
+    dist.broadcast(own, src=0)
+    mixed = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    plugin = TorchFSDPPlugin(mixed_precision=mixed, sync_module_states=True, auto_wrap_policy=policy)
+    boosted, *_ = Booster(plugin=plugin).boost(model)
+    assert torch.equal(boosted.state_dict()["0.weight"], own)
+    output = boosted(torch.randn(6, 4))
+    assert output.dtype is torch.bfloat16 and model[1].running_mean.dtype is torch.float32
+    output.sum().backward()
+    assert model[1].weight.grad is not None
+
+    # meta parameters come to life
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def ones(module: nn.Module) -> None:
+        module.to_empty(device="cpu", recurse=False)
+        for parameter in module.parameters(recurse=False):
+            nn.init.ones_(parameter)
+
+    boosted, optimizer, *_ = Booster(plugin=TorchFSDPPlugin(param_init_fn=ones)).boost(model, optimizer)
+    assert boosted(torch.ones(1, 4)).tolist() == [[41.0, 41.0]]
+    assert all(isinstance(parameter, DTensor) for parameter in optimizer.param_groups[0]["params"])
+
+
+def test_fsdp_arguments() -> None:
+    run_ranks(RANKS, _fsdp_arguments)
+
+
+def _fsdp_groups() -> None:
+    everyone = dist.new_group([0, 1])
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    hybrid = ShardingStrategy.HYBRID_SHARD
+    for plugin, local in (
+        (TorchFSDPPlugin(process_group=everyone), 4),
+        (TorchFSDPPlugin(process_group=(everyone, alone), sharding_strategy=hybrid), 4),
+        (TorchFSDPPlugin(process_group=(alone, everyone), sharding_strategy=hybrid), 8),
+    ):
+        model, *_ = parts()
+        boosted, *_ = Booster(plugin=plugin).boost(model)
+        assert model[0].weight.to_local().shape == (local, 4)
+        boosted(torch.full((1, 4), float(dist.get_rank()))).sum().backward()
+        gradient = model[2].weight.grad.full_tensor()
+        first = gradient.clone()
+        dist.broadcast(first, src=0)
+        assert torch.equal(gradient, first)
+    assert plugin.data_parallel() == (dist.get_rank(), 2)
+    assert TorchFSDPPlugin(process_group=alone).data_parallel() == (0, 1)
+
+
+def test_fsdp_process_groups() -> None:
+    run_ranks(RANKS, _fsdp_groups)
+
+
+def _stepped_optimizer() -> None:
+    model, _, optimizer, _ = parts()
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match="already has state for 4 parameters"):
+        Booster(plugin=TorchFSDPPlugin()).boost(model, optimizer)
+
+
+def test_fsdp_refuses_an_optimizer_that_has_stepped() -> None:
+    run_ranks(RANKS, _stepped_optimizer)

@@ -1,0 +1,491 @@
+"""Every group against plain arithmetic: results to the bit, order, overlap, traffic, and what happens when a rank fails."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.comm import Buffer, Group, GroupMaker, NativeGroup, PeerError
+from shardwise.comm.control import Control
+from shardwise.comm.summing import TILE_NUMEL, RankSum
+from shardwise.testing import run_ranks
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+SLICES = (0, 1, 7, 1300)
+LARGE = TILE_NUMEL + 3
+CPU = torch.device("cpu")
+
+
+class Scope:
+    """A group over all ranks, closed with its communicators at the end."""
+
+    def __init__(self, kind: str, timeout_s: float = 60.0) -> None:
+        ranks = [list(range(dist.get_world_size()))]
+        self.maker = GroupMaker(CPU, kind == "shared", timeout_s)
+        if kind == "native":
+            control, gather, reduce = (self.maker._new(name, ranks, "gloo") for name in ("control", "gather", "reduce"))
+            self.group: Group = NativeGroup("test", CPU, Control("test", control), gather, reduce)
+        else:
+            self.group = self.maker.make("test", ranks)
+            # Small tiles, so that small tensors cross several of them.
+            vars(self.group).update({name: RankSum(512) for name in ("sum", "_sum") if hasattr(self.group, name)})
+
+    def __enter__(self) -> Group:
+        return self.group
+
+    def __exit__(self, *_: object) -> None:
+        self.group.close()
+        self.maker.close()
+
+
+@functools.lru_cache(maxsize=200)
+def values(rank: int, numel: int, dtype: torch.dtype, round_: int = 0) -> Tensor:
+    """What rank ``rank`` puts into a buffer, known to all."""
+    generator = torch.Generator().manual_seed(1000 * round_ + rank)
+    return torch.randn(numel, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def summed(size: int, numel: int, dtype: torch.dtype, out: torch.dtype, scale: float, round_: int = 0) -> Tensor:
+    """The plain computation: add in rank order in fp32 (fp64 for fp64), scale, round once."""
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    total = values(0, numel, dtype, round_).to(exact)
+    for rank in range(1, size):
+        total = total + values(rank, numel, dtype, round_).to(exact)
+    return (total * scale).to(out)
+
+
+def same(found: Tensor, expected: Tensor, kind: str) -> None:
+    if kind != "native":
+        assert torch.equal(found, expected)
+        return
+    # The library adds in its own order and rounds 16-bit sums at every hop.
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.05, torch.float16: 0.01}[found.dtype]
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+
+
+def collectives(kind: str) -> None:
+    with Scope(kind) as group:
+        cases = [(numel, dtype) for dtype in DTYPES for numel in SLICES] + [(LARGE, torch.float32)]
+        specs = [spec for numel, dtype in cases for spec in ((group.size * numel, dtype), (numel, dtype))]
+        buffers = group.buffers(specs)
+        for (numel, dtype), full, shard in zip(cases, buffers[0::2], buffers[1::2], strict=True):
+            gathers(group, full, shard)
+            reductions(group, full, kind, dtype, numel)
+
+
+def gathers(group: Group, full: Buffer, shard: Buffer) -> None:
+    numel, dtype = shard.local.numel(), shard.local.dtype
+    assert not full.local.any() and not shard.local.any()
+    everything = torch.cat([values(rank, numel, dtype) for rank in range(group.size)])
+    shard.local.copy_(values(group.rank, numel, dtype))
+    group.slice_of(full.local, group.rank).copy_(shard.local)
+    group.fence()
+    out = torch.full((group.size * numel,), 7.0, dtype=dtype)
+    handle, in_place = group.all_gather(out, shard), group.all_gather_in_place(full)
+    for _ in range(2):
+        handle.wait()
+        in_place.wait()
+    assert torch.equal(out, everything)
+    group.fence()
+    assert torch.equal(full.local, everything)
+    group.fence()
+
+
+def reductions(group: Group, full: Buffer, kind: str, dtype: torch.dtype, numel: int) -> None:
+    size, rank = group.size, group.rank
+    scale = 1.0 / size
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    own = slice(rank * numel, (rank + 1) * numel)
+    outs = [torch.empty(numel, dtype=dtype), torch.empty(numel, dtype=wide), full.local[own]]
+    for round_, out in enumerate(outs):
+        for factor in (scale, 1.0, 0.3):
+            full.wait_writable()
+            full.local.copy_(values(rank, size * numel, dtype, round_))
+            handle = group.reduce_scatter(out, full, factor)
+            handle.wait()
+            handle.wait()
+            result = out.clone()
+            expected = summed(size, size * numel, dtype, out.dtype, factor, round_)[own]
+            if out.dtype != dtype and kind == "native":
+                same(result.to(dtype), expected.to(dtype), kind)
+            else:
+                same(result, expected, kind)
+    for factor in (scale, 1.0, 0.3):
+        full.wait_writable()
+        full.local.copy_(values(rank, size * numel, dtype, 9))
+        handle = group.all_reduce(full, factor)
+        handle.wait()
+        handle.wait()
+        same(full.local, summed(size, size * numel, dtype, dtype, factor, 9), kind)
+    full.wait_writable()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("kind", ["shared", "gloo", "native"])
+def test_collectives_equal_plain_arithmetic(kind: str, size: int) -> None:
+    run_ranks(size, collectives, kind)
+
+
+def agreement(kind: str) -> None:
+    with Scope(kind) as group:
+        rank, size = group.rank, group.size
+        assert group.exchange([]) == [[]] * size
+        assert group.exchange([rank, 2.0**53 - 1, float("inf")]) == [
+            [r, 2.0**53 - 1, float("inf")] for r in range(size)
+        ]
+        long = [float(rank * 1000 + index) for index in range(700)]
+        assert group.exchange(long) == [[float(r * 1000 + index) for index in range(700)] for r in range(size)]
+        # The length of the text differs by rank.
+        told = group.exchange_object({"rank": rank, "name": "x" * (rank * 300), "shape": [1, None, True]})
+        assert told == [{"rank": r, "name": "x" * (r * 300), "shape": [1, None, True]} for r in range(size)]
+        with pytest.raises(TypeError, match="cannot exchange"):
+            group.exchange_object({1j: CPU})
+        for src in range(size):
+            for dtype in (*DTYPES, torch.int64, torch.bool, torch.complex64):
+                tensor = torch.full((3, 5), rank + 1).to(dtype).t()
+                group.broadcast(tensor, src)
+                assert torch.equal(tensor, torch.full((5, 3), src + 1).to(dtype))
+            scalar = torch.tensor(float(rank))
+            group.broadcast(scalar, src)
+            assert scalar.item() == src
+        group.broadcast(torch.empty(0), 0)
+        group.barrier()
+        group.fence()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["shared", "gloo", "native"])
+def test_agreement(kind: str, size: int) -> None:
+    run_ranks(size, agreement, kind)
+
+
+def in_flight(kind: str) -> None:
+    """Several reductions and gathers started before any is waited for, and ranks at different speeds."""
+    with Scope(kind) as group:
+        size, rank, numel = group.size, group.rank, 5000
+        noise = random.Random(rank)
+        specs = [(size * numel, torch.float32), (numel, torch.bfloat16)] * 3 + [(size * numel, torch.float16)]
+        buffers = group.buffers(specs)
+        fulls, shards, whole = buffers[0:6:2], buffers[1:6:2], buffers[6]
+        for round_ in range(5):
+            for number, shard in enumerate(shards):
+                shard.local.copy_(values(rank, numel, torch.bfloat16, 10 * round_ + number))
+            group.fence()
+            handles, outs, gathered = [], [], []
+            for number, full in enumerate(fulls):
+                full.wait_writable()
+                full.local.copy_(values(rank, size * numel, torch.float32, 10 * round_ + number))
+                outs.append(torch.empty(numel))
+                handles.append(group.reduce_scatter(outs[-1], full, 1.0))
+                time.sleep(noise.random() * 0.002)
+                gathered.append(torch.empty(size * numel, dtype=torch.bfloat16))
+                handles.append(group.all_gather(gathered[-1], shards[number]))
+            whole.wait_writable()
+            whole.local.copy_(values(rank, size * numel, torch.float16, round_))
+            handles.append(group.all_reduce(whole, 1.0 / size))
+            for handle in handles:
+                handle.wait()
+            for number in range(3):
+                seed = 10 * round_ + number
+                expected = summed(size, size * numel, torch.float32, torch.float32, 1.0, seed)
+                same(outs[number], expected[rank * numel : (rank + 1) * numel], kind)
+                parts = [values(r, numel, torch.bfloat16, seed) for r in range(size)]
+                assert torch.equal(gathered[number], torch.cat(parts))
+            same(whole.local, summed(size, size * numel, torch.float16, torch.float16, 1.0 / size, round_), kind)
+            group.fence()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("kind", ["shared", "gloo", "native"])
+def test_reductions_and_gathers_in_flight_together(kind: str, size: int) -> None:
+    run_ranks(size, in_flight, kind)
+
+
+def random_speeds(rounds: int) -> None:
+    """Writers that overtake readers would be seen: every round has other values and random pauses."""
+    with Scope("shared") as group:
+        size, rank, numel = group.size, group.rank, 30_000
+        noise = random.Random(rank)
+        full, shard = group.buffers([(size * numel, torch.float32), (numel, torch.float32)])
+        out, gathered = torch.empty(numel), torch.empty(size * numel)
+        for round_ in range(rounds):
+            full.wait_writable()
+            full.local.fill_(rank + round_)
+            handle = group.reduce_scatter(out, full, 1.0) if round_ % 3 else group.all_reduce(full, 1.0)
+            time.sleep(noise.choice([0.0, 0.0, 0.003]))
+            if noise.random() < 0.7:
+                handle.wait()
+            full.wait_writable()
+            found = out if round_ % 3 else full.local
+            assert (found == sum(range(size)) + size * round_).all()
+            shard.local.fill_(rank * 1000 + round_)
+            group.fence()
+            time.sleep(noise.choice([0.0, 0.0, 0.003]))
+            group.all_gather(gathered, shard).wait()
+            assert gathered.view(size, numel).eq(torch.arange(size).view(-1, 1) * 1000 + round_).all()
+            group.fence()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_nobody_overtakes_a_reader(size: int) -> None:
+    run_ranks(size, random_speeds, 40)
+
+
+def crosswise() -> None:
+    """Ranks wait in opposite orders: each does its part of the other operation while it waits."""
+    with Scope("shared") as group:
+        buffers = group.buffers([(group.size * 10, torch.float32)] * 2)
+        for _ in range(5):
+            handles = [group.all_reduce(buffer, 1.0) for buffer in buffers]
+            order = (0, 1) if group.rank else (1, 0)
+            for index in order:
+                handles[index].wait()
+                buffers[index].wait_writable()
+
+
+def test_shared_memory_ranks_may_wait_in_any_order() -> None:
+    run_ranks(3, crosswise, timeout=20.0)
+
+
+def misuse() -> None:
+    with Scope("shared") as group:
+        size = group.size
+        full, odd, shard = group.buffers([(size * 4, torch.float32), (size * 4 + 1, torch.float32), (4, torch.float32)])
+        for call, text in (
+            (lambda: group.buffers([(4, torch.int32)]), "int32"),
+            (lambda: group.buffers([(-1, torch.float32)]), "-1"),
+            (lambda: group.all_reduce(odd, 1.0), f"pad it to {size * 5}"),
+            (lambda: group.reduce_scatter(torch.empty(5), full, 1.0), "give 4 elements"),
+            (lambda: group.reduce_scatter(full.local[1:5], full, 1.0), "overlaps"),
+            (lambda: group.all_gather(torch.empty(size, 4), shard), "1-D"),
+            (lambda: group.all_gather(torch.empty(size * 4, dtype=torch.half), shard), "float16"),
+            (lambda: group.broadcast(torch.empty(1), size), f"rank {size}"),
+            (lambda: group.buffers([(4 + group.rank, torch.float32)]), "same specs"),
+        ):
+            with pytest.raises(ValueError, match=text):
+                call()
+        handle = group.all_reduce(full, 1.0)
+        with pytest.raises(RuntimeError, match="wait\\(\\) for its handle"):
+            group.all_reduce(full, 1.0)
+        handle.wait()
+        full.wait_writable()
+        group.fence()
+
+
+def test_misuse_is_refused_with_the_value() -> None:
+    run_ranks(2, misuse)
+
+
+def count_traffic(kind: str) -> dict[str, tuple[int, int]]:
+    with Scope(kind) as group:
+        size = group.size
+        full, shard = group.buffers([(size * 6, torch.bfloat16), (5, torch.float64)])
+        group.fence()
+        group.traffic.reset()
+        for _ in range(3):
+            group.all_gather(torch.empty(size * 5, dtype=torch.float64), shard).wait()
+        group.all_gather_in_place(full).wait()
+        group.reduce_scatter(torch.empty(6), full, 1.0).wait()
+        full.wait_writable()
+        group.all_reduce(full, 1.0).wait()
+        group.broadcast(torch.empty(3, 3, dtype=torch.int64), size - 1)
+        group.exchange([1.0, 2.0, 3.0])
+        group.exchange_object("four")
+        group.barrier()
+        group.fence()
+        return {kind: (group.traffic.bytes[kind], group.traffic.calls[kind]) for kind in group.traffic.bytes}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["shared", "gloo", "native"])
+def test_traffic_to_the_byte(kind: str, size: int) -> None:
+    counted = run_ranks(size, count_traffic, kind)
+    peers = size - 1
+    for rank, found in enumerate(counted):
+        assert found == {
+            "all_gather": (3 * peers * 5 * 8 + peers * 6 * 2, 4),
+            "reduce_scatter": (peers * 6 * 2, 1),
+            "all_reduce": (2 * peers * 6 * 2, 1),
+            "broadcast": (72 if peers and rank == size - 1 else 0, 1),
+            "exchange": (peers * (3 * 8 + len('"four"')), 2),
+        }
+
+
+# Failures. These ranks are processes of their own, since a pool ends all its ranks soon after the first failure.
+
+
+def _rank(fn: Callable[[], str], store: str, rank: int, size: int, connection: Connection) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    connection.send(fn())
+    os._exit(0)
+
+
+def survivors(fn: Callable[[], str], size: int, tmp_path: Path) -> list[str | None]:
+    """What ``fn`` returned on each rank; ``None`` where the rank died first."""
+    context = multiprocessing.get_context("forkserver")
+    ends, processes = [], []
+    for rank in range(size):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_rank, args=(fn, str(tmp_path / "store"), rank, size, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        ends.append(ours)
+        processes.append(process)
+    told: list[str | None] = []
+    try:
+        for end in ends:
+            assert end.poll(40.0), "a rank neither finished nor died"
+            try:
+                told.append(end.recv())
+            except EOFError:
+                told.append(None)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    return told
+
+
+def _death(kind: str, operation: str) -> str:
+    scope = Scope(kind)
+    group = scope.group
+    (full,) = group.buffers([(group.size * 1000, torch.float32)])
+    group.barrier()
+    if group.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    started = time.monotonic()
+    try:
+        if operation == "fence":
+            group.barrier()
+        else:
+            handle = group.all_reduce(full, 1.0)
+            handle.wait()
+    except PeerError as error:
+        return f"{time.monotonic() - started:.3f} {error}"
+    return "0 nothing was noticed"
+
+
+def death_in_shared_reduction() -> str:
+    return _death("shared", "all_reduce")
+
+
+def death_in_shared_barrier() -> str:
+    return _death("shared", "fence")
+
+
+def death_in_gloo_reduction() -> str:
+    return _death("gloo", "all_reduce")
+
+
+@pytest.mark.parametrize(
+    ("fn", "words"),
+    [
+        (
+            death_in_shared_reduction,
+            ("all_reduce of buffer 0 (3000 x torch.float32), sequence 1", "rank 1 (process", "died"),
+        ),
+        (death_in_shared_barrier, ("barrier number 2", "rank 1 (process", "died")),
+        (death_in_gloo_reduction, ("all_reduce of 3000 x torch.float32", "rank 1")),
+    ],
+)
+def test_a_dead_rank_is_named_in_seconds(fn: Callable[[], str], words: tuple[str, ...], tmp_path: Path) -> None:
+    told = survivors(fn, 3, tmp_path)
+    assert told[1] is None
+    assert all(told[rank] is not None for rank in (0, 2))
+    # One survivor may learn of the death through the other, which failed first.
+    first = next(text for text in (told[0], told[2]) if text is not None and words[-1] in text)
+    assert all(word in first for word in words)
+    assert all(float(text.split()[0]) < 10.0 for text in (told[0], told[2]) if text is not None)
+
+
+def late() -> str:
+    scope = Scope("shared", timeout_s=1.0)
+    (full,) = scope.group.buffers([(4, torch.float32)])
+    try:
+        if scope.group.rank == 0:
+            scope.group.all_reduce(full, 1.0).wait()
+    except PeerError as error:
+        return str(error)
+    finally:
+        dist.barrier()
+    return ""
+
+
+def left() -> str:
+    scope = Scope("shared")
+    told = ""
+    try:
+        if scope.group.rank == 0:
+            scope.group.fence()
+        else:
+            scope.group.close()
+    except PeerError as error:
+        told = str(error)
+    dist.barrier()
+    return told
+
+
+def astray() -> str:
+    scope = Scope("shared")
+    told = ""
+    try:
+        scope.group.fence() if scope.group.rank else scope.group.exchange([1.0, 2.0])
+    except PeerError as error:
+        told = str(error)
+    dist.barrier()
+    return told
+
+
+def other_reduction() -> str:
+    scope = Scope("shared")
+    (full,) = scope.group.buffers([(4, torch.float32)])
+    told = ""
+    try:
+        if scope.group.rank:
+            scope.group.reduce_scatter(torch.empty(2), full, 1.0).wait()
+        else:
+            scope.group.all_reduce(full, 1.0).wait()
+    except PeerError as error:
+        told = str(error)
+    dist.barrier()
+    return told
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    text = run_ranks(2, late)[0]
+    assert "rank 1 is running but has not come" in text and "time-out is 1 s" in text
+
+
+def test_a_rank_that_left_is_named() -> None:
+    assert "rank 1 has closed the group" in run_ranks(2, left)[0]
+
+
+def test_ranks_at_different_operations_are_told() -> None:
+    for text in run_ranks(2, astray):
+        assert "exchange of 2 values" in text and "fence of 0" in text
+    first, second = run_ranks(2, other_reduction)
+    assert "rank 0: all_reduce, rank 1: reduce_scatter" in first and "rank 0: all_reduce" in second
+
+
+def test_rank_sum_reuses_its_scratch() -> None:
+    sources = [torch.randn(300).bfloat16() for _ in range(3)]
+    out, total = torch.empty(300, dtype=torch.bfloat16), RankSum(tile_numel=128)
+    total(out, sources, 0.5)
+    kept = {key: tensor.data_ptr() for key, tensor in total._kept.items()}
+    total(out, sources, 0.5)
+    assert kept == {key: tensor.data_ptr() for key, tensor in total._kept.items()} and len(kept) == 2
+    expected = ((sources[0].float() + sources[1].float() + sources[2].float()) * 0.5).bfloat16()
+    assert torch.equal(out, expected)

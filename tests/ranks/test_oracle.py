@@ -1,0 +1,109 @@
+"""The unsharded oracle against torch's DistributedDataParallel, and its two paths against each other."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from shardwise.testing import MODELS, PlainRecipe, assert_close, make_batches, run_ranks, train_plain
+
+# DDP itself cannot do these: reentrant checkpoints with unused-parameter search.
+DDP_CASES = [name for name in MODELS if name not in ("checkpointed_reentrant",)]
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+
+
+def train_with_ddp(name: str, max_norm: float, norm_type: float) -> list[tuple[list[float], dict[str, Tensor]]]:
+    case = MODELS[name]
+    batches = make_batches(case, dist.get_world_size(), steps=2, micro_batches=2, dtype=torch.float64)
+    model = case.factory(torch.float64)
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+    optimizer = adam(model)
+    record = []
+    for step in batches:
+        for micro in step:
+            case.loss(wrapped, micro[dist.get_rank()]).backward()
+        graded = [p for p in model.parameters() if p.grad is not None and p.numel()]
+        norm = torch.nn.utils.clip_grad_norm_(graded, max_norm, norm_type)
+        optimizer.step()
+        optimizer.zero_grad()
+        record.append(([float(norm)], {key: p.detach().clone() for key, p in model.named_parameters()}))
+    return record
+
+
+@pytest.mark.parametrize("name", DDP_CASES)
+def test_oracle_equals_ddp(name: str) -> None:
+    case = MODELS[name]
+    batches = make_batches(case, 2, steps=2, micro_batches=2, dtype=torch.float64)
+    recipe = PlainRecipe(max_norm=0.1, norm_type=2.0)
+    run = train_plain(lambda: case.factory(torch.float64), case.loss, adam, batches, recipe)
+    rtol = 1e-2 if name == "mixed_bf16" else 1e-9
+    for step, (norms, parameters) in enumerate(run_ranks(2, train_with_ddp, name, 0.1, 2.0)[0]):
+        assert run.norms[step] == pytest.approx(norms[0], rel=rtol)
+        assert_close(parameters, run.parameters[step], rtol, f"{name} after step {step}")
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_both_paths_agree_where_both_apply(name: str, norm_type: float) -> None:
+    case = MODELS[name]
+    batches = make_batches(case, 3, steps=2, micro_batches=2)
+    plain = PlainRecipe(max_norm=0.05, norm_type=norm_type, mean_over_micro_batches=True)
+    scaled = PlainRecipe(max_norm=0.05, norm_type=norm_type, mean_over_micro_batches=True, loss_scale=1024.0)
+
+    def sgd(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    a, b = (train_plain(case.factory, case.loss, sgd, batches, recipe) for recipe in (plain, scaled))
+    for step in range(2):
+        rtol = 2e-2 if name == "mixed_bf16" else 1e-5
+        assert_close(b.gradients[step], a.gradients[step], rtol, f"gradients {step}", floor=1e-6)
+        assert_close(b.masters[step], a.masters[step], 1e-4, f"parameters {step}")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_half_precision_stays_near_fp32(name: str, dtype: torch.dtype) -> None:
+    case = MODELS[name]
+    batches = make_batches(case, 2, steps=3, micro_batches=2)
+    half = PlainRecipe(param_dtype=dtype, max_norm=1.0, loss_scale=1024.0 if dtype is torch.float16 else 1.0)
+
+    def sgd(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.05)
+
+    run = train_plain(case.factory, case.loss, sgd, batches, half)
+    near = train_plain(case.factory, case.loss, sgd, batches, PlainRecipe(max_norm=1.0))
+    assert not any(run.skipped)
+    assert {p.dtype for p in run.model.parameters()} == {dtype}
+    for step in range(3):
+        assert run.norms[step] == pytest.approx(near.norms[step], rel=0.1)
+        assert_close(run.masters[step], near.masters[step], 0.05, f"step {step}", floor=0.1, check_dtype=False)
+
+
+def weighted_count(batch: dict[str, Tensor]) -> float:
+    return float(batch["target"].ne(0).sum())
+
+
+def test_token_weights_give_the_mean_over_all_tokens() -> None:
+    case = MODELS["mlp"]
+    batches = make_batches(case, 2, steps=1, micro_batches=3, dtype=torch.float64)
+    for micro, rows in zip(batches[0], (1, 2, 4), strict=True):
+        micro[0].update(args=(micro[0]["args"][0][:rows],), target=micro[0]["target"][:rows])
+    joined = {
+        "args": (torch.cat([batch["args"][0] for micro in batches[0] for batch in micro]),),
+        "target": torch.cat([batch["target"] for micro in batches[0] for batch in micro]),
+    }
+
+    def factory() -> nn.Module:
+        return case.factory(torch.float64)
+
+    run = train_plain(factory, case.loss, adam, batches, PlainRecipe(tokens=weighted_count))
+    whole = train_plain(factory, case.loss, adam, [[[joined]]])
+    assert_close(run.gradients[0], whole.gradients[0], 1e-12, "token-weighted gradients")

@@ -1,0 +1,463 @@
+"""Published arguments -> plans, and the parts of the Booster that need no other rank."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy
+from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
+
+from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin, fsdp, gemini
+from shardwise.booster.plugin.ddp import ddp_arguments
+from shardwise.booster.plugin.fsdp_units import materialize, unit_modules
+from shardwise.booster.plugin.low_level_zero import to_plan as zero_plan
+from shardwise.plan import (
+    ByNumel,
+    BySearch,
+    CommPlan,
+    GradPlan,
+    MeshPlan,
+    Plan,
+    PrecisionPlan,
+    ScalerPlan,
+    ShardPlan,
+)
+
+M = 2**20
+
+SCALER = ScalerPlan(
+    initial_scale=2.0**16,
+    min_scale=1.0,
+    growth_factor=2.0,
+    backoff_factor=0.5,
+    growth_interval=1000,
+    hysteresis=2,
+    max_scale=2.0**32,
+)
+FP16 = PrecisionPlan(
+    param_dtype=torch.float16,
+    buffer_dtype=torch.float16,
+    master_weights=True,
+    reduce_dtype=None,
+    accumulate_dtype=None,
+    cast_inputs=True,
+    output_dtype=None,
+    scaler=SCALER,
+)
+ZERO1 = Plan(
+    mesh=MeshPlan(dp_shard=-1, dp_replicate=1),
+    shard=ShardPlan(
+        packing=ByNumel(chunk_numel=12 * M),
+        gathered_fraction=1.0,
+        gathered_budget_bytes=None,
+        prefetch=0,
+        reduce="last",
+    ),
+    precision=FP16,
+    grad=GradPlan(max_norm=0.0, norm_type=2.0, average="sum"),
+    comm=CommPlan(overlap=True, shared_memory=None, same_order=False, sync_init=True),
+    verbose=False,
+)
+GEMINI = replace(
+    ZERO1,
+    shard=ShardPlan(
+        packing=BySearch(search_range_numel=32 * M, interval_numel=1024, min_chunk_numel=32 * M),
+        gathered_fraction=0.0,
+        gathered_budget_bytes=None,
+        prefetch=0,
+        reduce="every",
+    ),
+)
+
+
+# -- LowLevelZeroPlugin
+
+LLZ_CASES: list[tuple[dict[str, Any], Plan]] = [
+    ({}, ZERO1),
+    ({"stage": 2}, ZERO1.but(reduce="every")),
+    ({"reduce_bucket_size_in_m": 1}, ZERO1.but(packing=ByNumel(chunk_numel=M))),
+    ({"max_norm": 1.0}, ZERO1.but(max_norm=1.0)),
+    ({"max_norm": 1.0, "norm_type": math.inf}, ZERO1.but(max_norm=1.0, norm_type=math.inf)),
+    ({"communication_dtype": torch.float32}, ZERO1.but(reduce_dtype=torch.float32)),
+    ({"overlap_communication": False}, ZERO1.but(overlap=False)),
+    ({"master_weights": False}, ZERO1.but(master_weights=False)),
+    ({"cast_inputs": False}, ZERO1.but(cast_inputs=False)),
+    ({"verbose": True}, ZERO1.but(verbose=True)),
+    ({"precision": "bf16"}, ZERO1.but(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16, scaler=None)),
+    ({"precision": "fp32"}, ZERO1.but(param_dtype=None, buffer_dtype=None, cast_inputs=False, scaler=None)),
+    (
+        {
+            "initial_scale": 1024,
+            "min_scale": 2,
+            "growth_factor": 4,
+            "backoff_factor": 0.25,
+            "growth_interval": 10,
+            "hysteresis": 1,
+            "max_scale": 4096,
+        },
+        ZERO1.but(
+            scaler=ScalerPlan(
+                initial_scale=1024.0,
+                min_scale=2.0,
+                growth_factor=4.0,
+                backoff_factor=0.25,
+                growth_interval=10,
+                hysteresis=1,
+                max_scale=4096.0,
+            )
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "plan"), LLZ_CASES, ids=[",".join(given) or "defaults" for given, _ in LLZ_CASES])
+def test_low_level_zero_plan(given: dict[str, Any], plan: Plan) -> None:
+    assert zero_plan(LowLevelZeroPlugin(**given)) == plan
+    assert LowLevelZeroPlugin(**given).plan(world_size=3) == plan
+
+
+def test_defect_9_default_scale_of_fp16_wastes_the_first_steps() -> None:
+    def start(**given: Any) -> float:
+        scaler = LowLevelZeroPlugin(**given).plan(1).precision.scaler
+        assert scaler is not None
+        return scaler.initial_scale
+
+    assert start() == 2.0**16
+    assert start(initial_scale=2**32) == 2.0**32  # given explicitly: used
+    assert start(max_scale=1024) == 1024.0
+    assert start(min_scale=2**20) == 2.0**20
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"stage": 0},
+        {"stage": 3},
+        {"precision": "fp64"},
+        {"reduce_bucket_size_in_m": 0},
+        {"max_norm": -1.0},
+        {"norm_type": 0.0},
+        {"growth_factor": 1},
+        {"backoff_factor": 1},
+        {"hysteresis": -1},
+        {"initial_scale": 0.5},
+    ],
+    ids=str,
+)
+def test_low_level_zero_refuses(given: dict[str, Any]) -> None:
+    (name, value) = next(iter(given.items()))
+    with pytest.raises(ValueError, match=name) as error:
+        LowLevelZeroPlugin(**given)
+    assert str(value) in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["overlap_allgather", "cpu_offload", "fp8_communication", "use_fp8"])
+def test_low_level_zero_not_yet(name: str) -> None:
+    with pytest.raises(NotImplementedError, match=name):
+        LowLevelZeroPlugin(**{name: True})
+
+
+def test_arguments_are_frozen() -> None:
+    with pytest.raises(AttributeError):
+        LowLevelZeroPlugin().stage = 2  # type: ignore[misc]
+
+
+# -- GeminiPlugin
+
+GEMINI_CASES: list[tuple[dict[str, Any], Plan]] = [
+    ({}, GEMINI),
+    ({"shard_param_frac": 0.0}, GEMINI.but(gathered_fraction=1.0)),
+    ({"shard_param_frac": 0.75}, GEMINI.but(gathered_fraction=0.25)),
+    ({"max_prefetch": 3}, GEMINI.but(prefetch=3)),
+    ({"extra_dp_size": 2}, GEMINI.but(dp_replicate=2)),
+    ({"enable_gradient_accumulation": True}, GEMINI),
+    ({"strict_ddp_mode": True}, GEMINI),
+    ({"enable_async_reduce": False}, GEMINI.but(overlap=False)),
+    ({"force_outputs_fp32": True}, GEMINI.but(output_dtype=torch.float32)),
+    ({"master_weights": False}, GEMINI.but(master_weights=False)),
+    ({"max_norm": 0.5, "norm_type": 1.0}, GEMINI.but(max_norm=0.5, norm_type=1.0)),
+    ({"verbose": True}, GEMINI.but(verbose=True)),
+    ({"precision": "bf16"}, GEMINI.but(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16, scaler=None)),
+    ({"precision": "fp32"}, GEMINI.but(param_dtype=None, buffer_dtype=None, cast_inputs=False, scaler=None)),
+    ({"initial_scale": 8}, GEMINI.but(scaler=replace(SCALER, initial_scale=8.0))),
+    (
+        {"search_range_m": 2, "hidden_dim": 768, "min_chunk_size_m": 0.5},
+        GEMINI.but(packing=BySearch(search_range_numel=2 * M, interval_numel=768, min_chunk_numel=M // 2)),
+    ),
+    (
+        {"chunk_config_dict": {4: {"chunk_size": 1000, "keep_gathered": False}}},
+        GEMINI.but(packing=ByNumel(chunk_numel=1000)),
+    ),
+    (
+        {"chunk_config_dict": {4: {"chunk_size": 1000, "keep_gathered": True}}},
+        GEMINI.but(packing=ByNumel(chunk_numel=1000), gathered_fraction=1.0),
+    ),
+    (
+        {"chunk_config_dict": {4: {"chunk_size": 1000}, 2: {"chunk_size": 500}}, "extra_dp_size": 2},
+        GEMINI.but(packing=ByNumel(chunk_numel=500), dp_replicate=2),
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("given", "plan"), GEMINI_CASES, ids=[",".join(given) or "defaults" for given, _ in GEMINI_CASES]
+)
+def test_gemini_plan(given: dict[str, Any], plan: Plan) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plugin = GeminiPlugin(**given)
+    assert gemini.to_plan(plugin, 4) == plan
+    assert plugin.plan(world_size=4) == plan
+
+
+def test_defect_14_chunk_config_dict_is_not_changed() -> None:
+    config = {1: {"chunk_size": 64, "keep_gathered": True}, 2: {"chunk_size": 32, "keep_gathered": False}}
+    before = copy.deepcopy(config)
+    plugin = GeminiPlugin(chunk_config_dict=config)
+    assert plugin.plan(2) == plugin.plan(2) == GEMINI.but(packing=ByNumel(chunk_numel=32))
+    assert plugin.plan(1).shard.packing == ByNumel(chunk_numel=64)
+    assert config == before
+
+
+def test_chunk_config_dict_without_the_number_of_ranks() -> None:
+    plugin = GeminiPlugin(chunk_config_dict={2: {"chunk_size": 32}})
+    with pytest.raises(ValueError, match=r"entries for \[2\] ranks.*sharded over 4"):
+        plugin.plan(4)
+
+
+@pytest.mark.parametrize("entry", [{}, {"chunk_size": 8, "keep_gatherd": True}, {"chunk_size": 0}], ids=str)
+def test_chunk_config_dict_with_a_wrong_entry(entry: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="chunk_"):
+        GeminiPlugin(chunk_config_dict={2: entry})
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"placement_policy": "cuda"},
+        {"precision": "fp64"},
+        {"shard_param_frac": 1.5},
+        {"offload_optim_frac": -0.5},
+        {"offload_param_frac": 2.0},
+        {"max_prefetch": -1},
+        {"tp_size": 0},
+        {"extra_dp_size": 0},
+        {"search_range_m": -1},
+        {"min_chunk_size_m": 0},
+        {"hidden_dim": 0},
+    ],
+    ids=str,
+)
+def test_gemini_refuses(given: dict[str, Any]) -> None:
+    (name, value) = next(iter(given.items()))
+    with pytest.raises(ValueError, match=name.removeprefix("max_")) as error:
+        GeminiPlugin(**given)
+    assert str(value) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"placement_policy": "auto"},
+        {"offload_optim_frac": 0.5},
+        {"offload_param_frac": 0.5},
+        {"tp_size": 2},
+        {"memstats": object()},
+        {"enable_all_optimization": True},
+        {"enable_fused_normalization": True},
+        {"enable_flash_attention": True},
+        {"enable_sequence_parallelism": True},
+        {"enable_jit_fused": True},
+        {"enable_sequence_overlap": True},
+        {"use_fp8": True},
+        {"fp8_communication": True},
+    ],
+    ids=lambda given: next(iter(given)),
+)
+def test_gemini_not_yet(given: dict[str, Any]) -> None:
+    with pytest.raises(NotImplementedError, match=next(iter(given))):
+        GeminiPlugin(**given)
+
+
+@pytest.mark.parametrize("given", [{"tp_size": 2}, {"enable_sequence_parallelism": True}], ids=str)
+def test_defect_13_strict_ddp_mode_refuses_other_parallelism(given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="strict_ddp_mode"):
+        GeminiPlugin(strict_ddp_mode=True, **given)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"warmup_non_model_data_ratio": 0.5},
+        {"steady_cuda_cap_ratio": 0.5},
+        {"gpu_margin_mem_ratio": 0.5},
+        {"pin_memory": True},
+    ],
+    ids=lambda given: next(iter(given)),
+)
+def test_gemini_says_what_has_no_effect(given: dict[str, Any]) -> None:
+    with pytest.warns(UserWarning, match=next(iter(given))) as caught:
+        assert GeminiPlugin(**given).plan(1) == GEMINI
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_chunk_init_device_must_be_the_runs() -> None:
+    plugin = GeminiPlugin(chunk_init_device=torch.device("cuda"))
+    with pytest.raises(NotImplementedError, match="chunk_init_device"):
+        plugin.check_device(torch.device("cpu"))
+    plugin.check_device(torch.device("cuda", 1))
+
+
+# -- the two torch plugins
+
+
+def test_ddp_arguments() -> None:
+    defaults = {
+        "broadcast_buffers": True,
+        "bucket_cap_mb": 25,
+        "find_unused_parameters": False,
+        "gradient_as_bucket_view": False,
+        "static_graph": False,
+    }
+    assert ddp_arguments(TorchDDPPlugin()) == defaults
+    given = {
+        "broadcast_buffers": False,
+        "bucket_cap_mb": 7,
+        "find_unused_parameters": True,
+        "gradient_as_bucket_view": True,
+        "static_graph": True,
+    }
+    assert ddp_arguments(TorchDDPPlugin(**given)) == given  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["fp8_communication", "check_reduction"])
+def test_ddp_not_yet(name: str) -> None:
+    with pytest.raises(NotImplementedError, match=name):
+        TorchDDPPlugin(**{name: True})
+
+
+FSDP = fsdp.FSDPPlan(
+    mesh="shard",
+    reshard_after_forward=True,
+    offload=False,
+    root_precision=MixedPrecisionPolicy(cast_forward_inputs=True),
+    unit_precision=MixedPrecisionPolicy(cast_forward_inputs=False),
+    buffer_dtype=None,
+    full_precision_classes=(),
+)
+FSDP_CASES: list[tuple[dict[str, Any], fsdp.FSDPPlan]] = [
+    ({}, FSDP),
+    ({"sharding_strategy": ShardingStrategy.FULL_SHARD}, FSDP),
+    ({"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}, replace(FSDP, reshard_after_forward=False)),
+    ({"sharding_strategy": ShardingStrategy.NO_SHARD}, replace(FSDP, mesh="replicate", reshard_after_forward=False)),
+    ({"sharding_strategy": ShardingStrategy.HYBRID_SHARD}, replace(FSDP, mesh="hybrid")),
+    (
+        {"sharding_strategy": ShardingStrategy._HYBRID_SHARD_ZERO2},
+        replace(FSDP, mesh="hybrid", reshard_after_forward=False),
+    ),
+    ({"cpu_offload": CPUOffload(offload_params=True)}, replace(FSDP, offload=True)),
+    ({"cpu_offload": CPUOffload(offload_params=False)}, FSDP),
+    ({"backward_prefetch": BackwardPrefetch.BACKWARD_PRE}, FSDP),
+    (
+        {
+            "mixed_precision": MixedPrecision(
+                param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.float16
+            )
+        },
+        replace(
+            FSDP,
+            root_precision=MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=True),
+            unit_precision=MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False),
+            buffer_dtype=torch.float16,
+            full_precision_classes=(nn.modules.batchnorm._BatchNorm,),
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "plan"), FSDP_CASES, ids=[str(i) for i in range(len(FSDP_CASES))])
+def test_fsdp_plan(given: dict[str, Any], plan: fsdp.FSDPPlan) -> None:
+    assert fsdp.to_plan(TorchFSDPPlugin(**given)) == plan
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ({"fp8_communication": True}, "fp8_communication"),
+        ({"backward_prefetch": BackwardPrefetch.BACKWARD_POST}, "backward_prefetch"),
+        ({"mixed_precision": MixedPrecision(keep_low_precision_grads=True)}, "keep_low_precision_grads"),
+    ],
+)
+def test_fsdp_not_available(given: dict[str, Any], name: str) -> None:
+    with pytest.raises(NotImplementedError, match=name):
+        TorchFSDPPlugin(**given)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.norm = nn.LayerNorm(4)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(3, 4)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.bn = nn.BatchNorm1d(4)
+
+
+def unit_names(model: nn.Module, policy: Any, ignored: set[nn.Module] = frozenset(), always: Any = ()) -> list[str]:  # type: ignore[assignment]
+    names = {module: name for name, module in model.named_modules()}
+    return [names[unit] for unit in unit_modules(model, policy, set(ignored), always)]
+
+
+def test_fsdp_units() -> None:
+    model = Net()
+    assert unit_names(model, None) == [""]
+    assert unit_names(model, ModuleWrapPolicy({Block})) == ["blocks.1", "blocks.0", ""]
+    nested = ModuleWrapPolicy({Block, nn.Linear})
+    assert unit_names(model, nested) == ["blocks.1.inner", "blocks.1", "blocks.0.inner", "blocks.0", ""]
+    ignored = set(model.blocks[0].modules())
+    assert unit_names(model, ModuleWrapPolicy({Block}), ignored) == ["blocks.1", ""]
+    assert unit_names(model, CustomPolicy(lambda module: module is model.embed)) == ["embed", ""]
+    by_size = functools.partial(size_based_auto_wrap_policy, min_num_params=20)
+    assert unit_names(model, by_size) == ["blocks.1.inner", "blocks.0.inner", ""]
+    assert unit_names(model, None, always=(nn.BatchNorm1d,)) == ["bn", ""]
+
+    def custom(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+        return recurse or isinstance(module, Block)
+
+    assert unit_names(model, custom) == ["blocks.1", "blocks.0", ""]
+    with pytest.raises(NotImplementedError, match="auto_wrap_policy"):
+        unit_modules(model, CustomPolicy(lambda module: {"forward_prefetch": True}), set())
+
+
+def test_fsdp_param_init_fn() -> None:
+    with torch.device("meta"):
+        model = Net()
+    seen: list[nn.Module] = []
+
+    def init(module: nn.Module) -> None:
+        seen.append(module)
+        module.to_empty(device="cpu", recurse=False)
+
+    materialize(model, set(), torch.device("cpu"), init)
+    assert len(seen) == 6 and not any(tensor.is_meta for tensor in model.state_dict().values())
+    with torch.device("meta"):
+        model = Net()
+    materialize(model, set(), torch.device("cpu"), None)
+    assert torch.equal(model.bn.weight, torch.ones(4))
+    with torch.device("meta"):
+        model = Net()
+    with pytest.raises(ValueError, match="param_init_fn left"):
+        materialize(model, set(), torch.device("cpu"), lambda module: None)

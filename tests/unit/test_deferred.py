@@ -1,0 +1,529 @@
+"""Deferred initialisation equals a normal construction bit for bit, one tensor in memory at a time."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from shardwise.engine.deferred import adopt, deferred_init, initial_values, is_deferred, set_buffer
+
+CPU = torch.device("cpu")
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    named = dict(model.named_parameters(remove_duplicate=False))
+    return {**named, **dict(model.named_buffers(remove_duplicate=False))}
+
+
+def materialise(model: nn.Module) -> dict[str, Tensor]:
+    values: dict[str, Tensor] = {}
+    for names, tensor, value, is_parameter in initial_values(model, CPU):
+        assert not value.requires_grad and value.device == CPU
+        assert is_parameter == isinstance(tensor, nn.Parameter)
+        values.update(dict.fromkeys(names, value))
+        if is_parameter:
+            adopt(tensor, value)
+        else:
+            set_buffer(model, names, value)
+    return values
+
+
+def assert_same(expected: nn.Module, model: nn.Module) -> None:
+    """The same tensors, types, flags and ties."""
+    left, right = tensors_of(expected), tensors_of(model)
+    assert list(left) == list(right)
+    for name, want in left.items():
+        have = right[name]
+        assert type(have) is type(want) and have.requires_grad == want.requires_grad, name
+        assert have.dtype == want.dtype and torch.equal(have, want), name
+    ties = [(a, b) for a in left for b in left if left[a] is left[b]]
+    assert ties == [(a, b) for a in right for b in right if right[a] is right[b]]
+
+
+def both(build: Callable[[], nn.Module], seed: int = 3) -> tuple[nn.Module, nn.Module]:
+    """``build()`` normally and deferred, then materialised; the generator is checked on the way."""
+    torch.manual_seed(seed)
+    expected = build()
+    after = torch.get_rng_state()
+    torch.manual_seed(seed)
+    with deferred_init():
+        model = build()
+    assert torch.equal(torch.get_rng_state(), after)
+    assert is_deferred(model)
+    for name, tensor in tensors_of(model).items():
+        want = tensors_of(expected)[name]
+        assert tensor.is_meta and tensor.shape == want.shape and tensor.dtype == want.dtype, name
+        assert isinstance(tensor, nn.Parameter) == isinstance(want, nn.Parameter), name
+    materialise(model)
+    assert torch.equal(torch.get_rng_state(), after)
+    assert not is_deferred(model)
+    assert_same(expected, model)
+    return expected, model
+
+
+class Positions(nn.Module):
+    """Buffers made by arithmetic, slices and masks; a plain attribute; an integer buffer; a non-persistent one."""
+
+    def __init__(self, dim: int = 6, length: int = 9) -> None:
+        super().__init__()
+        position = torch.arange(length).unsqueeze(1)
+        frequency = torch.exp(torch.arange(0, dim, 2) * (-math.log(10000.0) / dim))
+        table = torch.zeros(length, dim)
+        table[:, 0::2] = torch.sin(position * frequency)
+        table[:, 1::2] = torch.cos(position * frequency)
+        table[0] = 2.0
+        self.register_buffer("table", table.unsqueeze(0))
+        mask = torch.tril(torch.ones(length, length)).view(1, length, length)
+        self.register_buffer("mask", mask == 0, persistent=False)
+        self.register_buffer("where", torch.nonzero(mask[0]))
+        self.register_buffer("steps", torch.tensor([1, 2, 3]))
+        self.register_buffer("rotary", torch.polar(torch.ones(4), torch.arange(4.0)))
+        self.register_buffer("nothing", None)
+        self.slopes = torch.arange(1, 5) / 2
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.turned = nn.Parameter(torch.randn(5, 7).t())
+        self.part = nn.Parameter(torch.randn(20)[3:9])
+        self.index = nn.Parameter(torch.randperm(8), requires_grad=False)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 4, padding_idx=2)
+        self.body = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+        self.again = self.body[0]
+        self.head = nn.Linear(4, 11)
+        self.head.weight = self.embed.weight
+        self.body[1].bias.requires_grad_(False)
+
+
+def second_pass() -> nn.Module:
+    def init(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            module.weight.data.normal_(0.0, 0.02)
+            module.weight.data.div_(module.weight.data.norm())
+            nn.init.zeros_(module.bias)
+
+    model = Tied()
+    with torch.no_grad():
+        for block in model.body:
+            block.weight.mul_(2).add_(block.weight.t().clone())
+    return model.apply(init)
+
+
+def truncated(**arguments: float) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        layer = nn.Linear(40, 30)
+        nn.init.trunc_normal_(layer.weight, **arguments)
+        return layer
+
+    return build
+
+
+def initialised(function: Callable[..., Any], *arguments: float) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        layer = nn.Linear(12, 20)
+        function(layer.weight, *arguments)
+        return layer
+
+    return build
+
+
+def own_generator() -> nn.Module:
+    generator = torch.Generator().manual_seed(11)
+    layer = nn.Linear(5, 5)
+    with torch.no_grad():
+        layer.weight.normal_(generator=generator)
+        layer.bias.copy_(torch.rand(5, generator=generator))
+    return layer
+
+
+def reseeded() -> nn.Module:
+    layers = []
+    for _ in range(3):
+        torch.manual_seed(5)
+        layers.append(nn.Linear(3, 3))
+    return nn.Sequential(*layers)
+
+
+def other_dtypes() -> nn.Module:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = nn.Sequential(nn.Linear(3, 3), Positions())
+    finally:
+        torch.set_default_dtype(before)
+    return nn.Sequential(model, nn.Linear(3, 3).half(), nn.Linear(2, 2, dtype=torch.bfloat16).to(CPU, torch.float32))
+
+
+def branches() -> nn.Module:
+    """Python that depends on values."""
+    layer = nn.Linear(4, 4)
+    while layer.weight.abs().max() > 0.1:
+        layer.weight.data.mul_(0.9)
+    nn.init.constant_(layer.bias, layer.weight.sum().item())
+    if layer.weight[0, 0] > 0:
+        nn.init.zeros_(layer.bias)
+    layer.register_buffer("spread", torch.tensor(layer.weight.detach().flatten().tolist()))
+    layer.register_buffer("numbers", torch.from_numpy(layer.weight.detach().numpy().copy()) * 1)
+    return layer
+
+
+def spread_out() -> nn.Module:
+    """Several parameters from one draw, in-place writes through views, data from real tensors."""
+    model = nn.Module()
+    draw = torch.randn(3, 4, 4)
+    for index, name in enumerate("qkv"):
+        model.register_parameter(name, nn.Parameter(draw[index]))
+    basis, upper = torch.linalg.qr(torch.randn(4, 4))
+    model.basis, model.upper = nn.Parameter(basis), nn.Parameter(upper)
+    draw[1].zero_()
+    model.register_buffer("late", draw.clone())
+    model.register_buffer("dropped", nn.functional.dropout(torch.ones(9), 0.5))
+    model.register_buffer("chosen", torch.multinomial(torch.rand(6), 3))
+    model.copied = copy.deepcopy(model.q)
+    return model
+
+
+ZOO: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(3, 4),
+    "embedding": lambda: nn.Embedding(10, 4, padding_idx=2),
+    "embedding-bag": lambda: nn.EmbeddingBag(10, 4),
+    "conv": lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ConvTranspose1d(2, 3, 2)),
+    "norms": lambda: nn.Sequential(nn.LayerNorm(5), nn.RMSNorm(5), nn.PReLU()),
+    "attention": lambda: nn.MultiheadAttention(8, 2, add_bias_kv=True),
+    "lstm": lambda: nn.LSTM(4, 5, 2),
+    "gru": lambda: nn.GRU(4, 5, bidirectional=True),
+    "transformer": lambda: nn.Transformer(8, 2, 2, 2, 16, batch_first=True),
+    "positions": Positions,
+    "tied": Tied,
+    "second-pass": second_pass,
+    "truncated-narrow": truncated(std=0.02),
+    "truncated-loop": truncated(std=1.0),
+    "truncated-uniform": truncated(a=-0.1, b=0.1),
+    "truncated-tail": truncated(a=1.0, b=3.0),
+    "orthogonal": initialised(nn.init.orthogonal_),
+    "eye": initialised(nn.init.eye_),
+    "sparse": initialised(nn.init.sparse_, 0.4),
+    "kaiming-normal": initialised(nn.init.kaiming_normal_),
+    "spectral-norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(5, 6)),
+    "weight-norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(5, 6)),
+    "orthogonal-parametrised": lambda: nn.utils.parametrizations.orthogonal(nn.Linear(5, 5)),
+    "own-generator": own_generator,
+    "reseeded": reseeded,
+    "dtypes": other_dtypes,
+    "branches": branches,
+    "spread-out": spread_out,
+    "zero-sized": lambda: nn.Sequential(nn.Embedding(3, 0), nn.Linear(2, 2)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize("name", ZOO)
+def test_deferred_equals_normal(name: str) -> None:
+    both(ZOO[name])
+
+
+def test_materialised_modules_run_and_train() -> None:
+    expected, model = both(lambda: nn.LSTM(4, 5, 2))
+    batch = torch.randn(3, 2, 4)
+    for each in (expected, model):
+        each(batch)[0].square().sum().backward()
+    for want, have in zip(expected.parameters(), model.parameters(), strict=True):
+        assert want.grad is not None and have.grad is not None and torch.equal(want.grad, have.grad)
+
+
+def test_plain_attributes_are_real_after_the_context() -> None:
+    expected, model = both(Positions)
+    assert torch.equal(model.slopes, expected.slopes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "bert"])
+def test_hugging_face(family: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    small = {"vocab_size": 40, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    wide = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    build: dict[str, Callable[[], nn.Module]] = {
+        "gpt2": lambda: transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(n_layer=2, n_embd=16, n_head=2, n_positions=20, **small)
+        ),
+        "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**small, **wide)),
+        "bert": lambda: transformers.BertForMaskedLM(transformers.BertConfig(**small, **wide)),
+    }
+    expected, model = both(build[family])
+    tokens = torch.arange(12).view(2, 6)
+    assert torch.equal(expected.eval()(tokens).logits, model.eval()(tokens).logits)
+    with torch.device("meta"):
+        bare = build[family]()
+    values = materialise(bare)
+    assert set(values) == set(tensors_of(expected))
+    assert all(torch.isfinite(value).all() for value in values.values())
+    for name, buffer in expected.named_buffers():
+        assert torch.equal(values[name], buffer), name
+
+
+def test_operations_after_the_context_are_recorded() -> None:
+    def rest(model: nn.Module) -> nn.Module:
+        model = copy.deepcopy(model)
+        model.half()
+        with torch.no_grad():
+            next(model.parameters()).data.normal_()
+            model.get_parameter("part").mul_(2)
+        model.float()
+        return model
+
+    torch.manual_seed(0)
+    expected = rest(Positions())
+    torch.manual_seed(0)
+    with deferred_init():
+        model = Positions()
+    model = rest(model)
+    assert is_deferred(model) and model.get_parameter("turned").is_meta
+    assert model.get_parameter("scale").item() == expected.get_parameter("scale").item()
+    materialise(model)
+    assert_same(expected, model)
+
+
+def test_mixture_of_real_and_deferred_and_bare() -> None:
+    torch.manual_seed(0)
+    expected = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    torch.manual_seed(0)
+    with deferred_init():
+        model = nn.Sequential(nn.Linear(3, 3))
+    model.append(nn.Linear(3, 3))
+    late = nn.Parameter(torch.ones(4))
+    model.register_parameter("late", late)
+    model.append(nn.Linear(2, 2, device="meta"))
+    address = late.data_ptr()
+    values = {}
+    for names, tensor, value, _ in initial_values(model, CPU):
+        values[names] = value
+        assert tensor is not late or value.data_ptr() == address
+    assert next(iter(values)) == ("late",)
+    for name, want in expected.named_parameters():
+        assert torch.equal(values[(name,)], want)
+    torch.manual_seed(0)
+    nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    assert torch.equal(values[("2.weight",)], nn.Linear(2, 2).weight)
+
+
+def test_tied_tensors_come_once_under_all_names() -> None:
+    with deferred_init():
+        model = Tied()
+    yielded = [names for names, *_ in initial_values(model, CPU)]
+    assert ("embed.weight", "head.weight") in yielded
+    assert ("body.0.weight", "again.weight") in yielded
+    assert len(yielded) == len(list(model.parameters()))
+
+
+# ---- the bare meta device -------------------------------------------------------------------------------------------
+
+
+class Modules(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 6, padding_idx=1)
+        self.attention = nn.MultiheadAttention(6, 2)
+        self.stack = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.LayerNorm(5), nn.Conv1d(5, 5, 2))
+        self.lstm = nn.LSTM(5, 4)
+        self.decode = nn.Linear(6, 9)
+        self.decode.weight = self.embed.weight
+        self.last = nn.Linear(2, 2).requires_grad_(False)
+
+
+def test_bare_meta_equals_normal() -> None:
+    torch.manual_seed(1)
+    expected = Modules()
+    after = torch.get_rng_state()
+    with torch.device("meta"):
+        model = Modules()
+    assert not is_deferred(model)
+    torch.manual_seed(1)
+    materialise(model)
+    assert torch.equal(torch.get_rng_state(), after)
+    assert_same(expected, model)
+
+
+def test_bare_meta_errors_name_the_module_and_the_way_out() -> None:
+    class Bare(nn.Module):
+        def __init__(self, reset: bool) -> None:
+            super().__init__()
+            self.weight, self.other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+            if reset:
+                self.reset_parameters = lambda: nn.init.ones_(self.weight)
+
+    with torch.device("meta"):
+        without, partly = nn.Sequential(nn.Linear(1, 1), Bare(False)), nn.Sequential(Bare(True))
+        transformer = nn.Transformer(8, 2, 1, 1, 16, batch_first=True)
+    with pytest.raises(RuntimeError, match=r"1 \(Bare\).*weight, other.*no reset_parameters.*deferred_init"):
+        materialise(without)
+    with pytest.raises(RuntimeError, match=r"0 \(Bare\).*\[other\].*did not write.*deferred_init"):
+        materialise(partly)
+    assert partly.get_parameter("0.weight").is_meta
+    with pytest.raises(RuntimeError, match=r"Transformer.*second time.*deferred_init"):
+        materialise(transformer)
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of real storages that are alive, of those that operations have touched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: dict[int, weakref.ref[Any]] = {}
+
+    def _forget(self, key: int, size: int) -> None:
+        del self._known[key]
+        self.now -= size
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves((args, kwargs, output)):
+            if isinstance(tensor, Tensor) and not tensor.is_meta:
+                storage = tensor.untyped_storage()
+                key, size = storage._cdata, storage.nbytes()
+                if key not in self._known:
+                    self._known[key] = weakref.ref(storage, lambda _, key=key, size=size: self._forget(key, size))
+                    self.now += size
+        self.peak = max(self.peak, self.now)
+        return output
+
+
+@contextmanager
+def live_bytes() -> Iterator[LiveBytes]:
+    gc.collect()
+    with LiveBytes() as counter:
+        yield counter
+
+
+@pytest.mark.parametrize("bare", [False, True])
+def test_peak_memory_is_one_layer(bare: bool) -> None:
+    width, layers = 512, 40  # wide enough that two generator states of 5 KB a layer count for little
+    layer_bytes = 4 * (width * width + width)
+
+    def build() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+
+    with live_bytes() as building, torch.device("meta") if bare else deferred_init():
+        model = build()
+    assert building.peak <= 1.5 * layer_bytes
+    with live_bytes() as making:
+        for _, _, value, _ in initial_values(model, CPU):
+            value.add_(0)
+            del value
+    assert layer_bytes // 2 <= making.peak <= 1.5 * layer_bytes
+    assert making.now == 0
+
+
+def test_snapshots_of_overwritten_draws_are_freed() -> None:
+    with deferred_init():
+        layer = nn.Linear(8, 8)
+        record = weakref.ref(layer.weight.untyped_storage()._shardwise_tape.head.state)
+        nn.init.normal_(layer.weight)
+        gc.collect()
+        assert record() is None
+        storage = weakref.ref(layer.weight.untyped_storage()._shardwise_tape)
+        del layer
+        gc.collect()
+        assert storage() is None
+
+
+# ---- adopt ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("start", ["real", "meta", "deferred"])
+def test_adopt_keeps_the_object(start: str) -> None:
+    with deferred_init():
+        deferred = nn.Linear(3, 3)
+    layer = {"real": nn.Linear(3, 3), "meta": nn.Linear(3, 3, device="meta"), "deferred": deferred}[start]
+    param = layer.weight
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    param.label = "kept"
+    reference = weakref.ref(param)
+    calls: list[int] = []
+    param.register_post_accumulate_grad_hook(lambda _: calls.append(1))
+    layer.bias.requires_grad_(False)
+    data = torch.ones(3, 3)
+    adopt(param, data)
+    adopt(layer.bias, torch.zeros(3))
+    assert layer.weight is param is reference() and type(param) is nn.Parameter and param.label == "kept"
+    assert param.data_ptr() == data.data_ptr() and param.requires_grad and not layer.bias.requires_grad
+    layer(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert calls == [1] and torch.equal(layer.weight, torch.zeros(3, 3))
+    adopt(param, torch.empty(0))
+    assert param.numel() == 0
+
+
+def test_adopt_refuses_a_meta_parameter_in_a_graph() -> None:
+    layer = nn.Linear(3, 3, device="meta")
+    output = layer(torch.empty(1, 3, device="meta"))
+    with pytest.raises(RuntimeError, match=r"\(3, 3\) is held .* autograd graph"):
+        adopt(layer.weight, torch.ones(3, 3))
+    del output
+    adopt(layer.weight, torch.ones(3, 3))
+
+
+# ---- errors ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_programs_own_errors_come_through() -> None:
+    with deferred_init(), pytest.raises(RuntimeError, match="must match"):
+        torch.ones(3) + torch.ones(4)
+    assert torch.ones(1).device == CPU  # the context is gone
+
+
+def test_a_changed_source_is_named() -> None:
+    source = torch.ones(3)
+    with deferred_init():
+        layer = nn.Linear(3, 1)
+        layer.bias = nn.Parameter(source * 2)
+    source.add_(1)
+    with pytest.raises(RuntimeError, match=r"aten.mul.*\(3,\).*changed in place.*outside"):
+        materialise(layer)
+    with deferred_init():
+        layer = nn.Linear(3, 1)
+        product = layer.weight * source
+        source.add_(1)
+        with pytest.raises(RuntimeError, match=r"_local_scalar_dense.*needs the values.*outside"):
+            product.sum().item()
+
+
+def test_real_tensors_inside_the_context_stay_real() -> None:
+    outside, module = torch.zeros(3), nn.Linear(3, 3)
+    with deferred_init():
+        outside.add_(torch.ones(3))
+        module.weight.data.fill_(2.0)
+        assert outside.view(3, 1)[0].item() == 1.0
+        array = torch.ones(2).numpy()
+    assert torch.equal(outside, torch.ones(3)) and torch.equal(module.weight, torch.full((3, 3), 2.0))
+    with pytest.raises(ValueError, match="read-only"):
+        array[0] = 1
+
+
+def test_misuse() -> None:
+    with deferred_init():
+        model = nn.Linear(2, 2)
+        with pytest.raises(RuntimeError, match="inside deferred_init"):
+            next(initial_values(model, CPU))
+        with deferred_init():
+            inner = nn.Linear(2, 2)
+        assert inner.weight.device == CPU  # what a normal construction would say
+    assert is_deferred(inner)
+    with pytest.raises(KeyError, match=r"'weight' is not a buffer of Linear"):
+        set_buffer(model, ["weight"], torch.ones(2, 2))
+    assert "meta" in repr(model.weight)
