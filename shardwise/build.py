@@ -74,12 +74,13 @@ class Session:
         fp32 (fp64 where gradients are). Parameters without a gradient on any rank are absent. Collective; call it
         after backward and before step.
         """
+        divisors = {each.index: each.divisor() for each in self.optimizers}
         result: dict[str, torch.Tensor] = {}
         for state in self.engine.grads.values():
             if state.reduced is None:
                 continue
             wide = torch.float64 if state.reduced.dtype == torch.float64 else torch.float32
-            full = gather_shards(self.engine, state.reduced.to(wide)).div_(self.engine.loss_scale)
+            full = gather_shards(self.engine, state.reduced.to(wide)).div_(divisors.get(state.spec.optimizer, 1.0))
             for index, slot in enumerate(state.spec.slots):
                 if index in state.touched:
                     name = self.engine.layout.facts[slot.param].names[0]

@@ -29,6 +29,7 @@ class GroupMaker:
         self.shared_memory = shared_memory
         self.timeout_s = timeout_s
         self._process_groups: list[dist.ProcessGroup] = []
+        self._world: Control | None = None
 
     def make(self, name: str, rank_lists: list[list[int]]) -> Group:
         """The group of this rank. Collective over the default process group: every rank gives the same lists, which
@@ -59,8 +60,9 @@ class GroupMaker:
     def close(self) -> None:
         """Destroy the communicators of all groups made here."""
         process_groups, self._process_groups = self._process_groups, []
-        if dist.is_initialized():
-            for process_group in process_groups:
+        self._world = None
+        for process_group in process_groups:
+            if dist.is_initialized():
                 dist.destroy_process_group(process_group)
 
     def _shared(self, name: str, control: Control) -> tuple[SharedGroup | None, str]:
@@ -85,11 +87,12 @@ class GroupMaker:
         return None, "; ".join(reasons)
 
     def _any(self, mine: bool, rank_lists: list[list[int]]) -> bool:
-        flags = [None] * dist.get_world_size()
+        """Whether any rank of the world says so; the ranks of one list all say the same."""
         if len(rank_lists) == 1:
             return mine
-        dist.all_gather_object(flags, mine)
-        return any(flags)
+        if self._world is None:
+            self._world = Control("world", self._new("agree", [list(range(dist.get_world_size()))], "gloo"))
+        return any(row[0] for row in self._world.exchange([float(mine)]))
 
     def _new(self, name: str, rank_lists: list[list[int]], backend: str) -> dist.ProcessGroup:
         own: dist.ProcessGroup

@@ -7,6 +7,7 @@ at 64 MB, and lets the sum be made in fp32 with one rounding.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -87,9 +88,6 @@ class _Message:
         self._work = work
         self._what = what
 
-    def finished(self) -> bool:
-        return self._work is None or self._work.is_completed()
-
     def wait(self) -> None:
         if self._work is None:
             return
@@ -100,26 +98,47 @@ class _Message:
         self._work = None
 
 
+class _Batch:
+    """Messages that are waited for together. As a handle, an all-gather is done when they are."""
+
+    def __init__(self, messages: list[_Message]) -> None:
+        self._messages = messages
+        self._watcher: threading.Thread | None = None
+        self._error: PeerError | None = None
+
+    def wait(self) -> None:
+        if self._watcher is None:
+            self._wait_all()
+            return
+        self._watcher.join()
+        if self._error is not None:
+            raise self._error
+
+    def finished(self) -> bool:
+        """Whether all messages are through (or lost, which ``wait`` tells). A point-to-point operation of gloo knows
+        that only from its own ``wait``, so the first question starts a thread that waits."""
+        if self._messages and self._watcher is None:
+            self._watcher = threading.Thread(target=self._watch, name="shardwise-gloo-watcher", daemon=True)
+            self._watcher.start()
+        return self._watcher is None or not self._watcher.is_alive()
+
+    def _watch(self) -> None:
+        try:
+            self._wait_all()
+        except PeerError as error:
+            self._error = error
+
+    def _wait_all(self) -> None:
+        for message in self._messages:
+            message.wait()
+        self._messages = []
+
+
 def _lost(what: str, error: Exception) -> PeerError:
     return PeerError(
         f"{what} failed: {error}. That rank died, or did not come to the same operation in time; look at the first "
         "error of the other ranks"
     )
-
-
-class _Gathering:
-    """Messages of an all-gather."""
-
-    def __init__(self, messages: list[_Message]) -> None:
-        self._messages = messages
-
-    def wait(self) -> None:
-        for message in self._messages:
-            message.wait()
-        self._messages = []
-
-    def finished(self) -> bool:
-        return all(message.finished() for message in self._messages)
 
 
 class _Reduction:
@@ -136,46 +155,55 @@ class _Reduction:
         tag = link.tag()
         self._what = f"{'all_reduce' if spread else 'reduce_scatter'} of {full.numel()} x {full.dtype}"
         self._parts: list[Tensor] = []
-        self._received: list[_Message] = []
-        self._sent: list[_Message] = []
         own = group.slice_of(full, rank)
+        messages: list[_Message] = []
         for peer in range(group.size):
             part = own if peer == rank else group.scratch.take(own.numel(), own.dtype)
             self._parts.append(part)
             if peer != rank:
-                self._received.append(link.receive(part, peer, tag, self._what))
-        for peer in group.others():
-            self._sent.append(link.send(group.slice_of(full, peer), peer, tag, self._what))
+                messages.append(link.receive(part, peer, tag, self._what))
+        messages += [link.send(group.slice_of(full, peer), peer, tag, self._what) for peer in group.others()]
+        self._slices = _Batch(messages)
+        self._sums: _Batch | None = None
 
     def wait(self) -> None:
         self._group.finish_through(self)
 
     def finished(self) -> bool:
-        return self.done or all(message.finished() for message in self._received)
+        return self._group.finished_through(self)
+
+    def arrived(self) -> bool:
+        """Do what can be done without waiting; whether nothing is left to wait for."""
+        return self.done or (self._slices.finished() and self._reduced().finished())
 
     def finish(self) -> None:
-        """Wait for the messages, sum, and for an all-reduce spread the sums."""
-        group = self._group
-        for message in self._received:
-            message.wait()
-        group.sum(self._out, self._parts, self._scale)
-        for index, part in enumerate(self._parts):
-            if index != group.rank:
-                group.scratch.give(part)
-        for message in self._sent:
-            message.wait()
-        if self._spread_tag is not None:
-            for message in group.start_spread(group.reduce_link, self._full, self._spread_tag, self._what):
-                message.wait()
-        self._parts, self._received, self._sent = [], [], []
+        """Wait for the slices, sum them, and for an all-reduce wait for the others' sums."""
+        self._reduced().wait()
         self.done = True
+
+    def _reduced(self) -> _Batch:
+        """The messages that spread the sums, none for a reduce-scatter; sums first."""
+        if self._sums is None:
+            group = self._group
+            self._slices.wait()
+            group.sum(self._out, self._parts, self._scale)
+            for index, part in enumerate(self._parts):
+                if index != group.rank:
+                    group.scratch.give(part)
+            self._parts = []
+            spread: list[_Message] = []
+            if self._spread_tag is not None:
+                spread = group.start_spread(group.reduce_link, self._full, self._spread_tag, self._what)
+            self._sums = _Batch(spread)
+        return self._sums
 
 
 class GlooGroup(Group):
     """Slices travel directly between ranks, and sums are made locally in rank order.
 
     Results are the same on every run and equal those of the shared-memory group bit for bit. An operation makes
-    progress in the background, but is finished (summed) in ``wait()``, so ranks must wait in the same order.
+    progress in the background, but is finished (summed) in ``wait()`` or ``finished()``, so ranks must wait in the same
+    order.
     """
 
     def __init__(self, name: str, control: Control, gather: dist.ProcessGroup, reduce: dist.ProcessGroup) -> None:
@@ -203,6 +231,13 @@ class GlooGroup(Group):
             self._reductions[0].finish()
             self._reductions.popleft()
 
+    def finished_through(self, last: _Reduction) -> bool:
+        """Whether :meth:`finish_through` would not wait."""
+        if last.done:
+            return True
+        started = list(self._reductions)
+        return all(reduction.arrived() for reduction in started[: started.index(last) + 1])
+
     def barrier(self) -> None:
         """Return when every rank has come here."""
         self._control.barrier()
@@ -225,7 +260,7 @@ class GlooGroup(Group):
         if not full.numel():
             return DONE
         what = f"all_gather of {full.numel()} x {full.dtype}"
-        return _Gathering(self.start_spread(self._gather_link, full, self._gather_link.tag(), what))
+        return _Batch(self.start_spread(self._gather_link, full, self._gather_link.tag(), what))
 
     def _reduce_scatter(self, out: Tensor, full: Buffer, scale: float) -> Handle:
         return self._start(out, full.local, scale, spread=False)

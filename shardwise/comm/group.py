@@ -40,6 +40,10 @@ class Buffer:
             raise ValueError(f"resize({numel}) of a buffer made with {local.numel()} elements: give at most that")
         self.local, self.peers = local[:numel], tuple(peer[:numel] for peer in peers)
 
+    def writable(self) -> bool:
+        """Whether :meth:`wait_writable` would return at once."""
+        return True
+
     def wait_writable(self) -> None:
         """Block until no peer still reads what was last published here. Call it before writing to ``local`` again."""
 
@@ -120,8 +124,8 @@ class Group(ABC):
         _check_flat("all_gather", "out", out)
         if out.numel() != self.size * local.numel() or out.dtype != local.dtype:
             raise ValueError(
-                f"all_gather over {self.size} ranks: out is {out.numel()} x {out.dtype} for shards of {local.numel()} x "
-                f"{local.dtype}; give {self.size * local.numel()} x {local.dtype}"
+                f"all_gather over {self.size} ranks: out is {out.numel()} x {out.dtype} for shards of "
+                f"{local.numel()} x {local.dtype}; give {self.size * local.numel()} x {local.dtype}"
             )
         self.traffic.add("all_gather", (self.size - 1) * local.nbytes)
         return self._all_gather(out, shard)

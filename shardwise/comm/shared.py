@@ -33,8 +33,9 @@ CHECK_S = 0.2
 
 # A buffer's cache line, in words of 8 bytes: sequence numbers of the last operation that this rank published (its data
 # may be read), reduced (its own slice is summed in place) and consumed (it reads the peers' data no more).
-PUBLISHED, KIND, REDUCED, CONSUMED = range(4)
-REDUCE_SCATTER, ALL_REDUCE = 1, 2
+PUBLISHED, KIND, NUMEL, REDUCED, CONSUMED = range(5)
+REDUCE_SCATTER, ALL_REDUCE = range(2)
+REDUCTIONS = ("reduce_scatter", "all_reduce")
 
 # The control segment: line 1 holds the count of synchronisations and the state; two slots follow, used in turn. A rank
 # that writes slot s again has seen all peers arrive at s + 1, so nobody reads it then.
@@ -68,6 +69,10 @@ class SharedBuffer(Buffer):
         self._base = line * LINE_WORDS
         self._segments = segments
 
+    def writable(self) -> bool:
+        """Whether this rank's part is finished and no peer reads what was last published."""
+        return self.unfinished is None and not self.behind(CONSUMED, self.sequence)
+
     def wait_writable(self) -> None:
         """Block until no peer reads what was last published; finishes this rank's own part first."""
         if self.unfinished is not None:
@@ -83,9 +88,9 @@ class SharedBuffer(Buffer):
         index = self._base + cell
         return [rank for rank, words in enumerate(self._segments) if words[index] < sequence]
 
-    def kinds(self) -> list[int]:
-        """What each rank last published."""
-        return [words[self._base + KIND] for words in self._segments]
+    def published(self) -> list[tuple[int, int]]:
+        """Kind and number of elements of what each rank last published."""
+        return [(words[self._base + KIND], words[self._base + NUMEL]) for words in self._segments]
 
     def tell(self, cell: int, value: int) -> None:
         """Set one of this rank's counters; everything written before it is visible to whoever sees it."""
@@ -113,8 +118,7 @@ class _Reduction:
         self._summed = False
 
     def __str__(self) -> str:
-        kind = "all_reduce" if self._kind == ALL_REDUCE else "reduce_scatter"
-        return f"{kind} of {self.buffer.name}, sequence {self.sequence}"
+        return f"{REDUCTIONS[self._kind]} of {self.buffer.name}, sequence {self.sequence}"
 
     def wait(self) -> None:
         if not self.done and self.advance():
@@ -145,14 +149,13 @@ class _Reduction:
         return []
 
     def _sum(self) -> None:
-        kinds = self.buffer.kinds()
-        if set(kinds) != {self._kind}:
+        published = self.buffer.published()
+        if any(other != published[0] for other in published):
             self.group.fail()
-            names = {REDUCE_SCATTER: "reduce_scatter", ALL_REDUCE: "all_reduce"}
+            told = (f"rank {rank}: {REDUCTIONS[kind]} of {numel}" for rank, (kind, numel) in enumerate(published))
             raise PeerError(
-                f"{self} of group {self.group.name!r}: ranks run different operations on this buffer "
-                f"({', '.join(f'rank {rank}: {names.get(kind, kind)}' for rank, kind in enumerate(kinds))}); "
-                "all ranks must start the same operations in the same order"
+                f"{self} in group {self.group.name!r}: ranks run different operations on this buffer "
+                f"({', '.join(told)} elements); all ranks must start the same operations in the same order"
             )
         rank = self.group.rank
         self.group.sum(self._out, [self.group.slice_of(peer, rank) for peer in self.buffer.peers], self._scale)
@@ -273,6 +276,7 @@ class SharedGroup(Group):
             )
         buffer.sequence += 1
         buffer.tell(KIND, kind)
+        buffer.tell(NUMEL, buffer.local.numel())
         buffer.tell(PUBLISHED, buffer.sequence)
         reduction = _Reduction(self, buffer, out, scale, kind)
         buffer.unfinished = reduction
@@ -327,8 +331,8 @@ class SharedGroup(Group):
             if words[slot] != kind or words[slot + 1] != total:
                 self.fail()
                 raise PeerError(
-                    f"group {self.name!r}: rank {self.rank} is at {SYNCS[kind]} of {total} values and rank {rank} at "
-                    f"{SYNCS[words[slot]]} of {words[slot + 1]}; all ranks must come to the same operations in order"
+                    f"group {self.name!r}: rank {self.rank} is at {SYNCS[kind]} ({total} values) and rank {rank} at "
+                    f"{SYNCS[words[slot]]} ({words[slot + 1]} values); all must come to the same operations in order"
                 )
         return [list(map(float, row[body : body + len(values)])) for row in self._values]
 

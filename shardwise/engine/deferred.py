@@ -50,6 +50,9 @@ def deferred_init() -> Iterator[None]:
     Raises (from the program inside):
         RuntimeError: an operation needs the values of a deferred tensor that cannot be replayed.
 
+    Python that asks for ``device`` inside sees the device that a normal construction would use; ``device="meta"``
+    inside means the CPU.
+
     Source: the behaviour of torchdistx ``deferred_init`` and ColossalAI ``LazyInitContext``.
     """
     if is_recording():
@@ -209,7 +212,9 @@ def initial_values(
         RuntimeError: called inside ``deferred_init()``; or a module on the bare meta device cannot make its values.
     """
     if is_recording():
-        raise RuntimeError("initial_values() was called inside deferred_init(); leave that context first")
+        raise RuntimeError(
+            f"initial_values() of {type(model).__name__} was called inside deferred_init(); leave that context first"
+        )
     slots = _slots(model)
     makers = _Makers(model, slots)
     made: dict[int, Tensor] = {}

@@ -181,6 +181,7 @@ def _uninitialised(cell: Cell) -> torch.UntypedStorage:
 
 
 def version_of(tensor: Tensor) -> int:
+    """A number that grows with every in-place change of ``tensor`` (0 for inference tensors, which have none)."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -217,6 +218,7 @@ def tape_of(tensor: Tensor) -> Tape | None:
 
 
 def start_tape(tensor: Tensor, tape: Tape) -> None:
+    """Make ``tape`` the record of the meta tensor's storage, and so of every view of it."""
     setattr(tensor.untyped_storage(), _ATTRIBUTE, tape)
 
 
@@ -224,6 +226,7 @@ def start_tape(tensor: Tensor, tape: Tape) -> None:
 
 
 def default_generator(device: torch.device) -> torch.Generator:
+    """The global generator of ``device`` (the current one of its type where it has no index)."""
     if device.type == "cpu":
         return torch.default_generator
     module = torch.get_device_module(device)

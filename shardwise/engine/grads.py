@@ -145,6 +145,11 @@ class SlotPool:
         """Who has the buffer that ``state`` would use."""
         return self._user[self._slot[state.spec.index]]
 
+    def free(self, state: ChunkGrads) -> bool:
+        """Whether the chunk's buffer has no user and no peer still reads it."""
+        slot = self._slot[state.spec.index]
+        return self._user[slot] is None and self._buffers[slot].writable()
+
     def take(self, state: ChunkGrads) -> Buffer | None:
         """The chunk's buffer, cut to its size, or ``None`` while another chunk has it."""
         slot = self._slot[state.spec.index]

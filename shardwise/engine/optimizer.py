@@ -127,8 +127,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # ---- step
 
-    def _divisor(self) -> float:
-        """What accumulated gradients are divided by: loss scale, and number or tokens of the passes."""
+    def divisor(self) -> float:
+        """What accumulated gradients are divided by: loss scale, and number or tokens of the passes. Collective."""
         engine = self.engine
         average = engine.plan.grad.average
         divisor = engine.loss_scale
@@ -155,7 +155,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 value = closure()
         self._check_frozen()
-        inverse = 1.0 / self._divisor()
+        inverse = 1.0 / self.divisor()
         grad_plan = self.engine.plan.grad
         norm = global_norm(self._reduced(), grad_plan.norm_type, self.engine.mesh.shard, inverse)
         self._norm = norm * self._clip
@@ -228,7 +228,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         if not max_norm > 0:
             raise ValueError(f"max_norm={max_norm}: give a positive norm")
-        inverse = 1.0 / self._divisor()
+        inverse = 1.0 / self.divisor()
         norm = global_norm(self._reduced(), norm_type, self.engine.mesh.shard, inverse) * self._clip
         if math.isfinite(norm):
             self._clip *= clip_factor(norm, max_norm)

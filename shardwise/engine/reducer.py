@@ -126,22 +126,24 @@ class Reducer:
             self._place(state, buffer)
 
     def _patient_take(self, state: ChunkGrads) -> Buffer | None:
-        """The chunk's exchange buffer, waiting a little for peers to finish with its last user.
+        """The chunk's exchange buffer, waiting a little for its last user and for peers that still read it.
 
         Waiting for ever could deadlock: a peer that does not use these chunks joins in only at the end of backward.
         """
-        buffer = self._slots.take(state)
         deadline = time.monotonic() + PATIENCE_S
-        while buffer is None and self._in_flight and time.monotonic() < deadline:
-            oldest = self._in_flight[0]
-            if oldest.handle is None or oldest.handle.finished():
-                self._complete(oldest)
-                buffer = self._slots.take(state)
-            elif self._slots.user(state) not in self._in_flight:
-                break
+        while not self._slots.free(state):
+            user = self._slots.user(state)
+            if user is not None and user not in self._in_flight or time.monotonic() > deadline:
+                return None
+            if self._in_flight and self._oldest_finished():
+                self._complete(self._in_flight[0])
             else:
                 time.sleep(0)
-        return buffer
+        return self._slots.take(state)
+
+    def _oldest_finished(self) -> bool:
+        handle = self._in_flight[0].handle
+        return handle is None or handle.finished()
 
     def _place(self, state: ChunkGrads, buffer: Buffer) -> None:
         buffer.wait_writable()

@@ -131,8 +131,9 @@ class TileStepper:
         dtype = live[0].value.dtype
         first, last = live[0].start, live[-1].end
         grad = reduced[first:last]
-        if grad.dtype != dtype:
-            # The cast comes first: scaling in 16 bits would round the gradient twice.
+        if grad.dtype != dtype or factor != 1.0:
+            # Not in place: peers may still read exchange memory. The cast comes first: scaling in 16 bits would round
+            # the gradient twice.
             grad = self._scratch_for(last - first, dtype).copy_(grad)
         if factor != 1.0:
             grad.mul_(factor)

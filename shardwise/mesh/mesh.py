@@ -103,6 +103,12 @@ class Mesh:
             group.close()
         if self._maker is not None:
             self._maker.close()
+        if self.device_mesh is not None and dist.is_initialized():
+            for axis in (REPLICATE_AXIS, SHARD_AXIS):
+                process_group = self.device_mesh.get_group(axis)
+                if process_group is not dist.group.WORLD:
+                    dist.destroy_process_group(process_group)
+        self._maker = self.device_mesh = None
 
     def __repr__(self) -> str:
         kinds = ", ".join(f"{group.name}: {type(group).__name__} of {group.size}" for group in self.groups)

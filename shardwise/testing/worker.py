@@ -9,6 +9,7 @@ import io
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import sys
 import threading
@@ -89,11 +90,12 @@ def reset_state() -> None:
         torch.set_num_threads(1)
 
 
-def _leave_with_parent() -> None:
-    """A rank whose caller was killed must not stay behind in a collective."""
+def _leave_with_parent(directory: str) -> None:
+    """A rank whose caller was killed must not stay behind in a collective, nor leave the pool's directory."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])
+        shutil.rmtree(directory, ignore_errors=True)
         os._exit(1)
 
 
@@ -109,7 +111,7 @@ def _prepare(where: Rendezvous) -> io.TextIOWrapper:
     # Buffered by line even where Python was told not to buffer, so that ranks do not mix within a line.
     sys.stdout = open(1, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
-    threading.Thread(target=_leave_with_parent, name="leave-with-parent", daemon=True).start()
+    threading.Thread(target=_leave_with_parent, args=(where.directory,), daemon=True).start()
     torch.set_num_threads(1)
     gc.freeze()  # what the server process imported is left out of the collection before every task
     dist.init_process_group(

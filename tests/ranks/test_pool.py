@@ -414,7 +414,7 @@ def hang():
 
 if __name__ == "__main__":
     pool = RankPool(2)
-    print(*pool.run(pid), flush=True)
+    print(*pool.run(pid), pool._directory, flush=True)
     threading.Thread(target=pool.run, args=(hang,), daemon=True).start()
     time.sleep(0.5)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -424,7 +424,9 @@ if __name__ == "__main__":
 def test_ranks_leave_when_the_caller_is_killed(tmp_path: Path) -> None:
     done = run_script(tmp_path / "killed.py", KILLED)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    assert gone(tuple(map(int, done.stdout.split())))
+    *pids, directory = done.stdout.split()
+    assert gone(tuple(map(int, pids)))
+    assert not Path(directory).exists()
 
 
 def test_cached_pools_close() -> None:
