@@ -62,7 +62,7 @@ class Session:
             self.optimizer.backward(loss, tokens)
         else:
             with self.engine.backward_pass():
-                loss.backward()
+                loss.backward()  # type: ignore[no-untyped-call]
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside are not reduced (plans that keep whole gradients only)."""
@@ -137,9 +137,13 @@ def build(
     """
     if mesh is None:
         if device is None:
-            device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+            on_gpu = torch.cuda.is_available()
+            device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         mesh = Mesh.create(plan.mesh, device, plan.comm)
-    optimizers = [] if optimizer is None else [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    if optimizer is None:
+        optimizers = []
+    else:
+        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     engine = Engine(model, optimizers, plan, mesh)
     scaler = LossScaler(plan.precision.scaler) if plan.precision.scaler is not None else None
     wrapped = [ShardedOptimizer(engine, each, index, scaler) for index, each in enumerate(optimizers)]

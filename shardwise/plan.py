@@ -10,7 +10,6 @@ ZeRO-1/2/3 (arXiv 1910.02054, section 5), FSDP and Gemini.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -53,7 +52,8 @@ class MeshPlan:
 
     def __post_init__(self) -> None:
         _require(self.dp_shard == -1 or self.dp_shard >= 1, f"dp_shard={self.dp_shard}: give a size >= 1, or -1")
-        _require(self.dp_replicate == -1 or self.dp_replicate >= 1, f"dp_replicate={self.dp_replicate}: give >= 1, or -1")
+        valid = self.dp_replicate == -1 or self.dp_replicate >= 1
+        _require(valid, f"dp_replicate={self.dp_replicate}: give a number of replicas >= 1, or -1")
         _require(
             not (self.dp_shard == -1 and self.dp_replicate == -1),
             "dp_shard=-1 and dp_replicate=-1: at most one of them can be 'all ranks that remain'",
@@ -93,7 +93,7 @@ class ByNumel:
 
 @dataclass(frozen=True, kw_only=True)
 class ByTensor:
-    """One chunk a parameter (ZeRO-3 as DeepSpeed does it); those of at most ``persist_numel`` elements stay gathered."""
+    """One chunk a parameter (DeepSpeed's ZeRO-3); those of at most ``persist_numel`` elements stay gathered."""
 
     persist_numel: int
 
@@ -233,7 +233,8 @@ class GradPlan:
     average: Literal["sum", "mean", "tokens"]
 
     def __post_init__(self) -> None:
-        _require(self.max_norm >= 0 and not math.isnan(self.max_norm), f"max_norm={self.max_norm}: give >= 0 (0 is off)")
+        valid = self.max_norm >= 0  # False for NaN
+        _require(valid, f"max_norm={self.max_norm}: give a norm >= 0 (0 is off)")
         _require(self.norm_type > 0, f"norm_type={self.norm_type}: give p > 0, or math.inf")
         _require(self.average in ("sum", "mean", "tokens"), f"average={self.average!r}: give 'sum', 'mean' or 'tokens'")
 
@@ -284,7 +285,7 @@ class Plan:
             else:
                 known = sorted(f for part in parts.values() for f in part.__dataclass_fields__)
                 raise ValueError(f"a plan has no field {field!r}; known fields: {', '.join(known)}")
-        return replace(self, **(parts | own))  # type: ignore[arg-type]
+        return replace(self, **(parts | own))
 
 
 def _precision(param_dtype: torch.dtype | None, scaler: ScalerPlan | None) -> PrecisionPlan:

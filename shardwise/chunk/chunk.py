@@ -79,7 +79,8 @@ class Chunk:
             return
         start, end = self.overlap(slot)
         if start < end:
-            self.shard[start - self.shard_start : end - self.shard_start].copy_(flat[start - slot.start : end - slot.start])
+            own = self.shard[start - self.shard_start : end - self.shard_start]
+            own.copy_(flat[start - slot.start : end - slot.start])
 
     def views(self, full: torch.Tensor) -> list[torch.Tensor]:
         """Each parameter's part of ``full`` (a 1-D array in chunk coordinates), in its shape."""

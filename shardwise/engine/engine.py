@@ -180,7 +180,8 @@ class Engine:
             self._remove.append(hooks.remove)
         for chunk_index, state in self.grads.items():
             for slot_index, param in enumerate(self.chunks[chunk_index].params):
-                handle = param.register_post_accumulate_grad_hook(partial(self._on_grad, state, slot_index))
+                on_grad = partial(self._on_grad, state, slot_index)
+                handle = param.register_post_accumulate_grad_hook(on_grad)  # type: ignore[no-untyped-call]
                 self._remove.append(handle.remove)
         before = self.model.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
         after = self.model.register_forward_hook(self._after_forward)

@@ -56,7 +56,8 @@ class ChunkGrads:
     def own_memory(self) -> torch.Tensor:
         """Long-lived private memory for the reduced shard."""
         if self.kept_memory is None:
-            self.kept_memory = torch.empty(self.spec.shard_numel, dtype=self.accumulate_dtype, device=self.chunk.shard.device)
+            device = self.chunk.shard.device
+            self.kept_memory = torch.empty(self.spec.shard_numel, dtype=self.accumulate_dtype, device=device)
         return self.kept_memory
 
     def claim(self) -> None:
@@ -71,7 +72,7 @@ class ChunkGrads:
             self.late = torch.zeros(self.spec.padded_numel, dtype=self.dtype, device=self.chunk.shard.device)
         array, filled = (self.late, self.late_filled) if self.launched else (self.array, self.filled)
         if array is None:
-            raise RuntimeError(f"chunk {self.spec.index}: array={array} when slot {index} got its gradient; report this")
+            raise RuntimeError(f"chunk {self.spec.index}: no array ({array}) for the gradient of slot {index}; report this")
         slot = self.spec.slots[index]
         view = array[slot.start : slot.end].view(slot.shape)
         if index in filled:

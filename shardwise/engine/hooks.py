@@ -34,7 +34,7 @@ class _Note:
     chunk: Chunk
     size: torch.Size
     stride: tuple[int, ...]
-    offset: int
+    offset: int | torch.SymInt
 
 
 class _Parameters(dict[str, nn.Parameter | None]):
@@ -181,7 +181,7 @@ class GatherHooks:
 
 def _outside_compile(hook: Callable[..., None]) -> Callable[..., None]:
     """Run outside any compiled graph: the hooks of a block make a graph break before and after it."""
-    disabled: Callable[..., None] = torch._dynamo.disable(hook)
+    disabled: Callable[..., None] = torch._dynamo.disable(hook)  # type: ignore[no-untyped-call]
     return disabled
 
 

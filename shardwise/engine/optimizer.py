@@ -118,7 +118,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             retain_graph: as in :meth:`torch.Tensor.backward`.
         """
         with self._weighing(tokens) as factor:
-            (loss * factor if factor != 1.0 else loss).backward(retain_graph=retain_graph)
+            (loss * factor if factor != 1.0 else loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
 
     def backward_by_grad(self, tensor: torch.Tensor, grad: torch.Tensor) -> None:
         """Backward pass from ``tensor`` with its gradient ``grad`` (same shape), scaled as :meth:`backward` does."""
@@ -144,7 +144,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _reduced(self) -> list[torch.Tensor]:
         return [s.reduced for s in self._states if s.reduced is not None]
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update. Every rank calls it.
 
         Args:
@@ -236,7 +236,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # ---- state
 
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self) -> dict[str, Any]:
         """Full state on every rank, keyed as plain torch keys it, and ``scaler`` if there is one. Collective."""
         full = self._full.collect(self._stepper.tiles)
         if self.scaler is not None:

@@ -106,34 +106,39 @@ class OptimizerState:
         engine = self.engine
         chunk = engine.chunks[chunk_index]
         kinds: dict[str, str] = {}
-        scalars: dict[str, dict[str, Any]] = {}
-        for piece in pieces:
-            for key, value in self.optimizer.state.get(piece.value, {}).items():
-                if isinstance(value, torch.Tensor) and value.shape == piece.value.shape:
-                    kinds[key] = str(value.dtype).removeprefix("torch.")
-                    scalars.setdefault(str(piece.param), {}).setdefault(key, None)
-                else:
-                    plain = ["tensor", value.item(), str(value.dtype)] if isinstance(value, torch.Tensor) else ["", value, ""]
-                    scalars.setdefault(str(piece.param), {})[key] = plain
-        merged_kinds: dict[str, str] = {}
-        merged: dict[str, dict[str, Any]] = {}
-        for post in engine.mesh.shard.exchange_object([kinds, scalars]):
-            other_kinds, other_scalars = _as_pair(post)
-            merged_kinds |= other_kinds
-            for param, entry in other_scalars.items():
-                merged.setdefault(param, {}).update(entry)
+        entries: dict[str, dict[str, Any]] = {}
+        for post in engine.mesh.shard.exchange_object(list(self._describe(pieces))):
+            their_kinds, their_entries = _as_pair(post)
+            kinds |= their_kinds
+            for param, entry in their_entries.items():
+                entries.setdefault(param, {}).update(entry)
         full = {
-            key: self._gather(chunk_index, pieces, key, getattr(torch, kind)) for key, kind in sorted(merged_kinds.items())
+            key: self._gather(chunk_index, pieces, key, getattr(torch, kind)) for key, kind in sorted(kinds.items())
         }
         result: dict[int, dict[str, Any]] = {}
         for slot in chunk.spec.slots:
-            entry = merged.get(str(slot.param))
-            if entry is not None:
+            if str(slot.param) in entries:
                 result[slot.param] = {
                     key: full[key][slot.start : slot.end].view(slot.shape).clone() if plain is None else _plain(plain)
-                    for key, plain in entry.items()
+                    for key, plain in entries[str(slot.param)].items()
                 }
         return result
+
+    def _describe(self, pieces: Sequence[Piece]) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
+        """Dtypes of this rank's element-wise state by key; by parameter all state, element-wise entries as ``None``."""
+        kinds: dict[str, str] = {}
+        entries: dict[str, dict[str, Any]] = {}
+        for piece in pieces:
+            for key, value in self.optimizer.state.get(piece.value, {}).items():
+                entry = entries.setdefault(str(piece.param), {})
+                if not isinstance(value, torch.Tensor):
+                    entry[key] = ["", value, ""]
+                elif value.shape == piece.value.shape:
+                    kinds[key] = str(value.dtype).removeprefix("torch.")
+                    entry[key] = None
+                else:
+                    entry[key] = ["tensor", value.item(), str(value.dtype)]
+        return kinds, entries
 
     def _gather(self, chunk_index: int, pieces: Iterable[Piece], key: str, dtype: torch.dtype) -> torch.Tensor:
         chunk = self.engine.chunks[chunk_index]
@@ -157,7 +162,9 @@ class OptimizerState:
                 f"the state has param groups of {[len(g['params']) for g in theirs]} parameters, this optimizer of "
                 f"{[len(g['params']) for g in groups]}; load it into an optimizer with the same groups"
             )
-        renumber = {ours: their for g, t in zip(groups, theirs, strict=True) for ours, their in zip(g["params"], t["params"], strict=True)}
+        renumber: dict[int, int] = {}
+        for group, their_group in zip(groups, theirs, strict=True):
+            renumber |= dict(zip(group["params"], their_group["params"], strict=True))
         new: dict[torch.Tensor, dict[str, Any]] = {}
         for tile in tiles:
             for piece in tile.pieces:

@@ -32,6 +32,7 @@ def pack_bits(flags: Sequence[bool]) -> list[float]:
 
 
 def unpack_bits(words: Sequence[float], count: int) -> list[bool]:
+    """The ``count`` flags that :func:`pack_bits` made ``words`` of."""
     return [bool(int(words[i // BITS]) >> (i % BITS) & 1) for i in range(count)]
 
 
@@ -133,7 +134,7 @@ class Reducer:
         deadline = time.monotonic() + PATIENCE_S
         while not self._slots.free(state):
             user = self._slots.user(state)
-            if user is not None and user not in self._in_flight or time.monotonic() > deadline:
+            if (user is not None and user not in self._in_flight) or time.monotonic() > deadline:
                 return None
             if self._in_flight and self._oldest_finished():
                 self._complete(self._in_flight[0])
@@ -171,14 +172,14 @@ class Reducer:
 
     def _into_buffer(self, state: ChunkGrads) -> Buffer:
         """The exchange memory that holds the whole gradient, moved there from private memory if need be."""
-        while state.buffer is None:
+        while (buffer := state.buffer) is None:
             if self._move_in(state, self._slots.take(state)):
-                break
+                continue
             if self._slots.user(state) in self._in_flight:
                 self._complete(self._in_flight[0])
             else:
                 self._move_out(self._slots.user(state))
-        return state.buffer
+        return buffer
 
     def _move_out(self, state: ChunkGrads | None) -> None:
         """A chunk whose turn comes later has the buffer: its gradient moves to private memory."""

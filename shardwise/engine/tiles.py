@@ -71,10 +71,12 @@ def check_element_wise(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for mode in ("differentiable", "capturable"):
             if group.get(mode):
-                raise ValueError(f"optimizer {name} has {mode}={group[mode]}: shards are updated in place; set it False")
+                raise ValueError(f"optimizer {name} has {mode}={group[mode]}: shards update in place; set it False")
 
 
-def _pieces(chunk: Chunk, values: torch.Tensor, group_of: Sequence[int], tile_numel: int) -> Iterator[tuple[int, Piece]]:
+def _pieces(
+    chunk: Chunk, values: torch.Tensor, group_of: Sequence[int], tile_numel: int
+) -> Iterator[tuple[int, Piece]]:
     for slot_index, slot in enumerate(chunk.spec.slots):
         start, end = chunk.overlap(slot)
         for at in range(start, end, tile_numel):
