@@ -38,9 +38,7 @@ class Engine:
         ValueError: an optimizer holds a tensor that is not a parameter of the model, or two hold the same one.
     """
 
-    def __init__(
-        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], plan: Plan, mesh: Mesh
-    ) -> None:
+    def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], plan: Plan, mesh: Mesh) -> None:
         self.model, self.plan, self.mesh = model, plan, mesh
         names = _all_names(model)
         self.params = [p for p in _distinct_parameters(model) if p.is_floating_point()]
@@ -345,7 +343,5 @@ def _facts(
     for param in params:
         optimizer_index, group_index = held.get(id(param), (-1, -1))
         dtype = plan.precision.param_dtype or param.dtype
-        facts.append(
-            ParamFact(names[id(param)], param.shape, dtype, param.requires_grad, optimizer_index, group_index)
-        )
+        facts.append(ParamFact(names[id(param)], param.shape, dtype, param.requires_grad, optimizer_index, group_index))
     return facts

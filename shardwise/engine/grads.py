@@ -72,7 +72,7 @@ class ChunkGrads:
             self.late = torch.zeros(self.spec.padded_numel, dtype=self.dtype, device=self.chunk.shard.device)
         array, filled = (self.late, self.late_filled) if self.launched else (self.array, self.filled)
         if array is None:
-            raise RuntimeError(f"chunk {self.spec.index}: no array ({array}) for the gradient of slot {index}; report this")
+            raise RuntimeError(f"chunk {self.spec.index}: array={array} for the gradient of slot {index}; report this")
         slot = self.spec.slots[index]
         view = array[slot.start : slot.end].view(slot.shape)
         if index in filled:

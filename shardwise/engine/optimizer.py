@@ -34,9 +34,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         scaler: the loss scale, or ``None``.
     """
 
-    def __init__(
-        self, engine: Engine, optimizer: torch.optim.Optimizer, index: int, scaler: LossScaler | None
-    ) -> None:
+    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, index: int, scaler: LossScaler | None) -> None:
         # Optimizer.__init__ is not called: it would build param groups of its own.
         self.engine, self.optimizer, self.index, self.scaler = engine, optimizer, index, scaler
         check_element_wise(optimizer)
