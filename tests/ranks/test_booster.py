@@ -133,9 +133,7 @@ class Run:
 def assert_same(state: dict[str, Any], expected: dict[str, Any], tolerance: float = 1e-5) -> None:
     assert list(state) == list(expected)
     for name, value in expected.items():
-        torch.testing.assert_close(
-            state[name], value, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
-        )
+        torch.testing.assert_close(state[name], value, rtol=tolerance, atol=tolerance, msg=f"{name} differs")
 
 
 # -- training equals one process
@@ -279,7 +277,7 @@ def _skipped_steps(given: dict[str, Any]) -> int:
     booster, _, model, optimizer = _linear(LowLevelZeroPlugin(**given), lr=1e-3)
     skipped = 0
     for _ in range(4):
-        booster.backward(model(torch.full((2, 4), 0.1)).mean(), optimizer)
+        booster.backward(model(torch.full((2, 4), 0.1)).float().mean(), optimizer)
         optimizer.step()
         skipped += optimizer.last_step_skipped
     return skipped
@@ -389,6 +387,35 @@ def test_defect_5_shape_mismatch_is_not_skipped(name: str, tmp_path: Path) -> No
         ):
             assert line in message
         assert "last.bias" not in message
+
+
+def _another_boosters_optimizer(folder: str) -> None:
+    run = Run(PLUGINS["zero2"]())
+    run.steps(0, 1)
+    other = Booster()
+    other.save_optimizer(run.optimizer, Path(folder) / "optimizer.safetensors")
+    other.load_optimizer(run.optimizer, Path(folder) / "optimizer.safetensors")
+    run.steps(1, 3)
+    assert_same(run.model.state_dict(), plain(3))
+
+
+def test_another_booster_saves_and_loads_the_optimizer(tmp_path: Path) -> None:
+    run_ranks(RANKS, _another_boosters_optimizer, str(tmp_path))
+
+
+def _misfit_optimizer(name: str, folder: str) -> str:
+    narrow = Net(hidden=6)
+    Booster().save_optimizer(torch.optim.SGD(narrow.parameters(), lr=0.1), Path(folder) / "optimizer.safetensors")
+    run = Run(PLUGINS[name](), OPTIMIZERS["sgd"])
+    with pytest.raises(ValueError) as error:
+        run.booster.load_optimizer(run.optimizer, Path(folder) / "optimizer.safetensors")
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", ["fsdp", "gemini"])
+def test_an_optimizer_file_that_does_not_fit_is_refused(name: str, tmp_path: Path) -> None:
+    for message in run_ranks(RANKS, _misfit_optimizer, name, str(tmp_path)):
+        assert "shape (6, 5) in the checkpoint, (7, 5) in the optimizer" in message
 
 
 def _failing_save(folder: str) -> tuple[str, str]:

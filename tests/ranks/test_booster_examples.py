@@ -183,17 +183,52 @@ def test_a_scheduler_may_be_built_after_boost(make: Callable[[], Plugin]) -> Non
     assert run_ranks(RANKS, _scheduler_after_boost, make) == [[2.5e-3], [2.5e-3]]
 
 
-# -- the torch plugins
+# -- the torch plugins and parameters that are not used
+
+
+class PartlyUsed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(4, 2), nn.Linear(4, 2)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.used(inputs)
+        return output
 
 
 def _unused(find: bool) -> None:
-    model = nn.ModuleDict({"used": nn.Linear(4, 2), "unused": nn.Linear(4, 2)})
+    model = PartlyUsed()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     boosted, optimizer, *_ = Booster(plugin=TorchDDPPlugin(find_unused_parameters=find)).boost(model, optimizer)
-    boosted.module.module.forward = model["used"]  # type: ignore[assignment]
     for _ in range(2):
         optimizer.backward(boosted(torch.ones(1, 4)).sum())
         optimizer.step()
+
+
+def _unused_sharded(make: Callable[[], Plugin]) -> None:
+    torch.manual_seed(0)
+    model = PartlyUsed()
+    before = model.unused.weight.detach().clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    boosted, optimizer, *_ = Booster(plugin=make()).boost(model, optimizer)
+    for _ in range(2):
+        optimizer.backward(boosted(torch.ones(1, 4)).sum())
+        optimizer.step()
+    state = boosted.state_dict()
+    assert torch.equal(state["unused.weight"], before) and not torch.equal(state["used.weight"], before)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        functools.partial(LowLevelZeroPlugin, stage=2, precision="fp32"),
+        functools.partial(GeminiPlugin, precision="fp32"),
+        functools.partial(GeminiPlugin, precision="fp32", chunk_config_dict={2: {"chunk_size": 8}}),
+    ],
+    ids=["zero2", "gemini-one-chunk", "gemini-chunks"],
+)
+def test_unused_parameters_are_no_error(make: Callable[[], Plugin]) -> None:
+    run_ranks(RANKS, _unused_sharded, make)
 
 
 def test_ddp_find_unused_parameters() -> None:

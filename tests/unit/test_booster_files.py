@@ -193,7 +193,7 @@ def test_optimizer_file_that_does_not_fit(tmp_path: Path) -> None:
     booster = Booster()
     booster.save_optimizer(optimizer, tmp_path / "o")
     other = nn.Linear(5, 2)
-    with pytest.raises(ValueError, match=r"parameter 0: shape \(2, 4\) in the checkpoint, \(2, 5\)"):
+    with pytest.raises(ValueError, match=r"group 0, parameter 0: shape \(2, 4\) in the checkpoint, \(2, 5\)"):
         booster.load_optimizer(torch.optim.SGD(other.parameters(), lr=1.0), tmp_path / "o")
     with pytest.raises(ValueError, match="group 0: 2 parameters in the checkpoint, 1"):
         booster.load_optimizer(torch.optim.SGD([other.weight], lr=1.0), tmp_path / "o")

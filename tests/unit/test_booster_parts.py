@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from shardwise.booster import BF16MixedPrecision, Booster, FP16TorchMixedPrecision
-from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin
+from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, Plugin, TorchDDPPlugin
 
 
 @pytest.mark.parametrize("name", ["fp16_apex", "fp16_naive", "fp8"])
@@ -201,3 +201,30 @@ def test_workers_repeat_a_run_but_not_an_epoch() -> None:
     first, second = run(), run()
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     assert not torch.equal(*first)
+
+
+@pytest.mark.parametrize(
+    "plugin",
+    [
+        TorchDDPPlugin(),
+        LowLevelZeroPlugin(stage=1, precision="fp32"),
+        LowLevelZeroPlugin(stage=2, precision="bf16"),
+        GeminiPlugin(precision="fp32", min_chunk_size_m=1e-4, hidden_dim=8, search_range_m=1),
+        GeminiPlugin(),
+    ],
+    ids=["ddp", "zero1", "zero2", "gemini", "gemini-fp16"],
+)
+def test_plugins_work_in_one_process_without_a_launcher(plugin: Plugin) -> None:
+    model, optimizer, dataloader, criterion = parts()
+    booster = Booster(plugin=plugin)
+    model, optimizer, criterion, dataloader, _ = booster.boost(model, optimizer, criterion, dataloader)
+    losses = []
+    for _ in range(3):
+        for inputs, targets in dataloader:
+            output = model(inputs)
+            loss = criterion(output.float(), targets)
+            booster.backward(loss, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    assert losses[-2] < losses[0]

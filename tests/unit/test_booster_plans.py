@@ -321,7 +321,6 @@ def test_chunk_init_device_must_be_the_runs() -> None:
 
 def test_ddp_arguments() -> None:
     defaults = {
-        "broadcast_buffers": True,
         "bucket_cap_mb": 25,
         "find_unused_parameters": False,
         "gradient_as_bucket_view": False,

@@ -1,0 +1,85 @@
+"""Data loaders whose batches are divided over the data-parallel ranks."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
+
+__all__ = ["distributed_dataloader", "distributed_sampler"]
+
+
+def distributed_sampler(
+    dataset: Dataset[Any],
+    replicas: tuple[int, int],
+    *,
+    shuffle: bool,
+    seed: int,
+    drop_last: bool,
+    cls: type[Any] | None = None,
+) -> Any:
+    """A sampler of class ``cls`` (default ``DistributedSampler``) for one rank.
+
+    Args:
+        dataset: with a length.
+        replicas: (this rank's index among the data-parallel ranks, their number).
+        shuffle: another order every epoch (``sampler.set_epoch``), derived from ``seed``.
+        seed: of the order; the same on every rank.
+        drop_last: drop the tail so that every rank has the same number of samples, instead of repeating some.
+        cls: called as ``cls(dataset, num_replicas=, rank=, shuffle=)``, and with ``seed=`` and ``drop_last=`` where its
+            signature has them; a warning names those that it does not have.
+    """
+    rank, size = replicas
+    cls = DistributedSampler if cls is None else cls
+    accepted = inspect.signature(cls).parameters
+    anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
+    options = {"seed": seed, "drop_last": drop_last}
+    missing = [name for name in options if not (anything or name in accepted)]
+    needed = [name for name in missing if (shuffle if name == "seed" else drop_last)]
+    if needed:
+        warnings.warn(f"{cls.__name__} takes no {' and no '.join(needed)}, so it is not passed on", stacklevel=4)
+    options = {name: value for name, value in options.items() if name not in missing}
+    return cls(dataset, num_replicas=size, rank=rank, shuffle=shuffle, **options)
+
+
+def distributed_dataloader(
+    dataset: Dataset[Any],
+    batch_size: int,
+    replicas: tuple[int, int],
+    *,
+    seed: int,
+    sampler: Any,
+    options: dict[str, Any],
+) -> DataLoader[Any]:
+    """A ``DataLoader`` over ``sampler``. ``batch_size`` is this rank's.
+
+    Workers draw from a generator seeded with ``seed`` and the rank, so they differ between ranks and between epochs
+    and a run repeats itself. ``options`` are further arguments of ``DataLoader``.
+
+    Raises:
+        ValueError: ``options`` holds something that the sampler decides.
+    """
+    clash = sorted({"sampler", "batch_sampler"} & options.keys())
+    if clash:
+        raise ValueError(
+            f"{clash[0]}={options[clash[0]]!r}: prepare_dataloader makes the sampler itself; give "
+            "distributed_sampler_cls, or build torch.utils.data.DataLoader yourself and pass it to boost"
+        )
+    if "generator" not in options:
+        options = {**options, "generator": torch.Generator().manual_seed(seed + replicas[0])}
+    return DataLoader(dataset, batch_size=batch_size, sampler=sampler, **options)
+
+
+def require_map_style(dataset: Dataset[Any]) -> None:
+    """Raises:
+    TypeError: the dataset is iterable-style, which no sampler can divide over ranks.
+    """
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        raise TypeError(
+            f"{type(dataset).__name__} has no length, so no sampler can divide it over the ranks; divide it in its own "
+            "__iter__ (torch.distributed.get_rank()) and pass your own DataLoader to boost"
+        )

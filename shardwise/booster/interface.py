@@ -1,0 +1,168 @@
+"""What ``boost`` returns where torch, not our engine, does the work: thin wrappers with the Booster's methods.
+
+A boosted model has ``unwrap()``, ``module`` and a full, collective ``state_dict``/``load_state_dict``; a boosted
+optimizer has ``backward``, ``backward_by_grad``, ``clip_grad_by_norm``, ``clip_grad_by_value`` and ``get_grad_norm``.
+The engine's own module and optimizer have the same methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad_value_, get_total_norm
+
+__all__ = ["ModelWrapper", "OptimizerWrapper", "parameter_shapes", "parameters_of", "unwrap_optimizer"]
+
+
+class ModelWrapper(nn.Module):
+    """A module around ``module``. Attributes that it does not have are the user's module's."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def unwrap(self) -> nn.Module:
+        """The user's own module, through every wrapper."""
+        return self.module.unwrap() if isinstance(self.module, ModelWrapper) else self.module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backward passes inside do not exchange gradients. Nothing to suppress here unless a wrapper says so."""
+        return self.module.no_sync() if isinstance(self.module, ModelWrapper) else nullcontext()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's module's state under its own names."""
+        inner = self.module if isinstance(self.module, ModelWrapper) else self.unwrap()
+        return inner.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load full tensors under the user's module's own names."""
+        inner = self.module if isinstance(self.module, ModelWrapper) else self.unwrap()
+        return inner.load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.unwrap(), name)
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Every parameter of every group, in order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def parameter_shapes(optimizer: torch.optim.Optimizer) -> list[list[tuple[int, ...]]]:
+    """By group, the shape of every parameter."""
+    return [[tuple(parameter.shape) for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def unwrap_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The user's own optimizer, through every wrapper of this module."""
+    while isinstance(optimizer, OptimizerWrapper):
+        optimizer = optimizer.optim
+    return optimizer
+
+
+def _total_norm(gradients: Sequence[torch.Tensor], norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
+    # Sharded and whole gradients cannot be mixed in one torch call, so each kind gives one norm.
+    norms = []
+    for kind in (True, False):
+        found = [gradient for gradient in gradients if isinstance(gradient, DTensor) is kind]
+        if found:
+            norm = get_total_norm(found, norm_type, error_if_nonfinite)
+            norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.tensor(0.0)
+
+
+class OptimizerWrapper(torch.optim.Optimizer):
+    """An optimizer around ``optim`` that shares its groups and state, so schedulers may hold either of the two."""
+
+    def __init__(self, optim: torch.optim.Optimizer) -> None:
+        # The base's __init__ would build groups of its own; every attribute is looked up on `optim` instead.
+        self.optim = optim
+        self._grad_norm: float | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optim":
+            raise AttributeError(name)
+        return getattr(self.optim, name)
+
+    def unwrap(self) -> torch.optim.Optimizer:
+        """The user's own optimizer."""
+        return unwrap_optimizer(self)
+
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """``loss.backward()``, with the loss scale where there is one."""
+        loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def backward_by_grad(self, tensor: torch.Tensor, grad: torch.Tensor) -> None:
+        """Backward from ``tensor`` with the gradient ``grad`` of its shape."""
+        torch.autograd.backward(tensor, grad)
+
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """The wrapped optimizer's step."""
+        return self.optim.step() if closure is None else self.optim.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """The wrapped optimizer's zero_grad."""
+        self.optim.zero_grad(set_to_none=set_to_none)
+
+    def clip_grad_by_value(self, clip_value: float) -> None:
+        """Clamp every gradient element to ``[-clip_value, clip_value]``."""
+        clip_grad_value_(self._with_gradients(), clip_value)
+
+    def clip_grad_by_norm(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scale all gradients so that their global p-norm is at most ``max_norm``; returns the norm before that."""
+        gradients = [parameter.grad for parameter in self._with_gradients() if parameter.grad is not None]
+        norm = _total_norm(gradients, norm_type, error_if_nonfinite)
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        for gradient in gradients:
+            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            local.mul_(factor.to(local.device))
+        self._grad_norm = float(norm)
+        return norm
+
+    def get_grad_norm(self) -> float | None:
+        """The true (unscaled) norm found by the last ``clip_grad_by_norm``; ``None`` before the first."""
+        return self._grad_norm
+
+    def _with_gradients(self) -> list[torch.Tensor]:
+        return [parameter for parameter in parameters_of(self.optim) if parameter.grad is not None]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's state."""
+        return self.optim.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned."""
+        self.optim.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the wrapped optimizer."""
+        self.optim.add_param_group(param_group)
+
+    def register_step_pre_hook(self, hook: Any) -> Any:
+        """A hook of the wrapped optimizer's step."""
+        return self.optim.register_step_pre_hook(hook)
+
+    def register_step_post_hook(self, hook: Any) -> Any:
+        """A hook of the wrapped optimizer's step."""
+        return self.optim.register_step_post_hook(hook)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.optim!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(f"{self!r:.80} cannot be pickled; save it with booster.save_optimizer")

@@ -1,0 +1,201 @@
+"""Autocast and the loss scale, for runs whose plugin leaves precision to the Booster (DDP, or no plugin)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.booster.interface import ModelWrapper, OptimizerWrapper, unwrap_optimizer
+
+__all__ = ["BF16MixedPrecision", "FP16TorchMixedPrecision", "MixedPrecision", "mixed_precision_factory"]
+
+Criterion = Callable[..., Any]
+
+
+class MixedPrecision(ABC):
+    """How model, optimizer and criterion are changed for a lower precision."""
+
+    @abstractmethod
+    def configure(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        criterion: Criterion | None = None,
+    ) -> tuple[nn.Module, torch.optim.Optimizer | None, Criterion | None]:
+        """The same three, wrapped."""
+
+
+def _device_type(module: nn.Module) -> str:
+    tensors = (*module.parameters(), *module.buffers())
+    return tensors[0].device.type if tensors else "cpu"
+
+
+class AutocastModel(ModelWrapper):
+    """Runs its module's forward under ``torch.autocast``; parameters keep their own dtype."""
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__(module)
+        self._autocast = (_device_type(module), dtype)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(*self._autocast):
+            return super().forward(*args, **kwargs)
+
+
+class AutocastCriterion:
+    """Calls the criterion under ``torch.autocast``, which computes losses in fp32 where that matters."""
+
+    def __init__(self, criterion: Criterion, device_type: str, dtype: torch.dtype) -> None:
+        self.criterion = criterion
+        self._autocast = (device_type, dtype)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(*self._autocast):
+            return self.criterion(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "criterion":
+            raise AttributeError(name)
+        return getattr(self.criterion, name)
+
+
+class ScaledOptimizer(OptimizerWrapper):
+    """Multiplies the loss by a dynamic scale and divides gradients by it before they are used.
+
+    Gradients are unscaled with the scale that they were computed under; only then does the scale change.
+    ``state_dict`` holds the scaler's state under ``"scaler"``.
+    """
+
+    def __init__(self, optim: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
+        super().__init__(optim)
+        self.scaler = scaler
+        self.last_step_skipped = False
+        self._unscaled = False
+
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(self.scaler.scale(loss), *args, **kwargs)
+
+    def backward_by_grad(self, tensor: torch.Tensor, grad: torch.Tensor) -> None:
+        super().backward_by_grad(tensor, self.scaler.scale(grad))
+
+    def _unscale(self) -> None:
+        if not self._unscaled:
+            self.scaler.unscale_(unwrap_optimizer(self))
+            self._unscaled = True
+
+    def clip_grad_by_norm(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        self._unscale()
+        return super().clip_grad_by_norm(max_norm, norm_type, error_if_nonfinite)
+
+    def clip_grad_by_value(self, clip_value: float) -> None:
+        self._unscale()
+        super().clip_grad_by_value(clip_value)
+
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """The optimizer's step, skipped when a gradient is not finite.
+
+        Raises:
+            ValueError: a closure is given, since a skipped step would have to run it again.
+        """
+        if closure is not None:
+            raise ValueError(f"closure={closure!r}: an fp16 step cannot take a closure; call backward, then step()")
+        if not self._with_gradients():
+            return self.optim.step()
+        before = self.scaler.get_scale()
+        result = self.scaler.step(unwrap_optimizer(self))
+        self.scaler.update()
+        self._unscaled = False
+        self.last_step_skipped = self.scaler.get_scale() < before
+        return result
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "scaler": self.scaler.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load optimizer and scaler; a state without ``"scaler"`` leaves the scale as it is."""
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != "scaler"})
+        if state_dict.get("scaler"):
+            self.scaler.load_state_dict(state_dict["scaler"])
+
+
+class FP16TorchMixedPrecision(MixedPrecision):
+    """fp16 autocast and ``torch.amp.GradScaler``. Source: torch.amp; Micikevicius et al., arXiv 1710.03740.
+
+    Args:
+        init_scale: the first loss scale.
+        growth_factor: the scale is multiplied by it after ``growth_interval`` steps without overflow.
+        backoff_factor: the scale is multiplied by it after an overflow.
+        growth_interval: in steps.
+    """
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+    ) -> None:
+        self.scaler_arguments: dict[str, Any] = {
+            "init_scale": init_scale,
+            "growth_factor": growth_factor,
+            "backoff_factor": backoff_factor,
+            "growth_interval": growth_interval,
+        }
+
+    def configure(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        criterion: Criterion | None = None,
+    ) -> tuple[nn.Module, torch.optim.Optimizer | None, Criterion | None]:
+        device = _device_type(model)
+        if optimizer is not None:
+            optimizer = ScaledOptimizer(optimizer, torch.amp.GradScaler(device, **self.scaler_arguments))
+        if criterion is not None:
+            criterion = AutocastCriterion(criterion, device, torch.float16)
+        return AutocastModel(model, torch.float16), optimizer, criterion
+
+
+class BF16MixedPrecision(MixedPrecision):
+    """bf16 autocast; bf16 has the range of fp32 and needs no loss scale."""
+
+    def configure(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        criterion: Criterion | None = None,
+    ) -> tuple[nn.Module, torch.optim.Optimizer | None, Criterion | None]:
+        if optimizer is not None and not isinstance(optimizer, OptimizerWrapper):
+            optimizer = OptimizerWrapper(optimizer)
+        if criterion is not None:
+            criterion = AutocastCriterion(criterion, _device_type(model), torch.bfloat16)
+        return AutocastModel(model, torch.bfloat16), optimizer, criterion
+
+
+_REPLACED = {
+    "fp16_apex": "use mixed_precision='fp16', which needs no extension",
+    "fp16_naive": "use mixed_precision='fp16', or LowLevelZeroPlugin(precision='fp16') for fp16 parameters",
+    "fp8": "use mixed_precision='bf16'",
+}
+
+
+def mixed_precision_factory(name: str) -> MixedPrecision:
+    """The mixed precision of that name: ``"fp16"`` or ``"bf16"``.
+
+    Raises:
+        NotImplementedError: ``"fp16_apex"``, ``"fp16_naive"`` or ``"fp8"``, naming what to use.
+        ValueError: any other name.
+    """
+    if name == "fp16":
+        return FP16TorchMixedPrecision()
+    if name == "bf16":
+        return BF16MixedPrecision()
+    if name in _REPLACED:
+        raise NotImplementedError(f"mixed_precision={name!r} is not available; {_REPLACED[name]}")
+    raise ValueError(f"mixed_precision={name!r}: give 'fp16', 'bf16' or a MixedPrecision")

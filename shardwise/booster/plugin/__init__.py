@@ -1,0 +1,11 @@
+"""The Booster's plugins, with the published arguments. See ``docs/booster.md`` for what differs."""
+
+from __future__ import annotations
+
+from shardwise.booster.plugin.base import Plugin
+from shardwise.booster.plugin.ddp import TorchDDPPlugin
+from shardwise.booster.plugin.fsdp import TorchFSDPPlugin
+from shardwise.booster.plugin.gemini import GeminiPlugin
+from shardwise.booster.plugin.low_level_zero import LowLevelZeroPlugin
+
+__all__ = ["GeminiPlugin", "LowLevelZeroPlugin", "Plugin", "TorchDDPPlugin", "TorchFSDPPlugin"]

@@ -1,0 +1,127 @@
+"""TorchDDPPlugin: hands the model to ``torch.nn.parallel.DistributedDataParallel``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from shardwise.booster.interface import ModelWrapper, OptimizerWrapper
+from shardwise.booster.plugin.base import Boosted, Plugin, refuse, start_ranks
+
+__all__ = ["TorchDDPArguments", "TorchDDPModel", "TorchDDPPlugin", "ddp_arguments"]
+
+
+@dataclass(frozen=True, eq=False)
+class TorchDDPArguments:
+    """The published arguments, as data. All but the last are torch's own; see its documentation.
+
+    Attributes:
+        broadcast_buffers: every forward starts with rank 0's buffers.
+        bucket_cap_mb: gradients reduced together, in MiB.
+        find_unused_parameters: look for parameters without a gradient after every forward.
+        check_reduction: torch ignores it (a deprecated argument of DDP), so True is refused.
+        gradient_as_bucket_view: gradients are views of the buckets.
+        static_graph: the same parameters are used in every step.
+        fp8_communication: exchange in 8 bits.
+    """
+
+    broadcast_buffers: bool = True
+    bucket_cap_mb: int = 25
+    find_unused_parameters: bool = False
+    check_reduction: bool = False
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+    fp8_communication: bool = False
+
+    def __post_init__(self) -> None:
+        ddp_arguments(self)
+
+
+def ddp_arguments(arguments: TorchDDPArguments) -> dict[str, Any]:
+    """The keyword arguments of ``DistributedDataParallel`` that the published ones mean.
+
+    Raises:
+        ValueError: ``bucket_cap_mb`` is not positive.
+        NotImplementedError: ``fp8_communication`` or ``check_reduction`` is set.
+    """
+    if arguments.bucket_cap_mb <= 0:
+        raise ValueError(f"bucket_cap_mb={arguments.bucket_cap_mb}: give a size in MiB > 0")
+    if arguments.fp8_communication:
+        refuse("fp8_communication", True, "leave it False")
+    if arguments.check_reduction:
+        refuse("check_reduction", True, "leave it False: torch's DDP always checks, and ignores this argument")
+    # True is torch's own default; naming it would make torch warn about the argument's future.
+    buffers = {} if arguments.broadcast_buffers else {"broadcast_buffers": False}
+    return {
+        **buffers,
+        "bucket_cap_mb": arguments.bucket_cap_mb,
+        "find_unused_parameters": arguments.find_unused_parameters,
+        "gradient_as_bucket_view": arguments.gradient_as_bucket_view,
+        "static_graph": arguments.static_graph,
+    }
+
+
+class TorchDDPModel(ModelWrapper):
+    """The user's module behind DDP, or by itself where there is one process or nothing to train."""
+
+    def __init__(self, module: nn.Module, arguments: dict[str, Any]) -> None:
+        parallel = dist.is_available() and dist.is_initialized() and any(p.requires_grad for p in module.parameters())
+        super().__init__(DistributedDataParallel(module, **arguments) if parallel else module)
+
+    def unwrap(self) -> nn.Module:
+        inner = self.module
+        return inner.module if isinstance(inner, DistributedDataParallel) else inner
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backward passes inside keep their gradients local; see torch's ``DistributedDataParallel.no_sync``."""
+        if isinstance(self.module, DistributedDataParallel):
+            context: AbstractContextManager[None] = self.module.no_sync()
+            return context
+        return nullcontext()
+
+
+class TorchDDPPlugin(Plugin, TorchDDPArguments):
+    """Plain data parallelism by torch; the arguments are those of :class:`TorchDDPArguments`.
+
+    Precision is left to the Booster. On CUDA BatchNorm becomes SyncBatchNorm (torch has none for the CPU).
+    """
+
+    def control_precision(self) -> bool:
+        return False
+
+    def configure(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        criterion: Callable[..., Any] | None = None,
+        dataloader: DataLoader[Any] | None = None,
+        lr_scheduler: Any = None,
+    ) -> Boosted:
+        device = start_ranks()
+        model = model.to(device)
+        if device.type == "cuda" and dist.is_initialized():
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+        boosted = TorchDDPModel(model, ddp_arguments(self))
+        if optimizer is not None:
+            optimizer = OptimizerWrapper(optimizer)
+        return boosted, optimizer, criterion, dataloader, lr_scheduler
+
+    def no_sync(
+        self, model: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None
+    ) -> AbstractContextManager[None]:
+        """Needs ``model``: the one that boost returned.
+
+        Raises:
+            ValueError: ``model`` is not a boosted one.
+        """
+        if not isinstance(model, ModelWrapper):
+            raise ValueError(f"no_sync(model={type(model).__name__}): give the model that boost returned")
+        return model.no_sync()

@@ -1,0 +1,255 @@
+"""GeminiPlugin: ZeRO-3 in chunks of searched size, any share of which may stay gathered, on our engine."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from shardwise.booster.plugin.base import ShardedPlugin, refuse
+from shardwise.booster.plugin.precision import precision_plan
+from shardwise.plan import ByNumel, BySearch, CommPlan, GradPlan, MeshPlan, Packing, Plan, ShardPlan
+
+__all__ = ["GeminiArguments", "GeminiPlugin", "to_plan"]
+
+DEFAULT_HIDDEN_DIM = 1024
+AUTO_ONLY = ("warmup_non_model_data_ratio", "steady_cuda_cap_ratio", "gpu_margin_mem_ratio")
+NOT_YET = {
+    "use_fp8": "use precision='bf16'",
+    "fp8_communication": "leave it False",
+    "enable_all_optimization": "leave it False",
+    "enable_fused_normalization": "leave it False",
+    "enable_flash_attention": "leave it False; torch's scaled_dot_product_attention chooses its kernel by itself",
+    "enable_sequence_parallelism": "leave it False",
+    "enable_jit_fused": "leave it False; torch.compile may be applied to the model's blocks before boost",
+    "enable_sequence_overlap": "leave it False",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class GeminiArguments:
+    """The published arguments, as data.
+
+    Attributes:
+        chunk_config_dict: ``{shard ranks: {"chunk_size": elements, "keep_gathered": bool}}`` instead of the search.
+            It is only read, so one dict serves any number of models.
+        chunk_init_device: where chunks are made; only the run's own device, or ``None``.
+        placement_policy: ``"static"``.
+        enable_gradient_accumulation: both values work: backward passes before a step always add up.
+        max_prefetch: chunks gathered ahead of their use, once the order is known.
+        shard_param_frac: share of the parameters that is released between uses: 1.0 is ZeRO-3, 0.0 is ZeRO-2.
+        offload_optim_frac: share of optimizer state kept on the host.
+        offload_param_frac: share of parameters kept on the host.
+        warmup_non_model_data_ratio: for ``"auto"`` only.
+        steady_cuda_cap_ratio: for ``"auto"`` only.
+        precision: ``"fp16"``, ``"bf16"`` or (an extension) ``"fp32"``.
+        master_weights: keep fp32 copies of 16-bit parameters.
+        pin_memory: page-locked host memory; matters with offloading only.
+        force_outputs_fp32: cast floating outputs of the model to fp32.
+        strict_ddp_mode: refuse every parallelism but data parallelism.
+        search_range_m: chunk sizes are searched over this many units of 2**20 elements.
+        hidden_dim: step of the search in elements; ``None``: 1024.
+        min_chunk_size_m: smallest chunk, in units of 2**20 elements.
+        memstats: statistics of an earlier run.
+        gpu_margin_mem_ratio: for ``"auto"`` only.
+        initial_scale: first loss scale (fp16 only, as the six after it).
+        min_scale: the scale never falls below it.
+        growth_factor: the scale is multiplied by it after ``growth_interval`` good steps.
+        backoff_factor: the scale is multiplied by it on overflow, once ``hysteresis`` overflows were seen.
+        growth_interval: in steps.
+        hysteresis: number of overflows tolerated before the scale falls.
+        max_scale: the scale never rises above it.
+        max_norm: clip the global norm of the unscaled gradients to it; 0 is off.
+        norm_type: any p > 0, ``math.inf`` included.
+        tp_size: ranks of tensor parallelism; 1.
+        extra_dp_size: number of replicas of the sharded model.
+        enable_all_optimization: model rewriting; not yet, as the five that follow.
+        enable_fused_normalization: see above.
+        enable_flash_attention: see above.
+        enable_sequence_parallelism: see above.
+        enable_jit_fused: see above.
+        enable_sequence_overlap: see above.
+        enable_async_reduce: reduce gradients while backward still runs.
+        use_fp8: multiply in 8 bits.
+        verbose: report the chunk search, and say when a step is skipped.
+        fp8_communication: exchange in 8 bits.
+    """
+
+    chunk_config_dict: Mapping[int, Mapping[str, Any]] | None = None
+    chunk_init_device: torch.device | None = None
+    placement_policy: str = "static"
+    enable_gradient_accumulation: bool = False
+    max_prefetch: int = 0
+    shard_param_frac: float = 1.0
+    offload_optim_frac: float = 0.0
+    offload_param_frac: float = 0.0
+    warmup_non_model_data_ratio: float = 0.8
+    steady_cuda_cap_ratio: float = 0.9
+    precision: str = "fp16"
+    master_weights: bool = True
+    pin_memory: bool = False
+    force_outputs_fp32: bool = False
+    strict_ddp_mode: bool = False
+    search_range_m: int = 32
+    hidden_dim: int | None = None
+    min_chunk_size_m: float = 32
+    memstats: Any = None
+    gpu_margin_mem_ratio: float = 0.0
+    initial_scale: float = 2**16
+    min_scale: float = 1
+    growth_factor: float = 2
+    backoff_factor: float = 0.5
+    growth_interval: int = 1000
+    hysteresis: int = 2
+    max_scale: float = 2**32
+    max_norm: float = 0.0
+    norm_type: float = 2.0
+    tp_size: int = 1
+    extra_dp_size: int = 1
+    enable_all_optimization: bool = False
+    enable_fused_normalization: bool = False
+    enable_flash_attention: bool = False
+    enable_sequence_parallelism: bool = False
+    enable_jit_fused: bool = False
+    enable_sequence_overlap: bool = False
+    enable_async_reduce: bool = True
+    use_fp8: bool = False
+    verbose: bool = False
+    fp8_communication: bool = False
+
+    def __post_init__(self) -> None:
+        _check(self)
+        to_plan(self, next(iter(self.chunk_config_dict)) * self.extra_dp_size if self.chunk_config_dict else None)
+        for name in _without_effect(self):
+            warnings.warn(
+                f"{name}={getattr(self, name)!r} has no effect: "
+                + ("nothing is offloaded" if name == "pin_memory" else "it is for placement_policy='auto' only"),
+                stacklevel=3,
+            )
+
+
+def _without_effect(arguments: GeminiArguments) -> list[str]:
+    defaults = {field.name: field.default for field in fields(GeminiArguments)}
+    given = [name for name in AUTO_ONLY if getattr(arguments, name) != defaults[name]]
+    return given + (["pin_memory"] if arguments.pin_memory else [])
+
+
+def _check(arguments: GeminiArguments) -> None:
+    a = arguments
+    if a.strict_ddp_mode and (a.tp_size > 1 or a.enable_sequence_parallelism):
+        raise ValueError(
+            f"strict_ddp_mode=True with tp_size={a.tp_size}, enable_sequence_parallelism="
+            f"{a.enable_sequence_parallelism}: strict mode is data parallelism only; drop one of them"
+        )
+    if a.placement_policy == "auto":
+        refuse("placement_policy", "auto", "use 'static' and choose shard_param_frac")
+    if a.placement_policy != "static":
+        raise ValueError(f"placement_policy={a.placement_policy!r}: give 'static'")
+    for name in ("shard_param_frac", "offload_optim_frac", "offload_param_frac"):
+        if not 0.0 <= getattr(a, name) <= 1.0:
+            raise ValueError(f"{name}={getattr(a, name)}: give a share in [0, 1]")
+    for name in ("offload_optim_frac", "offload_param_frac"):
+        if getattr(a, name) > 0:
+            refuse(name, getattr(a, name), "leave it 0.0 and lower memory with shard_param_frac=1.0")
+    for name in ("tp_size", "extra_dp_size"):
+        if getattr(a, name) < 1:
+            raise ValueError(f"{name}={getattr(a, name)}: give a number of ranks >= 1")
+    if a.tp_size > 1:
+        refuse("tp_size", a.tp_size, "leave it 1")
+    if a.memstats is not None:
+        refuse("memstats", a.memstats, "leave it None; nothing has to be traced for placement_policy='static'")
+    for name, instead in NOT_YET.items():
+        if getattr(a, name):
+            refuse(name, True, instead)
+
+
+def _packing(arguments: GeminiArguments, shard_ranks: int | None) -> tuple[Packing, float]:
+    """How parameters are packed, and which share of them may stay gathered."""
+    a = arguments
+    fraction = 1.0 - a.shard_param_frac
+    if a.chunk_config_dict is None:
+        if a.search_range_m < 0 or a.min_chunk_size_m <= 0 or (a.hidden_dim is not None and a.hidden_dim < 1):
+            raise ValueError(
+                f"search_range_m={a.search_range_m}, min_chunk_size_m={a.min_chunk_size_m}, hidden_dim={a.hidden_dim}: "
+                "give search_range_m >= 0, min_chunk_size_m > 0 and hidden_dim >= 1 (or None)"
+            )
+        search = BySearch(
+            search_range_numel=int(a.search_range_m * 2**20),
+            interval_numel=a.hidden_dim or DEFAULT_HIDDEN_DIM,
+            min_chunk_numel=max(1, math.ceil(a.min_chunk_size_m * 2**20)),
+        )
+        return search, fraction
+    entry = None if shard_ranks is None else a.chunk_config_dict.get(shard_ranks)
+    if entry is None:
+        raise ValueError(
+            f"chunk_config_dict has entries for {sorted(a.chunk_config_dict)} ranks, but the model is sharded over "
+            f"{shard_ranks}; add an entry {{{shard_ranks}: {{'chunk_size': ..., 'keep_gathered': ...}}}}"
+        )
+    unknown = set(entry) - {"chunk_size", "keep_gathered"}
+    if "chunk_size" not in entry or unknown:
+        raise ValueError(
+            f"chunk_config_dict[{shard_ranks}]={dict(entry)!r}: give 'chunk_size' (elements), and optionally "
+            "'keep_gathered'"
+        )
+    return ByNumel(chunk_numel=int(entry["chunk_size"])), 1.0 if entry.get("keep_gathered", False) else fraction
+
+
+def to_plan(arguments: GeminiArguments, world_size: int | None = None) -> Plan:
+    """The plan that the arguments mean.
+
+    Args:
+        arguments: already checked by their own constructor.
+        world_size: all ranks; needed only to choose the entry of ``chunk_config_dict``.
+
+    Raises:
+        ValueError: a value out of range, no entry of ``chunk_config_dict`` for that number of ranks, or ranks that
+            ``extra_dp_size`` does not divide.
+    """
+    a = arguments
+    mesh = MeshPlan(dp_shard=-1, dp_replicate=a.extra_dp_size)
+    shard_ranks = None if world_size is None else mesh.resolve(world_size).dp_shard
+    packing, gathered_fraction = _packing(a, shard_ranks)
+    return Plan(
+        mesh=mesh,
+        shard=ShardPlan(
+            packing=packing,
+            gathered_fraction=gathered_fraction,
+            gathered_budget_bytes=None,
+            prefetch=a.max_prefetch,
+            reduce="every",
+        ),
+        precision=precision_plan(
+            a.precision,
+            a,
+            master_weights=a.master_weights,
+            output_dtype=torch.float32 if a.force_outputs_fp32 else None,
+        ),
+        grad=GradPlan(max_norm=a.max_norm, norm_type=a.norm_type, average="sum"),
+        comm=CommPlan(overlap=a.enable_async_reduce, shared_memory=None, same_order=False, sync_init=True),
+        verbose=a.verbose,
+    )
+
+
+class GeminiPlugin(ShardedPlugin, GeminiArguments):
+    """Chunked ZeRO-3 and what lies between it and ZeRO-2; the arguments are those of :class:`GeminiArguments`."""
+
+    def plan(self, world_size: int) -> Plan:
+        return to_plan(self, world_size)
+
+    def supported_precisions(self) -> list[str]:
+        return ["fp16", "bf16", "fp32"]
+
+    def support_no_sync(self) -> bool:
+        """Chunks are reduced as soon as they are full, so there is never a whole gradient to keep."""
+        return False
+
+    def check_device(self, device: torch.device) -> None:
+        """Raises:
+        NotImplementedError: ``chunk_init_device`` is another kind of device than the run's.
+        """
+        if self.chunk_init_device is not None and torch.device(self.chunk_init_device).type != device.type:
+            refuse("chunk_init_device", self.chunk_init_device, f"leave it None: chunks are made on {device}")

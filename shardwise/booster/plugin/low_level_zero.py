@@ -1,0 +1,127 @@
+"""LowLevelZeroPlugin: ZeRO-1 and ZeRO-2 (Rajbhandari et al., arXiv 1910.02054) on our engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from shardwise.booster.plugin.base import ShardedPlugin, refuse
+from shardwise.booster.plugin.precision import PublishedDefault, precision_plan
+from shardwise.plan import ByNumel, CommPlan, GradPlan, MeshPlan, Plan, ShardPlan
+
+__all__ = ["LowLevelZeroArguments", "LowLevelZeroPlugin", "to_plan"]
+
+
+@dataclass(frozen=True, eq=False)
+class LowLevelZeroArguments:
+    """The published arguments, as data.
+
+    Attributes:
+        stage: 1 shards optimizer state; 2 also shards gradients as soon as they are computed.
+        precision: ``"fp16"``, ``"bf16"`` or ``"fp32"``.
+        initial_scale: first loss scale (fp16 only, as the six after it). Left at its default it starts at 2**16;
+            2**32 given explicitly is used.
+        min_scale: the scale never falls below it.
+        growth_factor: the scale is multiplied by it after ``growth_interval`` good steps.
+        backoff_factor: the scale is multiplied by it on overflow, once ``hysteresis`` overflows were seen.
+        growth_interval: in steps.
+        hysteresis: number of overflows tolerated before the scale falls.
+        max_scale: the scale never rises above it.
+        max_norm: clip the global norm of the unscaled gradients to it; 0 is off.
+        norm_type: any p > 0, ``math.inf`` included.
+        reduce_bucket_size_in_m: elements reduced together, in units of 2**20.
+        communication_dtype: gradients travel in it; ``None``: in the parameters' dtype.
+        overlap_communication: reduce gradients while backward still runs.
+        overlap_allgather: gather updated parameters while the next forward already runs.
+        cpu_offload: keep masters and optimizer state on the host.
+        master_weights: keep fp32 copies of 16-bit parameters.
+        verbose: say when a step is skipped, and why.
+        cast_inputs: cast floating inputs to the parameters' dtype.
+        fp8_communication: exchange in 8 bits.
+        use_fp8: multiply in 8 bits.
+    """
+
+    stage: int = 1
+    precision: str = "fp16"
+    initial_scale: float = PublishedDefault(2**32)
+    min_scale: float = 1
+    growth_factor: float = 2
+    backoff_factor: float = 0.5
+    growth_interval: int = 1000
+    hysteresis: int = 2
+    max_scale: float = 2**32
+    max_norm: float = 0.0
+    norm_type: float = 2.0
+    reduce_bucket_size_in_m: int = 12
+    communication_dtype: torch.dtype | None = None
+    overlap_communication: bool = True
+    overlap_allgather: bool = False
+    cpu_offload: bool = False
+    master_weights: bool = True
+    verbose: bool = False
+    cast_inputs: bool = True
+    fp8_communication: bool = False
+    use_fp8: bool = False
+
+    def __post_init__(self) -> None:
+        to_plan(self)  # every value is checked where it is given, not at the first boost
+
+
+def to_plan(arguments: LowLevelZeroArguments) -> Plan:
+    """The plan that the arguments mean.
+
+    Raises:
+        ValueError: a value out of range.
+        NotImplementedError: an argument that the engine cannot honour yet.
+    """
+    if arguments.stage not in (1, 2):
+        raise ValueError(f"stage={arguments.stage!r}: LowLevelZeroPlugin has stages 1 and 2; GeminiPlugin is stage 3")
+    if arguments.reduce_bucket_size_in_m <= 0:
+        raise ValueError(f"reduce_bucket_size_in_m={arguments.reduce_bucket_size_in_m}: give a size > 0")
+    if arguments.overlap_allgather:
+        refuse("overlap_allgather", True, "leave it False: step() gathers the updated parameters before it returns")
+    if arguments.cpu_offload:
+        refuse("cpu_offload", True, "leave it False")
+    if arguments.fp8_communication:
+        refuse("fp8_communication", True, "communication_dtype=torch.bfloat16 halves the bytes of fp32")
+    if arguments.use_fp8:
+        refuse("use_fp8", True, "use precision='bf16'")
+    return Plan(
+        mesh=MeshPlan(dp_shard=-1, dp_replicate=1),
+        shard=ShardPlan(
+            packing=ByNumel(chunk_numel=max(1, int(arguments.reduce_bucket_size_in_m * 1024 * 1024))),
+            gathered_fraction=1.0,
+            gathered_budget_bytes=None,
+            prefetch=0,
+            reduce="last" if arguments.stage == 1 else "every",
+        ),
+        precision=precision_plan(
+            arguments.precision,
+            arguments,
+            master_weights=arguments.master_weights,
+            reduce_dtype=arguments.communication_dtype,
+            cast_inputs=arguments.cast_inputs,
+        ),
+        grad=GradPlan(max_norm=arguments.max_norm, norm_type=arguments.norm_type, average="sum"),
+        comm=CommPlan(overlap=arguments.overlap_communication, shared_memory=None, same_order=False, sync_init=True),
+        verbose=arguments.verbose,
+    )
+
+
+class LowLevelZeroPlugin(ShardedPlugin, LowLevelZeroArguments):
+    """ZeRO-1 or ZeRO-2 over all ranks; the arguments are those of :class:`LowLevelZeroArguments`."""
+
+    def plan(self, world_size: int) -> Plan:
+        return to_plan(self)
+
+    def support_no_sync(self) -> bool:
+        """Stage 1 keeps whole gradients; stage 2 has only the shard after each backward pass."""
+        return self.stage == 1
+
+    def add_lora_params_to_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Raises:
+        NotImplementedError: until ``enable_lora`` exists.
+        """
+        refuse("add_lora_params_to_optimizer", type(model).__name__, "apply peft and build the optimizer before boost")
