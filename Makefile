@@ -1,0 +1,69 @@
+# Everything runs from a plain Python and make: each target first makes .venv and installs what it needs, once.
+# A second run finds the stamp and starts at once. PYTHON=... chooses the interpreter, VENV=... the folder.
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint types arch bench clean venv dev
+
+SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
+PYTHON ?= $(shell for p in python3 python3.12 python3.11; do $$p -c '$(SUPPORTED)' 2>/dev/null && echo $$p && break; done)
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+# The build backend is installed first, under the same constraints, so that no unpinned package is ever fetched.
+INSTALL := $(PIP) install --quiet --progress-bar off -c constraints.txt
+DEMO ?=
+BENCH ?=
+TESTS ?= tests
+
+help:
+	@echo "make demo    train a byte-level GPT over 2 ranks (DEMO='--plugin low_level_zero --stage 2' passes options on)"
+	@echo "make test    run the tests (TESTS=tests/unit for a part)"
+	@echo "make lint    ruff        make types   mypy --strict        make arch   layers and budgets"
+	@echo "make bench   compare with the peers (installs them)        make clean  remove .venv and caches"
+
+$(VENV)/.made:
+	@"$(or $(PYTHON),none)" -c '$(SUPPORTED)' 2>/dev/null || { \
+	  echo "shardwise needs Python 3.11 or 3.12, and '$(or $(PYTHON),python3)' is not one." >&2; \
+	  echo "Install one, or name it: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)" >&2; exit 2; }
+	@rm -rf "$(VENV)"
+	@"$(PYTHON)" -m venv "$(VENV)" || { rm -rf "$(VENV)"; \
+	  echo "could not make $(VENV): on Debian and Ubuntu install the package python3-venv" >&2; exit 2; }
+	@touch "$@"
+
+$(VENV)/.runtime: $(VENV)/.made pyproject.toml constraints.txt
+	@echo "installing shardwise and its pinned dependencies into $(VENV) (once)"
+	@$(INSTALL) setuptools
+	@$(INSTALL) --no-build-isolation -e .
+	@touch "$@"
+
+$(VENV)/.dev: $(VENV)/.runtime
+	@$(INSTALL) --no-build-isolation -e ".[dev]"
+	@touch "$@"
+
+$(VENV)/.bench: $(VENV)/.runtime
+	@$(INSTALL) --no-build-isolation -e ".[bench]"
+	@touch "$@"
+
+venv: $(VENV)/.runtime
+dev: $(VENV)/.dev
+
+demo: $(VENV)/.runtime
+	@$(BIN)/shardwise demo $(DEMO)
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest $(TESTS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+
+types: $(VENV)/.dev
+	$(BIN)/mypy
+
+arch: $(VENV)/.dev
+	$(BIN)/python -m pytest -q tests/test_architecture.py
+
+bench: $(VENV)/.bench
+	$(BIN)/python -m benchmarks $(BENCH)
+
+clean:
+	rm -rf "$(VENV)" build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

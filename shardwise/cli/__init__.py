@@ -1,0 +1,3 @@
+"""The ``shardwise`` command: ``demo`` and ``run``."""
+
+from __future__ import annotations

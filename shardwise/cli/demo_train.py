@@ -1,0 +1,282 @@
+"""The demo's training loop, one rank of it: what a user's own script would look like, through the public Booster."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from shardwise.booster import Booster
+from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, Plugin, TorchDDPPlugin, TorchFSDPPlugin
+from shardwise.cli import demo_checkpoint
+from shardwise.cli.demo import DemoConfig, text_needed
+from shardwise.cli.demo_checkpoint import RunState, Trained
+from shardwise.cli.demo_data import ByteWindows, Corpus, load_corpus
+from shardwise.cli.demo_memory import held_bytes, unsharded_bytes
+from shardwise.cli.demo_model import ByteGPT, ModelSize, generate
+from shardwise.cli.errors import BadInput
+from shardwise.cli.progress import Progress, StepFacts
+from shardwise.cli.stop import StopRequest
+from shardwise.mesh.launch import init_distributed, shutdown
+
+__all__ = ["learning_rate_factor", "make_plugin", "starting_state", "train"]
+
+MAX_NORM = 1.0
+WARM_UP_STEPS = 20
+LOWEST_FACTOR = 0.05
+VALIDATION_WINDOWS, VALIDATION_BATCH = 128, 16
+PROMPT_BYTES, TEMPERATURE = 48, 0.6
+MIXED = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def make_plugin(config: DemoConfig, precision: str) -> tuple[Plugin, str | None]:
+    """The plugin, and the precision that the Booster itself takes care of (only DDP leaves that to it)."""
+    mixed = None if precision == "fp32" else precision
+    if config.plugin == "low_level_zero":
+        sharded = LowLevelZeroPlugin(config.stage or 2, precision, max_norm=MAX_NORM, reduce_bucket_size_in_m=1)
+        return sharded, None
+    if config.plugin == "gemini":
+        # The defaults are for models of billions: one of a few million parameters would be a single chunk.
+        sizes = {"search_range_m": 1, "hidden_dim": config.width, "min_chunk_size_m": 0.25}
+        return GeminiPlugin(precision=precision, max_norm=MAX_NORM, **sizes), None  # type: ignore[arg-type]
+    if config.plugin == "fsdp":
+        from torch.distributed.fsdp import MixedPrecision
+
+        format = MixedPrecision(param_dtype=MIXED[mixed]) if mixed else None
+        return TorchFSDPPlugin(mixed_precision=format), None
+    return TorchDDPPlugin(), mixed
+
+
+def learning_rate_factor(step: int, start: int, goal: int) -> float:
+    """Linear warm-up, then a cosine from 1 down to 0.05 at ``goal``; a schedule that begins at ``start``."""
+    done, length = max(0, step - start), max(1, goal - start)
+    warm_up = min(WARM_UP_STEPS, max(1, length // 10))
+    if done < warm_up:
+        return (done + 1) / warm_up
+    share = min(1.0, (done - warm_up) / max(1, length - warm_up))
+    return LOWEST_FACTOR + (1 - LOWEST_FACTOR) * 0.5 * (1 + math.cos(math.pi * share))
+
+
+def starting_state(config: DemoConfig, size: ModelSize, digest: str, found: RunState | None) -> tuple[RunState, str]:
+    """The state to start from, and a sentence about it.
+
+    Raises:
+        BadInput: the checkpoint is of a model with other sizes.
+    """
+    fresh = RunState(
+        step=0,
+        goal=config.steps,
+        phase_start=0,
+        steps_option=config.steps,
+        windows=0,
+        model=asdict(size),
+        data_digest=digest,
+        ranks=config.nproc,
+        plugin=config.plugin,
+        seed=config.seed,
+    )
+    if found is None:
+        return fresh, f"training for {config.steps} steps"
+    if found.model != fresh.model:
+        raise BadInput(
+            f"--out {config.out} holds a model with {found.model}, not {fresh.model}; remove it or give another --out"
+        )
+    text = f"resumed at step {found.step}"
+    if (found.ranks, found.plugin) != (config.nproc, config.plugin):
+        text += f" (saved by {found.plugin} on {found.ranks} ranks)"
+    same_text = (found.data_digest, found.seed) == (digest, config.seed)
+    windows = found.windows if same_text else 0
+    text += "" if same_text else ", with another text or order than before"
+    state = replace(fresh, step=found.step, windows=windows)
+    if found.step < found.goal and config.steps == found.steps_option:
+        state = replace(state, goal=found.goal, phase_start=found.phase_start)
+        return state, f"{text} of {state.goal}"
+    if found.step < config.steps:
+        return replace(state, phase_start=min(found.phase_start, found.step)), f"{text} of {config.steps}"
+    state = replace(state, goal=found.step + config.steps, phase_start=found.step)
+    return state, f"{text}, which was the last one: training {config.steps} steps further, to {state.goal}"
+
+
+def _batches(loader: DataLoader[Tensor], done: int) -> Iterator[Tensor]:
+    """Batches without end, from the one after the first ``done`` of this rank."""
+    epoch, skip = divmod(done, len(loader))
+    while True:
+        sampler: Any = loader.sampler
+        sampler.set_epoch(epoch)
+        yield from islice(loader, skip, None)
+        epoch, skip = epoch + 1, 0
+
+
+def _loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+def _exchange(values: list[float], device: torch.device) -> list[list[float]]:
+    """The values of every rank, in rank order."""
+    everyone = torch.zeros(dist.get_world_size(), len(values), dtype=torch.float64, device=device)
+    everyone[dist.get_rank()] = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(everyone)  # each row is another rank's, so the sum only collects them
+    found: list[list[float]] = everyone.tolist()
+    return found
+
+
+class Demo:
+    """One rank's run. ``device`` is the rank's; every method is called by all ranks together."""
+
+    def __init__(self, config: DemoConfig, device: torch.device) -> None:
+        self.config, self.device = config, device
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.progress = Progress(enabled=self.rank == 0)
+        self.size = ModelSize(width=config.width, depth=config.depth, heads=config.heads, context=config.context)
+        self.corpus: Corpus = load_corpus(Path(config.data), *text_needed(config))
+        self.found = demo_checkpoint.latest(Path(config.out))
+        stored = None if self.found is None else demo_checkpoint.read_state(self.found)
+        self.state, self.opening = starting_state(config, self.size, self.corpus.digest, stored)
+        self._boost()
+
+    def _boost(self) -> None:
+        config = self.config
+        default = "bf16" if config.plugin == "gemini" or self.device.type == "cuda" else "fp32"
+        self.precision = config.precision or default
+        plugin, mixed = make_plugin(config, self.precision)
+        self.clips_itself = config.plugin in ("low_level_zero", "gemini")
+        torch.manual_seed(config.seed)
+        model = ByteGPT(self.size)
+        self.parameters = sum(parameter.numel() for parameter in model.parameters())
+        optimizer = torch.optim.AdamW(model.parameters(), config.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
+        start, goal = self.state.phase_start, self.state.goal
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, start, goal))
+        dataset = ByteWindows(self.corpus.train, self.size.context)
+        loader = plugin.prepare_dataloader(
+            dataset, batch_size=config.batch, shuffle=True, seed=config.seed, drop_last=True
+        )
+        booster = Booster(plugin=plugin, mixed_precision=mixed)
+        boosted = booster.boost(model, optimizer, _loss, loader, scheduler)
+        self.model, self.optimizer, self.criterion, self.loader, self.scheduler = boosted
+        self.trained = Trained(booster, self.model, self.optimizer, self.scheduler)
+        if self.found is not None:
+            demo_checkpoint.restore(self.found, self.trained)
+
+    def validation_bits(self) -> float:
+        """Bits per byte on the held-out text, over the same windows every time."""
+        windows = ByteWindows(self.corpus.held_out, self.size.context)
+        chosen = windows.spread(VALIDATION_WINDOWS)
+        share = math.ceil(len(chosen) / self.ranks)  # the same number on every rank; the last wraps around
+        mine = [chosen[(self.rank * share + i) % len(chosen)] for i in range(share)]
+        self.model.eval()
+        nats: list[float] = []
+        with torch.no_grad():
+            for first in range(0, share, VALIDATION_BATCH):
+                batch = torch.stack([windows[i] for i in mine[first : first + VALIDATION_BATCH]]).to(self.device)
+                nats += [float(self.criterion(self.model(batch[:, :-1]), batch[:, 1:]))] * len(batch)
+        self.model.train()
+        total = sum(values[0] for values in _exchange([sum(nats)], self.device))
+        return total / (share * self.ranks) / math.log(2)
+
+    def _step(self, batch: Tensor) -> tuple[float, int]:
+        """One step on ``(batch, context + 1)`` bytes: the loss of this rank and the bytes of state it held."""
+        batch = batch.to(self.device)
+        loss = self.criterion(self.model(batch[:, :-1]), batch[:, 1:])
+        self.trained.booster.backward(loss, self.optimizer)
+        held = held_bytes(self.model, self.optimizer)
+        if not self.clips_itself:
+            self.optimizer.clip_grad_by_norm(MAX_NORM)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+        return float(loss.detach()), held
+
+    def run(self, stop: StopRequest) -> int:
+        """Steps until the goal or a signal; returns the signal's number, or 0."""
+        per_step = self.config.batch * self.ranks
+        batches = _batches(self.loader, self.state.windows // per_step)
+        first, most = self.state.step, 0
+        while self.state.step < self.state.goal:
+            rate = self.optimizer.param_groups[0]["lr"]
+            loss, held = self._step(next(batches))
+            self.state = replace(self.state, step=self.state.step + 1, windows=self.state.windows + per_step)
+            # Every rank must stop after the same step, so the signal is agreed on, with the loss, in one exchange.
+            losses, signals, bytes_held = zip(*_exchange([loss, stop.signal, held], self.device), strict=True)
+            most = max(most, int(max(bytes_held)))
+            self.progress.step(
+                StepFacts(
+                    step=self.state.step,
+                    last_step=self.state.goal,
+                    loss=sum(losses) / self.ranks,
+                    tokens=(self.state.step - first) * per_step * self.size.context,
+                    memory_bytes=most,
+                    unsharded_bytes=unsharded_bytes(self.parameters),
+                    learning_rate=rate,
+                )
+            )
+            if any(signals):
+                return int(max(signals))
+        return 0
+
+    def save(self) -> None:
+        """Write the checkpoint and say where."""
+        where = demo_checkpoint.save(Path(self.config.out), self.state, self.trained)
+        self.progress.say(f"saved {where}")
+
+    def sample(self) -> tuple[bytes, bytes]:
+        """A prompt from the held-out text, and what the model writes after it."""
+        prompt = bytes(self.corpus.held_out[1 : 1 + min(PROMPT_BYTES, self.size.context)].tolist())
+        gathered: Callable[[], Any] = getattr(self.model, "gathered", contextlib.nullcontext)
+        self.model.eval()
+        with gathered():
+            text = generate(self.model, prompt, self.config.sample, self.size.context, TEMPERATURE, self.config.seed)
+        self.model.train()
+        return prompt, text
+
+
+def _introduce(demo: Demo) -> None:
+    corpus, config = demo.corpus, demo.config
+    held_out = f"{corpus.held_out_files} held out" if corpus.held_out_files else "the last tenth held out"
+    stage = f" stage {config.stage}" if config.stage else ""
+    demo.progress.say(
+        f"text: {corpus.files} files of {config.data}, {held_out}; {corpus.train.numel():,} bytes to train on\n"
+        f"model: {demo.parameters:,} parameters; {config.plugin}{stage}, {demo.precision}, {demo.ranks} ranks on "
+        f"{demo.device.type}, {torch.get_num_threads()} threads each\n"
+        f"memory: the most that a rank held, of what an unsharded run needs (16 bytes a parameter: with its gradient,\n"
+        f"        any fp32 copy and Adam's two moments; activations are not counted)\n"
+        f"{demo.opening}"
+    )
+
+
+def train(config: DemoConfig, stop: StopRequest) -> int:
+    """Train, save and print a sample; returns 0, or 128 plus the signal's number after a save on request.
+
+    Raises:
+        BadInput: the text or the checkpoint cannot be used.
+    """
+    try:
+        device = init_distributed(None if config.device == "auto" else config.device)
+    except ValueError as problem:
+        raise BadInput(f"--device {config.device}: {problem}") from problem
+    try:
+        demo = Demo(config, device)
+        _introduce(demo)
+        demo.progress.say(f"validation: {demo.validation_bits():.3f} bits per byte")
+        signal = demo.run(stop)
+        if signal:
+            demo.progress.say(f"stopping after step {demo.state.step}")
+        demo.save()
+        if signal:
+            return 128 + signal
+        demo.progress.say(f"validation: {demo.validation_bits():.3f} bits per byte")
+        prompt, text = demo.sample()
+        demo.progress.say(f"sample, after the prompt {prompt.decode('utf-8', 'replace')!r}:")
+        demo.progress.say(text.decode("utf-8", "replace"))
+        return 0
+    finally:
+        shutdown()

@@ -1,0 +1,371 @@
+"""The layer rule and the budgets of the design, checked on every file, and the checkers checked on bad snippets.
+
+Each checker takes one parsed file and returns complaints; the tests at the end run them over the repository. To
+allow an exception, add it to one of the tables here with a reason: that is the place where a reviewer looks.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = "shardwise"
+
+# Lower rows first. A unit may import itself and units of lower rows; units of one row never import each other.
+# A dotted unit ("chunk.layout") is a module that sits lower than the rest of its package.
+ROWS: tuple[tuple[str, ...], ...] = (
+    ("plan", "device"),
+    ("comm", "chunk.search"),
+    ("mesh",),  # builds the groups of comm
+    ("memory", "chunk.layout", "chunk.policy", "optim"),
+    ("chunk", "memory.planner", "parallel"),
+    ("engine",),
+    ("checkpoint",),
+    ("build",),
+    ("booster", "lightning", "zero", "deepspeed"),
+    ("cli",),  # the demo trains through the public front-end
+)
+# Outside the order: `testing` may import anything, and nothing may import it; the package's own two files start it.
+FREE = {"testing", "", "__main__"}
+
+MAX_FILE, MAX_FUNCTION, HARD_FUNCTION, MAX_PARAMETERS = 500, 60, 100, 8
+VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
+ENVIRONMENT_READERS = (f"{PACKAGE}.mesh.launch", f"{PACKAGE}.cli.")
+EXPLAINED_ERRORS = {"ValueError", "RuntimeError", "NotImplementedError", "TypeError"}
+
+# Signatures that others published, reproduced name by name.
+PUBLISHED_SIGNATURES: set[tuple[str, str]] = set()
+# Functions above MAX_FUNCTION lines (never above HARD_FUNCTION), each with its reason.
+LONG_FUNCTIONS: dict[tuple[str, str], str] = {}
+
+
+@dataclass(frozen=True)
+class Source:
+    """One Python file: its dotted name, text and tree. ``modules`` are all dotted names of the package."""
+
+    name: str
+    text: str
+    modules: frozenset[str] = frozenset()
+    is_package: bool = False
+    tree: ast.Module = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tree", ast.parse(self.text))
+
+
+Checker = Callable[[Source], list[str]]
+
+
+def _absolute(source: Source, node: ast.ImportFrom) -> str:
+    if not node.level:
+        return node.module or ""
+    parts = source.name.split(".")
+    base = parts[: len(parts) - node.level + (1 if source.is_package else 0)]
+    return ".".join([*base, *([node.module] if node.module else [])])
+
+
+def _type_checking_nodes(tree: ast.Module) -> set[int]:
+    hidden: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            hidden |= {id(inner) for statement in node.body for inner in ast.walk(statement)}
+    return hidden
+
+
+def imports(source: Source, at_run_time: bool = False) -> Iterator[tuple[int, str]]:
+    """``(line, dotted module)`` of every import of the package, with ``from package import module`` resolved."""
+    hidden = _type_checking_nodes(source.tree) if at_run_time else set()
+    for node in ast.walk(source.tree):
+        if id(node) in hidden:
+            continue
+        if isinstance(node, ast.Import):
+            found = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = _absolute(source, node)
+            inner = {alias.name: f"{base}.{alias.name}" for alias in node.names}
+            found = [path if path in source.modules else base for path in inner.values()]
+        else:
+            continue
+        for name in dict.fromkeys(found):
+            if name == PACKAGE or name.startswith(PACKAGE + "."):
+                yield node.lineno, name
+
+
+def unit_and_row(module: str) -> tuple[str, int | None]:
+    """The unit that a module belongs to (the longest match) and its row, ``None`` for the free ones."""
+    path = module.removeprefix(PACKAGE).lstrip(".")
+    units = {unit: row for row, names in enumerate(ROWS) for unit in names}
+    matches = [unit for unit in units if path == unit or path.startswith(unit + ".")]
+    if matches:
+        unit = max(matches, key=len)
+        return unit, units[unit]
+    return path.split(".")[0], None
+
+
+def check_layers(source: Source) -> list[str]:
+    """Imports go to lower rows only, and every module has a place in the table."""
+    unit, row = unit_and_row(source.name)
+    if row is None:
+        return [] if unit in FREE else [f"{source.name}: {unit!r} is in no row of ROWS; give it one"]
+    complaints = []
+    for line, target in imports(source):
+        other, other_row = unit_and_row(target)
+        if other == "testing":
+            complaints.append(f"{source.name}:{line} imports {target}: only tests may import testing")
+        elif target != PACKAGE and other_row is None and other not in FREE:
+            complaints.append(f"{source.name}:{line} imports {target}: {other!r} is in no row of ROWS")
+        elif other_row is not None and other != unit and other_row >= row:
+            complaints.append(f"{source.name}:{line} imports {target}: {other!r} is not below {unit!r}")
+    return complaints
+
+
+def find_cycles(sources: list[Source]) -> list[str]:
+    """Import cycles between modules, found by depth-first search; imports under TYPE_CHECKING do not count."""
+    graph = {s.name: {name for _, name in imports(s, at_run_time=True) if name != s.name} for s in sources}
+    cycles: list[str] = []
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        if name in path:
+            cycles.append(" -> ".join((*path[path.index(name) :], name)))
+        elif name not in done:
+            for target in sorted(graph.get(name, ())):
+                visit(target, (*path, name))
+            done.add(name)
+
+    for name in sorted(graph):
+        visit(name, ())
+    return cycles
+
+
+Definition = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, Definition]]:
+    """Every function with its qualified name, methods and nested ones included."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield prefix + node.name, node
+            yield from functions(node, f"{prefix}{node.name}.")
+        elif isinstance(node, ast.ClassDef):
+            yield from functions(node, f"{prefix}{node.name}.")
+        else:
+            yield from functions(node, prefix)
+
+
+def _lines(node: Definition) -> int:
+    # Documentation is not what the budget is for.
+    first = node.body[0]
+    docstring = (first.end_lineno or 0) - first.lineno + 1 if ast.get_docstring(node) is not None else 0
+    return (node.end_lineno or node.lineno) - node.lineno + 1 - docstring
+
+
+def check_sizes(source: Source) -> list[str]:
+    """Lines of a file and of a function, parameters of a function, and names that say nothing."""
+    complaints = []
+    length = len(source.text.splitlines())
+    if length > MAX_FILE:
+        complaints.append(f"{source.name}: {length} lines, the budget is {MAX_FILE}")
+    if source.name.rsplit(".", 1)[-1] in VAGUE_NAMES:
+        complaints.append(f"{source.name}: name the module after what is in it")
+    for name, node in functions(source.tree):
+        limit = HARD_FUNCTION if (source.name, name) in LONG_FUNCTIONS else MAX_FUNCTION
+        if (lines := _lines(node)) > limit:
+            complaints.append(f"{source.name}:{node.lineno} {name} has {lines} lines, the budget is {limit}")
+        arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        count = sum(argument.arg not in ("self", "cls") for argument in arguments)
+        if count > MAX_PARAMETERS and (source.name, name) not in PUBLISHED_SIGNATURES:
+            complaints.append(f"{source.name}:{node.lineno} {name} takes {count} parameters, at most {MAX_PARAMETERS}")
+    return complaints
+
+
+def check_state(source: Source) -> list[str]:
+    """No ``global``; the environment is read in two places only."""
+    complaints = []
+    reads_allowed = source.name.startswith(ENVIRONMENT_READERS)
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Global):
+            complaints.append(f"{source.name}:{node.lineno} global {', '.join(node.names)}: pass it instead")
+        is_os = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os"
+        name = node.attr if is_os else ""
+        imported = isinstance(node, ast.ImportFrom) and node.module == "os"
+        names = {alias.name for alias in node.names} if imported else {name}
+        if names & {"environ", "environb", "getenv", "putenv"} and not reads_allowed:
+            complaints.append(f"{source.name}:{node.lineno} uses the environment: only mesh/launch.py and cli/ may")
+    return complaints
+
+
+def check_docstrings(source: Source) -> list[str]:
+    """The module and its public functions and classes say what they are."""
+    complaints = [] if ast.get_docstring(source.tree) or not source.tree.body else [f"{source.name}: no docstring"]
+    for node in source.tree.body:
+        documented = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        if documented and not node.name.startswith("_") and not ast.get_docstring(node):
+            complaints.append(f"{source.name}:{node.lineno} {node.name} has no docstring")
+    return complaints
+
+
+def _shows_value(argument: ast.expr) -> bool:
+    # A name, an attribute or a call is a message composed elsewhere; a literal must hold a value.
+    if isinstance(argument, ast.Name | ast.Attribute | ast.Call):
+        return True
+    return any(isinstance(inner, ast.FormattedValue) for inner in ast.walk(argument))
+
+
+def check_raises(source: Source) -> list[str]:
+    """Every error that a user can cause shows the offending value."""
+    complaints = []
+    for node in ast.walk(source.tree):
+        if not isinstance(node, ast.Raise) or node.exc is None:
+            continue
+        call = node.exc if isinstance(node.exc, ast.Call) else None
+        raised = call.func if call else node.exc
+        if not isinstance(raised, ast.Name) or raised.id not in EXPLAINED_ERRORS:
+            continue
+        if call is None or not call.args or not _shows_value(call.args[0]):
+            complaints.append(f"{source.name}:{node.lineno} {raised.id} without the offending value: use an f-string")
+    return complaints
+
+
+def _bound_names(body: list[ast.stmt]) -> Iterator[str]:
+    for node in body:
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                yield name
+            case ast.Import(names=names) | ast.ImportFrom(names=names):
+                yield from ((alias.asname or alias.name).split(".")[0] for alias in names)
+            case ast.Assign(targets=targets):
+                yield from (n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name))
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                yield name
+            case ast.If(body=inner, orelse=other) | ast.Try(body=inner, orelse=other):
+                yield from _bound_names([*inner, *other, *(h for x in getattr(node, "handlers", []) for h in x.body)])
+
+
+def check_all(source: Source) -> list[str]:
+    """Every name in ``__all__`` exists (a submodule counts, and a module with ``__getattr__`` may make it)."""
+    bound = set(_bound_names(source.tree.body))
+    if "__getattr__" in bound:
+        return []
+    complaints = []
+    for node in source.tree.body:
+        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets):
+            for name in ast.literal_eval(node.value):
+                if name not in bound and f"{source.name}.{name}" not in source.modules:
+                    complaints.append(f"{source.name}:{node.lineno} __all__ lists {name!r}, which is not there")
+    return complaints
+
+
+def read(folder: Path, prefix: str) -> list[Source]:
+    """Every Python file under ``folder``, named ``prefix.…``."""
+    paths = [p for p in sorted(folder.rglob("*.py")) if "__pycache__" not in p.parts]
+    parts = {p: p.relative_to(folder).with_suffix("").parts for p in paths}
+    names = {p: ".".join((prefix, *(q[:-1] if q[-1] == "__init__" else q))) for p, q in parts.items()}
+    modules = frozenset(names.values())
+    return [Source(names[p], p.read_text("utf-8"), modules, p.name == "__init__.py") for p in paths]
+
+
+OURS = read(ROOT / PACKAGE, PACKAGE)
+AROUND = [source for name in ("tests", "examples", "benchmarks") for source in read(ROOT / name, name)]
+PACKAGE_CHECKERS: tuple[Checker, ...] = (
+    check_layers,
+    check_sizes,
+    check_state,
+    check_docstrings,
+    check_raises,
+    check_all,
+)
+
+
+def test_there_is_something_to_check() -> None:
+    assert {f"{PACKAGE}.plan", f"{PACKAGE}.cli.main"} <= {source.name for source in OURS}
+
+
+@pytest.mark.parametrize("checker", PACKAGE_CHECKERS, ids=lambda checker: checker.__name__)
+def test_package(checker: Checker) -> None:
+    complaints = [complaint for source in OURS for complaint in checker(source)]
+    assert not complaints, "\n" + "\n".join(complaints)
+
+
+def test_no_import_cycle() -> None:
+    assert not find_cycles(OURS)
+
+
+def test_budgets_of_tests_examples_and_benchmarks() -> None:
+    complaints = [complaint for source in AROUND for complaint in check_sizes(source)]
+    assert not complaints, "\n" + "\n".join(complaints)
+
+
+def test_exceptions_are_still_needed() -> None:
+    known = {(source.name, name): node for source in OURS for name, node in functions(source.tree)}
+    present = {source.name for source in OURS}
+    listed = {*PUBLISHED_SIGNATURES, *LONG_FUNCTIONS}
+    assert not {entry for entry in listed if entry[0] in present and entry not in known}
+
+
+KNOWN = ("plan", "chunk.layout", "chunk.pool", "engine", "testing", "cli.main")
+MODULES = frozenset(f"{PACKAGE}.{name}" for name in KNOWN)
+
+
+def _source(name: str, text: str) -> Source:
+    return Source(f"{PACKAGE}.{name}", text, MODULES)
+
+
+BAD: list[tuple[Checker, Source, str]] = [
+    (check_layers, _source("plan", "from shardwise.engine import x"), "not below"),
+    (check_layers, _source("plan", "import shardwise.device.memory"), "not below"),
+    (check_layers, _source("chunk.layout", "from shardwise.chunk import pool"), "not below"),
+    (check_layers, _source("chunk.layout", "from .pool import Pool"), "not below"),
+    (check_layers, _source("engine", "def f():\n    from shardwise import testing"), "only tests"),
+    (check_layers, _source("booster.x", "from shardwise.zero import y"), "not below"),
+    (check_layers, _source("novelty", ""), "no row"),
+    (check_sizes, _source("plan", "\n" * 501), "501 lines"),
+    (check_sizes, _source("chunk.utils", ""), "name the module"),
+    (check_sizes, _source("plan", "class A:\n def f(self):\n" + "  pass\n" * 60), "61 lines"),
+    (check_sizes, _source("plan", "def f(a, b, c, d, e, f, g, *, h, i): pass"), "9 parameters"),
+    (check_state, _source("plan", "def f():\n global x\n x = 1"), "global x"),
+    (check_state, _source("plan", "import os\nx = os.environ['A']"), "environment"),
+    (check_state, _source("plan", "from os import getenv"), "environment"),
+    (check_docstrings, _source("plan", "'doc'\ndef f(): pass"), "f has no docstring"),
+    (check_docstrings, _source("plan", "'doc'\nclass A: pass"), "A has no docstring"),
+    (check_docstrings, _source("plan", "x = 1"), "no docstring"),
+    (check_raises, _source("plan", "raise ValueError('bad')"), "ValueError"),
+    (check_raises, _source("plan", "raise RuntimeError"), "RuntimeError"),
+    (check_raises, _source("plan", "raise TypeError()"), "TypeError"),
+    (check_raises, _source("plan", "raise NotImplementedError(f'soon')"), "NotImplementedError"),
+    (check_all, _source("plan", "__all__ = ['a', 'b']\na = 1"), "'b'"),
+]
+
+
+@pytest.mark.parametrize(("checker", "source", "expected"), BAD, ids=lambda value: getattr(value, "__name__", None))
+def test_checker_finds(checker: Checker, source: Source, expected: str) -> None:
+    assert any(expected in complaint for complaint in checker(source)), checker(source)
+
+
+GOOD: list[tuple[Checker, Source]] = [
+    (check_layers, _source("engine", "from shardwise.chunk.pool import P\nfrom shardwise import plan\nimport torch")),
+    (check_layers, _source("chunk.pool", "from shardwise.chunk import layout")),
+    (check_layers, _source("testing", "from shardwise.cli import main")),
+    (check_state, _source("cli.main", "import os\nx = os.environ")),
+    (check_raises, _source("plan", "try:\n  pass\nexcept ValueError as e:\n  raise\n")),
+    (check_raises, _source("plan", "raise ValueError(f'{x} is odd' ' here')\nraise ValueError(message)")),
+    (check_docstrings, _source("plan", "'doc'\ndef _f(): pass\nasync def g():\n 'doc'")),
+    (check_all, _source("plan", "__all__ = ['a', 'b', 'c']\nfrom x import a\nb: int = 1\nif 1:\n def c(): pass")),
+]
+
+
+@pytest.mark.parametrize(("checker", "source"), GOOD, ids=lambda value: getattr(value, "__name__", None))
+def test_checker_accepts(checker: Checker, source: Source) -> None:
+    assert checker(source) == []
+
+
+def test_cycles_are_found() -> None:
+    a, b = _source("plan", "from shardwise.engine import x"), _source("engine", "def f():\n import shardwise.plan")
+    assert find_cycles([a, b]) == ["shardwise.engine -> shardwise.plan -> shardwise.engine"]
+    hidden = _source("plan", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n from shardwise.engine import x")
+    assert find_cycles([hidden, b]) == []

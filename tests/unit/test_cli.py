@@ -1,0 +1,194 @@
+"""The command line without ranks: arguments, one-line errors, schedules, progress, and the launcher's exit status."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardwise.cli import demo, run
+from shardwise.cli.demo_model import ByteGPT, ModelSize, generate
+from shardwise.cli.demo_train import learning_rate_factor, starting_state
+from shardwise.cli.errors import BadInput
+from shardwise.cli.launch import status_of
+from shardwise.cli.main import _parser, main
+from shardwise.cli.progress import Progress, StepFacts
+
+BAD_DEMO = [
+    ("--plugin nothing", "invalid choice: 'nothing'"),
+    ("--plugin ddp --stage 2", "--stage 2: the plugin ddp has no stages"),
+    ("--stage 3", "--stage 3"),
+    ("--nproc 0", "--nproc 0"),
+    ("--steps 0", "--steps 0"),
+    ("--plugin gemini --precision fp32", "--precision fp32: gemini"),
+    ("--plugin fsdp --precision fp16", "--precision fp16: fsdp"),
+    ("--width 10 --heads 4", "--width 10"),
+    ("--learning-rate nan", "--learning-rate nan"),
+    ("--data /nowhere/at/all", "/nowhere/at/all: no such folder"),
+    ("--out /dev/null", "--out /dev/null"),
+    ("--nonsense", "--nonsense"),
+]
+BAD_RUN = [
+    ("--nproc 0 SCRIPT", "--nproc 0"),
+    ("--max-restarts -1 SCRIPT", "--max-restarts -1"),
+    ("/nowhere.py", "/nowhere.py: no such file"),
+    ("--nnodes 2 SCRIPT", "--nnodes 2"),
+    ("", "script"),
+]
+
+
+def _status(arguments: list[str]) -> int:
+    try:
+        return main(arguments)
+    except SystemExit as stopped:
+        return int(stopped.code or 0)
+
+
+@pytest.mark.parametrize(("options", "expected"), BAD_DEMO)
+def test_demo_refuses_in_one_line(options: str, expected: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert _status(["demo", *options.split()]) == 2
+    shown = capfd.readouterr().err
+    assert expected in shown and shown.count("\n") == 1 and "Traceback" not in shown
+
+
+@pytest.mark.parametrize(("options", "expected"), BAD_RUN)
+def test_run_refuses_in_one_line(options: str, expected: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert _status(["run", *options.replace("SCRIPT", __file__).split()]) == 2
+    shown = capfd.readouterr().err
+    assert expected in shown and shown.count("\n") == 1
+
+
+def test_an_empty_folder_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert _status(["demo", "--data", str(tmp_path)]) == 2
+    assert "0 bytes of text found" in capfd.readouterr().err
+
+
+def _run_options(text: str) -> tuple[list[str], list[str]]:
+    options = _parser().parse_args(["run", *text.split()])
+    return run.launcher_arguments(options), [options.script, *options.arguments]
+
+
+def test_run_passes_the_script_its_own_options() -> None:
+    launcher, script = _run_options(f"--nproc 4 {__file__} --nproc 9 --n 1 -m --help")
+    assert launcher == ["--nproc-per-node=4", "--max-restarts=0", "--standalone"]
+    assert script == [__file__, "--nproc", "9", "--n", "1", "-m", "--help"]
+
+
+def test_run_across_hosts() -> None:
+    launcher, _ = _run_options(f"--nproc 8 --nnodes 2 --node-rank 1 --rdzv-endpoint h:1 --rdzv-id job {__file__}")
+    assert "--standalone" not in launcher
+    expected = {"--nnodes=2", "--rdzv-endpoint=h:1", "--rdzv-id=job", "--node-rank=1", "--rdzv-conf=is_host=0"}
+    assert expected <= set(launcher)
+
+
+def test_config_survives_json_and_has_the_plugins_defaults() -> None:
+    config = demo.check(_parser().parse_args(["demo", "--plugin", "low_level_zero"]))
+    assert config.stage == 2 and demo.DemoConfig.from_json(config.to_json()) == config
+    assert demo.check(_parser().parse_args(["demo", "--plugin", "gemini"])).stage is None
+
+
+@pytest.mark.parametrize(("code", "status"), [(0, 0), (7, 7), (-9, 137), (-15, 143)])
+def test_status_of(code: int, status: int) -> None:
+    assert status_of(code) == status
+
+
+@pytest.mark.parametrize(("flag", "status"), [("exit", 5), ("kill", 137)])
+def test_run_returns_the_status_of_the_script(tmp_path: Path, flag: str, status: int) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import os, sys\nos.kill(os.getpid(), 9) if sys.argv[1] == 'kill' else sys.exit(5)\n")
+    command = [sys.executable, "-m", "shardwise", "run", "--nproc", "1", str(script), flag]
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == status, done.stderr
+    assert "rank 0 ended with" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_learning_rate_warms_up_and_falls() -> None:
+    rates = [learning_rate_factor(step, 100, 300) for step in range(100, 301)]
+    assert rates[0] == pytest.approx(1 / 20) and max(rates) == 1.0 and rates[-1] == pytest.approx(0.05)
+    assert all(later <= earlier for earlier, later in pairwise(rates[20:]))
+    assert learning_rate_factor(0, 100, 300) > 0  # before its start, as a scheduler asks when it is made
+
+
+def test_what_a_run_continues_with() -> None:
+    size = ModelSize(width=8, depth=1, heads=1, context=4)
+    config = demo.check(_parser().parse_args(["demo", "--steps", "100"]))
+    fresh, opening = starting_state(config, size, "text", None)
+    assert (fresh.goal, fresh.step, opening) == (100, 0, "training for 100 steps")
+
+    stopped = replace(fresh, step=40, windows=320)
+    state, opening = starting_state(config, size, "text", stopped)
+    assert (state.step, state.goal, state.windows, opening) == (40, 100, 320, "resumed at step 40 of 100")
+
+    state, opening = starting_state(config, size, "text", replace(fresh, step=100))
+    assert (state.goal, state.phase_start) == (200, 100) and "training 100 steps further, to 200" in opening
+    again, _ = starting_state(config, size, "text", replace(state, step=150))
+    assert (again.step, again.goal) == (150, 200)  # a second run that was stopped ends where it would have
+
+    longer, _ = starting_state(replace(config, steps=500), size, "text", stopped)
+    assert longer.goal == 500
+    moved, opening = starting_state(replace(config, nproc=3, plugin="ddp"), size, "other", stopped)
+    assert moved.windows == 0 and "saved by low_level_zero on 2 ranks" in opening and "another text" in opening
+    with pytest.raises(BadInput, match="'width': 8"):
+        starting_state(config, ModelSize(width=16, depth=1, heads=1, context=4), "text", stopped)
+
+
+FACTS = StepFacts(
+    step=7, last_step=100, loss=2.5, tokens=2048, memory_bytes=3 * 2**20, unsharded_bytes=2**23, learning_rate=1e-3
+)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_is_one_line() -> None:
+    terminal, log = Terminal(), io.StringIO()
+    for stream in (terminal, log):
+        progress = Progress(enabled=True, stream=stream)
+        for step in (99, 100):
+            progress._shown -= 100  # as if time had passed
+            progress.step(replace(FACTS, step=step))
+        progress.say("done")
+    assert terminal.getvalue().count("\r") == 2 and terminal.getvalue().count("\n") == 2
+    assert log.getvalue().count("\n") == 3
+    for part in ("step 100/100", "loss 2.500", "tokens/s", "3.0 of 8.0 MiB", "lr 1.00e-03"):
+        assert part in log.getvalue()
+
+
+def test_progress_is_not_too_often_and_only_where_enabled() -> None:
+    log = io.StringIO()
+    progress = Progress(enabled=True, stream=log)
+    progress.step(FACTS)
+    assert log.getvalue() == ""
+    progress.step(replace(FACTS, step=100))
+    assert log.getvalue().count("\n") == 1
+    silent = io.StringIO()
+    Progress(enabled=False, stream=silent).say("no")
+    assert silent.getvalue() == ""
+
+
+def test_the_model_is_causal_and_tied_and_generates_the_same_twice() -> None:
+    model = ByteGPT(ModelSize(width=16, depth=2, heads=2, context=8))
+    assert model.head.weight is model.embed.weight
+    text = torch.randint(256, (1, 8))
+    changed = text.clone()
+    changed[0, -1] = (changed[0, -1] + 1) % 256
+    assert torch.equal(model(text)[:, :-1], model(changed)[:, :-1])
+    one, two = (generate(model, b"ab", 12, context=8, temperature=0.7, seed=3) for _ in range(2))
+    assert one == two and len(one) == 12
+    assert generate(model, b"ab", 3, 8, 0.0, 0) == generate(model, b"ab", 3, 8, 0.0, 1)
+
+
+def test_importing_the_command_line_does_not_import_torch() -> None:
+    code = "import sys; import shardwise.cli.main; sys.exit('torch' in sys.modules)"
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, timeout=60, check=False).returncode == 0
