@@ -1,78 +1,21 @@
-"""Every group against plain arithmetic: results to the bit, order, overlap, traffic, and what happens when a rank fails."""
+"""Every group against plain arithmetic: results to the bit, order, overlap, traffic; and ranks that fail."""
 
 from __future__ import annotations
 
-import functools
-import multiprocessing
-import os
 import random
-import signal
 import time
-from collections.abc import Callable
-from multiprocessing.connection import Connection
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor
+from scope import CPU, Scope, same, summed, values
 
-from shardwise.comm import Buffer, Group, GroupMaker, NativeGroup, PeerError
-from shardwise.comm.control import Control
+from shardwise.comm import Buffer, Group
 from shardwise.comm.summing import TILE_NUMEL, RankSum
 from shardwise.testing import run_ranks
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 SLICES = (0, 1, 7, 1300)
 LARGE = TILE_NUMEL + 3
-CPU = torch.device("cpu")
-
-
-class Scope:
-    """A group over all ranks, closed with its communicators at the end."""
-
-    def __init__(self, kind: str, timeout_s: float = 60.0) -> None:
-        ranks = [list(range(dist.get_world_size()))]
-        self.maker = GroupMaker(CPU, kind == "shared", timeout_s)
-        if kind == "native":
-            control, gather, reduce = (self.maker._new(name, ranks, "gloo") for name in ("control", "gather", "reduce"))
-            self.group: Group = NativeGroup("test", CPU, Control("test", control), gather, reduce)
-        else:
-            self.group = self.maker.make("test", ranks)
-            # Small tiles, so that small tensors cross several of them.
-            vars(self.group).update({name: RankSum(512) for name in ("sum", "_sum") if hasattr(self.group, name)})
-
-    def __enter__(self) -> Group:
-        return self.group
-
-    def __exit__(self, *_: object) -> None:
-        self.group.close()
-        self.maker.close()
-
-
-@functools.lru_cache(maxsize=200)
-def values(rank: int, numel: int, dtype: torch.dtype, round_: int = 0) -> Tensor:
-    """What rank ``rank`` puts into a buffer, known to all."""
-    generator = torch.Generator().manual_seed(1000 * round_ + rank)
-    return torch.randn(numel, generator=generator, dtype=torch.float64).to(dtype)
-
-
-def summed(size: int, numel: int, dtype: torch.dtype, out: torch.dtype, scale: float, round_: int = 0) -> Tensor:
-    """The plain computation: add in rank order in fp32 (fp64 for fp64), scale, round once."""
-    exact = torch.float64 if dtype == torch.float64 else torch.float32
-    total = values(0, numel, dtype, round_).to(exact)
-    for rank in range(1, size):
-        total = total + values(rank, numel, dtype, round_).to(exact)
-    return (total * scale).to(out)
-
-
-def same(found: Tensor, expected: Tensor, kind: str) -> None:
-    if kind != "native":
-        assert torch.equal(found, expected)
-        return
-    # The library adds in its own order and rounds 16-bit sums at every hop.
-    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.05, torch.float16: 0.01}[found.dtype]
-    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
 
 
 def collectives(kind: str) -> None:
@@ -243,6 +186,64 @@ def test_nobody_overtakes_a_reader(size: int) -> None:
     run_ranks(size, random_speeds, 40)
 
 
+def polled(kind: str) -> None:
+    """finished() makes progress by itself, and is true only when the result is there."""
+    with Scope(kind) as group:
+        size, rank, numel = group.size, group.rank, 1000
+        full, other, shard = group.buffers([(size * numel, torch.float32)] * 2 + [(numel, torch.float32)])
+        for round_ in range(3):
+            shard.local.fill_(rank)
+            group.fence()
+            for buffer in (full, other):
+                buffer.wait_writable()
+                buffer.local.copy_(values(rank, size * numel, torch.float32, round_))
+            group.barrier()
+            time.sleep(0.01 * (rank == 1))
+            out, gathered = torch.empty(numel), torch.empty(size * numel)
+            handles = [group.reduce_scatter(out, full, 1.0), group.all_reduce(other, 1.0)]
+            handles.append(group.all_gather(gathered, shard))
+            deadline = time.monotonic() + 20.0
+            while not all(handle.finished() for handle in reversed(handles)):
+                assert time.monotonic() < deadline
+                time.sleep(0)
+            for handle in handles:
+                handle.wait()
+                assert handle.finished()
+            expected = summed(size, size * numel, torch.float32, torch.float32, 1.0, round_)
+            same(out, expected[rank * numel : (rank + 1) * numel], kind)
+            same(other.local, expected, kind)
+            assert gathered.view(size, numel).eq(torch.arange(size).view(-1, 1)).all()
+            group.fence()
+
+
+@pytest.mark.parametrize("kind", ["shared", "gloo"])
+def test_finished_without_waiting(kind: str) -> None:
+    run_ranks(3, polled, kind)
+
+
+def shrunk(kind: str) -> None:
+    """A buffer used for fewer elements than it was made with."""
+    with Scope(kind) as group:
+        size, rank = group.size, group.rank
+        (full,) = group.buffers([(size * 100, torch.float32)])
+        for numel in (100, 30, 0, 70):
+            full.wait_writable()
+            full.resize(size * numel)
+            full.local.copy_(values(rank, size * numel, torch.float32, numel))
+            out = torch.empty(numel)
+            group.reduce_scatter(out, full, 1.0).wait()
+            expected = summed(size, size * numel, torch.float32, torch.float32, 1.0, numel)
+            same(out, expected[rank * numel : (rank + 1) * numel], kind)
+        with pytest.raises(ValueError, match=f"resize\\({size * 101}\\)"):
+            full.resize(size * 101)
+        full.wait_writable()
+
+
+@pytest.mark.parametrize("kind", ["shared", "gloo", "native"])
+def test_buffers_serve_smaller_sizes(kind: str) -> None:
+    run_ranks(2, shrunk, kind)
+
+
 def crosswise() -> None:
     """Ranks wait in opposite orders: each does its part of the other operation while it waits."""
     with Scope("shared") as group:
@@ -321,163 +322,6 @@ def test_traffic_to_the_byte(kind: str, size: int) -> None:
             "broadcast": (72 if peers and rank == size - 1 else 0, 1),
             "exchange": (peers * (3 * 8 + len('"four"')), 2),
         }
-
-
-# Failures. These ranks are processes of their own, since a pool ends all its ranks soon after the first failure.
-
-
-def _rank(fn: Callable[[], str], store: str, rank: int, size: int, connection: Connection) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
-    connection.send(fn())
-    os._exit(0)
-
-
-def survivors(fn: Callable[[], str], size: int, tmp_path: Path) -> list[str | None]:
-    """What ``fn`` returned on each rank; ``None`` where the rank died first."""
-    context = multiprocessing.get_context("forkserver")
-    ends, processes = [], []
-    for rank in range(size):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_rank, args=(fn, str(tmp_path / "store"), rank, size, theirs), daemon=True)
-        process.start()
-        theirs.close()
-        ends.append(ours)
-        processes.append(process)
-    told: list[str | None] = []
-    try:
-        for end in ends:
-            assert end.poll(40.0), "a rank neither finished nor died"
-            try:
-                told.append(end.recv())
-            except EOFError:
-                told.append(None)
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-    return told
-
-
-def _death(kind: str, operation: str) -> str:
-    scope = Scope(kind)
-    group = scope.group
-    (full,) = group.buffers([(group.size * 1000, torch.float32)])
-    group.barrier()
-    if group.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    started = time.monotonic()
-    try:
-        if operation == "fence":
-            group.barrier()
-        else:
-            handle = group.all_reduce(full, 1.0)
-            handle.wait()
-    except PeerError as error:
-        return f"{time.monotonic() - started:.3f} {error}"
-    return "0 nothing was noticed"
-
-
-def death_in_shared_reduction() -> str:
-    return _death("shared", "all_reduce")
-
-
-def death_in_shared_barrier() -> str:
-    return _death("shared", "fence")
-
-
-def death_in_gloo_reduction() -> str:
-    return _death("gloo", "all_reduce")
-
-
-@pytest.mark.parametrize(
-    ("fn", "words"),
-    [
-        (
-            death_in_shared_reduction,
-            ("all_reduce of buffer 0 (3000 x torch.float32), sequence 1", "rank 1 (process", "died"),
-        ),
-        (death_in_shared_barrier, ("barrier number 2", "rank 1 (process", "died")),
-        (death_in_gloo_reduction, ("all_reduce of 3000 x torch.float32", "rank 1")),
-    ],
-)
-def test_a_dead_rank_is_named_in_seconds(fn: Callable[[], str], words: tuple[str, ...], tmp_path: Path) -> None:
-    told = survivors(fn, 3, tmp_path)
-    assert told[1] is None
-    assert all(told[rank] is not None for rank in (0, 2))
-    # One survivor may learn of the death through the other, which failed first.
-    first = next(text for text in (told[0], told[2]) if text is not None and words[-1] in text)
-    assert all(word in first for word in words)
-    assert all(float(text.split()[0]) < 10.0 for text in (told[0], told[2]) if text is not None)
-
-
-def late() -> str:
-    scope = Scope("shared", timeout_s=1.0)
-    (full,) = scope.group.buffers([(4, torch.float32)])
-    try:
-        if scope.group.rank == 0:
-            scope.group.all_reduce(full, 1.0).wait()
-    except PeerError as error:
-        return str(error)
-    finally:
-        dist.barrier()
-    return ""
-
-
-def left() -> str:
-    scope = Scope("shared")
-    told = ""
-    try:
-        if scope.group.rank == 0:
-            scope.group.fence()
-        else:
-            scope.group.close()
-    except PeerError as error:
-        told = str(error)
-    dist.barrier()
-    return told
-
-
-def astray() -> str:
-    scope = Scope("shared")
-    told = ""
-    try:
-        scope.group.fence() if scope.group.rank else scope.group.exchange([1.0, 2.0])
-    except PeerError as error:
-        told = str(error)
-    dist.barrier()
-    return told
-
-
-def other_reduction() -> str:
-    scope = Scope("shared")
-    (full,) = scope.group.buffers([(4, torch.float32)])
-    told = ""
-    try:
-        if scope.group.rank:
-            scope.group.reduce_scatter(torch.empty(2), full, 1.0).wait()
-        else:
-            scope.group.all_reduce(full, 1.0).wait()
-    except PeerError as error:
-        told = str(error)
-    dist.barrier()
-    return told
-
-
-def test_a_rank_that_does_not_come_is_named() -> None:
-    text = run_ranks(2, late)[0]
-    assert "rank 1 is running but has not come" in text and "time-out is 1 s" in text
-
-
-def test_a_rank_that_left_is_named() -> None:
-    assert "rank 1 has closed the group" in run_ranks(2, left)[0]
-
-
-def test_ranks_at_different_operations_are_told() -> None:
-    for text in run_ranks(2, astray):
-        assert "exchange of 2 values" in text and "fence of 0" in text
-    first, second = run_ranks(2, other_reduction)
-    assert "rank 0: all_reduce, rank 1: reduce_scatter" in first and "rank 0: all_reduce" in second
 
 
 def test_rank_sum_reuses_its_scratch() -> None:

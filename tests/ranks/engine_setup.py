@@ -1,0 +1,91 @@
+"""What the engine's tests share: plans by name, sessions that clean up, and a program run sharded and in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.build import Session, build
+from shardwise.plan import ByNumel, ByTensor, Plan, replicated, zero
+from shardwise.testing import assert_close
+
+PLANS: dict[str, Plan] = {
+    "ddp": replicated(),
+    "zero1": zero(1),
+    "zero2": zero(2),
+    "half": zero(3).but(gathered_fraction=0.5),
+    "zero3": zero(3),
+    "zero3_tensor": zero(3).but(packing=ByTensor(persist_numel=0)),
+    "zero3_straddling": zero(3).but(packing=ByNumel(chunk_numel=50)),
+    "zero3_gloo": zero(3).but(shared_memory=False),
+    "zero2_gloo": zero(2).but(shared_memory=False),
+    "hybrid": zero(3, dp_replicate=2),
+}
+
+Optimizers = torch.optim.Optimizer | list[torch.optim.Optimizer] | None
+Program = Callable[[nn.Module, int, int], Iterator[tuple[Tensor, bool]]]
+"""``program(model, rank, step)`` yields (loss, keep the graph) for each backward pass of a rank's step."""
+
+
+@contextmanager
+def sharded(model: nn.Module, optimizer: Optimizers, plan: Plan) -> Iterator[Session]:
+    """A session that is closed with its mesh, unless the test fails (peers may be gone then)."""
+    session = build(model, optimizer, plan)
+    yield session
+    session.close()
+    session.mesh.close()
+
+
+def adam(model: nn.Module, lr: float = 0.05) -> torch.optim.Optimizer:
+    return torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=lr, eps=1e-4)
+
+
+def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr, momentum=0.5)
+
+
+def seeded(build_model: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+    """The same weights in every process, in fp64 so that nothing but the arithmetic can differ."""
+    torch.manual_seed(seed)
+    return build_model().double()
+
+
+def data(rank: int, step: int, index: int = 0, width: int = 6, rows: int = 4) -> Tensor:
+    """A batch of one rank: ``[rows, width]`` in fp64."""
+    generator = torch.Generator().manual_seed(10000 * rank + 100 * step + index)
+    return torch.randn(rows, width, generator=generator, dtype=torch.float64)
+
+
+def run_plain(build_model: Callable[[], nn.Module], program: Program, world_size: int, steps: int) -> dict[str, Tensor]:
+    """The mean over ranks, one rank after the other in one process."""
+    model = seeded(build_model)
+    optimizer = adam(model)
+    for step in range(steps):
+        for rank in range(world_size):
+            for loss, keep in program(model, rank, step):
+                (loss / world_size).backward(retain_graph=keep)
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(model.state_dict())
+
+
+def run_sharded(build_model: Callable[[], nn.Module], program: Program, plan: Plan, steps: int) -> dict[str, Tensor]:
+    """The same on this rank of a pool."""
+    model = seeded(build_model)
+    with sharded(model, adam(model), plan) as session:
+        assert session.optimizer is not None
+        for step in range(steps):
+            for loss, keep in program(session.module, session.mesh.rank, step):
+                session.optimizer.backward(loss, retain_graph=keep)
+            session.optimizer.step()
+        return session.module.state_dict()
+
+
+def check(actual: list[dict[str, Tensor]], expected: dict[str, Any], what: str, rtol: float = 1e-11) -> None:
+    """Every rank has the expected state."""
+    for rank, state in enumerate(actual):
+        assert_close(state, expected, rtol, f"{what}, rank {rank}")

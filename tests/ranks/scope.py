@@ -1,0 +1,62 @@
+"""What the tests of groups share: a group over all ranks, known values, and the plain computation."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.comm import Group, GroupMaker, NativeGroup
+from shardwise.comm.control import Control
+from shardwise.comm.summing import RankSum
+
+CPU = torch.device("cpu")
+
+
+class Scope:
+    """A group over all ranks, closed with its communicators at the end."""
+
+    def __init__(self, kind: str, timeout_s: float = 60.0) -> None:
+        ranks = [list(range(dist.get_world_size()))]
+        self.maker = GroupMaker(CPU, kind == "shared", timeout_s)
+        if kind == "native":
+            control, gather, reduce = (self.maker._new(name, ranks, "gloo") for name in ("control", "gather", "reduce"))
+            self.group: Group = NativeGroup("test", CPU, Control("test", control), gather, reduce)
+        else:
+            self.group = self.maker.make("test", ranks)
+            # Small tiles, so that small tensors cross several of them.
+            vars(self.group).update({name: RankSum(512) for name in ("sum", "_sum") if hasattr(self.group, name)})
+
+    def __enter__(self) -> Group:
+        return self.group
+
+    def __exit__(self, *_: object) -> None:
+        self.group.close()
+        self.maker.close()
+
+
+@functools.lru_cache(maxsize=200)
+def values(rank: int, numel: int, dtype: torch.dtype, round_: int = 0) -> Tensor:
+    """What rank ``rank`` puts into a buffer, known to all."""
+    generator = torch.Generator().manual_seed(1000 * round_ + rank)
+    return torch.randn(numel, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def summed(size: int, numel: int, dtype: torch.dtype, out: torch.dtype, scale: float, round_: int = 0) -> Tensor:
+    """The plain computation: add in rank order in fp32 (fp64 for fp64), scale, round once."""
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    total = values(0, numel, dtype, round_).to(exact)
+    for rank in range(1, size):
+        total = total + values(rank, numel, dtype, round_).to(exact)
+    return (total * scale).to(out)
+
+
+def same(found: Tensor, expected: Tensor, kind: str) -> None:
+    if kind != "native":
+        assert torch.equal(found, expected)
+        return
+    # The library adds in its own order and rounds 16-bit sums at every hop.
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.05, torch.float16: 0.01}[found.dtype]
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)

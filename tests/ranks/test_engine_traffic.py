@@ -1,0 +1,241 @@
+"""Bytes on the wire per step, to the byte, against formulas written out here.
+
+With N ranks, an operation on a whole array of B bytes sends (N-1)/N B from every rank; an all-reduce sends twice that.
+Psi is the padded bytes of the trainable chunks. Padding: fewer than N * R elements a chunk, and fewer than 64 bytes in
+front of each matrix. What the ranks tell each other besides (which parameters were used, norms) is counted as
+``exchange`` and bounded separately.
+
+What stage 3 gathers in a step with a chain of K equal units, a budget of b units and a prefetch of p:
+* forward gathers each unit once, K;
+* backward reads the weights of the last r units, in reverse: r = K where the model's input needs a gradient, else
+  K - 1, since the first layer's weight is only needed for that;
+* what is still there at the turn is not gathered again: the last max(1, b) units, or max(1 + p, b) once the order is
+  known (from the second step on), since units that are about to be used are not evicted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from engine_setup import PLANS, sharded
+from torch import nn
+
+from shardwise.plan import MeshPlan, Plan, zero
+from shardwise.testing import run_ranks
+
+WIDTH, DEPTH = 17, 5
+UNIT = WIDTH * WIDTH + WIDTH
+
+
+@dataclass(frozen=True)
+class Counted:
+    """One rank's steps: traffic by kind, and the padded sizes of the chunks in elements."""
+
+    steps: list[dict[str, int]]
+    trainable: list[int]
+    frozen: list[int]
+    peak_gathered: int
+
+
+def chain(freeze: int = 0) -> nn.Sequential:
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)])
+    model[:freeze].requires_grad_(False)
+    return model
+
+
+def count(
+    plan: Plan, steps: int = 2, passes: int = 1, no_sync: bool = False, input_grad: bool = True, freeze: int = 0
+) -> Counted:
+    model = chain(freeze)
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad])
+    with sharded(model, optimizer, plan) as session:
+        traffic = []
+        for _ in range(steps):
+            session.reset_traffic()
+            for index in range(passes):
+                loss = session.module(torch.randn(3, WIDTH, requires_grad=input_grad)).square().mean()
+                if no_sync and index + 1 < passes:
+                    with session.no_sync():
+                        before = session.traffic()
+                        session.backward(loss)
+                        assert session.traffic() == before
+                else:
+                    session.backward(loss)
+            session.optimizer.step()
+            traffic.append(session.traffic())
+        chunks = session.engine.layout.chunks
+        trainable = [c.padded_numel for c in chunks if c.trainable]
+        frozen = [c.padded_numel for c in chunks if not c.trainable]
+        return Counted(traffic, trainable, frozen, session.memory().peak_gathered_bytes)
+
+
+def counts(world_size: int, plan: Plan, **settings: object) -> Counted:
+    """All ranks send the same; padding is within what the file's head states."""
+    results = run_ranks(world_size, count_with, plan, settings)
+    for result in results:
+        assert result == results[0]
+        for step in result.steps:
+            assert step["broadcast"] == 0 and step["exchange"] <= 64 * 8 * world_size * (DEPTH + 2)
+    padded = results[0].trainable + results[0].frozen
+    assert UNIT * DEPTH <= sum(padded) < (UNIT + 16) * DEPTH + len(padded) * world_size
+    return results[0]
+
+
+def count_with(plan: Plan, settings: dict[str, object]) -> Counted:
+    return count(plan, **settings)
+
+
+def sends(numel: int, itemsize: int, ranks: int) -> int:
+    assert numel % ranks == 0
+    return (ranks - 1) * (numel // ranks) * itemsize
+
+
+def check_step(step: dict[str, int], gathered: int, scattered: int, reduced: int = 0) -> None:
+    found = (step["all_gather"], step["reduce_scatter"], step["all_reduce"])
+    assert found == (gathered, scattered, reduced)
+
+
+@pytest.mark.parametrize("shared", [None, False], ids=["shared", "gloo"])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_two_psi(world_size: int, shared: bool | None) -> None:
+    """DDP, ZeRO-1 and ZeRO-2: 2 Psi (N-1)/N."""
+    for stage in ("ddp", "zero1", "zero2"):
+        result = counts(world_size, PLANS[stage].but(shared_memory=shared))
+        psi = sends(sum(result.trainable), 4, world_size)
+        for step in result.steps:
+            check_step(step, *((0, 0, 2 * psi) if stage == "ddp" else (psi, psi)))
+
+
+def kept_units(budget_units: int, prefetch: int, known: bool) -> int:
+    return max(1 + prefetch if known else 1, budget_units)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_three_psi_less_what_is_there_at_the_turn(world_size: int) -> None:
+    for shared in (None, False):
+        for prefetch in (0, 1, 2):
+            for input_grad in (True, False):
+                plan = zero(3).but(prefetch=prefetch, shared_memory=shared)
+                result = counts(world_size, plan, input_grad=input_grad)
+                unit = sends(result.trainable[0], 4, world_size)
+                assert result.trainable == [result.trainable[0]] * DEPTH
+                for index, step in enumerate(result.steps):
+                    reads = DEPTH if input_grad else DEPTH - 1
+                    again = reads - kept_units(0, prefetch, known=index > 0)
+                    check_step(step, unit * (DEPTH + again), unit * DEPTH)
+
+
+def test_budgets_fall_from_three_psi_to_two() -> None:
+    per_step = []
+    for units in range(DEPTH + 1):
+        fraction = units / DEPTH
+        for prefetch in (0, 1):
+            result = counts(2, zero(3).but(gathered_fraction=fraction, prefetch=prefetch))
+            unit = sends(result.trainable[0], 4, 2)
+            again = max(DEPTH - kept_units(units, prefetch, known=True), 0)
+            # A budget of everything is ZeRO-2: one gather, right after the update.
+            check_step(result.steps[1], unit * (DEPTH + again), unit * DEPTH)
+            whole = result.trainable[0] * 4
+            if units < DEPTH:
+                assert result.peak_gathered == whole * kept_units(units, prefetch, known=True)
+            else:
+                assert result.peak_gathered == 0  # resident, not gathered
+        per_step.append(result.steps[1]["all_gather"])
+    assert per_step == sorted(per_step, reverse=True) and per_step[0] > per_step[-1]
+
+
+@pytest.mark.parametrize("units", [0, 1, 2, 4])
+def test_gloo_gathers_no_more_than_shared_memory(units: int) -> None:
+    """Units fetched ahead are there before they are used, so a few more may still be there at the turn."""
+    for prefetch in (0, 1, 2):
+        plan = zero(3).but(gathered_fraction=units / DEPTH, prefetch=prefetch)
+        shared, gloo = (counts(2, plan.but(shared_memory=kind), steps=3) for kind in (None, False))
+        unit = 4 * shared.trainable[0]
+        for one, other in zip(shared.steps, gloo.steps, strict=True):
+            assert DEPTH * unit // 2 <= other["all_gather"] <= one["all_gather"]
+            assert other["reduce_scatter"] == one["reduce_scatter"]
+        if prefetch == 0 or units == 0:
+            assert [s["all_gather"] for s in gloo.steps] == [s["all_gather"] for s in shared.steps]
+        assert gloo.peak_gathered <= unit * (max(1, units) + prefetch)
+
+
+@pytest.mark.parametrize("shared", [None, False], ids=["shared", "gloo"])
+def test_hybrid_shard(shared: bool | None) -> None:
+    """Reduce-scatter over the shard group, then all-reduce of the shard over the replicas."""
+    for stage in (1, 2, 3):
+        result = counts(4, zero(stage, dp_replicate=2).but(shared_memory=shared, prefetch=0))
+        psi = sends(sum(result.trainable), 4, 2)
+        replicas = 2 * sends(sum(result.trainable) // 2, 4, 2)
+        gathered = psi + psi * (DEPTH - 1) // DEPTH if stage == 3 else psi
+        for step in result.steps:
+            check_step(step, gathered, psi, replicas)
+
+
+@pytest.mark.parametrize("shared", [None, False], ids=["shared", "gloo"])
+def test_micro_batches_and_no_sync(shared: bool | None) -> None:
+    passes = 3
+    for name in ("ddp", "zero1"):
+        plan = PLANS[name].but(shared_memory=shared)
+        for no_sync in (True, False):
+            result = counts(2, plan, passes=passes, no_sync=no_sync)
+            psi = sends(sum(result.trainable), 4, 2)
+            reductions = 1 if no_sync else passes
+            for step in result.steps:
+                check_step(step, *((0, 0, 2 * psi * reductions) if name == "ddp" else (psi, psi * reductions)))
+    result = counts(2, PLANS["zero2"].but(shared_memory=shared), passes=passes)
+    for step in result.steps:
+        check_step(step, psi, psi * passes)
+    result = counts(2, PLANS["zero3"].but(shared_memory=shared, prefetch=0), passes=passes)
+    unit = sends(result.trainable[0], 4, 2)
+    # Backward ends with the first unit in place, where the next forward begins.
+    gathers = passes * (2 * DEPTH - 1) - (passes - 1)
+    for step in result.steps:
+        check_step(step, unit * gathers, unit * DEPTH * passes)
+
+
+def test_frozen_parameters_cost_nothing() -> None:
+    """At stages 1 and 2 nothing at all; at stage 3 they are gathered but not reduced, and stay valid over the step."""
+    for name in ("ddp", "zero1", "zero2"):
+        result = counts(2, PLANS[name], freeze=2, input_grad=False)
+        assert sum(result.frozen) >= 2 * UNIT
+        psi = sends(sum(result.trainable), 4, 2)
+        for step in result.steps:
+            check_step(step, *((0, 0, 2 * psi) if name == "ddp" else (psi, psi)))
+    result = counts(2, zero(3).but(prefetch=0), freeze=2, input_grad=False)
+    unit = sends(result.trainable[0], 4, 2)
+    # Backward reads the weights of the trainable units but the first of them; the last one is still there.
+    for step in result.steps:
+        check_step(step, unit * (DEPTH + (DEPTH - 2 - 1) - 1), unit * (DEPTH - 2))
+
+
+def test_sixteen_bits_halve_the_bytes_and_the_reduce_dtype_counts() -> None:
+    for stage in (1, 2, 3):
+        plan = zero(stage, torch.bfloat16).but(prefetch=0)
+        result = counts(2, plan)
+        half = sends(sum(result.trainable), 2, 2)
+        gathered = half + half * (DEPTH - 1) // DEPTH if stage == 3 else half
+        check_step(result.steps[1], gathered, half)
+        wide = counts(2, plan.but(reduce_dtype=torch.float32))
+        check_step(wide.steps[1], gathered, 2 * half)
+
+
+def test_one_rank_sends_nothing() -> None:
+    plan = replace(zero(3), mesh=MeshPlan(dp_shard=1, dp_replicate=1))
+    result = count(plan)
+    assert all(set(step.values()) == {0} for step in result.steps)
+
+
+def unused_block(plan: Plan) -> tuple[dict[str, int], int]:
+    model = chain()
+    with sharded(model, torch.optim.SGD(model.parameters(), lr=0.1), plan) as session:
+        session.reset_traffic()
+        session.backward(model[:2](torch.randn(3, WIDTH)).square().mean())
+        session.optimizer.step()
+        return session.traffic(), session.engine.layout.chunks[0].padded_numel
+
+
+def test_gradients_of_unused_units_are_not_sent() -> None:
+    for traffic, padded in run_ranks(2, unused_block, zero(3)):
+        assert traffic["reduce_scatter"] == 2 * sends(padded, 4, 2)

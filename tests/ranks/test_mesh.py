@@ -1,0 +1,235 @@
+"""The grid of ranks, the choice of groups, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwise.comm import choose
+from shardwise.mesh import LaunchFacts, Mesh, init_distributed
+from shardwise.plan import CommPlan, MeshPlan
+from shardwise.testing import run_ranks
+
+CPU = torch.device("cpu")
+
+
+def create(dp_shard: int, dp_replicate: int, shared_memory: bool | None = None) -> Mesh:
+    comm = CommPlan(overlap=True, shared_memory=shared_memory, same_order=False, sync_init=True)
+    return Mesh.create(MeshPlan(dp_shard=dp_shard, dp_replicate=dp_replicate), CPU, comm)
+
+
+def test_without_torch_distributed_it_is_a_mesh_of_one() -> None:
+    mesh = create(-1, 1)
+    assert (mesh.rank, mesh.size, mesh.shard.size, mesh.replicate.size, mesh.device_mesh) == (0, 1, 1, 1, None)
+    assert mesh.traffic() == dict.fromkeys(mesh.world.traffic.bytes, 0)
+    mesh.close()
+    with pytest.raises(ValueError, match="divided"):
+        create(2, 1)
+
+
+def grid(dp_shard: int, dp_replicate: int, shared_memory: bool | None) -> list[object]:
+    mesh = create(dp_shard, dp_replicate, shared_memory)
+    told: list[object] = [
+        mesh.rank,
+        mesh.size,
+        [type(group).__name__ for group in (mesh.shard, mesh.replicate, mesh.world)],
+        [row[0] for row in mesh.shard.exchange([mesh.rank])],
+        [row[0] for row in mesh.replicate.exchange([mesh.rank])],
+        [row[0] for row in mesh.world.exchange([mesh.rank])],
+        len(mesh.groups),
+        mesh.device_mesh.mesh_dim_names if mesh.device_mesh is not None else None,
+    ]
+    assert mesh.rank == mesh.replicate.rank * mesh.shard.size + mesh.shard.rank == dist.get_rank()
+    calls = sum(group.traffic.calls["exchange"] for group in mesh.groups)
+    assert calls == 3 and mesh.traffic()["exchange"] == sum(group.traffic.total() for group in mesh.groups)
+    mesh.reset_traffic()
+    assert mesh.traffic()["exchange"] == 0
+    mesh.close()
+    mesh.close()
+    return told
+
+
+@pytest.mark.parametrize("shared_memory", [None, False])
+def test_ranks_divide_into_shards_and_replicas(shared_memory: bool | None) -> None:
+    kind = "GlooGroup" if shared_memory is False else "SharedGroup"
+    axes = ("dp_replicate", "dp_shard")
+    for rank, told in enumerate(run_ranks(4, grid, 2, 2, shared_memory)):
+        low = rank // 2 * 2
+        rows = [[low, low + 1], [rank % 2, rank % 2 + 2], [0, 1, 2, 3]]
+        assert told == [rank, 4, [kind] * 3, *rows, 3, axes]
+    for rank, told in enumerate(run_ranks(3, grid, -1, 1, shared_memory)):
+        assert told == [rank, 3, [kind, "LocalGroup", kind], [0, 1, 2], [rank], [0, 1, 2], 2, axes]
+    for rank, told in enumerate(run_ranks(2, grid, 1, -1, shared_memory)):
+        assert told == [rank, 2, ["LocalGroup", kind, kind], [rank], [0, 1], [0, 1], 2, axes]
+    assert run_ranks(1, grid, 1, 1, shared_memory)[0][2] == ["LocalGroup"] * 3  # type: ignore[index]
+
+
+def two_hosts() -> list[str]:
+    """Ranks 0 and 1 on one host, 2 and 3 on another."""
+    real = choose.host_facts()
+    with mock.patch.object(choose, "host_facts", lambda: real | {"host": f"host {dist.get_rank() // 2}"}):
+        with pytest.raises(ValueError, match="not on one host"):
+            create(4, 1, True)
+        mesh = create(2, 2)
+    full = mesh.world.buffers([(8, torch.float32)])[0]
+    full.local.fill_(mesh.rank)
+    mesh.world.all_reduce(full, 1.0).wait()
+    assert full.local.tolist() == [6.0] * 8
+    names = [type(group).__name__ for group in (mesh.shard, mesh.replicate, mesh.world)]
+    mesh.close()
+    return names
+
+
+def test_shared_memory_only_within_a_host() -> None:
+    assert run_ranks(4, two_hosts) == [["SharedGroup", "GlooGroup", "GlooGroup"]] * 4
+
+
+def one_host_of_two_shares() -> list[str]:
+    """Ranks 0 and 1 share a host, 2 and 3 do not: axes whose groups differ in kind."""
+    real = choose.host_facts()
+    with mock.patch.object(choose, "host_facts", lambda: real | {"host": f"host {max(dist.get_rank(), 1)}"}):
+        mesh = create(2, 2)
+    names = [type(group).__name__ for group in (mesh.shard, mesh.replicate, mesh.world)]
+    assert mesh.shard.exchange([mesh.rank]) == [[mesh.rank // 2 * 2], [mesh.rank // 2 * 2 + 1]]
+    mesh.close()
+    return names
+
+
+def test_groups_of_one_axis_may_differ() -> None:
+    names = run_ranks(4, one_host_of_two_shares)
+    assert [kinds[0] for kinds in names] == ["SharedGroup", "SharedGroup", "GlooGroup", "GlooGroup"]
+
+
+def refuse(*_: object) -> int:
+    raise PermissionError(1, "not here")
+
+
+def without_memfd() -> str:
+    """The file in /dev/shm takes over, on one rank's word for all; with that gone too, gloo does."""
+    before = set(os.listdir("/dev/shm"))
+    forbidden = refuse if dist.get_rank() == 1 else os.memfd_create
+    with mock.patch.object(os, "memfd_create", forbidden):
+        mesh = create(-1, 1)
+        assert type(mesh.shard).__name__ == "SharedGroup" and mesh.shard._method == "file"  # type: ignore[attr-defined]
+        full = mesh.shard.buffers([(4 * mesh.size, torch.float32)])[0]
+        full.local.fill_(1.0)
+        mesh.shard.all_reduce(full, 1.0).wait()
+        assert full.local.tolist() == [float(mesh.size)] * 4 * mesh.size
+        mesh.shard.fence()
+        assert {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("shardwise-")} == set()
+        mesh.close()
+        with mock.patch.object(os, "posix_fallocate", refuse):
+            mesh = create(-1, 1)
+            kind = type(mesh.shard).__name__
+            mesh.close()
+            with pytest.raises(ValueError, match=r"rank 1: .* by memfd: .*not here.*rank 0: .* by file: .*not here"):
+                create(-1, 1, True)
+    return kind
+
+
+def test_fallbacks_are_agreed() -> None:
+    assert run_ranks(2, without_memfd) == ["GlooGroup"] * 2
+
+
+def disagreeing() -> None:
+    with pytest.raises(ValueError, match="shared_memory differs"):
+        create(-1, 1, dist.get_rank() == 0)
+
+
+def test_ranks_must_want_the_same() -> None:
+    run_ranks(2, disagreeing)
+
+
+def mapped() -> int:
+    with open("/proc/self/maps") as file:
+        return sum("shardwise" in line for line in file)
+
+
+def leftovers() -> None:
+    counts = []
+    for _ in range(4):
+        mesh = create(-1, 1)
+        buffers = mesh.shard.buffers([(1000 * mesh.size, torch.float32), (10, torch.bfloat16)])
+        assert mapped() == 2 * mesh.size
+        mesh.shard.fence()
+        mesh.close()
+        assert buffers[0].local.numel() == 0 and mapped() == 0
+        del buffers, mesh
+        gc.collect()
+        # The store of the test pool closes its connections when it likes; file descriptors settle after the first.
+        dist.barrier()
+        counts.append(len(os.listdir("/proc/self/fd")))
+    assert counts[3] <= counts[1] + 2, counts
+
+
+def test_closing_gives_everything_back() -> None:
+    run_ranks(2, leftovers)
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, (False, 0, 1, 0, 1)),
+        ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, (True, 3, 4, 1, 2)),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, (True, 1, 2, 1, 2)),
+    ],
+)
+def test_launch_facts(environment: Mapping[str, str], expected: tuple[object, ...]) -> None:
+    facts = LaunchFacts.read(environment)
+    assert (facts.launched, facts.rank, facts.world_size, facts.local_rank, facts.local_world_size) == expected
+
+
+@pytest.mark.parametrize(
+    ("environment", "text"),
+    [
+        ({"RANK": "1"}, "WORLD_SIZE"),
+        ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK='one'"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2"),
+    ],
+)
+def test_launch_facts_refuse_what_they_cannot_read(environment: Mapping[str, str], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        LaunchFacts.read(environment)
+
+
+def test_alone_nothing_is_initialised() -> None:
+    device = init_distributed()
+    assert device.type in ("cpu", "cuda") and not dist.is_initialized()
+    with pytest.raises(ValueError, match="cuda:99"):
+        init_distributed("cuda:99")
+
+
+def test_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import torch.distributed as dist
+            from shardwise.mesh import Mesh, init_distributed, shutdown
+            from shardwise.plan import zero
+            device = init_distributed("cpu")
+            assert init_distributed("cpu") == device
+            plan = zero(3)
+            mesh = Mesh.create(plan.mesh, device, plan.comm)
+            print("ranks", mesh.world.exchange([mesh.rank]), dist.get_backend(), flush=True)
+            mesh.close()
+            shutdown()
+            shutdown()
+            """
+        )
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    environment = os.environ | {"PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("ranks [[0.0], [1.0]] gloo") == 2

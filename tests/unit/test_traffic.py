@@ -1,0 +1,50 @@
+"""The traffic counter, and what a group of one rank counts."""
+
+from __future__ import annotations
+
+import torch
+
+from shardwise.comm import LocalGroup, Traffic
+from shardwise.device import live_bytes, memory_facts
+
+
+def test_counts_by_kind_and_resets() -> None:
+    traffic = Traffic()
+    assert traffic.total() == 0 and repr(traffic) == "Traffic(nothing sent)"
+    traffic.add("all_gather", 10)
+    traffic.add("all_gather", 5)
+    traffic.add("exchange", 0)
+    assert traffic.bytes == {"all_gather": 15, "reduce_scatter": 0, "all_reduce": 0, "broadcast": 0, "exchange": 0}
+    assert traffic.calls["all_gather"] == 2 and traffic.calls["exchange"] == 1 and traffic.total() == 15
+    assert repr(traffic) == "Traffic(all_gather=15 in 2, exchange=0 in 1)"
+    by_kind = traffic.bytes
+    traffic.reset()
+    assert traffic.bytes is by_kind and traffic.total() == 0 and set(traffic.calls.values()) == {0}
+
+
+def test_one_rank_sends_nothing() -> None:
+    group = LocalGroup("alone", torch.device("cpu"))
+    full, shard = group.buffers([(4, torch.float16), (4, torch.float32)])
+    full.local.fill_(3.0)
+    out = torch.empty(4)
+    group.reduce_scatter(out, full, 0.5).wait()
+    assert out.tolist() == [1.5] * 4
+    group.all_reduce(full, 2.0).wait()
+    assert full.local.tolist() == [6.0] * 4
+    group.all_gather(out, shard).wait()
+    assert out.tolist() == [0.0] * 4
+    assert group.exchange([1, 2]) == [[1.0, 2.0]] and group.exchange_object((1, "a")) == [[1, "a"]]
+    group.broadcast(out, 0)
+    assert group.traffic.total() == 0 and group.traffic.calls["all_gather"] == 1
+
+
+def test_memory_facts() -> None:
+    facts = memory_facts()
+    assert 0 < facts.rss_bytes <= facts.peak_rss_bytes and facts.device_bytes == facts.peak_device_bytes == 0
+    assert memory_facts(torch.device("cpu")).rss_bytes > 0
+
+
+def test_live_bytes_counts_a_storage_once() -> None:
+    whole = torch.zeros(100)
+    views = [whole[:10], whole.view(10, 10).t(), torch.zeros(3, dtype=torch.float64), torch.empty(5, device="meta")]
+    assert live_bytes([whole, *views, torch.empty(0)]) == 400 + 24
