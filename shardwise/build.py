@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from shardwise.engine.engine import Engine
+from shardwise.engine.memory import MemoryReport
 from shardwise.engine.module import ShardedModule
 from shardwise.engine.optimizer import ShardedOptimizer
 from shardwise.engine.optimizer_state import gather_shards
@@ -18,26 +18,6 @@ from shardwise.mesh import Mesh
 from shardwise.plan import Plan
 
 __all__ = ["MemoryReport", "Session", "build"]
-
-
-@dataclass(frozen=True)
-class MemoryReport:
-    """Live bytes of this rank's model data by kind."""
-
-    parameters_bytes: int
-    """Shards and, where parameters stay gathered, the whole arrays."""
-    gathered_bytes: int
-    """Gathered copies of sharded chunks right now."""
-    peak_gathered_bytes: int
-    gradients_bytes: int
-    """Exchange buffers and reduced shards."""
-    master_bytes: int
-    optimizer_bytes: int
-
-    @property
-    def total_bytes(self) -> int:
-        kinds = (self.parameters_bytes, self.gathered_bytes, self.gradients_bytes, self.master_bytes)
-        return sum(kinds) + self.optimizer_bytes
 
 
 class Session:
@@ -89,19 +69,7 @@ class Session:
 
     def memory(self) -> MemoryReport:
         """Live bytes of model data on this rank."""
-        engine = self.engine
-        optimizer = 0
-        for each in self.optimizers:
-            for state in each.optimizer.state.values():
-                optimizer += sum(v.nbytes for v in state.values() if isinstance(v, torch.Tensor))
-        return MemoryReport(
-            parameters_bytes=sum(c.exchange.local.nbytes for c in engine.chunks),
-            gathered_bytes=engine.pool.gathered_bytes,
-            peak_gathered_bytes=engine.pool.peak_gathered_bytes,
-            gradients_bytes=engine.reducer.bytes(),
-            master_bytes=sum(m.nbytes for m in engine.masters.values()),
-            optimizer_bytes=optimizer,
-        )
+        return self.module.memory()
 
     def traffic(self) -> dict[str, int]:
         """Bytes that this rank has sent, by kind of operation, over all axes."""

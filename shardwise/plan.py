@@ -248,12 +248,15 @@ class CommPlan:
         shared_memory: exchange through shared memory between CPU ranks of one host; ``None`` chooses by itself.
         same_order: the caller promises that all ranks run the same modules in the same order, so that gathers need no
             agreement between ranks. ``False`` is always safe.
+        gather_on_use: after a step, parameters that stay gathered are renewed in the background and waited for at their
+            first use (until then they read as before the step). ``False``: ``step()`` renews them.
         sync_init: every rank starts from rank 0's parameters and buffers (DDP does the same).
     """
 
     overlap: bool
     shared_memory: bool | None
     same_order: bool
+    gather_on_use: bool
     sync_init: bool
 
 
@@ -331,7 +334,7 @@ def zero(stage: Literal[1, 2, 3], param_dtype: torch.dtype | None = None, dp_rep
         ),
         precision=_precision(param_dtype, _default_scaler() if param_dtype is torch.float16 else None),
         grad=GradPlan(max_norm=0.0, norm_type=2.0, average="sum"),
-        comm=CommPlan(overlap=True, shared_memory=None, same_order=False, sync_init=True),
+        comm=CommPlan(overlap=True, shared_memory=None, same_order=False, gather_on_use=False, sync_init=True),
         verbose=False,
     )
 

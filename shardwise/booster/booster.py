@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -66,8 +65,6 @@ class Booster:
         self.plugin = plugin
         self.device = None if device is None else torch.device(device)
         self.mixed_precision = mixed_precision
-        # A sharded optimizer's groups hold shards, so the shapes for its checkpoints are noted when it is boosted.
-        self._shapes: WeakKeyDictionary[torch.optim.Optimizer, Sequence[files.Shapes]] = WeakKeyDictionary()
 
     # -- training
 
@@ -96,7 +93,6 @@ class Booster:
         swapped = _is_dataloader(criterion) and not _is_dataloader(dataloader)
         if swapped:
             criterion, dataloader = dataloader, criterion  # type: ignore[assignment]
-        shapes = None if optimizer is None else parameter_shapes(optimizer)
         if self.plugin is not None:
             model, optimizer, criterion, dataloader, lr_scheduler = self.plugin.configure(
                 model, optimizer, criterion, dataloader, lr_scheduler
@@ -107,8 +103,6 @@ class Booster:
             model, optimizer, criterion = self.mixed_precision.configure(model, optimizer, criterion)
         if optimizer is not None and self.plugin is None and not isinstance(optimizer, OptimizerWrapper):
             optimizer = OptimizerWrapper(optimizer)
-        if optimizer is not None and shapes is not None:
-            self._shapes[optimizer] = shapes
         if not swapped:
             return model, optimizer, criterion, dataloader, lr_scheduler
         returned = (model, optimizer, dataloader, criterion)
@@ -261,7 +255,7 @@ class Booster:
             refuse("prefix", prefix, "optimizer states are stored by parameter index; leave it None")
         path = files.target(checkpoint, ".safetensors")
         state = optimizer.state_dict()
-        shapes = self._shapes_of(optimizer)
+        shapes = parameter_shapes(optimizer)
         files.on_rank_zero(lambda: files.write_optimizer(state, shapes, path), f"save the optimizer to {path}")
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, checkpoint: str | Path) -> torch.optim.Optimizer:
@@ -276,11 +270,11 @@ class Booster:
             CheckpointError: the file is damaged, or another rank failed.
         """
 
+        own = parameter_shapes(optimizer)
+
         def read() -> dict[str, Any]:
             state, shapes = files.read_optimizer(checkpoint)
-            own = self._shapes_of(optimizer)
-            if own is not None:
-                files.check_optimizer_state(state, shapes, own)
+            files.check_optimizer_state(state, shapes, own)
             return state
 
         state = files.on_every_rank(read, f"load the optimizer from {checkpoint}")
@@ -288,14 +282,6 @@ class Booster:
             del state["scaler"]  # written by an fp16 run, read by one that needs no loss scale
         optimizer.load_state_dict(state)
         return optimizer
-
-    def _shapes_of(self, optimizer: torch.optim.Optimizer) -> Sequence[files.Shapes] | None:
-        """By group, the full shapes of the parameters; ``None`` for another Booster's sharded optimizer, which checks
-        by itself what it loads."""
-        if optimizer in self._shapes:
-            return self._shapes[optimizer]
-        sharded = hasattr(optimizer, "backward") and not isinstance(optimizer, OptimizerWrapper)
-        return None if sharded else parameter_shapes(optimizer)
 
     def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:
         """Write the scheduler's state as JSON. Collective: every rank calls, rank 0 writes.

@@ -62,7 +62,10 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def parameter_shapes(optimizer: torch.optim.Optimizer) -> list[list[tuple[int, ...]]]:
-    """By group, the shape of every parameter."""
+    """By group, the full shape of every parameter; a sharded optimizer's groups hold parts, so it is asked."""
+    asked = getattr(unwrap_optimizer(optimizer), "parameter_shapes", None)
+    if asked is not None:
+        return [[tuple(shape) for shape in shapes] for shapes in asked()]
     return [[tuple(parameter.shape) for parameter in group["params"]] for group in optimizer.param_groups]
 
 

@@ -89,11 +89,13 @@ class ChunkPool:
         self.by_storage: dict[int, Chunk] = {}
         self.gathered_bytes = 0
         self.peak_gathered_bytes = 0
-        self._agrees = not (group.one_sided_gather or same_order or group.size == 1)
         self._transient = {u.index: [chunks[c] for c in u.chunks if not chunks[c].resident] for u in units}
+        # Where everything stays gathered there is nothing to agree on, and passes under no_sync cost nothing.
+        self._agrees = self.needs_hooks and not (group.one_sided_gather or same_order or group.size == 1)
         self._bytes = {u: sum(c.spec.padded_bytes for c in cs) for u, cs in self._transient.items()}
         self._pins = dict.fromkeys(self._transient, 0)
         self._held: set[int] = set()
+        self._renewing: dict[int, list[Chunk]] = {}
 
     @property
     def needs_hooks(self) -> bool:
@@ -104,7 +106,11 @@ class ChunkPool:
         """Make a unit's parameters readable; with ``pin`` they stay so until :meth:`unpin`."""
         if pin:
             self._pins[unit] += 1
+        if unit in self._renewing:
+            self._renew(unit)
         self.trace.use(unit)
+        if not self._transient[unit]:
+            return
         if unit in self._held and not any(c.pending for c in self._transient[unit]):
             return
         ahead = [] if self.group.one_sided_gather else next_units(self.trace, self.prefetch)
@@ -121,8 +127,24 @@ class ChunkPool:
             raise RuntimeError(f"unit {unit} was unpinned more often than pinned ({self._pins[unit]}); report this")
         self._pins[unit] -= 1
 
+    def renew_later(self, chunk: Chunk) -> None:
+        """The resident ``chunk`` has a gather under way (``chunk.pending``), to be waited for at its first use."""
+        self._renewing.setdefault(chunk.spec.unit, []).append(chunk)
+
+    def settle(self) -> None:
+        """Wait for all such gathers."""
+        for unit in list(self._renewing):
+            self._renew(unit)
+
+    def _renew(self, unit: int) -> None:
+        for chunk in self._renewing.pop(unit):
+            if chunk.pending is not None:
+                chunk.pending.wait()
+                chunk.pending = None
+
     def acquire_all(self) -> None:
         """Gather and pin everything (``gathered()``); :meth:`release_all` undoes it."""
+        self.settle()
         for unit in self._transient:
             self._pins[unit] += 1
             if unit not in self._held:

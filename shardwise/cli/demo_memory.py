@@ -11,9 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.build import Session
 from shardwise.engine.module import ShardedModule
-from shardwise.engine.optimizer import ShardedOptimizer
 
 __all__ = ["held_bytes", "unsharded_bytes"]
 
@@ -41,8 +39,8 @@ def held_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     Call it between backward and the step, when gradients are there. Where parameters are gathered in turns, the most
     that was ever gathered counts.
     """
-    if isinstance(model, ShardedModule) and isinstance(optimizer, ShardedOptimizer):
-        report = Session(model.engine, model, [optimizer]).memory()
+    if isinstance(model, ShardedModule):
+        report = model.memory()
         return report.total_bytes - report.gathered_bytes + report.peak_gathered_bytes
     parameters = list(model.parameters())
     moments = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))

@@ -104,5 +104,7 @@ class NativeGroup(Group):
 
 def _started(work: dist.Work | None) -> dist.Work:
     if work is None:
-        raise RuntimeError("torch.distributed returned no Work: this process is not a member of the group it was given")
+        raise RuntimeError(
+            f"torch.distributed returned {work} for a collective: give a group that this rank belongs to"
+        )
     return work

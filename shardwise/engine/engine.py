@@ -13,7 +13,7 @@ from torch import nn
 from shardwise.chunk.chunk import Chunk
 from shardwise.chunk.layout import Layout, ParamFact, make_layout
 from shardwise.chunk.pool import ChunkPool
-from shardwise.comm import Buffer
+from shardwise.comm import Buffer, Handle
 from shardwise.engine.casts import cast_floats
 from shardwise.engine.deferred import adopt, initial_values, set_buffer
 from shardwise.engine.grads import ChunkGrads
@@ -40,6 +40,7 @@ class Engine:
 
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], plan: Plan, mesh: Mesh) -> None:
         self.model, self.plan, self.mesh = model, plan, mesh
+        self.optimizers = tuple(optimizers)
         names = _all_names(model)
         self.params = [p for p in _distinct_parameters(model) if p.is_floating_point()]
         facts = _facts(self.params, names, optimizers, plan)
@@ -168,12 +169,12 @@ class Engine:
         unit_of: dict[int, int] = {}
         blocks: dict[str, list[int]] = {}
         for chunk in self.chunks:
-            if not chunk.resident:
+            if not chunk.resident or self._renews_late(chunk):
                 unit_of.update({id(param): chunk.spec.unit for param in chunk.params})
         for unit in self.layout.units:
             if unit.module is not None and any(not self.chunks[c].resident for c in unit.chunks):
                 blocks.setdefault(unit.module, []).append(unit.index)
-        if self.pool.needs_hooks:
+        if unit_of:
             hooks = GatherHooks(self.model, self.pool, unit_of, blocks, self._note_backward)
             self._remove.append(hooks.remove)
         for chunk_index, state in self.grads.items():
@@ -284,7 +285,7 @@ class Engine:
     @torch.no_grad()
     def write_back(self) -> None:
         """Take changed gathered parameters over into shards and masters (each rank its own part)."""
-        self.mesh.shard.fence()
+        self.before_update()
         for chunk in self.chunks:
             if chunk.full is not None and not chunk.resident:
                 chunk.shard.copy_(chunk.full[chunk.shard_start : chunk.shard_end])
@@ -295,19 +296,49 @@ class Engine:
     def publish(self) -> None:
         """After shards were written on every rank: gathered copies are renewed or dropped."""
         group = self.mesh.shard
+        self.pool.settle()
         group.fence()
-        fresh = [c for c in self.chunks if c.resident and c.spec.trainable]
-        if group.size > 1:
-            for handle in [group.all_gather_in_place(c.exchange) for c in fresh]:
-                handle.wait()
+        fresh = [c for c in self.chunks if c.resident and c.spec.trainable and group.size > 1]
+        for chunk in fresh:
+            if group.one_sided_gather and self._renews_late(chunk):
+                chunk.pending = _WhenAsked(partial(group.all_gather_in_place, chunk.exchange))
+            else:
+                chunk.pending = group.all_gather_in_place(chunk.exchange)
+            self.pool.renew_later(chunk)
         self.pool.invalidate()
-        group.fence()
+        if not self.plan.comm.gather_on_use:
+            self.pool.settle()
+            group.fence()
+
+    def _renews_late(self, chunk: Chunk) -> bool:
+        late = self.plan.comm.gather_on_use and self.mesh.shard.size > 1
+        return late and chunk.resident and chunk.spec.trainable
+
+    def before_update(self) -> None:
+        """All ranks have read what they need of the shards; from here to :meth:`publish` they may be written."""
+        self.pool.settle()
+        self.mesh.shard.fence()
 
     def close(self) -> None:
         """Remove all hooks. Parameters that are not gathered stay unreadable: gather them first if needed."""
         for remove in self._remove:
             remove()
         self._remove.clear()
+
+
+class _WhenAsked:
+    """A gather that reads the peers' memory by itself: it is done by whoever needs its result."""
+
+    def __init__(self, start: Callable[[], Handle]) -> None:
+        self._start: Callable[[], Handle] | None = start
+
+    def finished(self) -> bool:
+        return self._start is None
+
+    def wait(self) -> None:
+        if self._start is not None:
+            self._start().wait()
+            self._start = None
 
 
 def _distinct_parameters(model: nn.Module) -> list[nn.Parameter]:

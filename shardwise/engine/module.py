@@ -11,9 +11,12 @@ from torch import nn
 
 from shardwise.chunk.chunk import Chunk
 from shardwise.engine.engine import Engine
+from shardwise.engine.memory import MemoryReport, memory_report
 from shardwise.engine.optimizer_state import gather_shards
 
 __all__ = ["ShardedModule"]
+
+EXTRA_STATE = "_extra_state"  # what torch appends to a module's name
 
 
 class ShardedModule(nn.Module):
@@ -50,19 +53,24 @@ class ShardedModule(nn.Module):
         """Backward passes inside are not reduced; see :meth:`shardwise.engine.engine.Engine.no_sync`."""
         return self._engine.no_sync()
 
+    def memory(self) -> MemoryReport:
+        """Live bytes of model data on this rank."""
+        return memory_report(self._engine)
+
     @property
     def _engine(self) -> Engine:
         engine: Engine = self.__dict__["engine"]
         return engine
 
-    def full_state(self, masters: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter (all its names) and buffer as a full tensor, a chunk at a time. Collective.
+    def full_state(self, masters: bool = True) -> Iterator[tuple[str, Any]]:
+        """Every parameter (all its names) and buffer as a full tensor, a chunk at a time, and extra state. Collective.
 
         Args:
             masters: parameters with an fp32 master are given in fp32, so that nothing is lost; otherwise in the
                 compute dtype.
         """
         engine = self._engine
+        engine.pool.settle()
         for chunk in engine.chunks:
             for slot, value in zip(chunk.spec.slots, chunk.views(self._full(chunk, masters)), strict=True):
                 for name in engine.layout.facts[slot.param].names:
@@ -70,7 +78,7 @@ class ShardedModule(nn.Module):
         seen = {name for fact in engine.layout.facts for name in fact.names}
         for name, value in self.unwrap().state_dict(keep_vars=True).items():
             if name not in seen:
-                yield name, value.detach()
+                yield name, value.detach() if isinstance(value, torch.Tensor) else value
 
     def _full(self, chunk: Chunk, masters: bool) -> torch.Tensor:
         master = self._engine.masters.get(chunk.spec.index) if masters else None
@@ -82,7 +90,7 @@ class ShardedModule(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The full state on every rank, on the host, in the module's own order and names. Collective."""
-        full = {name: value.cpu() for name, value in self.full_state()}
+        full = {n: v.cpu() if isinstance(v, torch.Tensor) else v for n, v in self.full_state()}
         order = list(self.unwrap().state_dict(keep_vars=True))
         prefix = kwargs.get("prefix", "")
         return {prefix + name: full[name] for name in order if name in full}
@@ -119,7 +127,7 @@ class ShardedModule(nn.Module):
     @torch.no_grad()
     def _load(self, state: Mapping[str, torch.Tensor], own: Mapping[str, Any]) -> None:
         engine = self._engine
-        engine.mesh.shard.fence()
+        engine.before_update()
         parameters: set[str] = set()
         for index, fact in enumerate(engine.layout.facts):
             parameters |= set(fact.names)
@@ -127,6 +135,11 @@ class ShardedModule(nn.Module):
             if name is not None:
                 engine.store_value(index, state[name])
         for name, value in own.items():
-            if name not in parameters and name in state and isinstance(value, torch.Tensor):
+            if name in parameters or name not in state:
+                continue
+            if isinstance(value, torch.Tensor):
                 value.copy_(state[name])
+            elif name.endswith(EXTRA_STATE):
+                owner = name.removesuffix(EXTRA_STATE).rstrip(".")
+                engine.model.get_submodule(owner).set_extra_state(state[name])
         engine.publish()

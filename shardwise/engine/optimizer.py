@@ -15,6 +15,7 @@ from shardwise.engine.norm import clip_factor, global_norm
 from shardwise.engine.optimizer_state import OptimizerState
 from shardwise.engine.scaler import LossScaler
 from shardwise.engine.tiles import TILE_NUMEL, TileStepper, check_element_wise, make_tiles
+from shardwise.plan import HALF_DTYPES
 
 __all__ = ["ShardedOptimizer"]
 
@@ -115,6 +116,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             tokens: how many tokens it is the mean of, under ``GradPlan(average="tokens")`` only.
             retain_graph: as in :meth:`torch.Tensor.backward`.
         """
+        if loss.dtype in HALF_DTYPES:
+            loss = loss.float()  # a scaled loss would overflow in 16 bits
         with self._weighing(tokens) as factor:
             (loss * factor if factor != 1.0 else loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
 
@@ -161,7 +164,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._skip()
             return value
         factor = inverse * self._clip * clip_factor(self._norm, grad_plan.max_norm)
-        self.engine.mesh.shard.fence()
+        self.engine.before_update()
         self._stepper.step(factor)
         self.engine.publish()
         # Only now may the scale move: these gradients were made under the old one.
@@ -233,6 +236,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return norm
 
     # ---- state
+
+    def parameter_shapes(self) -> list[list[torch.Size]]:
+        """Full shapes of the parameters, by group, in the order of :meth:`state_dict`."""
+        return self._full.shapes()
 
     def state_dict(self) -> dict[str, Any]:
         """Full state on every rank, keyed as plain torch keys it, and ``scaler`` if there is one. Collective."""

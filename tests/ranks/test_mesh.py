@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 def create(dp_shard: int, dp_replicate: int, shared_memory: bool | None = None) -> Mesh:
-    comm = CommPlan(overlap=True, shared_memory=shared_memory, same_order=False, sync_init=True)
+    comm = CommPlan(overlap=True, shared_memory=shared_memory, same_order=False, gather_on_use=False, sync_init=True)
     return Mesh.create(MeshPlan(dp_shard=dp_shard, dp_replicate=dp_replicate), CPU, comm)
 
 

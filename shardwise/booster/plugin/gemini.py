@@ -229,7 +229,13 @@ def to_plan(arguments: GeminiArguments, world_size: int | None = None) -> Plan:
             output_dtype=torch.float32 if a.force_outputs_fp32 else None,
         ),
         grad=GradPlan(max_norm=a.max_norm, norm_type=a.norm_type, average="sum"),
-        comm=CommPlan(overlap=a.enable_async_reduce, shared_memory=None, same_order=False, sync_init=True),
+        comm=CommPlan(
+            overlap=a.enable_async_reduce,
+            shared_memory=None,
+            same_order=False,
+            gather_on_use=False,
+            sync_init=True,
+        ),
         verbose=a.verbose,
     )
 

@@ -80,8 +80,6 @@ def to_plan(arguments: LowLevelZeroArguments) -> Plan:
         raise ValueError(f"stage={arguments.stage!r}: LowLevelZeroPlugin has stages 1 and 2; GeminiPlugin is stage 3")
     if arguments.reduce_bucket_size_in_m <= 0:
         raise ValueError(f"reduce_bucket_size_in_m={arguments.reduce_bucket_size_in_m}: give a size > 0")
-    if arguments.overlap_allgather:
-        refuse("overlap_allgather", True, "leave it False: step() gathers the updated parameters before it returns")
     if arguments.cpu_offload:
         refuse("cpu_offload", True, "leave it False")
     if arguments.fp8_communication:
@@ -105,7 +103,13 @@ def to_plan(arguments: LowLevelZeroArguments) -> Plan:
             cast_inputs=arguments.cast_inputs,
         ),
         grad=GradPlan(max_norm=arguments.max_norm, norm_type=arguments.norm_type, average="sum"),
-        comm=CommPlan(overlap=arguments.overlap_communication, shared_memory=None, same_order=False, sync_init=True),
+        comm=CommPlan(
+            overlap=arguments.overlap_communication,
+            shared_memory=None,
+            same_order=False,
+            gather_on_use=arguments.overlap_allgather,
+            sync_init=True,
+        ),
         verbose=arguments.verbose,
     )
 
