@@ -1,0 +1,315 @@
+"""Ways to use a model that are not one forward and one backward, each against plain PyTorch at every stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from engine_setup import PLANS, Program, adam, check, data, run_plain, run_sharded, seeded, sgd, sharded
+from torch import Tensor, nn
+
+from shardwise.plan import Plan, zero
+from shardwise.testing import MODELS, run_ranks
+
+Passes = Iterator[tuple[Tensor, bool]]
+STEPS = 2
+
+
+class Experts(nn.Module):
+    """A trunk and four blocks; the caller says which blocks run, in which order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(6, 6)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 6)) for _ in range(4))
+        self.idle = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor, order: tuple[int, ...] = (0, 1, 2, 3)) -> Tensor:
+        x = torch.tanh(self.trunk(x))
+        for index in order:
+            x = x + self.blocks[index](x)
+        return x
+
+
+def mean_square(x: Tensor) -> Tensor:
+    return x.square().mean()
+
+
+def two_forwards_one_backward(model: nn.Module, rank: int, step: int) -> Passes:
+    first, second = model(data(rank, step, 0)), model(data(rank, step, 1))
+    yield mean_square(first) + (first * second).mean(), False
+
+
+def two_forwards_two_backwards(model: nn.Module, rank: int, step: int) -> Passes:
+    first, second = mean_square(model(data(rank, step, 0))), mean_square(model(data(rank, step, 1), (3, 0)))
+    yield first, False
+    yield second, False
+
+
+def backwards_in_reverse(model: nn.Module, rank: int, step: int) -> Passes:
+    losses = [mean_square(model(data(rank, step, i), (i, 3))) for i in range(3)]
+    for loss in reversed(losses):
+        yield loss, False
+
+
+def retained_graph(model: nn.Module, rank: int, step: int) -> Passes:
+    loss = mean_square(model(data(rank, step)))
+    yield loss, True
+    yield 0.5 * loss, True
+    yield loss, False
+
+
+def evaluation_in_between(model: nn.Module, rank: int, step: int) -> Passes:
+    loss = mean_square(model(data(rank, step)))
+    model.eval()
+    with torch.no_grad():
+        for index in range(rank + 1):  # not even the same number of evaluations
+            model(data(rank, step, 1 + index), ((rank,), (3, rank, 3))[index % 2])
+    model.train()
+    yield loss, False
+    with torch.inference_mode():
+        model(data(rank, step, 7))
+
+
+def subsets(model: nn.Module, rank: int, step: int) -> Passes:
+    """Every rank runs other blocks, other ones in each micro-batch; block 2 is used by nobody in step 0."""
+    for micro in range(3):
+        order = tuple(i for i in ((rank + micro) % 4, (2 * rank + micro) % 3) if step or i != 2)
+        yield mean_square(model(data(rank, step, micro), order)), False
+
+
+def some_ranks_use_nothing(model: nn.Module, rank: int, step: int) -> Passes:
+    for micro in range(2):
+        if (rank + micro) % 2:
+            yield torch.ones((), dtype=torch.float64, requires_grad=True) * 3, False
+        else:
+            yield mean_square(model(data(rank, step, micro))), False
+
+
+def submodules_called_directly(model: nn.Module, rank: int, step: int) -> Passes:
+    x = model.trunk(data(rank, step))
+    yield mean_square(model.blocks[rank % 4](x)) + mean_square(model.blocks[3](x)), False
+
+
+def module_used_often(model: nn.Module, rank: int, step: int) -> Passes:
+    yield mean_square(model(data(rank, step), (0, 1, 0, 2, 0, 0))), False
+
+
+def gradient_of_the_input(model: nn.Module, rank: int, step: int) -> Passes:
+    """A gradient penalty: autograd.grad with create_graph inside the forward pass."""
+    x = data(rank, step).requires_grad_()
+    out = model(x)
+    (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    yield mean_square(out) + mean_square(slope), False
+
+
+PROGRAMS: dict[str, Program] = {
+    function.__name__: function
+    for function in (
+        two_forwards_one_backward,
+        two_forwards_two_backwards,
+        backwards_in_reverse,
+        retained_graph,
+        evaluation_in_between,
+        subsets,
+        some_ranks_use_nothing,
+        submodules_called_directly,
+        module_used_often,
+        gradient_of_the_input,
+    )
+}
+
+
+def on_rank(plan: Plan) -> dict[str, dict[str, Tensor]]:
+    return {name: run_sharded(Experts, program, plan, STEPS) for name, program in PROGRAMS.items()}
+
+
+EXPECTED: dict[int, dict[str, dict[str, Tensor]]] = {}
+
+
+def expected(world_size: int) -> dict[str, dict[str, Tensor]]:
+    if world_size not in EXPECTED:
+        EXPECTED[world_size] = {n: run_plain(Experts, p, world_size, STEPS) for n, p in PROGRAMS.items()}
+    return EXPECTED[world_size]
+
+
+@pytest.mark.parametrize("name", [*PLANS, "zero3_unplanned"])
+def test_programs(name: str) -> None:
+    world_size = 4 if name == "hybrid" else 2
+    plan = zero(3).but(overlap=False) if name == "zero3_unplanned" else PLANS[name]
+    results = run_ranks(world_size, on_rank, plan)
+    for program in PROGRAMS:
+        check([result[program] for result in results], expected(world_size)[program], f"{name} {program}")
+
+
+@pytest.mark.parametrize("name", ["zero2", "zero3", "zero3_gloo"])
+def test_programs_on_three_ranks(name: str) -> None:
+    results = run_ranks(3, on_rank, PLANS[name])
+    for program in PROGRAMS:
+        check([result[program] for result in results], expected(3)[program], f"{name} {program}")
+
+
+def direct(plan: Plan) -> dict[str, Tensor]:
+    """The user's own module, and loss.backward() without the session."""
+    model = seeded(Experts)
+    with sharded(model, adam(model), plan) as session:
+        for step in range(STEPS):
+            for micro in range(2):
+                mean_square(model(data(session.mesh.rank, step, micro))).backward()
+            assert all(p.grad is None for p in model.parameters())
+            session.optimizer.step()
+        return session.module.state_dict()
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "zero3", "zero3_gloo"])
+def test_direct_backward(name: str) -> None:
+    def program(model: nn.Module, rank: int, step: int) -> Passes:
+        for micro in range(2):
+            yield mean_square(model(data(rank, step, micro))), False
+
+    check(run_ranks(2, direct, PLANS[name]), run_plain(Experts, program, 2, STEPS), f"direct {name}")
+
+
+def mean_with_penalty(plan: Plan) -> dict[str, Tensor]:
+    return run_sharded(Experts, gradient_of_the_input, plan, STEPS)
+
+
+@pytest.mark.parametrize("name", ["zero2", "zero3", "zero3_gloo"])
+def test_autograd_grad_is_not_a_micro_batch(name: str) -> None:
+    """Under ``average="mean"`` the step is divided by its backward passes, and autograd.grad is none."""
+    results = run_ranks(2, mean_with_penalty, PLANS[name].but(average="mean"))
+    check(results, expected(2)["gradient_of_the_input"], name)
+
+
+def flow_through(plan: Plan) -> list[Tensor]:
+    model = seeded(Experts).requires_grad_(False)
+    grads = []
+    with sharded(model, None, plan) as session:
+        assert session.optimizer is None
+        for micro in range(2):
+            x = data(session.mesh.rank, 0, micro).requires_grad_()
+            loss = mean_square(session.module(x, (session.mesh.rank, 3)))
+            if micro:
+                loss.backward()
+            else:
+                session.backward(loss)
+            assert x.grad is not None
+            grads.append(x.grad)
+        assert session.memory().gradients_bytes == 0 and session.full_gradients() == {}
+    return grads
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero2", "half", "zero3", "zero3_gloo"])
+def test_backward_through_a_frozen_model(name: str) -> None:
+    for rank, grads in enumerate(run_ranks(2, flow_through, PLANS[name])):
+        for micro, grad in enumerate(grads):
+            x = data(rank, 0, micro).requires_grad_()
+            mean_square(seeded(Experts)(x, (rank, 3))).backward()
+            torch.testing.assert_close(grad, x.grad, rtol=1e-12, atol=0.0)
+
+
+def sync_of_no_sync(plan: Plan) -> dict[str, Tensor]:
+    """Other parameters in the passes under no_sync than in the reduced one; their gradients count too."""
+    model = seeded(Experts)
+    with sharded(model, adam(model), plan) as session:
+        rank = session.mesh.rank
+        for step in range(STEPS):
+            with session.no_sync():
+                for micro in range(2 + rank):
+                    session.backward(mean_square(model(data(rank, step, micro), (micro,))))
+            session.backward(mean_square(model(data(rank, step, 9), (3,))))
+            session.optimizer.step()
+        return session.module.state_dict()
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero1", "zero1_gloo"])
+def test_no_sync_with_other_parameters(name: str) -> None:
+    def program(model: nn.Module, rank: int, step: int) -> Passes:
+        for micro in range(2 + rank):
+            yield mean_square(model(data(rank, step, micro), (micro,))), False
+        yield mean_square(model(data(rank, step, 9), (3,))), False
+
+    plan = zero(1).but(shared_memory=False) if name == "zero1_gloo" else PLANS[name]
+    check(run_ranks(2, sync_of_no_sync, plan), run_plain(Experts, program, 2, STEPS), name)
+
+
+def exception_in_forward(plan: Plan) -> dict[str, Tensor]:
+    """A forward that raises on every rank leaves nothing pinned or half done behind."""
+    model = seeded(Experts)
+    with sharded(model, adam(model), plan) as session:
+        for step in range(STEPS):
+            with pytest.raises(IndexError):
+                model(data(session.mesh.rank, step), (0, 17))
+            session.backward(mean_square(model(data(session.mesh.rank, step))))
+            session.optimizer.step()
+        assert not session.engine.pool._held and not any(session.engine.pool._pins.values())
+        return session.module.state_dict()
+
+
+@pytest.mark.parametrize("name", ["zero2", "zero3", "zero3_gloo"])
+def test_forward_that_raises(name: str) -> None:
+    def program(model: nn.Module, rank: int, step: int) -> Passes:
+        yield mean_square(model(data(rank, step))), False
+
+    check(run_ranks(2, exception_in_forward, PLANS[name]), run_plain(Experts, program, 2, STEPS), name)
+
+
+def sparse(plan: Plan) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(13, 6, sparse=True), nn.Linear(6, 2)).double()
+    with sharded(model, sgd(model), plan) as session:
+        for step in range(STEPS):
+            tokens = torch.arange(5) * (1 + session.mesh.rank) % 13 + step - step
+            session.backward(mean_square(session.module(tokens)))
+            session.optimizer.step()
+        return session.module.state_dict()
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "zero3"])
+def test_sparse_embedding_gradients(name: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(13, 6), nn.Linear(6, 2)).double()
+    optimizer = sgd(model)
+    for _ in range(STEPS):
+        for rank in range(2):
+            (mean_square(model(torch.arange(5) * (1 + rank) % 13)) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    check(run_ranks(2, sparse, PLANS[name]), model.state_dict(), name)
+
+
+def reads_outside_forward(plan: Plan) -> list[bool]:
+    model = MODELS["mlp"].factory()
+    with sharded(model, adam(model), plan) as session:
+        weight = model.up.weight
+        found = [bool(weight.isnan().all()), weight.shape == (10, 6)]
+        with session.module.gathered():
+            found.append(bool(torch.equal(weight, MODELS["mlp"].factory().up.weight)))
+        found.append(bool(model.up.weight.isnan().all()))
+        return found
+
+
+def test_parameters_that_are_not_gathered_read_as_nan() -> None:
+    assert run_ranks(2, reads_outside_forward, PLANS["zero3"]) == [[True] * 4] * 2
+    assert run_ranks(2, reads_outside_forward, PLANS["zero2"]) == [[False, True, True, False]] * 2
+
+
+def written_back(plan: Plan) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    model = seeded(Experts)
+    with sharded(model, adam(model), plan) as session:
+        with session.module.gathered():
+            torch.nn.init.zeros_(model.trunk.weight)
+        dropped = session.module.state_dict()
+        with session.module.gathered(write_back=True):
+            torch.nn.init.ones_(model.trunk.weight)
+        return dropped, session.module.state_dict()
+
+
+@pytest.mark.parametrize("name", ["zero3", "zero3_gloo", "half"])
+def test_gathered_write_back(name: str) -> None:
+    plain = seeded(Experts).state_dict()
+    changed = plain | {"trunk.weight": torch.ones(6, 6, dtype=torch.float64)}
+    results = run_ranks(2, written_back, PLANS[name])
+    check([result[0] for result in results], plain, "without write_back", rtol=0.0)
+    check([result[1] for result in results], changed, "with write_back", rtol=0.0)
