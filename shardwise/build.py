@@ -14,7 +14,7 @@ from shardwise.engine.module import ShardedModule
 from shardwise.engine.optimizer import ShardedOptimizer
 from shardwise.engine.optimizer_state import gather_shards
 from shardwise.engine.scaler import LossScaler
-from shardwise.mesh import Mesh
+from shardwise.mesh import Mesh, default_device
 from shardwise.plan import Plan
 
 __all__ = ["MemoryReport", "Session", "build"]
@@ -98,16 +98,13 @@ def build(
         optimizer: one, several (each parameter in at most one), or none. They stay usable through ``param_groups``.
         plan: what to do; see :mod:`shardwise.plan`.
         mesh: made from ``plan.mesh`` over all ranks if not given.
-        device: where parameters live, if no mesh is given; the current CUDA device or the CPU by default.
+        device: where parameters live, if no mesh is given; by default this rank's GPU where there is one a rank.
 
     Raises:
         ValueError: the plan does not fit the number of ranks, or an optimizer cannot be sharded.
     """
     if mesh is None:
-        if device is None:
-            on_gpu = torch.cuda.is_available()
-            device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-        mesh = Mesh.create(plan.mesh, device, plan.comm)
+        mesh = Mesh.create(plan.mesh, device or default_device(), plan.comm)
     if optimizer is None:
         optimizers = []
     else:

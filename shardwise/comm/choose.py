@@ -42,7 +42,9 @@ class GroupMaker:
             return LocalGroup(name, self.device)
         control = Control(name, self._new(name, rank_lists, "gloo"))
         if self.device.type != "cpu":
-            backend = dist.get_default_backend_for_device(self.device)
+            # NCCL wants a GPU for each rank; ranks that share one have met over gloo.
+            met_over = dist.get_backend()
+            backend = met_over if met_over == "gloo" else dist.get_default_backend_for_device(self.device)
             gather, reduce = (self._new(f"{name}_{part}", rank_lists, backend) for part in ("gather", "reduce"))
             return NativeGroup(name, self.device, control, gather, reduce)
         shared, refusal = self._shared(name, control)

@@ -227,8 +227,9 @@ class Engine:
     def _finish_backward(self) -> None:
         self._in_backward = False
         self.pool.finish_phase()
-        self.reducer.finish(self._sync)
-        self.passes += 1
+        anything = self.reducer.finish(self._sync)
+        # torch.autograd.grad of an input reads weights too, but leaves no gradients: it is no pass of its own.
+        self.passes += self._outer or anything
 
     @contextlib.contextmanager
     def backward_pass(self, loss_scale: float = 1.0, weight: float = 1.0) -> Iterator[None]:

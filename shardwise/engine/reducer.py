@@ -244,12 +244,16 @@ class Reducer:
 
     # ---- the end of a pass
 
-    def finish(self, sync: bool) -> None:
-        """End of a backward pass (every rank calls it). Without ``sync``, gradients stay whole on this rank."""
+    def finish(self, sync: bool) -> bool:
+        """End of a backward pass (every rank calls it). Without ``sync``, gradients stay whole on this rank.
+
+        Returns whether the pass left gradients: on any rank, or without ``sync`` on this one.
+        """
         if not sync:
+            fired = any(state.fired for state in self.states)
             for state in self.states:
                 state.fired.clear()
-            return
+            return fired
         used, late = self._agree()
         for state, anyone in zip(self._order, used, strict=True):
             if anyone and not state.launched:
@@ -268,6 +272,7 @@ class Reducer:
             state.launched = False
         self._cursor = 0
         self._arrivals.clear()
+        return any(used) or any(late)
 
     def _complete_all(self) -> None:
         while self._in_flight:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwise.mesh.launch import LaunchFacts, init_distributed, shutdown
+from shardwise.mesh.launch import LaunchFacts, default_device, init_distributed, shutdown
 from shardwise.mesh.mesh import Mesh
 
-__all__ = ["LaunchFacts", "Mesh", "init_distributed", "shutdown"]
+__all__ = ["LaunchFacts", "Mesh", "default_device", "init_distributed", "shutdown"]

@@ -111,7 +111,7 @@ def init_distributed(
 def _device(facts: LaunchFacts, device: torch.device | str | None) -> torch.device:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device is None:
-        device = "cuda" if count >= facts.local_world_size else "cpu"
+        device = "cuda" if count >= facts.local_world_size and _group_takes_cuda() else "cpu"
     chosen = torch.device(device)
     if chosen.type != "cuda":
         return chosen
@@ -119,6 +119,16 @@ def _device(facts: LaunchFacts, device: torch.device | str | None) -> torch.devi
     if index >= count:
         raise ValueError(f"device cuda:{index} was asked for, but {count} are visible; start fewer ranks or use cpu")
     return torch.device("cuda", index)
+
+
+def _group_takes_cuda() -> bool:
+    """False where the processes have already met over gloo alone: then they mean to compute on the CPU."""
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_backend() != "gloo"
+
+
+def default_device() -> torch.device:
+    """The device that :func:`init_distributed` chooses by itself."""
+    return _device(LaunchFacts.read(), None)
 
 
 def shutdown() -> None:
