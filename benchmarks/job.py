@@ -1,0 +1,94 @@
+"""What one measured run is told and what it reports; plain data that travels as JSON between processes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+__all__ = ["LOSS_STEPS", "SIZES", "Job", "RankReport", "Size", "read_reports"]
+
+LOSS_STEPS = 10
+"""Losses of this many first steps are compared between systems."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """A GPT: ``width`` d, ``layers``, ``heads``, and a vocabulary that brings it to its nominal parameter count."""
+
+    width: int
+    layers: int
+    heads: int
+    vocabulary: int
+    sequence: int = 128
+    micro_batch: int = 2
+
+
+SIZES = {
+    "tiny": Size(width=128, layers=2, heads=4, vocabulary=512),
+    "small": Size(width=512, layers=6, heads=8, vocabulary=6144),
+    "base": Size(width=768, layers=12, heads=12, vocabulary=25600),
+}
+"""``small`` has 25.3M parameters, ``base`` 124.5M; ``tiny`` (0.5M) is for testing the harness itself."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One fresh set of processes.
+
+    Attributes:
+        system: key of ``benchmarks.systems.SYSTEMS``.
+        size: key of :data:`SIZES`.
+        ranks: processes that train together.
+        dtype: ``"fp32"`` or ``"bf16"``.
+        raised_malloc: run with glibc's mmap and trim thresholds raised, so that freed memory is reused.
+        warmup: steps before timing; memory is sampled during them.
+        steps: timed steps.
+        data_ranks: ranks whose batches are trained on. Differs from ``ranks`` only for the one-process reference.
+    """
+
+    system: str
+    size: str
+    ranks: int
+    dtype: str
+    raised_malloc: bool
+    warmup: int
+    steps: int
+    data_ranks: int
+
+    def label(self) -> str:
+        """``small/4/fp32 fsdp2 +malloc``: for progress lines."""
+        return f"{self.size}/{self.data_ranks}/{self.dtype} {self.system}{' +malloc' if self.raised_malloc else ''}"
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What one rank measured. Times in seconds, memory in bytes over the moment before the model was made.
+
+    Attributes:
+        peak_pss: highest sampled proportional set size: a page shared by k processes counts 1/k in each.
+        peak_rss: the kernel's exact high-water mark, where a shared page counts wholly in every process.
+        peak_estimate: ``peak_rss`` less what is counted twice because it is shared (largest sampled RSS - PSS).
+    """
+
+    rank: int
+    step_seconds: list[float]
+    losses: list[float]
+    peak_pss: int
+    peak_rss: int
+    peak_estimate: int
+    steady_pss: int
+    tokens_per_step: int
+    parameters: int
+    versions: dict[str, str]
+    error: str = ""
+
+    def write(self, folder: Path) -> None:
+        """Store as ``rank<N>.json`` in ``folder``."""
+        (folder / f"rank{self.rank}.json").write_text(json.dumps(asdict(self)))
+
+
+def read_reports(folder: Path) -> list[RankReport]:
+    """Every rank's report in ``folder``, by rank."""
+    found = [RankReport(**json.loads(path.read_text())) for path in folder.glob("rank*.json")]
+    return sorted(found, key=lambda report: report.rank)

@@ -1,0 +1,77 @@
+"""``python -m pytest tests/gpu``: skipped without a GPU. One GPU is enough; two or more use NCCL between them.
+
+``--gpu-device cpu`` runs what does not need CUDA itself on the CPU, so that these tests can be tried without a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardwise.testing import RankPool
+
+HERE = Path(__file__).parent
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--gpu-device", choices=("cuda", "cpu"), default="cuda", help="device of the tests in tests/gpu")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark everything here ``gpu``, and skip it where there is none."""
+    on_cpu = config.getoption("--gpu-device", "cuda") == "cpu"
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for item in items:
+        if HERE not in item.path.parents:
+            continue
+        item.add_marker(pytest.mark.gpu)
+        needed = 1
+        for mark in item.iter_markers("gpus"):
+            needed = int(mark.args[0])
+        if on_cpu and item.get_closest_marker("gpus") is None:
+            continue
+        if gpus < needed:
+            item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA device(s), {gpus} visible"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpus(count): needs this many CUDA devices, and CUDA itself")
+
+
+@pytest.fixture(scope="session")
+def device_type(request: pytest.FixtureRequest) -> str:
+    """``cuda``, or ``cpu`` if that was asked for."""
+    chosen: str = request.config.getoption("--gpu-device", "cuda")
+    return chosen
+
+
+def _pool(ranks: int, device_type: str) -> RankPool:
+    if device_type == "cpu":
+        return RankPool(ranks)
+    # NCCL refuses two ranks on one GPU; gloo moves CUDA tensors through the host, which tests the same engine code.
+    own_gpu = torch.cuda.device_count() >= ranks
+    return RankPool(ranks, backend="cpu:gloo,cuda:nccl" if own_gpu else "gloo")
+
+
+@pytest.fixture(scope="session")
+def one_rank(device_type: str) -> Iterator[RankPool]:
+    """A pool of one rank with a GPU."""
+    with _pool(1, device_type) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def two_ranks(device_type: str) -> Iterator[RankPool]:
+    """Two ranks: with a GPU each over NCCL, or sharing one over gloo."""
+    with _pool(2, device_type) as pool:
+        yield pool
+
+
+@pytest.fixture(params=[1, 2], ids=["1rank", "2ranks"])
+def pool(request: pytest.FixtureRequest) -> RankPool:
+    """Each of them in turn."""
+    chosen: RankPool = request.getfixturevalue("one_rank" if request.param == 1 else "two_ranks")
+    return chosen

@@ -1,0 +1,71 @@
+"""What only CUDA can tell: bytes by its allocator, kernels that overlap, and hosts that do not wait."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gpu.on_device import Peak, forward_backward_without_sync, measure_memory, trace_overlap
+from shardwise.plan import Plan, replicated, zero
+from shardwise.testing import RankPool
+
+WIDTH, DEPTH = 1024, 8
+LAYER = WIDTH * WIDTH
+SLACK = 24 * 2**20
+"""Bytes for activations (8 rows), cuBLAS's work space and the allocator's rounding."""
+
+
+def _peaks(pool: RankPool, plan: Plan) -> list[Peak]:
+    peaks = pool.run(measure_memory, plan, WIDTH, DEPTH, timeout=240.0)
+    for peak in peaks:
+        assert peak.reported <= peak.after_step + LAYER, "the session reports more than the allocator knows"
+        assert peak.after_step <= peak.reported + SLACK, "memory is held that the session does not report"
+    return peaks
+
+
+@pytest.mark.gpus(1)
+def test_stage_3_holds_its_share(two_ranks: RankPool) -> None:
+    """fp32: parameters, gradients and two Adam states are 16 Psi / N; two gathered layers and two whole gradients."""
+    psi = LAYER * DEPTH
+    for peak in _peaks(two_ranks, zero(3)):
+        assert peak.after_build <= 4 * psi // 2 + 4 * 2 * 2 * LAYER + SLACK
+        assert peak.in_step <= 16 * psi // 2 + 4 * 4 * LAYER + SLACK
+
+
+@pytest.mark.gpus(1)
+def test_higher_stages_hold_less(two_ranks: RankPool) -> None:
+    plans = (replicated(torch.bfloat16), zero(1, torch.bfloat16), zero(2, torch.bfloat16), zero(3, torch.bfloat16))
+    peaks = [max(peak.in_step for peak in _peaks(two_ranks, plan)) for plan in plans]
+    assert peaks == sorted(peaks, reverse=True), [f"{peak / 2**20:.0f} MiB" for peak in peaks]
+    psi = LAYER * DEPTH
+    # 2 + 2 + 12 bytes a parameter replicated; 2 + 14 / N at stage 2; 16 / N at stage 3.
+    assert peaks[0] >= 16 * psi
+    assert peaks[2] <= 2 * psi + 14 * psi // 2 + 8 * LAYER + SLACK
+    assert peaks[3] <= 16 * psi // 2 + 8 * LAYER + SLACK
+
+
+@pytest.mark.gpus(1)
+def test_building_never_holds_the_whole_model(two_ranks: RankPool) -> None:
+    """The model is made on the host and moves to the device one parameter at a time."""
+    for peak in _peaks(two_ranks, zero(3)):
+        assert peak.while_building <= peak.after_build + 2 * 4 * LAYER + SLACK
+
+
+@pytest.mark.gpus(1)
+@pytest.mark.parametrize("plan", [replicated(), zero(2), zero(3)], ids=["ddp", "zero2", "zero3"])
+def test_host_does_not_wait_in_forward_and_backward(one_rank: RankPool, plan: Plan) -> None:
+    one_rank.run(forward_backward_without_sync, plan, timeout=240.0)
+
+
+@pytest.mark.gpus(2)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_communication_hides_behind_computation(two_ranks: RankPool, stage: int) -> None:
+    """With overlap a good part of NCCL's time runs beside other kernels, and without it much less."""
+    shares = {}
+    for overlap in (True, False):
+        results = two_ranks.run(trace_overlap, zero(stage).but(overlap=overlap, same_order=True), 2048, 12)
+        comm, hidden = results[0]
+        assert comm > 0, "no NCCL kernel was seen"
+        shares[overlap] = hidden / comm
+    assert shares[True] > 0.3, shares
+    assert shares[True] > 2 * shares[False], shares

@@ -1,0 +1,36 @@
+"""Started by torchrun in test_launch.py with the device type; prints backend, device, first and last loss."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import torch.distributed as dist
+
+from shardwise.build import build
+from shardwise.mesh.launch import init_distributed, shutdown
+from shardwise.plan import zero
+
+
+def main() -> None:
+    """Twenty steps of a small classifier in bf16."""
+    device = init_distributed(sys.argv[1])
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4))
+    session = build(model, torch.optim.AdamW(model.parameters(), lr=1e-2), zero(3, torch.bfloat16), device=device)
+    assert session.optimizer is not None
+    rows, labels = torch.randn(64, 16, device=device), torch.randint(4, (64,), device=device)
+    losses = []
+    for _ in range(20):
+        loss = torch.nn.functional.cross_entropy(session.module(rows).float(), labels)
+        session.backward(loss)
+        session.optimizer.step()
+        session.optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    print(dist.get_backend(), device.type, losses[0], losses[-1])
+    session.close()
+    shutdown()
+
+
+if __name__ == "__main__":
+    main()
