@@ -1,8 +1,8 @@
 """The narrow waist: everything a run can be told, as frozen, validated data.
 
 Front-ends translate their published arguments into a :class:`Plan`; the engine reads nothing else. Sizes are in
-elements where the name ends in ``_numel`` and in bytes where it ends in ``_bytes``. The fields have no defaults,
-because every front-end's defaults differ; :func:`replicated` and :func:`zero` build the common plans.
+elements where the name ends in ``_numel`` and in bytes where it ends in ``_bytes``. The fields of a plan have no
+defaults, because every front-end's defaults differ; :func:`replicated` and :func:`zero` build the common plans.
 
 Source: the four choices (packing, gathered budget, when gradients are reduced, precision) that distinguish DDP,
 ZeRO-1/2/3 (arXiv 1910.02054, section 5), FSDP and Gemini.
@@ -83,11 +83,17 @@ class MeshPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class ByNumel:
-    """Parameters in module order share a chunk until it holds ``chunk_numel`` elements; larger ones have their own."""
+    """Parameters in module order share a chunk until it holds ``chunk_numel`` elements; larger ones have their own.
+
+    A model smaller than ``min_chunks`` such chunks gets smaller ones, about that many: so a size that is meant as a
+    limit (a bucket) leaves something to overlap, and something to free, in small models too. 1 takes the size as it is.
+    """
 
     chunk_numel: int
+    min_chunks: int = 1
 
     def __post_init__(self) -> None:
+        _require(self.min_chunks >= 1, f"min_chunks={self.min_chunks}: give a number of chunks >= 1")
         _require(self.chunk_numel >= 1, f"chunk_numel={self.chunk_numel}: give a size in elements >= 1")
 
 
@@ -322,7 +328,7 @@ def zero(stage: Literal[1, 2, 3], param_dtype: torch.dtype | None = None, dp_rep
     Stage 3 packs by module with nothing kept gathered and one unit fetched ahead. fp16 gets the dynamic scaler.
     """
     _require(stage in (1, 2, 3), f"stage={stage!r}: give 1, 2 or 3")
-    packing: Packing = ByModule(unit_classes=()) if stage == 3 else ByNumel(chunk_numel=8 * 1024**2)
+    packing: Packing = ByModule(unit_classes=()) if stage == 3 else ByNumel(chunk_numel=8 * 1024**2, min_chunks=8)
     return Plan(
         mesh=MeshPlan(dp_shard=-1, dp_replicate=dp_replicate),
         shard=ShardPlan(

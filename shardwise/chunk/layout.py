@@ -160,7 +160,9 @@ def _bins_by_module(facts: Sequence[ParamFact], model: nn.Module, packing: ByMod
 
 def _bins(facts: Sequence[ParamFact], model: nn.Module, packing: Packing) -> list[_Bin]:
     if isinstance(packing, ByNumel):
-        return _bins_by_numel(facts, packing.chunk_numel)
+        share = -(-sum(f.numel for f in facts) // packing.min_chunks)
+        limit = packing.chunk_numel if packing.min_chunks == 1 else min(packing.chunk_numel, share)
+        return _bins_by_numel(facts, limit)
     if isinstance(packing, BySearch):
         numel = search_chunk_numel([f.numel for f in facts], packing) if facts else 1
         return _bins_by_numel(facts, numel)

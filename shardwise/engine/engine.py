@@ -208,13 +208,13 @@ class Engine:
         """The first sign of a backward pass; its end is either ours to see or announced by autograd."""
         if self._in_backward:
             return
+        if self.require_outer and not self._outer:
+            raise RuntimeError(
+                f"loss.backward() was called directly under a loss scale (scaling={self.require_outer}); call "
+                "optimizer.backward(loss) or booster.backward(loss, optimizer), which multiply the loss by it"
+            )
         self._in_backward = True
         if not self._outer:
-            if self.require_outer:
-                raise RuntimeError(
-                    f"loss.backward() was called directly under a loss scale (scaling={self.require_outer}); call "
-                    "optimizer.backward(loss) or booster.backward(loss, optimizer), which multiply the loss by it"
-                )
             torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
 
     def _on_grad(self, state: ChunkGrads, index: int, param: torch.Tensor) -> None:

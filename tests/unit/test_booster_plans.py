@@ -55,7 +55,7 @@ FP16 = PrecisionPlan(
 ZERO1 = Plan(
     mesh=MeshPlan(dp_shard=-1, dp_replicate=1),
     shard=ShardPlan(
-        packing=ByNumel(chunk_numel=12 * M),
+        packing=ByNumel(chunk_numel=12 * M, min_chunks=8),
         gathered_fraction=1.0,
         gathered_budget_bytes=None,
         prefetch=0,
@@ -83,7 +83,7 @@ GEMINI = replace(
 LLZ_CASES: list[tuple[dict[str, Any], Plan]] = [
     ({}, ZERO1),
     ({"stage": 2}, ZERO1.but(reduce="every")),
-    ({"reduce_bucket_size_in_m": 1}, ZERO1.but(packing=ByNumel(chunk_numel=M))),
+    ({"reduce_bucket_size_in_m": 1}, ZERO1.but(packing=ByNumel(chunk_numel=M, min_chunks=8))),
     ({"max_norm": 1.0}, ZERO1.but(max_norm=1.0)),
     ({"max_norm": 1.0, "norm_type": math.inf}, ZERO1.but(max_norm=1.0, norm_type=math.inf)),
     ({"communication_dtype": torch.float32}, ZERO1.but(reduce_dtype=torch.float32)),

@@ -89,7 +89,7 @@ def to_plan(arguments: LowLevelZeroArguments) -> Plan:
     return Plan(
         mesh=MeshPlan(dp_shard=-1, dp_replicate=1),
         shard=ShardPlan(
-            packing=ByNumel(chunk_numel=max(1, int(arguments.reduce_bucket_size_in_m * 1024 * 1024))),
+            packing=ByNumel(chunk_numel=max(1, int(arguments.reduce_bucket_size_in_m * 1024 * 1024)), min_chunks=8),
             gathered_fraction=1.0,
             gathered_budget_bytes=None,
             prefetch=0,
