@@ -12,8 +12,8 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.memory import MemoryReport
 from shardwise.engine.module import ShardedModule
 from shardwise.engine.optimizer import ShardedOptimizer
-from shardwise.engine.optimizer_state import gather_shards
 from shardwise.engine.scaler import LossScaler
+from shardwise.engine.staging import gather_shards
 from shardwise.mesh import Mesh, default_device
 from shardwise.plan import Plan
 
@@ -41,7 +41,7 @@ class Session:
         if self.optimizer is not None:
             self.optimizer.backward(loss, tokens)
         else:
-            with self.engine.backward_pass():
+            with self.engine.passes.around():
                 loss.backward()  # type: ignore[no-untyped-call]
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -60,7 +60,7 @@ class Session:
             if state.reduced is None:
                 continue
             wide = torch.float64 if state.reduced.dtype == torch.float64 else torch.float32
-            full = gather_shards(self.engine, state.reduced.to(wide)).div_(divisors.get(state.spec.optimizer, 1.0))
+            full = gather_shards(self.mesh.shard, state.reduced.to(wide)).div_(divisors.get(state.spec.optimizer, 1.0))
             for index, slot in enumerate(state.spec.slots):
                 if index in state.touched:
                     name = self.engine.layout.facts[slot.param].names[0]

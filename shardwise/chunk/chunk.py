@@ -37,6 +37,8 @@ class Chunk:
         self.full: torch.Tensor | None = exchange.local if self.resident else None
         self.shard = exchange.local[self.shard_start : self.shard_end] if self.resident else exchange.local
         self.pending: Handle | None = None
+        self.generation = 0
+        """Counts the updates, so that a graph made before one can be told from one made after."""
         nan = torch.full((), float("nan"), dtype=spec.dtype, device=self.shard.device)
         self._absent = tuple(nan.expand(slot.shape) for slot in spec.slots)
 
@@ -81,6 +83,16 @@ class Chunk:
         if start < end:
             own = self.shard[start - self.shard_start : end - self.shard_start]
             own.copy_(flat[start - slot.start : end - slot.start])
+
+    def misplaced(self) -> int | None:
+        """Index of the first parameter that no longer lies where this chunk put it (its storage was replaced)."""
+        itemsize = self.spec.dtype.itemsize
+        for index, (slot, param, absent) in enumerate(zip(self.spec.slots, self.params, self._absent, strict=True)):
+            full = self.full if self.pending is None or self.resident else None
+            expected = absent.data_ptr() if full is None else full.data_ptr() + slot.start * itemsize
+            if slot.numel and (param.dtype != self.spec.dtype or param.data_ptr() != expected):
+                return index
+        return None
 
     def views(self, full: torch.Tensor) -> list[torch.Tensor]:
         """Each parameter's part of ``full`` (a 1-D array in chunk coordinates), in its shape."""

@@ -37,8 +37,9 @@ class ArrayPool:
     does this already, so nothing is kept here.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, limit_bytes: int) -> None:
         self.device = device
+        self.limit_bytes = limit_bytes
         self._keeps = device.type == "cpu" and _use_count is not None
         self._idle: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
 
@@ -53,7 +54,16 @@ class ArrayPool:
     def give(self, array: torch.Tensor) -> None:
         """Hand an array back; arrays that autograd still reads are kept apart until it lets go."""
         if self._keeps:
-            self._idle.setdefault((array.numel(), array.dtype), []).append(array)
+            idle = self._idle.setdefault((array.numel(), array.dtype), [])
+            idle.append(array)
+            # Sizes that come up seldom make room for the one that is in use now.
+            for other in list(self._idle):
+                while self.idle_bytes() > self.limit_bytes and self._idle[other]:
+                    self._idle[other].pop(0)
+
+    def idle_bytes(self) -> int:
+        """Bytes kept for reuse."""
+        return sum(array.nbytes for idle in self._idle.values() for array in idle)
 
     def trim(self) -> None:
         """Forget idle arrays that are still read elsewhere, so that their readers free them."""
@@ -85,7 +95,6 @@ class ChunkPool:
         self.units, self.chunks, self.group = units, chunks, group
         self.budget_bytes, self.prefetch = budget_bytes, prefetch
         self.trace = Trace()
-        self.arrays = ArrayPool(group.device)
         self.by_storage: dict[int, Chunk] = {}
         self.gathered_bytes = 0
         self.peak_gathered_bytes = 0
@@ -93,9 +102,12 @@ class ChunkPool:
         # Where everything stays gathered there is nothing to agree on, and passes under no_sync cost nothing.
         self._agrees = self.needs_hooks and not (group.one_sided_gather or same_order or group.size == 1)
         self._bytes = {u: sum(c.spec.padded_bytes for c in cs) for u, cs in self._transient.items()}
+        self.arrays = ArrayPool(group.device, (2 + prefetch) * max(self._bytes.values(), default=0))
         self._pins = dict.fromkeys(self._transient, 0)
         self._held: set[int] = set()
         self._renewing: dict[int, list[Chunk]] = {}
+        self.all_held = False
+        """Inside ``gathered()``: everything stays, and nothing needs the peers."""
 
     @property
     def needs_hooks(self) -> bool:
@@ -151,16 +163,19 @@ class ChunkPool:
                 self._gather(unit, [])
             self._complete(unit)
         self.finish_phase()
+        self.all_held = True
 
     def release_all(self) -> None:
+        """End of :meth:`acquire_all`."""
+        self.all_held = False
         for unit in self._transient:
             self.unpin(unit)
         self._make_room(None)
 
-    def invalidate(self) -> None:
-        """After an update: gathered copies of trainable chunks are stale. Ends the trace's step."""
+    def invalidate(self, everything: bool = False) -> None:
+        """After an update: gathered copies of trainable chunks (or of all) are stale. Ends the trace's step."""
         for unit in list(self._held):
-            if any(c.spec.trainable for c in self._transient[unit]):
+            if everything or any(c.spec.trainable for c in self._transient[unit]):
                 self._complete(unit)
                 self._evict(unit)
         self.trace.end_step()
@@ -168,7 +183,7 @@ class ChunkPool:
 
     def finish_phase(self) -> None:
         """At the end of a forward or backward pass: take part in the gathers of ranks that use more than this one."""
-        if not self._agrees:
+        if not self._agrees or self.all_held:
             return
         while self._round([]):
             pass
@@ -195,15 +210,17 @@ class ChunkPool:
             self._evict(victim)
 
     def _gather(self, unit: int, ahead: list[int]) -> None:
-        if not self._agrees:
-            self._start_all([unit, *ahead])
-            return
-        self._round([unit, *ahead])
+        # Made in inference mode, arrays and parameters could not be written or trained outside it.
+        with torch.inference_mode(False), torch.no_grad():
+            if self._agrees:
+                self._round([unit, *ahead])
+            else:
+                self._start_all([unit, *ahead])
 
     def _round(self, wanted: list[int]) -> bool:
         """One agreement: every rank says what it wants, all gather the union in order. False when nobody wants any."""
         width = 1 + self.prefetch
-        posts = self.group.exchange([float(u) for u in wanted] + [DONE] * (width - len(wanted)))
+        posts = self.group.exchange([float(u) for u in wanted] + [DONE] * (width - len(wanted)), "what to gather")
         union = sorted({int(u) for post in posts for u in post if u != DONE})
         for unit in union:
             if unit in wanted:
@@ -240,9 +257,10 @@ class ChunkPool:
     def _complete(self, unit: int) -> None:
         for chunk in self._transient[unit]:
             if chunk.pending is not None:
-                chunk.pending.wait()
-                chunk.pending = None
-                chunk.point_params()
+                with torch.inference_mode(False), torch.no_grad():
+                    chunk.pending.wait()
+                    chunk.pending = None
+                    chunk.point_params()
 
     def _evict(self, unit: int) -> None:
         for chunk in self._transient[unit]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
@@ -10,10 +11,13 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.control import decode, encode
+from shardwise.comm.errors import PeerError
 from shardwise.comm.summing import RankSum
 from shardwise.comm.traffic import Traffic
 
 __all__ = ["DONE", "Buffer", "Group", "Handle", "LocalGroup"]
+
+EXCHANGE_QUANTUM = 32  # values; messages of a purpose are padded to a multiple of it
 
 
 class Buffer:
@@ -194,10 +198,33 @@ class Group(ABC):
 
     # Host-side agreement
 
-    def exchange(self, values: Sequence[float]) -> list[list[float]]:
-        """Every rank's ``values``, by rank, as float64 (integers below 2**53 are exact). Same length everywhere."""
-        self.traffic.add("exchange", (self.size - 1) * 8 * len(values))
-        return self._exchange(values)
+    def exchange(self, values: Sequence[float], purpose: str = "") -> list[list[float]]:
+        """Every rank's ``values``, by rank, as float64 (integers below 2**53 are exact). Same length everywhere.
+
+        Args:
+            values: of this rank.
+            purpose: what they are, in a few words; ranks that come here for different purposes are told so, where
+                otherwise one's values would be taken for the other's. It travels along, and small messages are padded
+                so that ranks which differ still meet.
+
+        Raises:
+            PeerError: the ranks' purposes or lengths differ.
+        """
+        if not purpose:
+            self.traffic.add("exchange", (self.size - 1) * 8 * len(values))
+            return self._exchange(values)
+        sent = [float(zlib.crc32(purpose.encode())), float(len(values)), *values]
+        sent += [0.0] * (-len(sent) % EXCHANGE_QUANTUM)
+        self.traffic.add("exchange", (self.size - 1) * 8 * len(sent))
+        rows = self._exchange(sent)
+        if any(row[:2] != sent[:2] for row in rows):
+            others = [rank for rank, row in enumerate(rows) if row[:2] != sent[:2]]
+            raise PeerError(
+                f"group {self.name!r}: rank {self.rank} came to exchange {purpose} ({len(values)} values) and ranks "
+                f"{others} something else; did they leave out a forward or backward pass, or fail in one? Passes must "
+                "be made on every rank; use optimizer.backward(loss) for a loss that may not depend on the model"
+            )
+        return [row[2 : 2 + len(values)] for row in rows]
 
     def exchange_object(self, obj: object) -> list[object]:
         """Every rank's ``obj``, by rank, after a round trip through JSON (tuples come back as lists). For rare use.

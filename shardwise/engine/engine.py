@@ -14,11 +14,14 @@ from shardwise.chunk.chunk import Chunk
 from shardwise.chunk.layout import Layout, ParamFact, make_layout
 from shardwise.chunk.pool import ChunkPool
 from shardwise.comm import Buffer, Handle
-from shardwise.engine.casts import cast_floats
+from shardwise.engine.casts import cast_floats, each_tensor
 from shardwise.engine.deferred import adopt, initial_values, set_buffer
 from shardwise.engine.grads import ChunkGrads
+from shardwise.engine.guards import Guards, check_shardable
 from shardwise.engine.hooks import GatherHooks
+from shardwise.engine.passes import BackwardPasses
 from shardwise.engine.reducer import Reducer
+from shardwise.engine.staging import gather_shards
 from shardwise.mesh import Mesh
 from shardwise.plan import HALF_DTYPES, Plan
 
@@ -41,6 +44,7 @@ class Engine:
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], plan: Plan, mesh: Mesh) -> None:
         self.model, self.plan, self.mesh = model, plan, mesh
         self.optimizers = tuple(optimizers)
+        check_shardable(model)
         names = _all_names(model)
         self.params = [p for p in _distinct_parameters(model) if p.is_floating_point()]
         facts = _facts(self.params, names, optimizers, plan)
@@ -50,8 +54,6 @@ class Engine:
         self._load_initial_values()
         self.grads = self._gradient_states()
         self.pool = self._make_pool()
-        self._remove: list[Callable[[], None]] = []
-        self._install_hooks()
         self.reducer = Reducer(
             list(self.grads.values()),
             mesh,
@@ -59,17 +61,10 @@ class Engine:
             overlap=plan.comm.overlap,
             same_order=plan.comm.same_order,
         )
-        self.passes = 0
-        """Backward passes so far."""
-        self.tokens = 0.0
-        """Sum of the weights of all backward passes on this rank."""
-        self.loss_scale = 1.0
-        """The scale that the gradients held now carry."""
-        self._sync = True
-        self._in_backward = False
-        self._outer = False
-        self.require_outer = False
-        """Set by a loss scaler: a backward pass that does not come through :meth:`backward` is an error."""
+        self.passes = BackwardPasses(self.pool, self.reducer)
+        self.hooks: GatherHooks | None = None
+        self._remove: list[Callable[[], None]] = []
+        self._install_hooks()
 
     # ---- set-up
 
@@ -123,11 +118,14 @@ class Engine:
         for chunk in self.chunks:
             if chunk.resident:
                 chunk.point_params()
+            else:
+                chunk.unpoint_params()
 
     def _store(self, param: nn.Parameter, index: int, value: torch.Tensor) -> None:
         self.store_value(index, value)
         chunk_index, slot = self.layout.where[index]
         dtype = self.chunks[chunk_index].spec.dtype
+        param.grad = None  # from before: it is no part of the first step
         # The old memory goes now, one parameter at a time.
         adopt(param, torch.full((), float("nan"), dtype=dtype, device=self.mesh.device).expand(slot.shape))
 
@@ -175,13 +173,16 @@ class Engine:
             if unit.module is not None and any(not self.chunks[c].resident for c in unit.chunks):
                 blocks.setdefault(unit.module, []).append(unit.index)
         if unit_of:
-            hooks = GatherHooks(self.model, self.pool, unit_of, blocks, self._note_backward)
-            self._remove.append(hooks.remove)
+            self.hooks = GatherHooks(self.model, self.pool, unit_of, blocks, self.passes.note)
+            self._remove.append(self.hooks.remove)
         for chunk_index, state in self.grads.items():
             for slot_index, param in enumerate(self.chunks[chunk_index].params):
                 on_grad = partial(self._on_grad, state, slot_index)
                 handle = param.register_post_accumulate_grad_hook(on_grad)  # type: ignore[no-untyped-call]
                 self._remove.append(handle.remove)
+        self.guards = Guards(self.model, self.params, self.chunks, self.layout, self.pool)
+        self.model.zero_grad = self._zero_all  # type: ignore[method-assign]
+        self._remove += [self.guards.remove, lambda: self.model.__dict__.pop("zero_grad", None) and None]
         before = self.model.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
         after = self.model.register_forward_hook(self._after_forward)
         self._remove += [before.remove, after.remove]
@@ -191,69 +192,44 @@ class Engine:
     def _before_forward(
         self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self.passes.recover()
         dtype = self.plan.precision.param_dtype
         if self.plan.precision.cast_inputs and dtype is not None:
             args, kwargs = cast_floats(args, dtype), cast_floats(kwargs, dtype)
         return args, kwargs
 
     def _after_forward(self, _module: nn.Module, _args: object, output: Any) -> Any:
-        if not torch.is_grad_enabled():
-            self.pool.finish_phase()
+        self.pool.finish_phase()
         dtype = self.plan.precision.output_dtype
-        return cast_floats(output, dtype) if dtype is not None else output
+        output = cast_floats(output, dtype) if dtype is not None else output
+        if torch.is_grad_enabled():
+            each_tensor(output, self.passes.watch)
+        return output
 
-    # ---- a backward pass
+    # ---- gradients
 
-    def _note_backward(self) -> None:
-        """The first sign of a backward pass; its end is either ours to see or announced by autograd."""
-        if self._in_backward:
-            return
-        if self.require_outer and not self._outer:
-            raise RuntimeError(
-                f"loss.backward() was called directly under a loss scale (scaling={self.require_outer}); call "
-                "optimizer.backward(loss) or booster.backward(loss, optimizer), which multiply the loss by it"
-            )
-        self._in_backward = True
-        if not self._outer:
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
-
+    @torch.no_grad()
     def _on_grad(self, state: ChunkGrads, index: int, param: torch.Tensor) -> None:
-        self._note_backward()
         grad = param.grad
         param.grad = None
+        self.passes.check_scaled()
+        self.passes.note()
         if grad is not None:
-            self.reducer.add(state, index, grad.to_dense() if grad.is_sparse else grad, self._sync)
+            grad = grad.detach()
+            self.reducer.add(state, index, grad.to_dense() if grad.is_sparse else grad, self.passes.sync)
 
-    def _finish_backward(self) -> None:
-        self._in_backward = False
-        self.pool.finish_phase()
-        anything = self.reducer.finish(self._sync)
-        # torch.autograd.grad of an input reads weights too, but leaves no gradients: it is no pass of its own.
-        self.passes += self._outer or anything
+    def _zero_all(self, set_to_none: bool = True) -> None:
+        """The user's ``model.zero_grad()`` drops what the engine holds too."""
+        self.zero_grad()
 
-    @contextlib.contextmanager
-    def backward_pass(self, loss_scale: float = 1.0, weight: float = 1.0) -> Iterator[None]:
-        """Around ``loss.backward()``: the pass ends with the block, nested backward passes do not end it.
+    def zero_grad(self, optimizer: int | None = None) -> None:
+        """Drop the gradients of one optimizer's parameters and of those in none, or of all."""
+        self.passes.recover()
+        self.reducer.clear(optimizer)
+        for param in self.params:
+            param.grad = None
 
-        Args:
-            loss_scale: what the loss was multiplied by and gradients must be divided by.
-            weight: the pass's weight among those of a step (its tokens).
-        """
-        if loss_scale != self.loss_scale:
-            # Gradients from before the scale moved (another optimizer's, not yet stepped) keep in line.
-            for state in self.grads.values():
-                state.rescale(loss_scale / self.loss_scale)
-            self.loss_scale = loss_scale
-        self._outer = True
-        try:
-            yield
-            self._finish_backward()
-            self.tokens += weight
-        finally:
-            self._outer = self._in_backward = False
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Backward passes inside keep whole gradients on this rank; the next one outside reduces their sum.
 
         Raises:
@@ -264,11 +240,7 @@ class Engine:
                 f"no_sync() with reduce={self.plan.shard.reduce!r}: this plan keeps only gradient shards (ZeRO-2/3); "
                 "call backward several times before step instead, gradients add up"
             )
-        previous, self._sync = self._sync, False
-        try:
-            yield
-        finally:
-            self._sync = previous
+        return self.passes.no_sync()
 
     # ---- parameters
 
@@ -285,28 +257,48 @@ class Engine:
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Take changed gathered parameters over into shards and masters (each rank its own part)."""
-        self.before_update()
+        """Take changed gathered parameters over into shards and masters, each rank its own part of them."""
+        group = self.mesh.shard
+        group.fence()
         for chunk in self.chunks:
             if chunk.full is not None and not chunk.resident:
                 chunk.shard.copy_(chunk.full[chunk.shard_start : chunk.shard_end])
-            if chunk.spec.index in self.masters:
-                self.masters[chunk.spec.index].copy_(chunk.shard)
-        self.mesh.shard.fence()
+            elif chunk.resident and not chunk.spec.trainable and group.size > 1:
+                chunk.exchange.local.copy_(gather_shards(group, chunk.shard))
+            master = self.masters.get(chunk.spec.index)
+            if master is not None:
+                # What was not changed keeps the precision that the compute dtype does not have.
+                same = chunk.shard == master.to(chunk.shard.dtype)
+                master.copy_(torch.where(same, master, chunk.shard.float()))
+        self._renew_resident()
 
-    def publish(self) -> None:
-        """After shards were written on every rank: gathered copies are renewed or dropped."""
+    def publish(self, everything: bool = False) -> None:
+        """After shards were written on every rank: gathered copies are renewed or dropped.
+
+        Args:
+            everything: frozen parameters were written too.
+        """
+        self._renew_resident()
+        self.pool.invalidate(everything)
+        for chunk in self.chunks:
+            if chunk.spec.trainable:
+                chunk.generation += 1
+                if chunk.resident:
+                    # As if each had been updated in place: autograd then refuses graphs from before the step.
+                    torch.autograd.graph.increment_version(chunk.params)
+
+    def _renew_resident(self) -> None:
         group = self.mesh.shard
         self.pool.settle()
         group.fence()
-        fresh = [c for c in self.chunks if c.resident and c.spec.trainable and group.size > 1]
-        for chunk in fresh:
+        for chunk in self.chunks:
+            if not (chunk.resident and chunk.spec.trainable and group.size > 1):
+                continue
             if group.one_sided_gather and self._renews_late(chunk):
                 chunk.pending = _WhenAsked(partial(group.all_gather_in_place, chunk.exchange))
             else:
                 chunk.pending = group.all_gather_in_place(chunk.exchange)
             self.pool.renew_later(chunk)
-        self.pool.invalidate()
         if not self.plan.comm.gather_on_use:
             self.pool.settle()
             group.fence()
@@ -316,9 +308,20 @@ class Engine:
         return late and chunk.resident and chunk.spec.trainable
 
     def before_update(self) -> None:
-        """All ranks have read what they need of the shards; from here to :meth:`publish` they may be written."""
+        """All ranks have read what they need of the shards; from here to :meth:`publish` they may be written.
+
+        Raises:
+            RuntimeError: inside :meth:`gathered`, whose parameters would become stale.
+        """
+        if self.pool.all_held:
+            raise RuntimeError(f"an update inside gathered() (all_held={self.pool.all_held}): leave the block first")
         self.pool.settle()
         self.mesh.shard.fence()
+
+    def __deepcopy__(self, _memo: object) -> Engine:
+        raise TypeError(
+            f"a model sharded over {self.mesh.size} ranks cannot be copied: build another one and load state_dict()"
+        )
 
     def close(self) -> None:
         """Remove all hooks. Parameters that are not gathered stay unreadable: gather them first if needed."""

@@ -35,6 +35,7 @@ class _Note:
     size: torch.Size
     stride: tuple[int, ...]
     offset: int | torch.SymInt
+    generation: int
 
 
 class _Parameters(dict[str, nn.Parameter | None]):
@@ -78,6 +79,7 @@ class GatherHooks:
     ) -> None:
         self.model, self.pool, self._unit_of = model, pool, unit_of
         self._in_backward_pass = in_backward_pass
+        self._names = {id(param): name for name, param in model.named_parameters()}
         self._frames: list[tuple[nn.Module, list[int]]] = []
         self._saved: torch.autograd.graph.saved_tensors_hooks | None = None
         self._handles: list[Any] = []
@@ -86,25 +88,26 @@ class GatherHooks:
             own = {unit_of[id(p)] for p in module._parameters.values() if p is not None and id(p) in unit_of}
             blocks = units_of_module.get(name, [])
             units = sorted(own | set(blocks))
+            around = {u for block, held in units_of_module.items() if name.startswith(block + ".") for u in held}
             # The root always has a frame: code in its forward may read any parameter.
             if units or module is model:
-                self._install(module, units, is_block=bool(blocks))
+                self._install(module, units, covered=bool(units) and around.issuperset(units))
             if own:
                 module._parameters = _Parameters(module._parameters, self._on_read)
                 self._swapped.append(module)
 
-    def _install(self, module: nn.Module, units: list[int], is_block: bool) -> None:
+    def _install(self, module: nn.Module, units: list[int], covered: bool) -> None:
         def before(module: nn.Module, _args: object) -> None:
             self._enter(module, units)
 
         def after(module: nn.Module, _args: object, _output: object) -> None:
             self._leave(module)
 
-        if is_block:
-            before, after = _outside_compile(before), _outside_compile(after)
-        else:
+        if covered:
             before, after = _skipped_in_compile(before), _skipped_in_compile(after)
-        self._handles.append(module.register_forward_pre_hook(before))
+        else:
+            before, after = _outside_compile(before), _outside_compile(after)
+        self._handles.append(module.register_forward_pre_hook(before, prepend=True))
         self._handles.append(module.register_forward_hook(after, always_call=True))
 
     def _enter(self, module: nn.Module, units: list[int]) -> None:
@@ -129,6 +132,11 @@ class GatherHooks:
         if not self._frames:
             self._pop_saved_hooks()
 
+    def unwind(self) -> None:
+        """After an interruption of a forward pass that ran no hooks (``KeyboardInterrupt``): leave every module."""
+        if self._frames and not in_backward():
+            self._leave(self._frames[0][0])
+
     def _on_read(self, param: nn.Parameter) -> None:
         if self._frames and id(param) in self._unit_of and not torch.compiler.is_compiling():
             unit, pins = self._unit_of[id(param)], self._frames[-1][1]
@@ -140,7 +148,9 @@ class GatherHooks:
 
     def _push_saved_hooks(self) -> None:
         others = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        if torch.is_grad_enabled() and others is None and not in_backward():
+        # torch.func transforms take no such hooks.
+        transformed = torch._C._functorch.peek_interpreter_stack() is not None
+        if torch.is_grad_enabled() and others is None and not transformed and not in_backward():
             self._saved = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
             self._saved.__enter__()
 
@@ -157,16 +167,23 @@ class GatherHooks:
         chunk = self.pool.by_storage.get(tensor.untyped_storage()._cdata)
         if chunk is None or tensor.dtype != chunk.spec.dtype:
             return tensor
-        return _Note(chunk, tensor.size(), tensor.stride(), tensor.storage_offset())
+        return _Note(chunk, tensor.size(), tensor.stride(), tensor.storage_offset(), chunk.generation)
 
     def _unpack(self, saved: torch.Tensor | _Note) -> torch.Tensor:
         if isinstance(saved, torch.Tensor):
             return saved
+        chunk = saved.chunk
+        if saved.generation != chunk.generation:
+            names = ", ".join(self._names.get(id(param), "?") for param in chunk.params[:3])
+            raise RuntimeError(
+                f"{names}, ... were updated {chunk.generation - saved.generation} times since the forward pass of this "
+                "backward pass; make the backward pass before optimizer.step()"
+            )
         self._in_backward_pass()
-        self.pool.acquire(saved.chunk.spec.unit)
-        full = saved.chunk.full
+        self.pool.acquire(chunk.spec.unit)
+        full = chunk.full
         if full is None:
-            raise RuntimeError(f"unit {saved.chunk.spec.unit} has full={full} right after its gather; report this")
+            raise RuntimeError(f"unit {chunk.spec.unit} has full={full} right after its gather; report this")
         return full.as_strided(saved.size, saved.stride, saved.offset)
 
     def remove(self) -> None:
@@ -180,13 +197,13 @@ class GatherHooks:
 
 
 def _outside_compile(hook: Callable[..., None]) -> Callable[..., None]:
-    """Run outside any compiled graph: the hooks of a block make a graph break before and after it."""
+    """Run outside any compiled graph: the hooks make a graph break before and after the module."""
     disabled: Callable[..., None] = torch._dynamo.disable(hook)  # type: ignore[no-untyped-call]
     return disabled
 
 
 def _skipped_in_compile(hook: Callable[..., None]) -> Callable[..., None]:
-    """Inside a compiled block the block's own hooks have gathered everything."""
+    """Inside a compiled block the block's own hooks have gathered what the module needs."""
 
     def unless_compiling(*args: object) -> None:
         if not torch.compiler.is_compiling():

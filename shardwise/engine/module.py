@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,7 +12,8 @@ from torch import nn
 from shardwise.chunk.chunk import Chunk
 from shardwise.engine.engine import Engine
 from shardwise.engine.memory import MemoryReport, memory_report
-from shardwise.engine.optimizer_state import gather_shards
+from shardwise.engine.names import StateNames
+from shardwise.engine.staging import gather_shards
 
 __all__ = ["ShardedModule"]
 
@@ -29,7 +30,32 @@ class ShardedModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The user's module on the (cast) arguments."""
-        return self.module(*args, **kwargs)
+        try:
+            return self.module(*args, **kwargs)
+        except BaseException:
+            if self._engine.hooks is not None:
+                self._engine.hooks.unwind()
+            raise
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients, reduced or not."""
+        self._engine.zero_grad()
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ShardedModule:
+        """``to()``, ``half()`` and the like: allowed where they change nothing.
+
+        Raises:
+            RuntimeError: they would cast or move parameters that are sharded.
+        """
+        for chunk in self._engine.chunks:
+            probe = torch.empty(1, dtype=chunk.spec.dtype, device=chunk.shard.device)
+            result = fn(probe)
+            if result.dtype != probe.dtype or result.device != probe.device:
+                raise RuntimeError(
+                    f"a sharded model of {probe.dtype} on {probe.device} cannot become {result.dtype} on "
+                    f"{result.device}; do that before boost/build, or choose the precision in the plugin"
+                )
+        return self
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -71,29 +97,27 @@ class ShardedModule(nn.Module):
         """
         engine = self._engine
         engine.pool.settle()
+        names = engine.guards.state_names()
         for chunk in engine.chunks:
             for slot, value in zip(chunk.spec.slots, chunk.views(self._full(chunk, masters)), strict=True):
-                for name in engine.layout.facts[slot.param].names:
+                for name in names.of_parameter.get(slot.param, ()):
                     yield name, value
-        seen = {name for fact in engine.layout.facts for name in fact.names}
-        for name, value in self.unwrap().state_dict(keep_vars=True).items():
-            if name not in seen:
-                yield name, value.detach() if isinstance(value, torch.Tensor) else value
+        for name, value in names.others.items():
+            yield name, value.detach() if isinstance(value, torch.Tensor) else value
 
     def _full(self, chunk: Chunk, masters: bool) -> torch.Tensor:
         master = self._engine.masters.get(chunk.spec.index) if masters else None
         if master is not None:
-            return gather_shards(self._engine, master)
+            return gather_shards(self._engine.mesh.shard, master)
         if chunk.full is not None and chunk.pending is None and chunk.resident:
             return chunk.full.clone()
-        return gather_shards(self._engine, chunk.shard)
+        return gather_shards(self._engine.mesh.shard, chunk.shard)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The full state on every rank, on the host, in the module's own order and names. Collective."""
         full = {n: v.cpu() if isinstance(v, torch.Tensor) else v for n, v in self.full_state()}
-        order = list(self.unwrap().state_dict(keep_vars=True))
         prefix = kwargs.get("prefix", "")
-        return {prefix + name: full[name] for name in order if name in full}
+        return {prefix + name: full[name] for name in self._engine.guards.state_names().order if name in full}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Take over a full state; every rank gives it and keeps its part (fp32 masters included).
@@ -104,42 +128,41 @@ class ShardedModule(nn.Module):
         """
         if assign:
             raise ValueError(f"load_state_dict(assign={assign}): sharded storage cannot be replaced; use assign=False")
-        engine = self._engine
-        own = self.unwrap().state_dict(keep_vars=True)
-        missing = [name for name in own if name not in state_dict]
-        unexpected = [name for name in state_dict if name not in own]
+        names = self._engine.guards.state_names()
+        shapes = {n: value.shape for n, value in names.others.items() if isinstance(value, torch.Tensor)}
+        missing = [name for name in names.others if name not in state_dict]
+        for param, own_names in names.of_parameter.items():
+            shapes |= dict.fromkeys(own_names, self._engine.layout.facts[param].shape)
+            # A tied parameter may be given under one of its names only.
+            if not any(name in state_dict for name in own_names):
+                missing += own_names
+        unexpected = [name for name in state_dict if name not in names.order]
         wrong = [
-            f"{name}: {tuple(state_dict[name].shape)} instead of {tuple(value.shape)}"
-            for name, value in own.items()
-            if name in state_dict and isinstance(value, torch.Tensor) and state_dict[name].shape != value.shape
+            f"{name}: {tuple(state_dict[name].shape)} instead of {tuple(shape)}"
+            for name, shape in shapes.items()
+            if name in state_dict and state_dict[name].shape != shape
         ]
-        # A tied parameter may be given under one of its names only.
-        for fact in engine.layout.facts:
-            if any(name in state_dict for name in fact.names):
-                missing = [name for name in missing if name not in fact.names]
         if wrong or (strict and (missing or unexpected)):
             raise RuntimeError(
                 f"the state does not fit the model: missing {missing}, unexpected {unexpected}, wrong shapes {wrong}"
             )
-        self._load(state_dict, own)
+        self._load(state_dict, names)
         return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
 
     @torch.no_grad()
-    def _load(self, state: Mapping[str, torch.Tensor], own: Mapping[str, Any]) -> None:
+    def _load(self, state: Mapping[str, Any], names: StateNames) -> None:
         engine = self._engine
         engine.before_update()
-        parameters: set[str] = set()
-        for index, fact in enumerate(engine.layout.facts):
-            parameters |= set(fact.names)
-            name = next((n for n in fact.names if n in state), None)
-            if name is not None:
-                engine.store_value(index, state[name])
-        for name, value in own.items():
-            if name in parameters or name not in state:
+        for param, own_names in names.of_parameter.items():
+            given = next((name for name in own_names if name in state), None)
+            if given is not None:
+                engine.store_value(param, state[given])
+        for name, value in names.others.items():
+            if name not in state:
                 continue
             if isinstance(value, torch.Tensor):
                 value.copy_(state[name])
             elif name.endswith(EXTRA_STATE):
                 owner = name.removesuffix(EXTRA_STATE).rstrip(".")
                 engine.model.get_submodule(owner).set_extra_state(state[name])
-        engine.publish()
+        engine.publish(everything=True)

@@ -6,7 +6,7 @@ Source: ``torch.nn.utils.clip_grad_norm_`` (the factor ``max_norm / (norm + 1e-6
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 
@@ -15,13 +15,13 @@ from shardwise.comm import Group
 __all__ = ["clip_factor", "global_norm"]
 
 
-def _partial(tensors: Iterable[torch.Tensor], p: float) -> float:
-    """This rank's share: the sum of ``|x|**p``, or the maximum for p = inf, in double precision."""
+def _partial(tensors: Sequence[torch.Tensor], p: float, wide: torch.dtype) -> float:
+    """This rank's share: the sum of ``|x|**p``, or the maximum for p = inf, computed in ``wide`` or wider."""
     parts = []
     for tensor in tensors:
         if tensor.numel():
-            wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
-            parts.append(torch.linalg.vector_norm(tensor, p, dtype=wide).double())
+            dtype = torch.float64 if tensor.dtype == torch.float64 else wide
+            parts.append(torch.linalg.vector_norm(tensor, p, dtype=dtype).double())
     if not parts:
         return 0.0
     stacked = torch.stack(parts)
@@ -29,7 +29,17 @@ def _partial(tensors: Iterable[torch.Tensor], p: float) -> float:
     return float(stacked.max() if p == math.inf else (stacked**p).sum())
 
 
-def global_norm(tensors: Iterable[torch.Tensor], p: float, group: Group, inverse_scale: float) -> float:
+def _combined(mine: float, p: float, group: Group) -> float:
+    everyone = [post[0] for post in group.exchange([mine], "the gradient norm")]
+    if any(math.isnan(value) for value in everyone):
+        return math.nan
+    if p == math.inf:
+        return max(everyone)
+    total = math.fsum(everyone) if all(map(math.isfinite, everyone)) else math.inf
+    return float(total ** (1.0 / p))
+
+
+def global_norm(tensors: Sequence[torch.Tensor], p: float, group: Group, inverse_scale: float) -> float:
     """p-norm of the gradients whose disjoint shards lie over ``group``, each multiplied by ``inverse_scale``.
 
     Args:
@@ -41,12 +51,11 @@ def global_norm(tensors: Iterable[torch.Tensor], p: float, group: Group, inverse
     Returns:
         The same value on every rank; NaN or infinite if any gradient is.
     """
-    mine = _partial(tensors, p)
-    everyone = [post[0] for post in group.exchange([mine])]
-    if any(math.isnan(value) for value in everyone):
-        return math.nan
-    total = max(everyone) if p == math.inf else math.fsum(everyone) if all(map(math.isfinite, everyone)) else math.inf
-    return (total if p == math.inf else total ** (1.0 / p)) * inverse_scale
+    norm = _combined(_partial(tensors, p, torch.float32), p, group)
+    if norm == math.inf and p != math.inf:
+        # The powers of large finite gradients overflow in fp32; then they are summed again in fp64.
+        norm = _combined(_partial(tensors, p, torch.float64), p, group)
+    return norm * inverse_scale
 
 
 def clip_factor(norm: float, max_norm: float) -> float:

@@ -45,12 +45,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._full.adopt(self._stepper.tiles)
         self._norm: float | None = None
         self._clip = 1.0
-        self._passes_before = engine.passes
-        self._tokens_before = engine.tokens
+        self._passes_before, self._tokens_before = self._progress()
         self.last_step_skipped = False
         self.skipped_because: str | None = None
         if scaler is not None:
-            engine.require_outer = True
+            engine.passes.scaled = True
 
     def _make_tiles(self) -> list[Any]:
         engine = self.engine
@@ -105,7 +104,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise ValueError(f"backward(tokens={tokens}) under average={average!r}: give tokens exactly under 'tokens'")
         scale = self.scaler.scale if self.scaler is not None else 1.0
         weight = 1.0 if tokens is None else tokens / TOKEN_UNIT
-        with self.engine.backward_pass(scale, weight):
+        with self.engine.passes.around(scale, weight):
             yield scale * weight
 
     def backward(self, loss: torch.Tensor, tokens: float | None = None, retain_graph: bool = False) -> None:
@@ -128,16 +127,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # ---- step
 
+    def _progress(self) -> tuple[int, float]:
+        """Backward passes and tokens so far."""
+        return self.engine.reducer.passes.get(self.index, 0), self.engine.passes.tokens
+
     def divisor(self) -> float:
         """What accumulated gradients are divided by: loss scale, and number or tokens of the passes. Collective."""
         engine = self.engine
         average = engine.plan.grad.average
-        divisor = engine.loss_scale
+        divisor = engine.passes.loss_scale
+        passes, tokens = self._progress()
         if average == "mean":
-            divisor *= max(engine.passes - self._passes_before, 1)
+            divisor *= max(passes - self._passes_before, 1)
         elif average == "tokens":
-            mine = engine.tokens - self._tokens_before
-            total = math.fsum(post[0] for post in engine.mesh.world.exchange([mine]))
+            posts = engine.mesh.world.exchange([tokens - self._tokens_before], "tokens of the step")
+            total = math.fsum(post[0] for post in posts)
             # The reduction took the mean over ranks; what is wanted is the sum over the tokens of all ranks.
             divisor *= total / engine.mesh.world.size if total else 1.0
         return divisor
@@ -155,7 +159,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 value = closure()
-        self._check_frozen()
+        self.engine.guards.check()
+        # A scheduler that steps next should not warn that the optimizer never did.
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
         inverse = 1.0 / self.divisor()
         grad_plan = self.engine.plan.grad
         norm = global_norm(self._reduced(), grad_plan.norm_type, self.engine.mesh.shard, inverse)
@@ -177,11 +183,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _skip(self) -> None:
         name = self._first_non_finite()
         self.last_step_skipped = True
-        self.skipped_because = f"the gradient of {name} is not finite (loss scale {self.engine.loss_scale:g})"
-        # A scheduler that steps next should not warn that the optimizer never did.
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        self.skipped_because = f"the gradient of {name} is not finite (loss scale {self.engine.passes.loss_scale:g})"
         if self.scaler is not None:
             self.scaler.update(overflow=True)
+        if self.engine.plan.verbose and self.engine.mesh.rank == 0:
+            print(f"step skipped: {self.skipped_because}", flush=True)
         self.zero_grad()
 
     def _first_non_finite(self) -> str:
@@ -196,23 +202,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 part = state.reduced[max(start - state.chunk.shard_start, 0) : max(end - state.chunk.shard_start, 0)]
                 if start < end and not bool(torch.isfinite(part).all()):
                     first = min(first, float(slot.param))
-        first = min(post[0] for post in engine.mesh.shard.exchange([first]))
+        first = min(post[0] for post in engine.mesh.shard.exchange([first], "which gradient is not finite"))
         return engine.layout.facts[int(first)].names[0] if first < nobody else "no single parameter (their norm)"
-
-    def _check_frozen(self) -> None:
-        for chunk in self.engine.chunks:
-            for slot, param in zip(chunk.spec.slots, chunk.params, strict=True):
-                if param.requires_grad and not chunk.spec.trainable:
-                    name = self.engine.layout.facts[slot.param].names[0]
-                    raise RuntimeError(
-                        f"{name} has requires_grad={param.requires_grad} but was frozen when the model was sharded, so "
-                        "it has no gradient shard; set requires_grad before boost/build"
-                    )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of this optimizer's parameters, reduced or not."""
-        self.engine.reducer.clear(self.index)
-        self._passes_before, self._tokens_before = self.engine.passes, self.engine.tokens
+        self.engine.zero_grad(self.index)
+        self._passes_before, self._tokens_before = self._progress()
         self._clip = 1.0
 
     # ---- norms

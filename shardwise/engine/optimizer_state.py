@@ -8,23 +8,10 @@ from typing import Any
 import torch
 
 from shardwise.engine.engine import Engine
+from shardwise.engine.staging import gather_shards
 from shardwise.engine.tiles import Piece, Tile
 
-__all__ = ["OptimizerState", "gather_shards"]
-
-
-def gather_shards(engine: Engine, shard: torch.Tensor) -> torch.Tensor:
-    """All ranks' equally long 1-D ``shard`` tensors (any float dtype) in rank order. Collective."""
-    group = engine.mesh.shard
-    if group.size == 1:
-        return shard.clone()
-    staging = group.buffers([(shard.numel(), shard.dtype)])[0]
-    staging.local.copy_(shard)
-    group.fence()
-    out = torch.empty(group.size * shard.numel(), dtype=shard.dtype, device=shard.device)
-    group.all_gather(out, staging).wait()
-    group.fence()
-    return out
+__all__ = ["OptimizerState"]
 
 
 class OptimizerState:
@@ -151,7 +138,7 @@ class OptimizerState:
             value = self.optimizer.state.get(piece.value, {}).get(key)
             if value is not None:
                 shard[piece.start : piece.end].copy_(value)
-        return gather_shards(self.engine, shard).cpu()
+        return gather_shards(self.engine.mesh.shard, shard).cpu()
 
     def distribute(self, tiles: Sequence[Tile], full: dict[str, Any]) -> None:
         """Take over ``full``; nothing is changed unless all of it fits.

@@ -82,6 +82,10 @@ class Reducer:
         self._ordered_for: list[bool] | None = None
         self._cursor = 0
         self._arrivals: list[ChunkGrads] = []
+        self._optimizers = sorted({state.spec.optimizer for state in self.states})
+        self._unreduced_passes = dict.fromkeys(self._optimizers, 0)
+        self.passes = dict.fromkeys(self._optimizers, 0)
+        """By optimizer: passes so far that reached a parameter of it on some rank."""
         self._in_flight: list[ChunkGrads] = []
         self._allocate()
 
@@ -244,35 +248,54 @@ class Reducer:
 
     # ---- the end of a pass
 
-    def finish(self, sync: bool) -> bool:
-        """End of a backward pass (every rank calls it). Without ``sync``, gradients stay whole on this rank.
+    def finish(self, sync: bool) -> None:
+        """End of a backward pass (every rank calls it). Without ``sync``, gradients stay whole on this rank."""
+        for optimizer in {state.spec.optimizer for state in self.states if state.fired}:
+            self._unreduced_passes[optimizer] += 1
+        if sync:
+            used, late = self._agree()
+            for state, anyone in zip(self._order, used, strict=True):
+                if anyone and not state.launched:
+                    self._launch(state)
+            self._complete_all()
+            for state, anyone in zip(self._order, late, strict=True):
+                if anyone:
+                    self._launch_late(state)
+            self._complete_all()
+            self._reorder(used)
+        self._end_pass(sync)
 
-        Returns whether the pass left gradients: on any rank, or without ``sync`` on this one.
-        """
-        if not sync:
-            fired = any(state.fired for state in self.states)
-            for state in self.states:
-                state.fired.clear()
-            return fired
-        used, late = self._agree()
-        for state, anyone in zip(self._order, used, strict=True):
-            if anyone and not state.launched:
-                self._launch(state)
-        self._complete_all()
-        for state, anyone in zip(self._order, late, strict=True):
-            if anyone:
-                self._launch_late(state)
-        self._complete_all()
-        self._reorder(used)
+    def _end_pass(self, sync: bool) -> None:
         for state in self.states:
-            if state.fired:
+            if sync and state.fired:
                 state.expected = set(state.fired)
             state.fired.clear()
-            state.seen.clear()
-            state.launched = False
+            if sync:
+                state.seen.clear()
+                state.launched = False
         self._cursor = 0
         self._arrivals.clear()
-        return any(used) or any(late)
+
+    def abort(self) -> None:
+        """Forget a pass that failed, and all gradients of the step. Every rank calls it: each must have noticed."""
+        reached = [float(self._cursor)]
+        posts = self.mesh.world.exchange(reached, "how far a failed backward pass came") if self._agrees else [reached]
+        while self._cursor < max(post[0] for post in posts):
+            self._launch(self._order[self._cursor])
+            self._cursor += 1
+        self._complete_all()
+        for state in self.states:
+            state.clear()
+            if not self.keep_whole:
+                self._release(state)
+                state.array = None
+        self._unreduced_passes = dict.fromkeys(self._optimizers, 0)
+        self._end_pass(sync=True)
+
+    def rescale(self, factor: float) -> None:
+        """Multiply all gradients held by ``factor``."""
+        for state in self.states:
+            state.rescale(factor)
 
     def _complete_all(self) -> None:
         while self._in_flight:
@@ -296,16 +319,23 @@ class Reducer:
         for state in self._order:
             marks += [state.launched or bool(state.filled), bool(state.late_filled)]
             marks += [i in state.seen for i in range(len(state.spec.slots))]
+        counts = [float(self._unreduced_passes[optimizer]) for optimizer in self._optimizers]
         if self._agrees:
-            posts = self.mesh.world.exchange(pack_bits(marks))
-            marks = [any(flags) for flags in zip(*(unpack_bits(post, len(marks)) for post in posts), strict=True)]
+            posts = self.mesh.world.exchange(counts + pack_bits(marks), "which parameters had gradients")
+            first = len(counts)
+            counts = [max(post[i] for post in posts) for i in range(first)]
+            flags = zip(*(unpack_bits(post[first:], len(marks)) for post in posts), strict=True)
+            marks = [any(flag) for flag in flags]
+        for optimizer, count in zip(self._optimizers, counts, strict=True):
+            self.passes[optimizer] += int(count)
+            self._unreduced_passes[optimizer] = 0
         used, late, at = [], [], 0
         for state in self._order:
             used.append(marks[at])
             late.append(marks[at + 1])
-            count = len(state.spec.slots)
-            state.touched |= {i for i in range(count) if marks[at + 2 + i]}
-            at += 2 + count
+            count_slots = len(state.spec.slots)
+            state.touched |= {i for i in range(count_slots) if marks[at + 2 + i]}
+            at += 2 + count_slots
         return used, late
 
     def _reorder(self, used: list[bool]) -> None:
@@ -317,16 +347,18 @@ class Reducer:
         arrived = [position[s.spec.index] for s in dict.fromkeys(self._arrivals)]
         seen = set(arrived)
         mine = arrived + [position[s.spec.index] for s in self._order if position[s.spec.index] not in seen]
-        order = self.mesh.world.exchange([float(i) for i in mine])[0] if self._agrees else mine
+        order = (
+            self.mesh.world.exchange([float(i) for i in mine], "the order of reduction")[0] if self._agrees else mine
+        )
         in_use = dict(zip([s.spec.index for s in self._order], used, strict=True))
         ranked = [self.states[int(i)] for i in order]
         self._order = sorted(ranked, key=lambda s: not in_use[s.spec.index])
         self._ordered_for = by_chunk
 
     def clear(self, optimizer: int | None = None) -> None:
-        """Drop the gradients of one optimizer's chunks, or of all."""
+        """Drop the gradients of one optimizer's chunks and of those that no optimizer holds, or of all."""
         for state in self.states:
-            if optimizer is None or state.spec.optimizer == optimizer:
+            if optimizer is None or state.spec.optimizer in (optimizer, -1):
                 state.clear()
 
     def bytes(self) -> int:

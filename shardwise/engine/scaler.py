@@ -43,5 +43,5 @@ class LossScaler:
         scale = float(state["scale"])
         if not scale > 0:
             raise ValueError(f"loss scale {scale} in the state: a positive number is expected; the state is damaged")
-        self.scale = scale
-        self.overflows, self.good_steps = int(state["overflows"]), int(state["good_steps"])
+        overflows, good_steps = int(state["overflows"]), int(state["good_steps"])
+        self.scale, self.overflows, self.good_steps = scale, overflows, good_steps

@@ -23,7 +23,7 @@ from shardwise.engine.grads import ChunkGrads
 __all__ = ["Piece", "Tile", "TileStepper", "check_element_wise", "make_tiles"]
 
 TILE_NUMEL = {"cpu": 1 << 20, "cuda": 1 << 24}
-SHAPE_DEPENDENT = ("LBFGS", "Muon", "Adafactor", "SparseAdam", "Shampoo", "SOAP")
+SHAPE_DEPENDENT = ("lbfgs", "muon", "adafactor", "sparseadam", "shampoo", "soap", "lamb", "lars", "novograd", "came")
 HAS_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 
 
@@ -66,7 +66,7 @@ def check_element_wise(optimizer: torch.optim.Optimizer) -> None:
         ValueError: the optimizer works on whole matrices, or is ``differentiable`` or ``capturable``.
     """
     name = type(optimizer).__name__
-    if name in SHAPE_DEPENDENT:
+    if any(base.__name__ in SHAPE_DEPENDENT for base in type(optimizer).__mro__):
         raise ValueError(f"optimizer {name} needs whole matrices, but shards are flat: use an element-wise one (AdamW)")
     for group in optimizer.param_groups:
         for mode in ("differentiable", "capturable"):
@@ -116,6 +116,20 @@ class TileStepper:
         self.optimizer, self.tiles = optimizer, tuple(tiles)
         self._device = device
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
+        # Foreign optimizers may change the gradient they are given, which peers may still read.
+        self._own_copy = not type(optimizer).__module__.startswith("torch.optim")
+        self._step_once = optimizer.step
+        optimizer.step = self._refuse  # type: ignore[assignment, method-assign]
+
+    def _refuse(self, *_args: object, **_kwargs: object) -> None:
+        raise RuntimeError(
+            f"step() of the {type(self.optimizer).__name__} itself does nothing once sharded; call step() of what "
+            "boost/build returned"
+        )
+
+    def close(self) -> None:
+        """Give the optimizer its own ``step`` back."""
+        self.optimizer.__dict__.pop("step", None)
 
     def step(self, factor: float) -> None:
         """Update every piece that has a gradient with ``factor`` times it, and renew the compute shards."""
@@ -133,7 +147,7 @@ class TileStepper:
         dtype = live[0].value.dtype
         first, last = live[0].start, live[-1].end
         grad = reduced[first:last]
-        if grad.dtype != dtype or factor != 1.0:
+        if grad.dtype != dtype or factor != 1.0 or self._own_copy:
             # Not in place: peers may still read exchange memory. The cast comes first: scaling in 16 bits would round
             # the gradient twice.
             grad = self._scratch_for(last - first, dtype).copy_(grad)
@@ -143,12 +157,28 @@ class TileStepper:
             piece.value.grad = grad[piece.start - first : piece.end - first]
         group = groups[tile.group]
         group["params"] = [piece.value for piece in live]
+        if group.get("fused"):
+            self._move_steps(live)
+        before = {key: value for key, value in group.items() if key != "params"}
         self.optimizer.param_groups = [group]
-        self.optimizer.step()
+        self._step_once()
+        changed = [key for key, value in group.items() if key != "params" and before.get(key) is not value]
+        if changed:
+            raise RuntimeError(
+                f"{type(self.optimizer).__name__}.step() changes its param group ({changed}), and would do so once a "
+                "tile, so it cannot be sharded; use an optimizer whose state belongs to parameters"
+            )
         for piece in live:
             piece.value.grad = None
         if tile.master is not None:
             tile.chunk.shard[first:last].copy_(tile.master[first:last])
+
+    def _move_steps(self, live: Sequence[Piece]) -> None:
+        """Fused kernels on a GPU want the step count there; a loaded state, or Adagrad's, has it elsewhere."""
+        for piece in live:
+            step = self.optimizer.state.get(piece.value, {}).get("step")
+            if isinstance(step, torch.Tensor) and step.device != piece.value.device:
+                self.optimizer.state[piece.value]["step"] = step.to(piece.value.device, torch.float32)
 
     def _scratch_for(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         have = self._scratch.get(dtype)

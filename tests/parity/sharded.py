@@ -1,20 +1,44 @@
-"""Trains a tiny model on a rank as a plan says; the counterpart of ``shardwise.testing.train_plain``."""
+"""Trains a tiny model on ranks as a plan says, and compares with ``shardwise.testing.train_plain``."""
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.build import Session, build
+from shardwise.mesh import Mesh
 from shardwise.plan import Plan
-from shardwise.testing import MODELS, PlainRecipe, PlainRun, assert_close, make_batches, run_ranks, train_plain
+from shardwise.testing import (
+    MODELS,
+    ModelCase,
+    PlainRecipe,
+    PlainRun,
+    assert_close,
+    make_batches,
+    run_ranks,
+    train_plain,
+)
 
-__all__ = ["OPTIMIZERS", "Run", "Setting", "check_setting", "plain", "train_on_rank"]
+__all__ = [
+    "OPTIMIZERS",
+    "Run",
+    "Setting",
+    "Tolerance",
+    "check_runs",
+    "check_setting",
+    "plain",
+    "train_all",
+    "train_case",
+    "train_on_rank",
+]
 
 
 def _two_groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -44,6 +68,11 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 }
 
 
+def tokens_of(batch: Mapping[str, Any]) -> float:
+    """A weight that differs between batches: how many targets are positive, and one."""
+    return 1.0 + float((batch["target"] > 0).sum())
+
+
 @dataclass(frozen=True, kw_only=True)
 class Setting:
     """One cell of the matrix. ``dtype`` is what the model is built in; the plan may cast it."""
@@ -69,88 +98,187 @@ class Setting:
             accumulate_dtype=precision.accumulate_dtype,
             loss_scale=precision.scaler.initial_scale if precision.scaler else 1.0,
             mean_over_micro_batches=grad.average == "mean",
+            tokens=tokens_of if grad.average == "tokens" else None,
         )
+
+    def batches(self, case: ModelCase) -> list[Any]:
+        """``[step][micro-batch][rank]``."""
+        return make_batches(case, self.world_size, self.steps, self.micro_batches, self.dtype)
 
 
 @dataclass
 class Run:
-    """What one rank saw, by step."""
+    """What one rank saw, by step. ``digest`` is of all gradients and parameters; only rank 0 sends those."""
 
-    losses: list[list[float]]
-    gradients: list[dict[str, Tensor]]
-    norms: list[float | None]
-    skipped: list[bool]
-    parameters: list[dict[str, Tensor]]
-    traffic: list[dict[str, int]]
-    peak_gathered_bytes: int
+    losses: list[list[float]] = field(default_factory=list)
+    norms: list[float | None] = field(default_factory=list)
+    skipped: list[bool] = field(default_factory=list)
+    traffic: list[dict[str, int]] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    peak_gathered_bytes: int = 0
+    digest: str = ""
 
 
 def train_on_rank(setting: Setting) -> Run:
     """Runs on every rank of a pool."""
-    case = MODELS[setting.model]
+    return train_case(MODELS[setting.model], setting)
+
+
+def train_all(settings: Sequence[Setting]) -> list[Run]:
+    """Several settings of one world size in one task, those with equal axes and transport on one mesh in turn."""
+    meshes: dict[Any, Mesh] = {}
+    runs = []
+    for setting in settings:
+        plan = setting.plan
+        key = (plan.mesh, plan.comm.shared_memory)
+        if key not in meshes:
+            meshes[key] = Mesh.create(plan.mesh, torch.device("cpu"), plan.comm)
+        runs.append(train_case(MODELS[setting.model], setting, meshes[key]))
+    for mesh in meshes.values():
+        mesh.close()
+    return runs
+
+
+def train_case(case: ModelCase, setting: Setting, mesh: Mesh | None = None) -> Run:
+    """Train ``case`` as ``setting`` says (its ``model`` is not looked up), on a mesh of its own if none is given."""
     model = case.factory(setting.dtype)
-    session = build(model, OPTIMIZERS[setting.optimizer](model), setting.plan)
-    batches = make_batches(case, setting.world_size, setting.steps, setting.micro_batches, setting.dtype)
-    run = Run([], [], [], [], [], [], 0)
-    for step in batches:
+    session = build(model, OPTIMIZERS[setting.optimizer](model), setting.plan, mesh)
+    run = Run()
+    optimizer = session.optimizer
+    assert optimizer is not None
+    for step in setting.batches(case):
         session.reset_traffic()
-        run.losses.append(_passes(session, case.loss, step, setting.use_no_sync))
+        run.losses.append(_passes(session, case.loss, step, setting))
         run.traffic.append(session.traffic())
         run.gradients.append(session.full_gradients())
-        assert session.optimizer is not None
-        session.optimizer.step()
-        run.norms.append(session.optimizer.get_grad_norm())
-        run.skipped.append(session.optimizer.last_step_skipped)
-        state = session.module.state_dict()
-        run.parameters.append({name: state[name] for name, _ in model.named_parameters()})
+        optimizer.step()
+        run.norms.append(optimizer.get_grad_norm())
+        run.skipped.append(optimizer.last_step_skipped)
+    # Collective, and one for all steps: a wrong update shows in the losses and gradients of the next step as well.
+    state = session.module.state_dict()
+    run.parameters = {name: state[name] for name, _ in model.named_parameters()}
     run.peak_gathered_bytes = session.memory().peak_gathered_bytes
+    rank = session.mesh.rank
     session.close()
-    session.mesh.close()
+    if mesh is None:
+        session.mesh.close()
+    run.digest = _digest([*run.gradients, run.parameters])
+    if rank:
+        run.gradients, run.parameters = [], {}
     return run
 
 
-def _passes(session: Session, loss: Callable[[nn.Module, Any], Tensor], step: Any, no_sync: bool) -> list[float]:
+def _digest(dicts: Sequence[Mapping[str, Tensor]]) -> str:
+    total = hashlib.sha256()
+    for tensors in dicts:
+        for name, tensor in tensors.items():
+            total.update(name.encode())
+            total.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
+
+
+def _passes(session: Session, loss: Callable[[nn.Module, Any], Tensor], step: Any, setting: Setting) -> list[float]:
     losses = []
+    weighted = setting.plan.grad.average == "tokens"
     for index, micro in enumerate(step):
-        value = loss(session.module, micro[session.mesh.rank])
+        batch = micro[session.mesh.rank]
+        value = loss(session.module, batch)
         losses.append(float(value.detach()))
-        if no_sync and index + 1 < len(step):
-            with session.no_sync():
-                session.backward(value)
-        else:
-            session.backward(value)
+        skips = setting.use_no_sync and index + 1 < len(step)
+        with session.no_sync() if skips else nullcontext():
+            session.backward(value, tokens_of(batch) if weighted else None)
     return losses
 
 
 def plain(setting: Setting) -> PlainRun:
     """The oracle of a setting."""
-    case = MODELS[setting.model]
-    batches = make_batches(case, setting.world_size, setting.steps, setting.micro_batches, setting.dtype)
-    return train_plain(
-        lambda: case.factory(setting.dtype), case.loss, OPTIMIZERS[setting.optimizer], batches, setting.recipe
+    return _plain(
+        setting.model,
+        setting.world_size,
+        setting.steps,
+        setting.micro_batches,
+        setting.dtype,
+        setting.optimizer,
+        setting.recipe,
     )
 
 
-def check_setting(setting: Setting, rtol: float) -> list[Run]:
+@functools.lru_cache(maxsize=512)
+def _plain(
+    model: str, world_size: int, steps: int, micro_batches: int, dtype: torch.dtype, optimizer: str, recipe: PlainRecipe
+) -> PlainRun:
+    case = MODELS[model]
+    batches = make_batches(case, world_size, steps, micro_batches, dtype)
+    return train_plain(lambda: case.factory(dtype), case.loss, OPTIMIZERS[optimizer], batches, recipe)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tolerance:
+    """How far a run may be off.
+
+    Attributes:
+        rtol: of every number, and of every tensor relative to the largest element that it should have.
+        share: gradients whose largest element is below this share of the largest of all gradients count as that large:
+            what cancels nearly to zero has no accuracy of its own.
+        floor: the same as an absolute magnitude, for parameters as well.
+        first_is_exact: losses and gradients of the first step are equal bit for bit: the same sums in the same order.
+            Parameters are then within :data:`SAME_GRADIENTS_RTOL`, as long as the gradients of later steps are equal.
+    """
+
+    rtol: float
+    share: float = 0.0
+    floor: float = 0.0
+    first_is_exact: bool = False
+
+
+SAME_GRADIENTS_RTOL = 1e-6
+"""Where 16-bit gradients are equal bit for bit in every step, so are the updates, but for fp32 rounding."""
+
+
+def check_setting(setting: Setting, tolerance: Tolerance) -> list[Run]:
     """Train sharded and plain and compare everything; the runs, for further checks."""
-    expected = plain(setting)
     runs: list[Run] = run_ranks(setting.world_size, train_on_rank, setting)
-    for rank, run in enumerate(runs):
-        for step in range(setting.steps):
-            where = f"{setting.model} rank {rank} step {step}"
-            for micro, losses in enumerate(expected.losses[step]):
-                _check_number(run.losses[step][micro], losses[rank], rtol, f"loss of {where} micro-batch {micro}")
-            assert_close(run.gradients[step], expected.gradients[step], rtol, f"gradients of {where}")
-            _check_number(run.norms[step], expected.norms[step], rtol, f"norm of {where}")
-            assert run.skipped[step] == expected.skipped[step], where
-            assert_close(run.parameters[step], _kept(expected, step), rtol, f"parameters of {where}")
+    check_runs(runs, plain(setting), setting, tolerance)
     return runs
 
 
-def _kept(expected: PlainRun, step: int) -> dict[str, Tensor]:
+def check_runs(runs: Sequence[Run], expected: PlainRun, setting: Setting, tolerance: Tolerance) -> None:
+    """Losses of every rank, and gradients, norms and parameters, which are bit for bit the same on all ranks."""
+    for rank, run in enumerate(runs):
+        assert run.digest == runs[0].digest, f"{setting.model}: gradients or parameters of rank {rank} are not rank 0's"
+        assert run.norms == runs[0].norms, (
+            f"{setting.model}: norms of rank {rank} {run.norms}, of rank 0 {runs[0].norms}"
+        )
+        assert run.skipped == expected.skipped, f"{setting.model} rank {rank}: {run.skipped} not {expected.skipped}"
+        _check_losses(run, rank, expected, setting, tolerance)
+    first = runs[0]
+    same = True
+    for step in range(setting.steps):
+        where = f"{setting.model} step {step}"
+        gradients = expected.gradients[step]
+        largest = max((float(g.abs().max()) for g in gradients.values() if g.numel()), default=0.0)
+        floor = max(tolerance.floor, tolerance.share * largest)
+        rtol = 0.0 if tolerance.first_is_exact and step == 0 else tolerance.rtol
+        same &= assert_close(first.gradients[step], gradients, rtol, f"gradients of {where}", floor=floor) == 0.0
+        _check_number(first.norms[step], expected.norms[step], tolerance.rtol, f"norm of {where}")
+    rtol = min(tolerance.rtol, SAME_GRADIENTS_RTOL) if same and tolerance.first_is_exact else tolerance.rtol
+    where = f"{setting.model} after step {setting.steps - 1}"
+    assert_close(first.parameters, _kept(expected), rtol, f"parameters of {where}", floor=tolerance.floor)
+
+
+def _check_losses(run: Run, rank: int, expected: PlainRun, setting: Setting, tolerance: Tolerance) -> None:
+    for step in range(setting.steps):
+        rtol = 0.0 if tolerance.first_is_exact and step == 0 else tolerance.rtol
+        for micro, losses in enumerate(expected.losses[step]):
+            where = f"loss of {setting.model} rank {rank} step {step} micro-batch {micro}"
+            _check_number(run.losses[step][micro], losses[rank], rtol, where)
+
+
+def _kept(expected: PlainRun) -> dict[str, Tensor]:
     """Parameters as a full state has them: in fp32 where there is a master, frozen ones in the compute dtype."""
     trained = {name for name, param in expected.model.named_parameters() if param.requires_grad}
-    masters, computed = expected.masters[step], expected.parameters[step]
+    masters, computed = expected.masters[-1], expected.parameters[-1]
     return {name: masters[name] if name in trained else computed[name] for name in masters}
 
 

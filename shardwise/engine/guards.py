@@ -1,0 +1,115 @@
+"""Uses of a sharded model that would silently go wrong, made into errors that say what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from shardwise.chunk.chunk import Chunk
+from shardwise.chunk.layout import Layout
+from shardwise.chunk.pool import ChunkPool
+from shardwise.engine.names import StateNames
+
+__all__ = ["Guards", "check_shardable"]
+
+
+def check_shardable(model: nn.Module) -> None:
+    """Before anything is changed.
+
+    Raises:
+        ValueError: a trainable parameter is complex or an integer, or the model is sharded already.
+    """
+    for name, param in model.named_parameters():
+        if param.requires_grad and not param.is_floating_point():
+            raise ValueError(f"{name} is trainable and {param.dtype}: only real floating-point ones can be sharded")
+        absent = param.numel() > 1 and not param.is_meta and not any(param.stride())
+        if absent and param.is_floating_point() and bool(torch.isnan(param.detach().flatten()[0])):
+            raise ValueError(
+                f"{name} {tuple(param.shape)} is not gathered: the model is sharded already; build a new one"
+            )
+
+
+class Guards:
+    """Watches one sharded model.
+
+    Args:
+        model: the user's module.
+        params: its sharded parameters, by index.
+        chunks, layout: where they lie.
+        pool: knows whether everything is gathered.
+    """
+
+    def __init__(
+        self, model: nn.Module, params: Sequence[nn.Parameter], chunks: Sequence[Chunk], layout: Layout, pool: ChunkPool
+    ) -> None:
+        self._model, self._params, self._chunks, self._layout, self._pool = model, params, chunks, layout, pool
+        sharded = {id(param) for param in params}
+        self._places = [
+            (module, leaf, param)
+            for module in model.modules()
+            for leaf, param in module._parameters.items()
+            if param is not None and id(param) in sharded
+        ]
+        self._naming = False
+        saving = model.register_state_dict_pre_hook(self._before_saving)  # type: ignore[no-untyped-call]
+        loading = model.register_load_state_dict_pre_hook(self._before_loading)  # type: ignore[no-untyped-call]
+        self._handles = [saving, loading]
+
+    def state_names(self) -> StateNames:
+        """Under which names the user's module saves what."""
+        self._naming = True
+        try:
+            return StateNames.read(self._model, self._params)
+        finally:
+            self._naming = False
+
+    def _before_saving(self, *_args: object) -> None:
+        transient = any(not chunk.resident for chunk in self._chunks)
+        if transient and not self._naming and not self._pool.all_held:
+            raise RuntimeError(
+                f"state_dict() of the sharded {type(self._model).__name__} itself would save parameters that are not "
+                "gathered; call it on the object that boost/build returned, or inside its gathered() block"
+            )
+
+    def _before_loading(self, *_args: object) -> None:
+        raise RuntimeError(
+            f"load_state_dict() of the sharded {type(self._model).__name__} itself would bypass shards and masters; "
+            "call it on the object that boost/build returned"
+        )
+
+    def check(self) -> None:
+        """Every parameter is still the one that was sharded, where the engine put it.
+
+        Raises:
+            RuntimeError: one was replaced, moved, cast or unfrozen; it is named.
+        """
+        for chunk in self._chunks:
+            for slot, param in zip(chunk.spec.slots, chunk.params, strict=True):
+                if param.requires_grad and not chunk.spec.trainable:
+                    raise RuntimeError(
+                        f"{self._name(slot.param)} has requires_grad={param.requires_grad} but was frozen when the "
+                        "model was sharded, so it has no gradient shard; set requires_grad before boost/build"
+                    )
+            wrong = chunk.misplaced()
+            if wrong is not None:
+                param = chunk.params[wrong]
+                raise RuntimeError(
+                    f"{self._name(chunk.spec.slots[wrong].param)} (now {param.dtype} on {param.device}) was moved, "
+                    "cast or given other data after the model was sharded; do that before boost/build, or load a state"
+                )
+        for module, leaf, param in self._places:
+            if module._parameters.get(leaf) is not param:
+                raise RuntimeError(
+                    f"parameter {leaf!r} of a {type(module).__name__} was replaced after the model was sharded; do "
+                    "that before boost/build, or load a state"
+                )
+
+    def _name(self, param: int) -> str:
+        return self._layout.facts[param].names[0]
+
+    def remove(self) -> None:
+        """Stop watching."""
+        for handle in self._handles:
+            handle.remove()

@@ -1,0 +1,122 @@
+"""The life of backward passes: when one begins, when it ends, and what happens if it fails."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from shardwise.chunk.pool import ChunkPool
+from shardwise.engine.hooks import in_backward
+from shardwise.engine.reducer import Reducer
+
+__all__ = ["BackwardPasses"]
+
+
+class BackwardPasses:
+    """Notices backward passes over one model and ends them on every rank alike.
+
+    A pass that comes through :meth:`around` ends with its block. One that the user starts (``loss.backward()``) ends
+    with autograd's callback of its outermost task; nested ones (reentrant checkpointing) end nothing by themselves.
+
+    Attributes:
+        loss_scale: the scale that the gradients held now carry.
+        scaled: set where a loss scaler is in use: gradients must then come through :meth:`around`.
+        sync: whether passes are reduced now.
+        tokens: sum of the weights of all passes on this rank.
+    """
+
+    def __init__(self, pool: ChunkPool, reducer: Reducer) -> None:
+        self._pool, self._reducer = pool, reducer
+        self.loss_scale = 1.0
+        self.scaled = False
+        self.sync = True
+        self.tokens = 0.0
+        self._around = False
+        self._failed = False
+        self._tasks: set[int] = set()
+
+    def note(self, _gradient: object = None) -> None:
+        """Called by what may happen first in a backward pass: an output's or a parameter's gradient, or a gather."""
+        if self._around:
+            return
+        task: int = torch._C._current_graph_task_id()
+        if task != -1 and task not in self._tasks:
+            self._tasks.add(task)
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self._task_ended, task))
+
+    def watch(self, output: Any) -> None:
+        """Have a model's output note the pass that starts from it, which is then the outermost one."""
+        if isinstance(output, torch.Tensor) and output.requires_grad and not in_backward():
+            output.register_hook(self.note)  # type: ignore[no-untyped-call]
+
+    def check_scaled(self) -> None:
+        """A parameter has a gradient: under a loss scale only passes through :meth:`around` may make one.
+
+        Raises:
+            RuntimeError: this one did not.
+        """
+        if self.scaled and not self._around:
+            raise RuntimeError(
+                f"a parameter got a gradient from loss.backward() under a loss scale (scaled={self.scaled}); call "
+                "optimizer.backward(loss) or booster.backward(loss, optimizer), which multiply the loss by it, and set "
+                "requires_grad False where gradients only flow through this model to another one"
+            )
+
+    def recover(self) -> None:
+        """At a forward pass or ``zero_grad`` outside backward: a pass that never ended has failed; drop its remains."""
+        if (self._tasks or self._failed) and not self._around and not in_backward():
+            self._tasks.clear()
+            self._reducer.abort()
+            self._failed = False
+
+    def _task_ended(self, task: int) -> None:
+        self._tasks.discard(task)
+        nested = torch._C._current_autograd_node() is not None
+        if self._around or (nested and self._tasks):
+            return
+        self._tasks.clear()
+        self._finish()
+
+    def _finish(self) -> None:
+        with torch.no_grad():
+            self._pool.finish_phase()
+            self._reducer.finish(self.sync)
+
+    @contextlib.contextmanager
+    def around(self, loss_scale: float = 1.0, weight: float = 1.0) -> Iterator[None]:
+        """Around ``loss.backward()``.
+
+        Args:
+            loss_scale: what the loss was multiplied by and gradients must be divided by.
+            weight: the pass's weight among those of a step (its tokens).
+        """
+        self.recover()
+        if loss_scale != self.loss_scale:
+            # Gradients from before the scale moved (another optimizer's, not yet stepped) keep in line.
+            self._reducer.rescale(loss_scale / self.loss_scale)
+            self.loss_scale = loss_scale
+        self._around = True
+        try:
+            yield
+            self._finish()
+            self.tokens += weight
+        except BaseException:
+            # Peers may still be in the pass, so nothing waits for them here; see recover().
+            self._failed = True
+            raise
+        finally:
+            self._around = False
+            self._tasks.clear()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Passes inside are not reduced."""
+        previous, self.sync = self.sync, False
+        try:
+            yield
+        finally:
+            self.sync = previous

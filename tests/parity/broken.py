@@ -1,0 +1,238 @@
+"""Engines with one fault each, made inside the ranks by replacing a part of the real one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from shardwise.chunk.pool import ChunkPool
+from shardwise.comm import Group
+from shardwise.engine import optimizer as optimizer_module
+from shardwise.engine.engine import Engine
+from shardwise.engine.grads import ChunkGrads
+from shardwise.engine.hooks import GatherHooks
+from shardwise.engine.optimizer import ShardedOptimizer
+from shardwise.engine.reducer import Reducer
+from shardwise.engine.tiles import TileStepper
+from tests.parity.sharded import Run, Setting, train_on_rank
+
+__all__ = ["FAULTS", "train_broken"]
+
+_Patch = contextlib.AbstractContextManager[Any]
+
+
+def _wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> _Patch:
+    return mock.patch.object(owner, name, make(getattr(owner, name)))
+
+
+def _nothing() -> _Patch:
+    return contextlib.nullcontext()
+
+
+class _Skipped:
+    def wait(self) -> None: ...
+
+    def finished(self) -> bool:
+        return True
+
+
+@contextlib.contextmanager
+def _one_reduction_skipped() -> Iterator[None]:
+    """The fourth reduction keeps this rank's own gradient."""
+    calls = iter(range(1_000_000))
+
+    def make(real: Any) -> Any:
+        def reduce_scatter(self: Group, out: torch.Tensor, full: Any, scale: float) -> Any:
+            if next(calls) == 3:
+                part = full.local.view(self.size, -1)[self.rank]
+                out.copy_(part * (scale * self.size))
+                return _Skipped()
+            return real(self, out, full, scale)
+
+        return reduce_scatter
+
+    kinds = [kind for kind in _all_kinds(Group) if "reduce_scatter" in vars(kind)]
+    with contextlib.ExitStack() as stack:
+        for kind in kinds:
+            stack.enter_context(_wrap(kind, "reduce_scatter", make))
+        yield
+
+
+def _all_kinds(kind: type) -> list[type]:
+    return [kind, *(k for child in kind.__subclasses__() for k in _all_kinds(child))]
+
+
+def _not_unscaled() -> _Patch:
+    return mock.patch.object(ShardedOptimizer, "divisor", lambda self: 1.0)
+
+
+def _stale_gather() -> _Patch:
+    """Copies gathered before the step are kept."""
+    return mock.patch.object(ChunkPool, "invalidate", lambda self, *_, **__: self.trace.end_step())
+
+
+def _gradient_of_rank_1_forgotten() -> _Patch:
+    def make(real: Any) -> Any:
+        def add(self: Reducer, state: ChunkGrads, index: int, grad: torch.Tensor, sync: bool) -> None:
+            real(self, state, index, torch.zeros_like(grad) if dist.get_rank() == 1 else grad, sync)
+
+        return add
+
+    return _wrap(Reducer, "add", make)
+
+
+def _norm_of_each_rank() -> _Patch:
+    """Every rank clips by the norm of its own shards."""
+
+    def make(real: Any) -> Any:
+        def norm(tensors: Any, p: float, group: Group, inverse_scale: float) -> float:
+            alone = mock.Mock(exchange=lambda values, *_: [values])
+            return float(real(tensors, p, alone, inverse_scale))
+
+        return norm
+
+    return _wrap(optimizer_module, "global_norm", make)
+
+
+def _never_clipped() -> _Patch:
+    return mock.patch.object(optimizer_module, "clip_factor", lambda norm, max_norm: 1.0)
+
+
+def _earlier_passes_dropped() -> _Patch:
+    """Only the last backward pass of a step counts."""
+
+    def make(real: Any) -> Any:
+        def complete(self: Reducer, state: ChunkGrads) -> None:
+            state.reduced = None
+            real(self, state)
+
+        return complete
+
+    return _wrap(Reducer, "_complete", make)
+
+
+def _replicas_not_averaged() -> _Patch:
+    """The mean over the shard group in place of that over all ranks."""
+
+    def make(real: Any) -> Any:
+        def launch(self: Reducer, state: ChunkGrads) -> None:
+            self._scale = 1.0 / self.mesh.shard.size
+            real(self, state)
+
+        return launch
+
+    return _wrap(Reducer, "_launch", make)
+
+
+def _no_masters() -> _Patch:
+    return mock.patch.object(Engine, "_needs_master", lambda self, chunk: False)
+
+
+def _masters_rounded() -> _Patch:
+    """The fp32 weights lose what 16 bits do not hold."""
+
+    def make(real: Any) -> Any:
+        def publish(self: Engine) -> None:
+            real(self)
+            for master in self.masters.values():
+                master.copy_(master.bfloat16())
+
+        return publish
+
+    return _wrap(Engine, "publish", make)
+
+
+def _groups_mixed_up() -> _Patch:
+    """Every parameter is updated as its optimizer's first group says."""
+
+    def make(real: Any) -> Any:
+        def step_tile(self: TileStepper, tile: Any, live: Any, reduced: Any, factor: float, groups: Any) -> None:
+            real(self, tile, live, reduced, factor, [groups[0]] * len(groups))
+
+        return step_tile
+
+    return _wrap(TileStepper, "_step_tile", make)
+
+
+def _reads_not_noticed() -> _Patch:
+    """A weight used without its module being called is not gathered."""
+    return mock.patch.object(GatherHooks, "_on_read", lambda self, param: None)
+
+
+def _padding_not_zeroed() -> _Patch:
+    """What a rank has no gradient for holds whatever was there before."""
+
+    def zero_unfilled(self: ChunkGrads) -> None:
+        for index, slot in enumerate(self.spec.slots):
+            if index not in self.filled and self.array is not None:
+                self.array[slot.start : slot.end].fill_(1e-3)
+
+    return mock.patch.object(ChunkGrads, "zero_unfilled", zero_unfilled)
+
+
+def _replicas_drift() -> _Patch:
+    """Rank 1's parameters move away in the last bit, which no tolerance would show."""
+
+    def make(real: Any) -> Any:
+        def publish(self: Engine) -> None:
+            real(self)
+            if dist.get_rank() == 1:
+                for chunk in self.chunks:
+                    if chunk.full is not None:
+                        chunk.full.mul_(1 + 2**-52)
+
+        return publish
+
+    return _wrap(Engine, "publish", make)
+
+
+def _gradients_not_cleared() -> _Patch:
+    """What the last step used is added to by the next one."""
+    return mock.patch.object(ShardedOptimizer, "zero_grad", lambda self, set_to_none=True: None)
+
+
+def _frozen_copies() -> _Patch:
+    """The shard that computes is not renewed from the fp32 weights: the update never reaches the model."""
+
+    def make(real: Any) -> Any:
+        def step(self: TileStepper, factor: float) -> None:
+            before = [tile.chunk.shard.clone() for tile in self.tiles]
+            real(self, factor)
+            for tile, shard in zip(self.tiles, before, strict=True):
+                tile.chunk.shard.copy_(shard)
+
+        return step
+
+    return _wrap(TileStepper, "step", make)
+
+
+FAULTS: dict[str, Callable[[], _Patch]] = {
+    "nothing": _nothing,
+    "one_reduction_skipped": _one_reduction_skipped,
+    "not_unscaled": _not_unscaled,
+    "stale_gather": _stale_gather,
+    "gradient_of_rank_1_forgotten": _gradient_of_rank_1_forgotten,
+    "norm_of_each_rank": _norm_of_each_rank,
+    "never_clipped": _never_clipped,
+    "earlier_passes_dropped": _earlier_passes_dropped,
+    "replicas_not_averaged": _replicas_not_averaged,
+    "no_masters": _no_masters,
+    "masters_rounded": _masters_rounded,
+    "groups_mixed_up": _groups_mixed_up,
+    "reads_not_noticed": _reads_not_noticed,
+    "padding_not_zeroed": _padding_not_zeroed,
+    "replicas_drift": _replicas_drift,
+    "gradients_not_cleared": _gradients_not_cleared,
+    "frozen_copies": _frozen_copies,
+}
+
+
+def train_broken(fault: str, setting: Setting) -> Run:
+    """Runs on every rank of a pool: a training with one fault. Nothing of it stays."""
+    with FAULTS[fault]():
+        return train_on_rank(setting)

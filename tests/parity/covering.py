@@ -1,0 +1,82 @@
+"""Covering designs: few rows in which every allowed pair of values occurs. Greedy and deterministic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import combinations
+
+__all__ = ["Row", "allowed_pairs", "cover"]
+
+Row = dict[str, str]
+_Pair = tuple[str, str, str, str]
+
+
+def _pair(first: str, value: str, second: str, other: str) -> _Pair:
+    return (first, value, second, other) if first < second else (second, other, first, value)
+
+
+def allowed_pairs(factors: Mapping[str, Sequence[str]], allowed: Callable[[Row], bool]) -> list[_Pair]:
+    """Every pair of values of two factors that may occur together, in a fixed order."""
+    return [
+        _pair(first, value, second, other)
+        for first, second in combinations(factors, 2)
+        for value in factors[first]
+        for other in factors[second]
+        if allowed({first: value, second: other})
+    ]
+
+
+class _Design:
+    def __init__(self, factors: Mapping[str, Sequence[str]], allowed: Callable[[Row], bool]) -> None:
+        self.factors, self.allowed = factors, allowed
+        self.open = dict.fromkeys(allowed_pairs(factors, allowed))
+        self.uses = {factor: dict.fromkeys(values, 0) for factor, values in factors.items()}
+        self.rows: list[Row] = []
+
+    def add(self, fixed: Mapping[str, str]) -> None:
+        """A row with the values ``fixed``; each other factor takes the value with most open pairs, or the rarest."""
+        row = dict(fixed)
+        while len(row) < len(self.factors):
+            choices = [
+                (-self._gain(row, factor, value), self.uses[factor][value], order, factor, value)
+                for factor, values in self.factors.items()
+                if factor not in row
+                for order, value in enumerate(values)
+                if self.allowed({**row, factor: value})
+            ]
+            if len({choice[3] for choice in choices}) + len(row) < len(self.factors):
+                raise ValueError(f"{row} cannot be completed: relax what is allowed")
+            *_, factor, value = min(choices)
+            row[factor] = value
+        for (first, value), (second, other) in combinations(row.items(), 2):
+            self.open.pop(_pair(first, value, second, other), None)
+        for factor, value in row.items():
+            self.uses[factor][value] += 1
+        self.rows.append({factor: row[factor] for factor in self.factors})
+
+    def _gain(self, row: Row, factor: str, value: str) -> int:
+        return sum(_pair(factor, value, other, chosen) in self.open for other, chosen in row.items())
+
+
+def cover(
+    factors: Mapping[str, Sequence[str]],
+    allowed: Callable[[Row], bool] = lambda row: True,
+    seeds: Iterable[Mapping[str, str]] = (),
+) -> list[Row]:
+    """Rows over ``factors`` (values by factor name) in which every allowed pair of values occurs.
+
+    Args:
+        factors: what can vary.
+        allowed: whether values go together; called with parts of rows, so it must not judge what is not there yet.
+        seeds: parts of rows that must occur, in any number; they are completed to cover as much as they can.
+
+    Raises:
+        ValueError: an allowed pair or a seed cannot be completed to a row.
+    """
+    design = _Design(factors, allowed)
+    for seed in seeds:
+        design.add(seed)
+    while design.open:
+        first, value, second, other = next(iter(design.open))
+        design.add({first: value, second: other})
+    return design.rows

@@ -1,0 +1,173 @@
+"""The factors of the parity matrix, what goes together, and the rows that are run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from itertools import product
+
+import torch
+
+from shardwise.plan import ByNumel, BySearch, ByTensor, Plan, ScalerPlan, replicated, zero
+from shardwise.testing import MODELS
+from tests.parity.covering import Row, cover
+from tests.parity.sharded import OPTIMIZERS, Setting, Tolerance
+
+__all__ = [
+    "FACTORS",
+    "PLANS",
+    "allowed",
+    "dangerous_product",
+    "default_rows",
+    "label",
+    "make_setting",
+    "plan_product",
+    "tolerance",
+]
+
+SMALL = ByNumel(chunk_numel=48)
+"""About the size of one tiny layer, so that every model has several chunks."""
+
+PLANS: dict[str, Plan] = {
+    "ddp": replicated(),
+    "zero1": zero(1).but(packing=SMALL),
+    "zero2": zero(2).but(packing=SMALL),
+    "zero3": zero(3),
+    "budget0": zero(3).but(packing=SMALL, prefetch=2),
+    "budget0.3": zero(3).but(packing=SMALL, gathered_fraction=0.3),
+    "budget1": zero(3).but(packing=SMALL, gathered_fraction=1.0),
+    # Everything could be evicted and nothing ever is.
+    "roomy": zero(3).but(packing=SMALL, gathered_budget_bytes=1 << 30),
+    "by_tensor": zero(3).but(packing=ByTensor(persist_numel=10)),
+    "by_search": zero(3).but(
+        packing=BySearch(search_range_numel=64, interval_numel=8, min_chunk_numel=16), gathered_fraction=0.5, prefetch=0
+    ),
+    # Parameters as ZeRO-3, gradients as ZeRO-1.
+    "zero3_last": zero(3).but(reduce="last"),
+    "hybrid1": zero(1, dp_replicate=2).but(packing=SMALL),
+    "hybrid2": zero(2, dp_replicate=2).but(packing=SMALL),
+    "hybrid3": zero(3, dp_replicate=2),
+}
+MAIN_PLANS = {
+    "2": ("ddp", "zero1", "zero2", "zero3", "budget0", "budget0.3", "roomy"),
+    "3": ("zero1", "zero2", "zero3", "budget0.3"),
+}
+"""By number of ranks: the plans under which every model is trained by default."""
+
+MICRO = {"1x": (1, False), "3x": (3, False), "3x_no_sync": (3, True)}
+CLIP = {"unclipped": 0.0, "p1": 1.0, "p2": 2.0, "p3": 3.0, "pinf": math.inf}
+MAX_NORM = 0.02
+"""Below the norm of every gradient here, so that clipping always acts."""
+
+CONSTANT_SCALE = ScalerPlan(
+    initial_scale=64.0,
+    min_scale=1.0,
+    growth_factor=2.0,
+    backoff_factor=0.5,
+    growth_interval=1000,
+    hysteresis=1000,
+    max_scale=2.0**32,
+)
+
+FACTORS: dict[str, tuple[str, ...]] = {
+    "model": tuple(MODELS),
+    "plan": tuple(PLANS),
+    "ranks": ("1", "2", "3", "4"),
+    "numbers": ("fp64", "fp32", "bf16", "fp16", "bf16_reduce32"),
+    "optimizer": tuple(OPTIMIZERS),
+    "micro": tuple(MICRO),
+    "clip": tuple(CLIP),
+    "transport": ("shared", "gloo"),
+    "average": ("sum", "mean", "tokens"),
+    "order": ("overlap", "sequence", "same_order", "on_use"),
+}
+
+RTOL = {"fp64": 1e-12, "fp32": 1e-6, "bf16": 2e-2, "fp16": 2e-3, "bf16_reduce32": 2e-2}
+"""16 bits: five units in the last place of bf16 (2^-8), two of fp16 (2^-10)."""
+SHARE = 0.25
+"""See :class:`~tests.parity.sharded.Tolerance`; not in fp64."""
+
+
+KEY_BIASES = ("attention", "gpt", "gpt_checkpointed")
+"""Models with attention: the gradient of the keys' bias is zero but for rounding, and Rprop reads nothing but signs."""
+
+
+def allowed(row: Row) -> bool:
+    """Whether values go together; ``row`` may lack factors."""
+    plan = PLANS.get(row.get("plan", ""))
+    if plan is not None:
+        if row.get("micro") == "3x_no_sync" and plan.shard.reduce == "every":
+            return False
+        if plan.mesh.dp_replicate == 2 and row.get("ranks", "4") != "4":
+            return False
+    if row.get("optimizer") == "rprop" and row.get("model") in KEY_BIASES:
+        return False
+    # Ranks of the mixture take different branches, which the promise of one order excludes.
+    return not (row.get("order") == "same_order" and row.get("model") == "mixture")
+
+
+def make_setting(row: Row) -> Setting:
+    """What a full row means."""
+    plan = PLANS[row["plan"]].but(
+        max_norm=MAX_NORM if row["clip"] != "unclipped" else 0.0,
+        norm_type=CLIP[row["clip"]] or 2.0,
+        shared_memory=row["transport"] == "shared" and None,
+        average=row["average"],
+        overlap=row["order"] != "sequence",
+        same_order=row["order"] == "same_order",
+        gather_on_use=row["order"] == "on_use",
+    )
+    numbers = row["numbers"]
+    if numbers not in ("fp64", "fp32"):
+        half = torch.float16 if numbers == "fp16" else torch.bfloat16
+        plan = plan.but(param_dtype=half, buffer_dtype=half, cast_inputs=True)
+        plan = plan.but(scaler=CONSTANT_SCALE) if numbers == "fp16" else plan
+        plan = plan.but(reduce_dtype=torch.float32) if numbers == "bf16_reduce32" else plan
+    micro_batches, use_no_sync = MICRO[row["micro"]]
+    return Setting(
+        model=row["model"],
+        plan=plan,
+        world_size=int(row["ranks"]),
+        optimizer=row["optimizer"],
+        micro_batches=micro_batches,
+        steps=2,
+        dtype=torch.float64 if numbers == "fp64" else torch.float32,
+        use_no_sync=use_no_sync,
+    )
+
+
+def tolerance(row: Row) -> Tolerance:
+    """What a row must reach.
+
+    In 16 bits, the first step equals plain training bit for bit, unless sums are rounded in another order: whole
+    gradients added up before the reduction (``no_sync``), or the sum over a shard group rounded before that over the
+    replicas (hybrid sharding). Nor where parameters have 16 bits from the start: optimizers
+    that make state when they are built (Adagrad) round it as those.
+    """
+    numbers = row["numbers"]
+    if row["model"] == "mixed_bf16":
+        return Tolerance(rtol=RTOL["bf16"], share=SHARE)
+    rounded_twice = row["micro"] == "3x_no_sync" or row["plan"].startswith("hybrid")
+    exact = numbers in ("bf16", "fp16", "bf16_reduce32") and not rounded_twice
+    return Tolerance(rtol=RTOL[numbers], share=0.0 if numbers == "fp64" else SHARE, first_is_exact=exact)
+
+
+def label(row: Mapping[str, str]) -> str:
+    """How a row is named in test ids."""
+    return "-".join(row.values())
+
+
+def plan_product(plans: tuple[str, ...], ranks: str, numbers: str) -> list[Row]:
+    """Parts of rows: every model under each of ``plans``."""
+    rows = [{"model": m, "plan": p, "ranks": ranks, "numbers": numbers} for m, p in product(MODELS, plans)]
+    return [row for row in rows if allowed(row)]
+
+
+def dangerous_product() -> list[Row]:
+    """Parts of rows: every model under every main plan at 2 and 3 ranks in fp64."""
+    return [row for ranks, plans in MAIN_PLANS.items() for row in plan_product(plans, ranks, "fp64")]
+
+
+def default_rows() -> list[Row]:
+    """Every model under every main plan at 2 and 3 ranks in fp64, and every allowed pair of values of any factors."""
+    return cover(FACTORS, allowed, dangerous_product())

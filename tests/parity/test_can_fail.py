@@ -1,0 +1,86 @@
+"""The checks fail when the engine is wrong: each fault is one that a sharded engine has had somewhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from shardwise.testing import run_ranks
+from tests.parity.broken import FAULTS, train_broken
+from tests.parity.covering import Row
+from tests.parity.matrix import make_setting, tolerance
+from tests.parity.sharded import Run, Setting, check_runs, plain
+
+PLAIN_ROW: Row = {
+    "model": "residual",
+    "plan": "zero2",
+    "ranks": "2",
+    "numbers": "fp64",
+    "optimizer": "adamw",
+    "micro": "1x",
+    "clip": "unclipped",
+    "transport": "shared",
+    "average": "sum",
+    "order": "overlap",
+}
+SETTINGS: dict[str, Row] = {
+    "one_reduction_skipped": {"plan": "zero3"},
+    "not_unscaled": {"numbers": "fp16"},
+    "stale_gather": {"plan": "roomy"},
+    "gradient_of_rank_1_forgotten": {},
+    "norm_of_each_rank": {"clip": "p2"},
+    "never_clipped": {"clip": "pinf"},
+    "earlier_passes_dropped": {"micro": "3x"},
+    "replicas_not_averaged": {"plan": "hybrid2", "ranks": "4"},
+    "no_masters": {"numbers": "bf16"},
+    "masters_rounded": {"numbers": "bf16", "optimizer": "sgd"},
+    "groups_mixed_up": {},
+    "reads_not_noticed": {"plan": "budget0", "model": "functional"},
+    "padding_not_zeroed": {"model": "mixture", "ranks": "3"},
+    "replicas_drift": {"plan": "ddp"},
+    "gradients_not_cleared": {"plan": "zero2"},
+    "frozen_copies": {"numbers": "bf16"},
+}
+
+
+def _run(fault: str, row: Row) -> tuple[list[Run], Setting]:
+    setting = make_setting(row)
+    runs: list[Run] = run_ranks(setting.world_size, train_broken, fault, setting)
+    return runs, setting
+
+
+def test_every_fault_has_a_setting() -> None:
+    assert set(SETTINGS) | {"nothing"} == set(FAULTS)
+
+
+@pytest.mark.parametrize("fault", SETTINGS)
+def test_a_broken_engine_fails_the_check(fault: str) -> None:
+    row = {**PLAIN_ROW, **SETTINGS[fault]}
+    runs, setting = _run("nothing", row)
+    check_runs(runs, plain(setting), setting, tolerance(row))
+    runs, setting = _run(fault, row)
+    with pytest.raises(AssertionError):
+        check_runs(runs, plain(setting), setting, tolerance(row))
+
+
+@pytest.mark.parametrize("off_by", [0.0, float("nan")])
+@pytest.mark.parametrize("part", ["losses", "norms", "gradients", "parameters", "digest"])
+def test_every_part_of_a_run_is_checked(part: str, off_by: float) -> None:
+    row = {**PLAIN_ROW, "numbers": "fp64"}
+    runs, setting = _run("nothing", row)
+    first = runs[0]
+    if part == "losses":
+        first.losses[1][0] *= 1 + 1e-11 + off_by
+    elif part == "norms":
+        for run in runs:
+            run.norms = [n and n * (1 + 1e-11 + off_by) for n in run.norms]
+    elif part == "digest":
+        runs[1] = replace(runs[1], digest="other")
+    else:
+        tensors = first.parameters if part == "parameters" else first.gradients[1]
+        name = next(iter(tensors))
+        tensors[name] = tensors[name] * torch.tensor(1 + 1e-11 + off_by, dtype=torch.float64)
+    with pytest.raises(AssertionError):
+        check_runs(runs, plain(setting), setting, tolerance(row))

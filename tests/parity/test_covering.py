@@ -1,0 +1,37 @@
+"""The design itself: small, complete and the same every time."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.parity.covering import allowed_pairs, cover
+from tests.parity.matrix import FACTORS, allowed, dangerous_product, default_rows
+
+BITS = dict.fromkeys("abcdefg", ("0", "1"))
+
+
+def test_pairs_of_seven_bits_need_few_rows() -> None:
+    rows = cover(BITS)
+    assert len(rows) <= 10  # all combinations are 128
+    assert all(any(r[f] == v and r[g] == w for r in rows) for f, v, g, w in allowed_pairs(BITS, lambda row: True))
+
+
+def test_what_is_not_allowed_is_left_out_and_seeds_are_kept() -> None:
+    rows = cover(BITS, lambda row: not (row.get("a") == "1" and row.get("b") == "1"), [{"c": "1", "d": "1"}] * 3)
+    assert not any(row["a"] == row["b"] == "1" for row in rows)
+    assert all(row["c"] == row["d"] == "1" for row in rows[:3])
+
+
+def test_an_impossible_pair_is_an_error() -> None:
+    with pytest.raises(ValueError, match="cannot be completed"):
+        cover({"a": ("0",), "b": ("0",), "c": ("0",)}, lambda row: len(row) < 3)
+
+
+def test_the_matrix_has_every_allowed_pair_and_the_whole_dangerous_product() -> None:
+    rows = default_rows()
+    assert rows == default_rows()
+    assert all(allowed(row) for row in rows)
+    found = {(f, v, g, w) for row in rows for f, v in row.items() for g, w in row.items()}
+    assert not [pair for pair in allowed_pairs(FACTORS, allowed) if pair not in found]
+    wanted = {tuple(part.items()) for part in dangerous_product()}
+    assert wanted <= {tuple((f, row[f]) for f in ("model", "plan", "ranks", "numbers")) for row in rows}
