@@ -66,7 +66,7 @@ def check_element_wise(optimizer: torch.optim.Optimizer) -> None:
         ValueError: the optimizer works on whole matrices, or is ``differentiable`` or ``capturable``.
     """
     name = type(optimizer).__name__
-    if any(base.__name__ in SHAPE_DEPENDENT for base in type(optimizer).__mro__):
+    if any(base.__name__.lower() in SHAPE_DEPENDENT for base in type(optimizer).__mro__):
         raise ValueError(f"optimizer {name} needs whole matrices, but shards are flat: use an element-wise one (AdamW)")
     for group in optimizer.param_groups:
         for mode in ("differentiable", "capturable"):

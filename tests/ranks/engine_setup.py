@@ -1,4 +1,4 @@
-"""What the engine's tests share: plans by name, sessions that clean up, and a program run sharded and in plain torch."""
+"""What the engine's tests share: plans by name, sessions that clean up, programs run sharded and in plain torch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.build import Session, build
+from shardwise.mesh import Mesh
 from shardwise.plan import ByNumel, ByTensor, Plan, replicated, zero
 from shardwise.testing import assert_close
 
@@ -32,12 +33,21 @@ Program = Callable[[nn.Module, int, int], Iterator[tuple[Tensor, bool]]]
 
 
 @contextmanager
-def sharded(model: nn.Module, optimizer: Optimizers, plan: Plan) -> Iterator[Session]:
-    """A session that is closed with its mesh, unless the test fails (peers may be gone then)."""
-    session = build(model, optimizer, plan)
+def sharded(model: nn.Module, optimizer: Optimizers, plan: Plan, mesh: Mesh | None = None) -> Iterator[Session]:
+    """A session that is closed at the end, with its mesh where it made one; not if the test fails (peers are gone)."""
+    session = build(model, optimizer, plan, mesh)
     yield session
     session.close()
-    session.mesh.close()
+    if mesh is None:
+        session.mesh.close()
+
+
+@contextmanager
+def one_mesh(plan: Plan) -> Iterator[Mesh]:
+    """A mesh for several sessions, since making one takes longer than a few steps."""
+    mesh = Mesh.create(plan.mesh, torch.device("cpu"), plan.comm)
+    yield mesh
+    mesh.close()
 
 
 def adam(model: nn.Module, lr: float = 0.05) -> torch.optim.Optimizer:
@@ -73,10 +83,12 @@ def run_plain(build_model: Callable[[], nn.Module], program: Program, world_size
     return dict(model.state_dict())
 
 
-def run_sharded(build_model: Callable[[], nn.Module], program: Program, plan: Plan, steps: int) -> dict[str, Tensor]:
+def run_sharded(
+    build_model: Callable[[], nn.Module], program: Program, plan: Plan, steps: int, mesh: Mesh | None = None
+) -> dict[str, Tensor]:
     """The same on this rank of a pool."""
     model = seeded(build_model)
-    with sharded(model, adam(model), plan) as session:
+    with sharded(model, adam(model), plan, mesh) as session:
         assert session.optimizer is not None
         for step in range(steps):
             for loss, keep in program(session.module, session.mesh.rank, step):

@@ -76,8 +76,10 @@ def counts(world_size: int, plan: Plan, **settings: object) -> Counted:
     results = run_ranks(world_size, count_with, plan, settings)
     for result in results:
         assert result == results[0]
+        # Two messages a unit and pass, and a few a step, of at most 64 numbers each.
+        messages = int(settings.get("passes", 1)) * (2 * DEPTH + 8) + 8
         for step in result.steps:
-            assert step["broadcast"] == 0 and step["exchange"] <= 64 * 8 * world_size * (DEPTH + 2)
+            assert step["broadcast"] == 0 and step["exchange"] <= 64 * 8 * (world_size - 1) * messages
     padded = results[0].trainable + results[0].frozen
     assert UNIT * DEPTH <= sum(padded) < (UNIT + 16) * DEPTH + len(padded) * world_size
     return results[0]
@@ -115,7 +117,7 @@ def kept_units(budget_units: int, prefetch: int, known: bool) -> int:
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_three_psi_less_what_is_there_at_the_turn(world_size: int) -> None:
     for shared in (None, False):
-        for prefetch in (0, 1, 2):
+        for prefetch in (0, 1, 2) if world_size == 2 else (1,):
             for input_grad in (True, False):
                 plan = zero(3).but(prefetch=prefetch, shared_memory=shared)
                 result = counts(world_size, plan, input_grad=input_grad)

@@ -1,0 +1,181 @@
+"""Accumulation and clipping against one large batch, with the semantics that ``GradPlan`` documents."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from engine_setup import PLANS, adam, check, one_mesh, seeded, sharded
+from torch import Tensor, nn
+
+from shardwise.plan import Plan
+from shardwise.testing import run_ranks
+
+RANKS, MICRO, STEPS = 2, 3, 2
+# Rows of each rank's micro-batches: as uneven as it gets, one of them empty.
+ROWS = [[1, 5, 2], [7, 0, 3]]
+NORMS = (2.0, math.inf, 1.0, 3.0)
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Sequential(nn.Linear(6, 6), nn.Tanh()), nn.Linear(6, 2))
+
+
+def rows(rank: int, micro: int, step: int, even: bool) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + 10 * rank + micro)
+    return torch.randn(4 if even else ROWS[rank][micro], 4, generator=generator, dtype=torch.float64)
+
+
+def mean_loss(model: nn.Module, x: Tensor) -> Tensor:
+    """The mean over the rows, zero for none."""
+    return model(x).square().sum() / max(len(x), 1)
+
+
+def accumulate(plan: Plan) -> dict[str, tuple[dict[str, Tensor], list[float]]]:
+    results = {}
+    with one_mesh(plan) as mesh:
+        for average in ("sum", "mean", "tokens"):
+            for norm_type in NORMS:
+                chosen = plan.but(average=average, max_norm=0.2, norm_type=norm_type)
+                results[f"{average} {norm_type}"] = _train(chosen, mesh)
+    return results
+
+
+def _train(plan: Plan, mesh: object) -> tuple[dict[str, Tensor], list[float]]:
+    model = seeded(net)
+    average = plan.grad.average
+    norms = []
+    with sharded(model, adam(model), plan, mesh) as session:
+        for step in range(STEPS):
+            for micro in range(MICRO):
+                x = rows(session.mesh.rank, micro, step, average != "tokens")
+                loss = mean_loss(session.module, x)
+                session.backward(loss, tokens=float(len(x)) if average == "tokens" else None)
+            session.optimizer.step()
+            norms.append(session.optimizer.get_grad_norm())
+        return session.module.state_dict(), norms
+
+
+def one_large_batch(average: str, norm_type: float) -> tuple[dict[str, Tensor], list[float]]:
+    model = seeded(net)
+    optimizer = adam(model)
+    norms = []
+    for step in range(STEPS):
+        everything = torch.cat([rows(r, m, step, average != "tokens") for r in range(RANKS) for m in range(MICRO)])
+        loss = mean_loss(model, everything) * (MICRO if average == "sum" else 1)
+        loss.backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.2, norm_type)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(model.state_dict()), norms
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "zero3", "zero3_gloo"])
+def test_equals_one_large_batch(name: str) -> None:
+    results = run_ranks(RANKS, accumulate, PLANS[name])
+    for average in ("sum", "mean", "tokens"):
+        for norm_type in NORMS:
+            # torch clips by max_norm / (norm + 1e-6) as well, so nothing but rounding may differ.
+            expected, norms = one_large_batch(average, norm_type)
+            case = f"{average} {norm_type}"
+            check([result[case][0] for result in results], expected, f"{name} {case}")
+            for result in results:
+                assert result[case][1] == pytest.approx(norms, rel=1e-12)
+                assert min(norms) > 0.2
+
+
+def dropped(plan: Plan) -> dict[str, Tensor]:
+    """zero_grad in the middle drops the passes before it, their number too."""
+    model = seeded(net)
+    with sharded(model, adam(model), plan.but(average="mean")) as session:
+        for step in range(STEPS):
+            session.backward(100 * mean_loss(session.module, rows(session.mesh.rank, 0, 9, True)))
+            session.optimizer.zero_grad()
+            for micro in range(MICRO):
+                session.backward(mean_loss(session.module, rows(session.mesh.rank, micro, step, True)))
+            session.optimizer.step()
+        return session.module.state_dict()
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "zero3"])
+def test_zero_grad_drops_what_came_before(name: str) -> None:
+    model = seeded(net)
+    optimizer = adam(model)
+    for step in range(STEPS):
+        mean_loss(model, torch.cat([rows(r, m, step, True) for r in range(RANKS) for m in range(MICRO)])).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    check(run_ranks(RANKS, dropped, PLANS[name]), dict(model.state_dict()), name)
+
+
+def clip_by_norm(plan: Plan) -> tuple[list[float], dict[str, Tensor], list[str]]:
+    model = seeded(net)
+    messages = []
+    with sharded(model, torch.optim.SGD(model.parameters(), lr=1.0), plan) as session:
+        session.backward(mean_loss(session.module, rows(session.mesh.rank, 0, 0, True)))
+        norms = [session.optimizer.clip_grad_by_norm(0.25), session.optimizer.clip_grad_by_norm(0.25)]
+        for bad in (0.0, -1.0, math.nan):
+            try:
+                session.optimizer.clip_grad_by_norm(bad)
+            except ValueError as error:
+                messages.append(str(error))
+        session.optimizer.step()
+        norms.append(session.optimizer.get_grad_norm())
+        return norms, session.module.state_dict(), messages
+
+
+def test_clip_grad_by_norm() -> None:
+    model = seeded(net)
+    mean_loss(model, torch.cat([rows(r, 0, 0, True) for r in range(RANKS)])).backward()
+    before = float(nn.utils.clip_grad_norm_(model.parameters(), 0.25))
+    nn.utils.clip_grad_norm_(model.parameters(), 0.25)
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    for name in ("zero1", "zero3"):
+        results = run_ranks(RANKS, clip_by_norm, PLANS[name])
+        for norms, _, messages in results:
+            assert norms[0] == pytest.approx(before, rel=1e-12) and before > 0.25
+            assert norms[1] == pytest.approx(0.25, rel=1e-5)
+            assert norms[2] == pytest.approx(0.25, rel=1e-5)
+            assert [m.split(":")[0] for m in messages] == ["max_norm=0.0", "max_norm=-1.0", "max_norm=nan"]
+        check([state for _, state, _ in results], dict(model.state_dict()), name)
+
+
+def wrong_tokens(plan: Plan) -> list[str]:
+    model = seeded(net)
+    messages = []
+    with sharded(model, adam(model), plan.but(average="mean")) as session:
+        try:
+            session.backward(mean_loss(session.module, rows(0, 0, 0, True)), tokens=7.0)
+        except ValueError as error:
+            messages.append(str(error))
+    model = seeded(net)
+    with sharded(model, adam(model), plan.but(average="tokens")) as session:
+        try:
+            session.backward(mean_loss(session.module, rows(0, 0, 0, True)))
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_tokens_are_given_exactly_under_tokens() -> None:
+    for messages in run_ranks(RANKS, wrong_tokens, PLANS["zero2"]):
+        assert ["tokens=7.0" in messages[0], "tokens=None" in messages[1]] == [True, True]
+
+
+def compared_gradients(plan: Plan) -> dict[str, Tensor]:
+    model = seeded(net)
+    with sharded(model, adam(model), plan.but(average="mean")) as session:
+        for micro in range(MICRO):
+            session.backward(mean_loss(session.module, rows(session.mesh.rank, micro, 0, True)))
+        first = session.full_gradients()
+        assert all(torch.equal(first[n], again) for n, again in session.full_gradients().items())
+        return first
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "zero3_tensor"])
+def test_full_gradients(name: str) -> None:
+    model = seeded(net)
+    mean_loss(model, torch.cat([rows(r, m, 0, True) for r in range(RANKS) for m in range(MICRO)])).backward()
+    expected = {n: p.grad for n, p in model.named_parameters()}
+    check(run_ranks(RANKS, compared_gradients, PLANS[name]), expected, name)

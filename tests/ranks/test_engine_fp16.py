@@ -1,0 +1,235 @@
+"""fp16 with the dynamic loss scale: when it moves, what a skipped step leaves alone, and true norms."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from engine_setup import sharded
+from torch import Tensor, nn
+
+from shardwise.plan import Plan, ScalerPlan, replicated, zero
+from shardwise.testing import run_ranks
+
+SEQUENCE = [1, 1, 1, 0, 0, 1, 0, 0, 0, 0, 1, 1]
+SCALES = [1024.0, 512, 256, 256, 256, 128, 128, 128, 128, 256, 256, 128]
+"""Scale after each step (1: overflow) with hysteresis 2 and a growth interval of 4."""
+
+PLANS = {
+    "ddp": replicated(torch.float16),
+    "zero1": zero(1, torch.float16),
+    "zero2": zero(2, torch.float16),
+    "zero3": zero(3, torch.float16),
+    "zero3_gloo": zero(3, torch.float16).but(shared_memory=False),
+}
+
+
+def scaler(**changes: float) -> ScalerPlan:
+    fields = {
+        "initial_scale": 1024.0,
+        "min_scale": 1.0,
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "growth_interval": 4,
+        "hysteresis": 2,
+        "max_scale": 2.0**32,
+    }
+    return ScalerPlan(**(fields | changes))
+
+
+class Pair(nn.Module):
+    """The gradient of ``b.weight`` is its input's mean, whatever the weights are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 3)
+        self.b = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.a(x).sum(-1).float().mean() + self.b(y).sum(-1).float().mean()
+
+
+@dataclass
+class Step:
+    scale: float
+    skipped: bool
+    because: str | None
+    norm: float | None
+    state: dict[str, Tensor]
+    optimizer: dict[str, object]
+
+
+def inputs(overflow: bool, rank: int) -> tuple[Tensor, Tensor]:
+    """Only the last rank sees an infinity, and only in ``b.weight``'s gradient."""
+    x, y = torch.full((2, 4), 0.5), torch.full((2, 4), 0.25)
+    if overflow and rank == 1:
+        y[:, 2] = math.inf
+    return x, y
+
+
+def follow(plan: Plan, overflows: list[int], adam: bool = False) -> list[Step]:
+    torch.manual_seed(0)
+    model = Pair()
+    kind = torch.optim.Adam if adam else torch.optim.SGD
+    steps = []
+    with sharded(model, kind(model.parameters(), lr=0.125), plan) as session:
+        assert session.optimizer is not None and session.optimizer.scaler is not None
+        for overflow in overflows:
+            session.backward(session.module(*inputs(bool(overflow), session.mesh.rank)))
+            session.optimizer.step()
+            own = session.optimizer
+            steps.append(
+                Step(
+                    own.scaler.scale,
+                    own.last_step_skipped,
+                    own.skipped_because,
+                    own.get_grad_norm(),
+                    session.module.state_dict(),
+                    own.state_dict(),
+                )
+            )
+    return steps
+
+
+@pytest.mark.parametrize("name", list(PLANS))
+def test_contract_of_the_scale_and_skipped_steps(name: str) -> None:
+    plan = PLANS[name].but(scaler=scaler())
+    ranks = run_ranks(2, follow, plan, SEQUENCE)
+    torch.manual_seed(0)
+    start = Pair().state_dict()
+    for steps in ranks:
+        assert [step.scale for step in steps] == SCALES
+        assert [step.skipped for step in steps] == [bool(overflow) for overflow in SEQUENCE]
+        before = start
+        for step in steps:
+            if step.skipped:
+                assert step.because is not None and "b.weight" in step.because
+                assert all(torch.equal(step.state[n], before[n]) for n in before)
+            else:
+                assert step.because is None
+                assert all(not torch.equal(step.state[n], before[n]) for n in before)
+            before = step.state
+
+
+def test_state_of_the_optimizer_is_untouched_by_a_skipped_step() -> None:
+    for name in ("zero2", "zero3"):
+        for steps in run_ranks(2, follow, PLANS[name].but(scaler=scaler()), [0, 1], True):
+            first, second = (step.optimizer["state"] for step in steps)
+            assert set(first) == set(second) == {0, 1, 2, 3}
+            for number in first:
+                for key, value in first[number].items():
+                    assert torch.equal(torch.as_tensor(value), torch.as_tensor(second[number][key]))
+
+
+def gradient() -> dict[str, Tensor]:
+    """The mean over equal ranks, which is the same for all steps."""
+    return {
+        "a.weight": torch.full((3, 4), 0.5),
+        "a.bias": torch.ones(3),
+        "b.weight": torch.full((3, 4), 0.25),
+        "b.bias": torch.ones(3),
+    }
+
+
+@pytest.mark.parametrize("name", list(PLANS))
+def test_defect_1_gradients_are_unscaled_before_the_scale_grows(name: str) -> None:
+    """The scale grows in every second step; upstream halves the update there."""
+    plan = PLANS[name].but(scaler=scaler(growth_interval=2))
+    for steps in run_ranks(2, follow, plan, [0] * 6):
+        assert [step.scale for step in steps] == [1024, 2048, 2048, 4096, 4096, 8192]
+        torch.manual_seed(0)
+        expected = Pair().state_dict()
+        for step in steps:
+            expected = {n: value - 0.125 * gradient()[n] for n, value in expected.items()}
+            for key, value in expected.items():
+                torch.testing.assert_close(step.state[key], value, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", list(PLANS))
+def test_defect_11_the_norm_is_not_scaled(name: str) -> None:
+    norm = math.sqrt(sum(float(g.square().sum()) for g in gradient().values()))
+    for max_norm in (0.0, 0.5):
+        plan = PLANS[name].but(scaler=scaler(), max_norm=max_norm)
+        for steps in run_ranks(2, follow, plan, [0, 0]):
+            for step in steps:
+                assert step.norm == pytest.approx(norm, rel=1e-6)
+            moved = {n: steps[1].state[n] - steps[0].state[n] for n in gradient()}
+            length = math.sqrt(sum(float(m.square().sum()) for m in moved.values()))
+            assert length == pytest.approx(0.125 * min(norm, max_norm or norm), rel=1e-4)
+
+
+def resumed(plan: Plan) -> list[dict[str, float]]:
+    torch.manual_seed(0)
+    model = Pair()
+    found = []
+    with sharded(model, torch.optim.SGD(model.parameters(), lr=0.1), plan) as session:
+        for overflow in (1, 1, 0):
+            session.backward(session.module(*inputs(bool(overflow), session.mesh.rank)))
+            session.optimizer.step()
+        state = session.optimizer.state_dict()
+        found.append(state["scaler"])
+    model = Pair()
+    with sharded(model, torch.optim.SGD(model.parameters(), lr=0.1), plan) as session:
+        session.optimizer.load_state_dict(state)
+        session.backward(session.module(*inputs(True, session.mesh.rank)))
+        session.optimizer.step()
+        found.append(session.optimizer.scaler.state_dict())
+        with pytest.raises(ValueError, match="loss scale -1"):
+            session.optimizer.scaler.load_state_dict(state["scaler"] | {"scale": -1.0})
+    return found
+
+
+def test_defect_10_the_scale_and_its_counters_are_part_of_the_state() -> None:
+    plan = PLANS["zero2"].but(scaler=scaler())
+    for first, second in run_ranks(2, resumed, plan):
+        assert first == {"scale": 512.0, "overflows": 2.0, "good_steps": 1.0}
+        # The third overflow backs off at once, since the count of overflows was kept.
+        assert second == {"scale": 256.0, "overflows": 3.0, "good_steps": 0.0}
+
+
+def direct_backward(plan: Plan) -> list[str]:
+    model = Pair()
+    messages = []
+    with sharded(model, torch.optim.SGD(model.parameters(), lr=0.1), plan) as session:
+        for _ in range(2):
+            try:
+                session.module(*inputs(False, session.mesh.rank)).backward()
+            except RuntimeError as error:
+                messages.append(str(error))
+    return messages
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero2", "zero3"])
+def test_direct_backward_under_a_scale_is_an_error(name: str) -> None:
+    for messages in run_ranks(2, direct_backward, PLANS[name]):
+        assert len(messages) == 2
+        assert all("optimizer.backward(loss)" in message for message in messages)
+
+
+def last_scale(plan: Plan) -> float:
+    return follow(plan, [1, 1, 1, 1, 1, 0, 0])[-1].scale
+
+
+def test_bounds_of_the_scale() -> None:
+    low = scaler(initial_scale=4.0, min_scale=2.0, hysteresis=1, growth_interval=100)
+    high = scaler(initial_scale=4.0, max_scale=8.0, hysteresis=100, growth_interval=1)
+    assert run_ranks(2, last_scale, PLANS["zero2"].but(scaler=low)) == [2.0, 2.0]
+    assert run_ranks(2, last_scale, PLANS["zero2"].but(scaler=high)) == [8.0, 8.0]
+
+
+def master_survives(plan: Plan) -> tuple[Tensor, Tensor]:
+    """Updates far below what fp16 can hold add up in the master."""
+    model = Pair()
+    with sharded(model, torch.optim.SGD(model.parameters(), lr=1e-6), plan) as session:
+        before = session.module.state_dict()["a.bias"]
+        for _ in range(50):
+            session.backward(session.module(*inputs(False, session.mesh.rank)))
+            session.optimizer.step()
+        return before, session.module.state_dict()["a.bias"]
+
+
+def test_small_updates_are_not_lost() -> None:
+    for before, after in run_ranks(2, master_survives, PLANS["zero3"]):
+        torch.testing.assert_close(before - after, torch.full((3,), 50e-6), rtol=0.1, atol=0)

@@ -1,0 +1,165 @@
+"""Packing: every parameter has one place, places do not overlap, sizes divide, each packing groups as documented."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from shardwise.chunk.layout import ALIGN_BYTES, Layout, ParamFact, make_layout, module_units
+from shardwise.plan import ByModule, ByNumel, BySearch, ByTensor, Packing
+
+EMPTY = nn.Module()
+SEARCH = BySearch(search_range_numel=64, interval_numel=8, min_chunk_numel=32)
+PACKINGS: list[Packing] = [ByNumel(chunk_numel=100), ByTensor(persist_numel=4), ByModule(unit_classes=()), SEARCH]
+
+
+def fact(
+    name: str,
+    *shape: int,
+    dtype: torch.dtype = torch.float32,
+    trainable: bool = True,
+    optimizer: int = 0,
+) -> ParamFact:
+    return ParamFact((name,), torch.Size(shape), dtype, trainable, optimizer, 0)
+
+
+def facts_of(model: nn.Module) -> list[ParamFact]:
+    return [fact(name, *p.shape) for name, p in model.named_parameters()]
+
+
+def check(layout: Layout, shard: int, replicate: int) -> None:
+    placed = sorted(slot.param for chunk in layout.chunks for slot in chunk.slots)
+    assert placed == list(range(len(layout.facts)))
+    assert sorted(itertools.chain(*(u.chunks for u in layout.units))) == [c.index for c in layout.chunks]
+    for chunk in layout.chunks:
+        assert chunk.index in layout.units[chunk.unit].chunks
+        assert chunk.padded_numel == shard * chunk.shard_numel and chunk.shard_numel % replicate == 0
+        assert chunk.padded_numel >= 1 and chunk.padded_bytes == chunk.padded_numel * chunk.dtype.itemsize
+        covered = sorted([(s.start, s.end) for s in chunk.slots if s.numel] + list(chunk.gaps))
+        ends = [0, *(end for _, end in covered)]
+        assert [start for start, _ in covered] == ends[:-1] and ends[-1] == chunk.padded_numel
+        align = max(1, ALIGN_BYTES // chunk.dtype.itemsize)
+        for slot in chunk.slots:
+            own = layout.facts[slot.param]
+            assert (own.dtype, own.trainable, own.optimizer) == (chunk.dtype, chunk.trainable, chunk.optimizer)
+            assert slot.numel == own.numel and slot.shape == own.shape
+            assert slot.numel < 16 * align or slot.start % align == 0
+            assert layout.where[slot.param] == (chunk.index, slot)
+        padding = chunk.padded_numel - sum(s.numel for s in chunk.slots)
+        assert padding < align * len(chunk.slots) + max(shard * replicate, 2)
+
+
+numels = st.lists(st.integers(0, 400), max_size=12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(numels, st.integers(1, 5), st.integers(1, 3), st.sampled_from(PACKINGS), st.randoms(use_true_random=False))
+def test_any_sizes(sizes: list[int], shard: int, replicate: int, packing: Packing, random: object) -> None:
+    choose = random.choice  # type: ignore[attr-defined]
+    facts = [
+        fact(
+            f"{choose('ab')}.p{index}",
+            size,
+            dtype=choose([torch.float32, torch.bfloat16, torch.float64]),
+            trainable=choose([True, True, False]),
+            optimizer=choose([-1, 0, 1]),
+        )
+        for index, size in enumerate(sizes)
+    ]
+    check(make_layout(facts, EMPTY, packing, shard, replicate), shard, replicate)
+
+
+def grouped(layout: Layout) -> list[list[str]]:
+    """Names by unit."""
+    return [
+        [layout.facts[slot.param].names[0] for chunk in unit.chunks for slot in layout.chunks[chunk].slots]
+        for unit in layout.units
+    ]
+
+
+def test_by_numel_fills_in_order_and_large_ones_go_alone() -> None:
+    sizes = [40, 40, 20, 1, 300, 99, 1, 1]
+    layout = make_layout([fact(str(i), n) for i, n in enumerate(sizes)], EMPTY, ByNumel(chunk_numel=100), 2, 1)
+    assert grouped(layout) == [["0", "1", "2"], ["3"], ["4"], ["5", "6"], ["7"]]
+
+
+def test_by_tensor_persists_small_ones_but_not_empty_ones() -> None:
+    layout = make_layout([fact(str(i), n) for i, n in enumerate([0, 1, 4, 5])], EMPTY, ByTensor(persist_numel=4), 2, 1)
+    assert grouped(layout) == [["0"], ["1"], ["2"], ["3"]]
+    assert [chunk.persistent for chunk in layout.chunks] == [False, True, True, False]
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Parameter(torch.ones(2))
+        self.embed = nn.Embedding(3, 2)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(2))
+        self.nothing = nn.ModuleList([nn.ReLU()])
+        self.head = nn.ModuleDict({"norm": nn.LayerNorm(2), "out": nn.Linear(2, 3)})
+
+
+def test_by_module_finds_the_outermost_lists() -> None:
+    model = Deep()
+    assert module_units(model, ByModule(unit_classes=())) == ["blocks.0", "blocks.1"]
+    layout = make_layout(facts_of(model), model, ByModule(unit_classes=()), 2, 1)
+    assert grouped(layout) == [
+        ["own"],
+        ["embed.weight"],
+        ["blocks.0.0.weight", "blocks.0.0.bias"],
+        ["blocks.1.0.weight", "blocks.1.0.bias"],
+        ["head.norm.weight", "head.norm.bias", "head.out.weight", "head.out.bias"],
+    ]
+    assert [unit.module for unit in layout.units] == [None, None, "blocks.0", "blocks.1", None]
+
+
+def test_by_module_with_named_classes() -> None:
+    model = Deep()
+    assert module_units(model, ByModule(unit_classes=("Linear",))) == ["blocks.0.0", "blocks.1.0", "head.out"]
+    assert module_units(model, ByModule(unit_classes=("ModuleList", "Linear"))) == ["blocks", "head.out"]
+    with pytest.raises(ValueError, match=r"Transformer.*its classes are .*LayerNorm"):
+        module_units(model, ByModule(unit_classes=("Linear", "Transformer")))
+
+
+def test_by_module_does_not_confuse_prefixes() -> None:
+    model = nn.Sequential(*[nn.Linear(1, 1) for _ in range(12)])
+    layout = make_layout(facts_of(model), model, ByModule(unit_classes=()), 2, 1)
+    assert grouped(layout) == [[f"{i}.weight", f"{i}.bias"] for i in range(12)]
+
+
+def test_a_unit_is_split_by_dtype_trainability_and_optimizer() -> None:
+    facts = [
+        fact("a", 4),
+        fact("b", 4, dtype=torch.bfloat16),
+        fact("c", 4, trainable=False),
+        fact("d", 4, optimizer=1),
+        fact("e", 4),
+    ]
+    layout = make_layout(facts, EMPTY, ByNumel(chunk_numel=1000), 3, 2)
+    assert len(layout.units) == 1 and len(layout.chunks) == 4
+    assert [[s.param for s in c.slots] for c in layout.chunks] == [[0, 4], [1], [2], [3]]
+    check(layout, 3, 2)
+
+
+def test_matrices_are_aligned_and_small_ones_lie_close() -> None:
+    layout = make_layout(
+        [fact("a", 3), fact("b", 5), fact("w", 256), fact("c", 255)], EMPTY, ByNumel(chunk_numel=9999), 1, 1
+    )
+    assert [slot.start for slot in layout.chunks[0].slots] == [0, 3, 16, 272]
+    half = make_layout(
+        [fact("a", 3, dtype=torch.float16), fact("w", 512, dtype=torch.float16)], EMPTY, PACKINGS[0], 1, 1
+    )
+    assert [slot.start for chunk in half.chunks for slot in chunk.slots] == [0, 0]
+
+
+def test_nothing_and_empty_parameters() -> None:
+    for packing in PACKINGS:
+        assert make_layout([], EMPTY, packing, 4, 1).chunks == ()
+        layout = make_layout([fact("a", 0, 5)], EMPTY, packing, 4, 2)
+        assert [c.padded_numel for c in layout.chunks] == [8]
+        check(layout, 4, 2)

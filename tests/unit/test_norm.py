@@ -1,0 +1,98 @@
+"""One norm and one clip factor, against torch's, and what NaN and infinity do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shardwise.comm import LocalGroup
+from shardwise.engine.norm import clip_factor, global_norm
+
+NAN, INF = math.nan, math.inf
+P = [1.0, 2.0, 3.0, 0.5, INF]
+
+
+class Ranks(LocalGroup):
+    """Answers with the posts of ranks that are not there."""
+
+    def __init__(self, others: Sequence[float]) -> None:
+        super().__init__("ranks", torch.device("cpu"))
+        self.others = list(others)
+
+    def exchange(self, values: Sequence[float], purpose: str = "") -> list[list[float]]:
+        return [[float(v) for v in values], *([value] for value in self.others)]
+
+
+ALONE = Ranks([])
+
+
+@pytest.mark.parametrize("p", P)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_equals_torch(p: float, dtype: torch.dtype) -> None:
+    tensors = [torch.randn(n, dtype=torch.float64).to(dtype) for n in (1, 7, 300)]
+    wide = [t.double() for t in tensors]
+    expected = float(torch.nn.utils.get_total_norm(wide, p))
+    assert global_norm(tensors, p, ALONE, 1.0) == pytest.approx(expected, rel=1e-12 if dtype == torch.float64 else 1e-5)
+
+
+@pytest.mark.parametrize("p", P)
+def test_shards_of_several_ranks(p: float) -> None:
+    whole = torch.randn(12, dtype=torch.float64)
+    parts = whole.split(4)
+    posts = [float((t.abs() ** p).sum() if p != INF else t.abs().max()) for t in parts[1:]]
+    expected = float(torch.linalg.vector_norm(whole, p))
+    assert global_norm([parts[0]], p, Ranks(posts), 1.0) == pytest.approx(expected, rel=1e-12)
+    assert global_norm([parts[0]], p, Ranks(posts), 0.125) == pytest.approx(expected / 8, rel=1e-12)
+
+
+def test_sixteen_bits_do_not_overflow_in_the_sum() -> None:
+    assert global_norm([torch.full((10000,), 60000.0, dtype=torch.float16)], 2.0, ALONE, 1.0) == pytest.approx(
+        6e6, rel=1e-5
+    )
+
+
+@pytest.mark.parametrize("p", P)
+def test_nothing_and_empty_tensors(p: float) -> None:
+    assert global_norm([], p, ALONE, 1.0) == 0.0
+    assert global_norm([torch.empty(0)], p, ALONE, 1.0) == 0.0
+    assert global_norm([torch.empty(0), torch.tensor([-3.0])], p, ALONE, 1.0) == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize("p", P)
+@pytest.mark.parametrize("where", [0, 1, 2])
+def test_nan_anywhere_is_nan_and_infinity_infinite(p: float, where: int) -> None:
+    for bad, is_it in ((NAN, math.isnan), (INF, math.isinf), (-INF, math.isinf)):
+        tensors: list[Tensor] = [torch.ones(3) for _ in range(3)]
+        tensors[where][where] = bad
+        assert is_it(global_norm(tensors, p, ALONE, 1.0))
+
+
+@pytest.mark.parametrize("p", P)
+def test_nan_of_another_rank_wins_over_infinity(p: float) -> None:
+    mine = [torch.tensor([1.0])]
+    assert math.isnan(global_norm(mine, p, Ranks([NAN, INF]), 1.0))
+    assert math.isnan(global_norm(mine, p, Ranks([INF, NAN]), 1.0))
+    assert global_norm(mine, p, Ranks([2.0, INF]), 1.0) == INF
+    assert global_norm([torch.tensor([INF])], p, Ranks([2.0]), 1.0) == INF
+
+
+@given(st.floats(0, 1e10), st.floats(1e-6, 1e6))
+def test_clip_factor_is_torchs(norm: float, max_norm: float) -> None:
+    gradient = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    gradient.grad = torch.tensor([norm], dtype=torch.float64)
+    torch.nn.utils.clip_grad_norm_([gradient], max_norm)
+    assert norm * clip_factor(norm, max_norm) == pytest.approx(float(gradient.grad), rel=1e-12, abs=1e-300)
+
+
+def test_clip_factor_edges() -> None:
+    assert clip_factor(5.0, 0.0) == 1.0 and clip_factor(NAN, 0.0) == 1.0
+    assert clip_factor(0.5, 1.0) == 1.0 and clip_factor(0.0, 1.0) == 1.0
+    assert clip_factor(INF, 1.0) == 0.0
+    # NaN must stay visible: a factor of 1 would hide it, 0 would not make the gradients finite either.
+    assert math.isnan(clip_factor(NAN, 1.0))

@@ -1,0 +1,148 @@
+"""Plans refuse what cannot be, show the value, and change by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from shardwise.plan import (
+    ByModule,
+    ByNumel,
+    BySearch,
+    ByTensor,
+    GradPlan,
+    MeshPlan,
+    PrecisionPlan,
+    ScalerPlan,
+    ShardPlan,
+    replicated,
+    zero,
+)
+
+
+def test_stages_are_data() -> None:
+    one, two, three = zero(1), zero(2), zero(3)
+    assert [p.shard.gathered_fraction for p in (one, two, three)] == [1.0, 1.0, 0.0]
+    assert [p.shard.reduce for p in (one, two, three)] == ["last", "every", "every"]
+    assert [p.shard.always_gathered for p in (one, two, three)] == [True, True, False]
+    assert replicated().mesh == MeshPlan(dp_shard=1, dp_replicate=-1)
+    assert dataclasses.replace(replicated(), mesh=one.mesh) == one
+    assert zero(2, torch.float16).precision.scaler is not None
+    assert zero(2, torch.bfloat16).precision.scaler is None
+    assert zero(3, dp_replicate=2).mesh == MeshPlan(dp_shard=-1, dp_replicate=2)
+
+
+def test_plans_are_frozen_and_comparable() -> None:
+    plan = zero(3)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.verbose = True  # type: ignore[misc]
+    assert plan == zero(3) and hash(plan) == hash(zero(3)) and plan != zero(2)
+
+
+def test_but_changes_parts_and_whole_fields_by_name() -> None:
+    plan = zero(2).but(max_norm=1.0, prefetch=3, verbose=True, shared_memory=False, buffer_dtype=torch.float64)
+    assert (plan.grad.max_norm, plan.shard.prefetch, plan.verbose) == (1.0, 3, True)
+    assert plan.comm.shared_memory is False and plan.precision.buffer_dtype is torch.float64
+    assert zero(2).grad.max_norm == 0.0
+    both = zero(2).but(max_norm=1.0, average="mean", dp_replicate=2)
+    assert (both.grad.average, both.mesh.dp_replicate) == ("mean", 2)
+    assert zero(2).but(mesh=MeshPlan(dp_shard=2, dp_replicate=2)).mesh.dp_shard == 2
+    assert zero(2).but() == zero(2)
+
+
+def test_but_names_the_known_fields() -> None:
+    with pytest.raises(ValueError, match=r"no field 'max_nrom'.*known fields: .*max_norm"):
+        zero(2).but(max_nrom=1.0)
+    with pytest.raises(ValueError, match="prefetch=-1"):
+        zero(2).but(prefetch=-1)
+
+
+@pytest.mark.parametrize(
+    ("plan", "world_size", "expected"),
+    [
+        ((-1, 1), 6, (6, 1)),
+        ((-1, 2), 6, (3, 2)),
+        ((1, -1), 6, (1, 6)),
+        ((3, -1), 6, (3, 2)),
+        ((3, 2), 6, (3, 2)),
+        ((-1, 1), 1, (1, 1)),
+    ],
+)
+def test_resolve(plan: tuple[int, int], world_size: int, expected: tuple[int, int]) -> None:
+    found = MeshPlan(dp_shard=plan[0], dp_replicate=plan[1]).resolve(world_size)
+    assert (found.dp_shard, found.dp_replicate) == expected
+
+
+@pytest.mark.parametrize(("shard", "replicate"), [(-1, 4), (4, -1), (2, 2), (3, 1), (12, 1)])
+def test_resolve_refuses(shard: int, replicate: int) -> None:
+    with pytest.raises(ValueError, match=f"dp_shard={shard}.*dp_replicate={replicate}|dp_shard={shard} x"):
+        MeshPlan(dp_shard=shard, dp_replicate=replicate).resolve(6)
+
+
+def _shard(**changes: object) -> ShardPlan:
+    return dataclasses.replace(zero(3).shard, **changes)  # type: ignore[arg-type]
+
+
+def _grad(**changes: object) -> GradPlan:
+    return dataclasses.replace(zero(3).grad, **changes)  # type: ignore[arg-type]
+
+
+def _scaler(**changes: object) -> ScalerPlan:
+    scaler = zero(3, torch.float16).precision.scaler
+    assert scaler is not None
+    return dataclasses.replace(scaler, **changes)  # type: ignore[arg-type]
+
+
+def _precision(**changes: object) -> PrecisionPlan:
+    return dataclasses.replace(zero(3).precision, **changes)  # type: ignore[arg-type]
+
+
+WRONG: list[tuple[Callable[[], object], str]] = [
+    (lambda: MeshPlan(dp_shard=0, dp_replicate=1), "dp_shard=0"),
+    (lambda: MeshPlan(dp_shard=1, dp_replicate=-2), "dp_replicate=-2"),
+    (lambda: MeshPlan(dp_shard=-1, dp_replicate=-1), "at most one"),
+    (lambda: ByNumel(chunk_numel=0), "chunk_numel=0"),
+    (lambda: ByTensor(persist_numel=-1), "persist_numel=-1"),
+    (lambda: BySearch(search_range_numel=-1, interval_numel=1, min_chunk_numel=1), "search_range_numel=-1"),
+    (lambda: BySearch(search_range_numel=1, interval_numel=0, min_chunk_numel=1), "interval_numel=0"),
+    (lambda: BySearch(search_range_numel=1, interval_numel=1, min_chunk_numel=0), "min_chunk_numel=0"),
+    (lambda: _shard(gathered_fraction=1.01), "gathered_fraction=1.01"),
+    (lambda: _shard(gathered_fraction=-0.1), "gathered_fraction=-0.1"),
+    (lambda: _shard(gathered_fraction=math.nan), "gathered_fraction=nan"),
+    (lambda: _shard(gathered_budget_bytes=-1), "gathered_budget_bytes=-1"),
+    (lambda: _shard(prefetch=-1), "prefetch=-1"),
+    (lambda: _shard(reduce="often"), "reduce='often'"),
+    (lambda: _grad(max_norm=-1.0), "max_norm=-1.0"),
+    (lambda: _grad(max_norm=math.nan), "max_norm=nan"),
+    (lambda: _grad(norm_type=0.0), "norm_type=0.0"),
+    (lambda: _grad(norm_type=math.nan), "norm_type=nan"),
+    (lambda: _grad(average="median"), "average='median'"),
+    (lambda: _scaler(initial_scale=0.0, min_scale=0.0), "initial_scale=0.0"),
+    (lambda: _scaler(min_scale=2.0**20), "min_scale=1048576.0"),
+    (lambda: _scaler(max_scale=2.0), "max_scale=2.0"),
+    (lambda: _scaler(growth_factor=1.0), "growth_factor=1.0"),
+    (lambda: _scaler(backoff_factor=1.0), "backoff_factor=1.0"),
+    (lambda: _scaler(backoff_factor=0.0), "backoff_factor=0.0"),
+    (lambda: _scaler(growth_interval=0), "growth_interval=0"),
+    (lambda: _scaler(hysteresis=-1), "hysteresis=-1"),
+    (lambda: _precision(param_dtype=torch.int32), "param_dtype=torch.int32"),
+    (lambda: _precision(output_dtype=torch.bool), "output_dtype=torch.bool"),
+    (lambda: zero(4), "stage=4"),  # type: ignore[arg-type]
+]
+
+
+@pytest.mark.parametrize(("make", "shown"), WRONG, ids=[shown for _, shown in WRONG])
+def test_wrong_values_are_shown(make: Callable[[], object], shown: str) -> None:
+    with pytest.raises(ValueError, match=shown.replace(".", r"\.")):
+        make()
+
+
+def test_edges_are_allowed() -> None:
+    _shard(gathered_fraction=1.0, gathered_budget_bytes=0, prefetch=0)
+    _grad(max_norm=0.0, norm_type=math.inf)
+    _scaler(hysteresis=0, min_scale=2.0**16, max_scale=2.0**16)
+    ByModule(unit_classes=())

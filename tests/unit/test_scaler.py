@@ -1,0 +1,94 @@
+"""The loss scale on its own: sequences, bounds, and its state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.engine.scaler import LossScaler
+from shardwise.plan import ScalerPlan
+
+
+def plan(**changes: float) -> ScalerPlan:
+    fields: dict[str, float] = {
+        "initial_scale": 1024.0,
+        "min_scale": 1.0,
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "growth_interval": 4,
+        "hysteresis": 2,
+        "max_scale": 2.0**32,
+    }
+    return ScalerPlan(**(fields | changes))  # type: ignore[arg-type]
+
+
+def scales(scaler: LossScaler, overflows: Sequence[int]) -> list[float]:
+    found = []
+    for overflow in overflows:
+        scaler.update(bool(overflow))
+        found.append(scaler.scale)
+    return found
+
+
+def test_the_published_sequence() -> None:
+    found = scales(LossScaler(plan()), [1, 1, 1, 0, 0, 1, 0, 0, 0, 0, 1, 1])
+    assert found == [1024, 512, 256, 256, 256, 128, 128, 128, 128, 256, 256, 128]
+
+
+def test_no_hysteresis_backs_off_at_once() -> None:
+    for hysteresis in (0, 1):
+        assert scales(LossScaler(plan(hysteresis=hysteresis)), [1, 1]) == [512, 256]
+
+
+def test_bounds() -> None:
+    assert scales(LossScaler(plan(min_scale=512, hysteresis=1)), [1, 1, 1]) == [512, 512, 512]
+    assert scales(LossScaler(plan(max_scale=2048, growth_interval=1)), [0, 0, 0]) == [2048, 2048, 2048]
+
+
+def test_overflow_restarts_the_growth_interval() -> None:
+    assert scales(LossScaler(plan(hysteresis=9)), [0, 0, 0, 1, 0, 0, 0, 0]) == [1024] * 7 + [2048]
+
+
+def model(overflows: Sequence[int], p: ScalerPlan) -> list[float]:
+    """The contract in words, restated."""
+    scale, hysteresis, growth, found = p.initial_scale, 0, 0, []
+    for overflow in overflows:
+        if overflow:
+            hysteresis, growth = hysteresis + 1, 0
+            if hysteresis >= p.hysteresis:
+                scale = max(p.min_scale, scale * p.backoff_factor)
+        else:
+            growth += 1
+            if growth == p.growth_interval:
+                hysteresis, growth = 0, 0
+                scale = min(p.max_scale, scale * p.growth_factor)
+        found.append(scale)
+    return found
+
+
+@given(st.lists(st.integers(0, 1), max_size=60), st.integers(0, 4), st.integers(1, 5))
+def test_any_sequence(overflows: list[int], hysteresis: int, interval: int) -> None:
+    p = plan(hysteresis=hysteresis, growth_interval=interval, min_scale=4.0, max_scale=2.0**14)
+    assert scales(LossScaler(p), overflows) == model(overflows, p)
+
+
+@given(st.lists(st.integers(0, 1), max_size=30), st.lists(st.integers(0, 1), max_size=30))
+def test_a_restored_scaler_goes_on_as_the_first(before: list[int], after: list[int]) -> None:
+    first, second = LossScaler(plan()), LossScaler(plan(initial_scale=2.0))
+    scales(first, before)
+    second.load_state_dict(first.state_dict())
+    assert scales(first, after) == scales(second, after)
+
+
+def test_damaged_states_are_refused() -> None:
+    scaler = LossScaler(plan())
+    state = scaler.state_dict()
+    for bad in (0.0, -4.0, float("nan")):
+        with pytest.raises(ValueError, match=f"loss scale {bad}"):
+            scaler.load_state_dict(state | {"scale": bad})
+    with pytest.raises(KeyError, match="overflows"):
+        scaler.load_state_dict({"scale": 8.0, "good_steps": 0.0})
+    assert scaler.state_dict() == state

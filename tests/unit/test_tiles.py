@@ -1,0 +1,147 @@
+"""Stepping by tiles on one rank of several, without processes: what is cut, and that the update equals torch's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardwise.chunk.chunk import Chunk
+from shardwise.chunk.layout import ChunkSpec, ParamFact, make_layout
+from shardwise.comm import Buffer
+from shardwise.engine.grads import ChunkGrads
+from shardwise.engine.tiles import Tile, TileStepper, check_element_wise, make_tiles
+from shardwise.plan import ByNumel
+
+SIZES = [5, 0, 7, 1, 20]
+RANKS = 3
+CPU = torch.device("cpu")
+
+
+def spec() -> ChunkSpec:
+    facts = [ParamFact((f"p{i}",), torch.Size([n]), torch.float64, True, 0, i % 2) for i, n in enumerate(SIZES)]
+    layout = make_layout(facts, nn.Module(), ByNumel(chunk_numel=1000), RANKS, 1)
+    assert len(layout.chunks) == 1
+    return layout.chunks[0]
+
+
+def chunk_of(rank: int, whole: Tensor) -> Chunk:
+    own = spec()
+    buffer = Buffer(whole[rank * own.shard_numel : (rank + 1) * own.shard_numel].clone())
+    return Chunk(own, [nn.Parameter(torch.empty(n, dtype=torch.float64)) for n in SIZES], buffer, rank)
+
+
+def whole_values(seed: int) -> Tensor:
+    return torch.randn(spec().padded_numel, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def tiles_of(chunk: Chunk, tile_numel: int) -> tuple[list[Tile], ChunkGrads]:
+    grads = ChunkGrads(chunk, torch.float64, torch.float64)
+    return make_tiles(chunk, grads, None, [i % 2 for i in range(len(SIZES))], tile_numel), grads
+
+
+@pytest.mark.parametrize("tile_numel", [1, 3, 4, 8, 1000])
+def test_pieces_cover_every_parameter_once(tile_numel: int) -> None:
+    covered: dict[int, list[int]] = {i: [] for i in range(len(SIZES))}
+    for rank in range(RANKS):
+        chunk = chunk_of(rank, whole_values(0))
+        tiles, _ = tiles_of(chunk, tile_numel)
+        for tile in tiles:
+            assert tile.end - tile.start <= max(tile_numel, 1)
+            for piece in tile.pieces:
+                assert piece.param % 2 == tile.group
+                assert piece.value.numel() == piece.end - piece.start <= tile_numel
+                assert piece.value.data_ptr() == chunk.shard[piece.start :].data_ptr()
+                covered[piece.param] += range(piece.offset, piece.offset + piece.end - piece.start)
+    assert {i: sorted(found) for i, found in covered.items()} == {i: list(range(n)) for i, n in enumerate(SIZES)}
+
+
+def expected_values(kind: type[torch.optim.Optimizer], steps: list[set[int]], factor: float) -> list[Tensor]:
+    start = spec()
+    values = whole_values(0)
+    params = [nn.Parameter(values[s.start : s.end].clone()) for s in start.slots]
+    optimizer = kind([{"params": params[0::2]}, {"params": params[1::2], "lr": 0.5}], lr=0.1)
+    for number, touched in enumerate(steps):
+        gradient = whole_values(10 + number) * factor
+        for index, slot in enumerate(start.slots):
+            params[index].grad = gradient[slot.start : slot.end] if index in touched else None
+        optimizer.step()
+    return [p.detach() for p in params]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adagrad])
+@pytest.mark.parametrize("tile_numel", [1, 4, 1000])
+def test_steps_equal_torchs(kind: type[torch.optim.Optimizer], tile_numel: int) -> None:
+    """Parameters that a step does not touch keep their values and their step count."""
+    steps = [{0, 2, 3, 4}, {0, 4}, {2}, {0, 1, 2, 3, 4}]
+    expected = expected_values(kind, steps, 0.25)
+    for rank in range(RANKS):
+        chunk = chunk_of(rank, whole_values(0))
+        tiles, grads = tiles_of(chunk, tile_numel)
+        pieces: list[list[nn.Parameter]] = [[], []]
+        for tile in tiles:
+            pieces[tile.group] += [p.value for p in tile.pieces]
+        groups = [{"params": pieces[0]}, {"params": pieces[1], "lr": 0.5}]
+        optimizer = kind(groups, lr=0.1)
+        stepper = TileStepper(optimizer, tiles, CPU)
+        for number, touched in enumerate(steps):
+            gradient = whole_values(10 + number)[chunk.shard_start : chunk.shard_end].clone()
+            kept = gradient.clone()
+            grads.reduced, grads.touched = gradient, set(touched)
+            stepper.step(0.25)
+            assert torch.equal(gradient, kept)  # peers may still read it
+        for index, slot in enumerate(chunk.spec.slots):
+            start, end = chunk.overlap(slot)
+            if start < end:
+                mine = chunk.shard[start - chunk.shard_start : end - chunk.shard_start]
+                torch.testing.assert_close(
+                    mine, expected[index][start - slot.start : end - slot.start], rtol=1e-13, atol=0
+                )
+        assert optimizer.param_groups[0]["params"] == pieces[0] and all(p.grad is None for g in pieces for p in g)
+
+
+def test_masters_are_updated_and_rounded_once() -> None:
+    own = spec()
+    shard = Buffer(torch.zeros(own.shard_numel, dtype=torch.float64))
+    chunk = Chunk(own, [nn.Parameter(torch.empty(n, dtype=torch.float64)) for n in SIZES], shard, 0)
+    chunk.shard = torch.zeros(own.shard_numel, dtype=torch.bfloat16)
+    master = torch.full((own.shard_numel,), 1.0)
+    grads = ChunkGrads(chunk, torch.bfloat16, torch.bfloat16)
+    tiles = make_tiles(chunk, grads, master, [0] * len(SIZES), 4)
+    optimizer = torch.optim.SGD([p.value for t in tiles for p in t.pieces], lr=1.0)
+    stepper = TileStepper(optimizer, tiles, CPU)
+    grads.touched = set(range(len(SIZES)))
+    for _ in range(100):
+        grads.reduced = torch.full((own.shard_numel,), 2.0**-4, dtype=torch.bfloat16)
+        stepper.step(2.0**-8)
+    used = torch.zeros(own.shard_numel, dtype=torch.bool)
+    for tile in tiles:
+        used[tile.start : tile.end] = True
+    assert torch.equal(master[used], torch.full((int(used.sum()),), 1 - 100 * 2.0**-12))
+    assert torch.equal(chunk.shard[used], master[used].bfloat16())
+
+
+@pytest.mark.parametrize("name", ["LBFGS", "Adafactor", "SparseAdam"])
+def test_optimizers_over_whole_matrices_are_refused(name: str) -> None:
+    optimizer = getattr(torch.optim, name)([nn.Parameter(torch.ones(2, 2))])
+    with pytest.raises(ValueError, match=f"{name}.*element-wise"):
+        check_element_wise(optimizer)
+
+
+def test_modes_that_shards_cannot_have_are_refused() -> None:
+    for mode in ("differentiable", "capturable"):
+        optimizer = torch.optim.Adam([nn.Parameter(torch.ones(2))])
+        optimizer.param_groups[0][mode] = True
+        with pytest.raises(ValueError, match=f"{mode}=True"):
+            check_element_wise(optimizer)
+    check_element_wise(torch.optim.AdamW([nn.Parameter(torch.ones(2))]))
+
+
+def test_a_subclass_is_refused_as_well() -> None:
+    """The name alone does not tell: a subclass of LBFGS needs whole matrices just the same."""
+
+    class Mine(torch.optim.LBFGS):
+        pass
+
+    with pytest.raises(ValueError, match="Mine needs whole matrices"):
+        check_element_wise(Mine([nn.Parameter(torch.ones(2))]))
