@@ -250,6 +250,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: groups or shapes do not match.
         """
+        scaler = LossScaler(self.scaler.plan) if self.scaler is not None and "scaler" in state_dict else None
+        if scaler is not None:
+            scaler.load_state_dict(state_dict["scaler"])  # checked before anything is taken over
         self._full.distribute(self._stepper.tiles, state_dict)
-        if self.scaler is not None and "scaler" in state_dict:
-            self.scaler.load_state_dict(state_dict["scaler"])
+        if scaler is not None and self.scaler is not None:
+            self.scaler.load_state_dict(scaler.state_dict())
