@@ -81,6 +81,8 @@ class Session:
 
     def close(self) -> None:
         """Remove the hooks from the model. Call :meth:`ShardedModule.state_dict` first if it is still needed."""
+        for optimizer in self.optimizers:
+            optimizer.close()
         self.engine.close()
 
 

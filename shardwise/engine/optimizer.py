@@ -211,6 +211,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._passes_before, self._tokens_before = self._progress()
         self._clip = 1.0
 
+    def close(self) -> None:
+        """Give the user's optimizer its own ``step`` back; its groups keep the pieces."""
+        self._stepper.close()
+
     # ---- norms
 
     def get_grad_norm(self) -> float | None:
