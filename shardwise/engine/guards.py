@@ -14,6 +14,8 @@ from shardwise.engine.names import StateNames
 
 __all__ = ["Guards", "check_shardable"]
 
+MARK = "_is_sharded"
+
 
 def check_shardable(model: nn.Module) -> None:
     """Before anything is changed.
@@ -21,6 +23,9 @@ def check_shardable(model: nn.Module) -> None:
     Raises:
         ValueError: a trainable parameter is complex or an integer, or the model is sharded already.
     """
+    for name, module in model.named_modules():
+        if MARK in module.__dict__:
+            raise ValueError(f"module {name!r} of the model is sharded already ({MARK}); close that session first")
     for name, param in model.named_parameters():
         if param.requires_grad and not param.is_floating_point():
             raise ValueError(f"{name} is trainable and {param.dtype}: only real floating-point ones can be sharded")
@@ -52,6 +57,8 @@ class Guards:
             for leaf, param in module._parameters.items()
             if param is not None and id(param) in sharded
         ]
+        for module in model.modules():
+            module.__dict__[MARK] = True
         self._naming = False
         saving = model.register_state_dict_pre_hook(self._before_saving)  # type: ignore[no-untyped-call]
         loading = model.register_load_state_dict_pre_hook(self._before_loading)  # type: ignore[no-untyped-call]
@@ -113,3 +120,5 @@ class Guards:
         """Stop watching."""
         for handle in self._handles:
             handle.remove()
+        for module in self._model.modules():
+            module.__dict__.pop(MARK, None)

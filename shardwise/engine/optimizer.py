@@ -159,6 +159,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 value = closure()
+        if self.engine.hooks is not None:
+            self.engine.hooks.unwind()
         self.engine.guards.check()
         # A scheduler that steps next should not warn that the optimizer never did.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]

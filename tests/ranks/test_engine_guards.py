@@ -1,0 +1,350 @@
+"""What would silently train or save something else is an error, and what may be done keeps values exactly."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from engine_setup import PLANS, adam, check, data, one_mesh, seeded, sgd, sharded
+from torch import Tensor, nn
+
+from shardwise.build import Session, build
+from shardwise.comm import PeerError
+from shardwise.plan import Plan, zero
+from shardwise.testing import assert_close, run_ranks
+
+STAGES = ["zero2", "zero3", "zero3_gloo"]
+State = dict[str, Tensor]
+
+
+def net() -> nn.Module:
+    return nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)])
+
+
+def half_frozen() -> nn.Module:
+    model = net()
+    model[1].requires_grad_(False)
+    model[3].requires_grad_(False)
+    return model
+
+
+def loss_of(session: Session, index: int = 0) -> Tensor:
+    return session.module(data(session.mesh.rank, 0, index)).square().mean()
+
+
+def told(mistake: Callable[[], object], error: type[Exception] = RuntimeError) -> str:
+    """The message of the error that must come."""
+    with pytest.raises(error) as raised:
+        mistake()
+    return str(raised.value)
+
+
+# ---- wrong uses
+
+
+class Counting(torch.optim.Optimizer):
+    """Keeps the number of its steps in the param group, as Prodigy and D-Adaptation do with their estimates."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "steps": 0})
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.add_(param.grad, alpha=-group["lr"])
+            group["steps"] += 1
+
+
+def stale_graph(session: Session) -> str:
+    first, second = loss_of(session, 0), loss_of(session, 1)
+    session.backward(first)
+    session.optimizer.step()
+    return told(lambda: session.backward(second))
+
+
+def load_into_the_module(session: Session) -> str:
+    return told(lambda: session.module.unwrap().load_state_dict(seeded(net, 1).state_dict()))
+
+
+def cast_the_session(session: Session) -> str:
+    return told(lambda: session.module.float())
+
+
+def cast_the_module(session: Session) -> str:
+    session.module.unwrap().float()
+    return told(lambda: session.optimizer.step())
+
+
+def replace_a_parameter(session: Session) -> str:
+    layer = session.module.unwrap()[2]
+    layer.weight = nn.Parameter(torch.ones_like(layer.weight))
+    return told(lambda: session.optimizer.step())
+
+
+def step_the_original(session: Session) -> str:
+    session.backward(loss_of(session))
+    return told(lambda: session.optimizer.optimizer.step())
+
+
+def step_inside_gathered(session: Session) -> str:
+    with session.module.gathered():
+        session.backward(loss_of(session))
+        return told(lambda: session.optimizer.step())
+
+
+def copy_the_module(session: Session) -> str:
+    return told(lambda: copy.deepcopy(session.module.unwrap()), TypeError)
+
+
+def copy_the_session_module(session: Session) -> str:
+    return told(lambda: copy.deepcopy(session.module), TypeError)
+
+
+MISTAKES: list[tuple[Callable[[Session], str], tuple[str, ...]]] = [
+    (stale_graph, ()),  # one message by autograd, one by us
+    (load_into_the_module, ("Sequential", "bypass", "boost/build returned")),
+    (cast_the_session, ("float64", "float32", "before boost/build")),
+    (cast_the_module, ("0.weight", "float32", "before boost/build")),
+    (replace_a_parameter, ("'weight'", "Linear", "replaced")),
+    (step_the_original, ("SGD", "boost/build returned")),
+    (step_inside_gathered, ("gathered()", "leave the block")),
+    (copy_the_module, ("2 ranks", "state_dict()")),
+    (copy_the_session_module, ("2 ranks", "state_dict()")),
+]
+
+
+def mistakes(plan: Plan) -> list[str]:
+    messages = []
+    with one_mesh(plan) as mesh:
+        for mistake, _ in MISTAKES:
+            model = seeded(net)
+            with sharded(model, sgd(model), plan, mesh) as session:
+                messages.append(mistake(session))
+    return messages
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_wrong_uses_are_errors(name: str) -> None:
+    for messages in run_ranks(2, mistakes, PLANS[name]):
+        for message, (mistake, words) in zip(messages, MISTAKES, strict=True):
+            assert all(word in message for word in words), f"{mistake.__name__}: {message}"
+        stale = "modified by an inplace operation" if name == "zero2" else "were updated 1 times since the forward pass"
+        assert stale in messages[0]
+
+
+def save_the_module(plan: Plan) -> tuple[str, State]:
+    model = seeded(net)
+    with sharded(model, sgd(model), plan) as session:
+        message = told(model.state_dict)
+        with session.module.gathered():
+            inside = {name: value.clone() for name, value in model.state_dict().items()}
+    return message, inside
+
+
+@pytest.mark.parametrize("name", ["zero3", "zero3_gloo"])
+def test_saving_the_module_itself_needs_gathered_parameters(name: str) -> None:
+    results = run_ranks(2, save_the_module, PLANS[name])
+    assert all("gathered() block" in message for message, _ in results)
+    check([inside for _, inside in results], seeded(net).state_dict(), name, rtol=0.0)
+
+
+def save_a_resident_module(plan: Plan) -> tuple[State, State]:
+    model = seeded(net)
+    with sharded(model, sgd(model), plan) as session:
+        session.backward(loss_of(session))
+        session.optimizer.step()
+        own = {name: value.clone() for name, value in model.state_dict().items()}
+        return own, session.module.state_dict()
+
+
+def test_saving_the_module_itself_at_zero2_is_up_to_date() -> None:
+    """Parameters stay gathered there; a renewal that still is to come must not be missed."""
+    for own, full in run_ranks(2, save_a_resident_module, PLANS["zero2"]):
+        assert_close(own, full, 0.0, "state_dict() of the module itself")
+
+
+def changing_groups(plan: Plan) -> str:
+    model = seeded(net)
+    with sharded(model, Counting(model.parameters()), plan) as session:
+        session.backward(loss_of(session))
+        return told(lambda: session.optimizer.step())
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_optimizer_that_changes_its_param_group_is_refused(name: str) -> None:
+    for message in run_ranks(2, changing_groups, PLANS[name]):
+        assert "Counting.step() changes its param group" in message and "steps" in message
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = nn.Parameter(torch.ones(6, dtype=torch.complex128))
+
+
+def complex_parameter(plan: Plan) -> str:
+    model = Complex()
+    return told(lambda: build(model, sgd(model), plan), ValueError)
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_complex_parameters_are_refused(name: str) -> None:
+    for message in run_ranks(2, complex_parameter, PLANS[name]):
+        assert "phase" in message and "complex128" in message
+
+
+def sharded_twice(plan: Plan) -> str:
+    model = seeded(net)
+    with one_mesh(plan) as mesh, sharded(model, sgd(model), plan, mesh):
+        return told(lambda: build(model, sgd(model), plan, mesh), ValueError)
+
+
+@pytest.mark.parametrize("name", ["zero2", "zero3", "zero3_gloo"])
+def test_sharding_twice_is_refused(name: str) -> None:
+    for message in run_ranks(2, sharded_twice, PLANS[name]):
+        assert "sharded already" in message
+
+
+# ---- a rank that does something else
+
+
+def one_rank_makes_no_pass(plan: Plan) -> tuple[str, float]:
+    model = seeded(net)
+    session = build(model, sgd(model), plan)  # never closed: its ranks are out of step
+    begin = time.monotonic()
+    with pytest.raises(PeerError) as raised:
+        if session.mesh.rank == 0:
+            loss_of(session).backward()
+        session.optimizer.step()
+    return str(raised.value), time.monotonic() - begin
+
+
+def test_rank_without_a_backward_pass_is_an_error_on_both() -> None:
+    """Each says what it came for and who came for something else."""
+    results = run_ranks(2, one_rank_makes_no_pass, PLANS["zero2"], timeout=30.0)
+    for rank, purpose in enumerate(("which parameters had gradients", "the gradient norm")):
+        message, seconds = results[rank]
+        assert f"rank {rank} came to exchange {purpose}" in message, message
+        assert f"ranks [{1 - rank}] something else" in message and "leave out a forward or backward pass" in message
+        assert seconds < 10.0
+
+
+# ---- taking over values
+
+
+def write_back_nothing(plan: Plan) -> tuple[State, State]:
+    model = half_frozen()
+    with sharded(model, adam(model), plan) as session:
+        session.backward(session.module(data(session.mesh.rank, 0).float()).square().mean())
+        session.optimizer.step()  # masters are now not what 16 bits can hold
+        before = session.module.state_dict()
+        with session.module.gathered(write_back=True):
+            pass
+        return before, session.module.state_dict()
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_write_back_without_changes_keeps_masters_bit_for_bit(name: str) -> None:
+    plan = PLANS[name].but(precision=zero(2, torch.bfloat16).precision)
+    for before, after in run_ranks(2, write_back_nothing, plan):
+        assert before["0.weight"].dtype == torch.float32
+        assert not torch.equal(before["0.weight"], before["0.weight"].bfloat16().float())
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def write_back_all(plan: Plan) -> tuple[State, Tensor]:
+    model = half_frozen()
+    with sharded(model, adam(model), plan) as session:
+        with session.module.gathered(write_back=True), torch.no_grad():
+            for index, param in enumerate(model.parameters()):
+                param.fill_(0.125 * (index + 1))
+        with torch.no_grad():
+            return session.module.state_dict(), session.module(torch.ones(1, 6)).float()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", STAGES)
+def test_write_back_takes_changes_over(name: str, dtype: torch.dtype) -> None:
+    plan = PLANS[name].but(precision=zero(2, torch.bfloat16).precision) if dtype == torch.bfloat16 else PLANS[name]
+    model = half_frozen()
+    with torch.no_grad():
+        for index, param in enumerate(model.parameters()):
+            param.fill_(0.125 * (index + 1))
+        expected = copy.deepcopy(model).to(dtype)(torch.ones(1, 6, dtype=dtype)).float()
+    for state, out in run_ranks(2, write_back_all, plan):
+        values = {key: value.float() for key, value in state.items()}
+        assert_close(values, model.state_dict(), 0.0, name)
+        assert torch.equal(out, expected)
+
+
+def load_over_gathered(plan: Plan) -> Tensor:
+    model = seeded(half_frozen)
+    with sharded(model, adam(model), plan) as session, torch.no_grad():
+        session.module(data(0, 0))
+        session.module.load_state_dict(seeded(half_frozen, 5).state_dict())
+        return session.module(data(0, 0))
+
+
+@pytest.mark.parametrize("name", [*STAGES, "half"])
+def test_load_state_dict_renews_gathered_frozen_parameters(name: str) -> None:
+    expected = seeded(half_frozen, 5)(data(0, 0)).detach()
+    for out in run_ranks(2, load_over_gathered, PLANS[name]):
+        torch.testing.assert_close(out, expected, rtol=1e-12, atol=0.0)
+
+
+def renamed() -> nn.Module:
+    model = net()
+
+    def rename(_module: nn.Module, state: State, prefix: str, _meta: object) -> State:
+        return {prefix + "renamed." + key.removeprefix(prefix): state[key] for key in state}
+
+    model._register_state_dict_hook(rename)
+    return model
+
+
+def saved(plan: Plan) -> State:
+    model = seeded(renamed)
+    with sharded(model, adam(model), plan) as session:
+        return session.module.state_dict()
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_state_dict_hooks_that_rename(name: str) -> None:
+    expected = seeded(renamed).state_dict()
+    assert all(key.startswith("renamed.") for key in expected)
+    results = run_ranks(2, saved, PLANS[name])
+    assert all(list(state) == list(expected) for state in results)
+    check(results, expected, name, rtol=0.0)
+
+
+# ---- large gradients
+
+
+def large_gradients(plan: Plan) -> tuple[float, float]:
+    torch.manual_seed(0)
+    model = net()
+    with sharded(model, torch.optim.SGD(model.parameters(), lr=1.0), plan) as session:
+        before = session.module.state_dict()
+        session.backward(session.module(data(0, 0).float()).sum() * 1e20)
+        session.optimizer.step()
+        after = session.module.state_dict()
+        change = torch.cat([(after[key].double() - before[key].double()).flatten() for key in before]).norm()
+        return session.optimizer.get_grad_norm(), float(change)
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_norm_and_clipping_where_squares_overflow(name: str) -> None:
+    torch.manual_seed(0)
+    model = net().double()
+    (model(data(0, 0)).sum() * 1e20).backward()
+    expected = float(torch.cat([param.grad.flatten() for param in model.parameters()]).norm())
+    for norm, change in run_ranks(2, large_gradients, PLANS[name].but(max_norm=1.0)):
+        assert norm == pytest.approx(expected, rel=1e-5)
+        assert change == pytest.approx(1.0, rel=1e-5)

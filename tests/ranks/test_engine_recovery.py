@@ -1,0 +1,334 @@
+"""After a pass that failed or was odd, the next pass and step give what plain PyTorch gives."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from engine_setup import PLANS, adam, check, data, run_plain, seeded, sgd, sharded
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from shardwise.build import Session
+from shardwise.plan import Plan
+from shardwise.testing import assert_close, run_ranks
+
+STEPS = 2
+STAGES = ["zero2", "zero3", "zero3_gloo"]
+Grads = dict[str, Tensor]
+
+
+class Breaks(torch.autograd.Function):
+    """The identity, whose backward raises while ``armed``."""
+
+    armed = False
+
+    @staticmethod
+    def forward(_ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_ctx: object, grad: Tensor) -> Tensor:
+        if Breaks.armed:
+            raise ArithmeticError("broken on purpose")
+        return grad
+
+
+class Layer(nn.Linear):
+    """Raises ``error`` in its forward, while its own parameters are in use."""
+
+    error: BaseException | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        if self.error is not None:
+            raise self.error
+        return x
+
+
+class Net(nn.Module):
+    """Four layers, whose backward raises half-way if armed."""
+
+    def __init__(self, reentrant: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(6, 6) for _ in range(4))
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            x = torch.tanh(checkpoint(layer, x, use_reentrant=True) if self.reentrant else layer(x))
+            if index == 1:
+                x = Breaks.apply(x)
+        return x
+
+
+class Force(nn.Module):
+    """Energy, and its slope by the input, taken with autograd.grad inside the forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        energy = self.net(x).square().sum()
+        (slope,) = torch.autograd.grad(energy, x, create_graph=True)
+        return energy + slope.square().sum()
+
+
+def square(model: nn.Module, rank: int, step: int, micro: int = 0) -> Tensor:
+    return model(data(rank, step, micro).requires_grad_()).square().mean()
+
+
+def one_pass(model: nn.Module, rank: int, step: int) -> Iterator[tuple[Tensor, bool]]:
+    yield square(model, rank, step), False
+
+
+def slope_penalty(model: nn.Module, rank: int, step: int) -> Tensor:
+    x = data(rank, step).requires_grad_()
+    out = model(x).square().sum()
+    (slope,) = torch.autograd.grad(out, x, create_graph=True)
+    return out + slope.square().sum()
+
+
+def ready(session: Session) -> None:
+    """Nothing of a forward pass is left behind."""
+    assert not any(session.engine.pool._pins.values())
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+
+
+def plain_gradients(build_model: Callable[[], nn.Module], loss: Callable[..., Tensor], step: int = 0) -> Grads:
+    """The mean over two ranks, without the parameters that have none."""
+    model = seeded(build_model)
+    for rank in range(2):
+        (loss(model, rank, step) / 2).backward()
+    return {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+
+
+# ---- passes that fail
+
+
+def backward_fails(plan: Plan, direct: bool, then_zero_grad: bool) -> dict[str, Tensor]:
+    model = seeded(Net)
+    with sharded(model, adam(model), plan) as session:
+        for step in range(STEPS):
+            if step:
+                # Gradients from before the failure go with it.
+                session.backward(square(session.module, session.mesh.rank, step, 1))
+            loss = square(session.module, session.mesh.rank, step, 2)
+            Breaks.armed = True
+            with pytest.raises(ArithmeticError, match="on purpose"):
+                loss.backward() if direct else session.backward(loss)
+            Breaks.armed = False
+            if then_zero_grad:
+                session.optimizer.zero_grad()
+            loss = square(session.module, session.mesh.rank, step)
+            loss.backward() if direct else session.backward(loss)
+            session.optimizer.step()
+            ready(session)
+        return session.module.state_dict()
+
+
+@pytest.mark.parametrize("then_zero_grad", [True, False], ids=["zero_grad", "new_forward"])
+@pytest.mark.parametrize("direct", [True, False], ids=["loss.backward", "session.backward"])
+@pytest.mark.parametrize("name", ["ddp", *STAGES])
+def test_exception_in_backward(name: str, direct: bool, then_zero_grad: bool) -> None:
+    results = run_ranks(2, backward_fails, PLANS[name], direct, then_zero_grad)
+    check(results, run_plain(Net, one_pass, 2, STEPS), name)
+
+
+def forward_fails(plan: Plan, error: type[BaseException], grad: bool) -> dict[str, Tensor]:
+    model = seeded(Net)
+    with sharded(model, adam(model), plan) as session:
+        for step in range(STEPS):
+            model.layers[1].error = error("stopped on purpose")
+            with pytest.raises(error, match="on purpose"), torch.set_grad_enabled(grad):
+                square(session.module, session.mesh.rank, step, 2)
+            ready(session)
+            model.layers[1].error = None
+            session.backward(square(session.module, session.mesh.rank, step))
+            session.optimizer.step()
+            ready(session)
+        return session.module.state_dict()
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ArithmeticError])
+@pytest.mark.parametrize("name", STAGES)
+def test_exception_in_forward(name: str, error: type[BaseException], grad: bool) -> None:
+    results = run_ranks(2, forward_fails, PLANS[name], error, grad)
+    check(results, run_plain(Net, one_pass, 2, STEPS), name)
+
+
+# ---- passes that are no part of the step
+
+
+def inference_first(plan: Plan) -> dict[str, Tensor]:
+    model = seeded(Net)
+    with sharded(model, adam(model), plan) as session:
+        for step in range(STEPS):
+            with torch.inference_mode():
+                session.module(data(session.mesh.rank, step, 5))
+            session.backward(square(session.module, session.mesh.rank, step))
+            session.optimizer.step()
+        return session.module.state_dict()
+
+
+@pytest.mark.parametrize("name", [*STAGES, "half"])
+def test_training_after_inference_mode(name: str) -> None:
+    check(run_ranks(2, inference_first, PLANS[name]), run_plain(Net, one_pass, 2, STEPS), name)
+
+
+def leftover(plan: Plan) -> dict[str, Tensor]:
+    model = seeded(Net)
+    square(model, 0, 9).backward()
+    with sharded(model, adam(model), plan) as session:
+        for step in range(STEPS):
+            session.backward(square(session.module, session.mesh.rank, step))
+            session.optimizer.step()
+        return session.module.state_dict()
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_gradients_from_before_build_are_no_part_of_the_first_step(name: str) -> None:
+    check(run_ranks(2, leftover, PLANS[name]), run_plain(Net, one_pass, 2, STEPS), name)
+
+
+def dropped(plan: Plan) -> list[Grads]:
+    model = seeded(Net)
+    found = []
+    with sharded(model, adam(model), plan) as session:
+        for zero_grad in (model.zero_grad, session.module.zero_grad):
+            session.backward(square(session.module, session.mesh.rank, 7))
+            zero_grad()
+            assert session.full_gradients() == {}
+            session.backward(square(session.module, session.mesh.rank, 0))
+            found.append(session.full_gradients())
+            session.optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_zero_grad_of_the_module_drops_gradients(name: str) -> None:
+    expected = plain_gradients(Net, square)
+    for of_model, of_session in run_ranks(2, dropped, PLANS[name]):
+        assert_close(of_model, expected, 1e-11, "model.zero_grad()")
+        assert_close(of_session, expected, 1e-11, "session.module.zero_grad()")
+
+
+def outside_the_optimizer(plan: Plan) -> list[Grads]:
+    model = seeded(Net)
+    found = []
+    with sharded(model, torch.optim.SGD(model.layers[0].parameters(), lr=0.0), plan) as session:
+        for _step in range(3):
+            session.backward(square(session.module, session.mesh.rank, 0))
+            found.append(session.full_gradients())
+            session.optimizer.step()
+    return found
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_gradients_in_no_optimizer_do_not_pile_up(name: str) -> None:
+    expected = plain_gradients(Net, square)
+    for found in run_ranks(2, outside_the_optimizer, PLANS[name]):
+        for step, gradients in enumerate(found):
+            assert_close(gradients, expected, 1e-11, f"step {step}")
+
+
+# ---- autograd beyond one backward
+
+
+def keeps_graph(plan: Plan) -> tuple[bool, dict[str, Tensor]]:
+    model = seeded(Net)
+    graphs = False
+    with sharded(model, adam(model), plan) as session, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Using backward")  # on reference cycles through .grad
+        for step in range(STEPS):
+            square(session.module, session.mesh.rank, step).backward(create_graph=True)
+            held = [t for state in session.engine.reducer.states for t in (state.array, state.reduced)]
+            graphs |= any(t is not None and t.requires_grad for t in held)
+            session.optimizer.step()
+        return graphs, session.module.state_dict()
+
+
+@pytest.mark.parametrize("name", ["ddp", *STAGES])
+def test_create_graph_in_backward(name: str) -> None:
+    results = run_ranks(2, keeps_graph, PLANS[name])
+    assert not any(graphs for graphs, _ in results)
+    check([state for _, state in results], run_plain(Net, one_pass, 2, STEPS), name)
+
+
+def penalties(plan: Plan, direct: bool) -> list[Grads]:
+    """A penalty on the slope, a slope that is thrown away, and a slope taken inside the forward pass."""
+    found = []
+    model, force = seeded(Net), seeded(Force)
+    with sharded(model, sgd(model), plan) as session, sharded(force, sgd(force), plan) as second:
+        rank = session.mesh.rank
+
+        def finish(of: Session, loss: Tensor) -> None:
+            loss.backward() if direct else of.backward(loss)
+            found.append(of.full_gradients())
+            of.optimizer.zero_grad()
+
+        finish(session, slope_penalty(session.module, rank, 0))
+        x = data(rank, 0).requires_grad_()
+        torch.autograd.grad(session.module(x).sum(), x)
+        finish(session, square(session.module, rank, 0))
+        finish(second, second.module(data(rank, 0)))
+    return found
+
+
+@pytest.mark.parametrize("direct", [True, False], ids=["loss.backward", "session.backward"])
+@pytest.mark.parametrize("name", STAGES)
+def test_autograd_grad(name: str, direct: bool) -> None:
+    """Under ``average="mean"``, so that autograd.grad counted as a pass would show."""
+    expected = [
+        plain_gradients(Net, slope_penalty),
+        plain_gradients(Net, square),
+        plain_gradients(Force, lambda model, rank, step: model(data(rank, step))),
+    ]
+    for found in run_ranks(2, penalties, PLANS[name].but(average="mean"), direct):
+        for what, actual, plain in zip(("penalty", "thrown away", "force"), found, expected, strict=True):
+            assert_close(actual, plain, 1e-11, f"{name} {what}")
+
+
+def reentrant_net() -> nn.Module:
+    return Net(reentrant=True)
+
+
+def reentrant(plan: Plan) -> tuple[dict[int, int], Grads]:
+    model = seeded(reentrant_net)
+    with sharded(model, sgd(model), plan) as session:
+        square(session.module, session.mesh.rank, 0).backward()
+        return dict(session.engine.reducer.passes), session.full_gradients()
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_reentrant_checkpointing_is_one_pass(name: str) -> None:
+    expected = plain_gradients(reentrant_net, square)
+    for passes, gradients in run_ranks(2, reentrant, PLANS[name].but(average="mean")):
+        assert passes == {0: 1}
+        assert_close(gradients, expected, 1e-11, name)
+
+
+# ---- ranks that do not do the same
+
+
+def generate(plan: Plan) -> dict[str, Tensor]:
+    model = seeded(Net)
+    with sharded(model, adam(model), plan) as session:
+        for step in range(STEPS):
+            with session.module.gathered(), torch.no_grad():
+                for _ in range(1 + 3 * session.mesh.rank):
+                    session.module(data(session.mesh.rank, step, 5))
+            session.backward(square(session.module, session.mesh.rank, step))
+            session.optimizer.step()
+        return session.module.state_dict()
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_ranks_make_different_numbers_of_forwards_inside_gathered(name: str) -> None:
+    """As in generation; over gloo a gather that one rank makes alone would hang."""
+    check(run_ranks(2, generate, PLANS[name], timeout=20.0), run_plain(Net, one_pass, 2, STEPS), name)
