@@ -119,6 +119,10 @@ class ShardedModule(nn.Module):
         prefix = kwargs.get("prefix", "")
         return {prefix + name: full[name] for name in self._engine.guards.state_names().order if name in full}
 
+    def state_layout(self) -> dict[str, Any]:
+        """Names and shapes of :meth:`state_dict` without gathering; the values of parameters are not to be read."""
+        return self._engine.guards.state_names().layout(self._engine.params)
+
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Take over a full state; every rank gives it and keeps its part (fp32 masters included).
 

@@ -25,6 +25,11 @@ class StateNames:
     of_parameter: Mapping[int, Sequence[str]]
     others: Mapping[str, Any]
 
+    def layout(self, params: Sequence[nn.Parameter]) -> dict[str, Any]:
+        """By name what is there: parameters (of the right shape, gathered or not), buffers and extra state."""
+        found = dict(self.others) | {name: params[i] for i, names in self.of_parameter.items() for name in names}
+        return {name: found[name] for name in self.order}
+
     @classmethod
     def read(cls, model: nn.Module, params: Sequence[nn.Parameter]) -> StateNames:
         """Parameters are told by identity, since state_dict hooks may rename them."""
