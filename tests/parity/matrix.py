@@ -50,7 +50,7 @@ PLANS: dict[str, Plan] = {
 }
 MAIN_PLANS = {
     "2": ("ddp", "zero1", "zero2", "zero3", "budget0", "budget0.3", "roomy"),
-    "3": ("zero1", "zero2", "zero3", "budget0.3"),
+    "3": ("zero2", "zero3"),
 }
 """By number of ranks: the plans under which every model is trained by default."""
 
