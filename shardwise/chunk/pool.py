@@ -188,12 +188,6 @@ class ChunkPool:
         while self._round([]):
             pass
 
-    def evict_idle(self) -> None:
-        """Drop every gathered copy that is not pinned, whatever the budget."""
-        for unit in [u for u in self._held if not self._pins[u]]:
-            self._complete(unit)
-            self._evict(unit)
-
     def _make_room(self, unit: int | None) -> None:
         needed = self._bytes[unit] if unit is not None else 0
         pinned = sum(self._bytes[u] for u in self._held if self._pins[u])
