@@ -164,13 +164,17 @@ def _train_as_is(
     for step in batches:
         run.losses.append([])
         for micro in step:
-            share = len(micro) * recipe.divisor(step)
             values = []
             for batch in micro:
                 value = loss(model, batch)
-                (value * recipe.weight(batch) / share).backward()  # type: ignore[no-untyped-call]
+                (value * recipe.weight(batch) / len(micro)).backward()  # type: ignore[no-untyped-call]
                 values.append(float(value.detach()))
             run.losses[-1].append(values)
+        # After the sums, as `PlainRecipe` says: a weight that is no power of two rounds every gradient on its way.
+        divisor = recipe.divisor(step)
+        for _, parameter in _trained(model):
+            if parameter.grad is not None and divisor != 1.0:
+                parameter.grad /= divisor
         _record_and_step(run, model, recipe)
         _record_values(run, model)
     return run
