@@ -72,12 +72,20 @@ class Session:
         return self.module.memory()
 
     def traffic(self) -> dict[str, int]:
-        """Bytes that this rank has sent, by kind of operation, over all axes."""
-        return self.mesh.traffic()
+        """Bytes that this rank has sent, by kind of operation, over all axes.
+
+        With shards or state on a disk also ``disk_read`` and ``disk_write``: bytes transferred, each record rounded up
+        to 4096.
+        """
+        store = self.engine.storage.store
+        disk = {} if store is None else {"disk_read": store.bytes_read, "disk_write": store.bytes_written}
+        return {**self.mesh.traffic(), **disk}
 
     def reset_traffic(self) -> None:
         """Start counting from zero."""
         self.mesh.reset_traffic()
+        if self.engine.storage.store is not None:
+            self.engine.storage.store.reset_counters()
 
     def close(self) -> None:
         """Remove the hooks from the model. Call :meth:`ShardedModule.state_dict` first if it is still needed."""

@@ -16,11 +16,13 @@ from typing import Literal
 import torch
 
 __all__ = [
+    "AutoPlan",
     "ByModule",
     "ByNumel",
     "BySearch",
     "ByTensor",
     "CommPlan",
+    "DiskPlan",
     "GradPlan",
     "MeshPlan",
     "Packing",
@@ -28,6 +30,8 @@ __all__ = [
     "PrecisionPlan",
     "ScalerPlan",
     "ShardPlan",
+    "TierPlan",
+    "on_device",
     "replicated",
     "zero",
 ]
@@ -245,6 +249,116 @@ class GradPlan:
         _require(self.average in ("sum", "mean", "tokens"), f"average={self.average!r}: give 'sum', 'mean' or 'tokens'")
 
 
+PAGE_BYTES = 4096  # what unbuffered disk access wants offsets, lengths and addresses to be multiples of
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiskPlan:
+    """How shards and optimizer state travel to and from a disk (the ``aio`` arguments of ZeRO-Infinity).
+
+    Attributes:
+        directory: per-run directories are made in it.
+        block_bytes: largest single request, a multiple of 4096.
+        queue_depth: requests in flight for each thread.
+        threads: submitting threads.
+        single_submit: submit requests one by one, not up to ``queue_depth`` at once.
+        overlap_events: collect completions while further requests are in flight.
+        state_buffers: host buffers for optimizer tiles; three overlap a read, an update and a write.
+        param_buffers: host buffers for parameter shards.
+    """
+
+    directory: str
+    block_bytes: int
+    queue_depth: int
+    threads: int
+    single_submit: bool
+    overlap_events: bool
+    state_buffers: int
+    param_buffers: int
+
+    def __post_init__(self) -> None:
+        _require(bool(self.directory), f"directory={self.directory!r}: name a directory on the disk to use")
+        aligned = self.block_bytes > 0 and self.block_bytes % PAGE_BYTES == 0
+        _require(aligned, f"block_bytes={self.block_bytes}: give a positive multiple of {PAGE_BYTES}")
+        for name in ("queue_depth", "threads", "state_buffers", "param_buffers"):
+            _require(getattr(self, name) >= 1, f"{name}={getattr(self, name)}: give a number >= 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoPlan:
+    """Placement from the memory trace (Gemini's ``auto``); shares of the device's capacity, in [0, 1].
+
+    Attributes:
+        warmup_non_model_ratio: what the first step leaves free for everything that is not model data.
+        steady_capacity_ratio: what later steps use at most, traced non-model data included.
+        margin_ratio: share of what then remains that optimizer state moves into.
+    """
+
+    warmup_non_model_ratio: float
+    steady_capacity_ratio: float
+    margin_ratio: float
+
+    def __post_init__(self) -> None:
+        for name in ("warmup_non_model_ratio", "steady_capacity_ratio", "margin_ratio"):
+            value = getattr(self, name)
+            _require(0.0 <= value <= 1.0, f"{name}={value}: give a share in [0, 1]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierPlan:
+    """Which memory is the home of what: the device, the host's memory, or a disk.
+
+    Attributes:
+        param_host_fraction: share of the bytes of parameter shards whose home is the host.
+        param_disk_fraction: the same for the disk; what neither has is the device's.
+        state_host_fraction: share of fp32 masters, optimizer state and reduced gradients whose home is the host.
+        state_disk_fraction: share of masters and state whose home is the disk (their gradients are the host's).
+        device_capacity_bytes: memory of the device that may be used; ``None``: what it has, on a CPU no limit.
+        pin_memory: host memory is page-locked (where there is CUDA).
+        disk: how to reach the disk; needed where a disk share is not 0.
+        auto: place by the memory trace; ``None`` for the fixed shares above.
+    """
+
+    param_host_fraction: float
+    param_disk_fraction: float
+    state_host_fraction: float
+    state_disk_fraction: float
+    device_capacity_bytes: int | None
+    pin_memory: bool
+    disk: DiskPlan | None
+    auto: AutoPlan | None
+
+    def __post_init__(self) -> None:
+        for kind in ("param", "state"):
+            host, disk = getattr(self, f"{kind}_host_fraction"), getattr(self, f"{kind}_disk_fraction")
+            valid = 0.0 <= host <= 1.0 and 0.0 <= disk <= 1.0 and host + disk <= 1.0 + 1e-9
+            shares = f"{kind}_host_fraction={host}, {kind}_disk_fraction={disk}"
+            _require(valid, f"{shares}: give shares in [0, 1] whose sum is at most 1")
+            _require(disk == 0.0 or self.disk is not None, f"{shares} with disk={self.disk}: give a DiskPlan")
+        capacity = self.device_capacity_bytes
+        _require(capacity is None or capacity > 0, f"device_capacity_bytes={capacity}: give bytes > 0, or None")
+
+    @property
+    def all_on_device(self) -> bool:
+        """Whether nothing is at home elsewhere."""
+        params = self.param_host_fraction + self.param_disk_fraction
+        return self.auto is None and params + self.state_host_fraction + self.state_disk_fraction == 0.0
+
+
+def on_device() -> TierPlan:
+    """Everything on the device, without a limit."""
+    return TierPlan(
+        param_host_fraction=0.0,
+        param_disk_fraction=0.0,
+        state_host_fraction=0.0,
+        state_disk_fraction=0.0,
+        device_capacity_bytes=None,
+        pin_memory=False,
+        disk=None,
+        auto=None,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class CommPlan:
     """How bytes travel.
@@ -275,6 +389,7 @@ class Plan:
     precision: PrecisionPlan
     grad: GradPlan
     comm: CommPlan
+    tiers: TierPlan
     verbose: bool
 
     def but(self, **changes: object) -> Plan:
@@ -283,7 +398,7 @@ class Plan:
         Raises:
             ValueError: no part of the plan has a field of that name.
         """
-        parts = {name: getattr(self, name) for name in ("mesh", "shard", "precision", "grad", "comm")}
+        parts = {name: getattr(self, name) for name in ("mesh", "shard", "precision", "grad", "comm", "tiers")}
         own: dict[str, object] = {}
         for field, value in changes.items():
             holders = [name for name, part in parts.items() if field in part.__dataclass_fields__]
@@ -341,6 +456,7 @@ def zero(stage: Literal[1, 2, 3], param_dtype: torch.dtype | None = None, dp_rep
         precision=_precision(param_dtype, _default_scaler() if param_dtype is torch.float16 else None),
         grad=GradPlan(max_norm=0.0, norm_type=2.0, average="sum"),
         comm=CommPlan(overlap=True, shared_memory=None, same_order=False, gather_on_use=False, sync_init=True),
+        tiers=on_device(),
         verbose=False,
     )
 

@@ -8,11 +8,13 @@ drops the chunk's reference, and whatever autograd still holds keeps the old arr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
 
 from shardwise.chunk.layout import ChunkSpec, Slot
+from shardwise.chunk.source import ShardSource
 from shardwise.comm import Buffer, Handle
 
 __all__ = ["Chunk"]
@@ -21,26 +23,55 @@ __all__ = ["Chunk"]
 class Chunk:
     """Storage of one :class:`ChunkSpec` on this rank.
 
+    Args:
+        spec: its layout.
+        params: the parameters of its slots.
+        source: where the shard is at home; the whole array of a resident chunk.
+        rank: this rank in the shard group.
+        device: where gathered parameters are.
+        resident: the whole array stays on the device.
+
     Attributes:
-        exchange: what peers may read: the whole array of a resident chunk, the shard of a transient one.
-        shard: this rank's ``spec.shard_numel`` elements, always valid.
         full: the gathered array, or ``None``.
         pending: a gather under way into ``full``.
     """
 
-    def __init__(self, spec: ChunkSpec, params: Sequence[nn.Parameter], exchange: Buffer, rank: int) -> None:
+    def __init__(
+        self,
+        spec: ChunkSpec,
+        params: Sequence[nn.Parameter],
+        source: ShardSource,
+        rank: int,
+        device: torch.device,
+        resident: bool,
+    ) -> None:
         self.spec = spec
         self.params = tuple(params)
-        self.exchange = exchange
-        self.resident = exchange.local.numel() == spec.padded_numel
+        self.source = source
+        self.resident = resident
         self.rank = rank
-        self.full: torch.Tensor | None = exchange.local if self.resident else None
-        self.shard = exchange.local[self.shard_start : self.shard_end] if self.resident else exchange.local
+        self.device = device
+        self.full: torch.Tensor | None = source.exchange.local if resident else None
         self.pending: Handle | None = None
         self.generation = 0
         """Counts the updates, so that a graph made before one can be told from one made after."""
-        nan = torch.full((), float("nan"), dtype=spec.dtype, device=self.shard.device)
+        nan = torch.full((), float("nan"), dtype=spec.dtype, device=device)
         self._absent = tuple(nan.expand(slot.shape) for slot in spec.slots)
+
+    @property
+    def exchange(self) -> Buffer:
+        """The memory that peers read; see :attr:`ShardSource.exchange`."""
+        return self.source.exchange
+
+    @property
+    def shard(self) -> torch.Tensor:
+        """This rank's ``spec.shard_numel`` elements where they are in memory; see :meth:`opened` for any tier."""
+        local = self.source.exchange.local
+        return local[self.shard_start : self.shard_end] if self.resident else local
+
+    def opened(self, write: bool = False) -> AbstractContextManager[torch.Tensor]:
+        """This rank's shard, in memory inside the block; with ``write`` changes to it are kept."""
+        return nullcontext(self.shard) if self.resident else self.source.opened(write)
 
     @property
     def shard_start(self) -> int:
@@ -71,18 +102,6 @@ class Chunk:
         """Parameters keep shape and dtype but read as NaN, so that a use without a gather cannot pass unseen."""
         for absent, param in zip(self._absent, self.params, strict=True):
             param.data = absent
-
-    @torch.no_grad()
-    def write(self, slot: Slot, value: torch.Tensor) -> None:
-        """Store a whole parameter's ``value`` (its shape, any float dtype): this rank's part, or all if resident."""
-        flat = value.detach().reshape(-1)
-        if self.resident:
-            self.exchange.local[slot.start : slot.end].copy_(flat)
-            return
-        start, end = self.overlap(slot)
-        if start < end:
-            own = self.shard[start - self.shard_start : end - self.shard_start]
-            own.copy_(flat[start - slot.start : end - slot.start])
 
     def misplaced(self) -> int | None:
         """Index of the first parameter that no longer lies where this chunk put it (its storage was replaced)."""

@@ -7,7 +7,7 @@ comes on top of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -15,10 +15,17 @@ from shardwise.chunk.chunk import Chunk
 from shardwise.chunk.layout import UnitSpec
 from shardwise.chunk.policy import Trace, choose_victim, next_units
 from shardwise.comm import Group
+from shardwise.memory.ledger import Ledger, size_text
 
 __all__ = ["ArrayPool", "ChunkPool"]
 
 DONE = -1.0
+
+
+def _ignore(_: object) -> None:
+    pass
+
+
 _use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 
 
@@ -70,6 +77,10 @@ class ArrayPool:
         for key, idle in self._idle.items():
             self._idle[key] = [array for array in idle if _holders(array) == _UNSHARED]
 
+    def drop(self) -> None:
+        """Free all idle arrays."""
+        self._idle.clear()
+
 
 class ChunkPool:
     """Chunks of one model over one shard group.
@@ -77,9 +88,14 @@ class ChunkPool:
     Args:
         units, chunks: the layout's units and their storage.
         group: the ranks that share each chunk.
-        budget_bytes: bytes of gathered transient chunks that may stay when idle.
+        ledger: the device's memory.
+        budget_bytes: tells at each acquire how many bytes of gathered transient chunks may stay when idle.
         prefetch: units fetched ahead of use.
         same_order: no agreement before gathers (see ``CommPlan.same_order``).
+
+    Attributes:
+        on_use: called with every unit that is acquired, before room is made for it.
+        on_array: called with every gathered array before it is filled.
     """
 
     def __init__(
@@ -87,20 +103,27 @@ class ChunkPool:
         units: Sequence[UnitSpec],
         chunks: Sequence[Chunk],
         group: Group,
+        ledger: Ledger,
         *,
-        budget_bytes: int,
+        budget_bytes: Callable[[], int],
         prefetch: int,
         same_order: bool,
     ) -> None:
-        self.units, self.chunks, self.group = units, chunks, group
+        self.units, self.chunks, self.group, self.ledger = units, chunks, group, ledger
         self.budget_bytes, self.prefetch = budget_bytes, prefetch
-        self.trace = Trace()
+        self.on_use: Callable[[int], None] = _ignore
+        self.on_array: Callable[[torch.Tensor], None] = _ignore
+        self._training, self._evaluation = Trace(), Trace()
+        self.trace = self._training
         self.by_storage: dict[int, Chunk] = {}
         self.gathered_bytes = 0
         self.peak_gathered_bytes = 0
         self._transient = {u.index: [chunks[c] for c in u.chunks if not chunks[c].resident] for u in units}
         # Where everything stays gathered there is nothing to agree on, and passes under no_sync cost nothing.
-        self._agrees = self.needs_hooks and not (group.one_sided_gather or same_order or group.size == 1)
+        agreed = self.has_transient and not (group.one_sided_gather or same_order or group.size == 1)
+        self._agrees = agreed or any(c.source.peers_take_part for cs in self._transient.values() for c in cs)
+        # Between CPU ranks of one host a gather is a copy by the reader, which nothing hides.
+        self._ahead_pays = not group.one_sided_gather or group.device.type == "cuda"
         self._bytes = {u: sum(c.spec.padded_bytes for c in cs) for u, cs in self._transient.items()}
         self.arrays = ArrayPool(group.device, (2 + prefetch) * max(self._bytes.values(), default=0))
         self._pins = dict.fromkeys(self._transient, 0)
@@ -108,11 +131,32 @@ class ChunkPool:
         self._renewing: dict[int, list[Chunk]] = {}
         self.all_held = False
         """Inside ``gathered()``: everything stays, and nothing needs the peers."""
+        self.moved_bytes = 0
+        """Bytes of gathered chunks that acquires had to fetch so far."""
+        ledger.watch("gathered parameters", lambda: self.gathered_bytes)
+        ledger.watch("idle arrays", self.arrays.idle_bytes)
+        ledger.spare(self.arrays.drop)
+        ledger.spare(self._drop_idle)
 
     @property
-    def needs_hooks(self) -> bool:
-        """False where everything stays gathered, so that modules need no hooks at all."""
+    def has_transient(self) -> bool:
+        """Whether anything is ever gathered and evicted."""
         return any(self._transient.values())
+
+    @property
+    def sizes(self) -> Mapping[int, int]:
+        """Gathered bytes of every unit (what is resident does not count)."""
+        return self._bytes
+
+    def begin_forward(self, training: bool) -> None:
+        """A forward pass begins. One that makes no graph has a trace of its own and does not disturb the step's."""
+        self.trace = self._training if training else self._evaluation
+
+    def end_forward(self) -> None:
+        """A forward pass ended; see :meth:`begin_forward`."""
+        if self.trace is self._evaluation:
+            self._evaluation.end_step()
+            self.trace = self._training
 
     def acquire(self, unit: int, pin: bool = False) -> None:
         """Make a unit's parameters readable; with ``pin`` they stay so until :meth:`unpin`."""
@@ -121,17 +165,22 @@ class ChunkPool:
         if unit in self._renewing:
             self._renew(unit)
         self.trace.use(unit)
+        self.on_use(unit)
         if not self._transient[unit]:
             return
         if unit in self._held and not any(c.pending for c in self._transient[unit]):
             return
-        ahead = [] if self.group.one_sided_gather else next_units(self.trace, self.prefetch)
+        ahead = next_units(self.trace, self.prefetch) if self._ahead_pays else []
         if unit not in self._held:
             self._make_room(unit)
             self._gather(unit, [u for u in ahead if u not in self._held])
         elif not self._agrees:
             self._start_all(u for u in ahead if u not in self._held)
         self._complete(unit)
+        for soon in next_units(self.trace, self.prefetch):
+            if soon not in self._held:
+                for chunk in self._transient[soon]:
+                    chunk.source.prepare()
 
     def unpin(self, unit: int) -> None:
         """The unit may be evicted at a later acquire."""
@@ -178,7 +227,7 @@ class ChunkPool:
             if everything or any(c.spec.trainable for c in self._transient[unit]):
                 self._complete(unit)
                 self._evict(unit)
-        self.trace.end_step()
+        self._training.end_step()
         self.arrays.trim()
 
     def finish_phase(self) -> None:
@@ -190,11 +239,12 @@ class ChunkPool:
 
     def _make_room(self, unit: int | None) -> None:
         needed = self._bytes[unit] if unit is not None else 0
+        budget = self.budget_bytes()
         pinned = sum(self._bytes[u] for u in self._held if self._pins[u])
         evictable = {u for u in self._held if not self._pins[u] and u != unit}
         idle = sum(self._bytes[u] for u in evictable)
         # The unit about to be used counts against the budget, but is gathered even where the budget is smaller.
-        room = max(self.budget_bytes - needed - pinned, 0)
+        room = max(budget - needed - pinned, 0)
         soon = set(next_units(self.trace, self.prefetch)) if evictable else set()
         while idle > room and evictable - soon:
             victim = choose_victim(self.trace, evictable - soon)
@@ -202,6 +252,13 @@ class ChunkPool:
             idle -= self._bytes[victim]
             self._complete(victim)
             self._evict(victim)
+
+    def _drop_idle(self) -> None:
+        """Evict everything that nothing reads."""
+        for unit in [u for u in self._held if not self._pins[u]]:
+            self._complete(unit)
+            self._evict(unit)
+        self.arrays.drop()
 
     def _gather(self, unit: int, ahead: list[int]) -> None:
         # Made in inference mode, arrays and parameters could not be written or trained outside it.
@@ -228,7 +285,7 @@ class ChunkPool:
         for chunk in self._transient[unit]:
             held = chunk.full
             out = held if held is not None else self.arrays.take(chunk.spec.padded_numel, chunk.spec.dtype)
-            self.group.all_gather(out, chunk.exchange).wait()
+            chunk.source.gather(self.group, out).wait()
             if held is None:
                 self.arrays.give(out)
 
@@ -240,20 +297,36 @@ class ChunkPool:
         if unit in self._held:
             self._take_part(unit)
             return
+        if self.ledger.capacity_bytes is not None:
+            # Arrays that are kept for reuse are what this gather will reuse, so they go only if they do not fit.
+            self.ledger.require(self._bytes[unit], f"gathering unit {self._name(unit)}")
         self._held.add(unit)
-        for chunk in self._transient[unit]:
-            chunk.full = self.arrays.take(chunk.spec.padded_numel, chunk.spec.dtype)
-            chunk.pending = self.group.all_gather(chunk.full, chunk.exchange)
-            self.by_storage[chunk.full.untyped_storage()._cdata] = chunk
+        self.moved_bytes += self._bytes[unit]
         self.gathered_bytes += self._bytes[unit]
         self.peak_gathered_bytes = max(self.peak_gathered_bytes, self.gathered_bytes)
+        try:
+            for chunk in self._transient[unit]:
+                chunk.full = self.arrays.take(chunk.spec.padded_numel, chunk.spec.dtype)
+                self.by_storage[chunk.full.untyped_storage()._cdata] = chunk
+                self.on_array(chunk.full)
+                chunk.pending = chunk.source.gather(self.group, chunk.full)
+        except BaseException:
+            self._evict(unit)  # half of a unit must not pass for the whole
+            raise
+
+    def _name(self, unit: int) -> str:
+        return f"{unit} ({self.units[unit].module or 'no single module'}, {size_text(self._bytes[unit])})"
 
     def _complete(self, unit: int) -> None:
         for chunk in self._transient[unit]:
-            if chunk.pending is not None:
+            pending, chunk.pending = chunk.pending, None
+            if pending is not None:
                 with torch.inference_mode(False), torch.no_grad():
-                    chunk.pending.wait()
-                    chunk.pending = None
+                    try:
+                        pending.wait()
+                    except BaseException:
+                        self._evict(unit)
+                        raise
                     chunk.point_params()
 
     def _evict(self, unit: int) -> None:

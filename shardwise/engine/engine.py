@@ -13,7 +13,7 @@ from torch import nn
 from shardwise.chunk.chunk import Chunk
 from shardwise.chunk.layout import Layout, ParamFact, make_layout
 from shardwise.chunk.pool import ChunkPool
-from shardwise.comm import Buffer, Handle
+from shardwise.comm import Handle
 from shardwise.engine.casts import cast_floats, each_tensor
 from shardwise.engine.deferred import adopt, initial_values, set_buffer
 from shardwise.engine.grads import ChunkGrads
@@ -22,8 +22,11 @@ from shardwise.engine.hooks import GatherHooks
 from shardwise.engine.passes import BackwardPasses
 from shardwise.engine.reducer import Reducer
 from shardwise.engine.staging import gather_shards
+from shardwise.engine.storage import Storage
+from shardwise.engine.writer import ValueWriter
+from shardwise.memory.tier import Tier
 from shardwise.mesh import Mesh
-from shardwise.plan import HALF_DTYPES, Plan
+from shardwise.plan import Plan
 
 __all__ = ["Engine"]
 
@@ -49,106 +52,63 @@ class Engine:
         self.params = [p for p in _distinct_parameters(model) if p.is_floating_point()]
         facts = _facts(self.params, names, optimizers, plan)
         self.layout: Layout = make_layout(facts, model, plan.shard.packing, mesh.shard.size, mesh.replicate.size)
-        self.chunks = self._allocate()
-        self.masters: dict[int, torch.Tensor] = {}
+        self.storage = Storage(self.layout, self.params, plan, mesh)
+        self.ledger = self.storage.ledger
+        self.chunks = self.storage.chunks
+        self.states = self.storage.states
         self._load_initial_values()
-        self.grads = self._gradient_states()
+        self.grads = self.storage.make_grads()
         self.pool = self._make_pool()
         self.reducer = Reducer(
             list(self.grads.values()),
             mesh,
+            self.ledger,
             keep_whole=plan.shard.reduce == "last",
             overlap=plan.comm.overlap,
             same_order=plan.comm.same_order,
         )
         self.passes = BackwardPasses(self.pool, self.reducer)
+        self._state_holders: list[Callable[[Tier], int]] = []
+        self._scratch_holders: list[Callable[[Tier], int]] = []
+        self.ledger.watch("masters and optimizer state", lambda: sum(self.state_bytes(Tier.DEVICE)))
+        self.ledger.watch("update scratch", lambda: self.scratch_bytes(Tier.DEVICE))
         self.hooks: GatherHooks | None = None
         self._remove: list[Callable[[], None]] = []
         self._install_hooks()
 
     # ---- set-up
 
-    def _allocate(self) -> list[Chunk]:
-        group, plan = self.mesh.shard, self.plan
-        shared: list[tuple[int, torch.dtype]] = []
-        kinds: list[bool] = []
-        for spec in self.layout.chunks:
-            resident = plan.shard.always_gathered or spec.persistent or group.size == 1
-            # A frozen resident chunk is never exchanged: plain memory will do.
-            private = resident and (group.size == 1 or not spec.trainable)
-            kinds.append(private)
-            if not private:
-                shared.append((spec.padded_numel if resident else spec.shard_numel, spec.dtype))
-        buffers = iter(group.buffers(shared))
-        chunks = []
-        for spec, private in zip(self.layout.chunks, kinds, strict=True):
-            if private:
-                exchange = Buffer(torch.zeros(spec.padded_numel, dtype=spec.dtype, device=self.mesh.device))
-            else:
-                exchange = next(buffers)
-            chunks.append(Chunk(spec, [self.params[s.param] for s in spec.slots], exchange, group.rank))
-        return chunks
-
-    def _needs_master(self, chunk: Chunk) -> bool:
-        spec = chunk.spec
-        half = spec.dtype in HALF_DTYPES and self.plan.precision.master_weights
-        return half and spec.trainable and spec.optimizer >= 0
-
     def _load_initial_values(self) -> None:
-        """Each parameter's whole value exists only while it is cut into its shard (and fp32 master)."""
-        for chunk in self.chunks:
-            if self._needs_master(chunk):
-                self.masters[chunk.spec.index] = torch.zeros(
-                    chunk.spec.shard_numel, dtype=torch.float32, device=self.mesh.device
-                )
+        """Each parameter's whole value exists only while it is cut into its shard (and master)."""
         index_of = {id(p): i for i, p in enumerate(self.params)}
         sync = self.plan.comm.sync_init and self.mesh.world.size > 1
-        for names, held, value, is_parameter in initial_values(self.model, self.mesh.device):
-            if sync:
-                value = value.contiguous()
-                self.mesh.world.broadcast(value, 0)
-            if not is_parameter:
-                dtype = self.plan.precision.buffer_dtype
-                cast = value.to(dtype) if dtype is not None and value.is_floating_point() else value
-                set_buffer(self.model, names, cast)
-            elif isinstance(held, nn.Parameter) and id(held) in index_of:
-                self._store(held, index_of[id(held)], value)
-            elif isinstance(held, nn.Parameter):
-                adopt(held, value)  # integer parameters are replicated as they are
+        with ValueWriter(self.storage) as writer:
+            for names, held, value, is_parameter in initial_values(self.model, self.mesh.device):
+                if sync:
+                    value = value.contiguous()
+                    self.mesh.world.broadcast(value, 0)
+                if not is_parameter:
+                    dtype = self.plan.precision.buffer_dtype
+                    cast = value.to(dtype) if dtype is not None and value.is_floating_point() else value
+                    set_buffer(self.model, names, cast)
+                elif isinstance(held, nn.Parameter) and id(held) in index_of:
+                    self._store(writer, held, index_of[id(held)], value)
+                elif isinstance(held, nn.Parameter):
+                    adopt(held, value)  # integer parameters are replicated as they are
+        self._commit()
         for chunk in self.chunks:
             if chunk.resident:
                 chunk.point_params()
             else:
                 chunk.unpoint_params()
 
-    def _store(self, param: nn.Parameter, index: int, value: torch.Tensor) -> None:
-        self.store_value(index, value)
+    def _store(self, writer: ValueWriter, param: nn.Parameter, index: int, value: torch.Tensor) -> None:
+        writer.store(index, value)
         chunk_index, slot = self.layout.where[index]
         dtype = self.chunks[chunk_index].spec.dtype
         param.grad = None  # from before: it is no part of the first step
         # The old memory goes now, one parameter at a time.
         adopt(param, torch.full((), float("nan"), dtype=dtype, device=self.mesh.device).expand(slot.shape))
-
-    @torch.no_grad()
-    def store_value(self, index: int, value: torch.Tensor) -> None:
-        """Write a whole parameter's ``value`` into this rank's part of its chunk and master; then :meth:`publish`."""
-        chunk_index, slot = self.layout.where[index]
-        chunk = self.chunks[chunk_index]
-        chunk.write(slot, value)
-        start, end = chunk.overlap(slot)
-        master = self.masters.get(chunk_index)
-        if master is not None and start < end:
-            part = value.detach().reshape(-1)[start - slot.start : end - slot.start]
-            master[start - chunk.shard_start : end - chunk.shard_start].copy_(part)
-
-    def _gradient_states(self) -> dict[int, ChunkGrads]:
-        precision = self.plan.precision
-        states = {}
-        for chunk in self.chunks:
-            if chunk.spec.trainable:
-                dtype = precision.reduce_dtype or chunk.spec.dtype
-                states[chunk.spec.index] = ChunkGrads(chunk, dtype, precision.accumulate_dtype or dtype)
-        return states
 
     def _make_pool(self) -> ChunkPool:
         shard = self.plan.shard
@@ -158,7 +118,8 @@ class Engine:
             self.layout.units,
             self.chunks,
             self.mesh.shard,
-            budget_bytes=budget,
+            self.ledger,
+            budget_bytes=lambda: budget,
             prefetch=shard.prefetch if self.plan.comm.overlap else 0,
             same_order=self.plan.comm.same_order,
         )
@@ -187,12 +148,28 @@ class Engine:
         after = self.model.register_forward_hook(self._after_forward)
         self._remove += [before.remove, after.remove]
 
+    # ---- accounts
+
+    def hold_state(self, state_bytes: Callable[[Tier], int], scratch_bytes: Callable[[Tier], int]) -> None:
+        """An optimizer tells how many bytes of state and of scratch memory it has in a tier."""
+        self._state_holders.append(state_bytes)
+        self._scratch_holders.append(scratch_bytes)
+
+    def state_bytes(self, tier: Tier) -> tuple[int, int]:
+        """Bytes of masters and of optimizer state in ``tier``."""
+        return self.storage.master_bytes(tier), sum(ask(tier) for ask in self._state_holders)
+
+    def scratch_bytes(self, tier: Tier) -> int:
+        """Bytes that updates of state in ``tier`` keep for gradients."""
+        return sum(ask(tier) for ask in self._scratch_holders)
+
     # ---- a forward pass
 
     def _before_forward(
         self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         self.passes.recover()
+        self.pool.begin_forward(torch.is_grad_enabled())
         dtype = self.plan.precision.param_dtype
         if self.plan.precision.cast_inputs and dtype is not None:
             args, kwargs = cast_floats(args, dtype), cast_floats(kwargs, dtype)
@@ -200,6 +177,7 @@ class Engine:
 
     def _after_forward(self, _module: nn.Module, _args: object, output: Any) -> Any:
         self.pool.finish_phase()
+        self.pool.end_forward()
         dtype = self.plan.precision.output_dtype
         output = cast_floats(output, dtype) if dtype is not None else output
         if torch.is_grad_enabled():
@@ -261,16 +239,22 @@ class Engine:
         group = self.mesh.shard
         group.fence()
         for chunk in self.chunks:
-            if chunk.full is not None and not chunk.resident:
-                chunk.shard.copy_(chunk.full[chunk.shard_start : chunk.shard_end])
-            elif chunk.resident and not chunk.spec.trainable and group.size > 1:
+            if chunk.resident and not chunk.spec.trainable and group.size > 1:
                 chunk.exchange.local.copy_(gather_shards(group, chunk.shard))
-            master = self.masters.get(chunk.spec.index)
-            if master is not None:
-                # What was not changed keeps the precision that the compute dtype does not have.
-                same = chunk.shard == master.to(chunk.shard.dtype)
-                master.copy_(torch.where(same, master, chunk.shard.float()))
+            with chunk.opened(write=True) as shard:
+                if chunk.full is not None and not chunk.resident:
+                    shard.copy_(chunk.full[chunk.shard_start : chunk.shard_end])
+                state = self.states.get(chunk.spec.index)
+                if state is not None:
+                    with state.opened(write=True) as master:
+                        _take_over(shard, master)
+        self._commit()
         self._renew_resident()
+
+    def _commit(self) -> None:
+        """What was written to the disk is from here on what is read."""
+        if self.storage.store is not None:
+            self.storage.store.commit()
 
     def publish(self, everything: bool = False) -> None:
         """After shards were written on every rank: gathered copies are renewed or dropped.
@@ -278,6 +262,7 @@ class Engine:
         Args:
             everything: frozen parameters were written too.
         """
+        self._commit()
         self._renew_resident()
         self.pool.invalidate(everything)
         for chunk in self.chunks:
@@ -328,6 +313,15 @@ class Engine:
         for remove in self._remove:
             remove()
         self._remove.clear()
+        self.storage.close()
+
+
+def _take_over(shard: torch.Tensor, master: torch.Tensor | None) -> None:
+    """Changed values go into the master; what was not changed keeps the precision that the shard does not have."""
+    if master is not None:
+        values = shard.to(master.device)
+        same = values == master.to(values.dtype)
+        master.copy_(torch.where(same, master, values.to(master.dtype)))
 
 
 class _WhenAsked:

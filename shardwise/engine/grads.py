@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from shardwise.chunk.chunk import Chunk
 from shardwise.comm import Buffer, Handle
+from shardwise.memory.tier import Tier
 
 __all__ = ["ChunkGrads", "SlotPool"]
 
 
 class ChunkGrads:
     """Gradient state of one trainable chunk.
+
+    Args:
+        chunk: the chunk.
+        dtype: gradients travel in it.
+        accumulate_dtype: reduced shards add up in it.
+        home: the tier of the reduced shard.
+        take_memory: gives the memory of the reduced shard; ``None``: on the device, made when it is first needed.
 
     Attributes:
         dtype: gradients travel in it.
@@ -29,8 +37,16 @@ class ChunkGrads:
         borrowed: ``reduced`` lies in exchange memory and must be copied before that is written again.
     """
 
-    def __init__(self, chunk: Chunk, dtype: torch.dtype, accumulate_dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        chunk: Chunk,
+        dtype: torch.dtype,
+        accumulate_dtype: torch.dtype,
+        home: Tier,
+        take_memory: Callable[[], torch.Tensor] | None,
+    ) -> None:
         self.chunk = chunk
+        self.home, self._take_memory = home, take_memory
         self.spec = chunk.spec
         self.dtype, self.accumulate_dtype = dtype, accumulate_dtype
         self.buffer: Buffer | None = None
@@ -56,9 +72,16 @@ class ChunkGrads:
     def own_memory(self) -> torch.Tensor:
         """Long-lived private memory for the reduced shard."""
         if self.kept_memory is None:
-            device = self.chunk.shard.device
-            self.kept_memory = torch.empty(self.spec.shard_numel, dtype=self.accumulate_dtype, device=device)
+            self.kept_memory = self._take_memory() if self._take_memory is not None else self._on_device()
         return self.kept_memory
+
+    def _on_device(self) -> torch.Tensor:
+        return torch.empty(self.spec.shard_numel, dtype=self.accumulate_dtype, device=self.chunk.device)
+
+    def result_memory(self) -> torch.Tensor:
+        """Where a reduction may write: the long-lived memory if it is free and on the device, or new one."""
+        own = self.own_memory()
+        return own if self.reduced is None and own.device == self.chunk.device else self._on_device()
 
     def claim(self) -> None:
         """Move a borrowed result to private memory, because the exchange memory under it will be written."""
@@ -69,7 +92,7 @@ class ChunkGrads:
     def accumulate(self, index: int, grad: torch.Tensor) -> None:
         """Add one parameter's gradient (its shape) into ``array``, or into ``late`` once ``array`` is on its way."""
         if self.launched and self.late is None:
-            self.late = torch.zeros(self.spec.padded_numel, dtype=self.dtype, device=self.chunk.shard.device)
+            self.late = torch.zeros(self.spec.padded_numel, dtype=self.dtype, device=self.chunk.device)
         array, filled = (self.late, self.late_filled) if self.launched else (self.array, self.filled)
         if array is None:
             raise RuntimeError(f"chunk {self.spec.index}: array={array} for the gradient of slot {index}; report this")

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from shardwise.engine.engine import Engine
+from shardwise.memory.tier import Tier
 
 __all__ = ["MemoryReport", "memory_report"]
 
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Live bytes of this rank's model data by kind."""
+    """Live bytes of this rank's model data by kind, over all tiers."""
 
     parameters_bytes: int
     """Shards and, where parameters stay gathered, the whole arrays."""
@@ -26,22 +25,50 @@ class MemoryReport:
     """Exchange buffers and reduced shards."""
     master_bytes: int
     optimizer_bytes: int
+    by_tier: dict[str, dict[str, int]]
+    """The same by tier (``"device"``, ``"host"``, ``"disk"``) and kind; only what is not 0."""
+    device_capacity_bytes: int | None
+    """What the plan declares; ``None``: no limit."""
 
     @property
     def total_bytes(self) -> int:
         kinds = (self.parameters_bytes, self.gathered_bytes, self.idle_bytes, self.gradients_bytes, self.master_bytes)
         return sum(kinds) + self.optimizer_bytes
 
+    def tier_bytes(self, tier: str) -> int:
+        """All model data in ``tier``."""
+        return sum(self.by_tier.get(tier, {}).values())
+
+
+def _in_tier(engine: Engine, tier: Tier) -> dict[str, int]:
+    masters, state = engine.state_bytes(tier)
+    on_device = tier is Tier.DEVICE
+    kinds = {
+        "parameters": engine.storage.parameter_bytes(tier),
+        "gathered parameters": engine.pool.gathered_bytes if on_device else 0,
+        "idle arrays": engine.pool.arrays.idle_bytes() if on_device else 0,
+        "gradients": engine.reducer.bytes(tier),
+        "masters": masters,
+        "optimizer state": state,
+    }
+    return {kind: size for kind, size in kinds.items() if size}
+
 
 def memory_report(engine: Engine) -> MemoryReport:
     """Count them now."""
-    moments = [value for each in engine.optimizers for state in each.state.values() for value in state.values()]
+    by_tier = {tier.value: _in_tier(engine, tier) for tier in Tier}
+
+    def total(kind: str) -> int:
+        return sum(kinds.get(kind, 0) for kinds in by_tier.values())
+
     return MemoryReport(
-        parameters_bytes=sum(c.exchange.local.nbytes for c in engine.chunks),
-        gathered_bytes=engine.pool.gathered_bytes,
+        parameters_bytes=total("parameters"),
+        gathered_bytes=total("gathered parameters"),
         peak_gathered_bytes=engine.pool.peak_gathered_bytes,
-        idle_bytes=engine.pool.arrays.idle_bytes(),
-        gradients_bytes=engine.reducer.bytes(),
-        master_bytes=sum(m.nbytes for m in engine.masters.values()),
-        optimizer_bytes=sum(value.nbytes for value in moments if isinstance(value, torch.Tensor)),
+        idle_bytes=total("idle arrays"),
+        gradients_bytes=total("gradients"),
+        master_bytes=total("masters"),
+        optimizer_bytes=total("optimizer state"),
+        by_tier=by_tier,
+        device_capacity_bytes=engine.ledger.capacity_bytes,
     )

@@ -14,6 +14,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.memory import MemoryReport, memory_report
 from shardwise.engine.names import StateNames
 from shardwise.engine.staging import gather_shards
+from shardwise.engine.writer import ValueWriter
 
 __all__ = ["ShardedModule"]
 
@@ -48,7 +49,7 @@ class ShardedModule(nn.Module):
             RuntimeError: they would cast or move parameters that are sharded.
         """
         for chunk in self._engine.chunks:
-            probe = torch.empty(1, dtype=chunk.spec.dtype, device=chunk.shard.device)
+            probe = torch.empty(1, dtype=chunk.spec.dtype, device=chunk.device)
             result = fn(probe)
             if result.dtype != probe.dtype or result.device != probe.device:
                 raise RuntimeError(
@@ -106,12 +107,15 @@ class ShardedModule(nn.Module):
             yield name, value.detach() if isinstance(value, torch.Tensor) else value
 
     def _full(self, chunk: Chunk, masters: bool) -> torch.Tensor:
-        master = self._engine.masters.get(chunk.spec.index) if masters else None
-        if master is not None:
-            return gather_shards(self._engine.mesh.shard, master)
+        group, state = self._engine.mesh.shard, self._engine.states.get(chunk.spec.index)
+        if masters and state is not None and state.dtype is not None:
+            with state.opened() as master:
+                if master is not None:
+                    return gather_shards(group, master.to(chunk.device))
         if chunk.full is not None and chunk.pending is None and chunk.resident:
             return chunk.full.clone()
-        return gather_shards(self._engine.mesh.shard, chunk.shard)
+        with chunk.opened() as shard:
+            return gather_shards(group, shard.to(chunk.device))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The full state on every rank, on the host, in the module's own order and names. Collective."""
@@ -157,10 +161,11 @@ class ShardedModule(nn.Module):
     def _load(self, state: Mapping[str, Any], names: StateNames) -> None:
         engine = self._engine
         engine.before_update()
-        for param, own_names in names.of_parameter.items():
-            given = next((name for name in own_names if name in state), None)
-            if given is not None:
-                engine.store_value(param, state[given])
+        with ValueWriter(engine.storage) as writer:
+            for param, own_names in names.of_parameter.items():
+                given = next((name for name in own_names if name in state), None)
+                if given is not None:
+                    writer.store(param, state[given])
         for name, value in names.others.items():
             if name not in state:
                 continue

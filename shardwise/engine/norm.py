@@ -17,14 +17,15 @@ __all__ = ["clip_factor", "global_norm"]
 
 def _partial(tensors: Sequence[torch.Tensor], p: float, wide: torch.dtype) -> float:
     """This rank's share: the sum of ``|x|**p``, or the maximum for p = inf, computed in ``wide`` or wider."""
-    parts = []
+    parts: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():
             dtype = torch.float64 if tensor.dtype == torch.float64 else wide
-            parts.append(torch.linalg.vector_norm(tensor, p, dtype=dtype).double())
+            parts.setdefault(tensor.device, []).append(torch.linalg.vector_norm(tensor, p, dtype=dtype).double())
     if not parts:
         return 0.0
-    stacked = torch.stack(parts)
+    # One transfer a device, not one a tensor.
+    stacked = torch.cat([torch.stack(each).cpu() for each in parts.values()])
     # torch.max propagates NaN, unlike Python's max
     return float(stacked.max() if p == math.inf else (stacked**p).sum())
 

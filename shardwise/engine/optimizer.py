@@ -14,7 +14,8 @@ from shardwise.engine.grads import ChunkGrads
 from shardwise.engine.norm import clip_factor, global_norm
 from shardwise.engine.optimizer_state import OptimizerState
 from shardwise.engine.scaler import LossScaler
-from shardwise.engine.tiles import TILE_NUMEL, TileStepper, check_element_wise, make_tiles
+from shardwise.engine.tiles import check_element_wise
+from shardwise.engine.updates import TileUpdates
 from shardwise.plan import HALF_DTYPES
 
 __all__ = ["ShardedOptimizer"]
@@ -40,9 +41,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.engine, self.optimizer, self.index, self.scaler = engine, optimizer, index, scaler
         check_element_wise(optimizer)
         self._states: list[ChunkGrads] = [s for s in engine.grads.values() if s.spec.optimizer == index]
-        self._full = OptimizerState(engine, optimizer, index)
-        self._stepper = TileStepper(optimizer, self._make_tiles(), engine.mesh.device)
-        self._full.adopt(self._stepper.tiles)
+        self._updates = TileUpdates(engine, optimizer, self._states)
+        self._full = OptimizerState(engine, optimizer, index, self._updates)
+        self._full.adopt()
         self._norm: float | None = None
         self._clip = 1.0
         self._passes_before, self._tokens_before = self._progress()
@@ -50,15 +51,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.skipped_because: str | None = None
         if scaler is not None:
             engine.passes.scaled = True
-
-    def _make_tiles(self) -> list[Any]:
-        engine = self.engine
-        group_of = [fact.group for fact in engine.layout.facts]
-        numel = TILE_NUMEL[engine.mesh.device.type]
-        tiles = []
-        for state in self._states:
-            tiles += make_tiles(state.chunk, state, engine.masters.get(state.spec.index), group_of, numel)
-        return tiles
 
     # The user's own objects, so that learning-rate schedulers built on either optimizer act on both.
 
@@ -173,7 +165,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return value
         factor = inverse * self._clip * clip_factor(self._norm, grad_plan.max_norm)
         self.engine.before_update()
-        self._stepper.step(factor)
+        self._updates.run(factor)
         self.engine.publish()
         # Only now may the scale move: these gradients were made under the old one.
         if self.scaler is not None:
@@ -215,7 +207,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Give the user's optimizer its own ``step`` back; its groups keep the pieces."""
-        self._stepper.close()
+        self._updates.close()
 
     # ---- norms
 
@@ -245,7 +237,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Full state on every rank, keyed as plain torch keys it, and ``scaler`` if there is one. Collective."""
-        full = self._full.collect(self._stepper.tiles)
+        full = self._full.collect()
         if self.scaler is not None:
             full["scaler"] = self.scaler.state_dict()
         return full
@@ -259,6 +251,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         scaler = LossScaler(self.scaler.plan) if self.scaler is not None and "scaler" in state_dict else None
         if scaler is not None:
             scaler.load_state_dict(state_dict["scaler"])  # checked before anything is taken over
-        self._full.distribute(self._stepper.tiles, state_dict)
+        self._full.distribute(state_dict)
         if scaler is not None and self.scaler is not None:
             self.scaler.load_state_dict(scaler.state_dict())

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from shardwise.chunk.chunk import Chunk
 from shardwise.engine.engine import Engine
 from shardwise.engine.staging import gather_shards
-from shardwise.engine.tiles import Piece, Tile
+from shardwise.engine.tiles import Piece
+from shardwise.engine.updates import TileUpdates
 
 __all__ = ["OptimizerState"]
 
@@ -17,26 +19,28 @@ __all__ = ["OptimizerState"]
 class OptimizerState:
     """Cuts a full state into pieces and puts pieces together again, for one optimizer of an engine."""
 
-    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, index: int) -> None:
-        self.engine, self.optimizer, self.index = engine, optimizer, index
+    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, index: int, updates: TileUpdates) -> None:
+        self.engine, self.optimizer, self.index, self._updates = engine, optimizer, index, updates
         position = {id(p): i for i, p in enumerate(engine.params)}
         self._order = [[position[id(p)] for p in g["params"]] for g in optimizer.param_groups]
         """Parameter indices in the order of the user's groups, frozen ones included."""
         self._prior = {position[id(p)]: dict(s) for p, s in optimizer.state.items() if id(p) in position}
 
-    def adopt(self, tiles: Sequence[Tile]) -> None:
+    def adopt(self) -> None:
         """Give the optimizer pieces for parameters; state that it has already (Adagrad, a resumed run) moves along."""
         groups = self.optimizer.param_groups
         by_group: list[list[Piece]] = [[] for _ in groups]
         self.optimizer.state.clear()
-        for tile in tiles:
+        for position, tile in enumerate(self._updates.tiles):
             by_group[tile.group] += tile.pieces
-            for piece in tile.pieces:
-                if piece.param in self._prior:
-                    self.optimizer.state[piece.value] = self._cut(piece, self._prior[piece.param])
+            if any(piece.param in self._prior for piece in tile.pieces):
+                self._updates.replace(position, [self._cut_prior(piece) for piece in tile.pieces])
         for group, pieces in zip(groups, by_group, strict=True):
             group["params"] = [piece.value for piece in pieces]
         self._prior = {}
+
+    def _cut_prior(self, piece: Piece) -> dict[str, Any] | None:
+        return self._cut(piece, self._prior[piece.param]) if piece.param in self._prior else None
 
     def _cut(self, piece: Piece, full: dict[str, Any]) -> dict[str, Any]:
         shape = self.engine.layout.facts[piece.param].shape
@@ -79,33 +83,33 @@ class OptimizerState:
         """Full shapes of the parameters, by group."""
         return [[self.engine.layout.facts[param].shape for param in params] for params in self._order]
 
-    def collect(self, tiles: Sequence[Tile]) -> dict[str, Any]:
+    def collect(self) -> dict[str, Any]:
         """The full state_dict on every rank, tensors on the host. Collective."""
         number, groups = self._numbering()
         state: dict[int, dict[str, Any]] = {}
-        by_chunk: dict[int, list[Piece]] = {}
-        for tile in tiles:
-            by_chunk.setdefault(tile.chunk.spec.index, []).extend(tile.pieces)
+        by_chunk: dict[int, list[int]] = {}
+        for position, tile in enumerate(self._updates.tiles):
+            by_chunk.setdefault(tile.chunk.spec.index, []).append(position)
         for chunk_index, grads in self.engine.grads.items():
             if grads.spec.optimizer == self.index:
                 for param, entry in self._collect_chunk(chunk_index, by_chunk.get(chunk_index, [])).items():
                     state[number[param]] = entry
         return {"state": dict(sorted(state.items())), "param_groups": groups}
 
-    def _collect_chunk(self, chunk_index: int, pieces: Sequence[Piece]) -> dict[int, dict[str, Any]]:
+    def _collect_chunk(self, chunk_index: int, positions: Sequence[int]) -> dict[int, dict[str, Any]]:
         """One chunk's state by parameter; a parameter that was never stepped has none, as in torch."""
         engine = self.engine
         chunk = engine.chunks[chunk_index]
         kinds: dict[str, str] = {}
         entries: dict[str, dict[str, Any]] = {}
+        pieces = [piece for position in positions for piece in self._updates.tiles[position].pieces]
         for post in engine.mesh.shard.exchange_object(list(self._describe(pieces))):
             their_kinds, their_entries = _as_pair(post)
             kinds |= their_kinds
             for param, entry in their_entries.items():
                 entries.setdefault(param, {}).update(entry)
-        full = {
-            key: self._gather(chunk_index, pieces, key, getattr(torch, kind)) for key, kind in sorted(kinds.items())
-        }
+        shards = self._shards(chunk, positions, {key: getattr(torch, kind) for key, kind in sorted(kinds.items())})
+        full = {key: gather_shards(engine.mesh.shard, shard.to(chunk.device)).cpu() for key, shard in shards.items()}
         result: dict[int, dict[str, Any]] = {}
         for slot in chunk.spec.slots:
             if str(slot.param) in entries:
@@ -131,16 +135,21 @@ class OptimizerState:
                     entry[key] = ["tensor", value.item(), str(value.dtype)]
         return kinds, entries
 
-    def _gather(self, chunk_index: int, pieces: Iterable[Piece], key: str, dtype: torch.dtype) -> torch.Tensor:
-        chunk = self.engine.chunks[chunk_index]
-        shard = torch.zeros(chunk.spec.shard_numel, dtype=dtype, device=chunk.shard.device)
-        for piece in pieces:
-            value = self.optimizer.state.get(piece.value, {}).get(key)
-            if value is not None:
-                shard[piece.start : piece.end].copy_(value)
-        return gather_shards(self.engine.mesh.shard, shard).cpu()
+    def _shards(
+        self, chunk: Chunk, positions: Sequence[int], dtypes: dict[str, torch.dtype]
+    ) -> dict[str, torch.Tensor]:
+        """This rank's shard of every element-wise key of one chunk's state, zero where there is none."""
+        shards = {key: torch.zeros(chunk.spec.shard_numel, dtype=dtype) for key, dtype in dtypes.items()}
+        for position in positions:
+            with self._updates.opened(position):
+                for piece in self._updates.tiles[position].pieces:
+                    state = self.optimizer.state.get(piece.value, {})
+                    for key, shard in shards.items():
+                        if key in state:
+                            shard[piece.start : piece.end].copy_(state[key])
+        return shards
 
-    def distribute(self, tiles: Sequence[Tile], full: dict[str, Any]) -> None:
+    def distribute(self, full: dict[str, Any]) -> None:
         """Take over ``full``; nothing is changed unless all of it fits.
 
         Raises:
@@ -156,14 +165,21 @@ class OptimizerState:
         renumber: dict[int, int] = {}
         for group, their_group in zip(groups, theirs, strict=True):
             renumber |= dict(zip(group["params"], their_group["params"], strict=True))
-        new: dict[torch.Tensor, dict[str, Any]] = {}
+        def cut(piece: Piece) -> dict[str, Any] | None:
+            entry = full["state"].get(renumber[number[piece.param]])
+            return None if entry is None else self._cut(piece, entry)
+
+        tiles = self._updates.tiles
+        new = [[cut(piece) for piece in tile.pieces] if not tile.state.on_disk else None for tile in tiles]
         for tile in tiles:
-            for piece in tile.pieces:
-                entry = full["state"].get(renumber[number[piece.param]])
-                if entry is not None:
-                    new[piece.value] = self._cut(piece, entry)
+            if tile.state.on_disk:  # only checked here: all of them at once may not fit into memory
+                for piece in tile.pieces:
+                    cut(piece)
         self.optimizer.state.clear()
-        self.optimizer.state.update(new)
+        for position, (tile, states) in enumerate(zip(tiles, new, strict=True)):
+            self._updates.replace(position, [cut(piece) for piece in tile.pieces] if states is None else states)
+        if self.engine.storage.store is not None:
+            self.engine.storage.store.commit()
         for group, their_group in zip(self.optimizer.param_groups, theirs, strict=True):
             group.update({key: value for key, value in their_group.items() if key != "params"})
 

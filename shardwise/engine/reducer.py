@@ -15,6 +15,8 @@ import torch
 
 from shardwise.comm import Buffer, Group, Handle
 from shardwise.engine.grads import ChunkGrads, SlotPool
+from shardwise.memory.ledger import Ledger
+from shardwise.memory.tier import Tier
 from shardwise.mesh import Mesh
 
 __all__ = ["Reducer"]
@@ -65,15 +67,24 @@ class Reducer:
 
     Args:
         states: the trainable chunks' gradient states.
+        mesh: the ranks.
+        ledger: the device's memory.
         keep_whole: every chunk has a buffer of its own that accumulates locally (``reduce="last"``).
         overlap: reduce during backward.
         same_order: all ranks use the same parameters, so nothing needs agreement.
     """
 
     def __init__(
-        self, states: Sequence[ChunkGrads], mesh: Mesh, *, keep_whole: bool, overlap: bool, same_order: bool
+        self,
+        states: Sequence[ChunkGrads],
+        mesh: Mesh,
+        ledger: Ledger,
+        *,
+        keep_whole: bool,
+        overlap: bool,
+        same_order: bool,
     ) -> None:
-        self.states, self.mesh = list(states), mesh
+        self.states, self.mesh, self._ledger = list(states), mesh, ledger
         self.keep_whole, self.overlap = keep_whole, overlap
         self._agrees = mesh.size > 1 and not same_order
         self._scale = 1.0 / mesh.size
@@ -88,6 +99,7 @@ class Reducer:
         """By optimizer: passes so far that reached a parameter of it on some rank."""
         self._in_flight: list[ChunkGrads] = []
         self._allocate()
+        ledger.watch("gradients", lambda: self.bytes(Tier.DEVICE))
 
     def _allocate(self) -> None:
         self._slots = SlotPool([] if self.keep_whole else self.states, depth=2 if self.overlap else 1)
@@ -126,6 +138,7 @@ class Reducer:
     def _assign(self, state: ChunkGrads) -> None:
         buffer = self._patient_take(state)
         if buffer is None:
+            self._ledger.require(state.spec.padded_numel * state.dtype.itemsize, "a whole gradient")
             state.array = torch.empty(state.spec.padded_numel, dtype=state.dtype, device=self._group.device)
         else:
             self._place(state, buffer)
@@ -215,10 +228,8 @@ class Reducer:
             state.out = replica.local
         elif self.keep_whole:
             state.out = whole.local[state.chunk.shard_start : state.chunk.shard_end]
-        elif state.reduced is None:
-            state.out = state.own_memory()
         else:
-            state.out = torch.empty_like(state.own_memory())
+            state.out = state.result_memory()
         scattered = self.mesh.shard.reduce_scatter(state.out, whole, self._scale)
         if state.spec.index in self._replica:
             state.handle = _ThenReplicas(scattered, self.mesh.replicate, self._replica[state.spec.index])
@@ -236,8 +247,8 @@ class Reducer:
         replica = state.spec.index in self._replica
         leaves = not self.keep_whole and self.mesh.shard.size == 1
         if state.reduced is not None:
-            state.reduced.add_(out)
-        elif leaves or out.dtype != state.accumulate_dtype:
+            state.reduced.add_(out.to(state.reduced.device))
+        elif leaves or out.dtype != state.accumulate_dtype or (out.is_cuda and state.home is not Tier.DEVICE):
             state.reduced = state.own_memory().copy_(out)
         else:
             state.reduced, state.borrowed = out, self.keep_whole or replica
@@ -361,10 +372,15 @@ class Reducer:
             if optimizer is None or state.spec.optimizer in (optimizer, -1):
                 state.clear()
 
-    def bytes(self) -> int:
-        """Live bytes of gradient memory: exchange buffers, private arrays and reduced shards."""
-        arrays = [*self._slots.arrays(), *(buffer.local for buffer in self._replica.values())]
+    def bytes(self, tier: Tier) -> int:
+        """Live bytes of gradient memory in ``tier``: exchange buffers, private arrays and reduced shards."""
+        kept = [state.kept_memory for state in self.states if state.home is tier and state.kept_memory is not None]
+        if tier is not Tier.DEVICE:
+            return sum(memory.nbytes for memory in kept)
+        elsewhere = {id(state.kept_memory) for state in self.states if state.home is not tier}
+        arrays = [*kept, *self._slots.arrays(), *(buffer.local for buffer in self._replica.values())]
         for state in self.states:
-            arrays += [t for t in (state.array, state.late, state.reduced, state.kept_memory) if t is not None]
+            live = (state.array, state.late, state.reduced)
+            arrays += [t for t in live if t is not None and id(t) not in elsewhere]
         storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in arrays}
         return sum(storages.values())

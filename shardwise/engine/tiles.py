@@ -9,7 +9,7 @@ gradient, the unscaling and clipping, and the cast of the result done while the 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +19,12 @@ from torch import nn
 
 from shardwise.chunk.chunk import Chunk
 from shardwise.engine.grads import ChunkGrads
+from shardwise.engine.states import ChunkState
+from shardwise.engine.tile_plan import TileRange
+from shardwise.memory.tier import Tier
 
 __all__ = ["Piece", "Tile", "TileStepper", "check_element_wise", "make_tiles"]
 
-TILE_NUMEL = {"cpu": 1 << 20, "cuda": 1 << 24}
 SHAPE_DEPENDENT = ("lbfgs", "muon", "adafactor", "sparseadam", "shampoo", "soap", "lamb", "lars", "novograd", "came")
 HAS_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 
@@ -46,7 +48,7 @@ class Tile:
 
     chunk: Chunk
     grads: ChunkGrads
-    master: torch.Tensor | None
+    state: ChunkState
     group: int
     pieces: tuple[Piece, ...]
 
@@ -74,48 +76,29 @@ def check_element_wise(optimizer: torch.optim.Optimizer) -> None:
                 raise ValueError(f"optimizer {name} has {mode}={group[mode]}: shards update in place; set it False")
 
 
-def _pieces(
-    chunk: Chunk, values: torch.Tensor, group_of: Sequence[int], tile_numel: int
-) -> Iterator[tuple[int, Piece]]:
-    for slot_index, slot in enumerate(chunk.spec.slots):
-        start, end = chunk.overlap(slot)
-        for at in range(start, end, tile_numel):
-            stop = min(at + tile_numel, end)
-            first, last = at - chunk.shard_start, stop - chunk.shard_start
-            value = nn.Parameter(values[first:last], requires_grad=True)
-            yield group_of[slot.param], Piece(value, slot_index, slot.param, at - slot.start, first, last)
-
-
-def make_tiles(
-    chunk: Chunk, grads: ChunkGrads, master: torch.Tensor | None, group_of: Sequence[int], tile_numel: int
-) -> list[Tile]:
-    """This rank's tiles of ``chunk``; ``group_of[param]`` is the param group of each parameter of the model."""
-    values = master if master is not None else chunk.shard
-    tiles: list[Tile] = []
-    run: list[Piece] = []
-    run_group = -1
-
-    def flush() -> None:
-        if run:
-            tiles.append(Tile(chunk, grads, master, run_group, tuple(run)))
-            run.clear()
-
-    for group, piece in _pieces(chunk, values, group_of, tile_numel):
-        if run and (group != run_group or piece.end - run[0].start > tile_numel):
-            flush()
-        run_group = group
-        run.append(piece)
-    flush()
+def make_tiles(grads: ChunkGrads, state: ChunkState, ranges: Sequence[TileRange]) -> list[Tile]:
+    """The tiles of one chunk. Those on a disk get their values when they are read."""
+    chunk = state.chunk
+    if state.on_disk:
+        values = torch.full((), float("nan"), dtype=state.dtype or chunk.spec.dtype).expand(chunk.spec.shard_numel)
+    else:
+        values = state.master if state.master is not None else chunk.shard
+    tiles = []
+    for span in ranges:
+        pieces = tuple(
+            Piece(nn.Parameter(values[p.start : p.end], requires_grad=True), p.slot, p.param, p.offset, p.start, p.end)
+            for p in span.pieces
+        )
+        tiles.append(Tile(chunk, grads, state, span.group, pieces))
     return tiles
 
 
 class TileStepper:
     """Runs one torch optimizer over tiles; owns the scratch memory for gradients in the update's dtype."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, tiles: Sequence[Tile], device: torch.device) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, tiles: Sequence[Tile]) -> None:
         self.optimizer, self.tiles = optimizer, tuple(tiles)
-        self._device = device
-        self._scratch: dict[torch.dtype, torch.Tensor] = {}
+        self._scratch: dict[tuple[torch.dtype, Tier], torch.Tensor] = {}
         # Foreign optimizers may change the gradient they are given, which peers may still read.
         self._own_copy = not type(optimizer).__module__.startswith("torch.optim")
         self._step_once = optimizer.step
@@ -134,31 +117,58 @@ class TileStepper:
         """Give the optimizer its own ``step`` back."""
         self.optimizer.step = self._step_once  # type: ignore[method-assign]
 
-    def step(self, factor: float) -> None:
-        """Update every piece that has a gradient with ``factor`` times it, and renew the compute shards."""
+    @contextmanager
+    def stepping(self, factor: float) -> Iterator[Callable[[Tile, torch.Tensor], None]]:
+        """A function that updates a tile and the shard (1-D, in memory) that it belongs to, for one step.
+
+        Every piece that has a gradient is updated with ``factor`` times it. Values and state of the tile must be in
+        memory.
+        """
         with self._hooks_once(), self._groups() as groups:
-            for tile in self.tiles:
-                live = [p for p in tile.pieces if p.slot in tile.grads.touched]
-                reduced = tile.grads.reduced
+
+            def update(tile: Tile, shard: torch.Tensor) -> None:
+                live, reduced = self.live(tile), tile.grads.reduced
                 if live and reduced is not None:
-                    self._step_tile(tile, live, reduced, factor, groups)
+                    self._step_tile(tile, live, reduced, shard, factor, groups)
+
+            yield update
+
+    @staticmethod
+    def live(tile: Tile) -> list[Piece]:
+        """The pieces of a tile that have a gradient."""
+        return [p for p in tile.pieces if p.slot in tile.grads.touched] if tile.grads.reduced is not None else []
 
     @torch.no_grad()
     def _step_tile(
-        self, tile: Tile, live: list[Piece], reduced: torch.Tensor, factor: float, groups: list[dict[str, Any]]
+        self,
+        tile: Tile,
+        live: list[Piece],
+        reduced: torch.Tensor,
+        shard: torch.Tensor,
+        factor: float,
+        groups: list[dict[str, Any]],
     ) -> None:
-        dtype = live[0].value.dtype
+        value = live[0].value
         first, last = live[0].start, live[-1].end
         grad = reduced[first:last]
-        if grad.dtype != dtype or factor != 1.0 or self._own_copy:
+        if grad.dtype != value.dtype or grad.device != value.device or factor != 1.0 or self._own_copy:
             # Not in place: peers may still read exchange memory. The cast comes first: scaling in 16 bits would round
             # the gradient twice.
-            grad = self._scratch_for(last - first, dtype).copy_(grad)
+            grad = self._scratch_for(last - first, value, tile.state.tier).copy_(grad)
         if factor != 1.0:
             grad.mul_(factor)
         for piece in live:
             piece.value.grad = grad[piece.start - first : piece.end - first]
-        group = groups[tile.group]
+        self._call(groups[tile.group], live)
+        for piece in live:
+            piece.value.grad = None
+        if tile.state.master is not None:
+            shard[first:last].copy_(tile.state.master[first:last])
+        elif tile.state.dtype is not None:
+            for piece in live:
+                shard[piece.start : piece.end].copy_(piece.value)
+
+    def _call(self, group: dict[str, Any], live: list[Piece]) -> None:
         group["params"] = [piece.value for piece in live]
         if group.get("fused"):
             self._move_steps(live)
@@ -171,10 +181,6 @@ class TileStepper:
                 f"{type(self.optimizer).__name__}.step() changes its param group ({changed}), and would do so once a "
                 "tile, so it cannot be sharded; use an optimizer whose state belongs to parameters"
             )
-        for piece in live:
-            piece.value.grad = None
-        if tile.master is not None:
-            tile.chunk.shard[first:last].copy_(tile.master[first:last])
 
     def _move_steps(self, live: Sequence[Piece]) -> None:
         """Fused kernels on a GPU want the step count there; a loaded state, or Adagrad's, has it elsewhere."""
@@ -183,11 +189,22 @@ class TileStepper:
             if isinstance(step, torch.Tensor) and step.device != piece.value.device:
                 self.optimizer.state[piece.value]["step"] = step.to(piece.value.device, torch.float32)
 
-    def _scratch_for(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        have = self._scratch.get(dtype)
+    def _scratch_for(self, numel: int, like: torch.Tensor, tier: Tier) -> torch.Tensor:
+        key = (like.dtype, tier)
+        have = self._scratch.get(key)
         if have is None or have.numel() < numel:
-            have = self._scratch[dtype] = torch.empty(numel, dtype=dtype, device=self._device)
+            have = self._scratch[key] = torch.empty(numel, dtype=like.dtype, device=like.device)
         return have[:numel]
+
+    def scratch_bytes(self, tier: Tier) -> int:
+        """Memory for gradients in the update's dtype, kept between steps, by the tier of the state they update."""
+        return sum(scratch.nbytes for (_, where), scratch in self._scratch.items() if where is tier)
+
+    def state_bytes(self, tier: Tier) -> int:
+        """Optimizer state of the tiles whose home is ``tier``."""
+        pieces = [piece for tile in self.tiles if tile.state.tier is tier for piece in tile.pieces]
+        held = [value for piece in pieces for value in self.optimizer.state.get(piece.value, {}).values()]
+        return sum(value.nbytes for value in held if isinstance(value, torch.Tensor))
 
     @contextmanager
     def _groups(self) -> Iterator[list[dict[str, Any]]]:

@@ -18,7 +18,9 @@ from shardwise.engine.grads import ChunkGrads
 from shardwise.engine.hooks import GatherHooks
 from shardwise.engine.optimizer import ShardedOptimizer
 from shardwise.engine.reducer import Reducer
+from shardwise.engine.storage import Storage
 from shardwise.engine.tiles import TileStepper
+from shardwise.engine.updates import TileUpdates
 from tests.parity.sharded import Run, Setting, train_on_rank
 
 __all__ = ["FAULTS", "train_broken"]
@@ -130,7 +132,7 @@ def _replicas_not_averaged() -> _Patch:
 
 
 def _no_masters() -> _Patch:
-    return mock.patch.object(Engine, "_needs_master", lambda self, chunk: False)
+    return mock.patch.object(Storage, "master_dtype", lambda self, spec: None)
 
 
 def _masters_rounded() -> _Patch:
@@ -139,8 +141,9 @@ def _masters_rounded() -> _Patch:
     def make(real: Any) -> Any:
         def publish(self: Engine) -> None:
             real(self)
-            for master in self.masters.values():
-                master.copy_(master.bfloat16())
+            for state in self.states.values():
+                if state.master is not None:
+                    state.master.copy_(state.master.bfloat16())
 
         return publish
 
@@ -151,8 +154,9 @@ def _groups_mixed_up() -> _Patch:
     """Every parameter is updated as its optimizer's first group says."""
 
     def make(real: Any) -> Any:
-        def step_tile(self: TileStepper, tile: Any, live: Any, reduced: Any, factor: float, groups: Any) -> None:
-            real(self, tile, live, reduced, factor, [groups[0]] * len(groups))
+        def step_tile(self: TileStepper, *args: Any) -> None:
+            *others, groups = args
+            real(self, *others, [groups[0]] * len(groups))
 
         return step_tile
 
@@ -200,15 +204,15 @@ def _frozen_copies() -> _Patch:
     """The shard that computes is not renewed from the fp32 weights: the update never reaches the model."""
 
     def make(real: Any) -> Any:
-        def step(self: TileStepper, factor: float) -> None:
+        def run(self: TileUpdates, factor: float) -> None:
             before = [tile.chunk.shard.clone() for tile in self.tiles]
             real(self, factor)
             for tile, shard in zip(self.tiles, before, strict=True):
                 tile.chunk.shard.copy_(shard)
 
-        return step
+        return run
 
-    return _wrap(TileStepper, "step", make)
+    return _wrap(TileUpdates, "run", make)
 
 
 FAULTS: dict[str, Callable[[], _Patch]] = {

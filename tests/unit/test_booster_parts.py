@@ -1,9 +1,13 @@
-"""The Booster without other ranks: argument orders, autocast and its scaler, data loaders."""
+"""The Booster without other ranks: argument orders, autocast and its scaler, tiers, data loaders."""
 
 from __future__ import annotations
 
+import itertools
 import math
+import tempfile
 import warnings
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +17,9 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 
 from shardwise.booster import BF16MixedPrecision, Booster, FP16TorchMixedPrecision
 from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, Plugin, TorchDDPPlugin
+from shardwise.booster.plugin.base import ShardedPlugin, device_bytes, with_optimizer
+from shardwise.memory.stats import MemStats, Moment
+from shardwise.plan import AutoPlan, DiskPlan, Plan, zero
 
 
 @pytest.mark.parametrize("name", ["fp16_apex", "fp16_naive", "fp8"])
@@ -145,6 +152,262 @@ def test_what_is_not_there_says_so() -> None:
         booster.backward(torch.zeros(()), optimizer)
 
 
+# -- tiers: the device, the host, a disk
+
+
+def gemini_plan(**given: Any) -> Plan:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return GeminiPlugin(**given).plan(4)
+
+
+FRACTIONS = (0.0, 0.25, 1.0)
+
+
+@pytest.mark.parametrize(("shard", "optim", "param"), list(itertools.product(FRACTIONS, repeat=3)))
+def test_offload_fractions_are_honoured_in_every_combination(shard: float, optim: float, param: float) -> None:
+    plan = gemini_plan(shard_param_frac=shard, offload_optim_frac=optim, offload_param_frac=param)
+    assert plan == gemini_plan().but(
+        # what is on the host between uses is not gathered then
+        gathered_fraction=min(1.0 - shard, 1.0 - param),
+        state_host_fraction=optim,
+        param_host_fraction=param,
+        pin_memory=optim > 0 or param > 0,
+    )
+
+
+def test_offloaded_parameters_do_not_stay_gathered_by_chunk_config_dict() -> None:
+    config = {4: {"chunk_size": 1000, "keep_gathered": True}}
+    assert gemini_plan(chunk_config_dict=config).shard.gathered_fraction == 1.0
+    plan = gemini_plan(chunk_config_dict=config, offload_param_frac=0.75)
+    assert plan.shard.gathered_fraction == 0.25
+
+
+@pytest.mark.parametrize(
+    "host", [{"offload_optim_frac": 0.5}, {"offload_param_frac": 0.5}, {"placement_policy": "auto"}]
+)
+def test_host_memory_is_pinned_if_reduced_beside_backward(host: dict[str, Any]) -> None:
+    def pinned(**given: Any) -> bool:
+        return gemini_plan(**host, **given).tiers.pin_memory
+
+    assert pinned() and pinned(pin_memory=True) and pinned(pin_memory=True, enable_async_reduce=False)
+    assert not pinned(enable_async_reduce=False)
+
+
+def test_auto_arguments_reach_the_plan() -> None:
+    given = {"warmup_non_model_data_ratio": 0.5, "steady_cuda_cap_ratio": 0.75, "gpu_margin_mem_ratio": 1.0}
+    ratios = AutoPlan(warmup_non_model_ratio=0.5, steady_capacity_ratio=0.75, margin_ratio=1.0)
+    auto = gemini_plan(placement_policy="auto")
+    assert auto.tiers.auto != ratios
+    assert gemini_plan(placement_policy="auto", **given) == auto.but(auto=ratios)
+    plan = gemini_plan(placement_policy="auto", device_memory="1.5 GiB", extra_dp_size=2, max_prefetch=2)
+    assert plan == auto.but(device_capacity_bytes=1536 * 2**20, dp_replicate=2, prefetch=2)
+
+
+STATS = MemStats([Moment(0, "a", "forward", 10, 5)], "cpu")
+KEPT = {4: {"chunk_size": 8, "keep_gathered": True}}
+
+
+@pytest.mark.parametrize(
+    ("given", "named", "reason", "same_as"),
+    [
+        ({"warmup_non_model_data_ratio": 0.5}, ["warmup_non_model_data_ratio"], "'auto' only", {}),
+        ({"steady_cuda_cap_ratio": 0.5}, ["steady_cuda_cap_ratio"], "'auto' only", {}),
+        ({"gpu_margin_mem_ratio": 0.5}, ["gpu_margin_mem_ratio"], "'auto' only", {}),
+        ({"memstats": STATS}, ["memstats"], "'auto' only", {}),
+        (
+            {"memstats": STATS, "gpu_margin_mem_ratio": 0.5},
+            ["memstats", "gpu_margin_mem_ratio"],
+            "'auto' only",
+            {},
+        ),
+        (
+            {
+                "placement_policy": "auto",
+                "shard_param_frac": 0.0,
+                "offload_optim_frac": 0.5,
+                "offload_param_frac": 0.25,
+            },
+            ["shard_param_frac=0.0", "offload_optim_frac=0.5", "offload_param_frac=0.25"],
+            "'static' only",
+            {"placement_policy": "auto"},
+        ),
+        (
+            {"placement_policy": "auto", "chunk_config_dict": KEPT},
+            ["chunk_config_dict"],
+            "'auto' decides",
+            {"placement_policy": "auto", "chunk_config_dict": {4: {"chunk_size": 8}}},
+        ),
+    ],
+    ids=lambda value: "+".join(value) if isinstance(value, dict) else None,
+)
+def test_gemini_says_once_what_has_no_effect(
+    given: dict[str, Any], named: list[str], reason: str, same_as: dict[str, Any]
+) -> None:
+    with pytest.warns(UserWarning, match=reason) as caught:
+        plan = GeminiPlugin(**given).plan(4)
+    assert plan == gemini_plan(**same_as)
+    assert [warning.filename for warning in caught] == [__file__]
+    message = str(caught[0].message)
+    assert "without effect" in message and all(name in message for name in named)
+
+
+def test_pin_memory_without_host_memory_is_said() -> None:
+    with pytest.warns(UserWarning, match="pin_memory=True without effect: nothing is offloaded"):
+        plan = GeminiPlugin(pin_memory=True, enable_async_reduce=False).plan(4)
+    assert plan == gemini_plan(enable_async_reduce=False).but(pin_memory=True)
+
+
+@pytest.mark.parametrize(
+    ("old", "now"),
+    [("cuda", "'static' as it is"), ("cpu", r"offload_optim_frac=1\.0, offload_param_frac=1\.0"), ("const", "'auto'$")],
+)
+def test_old_placement_policies_are_translated(old: str, now: str) -> None:
+    with pytest.raises(ValueError, match=f"placement_policy='{old}'.*{now}"):
+        GeminiPlugin(placement_policy=old)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "run", "given", "fits"),
+    [
+        ("cuda", "cuda:1", {}, True),
+        ("cpu", "cpu", {}, True),
+        ("cuda", "cpu", {}, False),
+        ("cuda", "cpu", {"placement_policy": "auto"}, False),
+        ("meta", "cuda", {"offload_param_frac": 1.0}, False),
+        ("cpu", "cuda", {}, False),
+        ("cpu", "cuda", {"offload_optim_frac": 1.0}, False),
+        ("cpu", "cuda", {"offload_param_frac": 0.5}, True),
+        ("cpu", "cuda", {"placement_policy": "auto"}, True),
+        (None, "cuda", {}, True),
+    ],
+)
+def test_chunk_init_device_is_where_chunks_are_at_home(
+    wanted: str | None, run: str, given: dict[str, Any], fits: bool
+) -> None:
+    plugin = GeminiPlugin(chunk_init_device=None if wanted is None else torch.device(wanted), **given)
+    if fits:
+        plugin.check_device(torch.device(run))
+    else:
+        with pytest.raises(NotImplementedError, match=f"chunk_init_device.*{wanted}.*at home, here {run}"):
+            plugin.check_device(torch.device(run))
+
+
+def test_device_memory() -> None:
+    for given, size in {None: None, 1: 1, 2**60 + 1: 2**60 + 1, "64MiB": 2**26, "4096": 4096}.items():
+        assert device_bytes(given) == size
+    for wrong in (0, -1, "", "64 sheep", "0MiB"):
+        with pytest.raises(ValueError, match=f"device_memory={wrong!r}"):
+            device_bytes(wrong)
+
+
+def on_disk(directory: str) -> DiskPlan:
+    return DiskPlan(
+        directory=directory,
+        block_bytes=2**20,
+        queue_depth=8,
+        threads=1,
+        single_submit=False,
+        overlap_events=True,
+        state_buffers=4,
+        param_buffers=5,
+    )
+
+
+class DiskSGD(torch.optim.SGD):
+    """What our Adams show of their offloading."""
+
+    def __init__(self, fraction: float, directory: Any = None) -> None:
+        super().__init__([nn.Parameter(torch.zeros(1))], lr=0.1)
+        self.nvme_offload_fraction, self.nvme_offload_dir = fraction, directory
+
+    def take_offload(self) -> None:
+        self.nvme_offload_fraction = 0.0
+
+
+@pytest.mark.parametrize("host", [0.0, 0.25, 0.5, 1.0])
+@pytest.mark.parametrize("fraction", [0.1, 0.5, 1.0])
+def test_optimizer_asks_for_disk(host: float, fraction: float) -> None:
+    plan = zero(3).but(state_host_fraction=host, param_host_fraction=0.5)
+    expected = plan.but(
+        disk=on_disk("/nvme"),
+        state_host_fraction=min(host, 1.0 - fraction),
+        state_disk_fraction=fraction,
+        pin_memory=True,
+    )
+    assert with_optimizer(plan, DiskSGD(fraction, "/nvme")) == expected
+    assert with_optimizer(plan, DiskSGD(fraction, Path("/nvme"))) == expected
+
+
+def test_optimizer_that_asks_for_nothing_changes_nothing() -> None:
+    plan = zero(3).but(state_host_fraction=0.5)
+    auto = GeminiPlugin(placement_policy="auto").plan(1)
+    for optimizer in (None, torch.optim.SGD([torch.zeros(1)], lr=1.0), DiskSGD(0.0, "/nvme")):
+        assert with_optimizer(plan, optimizer) is plan and with_optimizer(auto, optimizer) is auto
+
+
+def test_optimizer_on_disk_in_detail() -> None:
+    plan = zero(2).but(overlap=False)
+    tiers = with_optimizer(plan, DiskSGD(1.0)).tiers
+    assert tiers.disk == on_disk(tempfile.gettempdir()) and not tiers.pin_memory
+    assert with_optimizer(plan.but(pin_memory=True), DiskSGD(1.0)).tiers.pin_memory
+    for wrong in (1.5, -0.5, math.nan):
+        with pytest.raises(ValueError, match=f"nvme_offload_fraction={wrong} of DiskSGD"):
+            with_optimizer(plan, DiskSGD(wrong))
+    with pytest.raises(NotImplementedError, match=r"nvme_offload_fraction=1\.0.*placement_policy='static'"):
+        with_optimizer(GeminiPlugin(placement_policy="auto").plan(1), DiskSGD(1.0))
+
+
+def boost_without_engine(
+    monkeypatch: pytest.MonkeyPatch, plugin: ShardedPlugin, optimizer: torch.optim.Optimizer | None
+) -> tuple[Plan, list[MemStats]]:
+    """The plan that the engine would get, and the traces."""
+    plans: list[Plan] = []
+    traces: list[MemStats] = []
+
+    def build(model: nn.Module, optimizer: Any, plan: Plan, mesh: Any) -> Any:
+        plans.append(plan)
+        return SimpleNamespace(module=model, optimizer=optimizer, use_memory_stats=traces.append)
+
+    monkeypatch.setattr("shardwise.build.build", build)
+    Booster(plugin=plugin).boost(nn.Linear(1, 1), optimizer)
+    (plan,) = plans
+    return plan, traces
+
+
+@pytest.mark.parametrize("plugin", [LowLevelZeroPlugin(cpu_offload=True), GeminiPlugin(offload_optim_frac=0.75)])
+def test_boost_asks_the_optimizer(monkeypatch: pytest.MonkeyPatch, plugin: ShardedPlugin) -> None:
+    optimizer = DiskSGD(0.5, "/nvme")
+    expected = with_optimizer(plugin.plan(1), optimizer)
+    plan, traces = boost_without_engine(monkeypatch, plugin, optimizer)
+    assert plan == expected != plugin.plan(1) and traces == []
+    assert optimizer.nvme_offload_fraction == 0.0  # it does not move state of its own as well
+    assert (plan.tiers.state_host_fraction, plan.tiers.state_disk_fraction) == (0.5, 0.5)
+
+
+def test_memstats_reach_the_session(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    STATS.save(path)
+    for given in (STATS, path, str(path)):
+        plugin = GeminiPlugin(placement_policy="auto", memstats=given)
+        plan, traces = boost_without_engine(monkeypatch, plugin, None)
+        assert plan == gemini_plan(placement_policy="auto") and traces == [STATS]
+    assert boost_without_engine(monkeypatch, GeminiPlugin(placement_policy="auto"), None)[1] == []
+    with pytest.warns(UserWarning, match="memstats"):
+        static = GeminiPlugin(memstats=path)
+    assert boost_without_engine(monkeypatch, static, None)[1] == []
+
+
+def test_memstats_are_checked_where_they_are_given(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"memstats=\[1\]"):
+        GeminiPlugin(placement_policy="auto", memstats=[1])  # type: ignore[arg-type]
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        GeminiPlugin(placement_policy="auto", memstats=tmp_path / "nowhere")
+    (tmp_path / "other").write_text("{}")
+    with pytest.raises(ValueError, match=r"other.*not a memory trace"):
+        GeminiPlugin(placement_policy="auto", memstats=tmp_path / "other")
+
+
 # -- data loaders
 
 
@@ -211,8 +474,11 @@ def test_workers_repeat_a_run_but_not_an_epoch() -> None:
         LowLevelZeroPlugin(stage=2, precision="bf16"),
         GeminiPlugin(precision="fp32", min_chunk_size_m=1e-4, hidden_dim=8, search_range_m=1),
         GeminiPlugin(),
+        LowLevelZeroPlugin(stage=2, precision="bf16", cpu_offload=True, master_weights=False),
+        GeminiPlugin(precision="bf16", offload_optim_frac=1.0, offload_param_frac=1.0, device_memory="64KiB"),
+        GeminiPlugin(precision="bf16", placement_policy="auto", device_memory="64KiB"),
     ],
-    ids=["ddp", "zero1", "zero2", "gemini", "gemini-fp16"],
+    ids=["ddp", "zero1", "zero2", "gemini", "gemini-fp16", "zero2-offload", "gemini-offload", "gemini-auto"],
 )
 def test_plugins_work_in_one_process_without_a_launcher(plugin: Plugin) -> None:
     model, optimizer, dataloader, criterion = parts()

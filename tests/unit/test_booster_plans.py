@@ -20,6 +20,7 @@ from shardwise.booster.plugin.ddp import ddp_arguments
 from shardwise.booster.plugin.fsdp_units import materialize, unit_modules
 from shardwise.booster.plugin.low_level_zero import to_plan as zero_plan
 from shardwise.plan import (
+    AutoPlan,
     ByNumel,
     BySearch,
     CommPlan,
@@ -29,6 +30,7 @@ from shardwise.plan import (
     PrecisionPlan,
     ScalerPlan,
     ShardPlan,
+    on_device,
 )
 
 M = 2**20
@@ -64,6 +66,7 @@ ZERO1 = Plan(
     precision=FP16,
     grad=GradPlan(max_norm=0.0, norm_type=2.0, average="sum"),
     comm=CommPlan(overlap=True, shared_memory=None, same_order=False, gather_on_use=False, sync_init=True),
+    tiers=on_device(),
     verbose=False,
 )
 GEMINI = replace(
@@ -90,6 +93,12 @@ LLZ_CASES: list[tuple[dict[str, Any], Plan]] = [
     ({"overlap_communication": False}, ZERO1.but(overlap=False)),
     ({"master_weights": False}, ZERO1.but(master_weights=False)),
     ({"cast_inputs": False}, ZERO1.but(cast_inputs=False)),
+    ({"cpu_offload": True}, ZERO1.but(state_host_fraction=1.0, pin_memory=True)),
+    (
+        {"cpu_offload": True, "master_weights": False, "stage": 2},
+        ZERO1.but(state_host_fraction=1.0, pin_memory=True, master_weights=False, reduce="every"),
+    ),
+    ({"device_memory": "64MiB"}, ZERO1.but(device_capacity_bytes=64 * M)),
     ({"verbose": True}, ZERO1.but(verbose=True)),
     ({"precision": "bf16"}, ZERO1.but(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16, scaler=None)),
     ({"precision": "fp32"}, ZERO1.but(param_dtype=None, buffer_dtype=None, cast_inputs=False, scaler=None)),
@@ -159,7 +168,7 @@ def test_low_level_zero_refuses(given: dict[str, Any]) -> None:
     assert str(value) in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["cpu_offload", "fp8_communication", "use_fp8"])
+@pytest.mark.parametrize("name", ["fp8_communication", "use_fp8"])
 def test_low_level_zero_not_yet(name: str) -> None:
     with pytest.raises(NotImplementedError, match=name):
         LowLevelZeroPlugin(**{name: True})
@@ -172,8 +181,13 @@ def test_arguments_are_frozen() -> None:
 
 # -- GeminiPlugin
 
+AUTO = GEMINI.but(
+    auto=AutoPlan(warmup_non_model_ratio=0.8, steady_capacity_ratio=0.9, margin_ratio=0.0), pin_memory=True
+)
 GEMINI_CASES: list[tuple[dict[str, Any], Plan]] = [
     ({}, GEMINI),
+    ({"placement_policy": "auto"}, AUTO),
+    ({"device_memory": 12345}, GEMINI.but(device_capacity_bytes=12345)),
     ({"shard_param_frac": 0.0}, GEMINI.but(gathered_fraction=1.0)),
     ({"shard_param_frac": 0.75}, GEMINI.but(gathered_fraction=0.25)),
     ({"max_prefetch": 3}, GEMINI.but(prefetch=3)),
@@ -247,6 +261,11 @@ def test_chunk_config_dict_with_a_wrong_entry(entry: dict[str, Any]) -> None:
         {"shard_param_frac": 1.5},
         {"offload_optim_frac": -0.5},
         {"offload_param_frac": 2.0},
+        {"warmup_non_model_data_ratio": 1.5},
+        {"steady_cuda_cap_ratio": -0.5},
+        {"gpu_margin_mem_ratio": math.nan},
+        {"device_memory": "64 sheep"},
+        {"device_memory": 0},
         {"max_prefetch": -1},
         {"tp_size": 0},
         {"extra_dp_size": 0},
@@ -266,11 +285,7 @@ def test_gemini_refuses(given: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        {"placement_policy": "auto"},
-        {"offload_optim_frac": 0.5},
-        {"offload_param_frac": 0.5},
         {"tp_size": 2},
-        {"memstats": object()},
         {"enable_all_optimization": True},
         {"enable_fused_normalization": True},
         {"enable_flash_attention": True},
@@ -291,29 +306,6 @@ def test_gemini_not_yet(given: dict[str, Any]) -> None:
 def test_defect_13_strict_ddp_mode_refuses_other_parallelism(given: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="strict_ddp_mode"):
         GeminiPlugin(strict_ddp_mode=True, **given)
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"warmup_non_model_data_ratio": 0.5},
-        {"steady_cuda_cap_ratio": 0.5},
-        {"gpu_margin_mem_ratio": 0.5},
-        {"pin_memory": True},
-    ],
-    ids=lambda given: next(iter(given)),
-)
-def test_gemini_says_what_has_no_effect(given: dict[str, Any]) -> None:
-    with pytest.warns(UserWarning, match=next(iter(given))) as caught:
-        assert GeminiPlugin(**given).plan(1) == GEMINI
-    assert [warning.filename for warning in caught] == [__file__]
-
-
-def test_chunk_init_device_must_be_the_runs() -> None:
-    plugin = GeminiPlugin(chunk_init_device=torch.device("cuda"))
-    with pytest.raises(NotImplementedError, match="chunk_init_device"):
-        plugin.check_device(torch.device("cpu"))
-    plugin.check_device(torch.device("cuda", 1))
 
 
 # -- the two torch plugins

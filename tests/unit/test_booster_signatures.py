@@ -146,14 +146,20 @@ BOOSTER = {
 }
 
 
-def signature(function: object) -> dict[str, object]:
-    parameters = inspect.signature(function).parameters.items()  # type: ignore[arg-type]
-    return {name: parameter.default for name, parameter in parameters if name != "self"}
+# Arguments of our own; only by name, so that those published may be given by position.
+EXTENSIONS = {LowLevelZeroPlugin: {"device_memory": None}, GeminiPlugin: {"device_memory": None}}
+
+
+def signature(function: object, by_name_only: bool = False) -> dict[str, object]:
+    parameters = inspect.signature(function).parameters.values()  # type: ignore[arg-type]
+    kept = [p for p in parameters if p.name != "self" and (p.kind is p.KEYWORD_ONLY) is by_name_only]
+    return {parameter.name: parameter.default for parameter in kept}
 
 
 @pytest.mark.parametrize("plugin", PLUGINS, ids=lambda plugin: plugin.__name__)
 def test_plugin_arguments(plugin: type) -> None:
     assert list(signature(plugin).items()) == list(PLUGINS[plugin].items())
+    assert signature(plugin, by_name_only=True) == EXTENSIONS.get(plugin, {})
 
 
 @pytest.mark.parametrize("plugin", PLUGINS, ids=lambda plugin: plugin.__name__)

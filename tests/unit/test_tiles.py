@@ -8,9 +8,14 @@ from torch import Tensor, nn
 
 from shardwise.chunk.chunk import Chunk
 from shardwise.chunk.layout import ChunkSpec, ParamFact, make_layout
+from shardwise.chunk.source import MemorySource
 from shardwise.comm import Buffer
 from shardwise.engine.grads import ChunkGrads
+from shardwise.engine.states import ChunkState
+from shardwise.engine.tile_plan import plan_tiles
 from shardwise.engine.tiles import Tile, TileStepper, check_element_wise, make_tiles
+from shardwise.memory.placement import Home
+from shardwise.memory.tier import Tier
 from shardwise.plan import ByNumel
 
 SIZES = [5, 0, 7, 1, 20]
@@ -25,10 +30,23 @@ def spec() -> ChunkSpec:
     return layout.chunks[0]
 
 
+HOME = Home(Tier.DEVICE, Tier.DEVICE)
+
+
+def chunk_with(shard: Tensor, rank: int) -> Chunk:
+    params = [nn.Parameter(torch.empty(n, dtype=torch.float64)) for n in SIZES]
+    return Chunk(spec(), params, MemorySource(Buffer(shard), Tier.DEVICE), rank, CPU, resident=False)
+
+
 def chunk_of(rank: int, whole: Tensor) -> Chunk:
-    own = spec()
-    buffer = Buffer(whole[rank * own.shard_numel : (rank + 1) * own.shard_numel].clone())
-    return Chunk(own, [nn.Parameter(torch.empty(n, dtype=torch.float64)) for n in SIZES], buffer, rank)
+    numel = spec().shard_numel
+    return chunk_with(whole[rank * numel : (rank + 1) * numel].clone(), rank)
+
+
+def step_all(stepper: TileStepper, factor: float) -> None:
+    with stepper.stepping(factor) as update:
+        for tile in stepper.tiles:
+            update(tile, tile.chunk.shard)
 
 
 def whole_values(seed: int) -> Tensor:
@@ -36,8 +54,9 @@ def whole_values(seed: int) -> Tensor:
 
 
 def tiles_of(chunk: Chunk, tile_numel: int) -> tuple[list[Tile], ChunkGrads]:
-    grads = ChunkGrads(chunk, torch.float64, torch.float64)
-    return make_tiles(chunk, grads, None, [i % 2 for i in range(len(SIZES))], tile_numel), grads
+    grads = ChunkGrads(chunk, torch.float64, torch.float64, Tier.DEVICE, None)
+    ranges = plan_tiles(chunk.spec, chunk.rank, [i % 2 for i in range(len(SIZES))], tile_numel)
+    return make_tiles(grads, ChunkState(chunk, HOME, None, None), ranges), grads
 
 
 @pytest.mark.parametrize("tile_numel", [1, 3, 4, 8, 1000])
@@ -83,12 +102,12 @@ def test_steps_equal_torchs(kind: type[torch.optim.Optimizer], tile_numel: int) 
             pieces[tile.group] += [p.value for p in tile.pieces]
         groups = [{"params": pieces[0]}, {"params": pieces[1], "lr": 0.5}]
         optimizer = kind(groups, lr=0.1)
-        stepper = TileStepper(optimizer, tiles, CPU)
+        stepper = TileStepper(optimizer, tiles)
         for number, touched in enumerate(steps):
             gradient = whole_values(10 + number)[chunk.shard_start : chunk.shard_end].clone()
             kept = gradient.clone()
             grads.reduced, grads.touched = gradient, set(touched)
-            stepper.step(0.25)
+            step_all(stepper, 0.25)
             assert torch.equal(gradient, kept)  # peers may still read it
         for index, slot in enumerate(chunk.spec.slots):
             start, end = chunk.overlap(slot)
@@ -102,18 +121,17 @@ def test_steps_equal_torchs(kind: type[torch.optim.Optimizer], tile_numel: int) 
 
 def test_masters_are_updated_and_rounded_once() -> None:
     own = spec()
-    shard = Buffer(torch.zeros(own.shard_numel, dtype=torch.float64))
-    chunk = Chunk(own, [nn.Parameter(torch.empty(n, dtype=torch.float64)) for n in SIZES], shard, 0)
-    chunk.shard = torch.zeros(own.shard_numel, dtype=torch.bfloat16)
+    chunk = chunk_with(torch.zeros(own.shard_numel, dtype=torch.bfloat16), 0)
     master = torch.full((own.shard_numel,), 1.0)
-    grads = ChunkGrads(chunk, torch.bfloat16, torch.bfloat16)
-    tiles = make_tiles(chunk, grads, master, [0] * len(SIZES), 4)
+    grads = ChunkGrads(chunk, torch.bfloat16, torch.bfloat16, Tier.DEVICE, None)
+    ranges = plan_tiles(own, 0, [0] * len(SIZES), 4)
+    tiles = make_tiles(grads, ChunkState(chunk, HOME, torch.float32, master), ranges)
     optimizer = torch.optim.SGD([p.value for t in tiles for p in t.pieces], lr=1.0)
-    stepper = TileStepper(optimizer, tiles, CPU)
+    stepper = TileStepper(optimizer, tiles)
     grads.touched = set(range(len(SIZES)))
     for _ in range(100):
         grads.reduced = torch.full((own.shard_numel,), 2.0**-4, dtype=torch.bfloat16)
-        stepper.step(2.0**-8)
+        step_all(stepper, 2.0**-8)
     used = torch.zeros(own.shard_numel, dtype=torch.bool)
     for tile in tiles:
         used[tile.start : tile.end] = True

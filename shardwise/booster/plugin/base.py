@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,9 +18,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from shardwise.booster.dataloader import distributed_dataloader, distributed_sampler, require_map_style
-from shardwise.plan import Plan
+from shardwise.memory.sizes import parse_size
+from shardwise.plan import DiskPlan, Plan
 
-__all__ = ["Boosted", "Plugin", "ShardedPlugin", "refuse", "start_ranks"]
+__all__ = ["Boosted", "Plugin", "ShardedPlugin", "device_bytes", "refuse", "start_ranks", "with_optimizer"]
 
 Boosted = tuple[nn.Module, torch.optim.Optimizer | None, Callable[..., Any] | None, Any, Any]
 
@@ -34,6 +38,60 @@ def start_ranks() -> torch.device:
     from shardwise.mesh.launch import init_distributed
 
     return init_distributed()
+
+
+def device_bytes(device_memory: int | str | None) -> int | None:
+    """The ``device_memory`` of a plugin in bytes; ``None`` is no limit of its own.
+
+    Raises:
+        ValueError: less than one byte, or a text that is no size.
+    """
+    if device_memory is None:
+        return None
+    try:
+        return parse_size(str(device_memory))
+    except ValueError as error:
+        raise ValueError(f"device_memory={device_memory!r}: {error}") from None
+
+
+def with_optimizer(plan: Plan, optimizer: torch.optim.Optimizer | None) -> Plan:
+    """``plan`` with the share of optimizer state on disk that the optimizer asks for.
+
+    An optimizer asks by ``nvme_offload_fraction`` (a share of all state) and ``nvme_offload_dir`` (``None``: where
+    temporary files are made), as HybridAdam and CPUAdam do. The rest stays where the plan has it, as far as it fits.
+    Host memory on the way is page-locked where the plan reduces during backward.
+
+    Raises:
+        ValueError: the fraction is no share.
+        NotImplementedError: the plan places state by the memory trace, which knows device and host only.
+    """
+    fraction = getattr(optimizer, "nvme_offload_fraction", 0.0) or 0.0
+    if not 0.0 <= fraction <= 1.0:
+        raise ValueError(f"nvme_offload_fraction={fraction} of {type(optimizer).__name__}: give a share in [0, 1]")
+    if fraction == 0.0:
+        return plan
+    tiers = plan.tiers
+    if tiers.auto is not None:
+        refuse("nvme_offload_fraction", fraction, "use placement_policy='static', or an optimizer without it")
+    disk = DiskPlan(
+        directory=os.fspath(getattr(optimizer, "nvme_offload_dir", None) or tempfile.gettempdir()),
+        block_bytes=2**20,
+        queue_depth=8,
+        threads=1,
+        single_submit=False,
+        overlap_events=True,
+        state_buffers=4,
+        param_buffers=5,
+    )
+    return plan.but(
+        tiers=replace(
+            tiers,
+            state_disk_fraction=float(fraction),
+            state_host_fraction=min(tiers.state_host_fraction, 1.0 - fraction),
+            pin_memory=tiers.pin_memory or plan.comm.overlap,
+            disk=disk,
+        )
+    )
 
 
 class Plugin(ABC):
@@ -145,6 +203,9 @@ class ShardedPlugin(Plugin):
     def check_device(self, device: torch.device) -> None:
         """Raise where an argument does not go with ``device``."""
 
+    def prepare(self, session: Any) -> None:
+        """Tell a new :class:`~shardwise.build.Session` what is no part of a plan. Called once, before it is used."""
+
     def mesh(self) -> Any:
         """The ranks' mesh, made at first use and shared by every model boosted with this plugin. Collective."""
         if self._mesh is None:
@@ -167,7 +228,12 @@ class ShardedPlugin(Plugin):
         from shardwise.build import build
 
         mesh = self.mesh()
-        session = build(model, optimizer, self.plan(mesh.size), mesh)
+        plan = with_optimizer(self.plan(mesh.size), optimizer)
+        take_offload = getattr(optimizer, "take_offload", None)
+        if take_offload is not None:
+            take_offload()  # from here on the plan says where state is, not the optimizer
+        session = build(model, optimizer, plan, mesh)
+        self.prepare(session)
         if session.optimizer is not None:
             self._module_of[session.optimizer] = session.module
         return session.module, session.optimizer, criterion, dataloader, lr_scheduler

@@ -3,21 +3,41 @@
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from shardwise.booster.plugin.base import ShardedPlugin, refuse
+from shardwise.booster.plugin.base import ShardedPlugin, device_bytes, refuse
 from shardwise.booster.plugin.precision import precision_plan
-from shardwise.plan import ByNumel, BySearch, CommPlan, GradPlan, MeshPlan, Packing, Plan, ShardPlan
+from shardwise.memory.stats import MemStats
+from shardwise.plan import (
+    AutoPlan,
+    ByNumel,
+    BySearch,
+    CommPlan,
+    GradPlan,
+    MeshPlan,
+    Packing,
+    Plan,
+    ShardPlan,
+    TierPlan,
+)
 
 __all__ = ["GeminiArguments", "GeminiPlugin", "to_plan"]
 
 DEFAULT_HIDDEN_DIM = 1024
-AUTO_ONLY = ("warmup_non_model_data_ratio", "steady_cuda_cap_ratio", "gpu_margin_mem_ratio")
+STATIC_FRACTIONS = ("shard_param_frac", "offload_optim_frac", "offload_param_frac")
+AUTO_RATIOS = ("warmup_non_model_data_ratio", "steady_cuda_cap_ratio", "gpu_margin_mem_ratio")
+OLD_POLICIES = {
+    "cuda": "'cuda' is now 'static' as it is",
+    "cpu": "'cpu' is now 'static' with offload_optim_frac=1.0, offload_param_frac=1.0",
+}
 NOT_YET = {
     "use_fp8": "use precision='bf16'",
     "fp8_communication": "leave it False",
@@ -37,25 +57,32 @@ class GeminiArguments:
     Attributes:
         chunk_config_dict: ``{shard ranks: {"chunk_size": elements, "keep_gathered": bool}}`` instead of the search.
             It is only read, so one dict serves any number of models.
-        chunk_init_device: where chunks are made; only the run's own device, or ``None``.
-        placement_policy: ``"static"``.
+        chunk_init_device: ``None`` or the run's own device: chunks are made where they are at home. The CPU, in a run
+            on GPUs: the same, and a run whose parameters are all at home on the GPUs is refused.
+        placement_policy: ``"static"``: by the three fractions below. ``"auto"``: everything starts on the host; a first
+            step is traced, and from then on as much is on the device as its memory allows at each moment.
         enable_gradient_accumulation: both values work: backward passes before a step always add up.
         max_prefetch: chunks gathered ahead of their use, once the order is known.
-        shard_param_frac: share of the parameters that is released between uses: 1.0 is ZeRO-3, 0.0 is ZeRO-2.
-        offload_optim_frac: share of optimizer state kept on the host.
-        offload_param_frac: share of parameters kept on the host.
-        warmup_non_model_data_ratio: for ``"auto"`` only.
-        steady_cuda_cap_ratio: for ``"auto"`` only.
+        shard_param_frac: share of the parameters that is released between uses: 1.0 is ZeRO-3, 0.0 is ZeRO-2. For
+            ``"static"`` only, as the two after it.
+        offload_optim_frac: share of masters, optimizer state and reduced gradients that is on the host.
+        offload_param_frac: share of parameters that is on the host between uses, and so not gathered then, whatever
+            ``shard_param_frac`` says. It goes with every ``offload_optim_frac``.
+        warmup_non_model_data_ratio: for ``"auto"`` only: share of the device's memory that the first step keeps free of
+            model data.
+        steady_cuda_cap_ratio: for ``"auto"`` only: share of the device's memory that later steps may use.
         precision: ``"fp16"``, ``"bf16"`` or (an extension) ``"fp32"``.
         master_weights: keep fp32 copies of 16-bit parameters.
-        pin_memory: page-locked host memory; matters with offloading only.
+        pin_memory: page-locked host memory, where something is on the host; ``enable_async_reduce`` implies it.
         force_outputs_fp32: cast floating outputs of the model to fp32.
         strict_ddp_mode: refuse every parallelism but data parallelism.
         search_range_m: chunk sizes are searched over this many units of 2**20 elements.
         hidden_dim: step of the search in elements; ``None``: 1024.
         min_chunk_size_m: smallest chunk, in units of 2**20 elements.
-        memstats: statistics of an earlier run.
-        gpu_margin_mem_ratio: for ``"auto"`` only.
+        memstats: for ``"auto"`` only: the trace of an earlier run, a :class:`~shardwise.memory.stats.MemStats` or the
+            path of a saved one, instead of a first step that is traced.
+        gpu_margin_mem_ratio: for ``"auto"`` only: share of what remains of the device's memory that optimizer state
+            moves into after the first step.
         initial_scale: first loss scale (fp16 only, as the six after it).
         min_scale: the scale never falls below it.
         growth_factor: the scale is multiplied by it after ``growth_interval`` good steps.
@@ -77,6 +104,8 @@ class GeminiArguments:
         use_fp8: multiply in 8 bits.
         verbose: report the chunk search, and say when a step is skipped.
         fp8_communication: exchange in 8 bits.
+        device_memory: an extension: memory of the device that may be used, in bytes or as a text such as ``"64MiB"``;
+            ``None``: what it has, on a CPU no limit.
     """
 
     chunk_config_dict: Mapping[int, Mapping[str, Any]] | None = None
@@ -97,7 +126,7 @@ class GeminiArguments:
     search_range_m: int = 32
     hidden_dim: int | None = None
     min_chunk_size_m: float = 32
-    memstats: Any = None
+    memstats: MemStats | str | os.PathLike[str] | None = None
     gpu_margin_mem_ratio: float = 0.0
     initial_scale: float = 2**16
     min_scale: float = 1
@@ -120,22 +149,53 @@ class GeminiArguments:
     use_fp8: bool = False
     verbose: bool = False
     fp8_communication: bool = False
+    device_memory: int | str | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         _check(self)
         to_plan(self, next(iter(self.chunk_config_dict)) * self.extra_dp_size if self.chunk_config_dict else None)
-        for name in _without_effect(self):
-            warnings.warn(
-                f"{name}={getattr(self, name)!r} has no effect: "
-                + ("nothing is offloaded" if name == "pin_memory" else "it is for placement_policy='auto' only"),
-                stacklevel=3,
+        _ = self._stats  # a file that is none is an error here, not at the first boost
+        for reason, names in _without_effect(self).items():
+            given = ", ".join(f"{name}={getattr(self, name)!r:.80}" for name in names)
+            warnings.warn(f"{given} without effect: {reason}", stacklevel=3)
+
+    @cached_property
+    def _stats(self) -> MemStats | None:
+        """``memstats``, read where it is a path.
+
+        Raises:
+            OSError, ValueError: it cannot be read, or is no trace.
+            TypeError: it is something else.
+        """
+        stats = self.memstats
+        if stats is None or isinstance(stats, MemStats):
+            return stats
+        if not isinstance(stats, str | os.PathLike):
+            raise TypeError(
+                f"memstats={stats!r:.80}: give a MemStats of shardwise.memory.stats, or the path of a saved one"
             )
+        return MemStats.load(Path(stats))
 
 
-def _without_effect(arguments: GeminiArguments) -> list[str]:
+def _without_effect(arguments: GeminiArguments) -> dict[str, list[str]]:
+    """The arguments that were given and mean nothing beside the others, by reason."""
+    a = arguments
     defaults = {field.name: field.default for field in fields(GeminiArguments)}
-    given = [name for name in AUTO_ONLY if getattr(arguments, name) != defaults[name]]
-    return given + (["pin_memory"] if arguments.pin_memory else [])
+
+    def given(*names: str) -> list[str]:
+        return [name for name in names if getattr(a, name) != defaults[name]]
+
+    if a.placement_policy == "auto":
+        kept = any(entry.get("keep_gathered", False) for entry in (a.chunk_config_dict or {}).values())
+        found = {
+            "for placement_policy='static' only": given(*STATIC_FRACTIONS),
+            "placement_policy='auto' decides what stays gathered": ["chunk_config_dict"] if kept else [],
+        }
+    else:
+        found = {"for placement_policy='auto' only": given(*AUTO_RATIOS, "memstats")}
+        if a.offload_optim_frac == 0.0 and a.offload_param_frac == 0.0:
+            found["nothing is offloaded (but by an optimizer with nvme_offload_fraction > 0)"] = given("pin_memory")
+    return {reason: names for reason, names in found.items() if names}
 
 
 def _check(arguments: GeminiArguments) -> None:
@@ -145,30 +205,26 @@ def _check(arguments: GeminiArguments) -> None:
             f"strict_ddp_mode=True with tp_size={a.tp_size}, enable_sequence_parallelism="
             f"{a.enable_sequence_parallelism}: strict mode is data parallelism only; drop one of them"
         )
-    if a.placement_policy == "auto":
-        refuse("placement_policy", "auto", "use 'static' and choose shard_param_frac")
-    if a.placement_policy != "static":
-        raise ValueError(f"placement_policy={a.placement_policy!r}: give 'static'")
-    for name in ("shard_param_frac", "offload_optim_frac", "offload_param_frac"):
+    if a.placement_policy not in ("static", "auto"):
+        hint = OLD_POLICIES.get(a.placement_policy)
+        raise ValueError(
+            f"placement_policy={a.placement_policy!r}: give 'static' or 'auto'" + (f" ({hint})" if hint else "")
+        )
+    for name in (*STATIC_FRACTIONS, *AUTO_RATIOS):
         if not 0.0 <= getattr(a, name) <= 1.0:
             raise ValueError(f"{name}={getattr(a, name)}: give a share in [0, 1]")
-    for name in ("offload_optim_frac", "offload_param_frac"):
-        if getattr(a, name) > 0:
-            refuse(name, getattr(a, name), "leave it 0.0 and lower memory with shard_param_frac=1.0")
     for name in ("tp_size", "extra_dp_size"):
         if getattr(a, name) < 1:
             raise ValueError(f"{name}={getattr(a, name)}: give a number of ranks >= 1")
     if a.tp_size > 1:
         refuse("tp_size", a.tp_size, "leave it 1")
-    if a.memstats is not None:
-        refuse("memstats", a.memstats, "leave it None; nothing has to be traced for placement_policy='static'")
     for name, instead in NOT_YET.items():
         if getattr(a, name):
             refuse(name, True, instead)
 
 
 def _packing(arguments: GeminiArguments, shard_ranks: int | None) -> tuple[Packing, float]:
-    """How parameters are packed, and which share of them may stay gathered."""
+    """How parameters are packed, and which share of them may stay gathered, if nothing else is in the way."""
     a = arguments
     fraction = 1.0 - a.shard_param_frac
     if a.chunk_config_dict is None:
@@ -198,6 +254,29 @@ def _packing(arguments: GeminiArguments, shard_ranks: int | None) -> tuple[Packi
     return ByNumel(chunk_numel=int(entry["chunk_size"])), 1.0 if entry.get("keep_gathered", False) else fraction
 
 
+def _tiers(arguments: GeminiArguments) -> TierPlan:
+    a = arguments
+    auto = None
+    if a.placement_policy == "auto":
+        auto = AutoPlan(
+            warmup_non_model_ratio=a.warmup_non_model_data_ratio,
+            steady_capacity_ratio=a.steady_cuda_cap_ratio,
+            margin_ratio=a.gpu_margin_mem_ratio,
+        )
+    param, state = (a.offload_param_frac, a.offload_optim_frac) if auto is None else (0.0, 0.0)
+    host_is_used = auto is not None or param > 0 or state > 0
+    return TierPlan(
+        param_host_fraction=param,
+        param_disk_fraction=0.0,
+        state_host_fraction=state,
+        state_disk_fraction=0.0,
+        device_capacity_bytes=device_bytes(a.device_memory),
+        pin_memory=a.pin_memory or (host_is_used and a.enable_async_reduce),
+        disk=None,
+        auto=auto,
+    )
+
+
 def to_plan(arguments: GeminiArguments, world_size: int | None = None) -> Plan:
     """The plan that the arguments mean.
 
@@ -212,7 +291,10 @@ def to_plan(arguments: GeminiArguments, world_size: int | None = None) -> Plan:
     a = arguments
     mesh = MeshPlan(dp_shard=-1, dp_replicate=a.extra_dp_size)
     shard_ranks = None if world_size is None else mesh.resolve(world_size).dp_shard
+    tiers = _tiers(a)
     packing, gathered_fraction = _packing(a, shard_ranks)
+    # What is on the host between uses is not on the device then, so it cannot count to what stays gathered.
+    gathered_fraction = 0.0 if tiers.auto is not None else min(gathered_fraction, 1.0 - tiers.param_host_fraction)
     return Plan(
         mesh=mesh,
         shard=ShardPlan(
@@ -236,6 +318,7 @@ def to_plan(arguments: GeminiArguments, world_size: int | None = None) -> Plan:
             gather_on_use=False,
             sync_init=True,
         ),
+        tiers=tiers,
         verbose=a.verbose,
     )
 
@@ -255,7 +338,16 @@ class GeminiPlugin(ShardedPlugin, GeminiArguments):
 
     def check_device(self, device: torch.device) -> None:
         """Raises:
-        NotImplementedError: ``chunk_init_device`` is another kind of device than the run's.
+        NotImplementedError: ``chunk_init_device`` is no device where chunks of this run are at home.
         """
-        if self.chunk_init_device is not None and torch.device(self.chunk_init_device).type != device.type:
-            refuse("chunk_init_device", self.chunk_init_device, f"leave it None: chunks are made on {device}")
+        if self.chunk_init_device is None:
+            return
+        tiers = _tiers(self)
+        homes = {device.type} | ({"cpu"} if tiers.auto is not None or tiers.param_host_fraction > 0 else set())
+        if torch.device(self.chunk_init_device).type not in homes:
+            instead = f"leave it None: chunks are made where they are at home, here {device}"
+            refuse("chunk_init_device", self.chunk_init_device, f"{instead}; offload_param_frac puts some on the host")
+
+    def prepare(self, session: Any) -> None:
+        if self.placement_policy == "auto" and self._stats is not None:
+            session.use_memory_stats(self._stats)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
-from shardwise.booster.plugin.base import ShardedPlugin, refuse
+from shardwise.booster.plugin.base import ShardedPlugin, device_bytes, refuse
 from shardwise.booster.plugin.precision import PublishedDefault, precision_plan
-from shardwise.plan import ByNumel, CommPlan, GradPlan, MeshPlan, Plan, ShardPlan
+from shardwise.plan import ByNumel, CommPlan, GradPlan, MeshPlan, Plan, ShardPlan, on_device
 
 __all__ = ["LowLevelZeroArguments", "LowLevelZeroPlugin", "to_plan"]
 
@@ -35,12 +35,14 @@ class LowLevelZeroArguments:
         communication_dtype: gradients travel in it; ``None``: in the parameters' dtype.
         overlap_communication: reduce gradients while backward still runs.
         overlap_allgather: gather updated parameters while the next forward already runs.
-        cpu_offload: keep masters and optimizer state on the host.
+        cpu_offload: masters, optimizer state and reduced gradients are on the host, and it updates them there.
         master_weights: keep fp32 copies of 16-bit parameters.
         verbose: say when a step is skipped, and why.
         cast_inputs: cast floating inputs to the parameters' dtype.
         fp8_communication: exchange in 8 bits.
         use_fp8: multiply in 8 bits.
+        device_memory: an extension: memory of the device that may be used, in bytes or as a text such as ``"64MiB"``;
+            ``None``: what it has, on a CPU no limit.
     """
 
     stage: int = 1
@@ -64,6 +66,7 @@ class LowLevelZeroArguments:
     cast_inputs: bool = True
     fp8_communication: bool = False
     use_fp8: bool = False
+    device_memory: int | str | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         to_plan(self)  # every value is checked where it is given, not at the first boost
@@ -80,8 +83,6 @@ def to_plan(arguments: LowLevelZeroArguments) -> Plan:
         raise ValueError(f"stage={arguments.stage!r}: LowLevelZeroPlugin has stages 1 and 2; GeminiPlugin is stage 3")
     if arguments.reduce_bucket_size_in_m <= 0:
         raise ValueError(f"reduce_bucket_size_in_m={arguments.reduce_bucket_size_in_m}: give a size > 0")
-    if arguments.cpu_offload:
-        refuse("cpu_offload", True, "leave it False")
     if arguments.fp8_communication:
         refuse("fp8_communication", True, "communication_dtype=torch.bfloat16 halves the bytes of fp32")
     if arguments.use_fp8:
@@ -109,6 +110,12 @@ def to_plan(arguments: LowLevelZeroArguments) -> Plan:
             same_order=False,
             gather_on_use=arguments.overlap_allgather,
             sync_init=True,
+        ),
+        tiers=replace(
+            on_device(),
+            state_host_fraction=1.0 if arguments.cpu_offload else 0.0,
+            pin_memory=arguments.cpu_offload,
+            device_capacity_bytes=device_bytes(arguments.device_memory),
         ),
         verbose=arguments.verbose,
     )

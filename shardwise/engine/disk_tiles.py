@@ -1,0 +1,264 @@
+"""Optimizer tiles whose values and state are on a disk between steps.
+
+Each tile has a record of its values (masters) and, once the optimizer has made state, a record of that. During a step a
+bounded number of tiles is in host memory: while one is updated, the next are read and the previous are written. Nothing
+is overwritten before all ranks have agreed that the step succeeded (the store keeps two versions of every record).
+
+Source: the pipelined optimizer swapper of ZeRO-Infinity (arXiv 2104.07857, section 6.3); any element-wise optimizer.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardwise.engine.tiles import Piece, Tile
+from shardwise.memory.disk import DiskError, DiskStore, Handle, Record
+
+__all__ = ["DiskTile", "run_tiles"]
+
+ALIGN_BYTES = 64
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One tensor of one piece's state within the tile's state record."""
+
+    piece: int
+    key: str
+    dtype: torch.dtype
+    offset: int
+    numel: int
+
+    def view(self, buffer: torch.Tensor) -> torch.Tensor:
+        stop = self.offset + self.numel * self.dtype.itemsize
+        return buffer[self.offset : stop].view(self.dtype)
+
+
+class DiskTile:
+    """One tile on the disk.
+
+    Args:
+        tile: its pieces; their values are pointed at buffers while the tile is in memory and read as NaN otherwise.
+        store: where it is.
+        values: the record of its values, written already.
+        optimizer: whose state is kept.
+
+    Attributes:
+        make_room: called with the bytes an element's state takes, before the first buffer for state is needed.
+    """
+
+    def __init__(self, tile: Tile, store: DiskStore, values: Record, optimizer: torch.optim.Optimizer) -> None:
+        self.tile, self._store, self._optimizer = tile, store, optimizer
+        self.make_room: Callable[[int], None] = lambda element_bytes: None
+        self._values = values
+        self._dtype = tile.pieces[0].value.dtype
+        self._state: Record | None = None
+        self._entries: tuple[_Entry, ...] = ()
+        self._room: dict[str, int] = {}
+        """Where each key's tensors of the whole tile begin in the state record."""
+        self._buffers: list[torch.Tensor] = []
+        self._transfers: list[Handle] = []
+        self._made = 0
+
+    @property
+    def state_bytes(self) -> int:
+        """Size of the state record; 0 before the first step."""
+        return self._state.nbytes if self._state is not None else 0
+
+    # ---- one visit to memory
+
+    def start(self) -> None:
+        """Begin to read."""
+        self._take(self._values)
+        if self._state is not None and self._entries:
+            self._take(self._state)
+
+    def _take(self, record: Record) -> None:
+        buffer = self._store.buffer(record.nbytes)
+        self._buffers.append(buffer)
+        self._transfers.append(self._store.read(record, buffer, newest=True))
+
+    def bind(self) -> None:
+        """Wait for the read and point values and state at what was read."""
+        self._wait()
+        values = self._buffers[0][: self._values.nbytes].view(self._dtype)
+        for index, piece in enumerate(self.tile.pieces):
+            piece.value.data = values[piece.start - self.tile.start : piece.end - self.tile.start]
+            state = self._optimizer.state.get(piece.value, {})
+            for entry in self._entries:
+                if entry.piece == index:
+                    state[entry.key] = entry.view(self._buffers[1])
+
+    def save(self) -> None:
+        """Begin to write what the optimizer left; values and state are out of reach from here on."""
+        entries = self._current_entries()
+        if any(entry.key not in self._room for entry in entries):
+            entries = self._make_state_record(entries)
+        if self._state is not None and len(self._buffers) == 1:
+            self._buffers.append(self._store.buffer(self._state.nbytes))
+            self._buffers[1].zero_()
+        self._entries = tuple(entries)
+        for entry in entries:
+            held = self._optimizer.state[self.tile.pieces[entry.piece].value][entry.key]
+            place = entry.view(self._buffers[1])
+            if held.data_ptr() != place.data_ptr():
+                place.copy_(held)
+        records = [self._values] + ([self._state] if self._state is not None else [])
+        self._transfers = [self._store.write(r, b) for r, b in zip(records, self._buffers, strict=False)]
+        self.unbind()
+
+    def unbind(self) -> None:
+        """Values and state read as NaN."""
+        for piece in self.tile.pieces:
+            piece.value.data = _absent(piece.value)
+        for entry in self._entries:
+            state = self._optimizer.state[self.tile.pieces[entry.piece].value]
+            state[entry.key] = _absent(state[entry.key])
+
+    def finish(self) -> None:
+        """Wait for the transfers and give the buffers back, whatever happened."""
+        try:
+            self._wait()
+        finally:
+            for buffer in self._buffers:
+                self._store.give(buffer)
+            self._buffers = []
+
+    def _wait(self) -> None:
+        transfers, self._transfers = self._transfers, []
+        failure: DiskError | None = None
+        for transfer in transfers:
+            try:
+                transfer.wait()
+            except DiskError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    @contextmanager
+    def opened(self, write: bool = False) -> Iterator[None]:
+        """Values and state in memory inside the block; with ``write`` changes are kept."""
+        self.start()
+        try:
+            self.bind()
+            yield
+            if write:
+                self.save()
+            else:
+                self.unbind()
+        finally:
+            self.finish()
+
+    # ---- the layout of the state record
+
+    def _current_entries(self) -> list[_Entry]:
+        """The element-wise state that the pieces have now, at its place in the record."""
+        entries = []
+        for index, piece in enumerate(self.tile.pieces):
+            for key, value in self._optimizer.state.get(piece.value, {}).items():
+                if is_element_wise(value, piece):
+                    at = self._room.get(key, 0) + (piece.start - self.tile.start) * value.dtype.itemsize
+                    entries.append(_Entry(index, key, value.dtype, at, value.numel()))
+        return entries
+
+    def _make_state_record(self, entries: list[_Entry]) -> list[_Entry]:
+        """Space for every key that is in use now, for the whole tile, so that pieces stepped later find theirs."""
+        self._bring_in()
+        keys = dict.fromkeys((entry.key, entry.dtype) for entry in entries)
+        numel, at, self._room = self.tile.end - self.tile.start, 0, {}
+        for key, dtype in keys:
+            self._room[key] = at
+            at += -(-numel * dtype.itemsize // ALIGN_BYTES) * ALIGN_BYTES
+        self.make_room(sum(dtype.itemsize for _, dtype in keys))
+        self._made += 1
+        name = f"optimizer state {self._made} of chunk {self.tile.chunk.spec.index}"
+        self._state = self._store.create(f"{name}, elements {self.tile.start} to {self.tile.end}", at)
+        return self._current_entries()
+
+    def _bring_in(self) -> None:
+        """State that was read moves to memory of its own, because the record will be another one."""
+        for entry in self._entries:
+            state = self._optimizer.state[self.tile.pieces[entry.piece].value]
+            state[entry.key] = state[entry.key].clone()
+        for buffer in self._buffers[1:]:
+            self._store.give(buffer)
+        del self._buffers[1:]
+
+    def replace(self, states: Sequence[dict[str, Any] | None]) -> None:
+        """Write other state, one dict a piece (``None``: never stepped), in place of what there is."""
+        self._entries = ()
+        for piece, state in zip(self.tile.pieces, states, strict=True):
+            self._optimizer.state.pop(piece.value, None)
+            if state is not None:
+                self._optimizer.state[piece.value] = state
+        with self.opened(write=True):
+            pass
+
+    # ---- undoing a step that failed
+
+    def snapshot(self) -> Callable[[], None]:
+        """What puts the small state and the layout back as they are now; the large state is the store's business."""
+        before: list[dict[str, Any] | None] = []
+        for piece in self.tile.pieces:
+            state = self._optimizer.state.get(piece.value)
+            before.append(None if state is None else {key: _kept(value, piece) for key, value in state.items()})
+        entries = self._entries
+
+        def restore() -> None:
+            self._entries = entries
+            for piece, state in zip(self.tile.pieces, before, strict=True):
+                if state is None:
+                    self._optimizer.state.pop(piece.value, None)
+                else:
+                    self._optimizer.state[piece.value] = state
+
+        return restore
+
+
+def is_element_wise(value: object, piece: Piece) -> bool:
+    """Whether a piece's state is a tensor with one element for each of its own (a step count is not)."""
+    return isinstance(value, torch.Tensor) and value.dim() == 1 and value.shape == piece.value.shape
+
+
+def _kept(value: Any, piece: Piece) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) and not is_element_wise(value, piece) else value
+
+
+def _absent(like: torch.Tensor) -> torch.Tensor:
+    fill = float("nan") if like.is_floating_point() else 0
+    return torch.full((), fill, dtype=like.dtype).expand(like.shape)
+
+
+def run_tiles(tiles: Sequence[DiskTile], depth: int, update: Callable[[DiskTile], None]) -> None:
+    """Have each tile in memory once, call ``update``, and write it back; at most ``depth`` are in memory.
+
+    Raises:
+        DiskError: a transfer failed. All transfers have ended and no buffer is held; some tiles have been written.
+    """
+    waiting, reading, writing = deque(tiles), deque[DiskTile](), deque[DiskTile]()
+    try:
+        while waiting or reading:
+            while waiting and len(reading) + len(writing) < depth:
+                waiting[0].start()
+                reading.append(waiting.popleft())
+            if not reading:
+                writing.popleft().finish()
+                continue
+            tile = reading.popleft()
+            writing.append(tile)
+            tile.bind()
+            update(tile)
+            tile.save()
+        while writing:
+            writing.popleft().finish()
+    finally:
+        for tile in (*reading, *writing):
+            tile.unbind()
+            with suppress(DiskError):
+                tile.finish()

@@ -1,0 +1,234 @@
+"""Gives every chunk its memory: parameter shards, masters and gradients in the tiers that the plan names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from shardwise.chunk.chunk import Chunk
+from shardwise.chunk.layout import ChunkSpec, Layout
+from shardwise.chunk.source import DiskSource, MemorySource, ReadAhead, ShardSource
+from shardwise.comm import Buffer
+from shardwise.engine.grads import ChunkGrads
+from shardwise.engine.states import ChunkState
+from shardwise.engine.tile_plan import TILE_NUMEL, TileRange, plan_tiles
+from shardwise.memory.disk import DiskStore
+from shardwise.memory.host import HostArena
+from shardwise.memory.ledger import Ledger
+from shardwise.memory.placement import Home, assign_homes
+from shardwise.memory.tier import Tier
+from shardwise.mesh import Mesh
+from shardwise.plan import HALF_DTYPES, Plan
+
+__all__ = ["Storage"]
+
+
+class Storage:
+    """The memory of one model on this rank. Collective.
+
+    Attributes:
+        chunks: by index.
+        states: what the optimizer updates, by index of the chunks that it trains.
+        homes: tiers, by chunk index.
+        ledger: the device's accounts.
+        store: this rank's part of the disk, or ``None``.
+    """
+
+    def __init__(self, layout: Layout, params: Sequence[nn.Parameter], plan: Plan, mesh: Mesh) -> None:
+        self.layout, self.plan, self.mesh = layout, plan, mesh
+        specs = layout.chunks
+        sizes, fixed = [s.padded_bytes for s in specs], [s.persistent for s in specs]
+        self.homes: list[Home] = assign_homes(sizes, fixed, plan.tiers)
+        self.ledger = Ledger(mesh.device, _capacity(plan, mesh.device))
+        disk = plan.tiers.disk
+        self.store = DiskStore(disk, mesh.rank) if disk is not None and self._uses_disk() else None
+        # Of the buffers for shards one is in use and one is written.
+        self._ahead = ReadAhead(max(disk.param_buffers - 2, 0) if disk is not None else 0)
+        self._arena = HostArena(self._host_bytes(), plan.tiers.pin_memory)
+        self.chunks = self._make_chunks(params)
+        self.states = {spec.index: self._make_state(self.chunks[spec.index]) for spec in specs if trained(spec)}
+        self.ledger.watch("parameter shards", lambda: self.parameter_bytes(Tier.DEVICE))
+
+    # ---- which memory
+
+    def _uses_disk(self) -> bool:
+        return any(home.param is Tier.DISK or home.state is Tier.DISK for home in self.homes)
+
+    def _resident(self, spec: ChunkSpec) -> bool:
+        """Whether the whole array stays on the device."""
+        stays = self.plan.shard.always_gathered or spec.persistent or self.mesh.shard.size == 1
+        return stays and self.homes[spec.index].param is Tier.DEVICE
+
+    def master_dtype(self, spec: ChunkSpec) -> torch.dtype | None:
+        """Of the masters; ``None`` where the shard itself is updated because it is where its state is."""
+        home = self.homes[spec.index]
+        if not trained(spec):
+            return None
+        if spec.dtype in HALF_DTYPES and self.plan.precision.master_weights:
+            return torch.float32
+        return None if home.param is home.state and home.param is not Tier.DISK else spec.dtype
+
+    def _host_bytes(self) -> int:
+        """What the arena must hold. CPU ranks keep host shards in the group's own exchange memory instead."""
+        total = 0
+        for spec, home in zip(self.layout.chunks, self.homes, strict=True):
+            master = self.master_dtype(spec)
+            if home.state is Tier.HOST and master is not None:
+                total += HostArena.rounded(spec.shard_numel * master.itemsize)
+            if home.grad is Tier.HOST and spec.trainable:
+                total += HostArena.rounded(spec.shard_numel * self.grad_dtypes(spec)[1].itemsize)
+            if home.param is Tier.HOST and not self._exchanged(spec):
+                total += HostArena.rounded(spec.shard_numel * spec.dtype.itemsize)
+        return total
+
+    def grad_dtypes(self, spec: ChunkSpec) -> tuple[torch.dtype, torch.dtype]:
+        """In which gradients travel and add up."""
+        precision = self.plan.precision
+        travel = precision.reduce_dtype or spec.dtype
+        return travel, precision.accumulate_dtype or travel
+
+    # ---- parameters
+
+    def _exchanged(self, spec: ChunkSpec) -> bool:
+        """Whether the chunk needs exchange memory of the group."""
+        group, home = self.mesh.shard, self.homes[spec.index]
+        if group.size == 1 or home.param is Tier.DISK:
+            return False
+        if home.param is Tier.HOST:
+            return self.mesh.device.type == "cpu"
+        # A frozen resident chunk is never exchanged: plain memory will do.
+        return spec.trainable or not self._resident(spec)
+
+    def _make_chunks(self, params: Sequence[nn.Parameter]) -> list[Chunk]:
+        group = self.mesh.shard
+        wanted = [s for s in self.layout.chunks if self._exchanged(s)]
+        sizes = [(s.padded_numel if self._resident(s) else s.shard_numel, s.dtype) for s in wanted]
+        buffers = dict(zip([s.index for s in wanted], group.buffers(sizes), strict=True))
+        staging = self._staging()
+        self._reserve_disk_buffers()
+        chunks = []
+        for spec in self.layout.chunks:
+            source = self._source(spec, buffers.get(spec.index), staging.get(spec.dtype))
+            held = [params[s.param] for s in spec.slots]
+            chunks.append(Chunk(spec, held, source, group.rank, self.mesh.device, self._resident(spec)))
+        return chunks
+
+    def _staging(self) -> dict[torch.dtype, Buffer]:
+        """Exchange memory for shards that come from the disk, one a dtype."""
+        on_disk = [s for s in self.layout.chunks if self.homes[s.index].param is Tier.DISK]
+        if self.mesh.shard.size == 1 or not on_disk:
+            return {}
+        dtypes = list(dict.fromkeys(s.dtype for s in on_disk))
+        sizes = [(max(s.shard_numel for s in on_disk if s.dtype is dtype), dtype) for dtype in dtypes]
+        return dict(zip(dtypes, self.mesh.shard.buffers(sizes), strict=True))
+
+    def _reserve_disk_buffers(self) -> None:
+        disk = self.plan.tiers.disk
+        if self.store is None or disk is None:
+            return
+        shards = [s for s in self.layout.chunks if self.homes[s.index].param is Tier.DISK]
+        if shards:
+            # One is held while an update writes a shard; the others gather and read ahead.
+            self.store.reserve(max(disk.param_buffers, 2), max(s.shard_numel * s.dtype.itemsize for s in shards))
+        largest = 0
+        for spec in self.layout.chunks:
+            if self.homes[spec.index].state is Tier.DISK and trained(spec):
+                itemsize = (self.master_dtype(spec) or spec.dtype).itemsize
+                largest = max(largest, *((r.end - r.start) * itemsize for r in self.tile_ranges(spec)), 0)
+        if largest:
+            self.store.reserve(disk.state_buffers, largest)
+
+    def _source(self, spec: ChunkSpec, buffer: Buffer | None, staging: Buffer | None) -> ShardSource:
+        tier = self.homes[spec.index].param
+        if buffer is not None:
+            return MemorySource(buffer, tier)
+        if tier is Tier.HOST:
+            return MemorySource(Buffer(self._arena.take(spec.shard_numel, spec.dtype)), tier)
+        if tier is Tier.DISK:
+            return self._disk_source(spec, staging)
+        return MemorySource(Buffer(torch.zeros(spec.padded_numel, dtype=spec.dtype, device=self.mesh.device)), tier)
+
+    def _disk_source(self, spec: ChunkSpec, staging: Buffer | None) -> ShardSource:
+        if self.store is None:
+            raise RuntimeError(f"chunk {spec.index} is at home on a disk without a store ({self.store}); report this")
+        nbytes = spec.shard_numel * spec.dtype.itemsize
+        record = self.store.create(f"parameters of chunk {spec.index}", nbytes)
+        return DiskSource(self.store, record, spec.shard_numel, spec.dtype, staging, self._ahead)
+
+    # ---- masters
+
+    def tile_ranges(self, spec: ChunkSpec) -> list[TileRange]:
+        """How the chunk's update is cut on this rank."""
+        on_device = self.homes[spec.index].state is Tier.DEVICE
+        numel = TILE_NUMEL[self.mesh.device.type if on_device else "cpu"]
+        return plan_tiles(spec, self.mesh.shard.rank, [fact.group for fact in self.layout.facts], numel)
+
+    def _make_state(self, chunk: Chunk) -> ChunkState:
+        spec, home = chunk.spec, self.homes[chunk.spec.index]
+        dtype = self.master_dtype(spec)
+        memory = None
+        if dtype is not None and home.state is not Tier.DISK:
+            if home.state is Tier.HOST:
+                memory = self._arena.take(spec.shard_numel, dtype)
+            else:
+                memory = torch.zeros(spec.shard_numel, dtype=dtype, device=self.mesh.device)
+        state = ChunkState(chunk, home, dtype, memory)
+        if home.state is Tier.DISK and self.store is not None:
+            state.use_disk(self.store, self.tile_ranges(spec))
+        return state
+
+    # ---- gradients
+
+    def make_grads(self) -> dict[int, ChunkGrads]:
+        """Gradient states of the trainable chunks."""
+        return {c.spec.index: self._make_grads(c) for c in self.chunks if c.spec.trainable}
+
+    def _make_grads(self, chunk: Chunk) -> ChunkGrads:
+        travel, accumulate = self.grad_dtypes(chunk.spec)
+        home = self.homes[chunk.spec.index].grad
+        take: Callable[[], torch.Tensor] | None = None
+        if home is Tier.HOST:
+            # Cut now, so that the arena's size is what was announced; its pages are touched at the first use.
+            memory = self._arena.take(chunk.spec.shard_numel, accumulate)
+            take = lambda: memory  # noqa: E731
+        return ChunkGrads(chunk, travel, accumulate, home, take)
+
+    # ---- accounts
+
+    def parameter_bytes(self, tier: Tier) -> int:
+        """Bytes of parameter shards and resident arrays in ``tier``."""
+        total = 0
+        for chunk in self.chunks:
+            if chunk.source.tier is tier:
+                shard_bytes = chunk.spec.shard_numel * chunk.spec.dtype.itemsize
+                total += shard_bytes if tier is Tier.DISK else chunk.exchange.local.nbytes
+        return total
+
+    def master_bytes(self, tier: Tier) -> int:
+        """Bytes of masters in ``tier``."""
+        total = 0
+        for state in self.states.values():
+            if state.tier is tier and state.dtype is not None:
+                total += state.chunk.spec.shard_numel * state.dtype.itemsize
+        return total
+
+    def close(self) -> None:
+        """Give the disk back."""
+        if self.store is not None:
+            self.store.close()
+
+
+def trained(spec: ChunkSpec) -> bool:
+    """Whether an optimizer updates the chunk."""
+    return spec.trainable and spec.optimizer >= 0
+
+
+def _capacity(plan: Plan, device: torch.device) -> int | None:
+    """Declared bytes; under ``auto``, what the device has."""
+    if plan.tiers.device_capacity_bytes is not None or plan.tiers.auto is None:
+        return plan.tiers.device_capacity_bytes
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return None

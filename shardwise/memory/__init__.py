@@ -1,0 +1,1 @@
+"""Memory beyond the device: the disk tier."""

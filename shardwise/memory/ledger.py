@@ -1,0 +1,90 @@
+"""What holds how much of one device's memory, and the error that says so when it is not enough."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+__all__ = ["DeviceMemoryError", "Ledger", "size_text"]
+
+ADVICE = {
+    "parameter shards": "let parameters be at home on the host (param_host_fraction, Gemini's offload_param_frac)",
+    "gathered parameters": "keep less gathered (gathered_fraction, shard_param_frac=1.0), use smaller units, prefetch less",
+    "gradients": "keep optimizer state, and gradients with it, on the host (state_host_fraction); use smaller chunks",
+    "masters and optimizer state": "keep it on the host or disk (state_host_fraction, offload_optim_frac, cpu_offload)",
+    "activations and the rest": "use activation checkpointing or a smaller micro-batch",
+}
+
+
+def size_text(nbytes: float) -> str:
+    """``1536`` as ``'1.5 KiB'``."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(nbytes) < 1024:
+            return f"{nbytes:.4g} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.4g} GiB"
+
+
+class DeviceMemoryError(RuntimeError):
+    """The device's memory does not suffice. The message holds the accounts."""
+
+
+class Ledger:
+    """Accounts of one device's memory, asked from those who hold it, so that nothing can drift.
+
+    Args:
+        device: the device.
+        capacity_bytes: how much may be held; ``None``: unlimited.
+    """
+
+    def __init__(self, device: torch.device, capacity_bytes: int | None) -> None:
+        self.device, self.capacity_bytes = device, capacity_bytes
+        self._holders: dict[str, Callable[[], int]] = {}
+        self._spare: list[Callable[[], None]] = []
+        self.peak_bytes = 0
+        """The most that was held at any check; only counted where there is a capacity."""
+
+    def watch(self, kind: str, held_bytes: Callable[[], int]) -> None:
+        """``held_bytes()`` tells at any time what ``kind`` holds on the device."""
+        self._holders[kind] = held_bytes
+
+    def spare(self, release: Callable[[], None]) -> None:
+        """``release()`` frees what is only kept for speed; called before memory is found to be too small."""
+        self._spare.append(release)
+
+    def held(self) -> Mapping[str, int]:
+        """Bytes by kind, now."""
+        return {kind: ask() for kind, ask in self._holders.items()}
+
+    def free_bytes(self) -> int | None:
+        """What may still be taken; ``None`` without a limit."""
+        return None if self.capacity_bytes is None else self.capacity_bytes - sum(self.held().values())
+
+    def require(self, nbytes: int, what: str) -> None:
+        """``nbytes`` more are about to be taken for ``what``.
+
+        Raises:
+            DeviceMemoryError: they do not fit, even after all that is kept for speed was freed.
+        """
+        if self.capacity_bytes is None:
+            return
+        total = sum(self.held().values()) + nbytes
+        if total > self.capacity_bytes:
+            for release in self._spare:
+                release()
+            total = sum(self.held().values()) + nbytes
+        if total > self.capacity_bytes:
+            raise DeviceMemoryError(self._message(nbytes, what, total))
+        self.peak_bytes = max(self.peak_bytes, total)
+
+    def _message(self, nbytes: int, what: str, total: int) -> str:
+        capacity = self.capacity_bytes or 0
+        held = sorted(self.held().items(), key=lambda item: -item[1])
+        accounts = "".join(f"\n  {kind}: {size_text(size)}" for kind, size in held if size)
+        advice = "".join(f"\n  {ADVICE[kind]}" for kind, size in held if size and kind in ADVICE)
+        return (
+            f"{what} needs {size_text(nbytes)} more on {self.device}, which makes {size_text(total)} of a capacity of "
+            f"{size_text(capacity)}: {size_text(total - capacity)} too much. It holds:{accounts or ' nothing'}\n"
+            f"What would help, the largest first:{advice or ' a larger capacity (device_capacity_bytes)'}"
+        )
