@@ -14,6 +14,7 @@ from shardwise.engine.module import ShardedModule
 from shardwise.engine.optimizer import ShardedOptimizer
 from shardwise.engine.scaler import LossScaler
 from shardwise.engine.staging import gather_shards
+from shardwise.memory.stats import MemStats
 from shardwise.mesh import Mesh, default_device
 from shardwise.plan import Plan
 
@@ -86,6 +87,25 @@ class Session:
         self.mesh.reset_traffic()
         if self.engine.storage.store is not None:
             self.engine.storage.store.reset_counters()
+
+    def memory_stats(self) -> MemStats | None:
+        """The last training step's memory trace on this rank; ``None`` before one, or without a device capacity."""
+        return self.engine.meter.stats if self.engine.meter is not None else None
+
+    def use_memory_stats(self, stats: MemStats) -> None:
+        """Place by a trace that was made earlier for this model and plan, without a warm-up step (``auto``).
+
+        Raises:
+            ValueError: it names units that this model does not have.
+        """
+        known = len(self.engine.layout.units)
+        if self.engine.meter is None or any(unit >= known for unit in stats.order):
+            raise ValueError(
+                f"a trace of units up to {max(stats.order, default=-1)} for a model of {known} units with a device "
+                f"capacity of {self.engine.ledger.capacity_bytes}: give one that the same plan recorded"
+            )
+        self.engine.meter.use(stats)
+        self.engine.pool.expect(stats.order)
 
     def close(self) -> None:
         """Remove the hooks from the model. Call :meth:`ShardedModule.state_dict` first if it is still needed."""

@@ -94,9 +94,7 @@ class Booster:
         if swapped:
             criterion, dataloader = dataloader, criterion  # type: ignore[assignment]
         if self.plugin is not None:
-            model, optimizer, criterion, dataloader, lr_scheduler = self.plugin.configure(
-                model, optimizer, criterion, dataloader, lr_scheduler
-            )
+            model, optimizer = self.plugin.configure(model, optimizer)
         elif self.device is not None:
             model = model.to(self.device)
         if self.mixed_precision is not None:

@@ -95,7 +95,7 @@ class ChunkPool:
 
     Attributes:
         on_use: called with every unit that is acquired, before room is made for it.
-        on_array: called with every gathered array before it is filled.
+        on_ready: the same when it can be read.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class ChunkPool:
         self.units, self.chunks, self.group, self.ledger = units, chunks, group, ledger
         self.budget_bytes, self.prefetch = budget_bytes, prefetch
         self.on_use: Callable[[int], None] = _ignore
-        self.on_array: Callable[[torch.Tensor], None] = _ignore
+        self.on_ready: Callable[[int], None] = _ignore
         self._training, self._evaluation = Trace(), Trace()
         self.trace = self._training
         self.by_storage: dict[int, Chunk] = {}
@@ -131,6 +131,8 @@ class ChunkPool:
         self._renewing: dict[int, list[Chunk]] = {}
         self.all_held = False
         """Inside ``gathered()``: everything stays, and nothing needs the peers."""
+        self.followed = False
+        """Whether the last step used the units in the order of the one before."""
         self.moved_bytes = 0
         """Bytes of gathered chunks that acquires had to fetch so far."""
         ledger.watch("gathered parameters", lambda: self.gathered_bytes)
@@ -142,6 +144,20 @@ class ChunkPool:
     def has_transient(self) -> bool:
         """Whether anything is ever gathered and evicted."""
         return any(self._transient.values())
+
+    @property
+    def in_training(self) -> bool:
+        """Whether units are used for a step, not for an evaluation."""
+        return self.trace is self._training
+
+    @property
+    def reusable_bytes(self) -> int:
+        """What gathered and idle arrays hold: the room that a budget divides."""
+        return self.gathered_bytes + self.arrays.idle_bytes()
+
+    def expect(self, order: Sequence[int]) -> None:
+        """Take ``order`` for that of the next step."""
+        self._training.recorded = list(order)
 
     @property
     def sizes(self) -> Mapping[int, int]:
@@ -166,8 +182,16 @@ class ChunkPool:
             self._renew(unit)
         self.trace.use(unit)
         self.on_use(unit)
-        if not self._transient[unit]:
-            return
+        try:
+            if self._transient[unit]:
+                self._bring(unit)
+            self.on_ready(unit)
+        except BaseException:
+            if pin:
+                self._pins[unit] -= 1
+            raise
+
+    def _bring(self, unit: int) -> None:
         if unit in self._held and not any(c.pending for c in self._transient[unit]):
             return
         ahead = next_units(self.trace, self.prefetch) if self._ahead_pays else []
@@ -227,6 +251,7 @@ class ChunkPool:
             if everything or any(c.spec.trainable for c in self._transient[unit]):
                 self._complete(unit)
                 self._evict(unit)
+        self.followed = self._training.followed and len(self._training.current) == len(self._training.recorded)
         self._training.end_step()
         self.arrays.trim()
 
@@ -308,7 +333,7 @@ class ChunkPool:
             for chunk in self._transient[unit]:
                 chunk.full = self.arrays.take(chunk.spec.padded_numel, chunk.spec.dtype)
                 self.by_storage[chunk.full.untyped_storage()._cdata] = chunk
-                self.on_array(chunk.full)
+                self.ledger.claim(chunk.full)
                 chunk.pending = chunk.source.gather(self.group, chunk.full)
         except BaseException:
             self._evict(unit)  # half of a unit must not pass for the whole

@@ -19,6 +19,7 @@ from shardwise.engine.deferred import adopt, initial_values, set_buffer
 from shardwise.engine.grads import ChunkGrads
 from shardwise.engine.guards import Guards, check_shardable
 from shardwise.engine.hooks import GatherHooks
+from shardwise.engine.meter import MemoryMeter
 from shardwise.engine.passes import BackwardPasses
 from shardwise.engine.reducer import Reducer
 from shardwise.engine.staging import gather_shards
@@ -58,6 +59,8 @@ class Engine:
         self.states = self.storage.states
         self._load_initial_values()
         self.grads = self.storage.make_grads()
+        limited = self.ledger.capacity_bytes is not None
+        self.meter = MemoryMeter(self.ledger, mesh.device, plan.tiers.auto) if limited else None
         self.pool = self._make_pool()
         self.reducer = Reducer(
             list(self.grads.values()),
@@ -67,7 +70,7 @@ class Engine:
             overlap=plan.comm.overlap,
             same_order=plan.comm.same_order,
         )
-        self.passes = BackwardPasses(self.pool, self.reducer)
+        self.passes = BackwardPasses(self.pool, self.reducer, self.meter)
         self._state_holders: list[Callable[[Tier], int]] = []
         self._scratch_holders: list[Callable[[Tier], int]] = []
         self.ledger.watch("masters and optimizer state", lambda: sum(self.state_bytes(Tier.DEVICE)))
@@ -114,15 +117,19 @@ class Engine:
         shard = self.plan.shard
         transient = sum(c.spec.padded_bytes for c in self.chunks if not c.resident)
         budget = max(int(shard.gathered_fraction * transient), shard.gathered_budget_bytes or 0)
-        return ChunkPool(
+        traced = self.meter if self.plan.tiers.auto is not None else None
+        pool = ChunkPool(
             self.layout.units,
             self.chunks,
             self.mesh.shard,
             self.ledger,
-            budget_bytes=lambda: budget,
+            budget_bytes=traced.budget_bytes if traced is not None else lambda: budget,
             prefetch=shard.prefetch if self.plan.comm.overlap else 0,
             same_order=self.plan.comm.same_order,
         )
+        if self.meter is not None:
+            self.meter.attach(pool)
+        return pool
 
     def _install_hooks(self) -> None:
         unit_of: dict[int, int] = {}
@@ -147,6 +154,10 @@ class Engine:
         before = self.model.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
         after = self.model.register_forward_hook(self._after_forward)
         self._remove += [before.remove, after.remove]
+        if self.meter is not None:
+            meter = self.meter
+            left = self.model.register_forward_hook(lambda *_: meter.leave(), always_call=True)
+            self._remove += [left.remove, meter.leave_all]
 
     # ---- accounts
 
@@ -170,6 +181,8 @@ class Engine:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         self.passes.recover()
         self.pool.begin_forward(torch.is_grad_enabled())
+        if self.meter is not None:
+            self.meter.enter()
         dtype = self.plan.precision.param_dtype
         if self.plan.precision.cast_inputs and dtype is not None:
             args, kwargs = cast_floats(args, dtype), cast_floats(kwargs, dtype)
@@ -265,6 +278,8 @@ class Engine:
         self._commit()
         self._renew_resident()
         self.pool.invalidate(everything)
+        if self.meter is not None:
+            self.meter.end_step(self.pool.followed)
         for chunk in self.chunks:
             if chunk.spec.trainable:
                 chunk.generation += 1

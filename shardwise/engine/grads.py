@@ -75,6 +75,10 @@ class ChunkGrads:
             self.kept_memory = self._take_memory() if self._take_memory is not None else self._on_device()
         return self.kept_memory
 
+    def move_to_device(self) -> None:
+        """The reduced shard's home is the device from here on; called while there is none."""
+        self.home, self._take_memory, self.kept_memory = Tier.DEVICE, None, None
+
     def _on_device(self) -> torch.Tensor:
         return torch.empty(self.spec.shard_numel, dtype=self.accumulate_dtype, device=self.chunk.device)
 

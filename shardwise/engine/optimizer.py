@@ -13,6 +13,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.grads import ChunkGrads
 from shardwise.engine.norm import clip_factor, global_norm
 from shardwise.engine.optimizer_state import OptimizerState
+from shardwise.engine.promote import promote
 from shardwise.engine.scaler import LossScaler
 from shardwise.engine.tiles import check_element_wise
 from shardwise.engine.updates import TileUpdates
@@ -44,6 +45,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._updates = TileUpdates(engine, optimizer, self._states)
         self._full = OptimizerState(engine, optimizer, index, self._updates)
         self._full.adopt()
+        self._margin_used = False
         self._norm: float | None = None
         self._clip = 1.0
         self._passes_before, self._tokens_before = self._progress()
@@ -172,7 +174,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.scaler.update(overflow=False)
         self.last_step_skipped, self.skipped_because = False, None
         self.zero_grad()
+        self._use_margin()
         return value
+
+    def _use_margin(self) -> None:
+        """Once, when a step has been traced: state moves into what the device has left (``auto``)."""
+        meter = self.engine.meter
+        if meter is not None and meter.stats is not None and not self._margin_used:
+            self._margin_used = True
+            promote(self.engine, self.optimizer, self._updates.tiles, meter.margin_bytes())
 
     def _skip(self) -> None:
         name = self._first_non_finite()

@@ -11,6 +11,7 @@ import torch
 
 from shardwise.chunk.pool import ChunkPool
 from shardwise.engine.hooks import in_backward
+from shardwise.engine.meter import MemoryMeter
 from shardwise.engine.reducer import Reducer
 
 __all__ = ["BackwardPasses"]
@@ -29,8 +30,8 @@ class BackwardPasses:
         tokens: sum of the weights of all passes on this rank.
     """
 
-    def __init__(self, pool: ChunkPool, reducer: Reducer) -> None:
-        self._pool, self._reducer = pool, reducer
+    def __init__(self, pool: ChunkPool, reducer: Reducer, meter: MemoryMeter | None) -> None:
+        self._pool, self._reducer, self._meter = pool, reducer, meter
         self.loss_scale = 1.0
         self.scaled = False
         self.sync = True
@@ -101,7 +102,8 @@ class BackwardPasses:
             self.loss_scale = loss_scale
         self._around = True
         try:
-            yield
+            with self._meter.measuring() if self._meter is not None else contextlib.nullcontext():
+                yield
             self._finish()
             self.tokens += weight
         except BaseException:

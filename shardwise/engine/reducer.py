@@ -140,6 +140,7 @@ class Reducer:
         if buffer is None:
             self._ledger.require(state.spec.padded_numel * state.dtype.itemsize, "a whole gradient")
             state.array = torch.empty(state.spec.padded_numel, dtype=state.dtype, device=self._group.device)
+            self._ledger.claim(state.array)
         else:
             self._place(state, buffer)
 
@@ -217,6 +218,7 @@ class Reducer:
         state.zero_unfilled()
         state.launched = True
         self._in_flight.append(state)
+        self._ledger.claim(state.late)
         if self.mesh.shard.size == 1:
             state.out = whole.local
             state.handle = self.mesh.replicate.all_reduce(whole, self._scale)
@@ -230,6 +232,7 @@ class Reducer:
             state.out = whole.local[state.chunk.shard_start : state.chunk.shard_end]
         else:
             state.out = state.result_memory()
+            self._ledger.claim(state.out)
         scattered = self.mesh.shard.reduce_scatter(state.out, whole, self._scale)
         if state.spec.index in self._replica:
             state.handle = _ThenReplicas(scattered, self.mesh.replicate, self._replica[state.spec.index])

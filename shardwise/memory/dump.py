@@ -22,7 +22,7 @@ def stats_table(stats: MemStats) -> str:
     """The trace as text: totals, what held the most at the peak, the highest moments, and a row for each moment."""
     capacity = "no known limit" if stats.capacity_bytes is None else _both(stats.capacity_bytes)
     lines = [
-        f"device          {stats.device}",
+        f"device          {_clean(stats.device)}",
         f"capacity        {capacity}",
         f"peak            {_both(stats.peak_bytes)}",
         f"peak model      {_both(stats.peak_model_bytes)}",

@@ -6,14 +6,18 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-__all__ = ["DeviceMemoryError", "Ledger", "size_text"]
+from shardwise.memory.tracker import Tracker
+
+__all__ = ["REST", "DeviceMemoryError", "Ledger", "size_text"]
+
+REST = "activations and the rest"
 
 ADVICE = {
     "parameter shards": "let parameters be at home on the host (param_host_fraction, Gemini's offload_param_frac)",
-    "gathered parameters": "keep less gathered (gathered_fraction, shard_param_frac=1.0), use smaller units, prefetch less",
-    "gradients": "keep optimizer state, and gradients with it, on the host (state_host_fraction); use smaller chunks",
+    "gathered parameters": "keep less gathered (shard_param_frac=1.0), in smaller units, and prefetch less",
+    "gradients": "use smaller chunks, and keep state, with it reduced gradients, on the host (state_host_fraction)",
     "masters and optimizer state": "keep it on the host or disk (state_host_fraction, offload_optim_frac, cpu_offload)",
-    "activations and the rest": "use activation checkpointing or a smaller micro-batch",
+    REST: "use activation checkpointing or a smaller micro-batch",
 }
 
 
@@ -42,12 +46,23 @@ class Ledger:
         self.device, self.capacity_bytes = device, capacity_bytes
         self._holders: dict[str, Callable[[], int]] = {}
         self._spare: list[Callable[[], None]] = []
+        self._rest: Tracker | None = None
         self.peak_bytes = 0
         """The most that was held at any check; only counted where there is a capacity."""
 
     def watch(self, kind: str, held_bytes: Callable[[], int]) -> None:
         """``held_bytes()`` tells at any time what ``kind`` holds on the device."""
         self._holders[kind] = held_bytes
+
+    def measure_rest(self, tracker: Tracker) -> None:
+        """``tracker`` sees what is no model data; see :meth:`claim`."""
+        self._rest = tracker
+        self.watch(REST, lambda: tracker.live_bytes)
+
+    def claim(self, tensor: torch.Tensor | None) -> None:
+        """``tensor`` is model data that a holder accounts for, so that it is not counted with the rest as well."""
+        if self._rest is not None and tensor is not None:
+            self._rest.exclude(tensor)
 
     def spare(self, release: Callable[[], None]) -> None:
         """``release()`` frees what is only kept for speed; called before memory is found to be too small."""
@@ -56,6 +71,10 @@ class Ledger:
     def held(self) -> Mapping[str, int]:
         """Bytes by kind, now."""
         return {kind: ask() for kind, ask in self._holders.items()}
+
+    def model_bytes(self) -> int:
+        """Bytes of everything but :data:`REST`."""
+        return sum(ask() for kind, ask in self._holders.items() if kind != REST)
 
     def free_bytes(self) -> int | None:
         """What may still be taken; ``None`` without a limit."""

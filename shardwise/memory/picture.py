@@ -21,7 +21,7 @@ MODEL = "model data"
 COLORS = {
     "parameters": "#4c78a8",
     "parameter shards": "#4c78a8",
-    MODEL: "#4c78a8",
+    MODEL: "#8a96ad",
     "gathered": "#86b3d9",
     "gathered parameters": "#86b3d9",
     "buffers": "#9d9da5",
@@ -145,7 +145,7 @@ def draw(stats: MemStats, title: str = "Memory of one training step") -> str:
     where it is near, named where it is far above), and the peak with the name of its moment.
     """
     frame = _Frame(stats)
-    summary = f"peak {size_text(stats.peak_bytes)} on {stats.device}, {len(stats.moments)} moments"
+    summary = f"peak {size_text(stats.peak_bytes)} on {printable(stats.device)}, {len(stats.moments)} moments"
     if stats.capacity_bytes is not None:
         share = f" ({stats.peak_bytes / stats.capacity_bytes:.0%} used at the peak)" if stats.capacity_bytes else ""
         summary += f", capacity {size_text(stats.capacity_bytes)}{share}"

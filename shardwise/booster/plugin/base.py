@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
@@ -23,7 +22,7 @@ from shardwise.plan import DiskPlan, Plan
 
 __all__ = ["Boosted", "Plugin", "ShardedPlugin", "device_bytes", "refuse", "start_ranks", "with_optimizer"]
 
-Boosted = tuple[nn.Module, torch.optim.Optimizer | None, Callable[..., Any] | None, Any, Any]
+Boosted = tuple[nn.Module, torch.optim.Optimizer | None]
 
 
 def refuse(argument: str, value: object, instead: str) -> None:
@@ -122,15 +121,8 @@ class Plugin(ABC):
         return False
 
     @abstractmethod
-    def configure(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
-        criterion: Callable[..., Any] | None = None,
-        dataloader: DataLoader[Any] | None = None,
-        lr_scheduler: Any = None,
-    ) -> Boosted:
-        """The five, ready to train. Collective over all ranks; what is ``None`` stays ``None``."""
+    def configure(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Boosted:
+        """Both, ready to train. Collective over all ranks; an optimizer that is ``None`` stays ``None``."""
 
     @abstractmethod
     def no_sync(
@@ -217,14 +209,7 @@ class ShardedPlugin(Plugin):
             self._mesh = Mesh.create(plan.mesh, device, plan.comm)
         return self._mesh
 
-    def configure(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
-        criterion: Callable[..., Any] | None = None,
-        dataloader: DataLoader[Any] | None = None,
-        lr_scheduler: Any = None,
-    ) -> Boosted:
+    def configure(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Boosted:
         from shardwise.build import build
 
         mesh = self.mesh()
@@ -236,7 +221,7 @@ class ShardedPlugin(Plugin):
         self.prepare(session)
         if session.optimizer is not None:
             self._module_of[session.optimizer] = session.module
-        return session.module, session.optimizer, criterion, dataloader, lr_scheduler
+        return session.module, session.optimizer
 
     def no_sync(
         self, model: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None

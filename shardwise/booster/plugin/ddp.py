@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
 
 from shardwise.booster.interface import ModelWrapper, OptimizerWrapper
 from shardwise.booster.plugin.base import Boosted, Plugin, refuse, start_ranks
@@ -97,14 +95,7 @@ class TorchDDPPlugin(Plugin, TorchDDPArguments):
     def control_precision(self) -> bool:
         return False
 
-    def configure(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
-        criterion: Callable[..., Any] | None = None,
-        dataloader: DataLoader[Any] | None = None,
-        lr_scheduler: Any = None,
-    ) -> Boosted:
+    def configure(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Boosted:
         device = start_ranks()
         model = model.to(device)
         if device.type == "cuda" and dist.is_initialized():
@@ -112,7 +103,7 @@ class TorchDDPPlugin(Plugin, TorchDDPArguments):
         boosted = TorchDDPModel(model, ddp_arguments(self))
         if optimizer is not None:
             optimizer = OptimizerWrapper(optimizer)
-        return boosted, optimizer, criterion, dataloader, lr_scheduler
+        return boosted, optimizer
 
     def no_sync(
         self, model: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None

@@ -25,7 +25,6 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
     fully_shard,
 )
-from torch.utils.data import DataLoader
 
 from shardwise.booster.interface import ModelWrapper
 from shardwise.booster.plugin.base import Boosted, Plugin, refuse, start_ranks
@@ -180,14 +179,7 @@ class TorchFSDPPlugin(Plugin, TorchFSDPArguments):
             return dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
         return super().data_parallel()
 
-    def configure(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
-        criterion: Callable[..., Any] | None = None,
-        dataloader: DataLoader[Any] | None = None,
-        lr_scheduler: Any = None,
-    ) -> Boosted:
+    def configure(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Boosted:
         device = start_ranks()
         if not dist.is_initialized():  # fully_shard needs a group even in a single process
             store = dist.HashStore()  # type: ignore[attr-defined]
@@ -199,7 +191,7 @@ class TorchFSDPPlugin(Plugin, TorchFSDPArguments):
         if optimizer is not None:
             repoint(optimizer, names, dict(model.named_parameters()))
             optimizer = TorchFSDPOptimizer(optimizer)
-        return boosted, optimizer, criterion, dataloader, lr_scheduler
+        return boosted, optimizer
 
     def _shard(self, model: nn.Module, plan: FSDPPlan, mesh: DeviceMesh, device: torch.device) -> None:
         ignored = {inner for module in self.ignored_modules or () for inner in module.modules()}
