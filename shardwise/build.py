@@ -54,7 +54,15 @@ class Session:
 
         fp32 (fp64 where gradients are). Parameters without a gradient on any rank are absent. Collective; call it
         after backward and before step.
+
+        Raises:
+            RuntimeError: the plan does not keep them (``update="backward"`` without clipping and loss scale).
         """
+        if self.plan.streams_gradients:
+            raise RuntimeError(
+                f"full_gradients() with update={self.plan.grad.update!r}: gradients are used as soon as they are "
+                "reduced and not kept; look at them under update='step'"
+            )
         divisors = {each.index: each.divisor() for each in self.optimizers}
         result: dict[str, torch.Tensor] = {}
         for state in self.engine.grads.values():
@@ -105,7 +113,6 @@ class Session:
                 f"capacity of {self.engine.ledger.capacity_bytes}: give one that the same plan recorded"
             )
         self.engine.meter.use(stats)
-        self.engine.pool.expect(stats.order)
 
     def close(self) -> None:
         """Remove the hooks from the model. Call :meth:`ShardedModule.state_dict` first if it is still needed."""

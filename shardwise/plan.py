@@ -236,17 +236,28 @@ class GradPlan:
         average: over the backward passes of a step. ``"sum"`` is what autograd does (the caller divides the loss);
             ``"mean"`` divides by their number; ``"tokens"`` weights each by the ``tokens`` given to ``backward``.
             Over data-parallel ranks the mean is always taken (token-weighted under ``"tokens"``).
+        update: ``"step"`` updates in ``step()``. ``"backward"`` begins with each chunk as soon as its gradient is
+            reduced. Under clipping or a loss scale that is speculative, and undone exactly where ``step()`` finds that
+            it was wrong, at the price of a copy of the state. Without them gradients are not kept, and each step is one
+            backward pass. Not with ``average="tokens"``.
     """
 
     max_norm: float
     norm_type: float
     average: Literal["sum", "mean", "tokens"]
+    update: Literal["step", "backward"]
 
     def __post_init__(self) -> None:
         valid = self.max_norm >= 0  # False for NaN
         _require(valid, f"max_norm={self.max_norm}: give a norm >= 0 (0 is off)")
         _require(self.norm_type > 0, f"norm_type={self.norm_type}: give p > 0, or math.inf")
         _require(self.average in ("sum", "mean", "tokens"), f"average={self.average!r}: give 'sum', 'mean' or 'tokens'")
+        _require(self.update in ("step", "backward"), f"update={self.update!r}: give 'step' or 'backward'")
+        _require(
+            self.update == "step" or self.average != "tokens",
+            f"update={self.update!r} with average={self.average!r}: the weights of a step are known at its end only; "
+            "give update='step'",
+        )
 
 
 PAGE_BYTES = 4096  # what unbuffered disk access wants offsets, lengths and addresses to be multiples of
@@ -392,6 +403,11 @@ class Plan:
     tiers: TierPlan
     verbose: bool
 
+    @property
+    def streams_gradients(self) -> bool:
+        """Whether a gradient may be used, and its memory again, before the next one is there."""
+        return self.grad.update == "backward" and self.grad.max_norm == 0.0 and self.precision.scaler is None
+
     def but(self, **changes: object) -> Plan:
         """A copy with fields of the parts changed by name: ``plan.but(max_norm=1.0, prefetch=2)``.
 
@@ -454,7 +470,7 @@ def zero(stage: Literal[1, 2, 3], param_dtype: torch.dtype | None = None, dp_rep
             reduce="last" if stage == 1 else "every",
         ),
         precision=_precision(param_dtype, _default_scaler() if param_dtype is torch.float16 else None),
-        grad=GradPlan(max_norm=0.0, norm_type=2.0, average="sum"),
+        grad=GradPlan(max_norm=0.0, norm_type=2.0, average="sum", update="step"),
         comm=CommPlan(overlap=True, shared_memory=None, same_order=False, gather_on_use=False, sync_init=True),
         tiers=on_device(),
         verbose=False,

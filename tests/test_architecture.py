@@ -22,12 +22,13 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("plan", "device"),
     ("comm", "chunk.search"),
     ("mesh",),  # builds the groups of comm
-    ("memory", "chunk.layout", "chunk.policy", "optim"),
+    ("memory", "chunk.layout", "chunk.policy"),
+    ("optim",),  # moments may be at home on a disk
     ("chunk", "memory.planner", "parallel"),
     ("engine",),
     ("checkpoint",),
     ("build",),
-    ("booster", "lightning", "zero", "deepspeed"),
+    ("booster", "lightning", "zero", "deepspeed", "nn"),
     ("cli",),  # the demo trains through the public front-end
 )
 # Outside the order: `testing` may import anything, and nothing may import it; the package's own two files start it.
@@ -39,7 +40,10 @@ ENVIRONMENT_READERS = (f"{PACKAGE}.mesh.launch", f"{PACKAGE}.cli.")
 EXPLAINED_ERRORS = {"ValueError", "RuntimeError", "NotImplementedError", "TypeError"}
 
 # Signatures that others published, reproduced name by name.
-PUBLISHED_SIGNATURES: set[tuple[str, str]] = set()
+PUBLISHED_SIGNATURES: set[tuple[str, str]] = {
+    (f"{PACKAGE}.optim.adam", "CPUAdam.__init__"),
+    (f"{PACKAGE}.optim.adam", "FusedAdam.__init__"),
+}
 # Functions above MAX_FUNCTION lines (never above HARD_FUNCTION), each with its reason.
 LONG_FUNCTIONS: dict[tuple[str, str], str] = {}
 

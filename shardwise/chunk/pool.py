@@ -15,7 +15,8 @@ from shardwise.chunk.chunk import Chunk
 from shardwise.chunk.layout import UnitSpec
 from shardwise.chunk.policy import Trace, choose_victim, next_units
 from shardwise.comm import Group
-from shardwise.memory.ledger import Ledger, size_text
+from shardwise.memory.ledger import Ledger
+from shardwise.memory.sizes import size_text
 
 __all__ = ["ArrayPool", "ChunkPool"]
 
@@ -155,6 +156,11 @@ class ChunkPool:
         """What gathered and idle arrays hold: the room that a budget divides."""
         return self.gathered_bytes + self.arrays.idle_bytes()
 
+    @property
+    def expected_order(self) -> Sequence[int]:
+        """The order of the last complete step."""
+        return self._training.recorded
+
     def expect(self, order: Sequence[int]) -> None:
         """Take ``order`` for that of the next step."""
         self._training.recorded = list(order)
@@ -270,7 +276,8 @@ class ChunkPool:
         idle = sum(self._bytes[u] for u in evictable)
         # The unit about to be used counts against the budget, but is gathered even where the budget is smaller.
         room = max(budget - needed - pinned, 0)
-        soon = set(next_units(self.trace, self.prefetch)) if evictable else set()
+        # Without a unit to make room for, nothing says when the next step begins.
+        soon = set(next_units(self.trace, self.prefetch)) if evictable and unit is not None else set()
         while idle > room and evictable - soon:
             victim = choose_victim(self.trace, evictable - soon)
             evictable.discard(victim)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -86,10 +87,19 @@ class _Keeping:
 
 @dataclass
 class ReadAhead:
-    """How many shards have been read ahead of their use, and how many may be."""
+    """What the shards on one disk share: buffers of one size, and how many of them hold what is needed later.
 
+    Attributes:
+        buffer_bytes: what is asked for, whatever a shard needs itself, so that a small one takes no large one's.
+        limit: how many shards may be read ahead of their use.
+        count: how many have been.
+        gathers: of a single rank, under way, oldest first.
+    """
+
+    buffer_bytes: int
     limit: int
     count: int = 0
+    gathers: deque[_FromDisk] = field(default_factory=deque)
 
 
 class DiskSource:
@@ -101,7 +111,7 @@ class DiskSource:
         numel: elements of the shard.
         dtype: of the shard.
         staging: exchange memory of at least ``numel`` elements, shared by all such chunks; ``None`` on one rank.
-        ahead: how many such shards are read ahead, and may be; shared by all such chunks.
+        ahead: what all such chunks share.
     """
 
     tier = Tier.DISK
@@ -134,11 +144,30 @@ class DiskSource:
         if started is not None:
             self._shared.count -= 1
             return started
-        buffer = self.store.buffer(self._nbytes)
+        buffer = self._buffer()
         if not self._written:  # first values are about to be put in
             buffer.zero_()
             return buffer, DONE
-        return buffer, self.store.read(self.record, buffer, newest=True)
+        try:
+            return buffer, self.store.read(self.record, buffer, newest=True)
+        except BaseException:
+            self.store.give(buffer)
+            raise
+
+    def _buffer(self) -> torch.Tensor:
+        """A free buffer; gathers of other chunks that hold the last ones are finished."""
+        while self._shared.gathers and not self.store.idle_buffers(self._shared.buffer_bytes):
+            self._shared.gathers.popleft().fill()
+        return self.store.buffer(self._shared.buffer_bytes)
+
+    @contextmanager
+    def scratch(self) -> Iterator[torch.Tensor]:
+        """Memory like that of :meth:`opened`, with any content, that is dropped after the block."""
+        buffer = self._buffer()
+        try:
+            yield self._view(buffer)
+        finally:
+            self.store.give(buffer)
 
     @contextmanager
     def opened(self, write: bool) -> Iterator[torch.Tensor]:
@@ -161,7 +190,11 @@ class DiskSource:
     def gather(self, group: Group, out: torch.Tensor) -> Handle:
         buffer, reading = self._read()
         if self._staging is None:
-            return _FromDisk(self.store, buffer, reading, self._view(buffer), out)
+            gathers = self._shared.gathers
+            while gathers and gathers[0].filled:
+                gathers.popleft()
+            gathers.append(_FromDisk(self.store, buffer, reading, self._view(buffer), out))
+            return gathers[-1]
         failure: DiskError | None = None
         try:
             reading.wait()
@@ -191,17 +224,30 @@ class _FromDisk:
         self, store: DiskStore, buffer: torch.Tensor, reading: Handle, shard: torch.Tensor, out: torch.Tensor
     ) -> None:
         self._store, self._buffer, self._reading = store, buffer, reading
-        self._shard: torch.Tensor | None = shard
-        self._out = out
+        self._copy: tuple[torch.Tensor, torch.Tensor] | None = (out, shard)
+        self._failure: DiskError | None = None
+
+    @property
+    def filled(self) -> bool:
+        return self._copy is None
 
     def finished(self) -> bool:
-        return self._shard is None or self._reading.finished()
+        return self.filled or self._reading.finished()
 
-    def wait(self) -> None:
-        if self._shard is not None:
-            shard, self._shard = self._shard, None
+    def fill(self) -> None:
+        """Finish and give the buffer back; a failure is kept for :meth:`wait`."""
+        if self._copy is not None:
+            (out, shard), self._copy = self._copy, None
             try:
                 self._reading.wait()
-                self._out.copy_(shard)
+                out.copy_(shard)
+            except DiskError as error:
+                self._failure = error
             finally:
                 self._store.give(self._buffer)
+
+    def wait(self) -> None:
+        self.fill()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure

@@ -9,6 +9,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from shardwise.cli.demo_tiers import (
+    MEMORY_MARKER,
+    Shape,
+    TierOptions,
+    add_options,
+    batch_for,
+    check_tiers,
+    context_for,
+    parse_count,
+    shape_for,
+    shape_for_device,
+)
 from shardwise.cli.errors import BadInput
 from shardwise.cli.launch import launch
 
@@ -22,12 +34,17 @@ PRECISIONS: dict[str, tuple[str, ...]] = {
     "ddp": ("fp32", "bf16", "fp16"),
     "fsdp": ("fp32", "bf16"),
 }
+# Where memory is limited the numbers may be fp32 on Gemini too, which a CPU without 16-bit instructions is faster in.
+PRECISIONS_IN_TIERS = ("fp32", "bf16", "fp16")
+DEFAULT_PLUGIN, DEFAULT_SHAPE, DEFAULT_BATCH = "low_level_zero", Shape(width=192, depth=3, heads=6), 4
+DEFAULT_CONTEXT, DEFAULT_RATE = 128, 3e-3
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoConfig:
     """What the ranks are told. Sizes of the model as in :class:`~shardwise.cli.demo_model.ModelSize`; ``batch`` is
-    sequences a rank and step; ``data`` and ``out`` are absolute paths; ``device`` is ``auto``, ``cpu`` or ``cuda``."""
+    sequences a rank and step; ``data`` and ``out`` are absolute paths; ``device`` is ``auto``, ``cpu`` or ``cuda``;
+    ``tiers`` is ``None`` where nothing was said about memory."""
 
     plugin: str
     stage: int | None
@@ -45,6 +62,7 @@ class DemoConfig:
     batch: int
     learning_rate: float
     sample: int
+    tiers: TierOptions | None
 
     def to_json(self) -> str:
         """One line of JSON."""
@@ -53,7 +71,9 @@ class DemoConfig:
     @classmethod
     def from_json(cls, text: str) -> DemoConfig:
         """What :meth:`to_json` wrote."""
-        return cls(**json.loads(text))
+        values = json.loads(text)
+        tiers = values.pop("tiers")
+        return cls(**values, tiers=None if tiers is None else TierOptions(**tiers))
 
 
 def add_parser(commands: Any) -> None:
@@ -65,7 +85,8 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--plugin", default="low_level_zero", choices=list(STAGES), help="which plugin trains")
+    absent = argparse.SUPPRESS  # their defaults depend on other options
+    add("--plugin", choices=list(STAGES), default=absent, help=f"which plugin trains (default: {DEFAULT_PLUGIN})")
     add("--stage", type=int, help="ZeRO stage of low_level_zero: 1 or 2")
     add("--precision", choices=["fp32", "bf16", "fp16"], help="number format; the default suits plugin and device")
     add("--nproc", type=int, default=2, help="ranks on this host")
@@ -74,13 +95,17 @@ def add_parser(commands: Any) -> None:
     add("--steps", type=int, default=500, help="steps to train; when they are done, the same number again")
     add("--device", default="auto", choices=["auto", "cpu", "cuda"], help="auto: GPUs where every rank has one")
     add("--seed", type=int, default=0, help="of the initial parameters and the order of the text")
-    add("--width", type=int, default=192, help="features of the model")
-    add("--depth", type=int, default=3, help="blocks of the model")
-    add("--heads", type=int, default=6, help="attention heads")
-    add("--context", type=int, default=128, help="bytes that the model sees at once")
-    add("--batch", type=int, default=4, help="sequences a rank and step")
-    add("--learning-rate", type=float, default=3e-3, help="the highest one of the schedule")
+    shape = DEFAULT_SHAPE
+    add("--size", metavar="COUNT", default=absent, help="parameters, such as 20M, instead of width, depth and heads")
+    add("--width", type=int, default=absent, help=f"features of the model (default: {shape.width})")
+    add("--depth", type=int, default=absent, help=f"blocks of the model (default: {shape.depth})")
+    add("--heads", type=int, default=absent, help=f"attention heads (default: {shape.heads})")
+    add("--context", type=int, default=absent, help=f"bytes that the model sees at once (default: {DEFAULT_CONTEXT})")
+    add("--batch", type=int, default=absent, help=f"sequences a rank and step (default: {DEFAULT_BATCH})")
+    rate_help = f"the highest one of the schedule (default: {DEFAULT_RATE}, less for a wider model chosen for a device)"
+    add("--learning-rate", type=float, default=absent, help=rate_help)
     add("--sample", type=int, default=200, help="bytes of text to generate at the end")
+    add_options(parser)
     parser.set_defaults(main=main)
 
 
@@ -91,6 +116,43 @@ def _need_at_least(options: argparse.Namespace, low: int, *names: str) -> None:
             raise BadInput(f"--{name} {value}: give a number >= {low}")
 
 
+def _with_defaults(options: argparse.Namespace) -> tuple[argparse.Namespace, TierOptions | None]:
+    """A copy with a plugin, a shape and a batch, and what was said about memory."""
+    chosen = argparse.Namespace(**vars(options))
+    chosen.plugin = getattr(options, "plugin", None)
+    tiers = check_tiers(chosen)
+    chosen.plugin = chosen.plugin or ("gemini" if tiers is not None else DEFAULT_PLUGIN)
+    device_bytes = None if tiers is None else tiers.device_bytes
+    given = [name for name in ("width", "depth", "heads") if hasattr(options, name)]
+    shape = DEFAULT_SHAPE
+    if hasattr(options, "size"):
+        if given:
+            raise BadInput(f"--size {options.size} with --{given[0]}: give either the size or the shape")
+        shape = shape_for(parse_count(options.size))
+    elif device_bytes is not None and not given:
+        shape = shape_for_device(device_bytes)
+    for name, value in asdict(shape).items():
+        setattr(chosen, name, getattr(options, name, value))
+    _need_at_least(chosen, 1, "width", "depth", "heads")
+    wanted = Shape(width=chosen.width, depth=chosen.depth, heads=chosen.heads)
+    wider = max(wanted.width / DEFAULT_SHAPE.width, 1.0) if tiers is not None else 1.0
+    chosen.learning_rate = getattr(options, "learning_rate", DEFAULT_RATE / wider)
+    context, batch = DEFAULT_CONTEXT, DEFAULT_BATCH
+    if device_bytes is not None:
+        context = context_for(wanted, DEFAULT_CONTEXT, _value_bytes(options), device_bytes)
+    chosen.context = getattr(options, "context", context)
+    if device_bytes is not None and chosen.context > 0:
+        batch = batch_for(wanted, chosen.context, _value_bytes(options), device_bytes)
+    chosen.batch = getattr(options, "batch", batch)
+    return chosen, tiers
+
+
+def _value_bytes(options: argparse.Namespace) -> int:
+    """Of a parameter; the default is known later, by the device, and the larger of the two."""
+    fp32 = options.precision in (None, "fp32") and options.device != "cuda"
+    return 4 if fp32 or options.precision == "fp32" else 2
+
+
 def check(options: argparse.Namespace) -> DemoConfig:
     """The options as a config, with what goes with what checked; reads no file's content.
 
@@ -99,6 +161,7 @@ def check(options: argparse.Namespace) -> DemoConfig:
     """
     from shardwise.cli.demo_data import default_folder
 
+    options, tiers = _with_defaults(options)
     _need_at_least(options, 1, "nproc", "steps", "width", "depth", "heads", "context", "batch")
     _need_at_least(options, 0, "sample", "seed")
     plugin, stage, precision = options.plugin, options.stage, options.precision
@@ -106,8 +169,9 @@ def check(options: argparse.Namespace) -> DemoConfig:
         raise BadInput(f"--stage {stage}: the plugin {plugin} has no stages; leave it out or use low_level_zero")
     if stage is not None and stage not in STAGES[plugin]:
         raise BadInput(f"--stage {stage}: {plugin} has stages 1 and 2; stage 3 is --plugin gemini")
-    if precision is not None and precision not in PRECISIONS[plugin]:
-        raise BadInput(f"--precision {precision}: {plugin} trains in {' or '.join(PRECISIONS[plugin])}")
+    known = PRECISIONS[plugin] if tiers is None else PRECISIONS_IN_TIERS
+    if precision is not None and precision not in known:
+        raise BadInput(f"--precision {precision}: {plugin} trains in {' or '.join(known)}")
     if options.width % (2 * options.heads):
         raise BadInput(f"--width {options.width}: give a multiple of 2 x --heads ({2 * options.heads})")
     if not options.learning_rate > 0:
@@ -115,21 +179,30 @@ def check(options: argparse.Namespace) -> DemoConfig:
     out = options.out.absolute()
     if out.exists() and not out.is_dir():
         raise BadInput(f"--out {options.out}: is a file; give a folder")
-    values = {name: getattr(options, name) for name in DemoConfig.__dataclass_fields__}
+    if tiers is not None:
+        shape = Shape(width=options.width, depth=options.depth, heads=options.heads)
+        tiers = tiers.for_model(_value_bytes(options) * shape.parameters / options.nproc)
     default_stage = STAGES[plugin][0] if STAGES[plugin] else None
+    values: dict[str, Any] = {name: getattr(options, name, None) for name in DemoConfig.__dataclass_fields__}
     values |= {"stage": stage or default_stage, "data": str(options.data or default_folder()), "out": str(out)}
-    return DemoConfig(**values)
+    return DemoConfig(**values | {"tiers": tiers})
 
 
 def main(options: argparse.Namespace) -> int:
-    """Start the ranks, and return 0, 2 (bad input), 130 or 143 (stopped and saved), or a failed rank's status."""
+    """Start the ranks, and return 0, 1 (too little device memory), 2 (bad input), 130 or 143 (stopped and saved), or a
+    failed rank's status."""
     from shardwise.cli.demo_data import require_text
 
     config = check(options)
     require_text(Path(config.data), *text_needed(config))
     Path(config.out).mkdir(parents=True, exist_ok=True)
     arguments = ["--standalone", f"--nproc-per-node={config.nproc}", "--module"]
-    status = launch(arguments, ["shardwise.cli.demo_rank", config.to_json()], config.nproc)
+    marker = Path(config.out, MEMORY_MARKER)
+    marker.unlink(missing_ok=True)
+    try:
+        status = launch(arguments, ["shardwise.cli.demo_rank", config.to_json()], config.nproc)
+    finally:
+        marker.unlink(missing_ok=True)
     if status in (130, 143):
         print(f"stopped; the same command continues from {config.out}", file=sys.stderr)
     return status

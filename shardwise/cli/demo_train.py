@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from itertools import islice
@@ -24,10 +25,15 @@ from shardwise.cli.demo_checkpoint import RunState, Trained
 from shardwise.cli.demo_data import ByteWindows, Corpus, load_corpus
 from shardwise.cli.demo_memory import held_bytes, unsharded_bytes
 from shardwise.cli.demo_model import ByteGPT, ModelSize, generate
+from shardwise.cli.demo_picture import TierWatch, held_text, say_too_little
+from shardwise.cli.demo_tiers import Shape, TierOptions
 from shardwise.cli.errors import BadInput
 from shardwise.cli.progress import Progress, StepFacts
 from shardwise.cli.stop import StopRequest
+from shardwise.memory.ledger import DeviceMemoryError
+from shardwise.memory.sizes import size_text
 from shardwise.mesh.launch import init_distributed, shutdown
+from shardwise.plan import DiskPlan, Plan
 
 __all__ = ["learning_rate_factor", "make_plugin", "starting_state", "train"]
 
@@ -35,8 +41,54 @@ MAX_NORM = 1.0
 WARM_UP_STEPS = 20
 LOWEST_FACTOR = 0.05
 VALIDATION_WINDOWS, VALIDATION_BATCH = 128, 16
+TIERED_VALIDATION_WINDOWS = 32  # of a model that is larger, in batches of the training's size
 PROMPT_BYTES, TEMPERATURE = 48, 0.6
 MIXED = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+class _DiskGemini(GeminiPlugin):
+    """Gemini with a share of optimizer state on a disk, which its published arguments leave to the optimizer."""
+
+    options: TierOptions
+
+    def plan(self, world_size: int) -> Plan:
+        plan = super().plan(world_size)
+        if self.options.disk_directory is None:
+            return plan
+        disk = DiskPlan(
+            directory=self.options.disk_directory,
+            block_bytes=2**20,
+            queue_depth=8,
+            threads=1,
+            single_submit=False,
+            overlap_events=True,
+            state_buffers=4,
+            param_buffers=5,
+        )
+        return plan.but(disk=disk, state_disk_fraction=self.options.optim_disk)
+
+
+def _tiered_gemini(config: DemoConfig, tiers: TierOptions, precision: str) -> GeminiPlugin:
+    shape = Shape(width=config.width, depth=config.depth, heads=config.heads)
+    millions = shape.parameters / 2**20
+    # About 32 chunks, fewer where the largest parameter needs larger ones.
+    least, range_ = min(0.25, millions / 32), min(1.0, millions / 16)
+    shares: dict[str, float] = {}
+    if tiers.placement == "static":
+        shares = {"offload_optim_frac": tiers.optim_host, "offload_param_frac": tiers.params_host or 0.0}
+    plugin = _DiskGemini(
+        precision=precision,
+        max_norm=MAX_NORM,
+        search_range_m=range_,  # type: ignore[arg-type]
+        hidden_dim=config.width,
+        min_chunk_size_m=least,
+        placement_policy=tiers.placement,
+        max_prefetch=1,
+        device_memory=tiers.device_bytes,
+        **shares,  # type: ignore[arg-type]
+    )
+    plugin.options = tiers
+    return plugin
 
 
 def make_plugin(config: DemoConfig, precision: str) -> tuple[Plugin, str | None]:
@@ -48,6 +100,8 @@ def make_plugin(config: DemoConfig, precision: str) -> tuple[Plugin, str | None]
     if config.plugin == "gemini":
         # The defaults are for models of billions: one of a few million parameters would be a single chunk.
         sizes = {"search_range_m": 1, "hidden_dim": config.width, "min_chunk_size_m": 0.25}
+        if config.tiers is not None:
+            return _tiered_gemini(config, config.tiers, precision), None
         return GeminiPlugin(precision=precision, max_norm=MAX_NORM, **sizes), None  # type: ignore[arg-type]
     if config.plugin == "fsdp":
         from torch.distributed.fsdp import MixedPrecision
@@ -146,7 +200,8 @@ class Demo:
 
     def _boost(self) -> None:
         config = self.config
-        default = "bf16" if config.plugin == "gemini" or self.device.type == "cuda" else "fp32"
+        gemini = config.plugin == "gemini" and config.tiers is None
+        default = "bf16" if gemini or self.device.type == "cuda" else "fp32"
         self.precision = config.precision or default
         plugin, mixed = make_plugin(config, self.precision)
         self.clips_itself = config.plugin in ("low_level_zero", "gemini")
@@ -164,37 +219,41 @@ class Demo:
         boosted = booster.boost(model, optimizer, _loss, loader, scheduler)
         self.model, self.optimizer, self.criterion, self.loader, self.scheduler = boosted
         self.trained = Trained(booster, self.model, self.optimizer, self.scheduler)
+        self.watch = TierWatch(self.model) if config.tiers is not None else None
         if self.found is not None:
             demo_checkpoint.restore(self.found, self.trained)
 
     def validation_bits(self) -> float:
         """Bits per byte on the held-out text, over the same windows every time."""
         windows = ByteWindows(self.corpus.held_out, self.size.context)
-        chosen = windows.spread(VALIDATION_WINDOWS)
+        chosen = windows.spread(VALIDATION_WINDOWS if self.watch is None else TIERED_VALIDATION_WINDOWS)
         share = math.ceil(len(chosen) / self.ranks)  # the same number on every rank; the last wraps around
         mine = [chosen[(self.rank * share + i) % len(chosen)] for i in range(share)]
         self.model.eval()
         nats: list[float] = []
+        together = VALIDATION_BATCH if self.watch is None else min(VALIDATION_BATCH, self.config.batch)
         with torch.no_grad():
-            for first in range(0, share, VALIDATION_BATCH):
-                batch = torch.stack([windows[i] for i in mine[first : first + VALIDATION_BATCH]]).to(self.device)
+            for first in range(0, share, together):
+                batch = torch.stack([windows[i] for i in mine[first : first + together]]).to(self.device)
                 nats += [float(self.criterion(self.model(batch[:, :-1]), batch[:, 1:]))] * len(batch)
         self.model.train()
         total = sum(values[0] for values in _exchange([sum(nats)], self.device))
         return total / (share * self.ranks) / math.log(2)
 
-    def _step(self, batch: Tensor) -> tuple[float, int]:
-        """One step on ``(batch, context + 1)`` bytes: the loss of this rank and the bytes of state it held."""
+    def _step(self, batch: Tensor) -> tuple[float, int, list[float]]:
+        """One step on ``(batch, context + 1)`` bytes: the loss of this rank, the bytes of state it held, and those in
+        each tier."""
         batch = batch.to(self.device)
         loss = self.criterion(self.model(batch[:, :-1]), batch[:, 1:])
         self.trained.booster.backward(loss, self.optimizer)
         held = held_bytes(self.model, self.optimizer)
+        in_tiers = [] if self.watch is None else self.watch.look()
         if not self.clips_itself:
             self.optimizer.clip_grad_by_norm(MAX_NORM)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.scheduler.step()
-        return float(loss.detach()), held
+        return float(loss.detach()), held, in_tiers
 
     def run(self, stop: StopRequest) -> int:
         """Steps until the goal or a signal; returns the signal's number, or 0."""
@@ -203,11 +262,14 @@ class Demo:
         first, most = self.state.step, 0
         while self.state.step < self.state.goal:
             rate = self.optimizer.param_groups[0]["lr"]
-            loss, held = self._step(next(batches))
+            loss, held, in_tiers = self._step(next(batches))
             self.state = replace(self.state, step=self.state.step + 1, windows=self.state.windows + per_step)
             # Every rank must stop after the same step, so the signal is agreed on, with the loss, in one exchange.
-            losses, signals, bytes_held = zip(*_exchange([loss, stop.signal, held], self.device), strict=True)
+            columns = zip(*_exchange([loss, stop.signal, held, *in_tiers], self.device), strict=True)
+            losses, signals, bytes_held, *tier_bytes = columns
             most = max(most, int(max(bytes_held)))
+            if self.watch is not None:
+                self.watch.losses.append(sum(losses) / self.ranks)
             self.progress.step(
                 StepFacts(
                     step=self.state.step,
@@ -217,6 +279,7 @@ class Demo:
                     memory_bytes=most,
                     unsharded_bytes=unsharded_bytes(self.parameters),
                     learning_rate=rate,
+                    tiers=held_text(*map(max, tier_bytes)) if tier_bytes else "",
                 )
             )
             if any(signals):
@@ -232,23 +295,45 @@ class Demo:
         """A prompt from the held-out text, and what the model writes after it."""
         prompt = bytes(self.corpus.held_out[1 : 1 + min(PROMPT_BYTES, self.size.context)].tolist())
         gathered: Callable[[], Any] = getattr(self.model, "gathered", contextlib.nullcontext)
+        if self.watch is not None:
+            gathered = contextlib.nullcontext  # the whole model would not fit
         self.model.eval()
         with gathered():
             text = generate(self.model, prompt, self.config.sample, self.size.context, TEMPERATURE, self.config.seed)
         self.model.train()
         return prompt, text
 
+    def show_memory(self) -> None:
+        """Print where the bytes are, and write the pictures."""
+        if self.watch is None or self.rank != 0 or not self.watch.losses:
+            return
+        whole = unsharded_bytes(self.parameters)
+        names = self.watch.write(Path(self.config.out), whole)
+        width = shutil.get_terminal_size().columns
+        self.progress.say(f"where the bytes of one rank are; an unsharded run needs {size_text(whole)}:")
+        self.progress.say(self.watch.text(max(width, 60)).rstrip())
+        self.progress.say(f"pictures and figures: {', '.join(names)} in {self.config.out}")
+
 
 def _introduce(demo: Demo) -> None:
     corpus, config = demo.corpus, demo.config
     held_out = f"{corpus.held_out_files} held out" if corpus.held_out_files else "the last tenth held out"
     stage = f" stage {config.stage}" if config.stage else ""
+    tiers = config.tiers
+    memory = ""
+    if tiers is not None:
+        device = "as much as there is" if tiers.device_bytes is None else size_text(tiers.device_bytes)
+        disk = f", optimizer state on disk {tiers.optim_disk:.0%}" if tiers.disk_directory else ""
+        shares = f", optimizer state on the host {tiers.optim_host:.0%}{disk}, parameters {tiers.params_host or 0:.0%}"
+        memory = f"device memory: {device} a rank; placement {tiers.placement}"
+        memory += (shares if tiers.placement == "static" else "") + "\n"
     demo.progress.say(
         f"text: {corpus.files} files of {config.data}, {held_out}; {corpus.train.numel():,} bytes to train on\n"
         f"model: {demo.parameters:,} parameters; {config.plugin}{stage}, {demo.precision}, {demo.ranks} ranks on "
         f"{demo.device.type}, {torch.get_num_threads()} threads each\n"
         f"memory: the most that a rank held, of what an unsharded run needs (16 bytes a parameter: with its gradient,\n"
         f"        any fp32 copy and Adam's two moments; activations are not counted)\n"
+        f"{memory}"
         f"{demo.opening}"
     )
 
@@ -271,6 +356,7 @@ def train(config: DemoConfig, stop: StopRequest) -> int:
         if signal:
             demo.progress.say(f"stopping after step {demo.state.step}")
         demo.save()
+        demo.show_memory()
         if signal:
             return 128 + signal
         demo.progress.say(f"validation: {demo.validation_bits():.3f} bits per byte")
@@ -278,5 +364,8 @@ def train(config: DemoConfig, stop: StopRequest) -> int:
         demo.progress.say(f"sample, after the prompt {prompt.decode('utf-8', 'replace')!r}:")
         demo.progress.say(text.decode("utf-8", "replace"))
         return 0
+    except DeviceMemoryError as problem:
+        say_too_little(config.out, problem)  # before the other ranks notice that this one is gone
+        raise
     finally:
         shutdown()

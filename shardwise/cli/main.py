@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from shardwise import __version__
-from shardwise.cli import demo, run
+from shardwise.cli import demo, run, trace
 from shardwise.cli.errors import BadInput
 
 __all__ = ["main"]
@@ -28,9 +28,10 @@ class OneLineParser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = OneLineParser(prog="shardwise", description="Sharded training for PyTorch.")
     parser.add_argument("--version", action="version", version=f"shardwise {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="demo|run")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="demo|run|trace")
     demo.add_parser(commands)
     run.add_parser(commands)
+    trace.add_parser(commands)
     return parser
 
 

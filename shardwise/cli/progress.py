@@ -16,7 +16,8 @@ MEBI = 1024**2
 
 @dataclass(frozen=True, kw_only=True)
 class StepFacts:
-    """One step: ``loss`` in nats a byte, memory in bytes. ``tokens`` counts all ranks, from the start of this run."""
+    """One step: ``loss`` in nats a byte, memory in bytes. ``tokens`` counts all ranks, from the start of this run.
+    ``tiers``: what is held where, as text; empty where everything is in one place."""
 
     step: int
     last_step: int
@@ -25,6 +26,7 @@ class StepFacts:
     memory_bytes: int
     unsharded_bytes: int
     learning_rate: float
+    tiers: str = ""
 
 
 def progress_text(facts: StepFacts, tokens_per_second: float) -> str:
@@ -34,6 +36,7 @@ def progress_text(facts: StepFacts, tokens_per_second: float) -> str:
         f"  loss {facts.loss:.3f}"
         f"  {tokens_per_second:,.0f} tokens/s"
         f"  peak {facts.memory_bytes / MEBI:.1f} of {facts.unsharded_bytes / MEBI:.1f} MiB"
+        f"{facts.tiers and '  ' + facts.tiers}"
         f"  lr {facts.learning_rate:.2e}"
     )
 

@@ -9,6 +9,7 @@ Source: the pipelined optimizer swapper of ZeRO-Infinity (arXiv 2104.07857, sect
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -20,7 +21,7 @@ import torch
 from shardwise.engine.tiles import Piece, Tile
 from shardwise.memory.disk import DiskError, DiskStore, Handle, Record
 
-__all__ = ["DiskTile", "run_tiles"]
+__all__ = ["BufferSizes", "DiskTile", "run_tiles"]
 
 ALIGN_BYTES = 64
 
@@ -40,6 +41,17 @@ class _Entry:
         return buffer[self.offset : stop].view(self.dtype)
 
 
+@dataclass
+class BufferSizes:
+    """What all tiles of an optimizer ask the store for, whatever they need themselves.
+
+    With buffers of two sizes a small tile could otherwise take the one that a large tile needs next.
+    """
+
+    values_bytes: int
+    state_bytes: int = 0
+
+
 class DiskTile:
     """One tile on the disk.
 
@@ -48,19 +60,24 @@ class DiskTile:
         store: where it is.
         values: the record of its values, written already.
         optimizer: whose state is kept.
+        sizes: of the buffers to ask for.
 
     Attributes:
         make_room: called with the bytes an element's state takes, before the first buffer for state is needed.
     """
 
-    def __init__(self, tile: Tile, store: DiskStore, values: Record, optimizer: torch.optim.Optimizer) -> None:
-        self.tile, self._store, self._optimizer = tile, store, optimizer
+    def __init__(
+        self, tile: Tile, store: DiskStore, values: Record, optimizer: torch.optim.Optimizer, sizes: BufferSizes
+    ) -> None:
+        self.tile, self._store, self._optimizer, self._sizes = tile, store, optimizer, sizes
         self.make_room: Callable[[int], None] = lambda element_bytes: None
         self._values = values
         self._dtype = tile.pieces[0].value.dtype
         self._state: Record | None = None
+        self._spare: Record | None = None
+        """A record that a failed step made."""
         self._entries: tuple[_Entry, ...] = ()
-        self._room: dict[str, int] = {}
+        self._room: dict[tuple[str, torch.dtype], int] = {}
         """Where each key's tensors of the whole tile begin in the state record."""
         self._buffers: list[torch.Tensor] = []
         self._transfers: list[Handle] = []
@@ -75,12 +92,12 @@ class DiskTile:
 
     def start(self) -> None:
         """Begin to read."""
-        self._take(self._values)
+        self._take(self._values, self._sizes.values_bytes)
         if self._state is not None and self._entries:
-            self._take(self._state)
+            self._take(self._state, self._sizes.state_bytes)
 
-    def _take(self, record: Record) -> None:
-        buffer = self._store.buffer(record.nbytes)
+    def _take(self, record: Record, nbytes: int) -> None:
+        buffer = self._store.buffer(nbytes)
         self._buffers.append(buffer)
         self._transfers.append(self._store.read(record, buffer, newest=True))
 
@@ -98,10 +115,10 @@ class DiskTile:
     def save(self) -> None:
         """Begin to write what the optimizer left; values and state are out of reach from here on."""
         entries = self._current_entries()
-        if any(entry.key not in self._room for entry in entries):
+        if any((entry.key, entry.dtype) not in self._room for entry in entries):
             entries = self._make_state_record(entries)
         if self._state is not None and len(self._buffers) == 1:
-            self._buffers.append(self._store.buffer(self._state.nbytes))
+            self._buffers.append(self._store.buffer(self._sizes.state_bytes))
             self._buffers[1].zero_()
         self._entries = tuple(entries)
         for entry in entries:
@@ -144,15 +161,14 @@ class DiskTile:
     @contextmanager
     def opened(self, write: bool = False) -> Iterator[None]:
         """Values and state in memory inside the block; with ``write`` changes are kept."""
-        self.start()
         try:
+            self.start()
             self.bind()
             yield
             if write:
                 self.save()
-            else:
-                self.unbind()
         finally:
+            self.unbind()
             self.finish()
 
     # ---- the layout of the state record
@@ -163,7 +179,7 @@ class DiskTile:
         for index, piece in enumerate(self.tile.pieces):
             for key, value in self._optimizer.state.get(piece.value, {}).items():
                 if is_element_wise(value, piece):
-                    at = self._room.get(key, 0) + (piece.start - self.tile.start) * value.dtype.itemsize
+                    at = self._room.get((key, value.dtype), 0) + (piece.start - self.tile.start) * value.dtype.itemsize
                     entries.append(_Entry(index, key, value.dtype, at, value.numel()))
         return entries
 
@@ -171,15 +187,23 @@ class DiskTile:
         """Space for every key that is in use now, for the whole tile, so that pieces stepped later find theirs."""
         self._bring_in()
         keys = dict.fromkeys((entry.key, entry.dtype) for entry in entries)
-        numel, at, self._room = self.tile.end - self.tile.start, 0, {}
+        room: dict[tuple[str, torch.dtype], int] = {}
+        numel, at = self.tile.end - self.tile.start, 0
         for key, dtype in keys:
-            self._room[key] = at
+            room[key, dtype] = at
             at += -(-numel * dtype.itemsize // ALIGN_BYTES) * ALIGN_BYTES
         self.make_room(sum(dtype.itemsize for _, dtype in keys))
+        # The old layout stays valid if there is no space for the new one.
+        self._state, self._room = self._new_record(at), room
+        return self._current_entries()
+
+    def _new_record(self, nbytes: int) -> Record:
+        spare, self._spare = self._spare, None
+        if spare is not None and spare.nbytes == nbytes:
+            return spare
         self._made += 1
         name = f"optimizer state {self._made} of chunk {self.tile.chunk.spec.index}"
-        self._state = self._store.create(f"{name}, elements {self.tile.start} to {self.tile.end}", at)
-        return self._current_entries()
+        return self._store.create(f"{name}, elements {self.tile.start} to {self.tile.end}", nbytes)
 
     def _bring_in(self) -> None:
         """State that was read moves to memory of its own, because the record will be another one."""
@@ -208,10 +232,12 @@ class DiskTile:
         for piece in self.tile.pieces:
             state = self._optimizer.state.get(piece.value)
             before.append(None if state is None else {key: _kept(value, piece) for key, value in state.items()})
-        entries = self._entries
+        entries, record, room = self._entries, self._state, self._room
 
         def restore() -> None:
-            self._entries = entries
+            if self._state is not record:
+                self._spare = self._state
+            self._entries, self._state, self._room = entries, record, room
             for piece, state in zip(self.tile.pieces, before, strict=True):
                 if state is None:
                     self._optimizer.state.pop(piece.value, None)
@@ -227,7 +253,9 @@ def is_element_wise(value: object, piece: Piece) -> bool:
 
 
 def _kept(value: Any, piece: Piece) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) and not is_element_wise(value, piece) else value
+    if isinstance(value, torch.Tensor):
+        return value if is_element_wise(value, piece) else value.clone()
+    return copy.deepcopy(value)
 
 
 def _absent(like: torch.Tensor) -> torch.Tensor:
@@ -245,8 +273,8 @@ def run_tiles(tiles: Sequence[DiskTile], depth: int, update: Callable[[DiskTile]
     try:
         while waiting or reading:
             while waiting and len(reading) + len(writing) < depth:
-                waiting[0].start()
                 reading.append(waiting.popleft())
+                reading[-1].start()
             if not reading:
                 writing.popleft().finish()
                 continue

@@ -16,6 +16,7 @@ from shardwise.chunk.pool import ChunkPool
 from shardwise.comm import Handle
 from shardwise.engine.casts import cast_floats, each_tensor
 from shardwise.engine.deferred import adopt, initial_values, set_buffer
+from shardwise.engine.early import EarlyObserver, EarlyUpdates
 from shardwise.engine.grads import ChunkGrads
 from shardwise.engine.guards import Guards, check_shardable
 from shardwise.engine.hooks import GatherHooks
@@ -73,7 +74,9 @@ class Engine:
         self.passes = BackwardPasses(self.pool, self.reducer, self.meter)
         self._state_holders: list[Callable[[Tier], int]] = []
         self._scratch_holders: list[Callable[[Tier], int]] = []
-        self.ledger.watch("masters and optimizer state", lambda: sum(self.state_bytes(Tier.DEVICE)))
+        self._early: dict[int, EarlyUpdates] = {}
+        self._expected_state_bytes = 0
+        self.ledger.watch("masters and optimizer state", self._device_state_bytes)
         self.ledger.watch("update scratch", lambda: self.scratch_bytes(Tier.DEVICE))
         self.hooks: GatherHooks | None = None
         self._remove: list[Callable[[], None]] = []
@@ -125,7 +128,8 @@ class Engine:
             self.ledger,
             budget_bytes=traced.budget_bytes if traced is not None else lambda: budget,
             prefetch=shard.prefetch if self.plan.comm.overlap else 0,
-            same_order=self.plan.comm.same_order,
+            # What fits decides what is evicted, and that differs between ranks.
+            same_order=self.plan.comm.same_order and self.meter is None,
         )
         if self.meter is not None:
             self.meter.attach(pool)
@@ -159,12 +163,39 @@ class Engine:
             left = self.model.register_forward_hook(lambda *_: meter.leave(), always_call=True)
             self._remove += [left.remove, meter.leave_all]
 
+    # ---- updates during backward
+
+    def update_early(self, optimizer: int, early: EarlyUpdates) -> None:
+        """Hand the gradients of ``optimizer``'s chunks to ``early`` as soon as they are reduced."""
+        self._early[optimizer] = early
+        if self.reducer.observer is None:
+            observer = EarlyObserver(self._early, lambda: 1.0 / self.passes.loss_scale)
+            self.reducer.observer, self.passes.before_pass = observer, observer.before_pass
+
+    def forget_early(self) -> None:
+        """Masters were replaced: what was updated ahead of its step no longer matters."""
+        for each in self._early.values():
+            each.forget()
+
     # ---- accounts
 
     def hold_state(self, state_bytes: Callable[[Tier], int], scratch_bytes: Callable[[Tier], int]) -> None:
         """An optimizer tells how many bytes of state and of scratch memory it has in a tier."""
         self._state_holders.append(state_bytes)
         self._scratch_holders.append(scratch_bytes)
+
+    def expect_state(self, nbytes: int) -> None:
+        """An optimizer will keep that many bytes of state on the device from its first step on.
+
+        Raises:
+            DeviceMemoryError: with all else that the plan keeps there for good, that is more than the device has.
+        """
+        self._expected_state_bytes += nbytes
+        self.ledger.require(0, "the model and its optimizers")
+
+    def _device_state_bytes(self) -> int:
+        masters, state = self.state_bytes(Tier.DEVICE)
+        return masters + max(state, self._expected_state_bytes)
 
     def state_bytes(self, tier: Tier) -> tuple[int, int]:
         """Bytes of masters and of optimizer state in ``tier``."""

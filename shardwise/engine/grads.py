@@ -22,6 +22,7 @@ class ChunkGrads:
         accumulate_dtype: reduced shards add up in it.
         home: the tier of the reduced shard.
         take_memory: gives the memory of the reduced shard; ``None``: on the device, made when it is first needed.
+        ring: takes that memory, and has it back when the gradient has been used; instead of ``take_memory``.
 
     Attributes:
         dtype: gradients travel in it.
@@ -44,9 +45,10 @@ class ChunkGrads:
         accumulate_dtype: torch.dtype,
         home: Tier,
         take_memory: Callable[[], torch.Tensor] | None,
+        ring: GradRing | None = None,
     ) -> None:
         self.chunk = chunk
-        self.home, self._take_memory = home, take_memory
+        self.home, self._take_memory, self.ring = home, take_memory, ring
         self.spec = chunk.spec
         self.dtype, self.accumulate_dtype = dtype, accumulate_dtype
         self.buffer: Buffer | None = None
@@ -72,8 +74,17 @@ class ChunkGrads:
     def own_memory(self) -> torch.Tensor:
         """Long-lived private memory for the reduced shard."""
         if self.kept_memory is None:
-            self.kept_memory = self._take_memory() if self._take_memory is not None else self._on_device()
+            if self.ring is not None:
+                self.kept_memory = self.ring.take(self.spec.shard_numel, self.accumulate_dtype)
+            else:
+                self.kept_memory = self._take_memory() if self._take_memory is not None else self._on_device()
         return self.kept_memory
+
+    def release(self) -> None:
+        """The gradient has been used before ``step()``: its memory serves another chunk."""
+        memory, self.kept_memory, self.reduced, self.borrowed = self.kept_memory, None, None, False
+        if memory is not None and self.ring is not None:
+            self.ring.give(memory)
 
     def move_to_device(self) -> None:
         """The reduced shard's home is the device from here on; called while there is none."""
@@ -135,6 +146,31 @@ class ChunkGrads:
         self.late_filled.clear()
         self.late, self.reduced = None, None
         self.borrowed, self.launched = False, False
+
+
+class GradRing:
+    """Memory of reduced shards that are used one after the other. Two threads use it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._idle: list[torch.Tensor] = []
+
+    @property
+    def idle_bytes(self) -> int:
+        return sum(memory.nbytes for memory in list(self._idle))
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised 1-D tensor."""
+        nbytes = numel * dtype.itemsize
+        for index in range(len(self._idle)):  # the other thread only appends
+            if self._idle[index].nbytes >= nbytes:
+                return self._idle.pop(index)[:nbytes].view(dtype)
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device).view(dtype)
+
+    def give(self, memory: torch.Tensor) -> None:
+        """Use ``memory`` again."""
+        whole = torch.empty(0, dtype=torch.uint8, device=memory.device)
+        self._idle.append(whole.set_(memory.untyped_storage()))
 
 
 class SlotPool:

@@ -39,6 +39,8 @@ class MemoryMeter:
         self._tracker = make_tracker(device, ledger.model_bytes)
         ledger.measure_rest(self._tracker)
         self.stats: MemStats | None = None
+        self._matches = False
+        """Whether ``stats`` are of the order that the pool expects."""
         self._pool: ChunkPool | None = None
         self._recorder: MemoryRecorder | None = None
         self._depth = 0
@@ -108,6 +110,7 @@ class MemoryMeter:
             stats = self._recorder.finish()
             if stats.moments:
                 self.stats = stats
+                self._matches = self._pool is not None and stats.matches(self._pool.expected_order)
         if self._always or not followed:
             self._start_recording()
         elif self.stats is not None:
@@ -117,7 +120,9 @@ class MemoryMeter:
 
     def use(self, stats: MemStats) -> None:
         """Take a trace made earlier for this model, so that no warm-up step is needed."""
-        self.stats = stats
+        self.stats, self._matches = stats, True
+        if self._pool is not None:
+            self._pool.expect(stats.order)
         if not self._always:
             self._recorder = None
 
@@ -127,7 +132,7 @@ class MemoryMeter:
         if capacity is None or auto is None or pool is None:
             return 1 << 62
         trace = pool.trace
-        known = self.stats is not None and trace.followed and self.stats.follows(trace.current)
+        known = self._matches and trace.followed
         total = model_budget_bytes(
             self.stats,
             len(trace.current) - 1 if known else -1,

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
 from torch import nn
 
 from shardwise.chunk.chunk import Chunk
+from shardwise.engine.disk_agreement import agreed
 from shardwise.engine.engine import Engine
 from shardwise.engine.memory import MemoryReport, memory_report
 from shardwise.engine.names import StateNames
 from shardwise.engine.staging import gather_shards
 from shardwise.engine.writer import ValueWriter
+from shardwise.memory.tier import Tier
 
 __all__ = ["ShardedModule"]
 
+READING, READ_AGAIN = "parameters were read", "Nothing has changed: repair the disk and try again."
 EXTRA_STATE = "_extra_state"  # what torch appends to a module's name
 
 
@@ -107,15 +110,18 @@ class ShardedModule(nn.Module):
             yield name, value.detach() if isinstance(value, torch.Tensor) else value
 
     def _full(self, chunk: Chunk, masters: bool) -> torch.Tensor:
-        group, state = self._engine.mesh.shard, self._engine.states.get(chunk.spec.index)
-        if masters and state is not None and state.dtype is not None:
-            with state.opened() as master:
-                if master is not None:
-                    return gather_shards(group, master.to(chunk.device))
-        if chunk.full is not None and chunk.pending is None and chunk.resident:
-            return chunk.full.clone()
-        with chunk.opened() as shard:
-            return gather_shards(group, shard.to(chunk.device))
+        mesh, state = self._engine.mesh, self._engine.states.get(chunk.spec.index)
+        with ExitStack() as stack:
+            part: torch.Tensor | None = None
+            if masters and state is not None and state.dtype is not None:
+                with agreed(mesh.world, READING, READ_AGAIN, needed=state.tier is Tier.DISK):
+                    part = stack.enter_context(state.opened())
+            if part is None:
+                if chunk.full is not None and chunk.pending is None and chunk.resident:
+                    return chunk.full.clone()
+                with agreed(mesh.world, READING, READ_AGAIN, needed=chunk.source.tier is Tier.DISK):
+                    part = stack.enter_context(chunk.opened())
+            return gather_shards(mesh.shard, part.to(chunk.device))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The full state on every rank, on the host, in the module's own order and names. Collective."""
@@ -175,3 +181,4 @@ class ShardedModule(nn.Module):
                 owner = name.removesuffix(EXTRA_STATE).rstrip(".")
                 engine.model.get_submodule(owner).set_extra_state(state[name])
         engine.publish(everything=True)
+        engine.forget_early()

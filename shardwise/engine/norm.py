@@ -12,7 +12,7 @@ import torch
 
 from shardwise.comm import Group
 
-__all__ = ["clip_factor", "global_norm"]
+__all__ = ["clip_factor", "global_norm", "shard_norm"]
 
 
 def _partial(tensors: Sequence[torch.Tensor], p: float, wide: torch.dtype) -> float:
@@ -30,6 +30,13 @@ def _partial(tensors: Sequence[torch.Tensor], p: float, wide: torch.dtype) -> fl
     return float(stacked.max() if p == math.inf else (stacked**p).sum())
 
 
+def shard_norm(tensor: torch.Tensor, p: float) -> float:
+    """Norm of one shard, as :func:`global_norm` makes it."""
+    share = _partial([tensor], p, torch.float32)
+    norm = share ** (1.0 / p) if p != math.inf else share
+    return norm if math.isfinite(norm) else _partial([tensor], p, torch.float64) ** (1.0 / p if p != math.inf else 1.0)
+
+
 def _combined(mine: float, p: float, group: Group) -> float:
     everyone = [post[0] for post in group.exchange([mine], "the gradient norm")]
     if any(math.isnan(value) for value in everyone):
@@ -40,7 +47,9 @@ def _combined(mine: float, p: float, group: Group) -> float:
     return float(total ** (1.0 / p))
 
 
-def global_norm(tensors: Sequence[torch.Tensor], p: float, group: Group, inverse_scale: float) -> float:
+def global_norm(
+    tensors: Sequence[torch.Tensor], p: float, group: Group, inverse_scale: float, known: Sequence[float] = ()
+) -> float:
     """p-norm of the gradients whose disjoint shards lie over ``group``, each multiplied by ``inverse_scale``.
 
     Args:
@@ -48,14 +57,17 @@ def global_norm(tensors: Sequence[torch.Tensor], p: float, group: Group, inverse
         p: order of the norm, ``math.inf`` included.
         group: the ranks that hold the other shards (replicas are not counted twice).
         inverse_scale: 1 / loss scale, so that the result is the true norm.
+        known: norms of further shards of this rank, whose gradients are no longer there.
 
     Returns:
         The same value on every rank; NaN or infinite if any gradient is.
     """
-    norm = _combined(_partial(tensors, p, torch.float32), p, group)
+    extra = [torch.tensor(known, dtype=torch.float64)] if known else []
+    everything = [*tensors, *extra]  # the norm of norms is the norm
+    norm = _combined(_partial(everything, p, torch.float32), p, group)
     if norm == math.inf and p != math.inf:
         # The powers of large finite gradients overflow in fp32; then they are summed again in fp64.
-        norm = _combined(_partial(tensors, p, torch.float64), p, group)
+        norm = _combined(_partial(everything, p, torch.float64), p, group)
     return norm * inverse_scale
 
 

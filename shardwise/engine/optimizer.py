@@ -17,6 +17,7 @@ from shardwise.engine.promote import promote
 from shardwise.engine.scaler import LossScaler
 from shardwise.engine.tiles import check_element_wise
 from shardwise.engine.updates import TileUpdates
+from shardwise.memory.tier import Tier
 from shardwise.plan import HALF_DTYPES
 
 __all__ = ["ShardedOptimizer"]
@@ -45,6 +46,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._updates = TileUpdates(engine, optimizer, self._states)
         self._full = OptimizerState(engine, optimizer, index, self._updates)
         self._full.adopt()
+        self._early = self._updates.early() if engine.plan.grad.update == "backward" else None
+        if self._early is not None:
+            engine.update_early(index, self._early)
+        if engine.meter is not None:
+            engine.expect_state(self._updates.expected_bytes(Tier.DEVICE))
         self._margin_used = False
         self._norm: float | None = None
         self._clip = 1.0
@@ -160,15 +166,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         inverse = 1.0 / self.divisor()
         grad_plan = self.engine.plan.grad
-        norm = global_norm(self._reduced(), grad_plan.norm_type, self.engine.mesh.shard, inverse)
+        if self._early is not None:
+            self._early.settle()
+        known = self._early.norms if self._early is not None else ()
+        norm = global_norm(self._reduced(), grad_plan.norm_type, self.engine.mesh.shard, inverse, known)
         self._norm = norm * self._clip
         if self.scaler is not None and not math.isfinite(norm):
             self._skip()
             return value
-        factor = inverse * self._clip * clip_factor(self._norm, grad_plan.max_norm)
-        self.engine.before_update()
-        self._updates.run(factor)
-        self.engine.publish()
+        self._update(inverse * self._clip * clip_factor(self._norm, grad_plan.max_norm))
         # Only now may the scale move: these gradients were made under the old one.
         if self.scaler is not None:
             self.scaler.update(overflow=False)
@@ -176,6 +182,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.zero_grad()
         self._use_margin()
         return value
+
+    def _update(self, factor: float) -> None:
+        early = self._early
+        done = early.updated if early is not None and early.confirm(factor) else ()
+        self.engine.before_update()
+        try:
+            self._updates.run(factor, done)
+        except BaseException:
+            if early is not None:
+                early.rollback()
+            raise
+        self.engine.publish()
+        if early is not None:
+            early.forget()
 
     def _use_margin(self) -> None:
         """Once, when a step has been traced: state moves into what the device has left (``auto``)."""
@@ -217,6 +237,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Give the user's optimizer its own ``step`` back; its groups keep the pieces."""
+        if self._early is not None:
+            self._early.close()
         self._updates.close()
 
     # ---- norms

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from shardwise.chunk.chunk import Chunk
+from shardwise.engine.disk_agreement import agreed
 from shardwise.engine.engine import Engine
 from shardwise.engine.staging import gather_shards
 from shardwise.engine.tiles import Piece
 from shardwise.engine.updates import TileUpdates
+from shardwise.memory.tier import Tier
 
 __all__ = ["OptimizerState"]
+
+READ_AGAIN = "Nothing has changed: repair the disk and try again."
 
 
 class OptimizerState:
@@ -31,13 +36,23 @@ class OptimizerState:
         groups = self.optimizer.param_groups
         by_group: list[list[Piece]] = [[] for _ in groups]
         self.optimizer.state.clear()
-        for position, tile in enumerate(self._updates.tiles):
-            by_group[tile.group] += tile.pieces
-            if any(piece.param in self._prior for piece in tile.pieces):
-                self._updates.replace(position, [self._cut_prior(piece) for piece in tile.pieces])
+        with self._all_write("its state was put in place", "Build again once that is put right."):
+            for position, tile in enumerate(self._updates.tiles):
+                by_group[tile.group] += tile.pieces
+                if any(piece.param in self._prior for piece in tile.pieces):
+                    self._updates.replace(position, [self._cut_prior(piece) for piece in tile.pieces])
+        self._commit()
         for group, pieces in zip(groups, by_group, strict=True):
             group["params"] = [piece.value for piece in pieces]
         self._prior = {}
+
+    def _all_write(self, doing: str, outcome: str) -> AbstractContextManager[None]:
+        return agreed(self.engine.mesh.world, doing, outcome, needed=self._updates.uses_disk)
+
+    def _commit(self) -> None:
+        """What was written to the disk is from here on what a failed step goes back to."""
+        if self.engine.storage.store is not None:
+            self.engine.storage.store.commit()
 
     def _cut_prior(self, piece: Piece) -> dict[str, Any] | None:
         return self._cut(piece, self._prior[piece.param]) if piece.param in self._prior else None
@@ -108,7 +123,10 @@ class OptimizerState:
             kinds |= their_kinds
             for param, entry in their_entries.items():
                 entries.setdefault(param, {}).update(entry)
-        shards = self._shards(chunk, positions, {key: getattr(torch, kind) for key, kind in sorted(kinds.items())})
+        dtypes = {key: getattr(torch, kind) for key, kind in sorted(kinds.items())}
+        on_disk = engine.storage.homes[chunk_index].state is Tier.DISK
+        with agreed(engine.mesh.world, "optimizer state was read", READ_AGAIN, needed=on_disk):
+            shards = self._shards(chunk, positions, dtypes)
         full = {key: gather_shards(engine.mesh.shard, shard.to(chunk.device)).cpu() for key, shard in shards.items()}
         result: dict[int, dict[str, Any]] = {}
         for slot in chunk.spec.slots:
@@ -175,11 +193,11 @@ class OptimizerState:
             if tile.state.on_disk:  # only checked here: all of them at once may not fit into memory
                 for piece in tile.pieces:
                     cut(piece)
-        self.optimizer.state.clear()
-        for position, (tile, states) in enumerate(zip(tiles, new, strict=True)):
-            self._updates.replace(position, [cut(piece) for piece in tile.pieces] if states is None else states)
-        if self.engine.storage.store is not None:
-            self.engine.storage.store.commit()
+        with self._updates.undone_on_error(), self._all_write("optimizer state was loaded", "Nothing has changed."):
+            self.optimizer.state.clear()
+            for position, (tile, states) in enumerate(zip(tiles, new, strict=True)):
+                self._updates.replace(position, [cut(piece) for piece in tile.pieces] if states is None else states)
+        self._commit()
         for group, their_group in zip(self.optimizer.param_groups, theirs, strict=True):
             group.update({key: value for key, value in their_group.items() if key != "params"})
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -36,6 +36,8 @@ class BackwardPasses:
         self.scaled = False
         self.sync = True
         self.tokens = 0.0
+        self.before_pass: Callable[[], None] = lambda: None
+        """Called when an outermost pass begins; may refuse it."""
         self._around = False
         self._failed = False
         self._tasks: set[int] = set()
@@ -46,6 +48,8 @@ class BackwardPasses:
             return
         task: int = torch._C._current_graph_task_id()
         if task != -1 and task not in self._tasks:
+            if not self._tasks:
+                self.before_pass()
             self._tasks.add(task)
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._task_ended, task))
 
@@ -96,6 +100,7 @@ class BackwardPasses:
             weight: the pass's weight among those of a step (its tokens).
         """
         self.recover()
+        self.before_pass()
         if loss_scale != self.loss_scale:
             # Gradients from before the scale moved (another optimizer's, not yet stepped) keep in line.
             self._reducer.rescale(loss_scale / self.loss_scale)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
@@ -62,6 +63,19 @@ class _ThenReplicas:
         self._start().wait()
 
 
+class Observer(Protocol):
+    """Whoever wants gradients as soon as they are reduced."""
+
+    def before_result(self, state: ChunkGrads) -> None:
+        """A result for ``state`` is about to be added to what there is."""
+
+    def after_result(self, state: ChunkGrads) -> None:
+        """``state.reduced`` has it."""
+
+    def dropped(self, optimizer: int | None) -> None:
+        """The gradients of an optimizer (of all, for ``None``) are dropped."""
+
+
 class Reducer:
     """Gradients of one model over one mesh.
 
@@ -98,6 +112,7 @@ class Reducer:
         self.passes = dict.fromkeys(self._optimizers, 0)
         """By optimizer: passes so far that reached a parameter of it on some rank."""
         self._in_flight: list[ChunkGrads] = []
+        self.observer: Observer | None = None
         self._allocate()
         ledger.watch("gradients", lambda: self.bytes(Tier.DEVICE))
 
@@ -129,6 +144,8 @@ class Reducer:
             self._arrivals.append(state)
             if self.overlap:
                 self._advance()
+                while self.observer is not None and self._in_flight and self._oldest_finished():
+                    self._complete(self._in_flight[0])
 
     def _before_write(self, state: ChunkGrads) -> None:
         state.claim()
@@ -247,6 +264,8 @@ class Reducer:
         out, state.out, state.handle = state.out, None, None
         if out is None:
             raise RuntimeError(f"chunk {state.spec.index}: reduced without a result ({out}); report this")
+        if self.observer is not None:
+            self.observer.before_result(state)
         replica = state.spec.index in self._replica
         leaves = not self.keep_whole and self.mesh.shard.size == 1
         if state.reduced is not None:
@@ -259,6 +278,8 @@ class Reducer:
         if not self.keep_whole:
             self._release(state)
             state.array = None
+        if self.observer is not None:
+            self.observer.after_result(state)
 
     # ---- the end of a pass
 
@@ -294,10 +315,12 @@ class Reducer:
         """Forget a pass that failed, and all gradients of the step. Every rank calls it: each must have noticed."""
         reached = [float(self._cursor)]
         posts = self.mesh.world.exchange(reached, "how far a failed backward pass came") if self._agrees else [reached]
+        observer, self.observer = self.observer, None  # what is finished here is dropped
         while self._cursor < max(post[0] for post in posts):
             self._launch(self._order[self._cursor])
             self._cursor += 1
         self._complete_all()
+        self.observer = observer
         for state in self.states:
             state.clear()
             if not self.keep_whole:
@@ -305,6 +328,8 @@ class Reducer:
                 state.array = None
         self._unreduced_passes = dict.fromkeys(self._optimizers, 0)
         self._end_pass(sync=True)
+        if observer is not None:
+            observer.dropped(None)
 
     def rescale(self, factor: float) -> None:
         """Multiply all gradients held by ``factor``."""
@@ -371,6 +396,8 @@ class Reducer:
 
     def clear(self, optimizer: int | None = None) -> None:
         """Drop the gradients of one optimizer's chunks and of those that no optimizer holds, or of all."""
+        if self.observer is not None:
+            self.observer.dropped(optimizer)
         for state in self.states:
             if optimizer is None or state.spec.optimizer in (optimizer, -1):
                 state.clear()
@@ -378,12 +405,14 @@ class Reducer:
     def bytes(self, tier: Tier) -> int:
         """Live bytes of gradient memory in ``tier``: exchange buffers, private arrays and reduced shards."""
         kept = [state.kept_memory for state in self.states if state.home is tier and state.kept_memory is not None]
+        rings = {id(s.ring): s.ring for s in self.states if s.ring is not None and s.home is tier}
+        idle = sum(ring.idle_bytes for ring in rings.values())
         if tier is not Tier.DEVICE:
-            return sum(memory.nbytes for memory in kept)
+            return idle + sum(memory.nbytes for memory in kept)
         elsewhere = {id(state.kept_memory) for state in self.states if state.home is not tier}
         arrays = [*kept, *self._slots.arrays(), *(buffer.local for buffer in self._replica.values())]
         for state in self.states:
             live = (state.array, state.late, state.reduced)
             arrays += [t for t in live if t is not None and id(t) not in elsewhere]
         storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in arrays}
-        return sum(storages.values())
+        return idle + sum(storages.values())

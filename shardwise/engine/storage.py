@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
@@ -11,7 +12,8 @@ from shardwise.chunk.chunk import Chunk
 from shardwise.chunk.layout import ChunkSpec, Layout
 from shardwise.chunk.source import DiskSource, MemorySource, ReadAhead, ShardSource
 from shardwise.comm import Buffer
-from shardwise.engine.grads import ChunkGrads
+from shardwise.engine.disk_agreement import agreed
+from shardwise.engine.grads import ChunkGrads, GradRing
 from shardwise.engine.states import ChunkState
 from shardwise.engine.tile_plan import TILE_NUMEL, TileRange, plan_tiles
 from shardwise.memory.disk import DiskStore
@@ -24,6 +26,8 @@ from shardwise.plan import HALF_DTYPES, Plan
 
 __all__ = ["Storage"]
 
+REMEDY = "Nothing has been sharded and no file is left: put that right, or choose another directory, and build again."
+
 
 class Storage:
     """The memory of one model on this rank. Collective.
@@ -33,7 +37,12 @@ class Storage:
         states: what the optimizer updates, by index of the chunks that it trains.
         homes: tiers, by chunk index.
         ledger: the device's accounts.
+        uses_disk: whether any rank has something on a disk.
         store: this rank's part of the disk, or ``None``.
+        value_buffer_bytes: the store's buffers for the values of tiles have this size.
+
+    Raises:
+        DiskError: on every rank, where one cannot open its file or reserve what it needs.
     """
 
     def __init__(self, layout: Layout, params: Sequence[nn.Parameter], plan: Plan, mesh: Mesh) -> None:
@@ -42,19 +51,36 @@ class Storage:
         sizes, fixed = [s.padded_bytes for s in specs], [s.persistent for s in specs]
         self.homes: list[Home] = assign_homes(sizes, fixed, plan.tiers)
         self.ledger = Ledger(mesh.device, _capacity(plan, mesh.device))
-        disk = plan.tiers.disk
-        self.store = DiskStore(disk, mesh.rank) if disk is not None and self._uses_disk() else None
-        # Of the buffers for shards one is in use and one is written.
-        self._ahead = ReadAhead(max(disk.param_buffers - 2, 0) if disk is not None else 0)
-        self._arena = HostArena(self._host_bytes(), plan.tiers.pin_memory)
-        self.chunks = self._make_chunks(params)
-        self.states = {spec.index: self._make_state(self.chunks[spec.index]) for spec in specs if trained(spec)}
+        self.uses_disk = any(Tier.DISK in (home.param, home.state) for home in self.homes)
+        self.store: DiskStore | None = None
+        self.value_buffer_bytes = 0
+        self._rings: dict[Tier, GradRing] = {}
+        try:
+            self._open_store()
+            self._arena = HostArena(self._host_bytes(), plan.tiers.pin_memory)
+            self.chunks = self._make_chunks(params)
+            with self._all_reserve():
+                self.states = {s.index: self._make_state(self.chunks[s.index]) for s in specs if trained(s)}
+        except BaseException:
+            self.close()
+            raise
         self.ledger.watch("parameter shards", lambda: self.parameter_bytes(Tier.DEVICE))
 
-    # ---- which memory
+    # ---- the disk
 
-    def _uses_disk(self) -> bool:
-        return any(home.param is Tier.DISK or home.state is Tier.DISK for home in self.homes)
+    def _open_store(self) -> None:
+        disk = self.plan.tiers.disk
+        with agreed(self.mesh.world, "its file was made", REMEDY, needed=self.uses_disk):
+            self.store = DiskStore(disk, self.mesh.rank) if disk is not None and self.uses_disk else None
+        shards = [s for s in self.layout.chunks if self.homes[s.index].param is Tier.DISK]
+        largest = max((s.shard_numel * s.dtype.itemsize for s in shards), default=0)
+        # Of the buffers for shards one is in use and one is written.
+        self._ahead = ReadAhead(largest, max(disk.param_buffers - 2, 0) if disk is not None else 0)
+
+    def _all_reserve(self) -> AbstractContextManager[None]:
+        return agreed(self.mesh.world, "space was reserved", REMEDY, needed=self.uses_disk)
+
+    # ---- which memory
 
     def _resident(self, spec: ChunkSpec) -> bool:
         """Whether the whole array stays on the device."""
@@ -68,7 +94,9 @@ class Storage:
             return None
         if spec.dtype in HALF_DTYPES and self.plan.precision.master_weights:
             return torch.float32
-        return None if home.param is home.state and home.param is not Tier.DISK else spec.dtype
+        # Parameters that backward still reads cannot be updated themselves.
+        shared = home.param is home.state and home.param is not Tier.DISK and self.plan.grad.update == "step"
+        return None if shared else spec.dtype
 
     def _host_bytes(self) -> int:
         """What the arena must hold. CPU ranks keep host shards in the group's own exchange memory instead."""
@@ -77,7 +105,7 @@ class Storage:
             master = self.master_dtype(spec)
             if home.state is Tier.HOST and master is not None:
                 total += HostArena.rounded(spec.shard_numel * master.itemsize)
-            if home.grad is Tier.HOST and spec.trainable:
+            if home.grad is Tier.HOST and spec.trainable and not self.plan.streams_gradients:
                 total += HostArena.rounded(spec.shard_numel * self.grad_dtypes(spec)[1].itemsize)
             if home.param is Tier.HOST and not self._exchanged(spec):
                 total += HostArena.rounded(spec.shard_numel * spec.dtype.itemsize)
@@ -109,10 +137,11 @@ class Storage:
         staging = self._staging()
         self._reserve_disk_buffers()
         chunks = []
-        for spec in self.layout.chunks:
-            source = self._source(spec, buffers.get(spec.index), staging.get(spec.dtype))
-            held = [params[s.param] for s in spec.slots]
-            chunks.append(Chunk(spec, held, source, group.rank, self.mesh.device, self._resident(spec)))
+        with self._all_reserve():
+            for spec in self.layout.chunks:
+                source = self._source(spec, buffers.get(spec.index), staging.get(spec.dtype))
+                held = [params[s.param] for s in spec.slots]
+                chunks.append(Chunk(spec, held, source, group.rank, self.mesh.device, self._resident(spec)))
         return chunks
 
     def _staging(self) -> dict[torch.dtype, Buffer]:
@@ -128,17 +157,17 @@ class Storage:
         disk = self.plan.tiers.disk
         if self.store is None or disk is None:
             return
-        shards = [s for s in self.layout.chunks if self.homes[s.index].param is Tier.DISK]
-        if shards:
+        if any(home.param is Tier.DISK for home in self.homes):
             # One is held while an update writes a shard; the others gather and read ahead.
-            self.store.reserve(max(disk.param_buffers, 2), max(s.shard_numel * s.dtype.itemsize for s in shards))
-        largest = 0
+            self.store.reserve(max(disk.param_buffers, 2), self._ahead.buffer_bytes)
+        sizes = [0]
         for spec in self.layout.chunks:
             if self.homes[spec.index].state is Tier.DISK and trained(spec):
                 itemsize = (self.master_dtype(spec) or spec.dtype).itemsize
-                largest = max(largest, *((r.end - r.start) * itemsize for r in self.tile_ranges(spec)), 0)
-        if largest:
-            self.store.reserve(disk.state_buffers, largest)
+                sizes += [(r.end - r.start) * itemsize for r in self.tile_ranges(spec)]
+        self.value_buffer_bytes = max(sizes)
+        if self.value_buffer_bytes:
+            self.store.reserve(disk.state_buffers, self.value_buffer_bytes)
 
     def _source(self, spec: ChunkSpec, buffer: Buffer | None, staging: Buffer | None) -> ShardSource:
         tier = self.homes[spec.index].param
@@ -189,6 +218,10 @@ class Storage:
         travel, accumulate = self.grad_dtypes(chunk.spec)
         home = self.homes[chunk.spec.index].grad
         take: Callable[[], torch.Tensor] | None = None
+        if self.plan.streams_gradients:
+            device = torch.device("cpu") if home is Tier.HOST else chunk.device
+            ring = self._rings.setdefault(home, GradRing(device))
+            return ChunkGrads(chunk, travel, accumulate, home, None, ring)
         if home is Tier.HOST:
             # Cut now, so that the arena's size is what was announced; its pages are touched at the first use.
             memory = self._arena.take(chunk.spec.shard_numel, accumulate)

@@ -124,12 +124,12 @@ class TileStepper:
         Every piece that has a gradient is updated with ``factor`` times it. Values and state of the tile must be in
         memory.
         """
-        with self._hooks_once(), self._groups() as groups:
+        with self._hooks_once(), self.groups() as groups:
 
             def update(tile: Tile, shard: torch.Tensor) -> None:
                 live, reduced = self.live(tile), tile.grads.reduced
                 if live and reduced is not None:
-                    self._step_tile(tile, live, reduced, shard, factor, groups)
+                    self.step_tile(tile, live, reduced, shard, factor, groups)
 
             yield update
 
@@ -139,15 +139,16 @@ class TileStepper:
         return [p for p in tile.pieces if p.slot in tile.grads.touched] if tile.grads.reduced is not None else []
 
     @torch.no_grad()
-    def _step_tile(
+    def step_tile(
         self,
         tile: Tile,
         live: list[Piece],
         reduced: torch.Tensor,
-        shard: torch.Tensor,
+        shard: torch.Tensor | None,
         factor: float,
         groups: list[dict[str, Any]],
     ) -> None:
+        """Update the ``live`` pieces with ``factor`` times their part of ``reduced``, and ``shard`` if it is given."""
         value = live[0].value
         first, last = live[0].start, live[-1].end
         grad = reduced[first:last]
@@ -162,6 +163,14 @@ class TileStepper:
         self._call(groups[tile.group], live)
         for piece in live:
             piece.value.grad = None
+        if shard is not None:
+            self.round_tile(tile, live, shard)
+
+    @staticmethod
+    @torch.no_grad()
+    def round_tile(tile: Tile, live: list[Piece], shard: torch.Tensor) -> None:
+        """Take updated masters over into the shard."""
+        first, last = live[0].start, live[-1].end
         if tile.state.master is not None:
             shard[first:last].copy_(tile.state.master[first:last])
         elif tile.state.dtype is not None:
@@ -181,6 +190,20 @@ class TileStepper:
                 f"{type(self.optimizer).__name__}.step() changes its param group ({changed}), and would do so once a "
                 "tile, so it cannot be sharded; use an optimizer whose state belongs to parameters"
             )
+
+    def element_bytes(self, like: torch.Tensor) -> int:
+        """Bytes of state that the optimizer keeps for each element of a parameter like ``like``.
+
+        Asked of the optimizer itself: it steps a parameter of two elements, which is then forgotten.
+        """
+        optimizer = self.optimizer
+        probe = nn.Parameter(torch.zeros(2, dtype=like.dtype, device=like.device))
+        probe.grad = torch.zeros_like(probe)
+        with self._without_hooks(), self.groups() as groups:
+            self._call(groups[0], [Piece(probe, 0, 0, 0, 0, 2)])
+        kept = optimizer.state.pop(probe, {})
+        entries = [value for value in kept.values() if isinstance(value, torch.Tensor) and value.shape == probe.shape]
+        return sum(value.dtype.itemsize for value in entries)
 
     def _move_steps(self, live: Sequence[Piece]) -> None:
         """Fused kernels on a GPU want the step count there; a loaded state, or Adagrad's, has it elsewhere."""
@@ -207,7 +230,7 @@ class TileStepper:
         return sum(value.nbytes for value in held if isinstance(value, torch.Tensor))
 
     @contextmanager
-    def _groups(self) -> Iterator[list[dict[str, Any]]]:
+    def groups(self) -> Iterator[list[dict[str, Any]]]:
         """Working copies of the param groups, with torch's fused kernel where the user left the choice to torch."""
         optimizer = self.optimizer
         own = optimizer.param_groups
@@ -225,9 +248,17 @@ class TileStepper:
     def _hooks_once(self) -> Iterator[None]:
         """The user's step hooks run once a step, not once a tile."""
         optimizer = self.optimizer
-        before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-        for hook in before.values():
+        for hook in optimizer._optimizer_step_pre_hooks.values():
             hook(optimizer, (), {})
+        with self._without_hooks():
+            yield
+        for hook in optimizer._optimizer_step_post_hooks.values():
+            hook(optimizer, (), {})
+
+    @contextmanager
+    def _without_hooks(self) -> Iterator[None]:
+        optimizer = self.optimizer
+        before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
         optimizer._optimizer_step_pre_hooks = OrderedDict()
         optimizer._optimizer_step_post_hooks = OrderedDict()
         try:
@@ -235,5 +266,3 @@ class TileStepper:
         finally:
             optimizer._optimizer_step_pre_hooks = before
             optimizer._optimizer_step_post_hooks = after
-        for hook in after.values():
-            hook(optimizer, (), {})

@@ -1,20 +1,27 @@
 """One update of everything that an optimizer trains on this rank, whichever tier it is in.
 
 What touches a disk comes first, because it can fail: only when all ranks have agreed that it did not, the rest is
-updated. So after a failure everything is as it was after the previous step, on every rank.
+updated. So after a failure everything is as it was after the previous step, on every rank. Where parameters are at home
+on a disk and their state is in memory, the update is made twice: on copies, a tile at a time, to have something to
+write; and in place once it is written. Both give the same bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import copy
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from itertools import groupby
 from typing import Any
 
 import torch
 
 from shardwise.chunk.chunk import Chunk
-from shardwise.engine.disk_tiles import DiskTile, run_tiles
+from shardwise.chunk.source import DiskSource
+from shardwise.engine.disk_agreement import disk_failures, raise_failures
+from shardwise.engine.disk_tiles import BufferSizes, DiskTile, run_tiles
+from shardwise.engine.early import EarlyUpdates
 from shardwise.engine.engine import Engine
 from shardwise.engine.grads import ChunkGrads
 from shardwise.engine.tiles import Tile, TileStepper, make_tiles
@@ -24,6 +31,15 @@ from shardwise.memory.tier import Tier
 __all__ = ["TileUpdates"]
 
 Update = Callable[[Tile, torch.Tensor], None]
+DOING = "the optimizer updated"
+INTACT = (
+    "Everything is as it was after the previous step and the gradients are kept: save a checkpoint, or repair the disk "
+    "and call step() again."
+)
+LOST = (
+    "Parameters of ranks {ranks} could not be read back and are NaN. Repair the disk and call step() again, or start "
+    "again from a checkpoint."
+)
 
 
 class TileUpdates:
@@ -40,12 +56,17 @@ class TileUpdates:
         self.tiles: list[Tile] = []
         self._disk: dict[int, DiskTile] = {}
         """By position among the tiles."""
+        homes = [engine.storage.homes[each.spec.index] for each in grads]
+        # Not whether this rank has tiles on a disk: it may have none of a small chunk, and its peers some.
+        self.uses_disk = any(Tier.DISK in (home.param, home.state) for home in homes)
+        self._sizes = BufferSizes(engine.storage.value_buffer_bytes)
+        self._stale: list[DiskTile] = []
         for each in grads:
             state = engine.states[each.spec.index]
             tiles = make_tiles(each, state, engine.storage.tile_ranges(each.spec))
             if state.store is not None:
                 for tile, record in zip(tiles, state.values, strict=True):
-                    self._disk[len(self.tiles)] = DiskTile(tile, state.store, record, optimizer)
+                    self._disk[len(self.tiles)] = DiskTile(tile, state.store, record, optimizer, self._sizes)
                     self.tiles.append(tile)
             else:
                 self.tiles += tiles
@@ -59,13 +80,22 @@ class TileUpdates:
         """Optimizer state at home in ``tier``."""
         return self._stepper.state_bytes(tier)
 
+    def expected_bytes(self, tier: Tier) -> int:
+        """What the state in ``tier`` will be once every parameter has been stepped. Steps a dummy to know it."""
+        own = [tile for tile in self.tiles if tile.state.tier is tier]
+        if not own:
+            return 0
+        element_bytes = self._stepper.element_bytes(own[0].pieces[0].value)
+        return element_bytes * sum(piece.end - piece.start for tile in own for piece in tile.pieces)
+
     def _make_room(self, element_bytes: int) -> None:
         """Buffers for the state of the largest tile, reserved when it is known what the optimizer keeps."""
         disk = self._engine.plan.tiers.disk
         if element_bytes > self._roomy and disk is not None and self._engine.storage.store is not None:
             largest = max(each.tile.end - each.tile.start for each in self._disk.values())
             # Each key's tensors begin on a cache line.
-            self._engine.storage.store.reserve(disk.state_buffers, largest * element_bytes + 4096)
+            self._sizes.state_bytes = largest * element_bytes + 4096
+            self._engine.storage.store.reserve(disk.state_buffers, self._sizes.state_bytes)
             self._roomy = element_bytes
 
     def opened(self, position: int) -> AbstractContextManager[None]:
@@ -84,69 +114,165 @@ class TileUpdates:
             if state is not None:
                 self.optimizer.state[piece.value] = state
 
+    @contextmanager
+    def undone_on_error(self) -> Iterator[None]:
+        """All state, and what the disk holds, is as it was if the block raises."""
+        before = dict(self.optimizer.state)
+        undo = [each.snapshot() for each in self._disk.values()]
+        try:
+            yield
+        except BaseException:
+            if self._engine.storage.store is not None:
+                self._engine.storage.store.rollback()
+            self.optimizer.state.clear()
+            self.optimizer.state.update(before)
+            for restore in undo:
+                restore()
+            raise
+
     # ---- an update
 
-    def run(self, factor: float) -> None:
+    def early(self) -> EarlyUpdates:
+        """Updates during backward of the tiles that nothing on a disk belongs to."""
+        plan = self._engine.plan
+        # What was done in place could not be undone after the disk failed.
+        in_place = plan.streams_gradients and not self.uses_disk
+        own = [tile for tile in self.tiles if tile.chunk.source.tier is not Tier.DISK and not tile.state.on_disk]
+        return EarlyUpdates(self._stepper, own, in_place, plan.grad.norm_type)
+
+    def run(self, factor: float, updated: Collection[int] = ()) -> None:
         """Update with ``factor`` times the gradients. Every rank calls it.
+
+        Args:
+            factor: gradients are multiplied by it.
+            updated: chunks whose masters and state are updated already; only their parameters are renewed.
 
         Raises:
             DiskError: on every rank, when the disk of one failed; nothing has changed, and the gradients are kept.
         """
         with self._stepper.stepping(factor) as update:
-            if self._disk:
+            if self.uses_disk:
                 self._update_disk(update)
-            rest = [tile for index, tile in enumerate(self.tiles) if index not in self._disk]
-            # Parameters at home on a disk come first: writing them is what may still fail.
-            rest.sort(key=lambda tile: tile.chunk.source.tier is not Tier.DISK)
-            for chunk, tiles in groupby(rest, key=lambda tile: tile.chunk):
-                live = [tile for tile in tiles if self._stepper.live(tile)]
-                if live:
-                    with chunk.opened(write=True) as shard:
-                        for tile in live:
-                            update(tile, shard)
+            rest = [t for i, t in enumerate(self.tiles) if i not in self._disk and t.chunk.source.tier is not Tier.DISK]
+            for tile in rest:
+                if tile.chunk.spec.index in updated:
+                    self._stepper.round_tile(tile, list(tile.pieces), tile.chunk.shard)
+            for chunk, tiles in self._live([tile for tile in rest if tile.chunk.spec.index not in updated]):
+                with chunk.opened(write=True) as shard:
+                    for tile in tiles:
+                        update(tile, shard)
+
+    def _live(self, tiles: Sequence[Tile]) -> list[tuple[Chunk, list[Tile]]]:
+        """Those that have a gradient, by chunk."""
+        live = [tile for tile in tiles if self._stepper.live(tile)]
+        return [(chunk, list(own)) for chunk, own in groupby(live, key=lambda tile: tile.chunk)]
 
     def _update_disk(self, update: Update) -> None:
-        live = [each for each in self._disk.values() if self._stepper.live(each.tile)]
-        undo = [each.snapshot() for each in live]
-        failure: DiskError | None = None
-        plan = self._engine.plan.tiers.disk
+        device, disk = self._engine.mesh.device, self._engine.plan.tiers.disk
+        state_on_disk = [each for each in self._disk.values() if self._stepper.live(each.tile)]
+        rest = [tile for index, tile in enumerate(self.tiles) if index not in self._disk]
+        params_on_disk = self._live([tile for tile in rest if tile.chunk.source.tier is Tier.DISK])
+        undo = [each.snapshot() for each in state_on_disk]
+        self._renew()
+        before = draws = _random_state(device)
+        changed: list[DiskTile] = []
+        failure: Exception | None = None
         try:
             with _shards() as shard_of:
-                run_tiles(
-                    live,
-                    plan.state_buffers if plan is not None else 1,
-                    lambda each: update(each.tile, shard_of(each.tile.chunk)),
-                )
-        except DiskError as error:
+                step = partial(_step_disk_tile, update, shard_of, changed)
+                run_tiles(state_on_disk, disk.state_buffers if disk is not None else 1, step)
+            draws = _random_state(device)
+            for chunk, tiles in params_on_disk:
+                with chunk.opened(write=True) as shard:
+                    for tile in tiles:
+                        self._update_copy(update, tile, shard)
+        except Exception as error:
             failure = error
-        posts = self._engine.mesh.world.exchange([float(failure is None)], "whether the disk took the update")
-        if all(post[0] for post in posts):
-            return
-        self._undo(live, undo)
-        if failure is not None:
-            raise failure
-        ranks = [rank for rank, post in enumerate(posts) if not post[0]]
-        raise DiskError(
-            f"the disks of ranks {ranks} failed during the update (see their messages); everything is as it was after "
-            "the previous step, so that it can be saved"
-        )
+        failures = disk_failures(self._engine.mesh.world, failure, DOING)
+        if failures:
+            _set_random_state(device, before)
+            self._undo(changed, undo)
+            posts = self._engine.mesh.world.exchange([float(len(self._stale))], "what could not be read back")
+            lost = [rank for rank, post in enumerate(posts) if post[0]]
+            raise_failures(failures, failure, DOING, LOST.format(ranks=lost) if lost else INTACT)
+        # An optimizer that draws random numbers draws the same ones again.
+        _set_random_state(device, draws)
+        for chunk, tiles in params_on_disk:
+            if isinstance(chunk.source, DiskSource):
+                with chunk.source.scratch() as shard:
+                    for tile in tiles:
+                        update(tile, shard)
 
-    def _undo(self, tiles: Sequence[DiskTile], undo: Sequence[Callable[[], None]]) -> None:
+    def _update_copy(self, update: Update, tile: Tile, shard: torch.Tensor) -> None:
+        """Update copies of the tile's values and state; only ``shard`` changes."""
+        state = self.optimizer.state
+        kept = [(piece, piece.value.data, state.get(piece.value)) for piece in tile.pieces]
+        for piece, values, entry in kept:
+            piece.value.data = values.clone()
+            if entry is not None:
+                state[piece.value] = {key: _copy(value) for key, value in entry.items()}
+        try:
+            update(tile, shard)
+            with torch.no_grad():
+                for piece in self._stepper.live(tile):
+                    shard[piece.start : piece.end].copy_(piece.value)
+        finally:
+            for piece, values, entry in kept:
+                piece.value.data = values
+                if entry is not None:
+                    state[piece.value] = entry
+                else:
+                    state.pop(piece.value, None)
+
+    def _undo(self, changed: Sequence[DiskTile], undo: Sequence[Callable[[], None]]) -> None:
         store = self._engine.storage.store
         if store is not None:
             store.rollback()
         for restore in undo:
             restore()
-        for each in tiles:
-            chunk = each.tile.chunk
-            if chunk.source.tier is not Tier.DISK:
-                with each.opened(), torch.no_grad():
+        self._stale += [each for each in changed if each.tile.chunk.source.tier is not Tier.DISK]
+        self._renew()
+        self._engine.mesh.shard.fence()  # peers read these shards
+
+    @torch.no_grad()
+    def _renew(self) -> None:
+        """Parameters in memory become again what the values on the disk say; NaN where these cannot be read."""
+        stale, self._stale = self._stale, []
+        for each in stale:
+            shard = each.tile.chunk.shard
+            try:
+                with each.opened():
                     for piece in each.tile.pieces:
-                        chunk.shard[piece.start : piece.end].copy_(piece.value)
+                        shard[piece.start : piece.end].copy_(piece.value)
+            except DiskError:
+                self._stale.append(each)
+                for piece in each.tile.pieces:
+                    shard[piece.start : piece.end].fill_(float("nan"))
 
     def close(self) -> None:
         """Give the user's optimizer its own ``step`` back."""
         self._stepper.close()
+
+
+def _step_disk_tile(
+    update: Update, shard_of: Callable[[Chunk], torch.Tensor], changed: list[DiskTile], each: DiskTile
+) -> None:
+    changed.append(each)
+    update(each.tile, shard_of(each.tile.chunk))
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+
+def _random_state(device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+def _set_random_state(device: torch.device, state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state(state[1], device)
 
 
 @contextmanager

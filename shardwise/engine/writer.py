@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from types import TracebackType
 
 import torch
 
+from shardwise.engine.disk_agreement import disk_failures, raise_failures
 from shardwise.engine.storage import Storage
+from shardwise.memory.disk import DiskError
 
 __all__ = ["ValueWriter"]
+
+DOING = "parameters were written to it"
+OUTCOME = "Some parameters have their new values and others have not: load them again once that is put right."
 
 
 class ValueWriter:
     """Takes parameters one at a time; a context, inside which the last chunk written stays in memory.
 
+    Leaving the context is collective where a disk is in use. A disk that fails on one rank does not interrupt the
+    block, in which ranks may need each other, but makes all of them raise at its end.
+
     Args:
         storage: the chunks and masters to write. Call ``Engine.publish`` on every rank afterwards.
+
+    Raises:
+        DiskError: at the end of the block, on every rank.
     """
 
     def __init__(self, storage: Storage) -> None:
@@ -24,27 +36,47 @@ class ValueWriter:
         self._chunk: int | None = None
         self._shard: torch.Tensor | None = None
         self._master: torch.Tensor | None = None
+        self._failure: DiskError | None = None
 
     def __enter__(self) -> ValueWriter:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self._stack.close()
-        self._chunk = None
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._stack.__exit__(kind, error, trace)
+            return
+        self._open(None)
+        if self._storage.uses_disk:
+            failures = disk_failures(self._storage.mesh.world, self._failure, DOING)
+            if failures and self._storage.store is not None:
+                self._storage.store.rollback()
+            raise_failures(failures, self._failure, DOING, OUTCOME)
 
-    def _open(self, index: int) -> None:
-        if index != self._chunk:
+    def _open(self, index: int | None) -> None:
+        """Keep what was written to the chunk before, and open another."""
+        if index == self._chunk or self._failure is not None:
+            return
+        self._chunk, self._shard, self._master = index, None, None
+        try:
             self._stack.close()
-            chunk, state = self._storage.chunks[index], self._storage.states.get(index)
-            self._shard = self._stack.enter_context(chunk.opened(write=True))
-            self._master = self._stack.enter_context(state.opened(write=True)) if state is not None else None
-            self._chunk = index
+            if index is not None:
+                chunk, state = self._storage.chunks[index], self._storage.states.get(index)
+                self._shard = self._stack.enter_context(chunk.opened(write=True))
+                self._master = self._stack.enter_context(state.opened(write=True)) if state is not None else None
+        except DiskError as error:
+            failed, self._stack, self._failure = self._stack, ExitStack(), error
+            with suppress(DiskError):
+                failed.__exit__(type(error), error, error.__traceback__)  # buffers go back, nothing is written
 
     @torch.no_grad()
     def store(self, param: int, value: torch.Tensor) -> None:
         """Store parameter ``param`` (index into the layout's facts): its whole ``value``, any float dtype."""
         index, slot = self._storage.layout.where[param]
         self._open(index)
+        if self._failure is not None:
+            return
         chunk = self._storage.chunks[index]
         flat = value.detach().reshape(-1)
         start, end = chunk.overlap(slot)

@@ -358,7 +358,6 @@ class DiskIO:
     ) -> None:
         self.segment_bytes = -(-_SEGMENT_BYTES // block_bytes) * block_bytes
         self.traffic = Traffic()
-        self._owner = os.getpid()
         self._turn = 0
         self._knobs = _Knobs(
             block_bytes=block_bytes,
@@ -373,8 +372,8 @@ class DiskIO:
         return -(-nbytes // self.segment_bytes)
 
     def alive(self) -> bool:
-        """Whether every thread runs, in this process."""
-        return os.getpid() == self._owner and all(worker.thread.is_alive() for worker in self._workers)
+        """Whether every thread runs; a forked process has none of them."""
+        return all(worker.thread.is_alive() for worker in self._workers)
 
     def start(self, operation: Operation) -> Handle:
         """Hands ``operation`` to the threads.
@@ -401,9 +400,7 @@ class DiskIO:
         return Handle(operation, lambda: (found := io()) is not None and found.alive())
 
     def close(self) -> None:
-        """Ends the threads after the work they have. May be called again; does nothing in a forked process."""
-        if os.getpid() != self._owner:
-            return
+        """Ends the threads after the work they have. May be called again."""
         for worker in self._workers:
             worker.post(None)
         for worker in self._workers:

@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from shardwise.memory.sizes import size_text
 from shardwise.memory.tracker import Tracker
 
-__all__ = ["REST", "DeviceMemoryError", "Ledger", "size_text"]
+__all__ = ["REST", "DeviceMemoryError", "Ledger"]
 
 REST = "activations and the rest"
 
@@ -19,15 +20,6 @@ ADVICE = {
     "masters and optimizer state": "keep it on the host or disk (state_host_fraction, offload_optim_frac, cpu_offload)",
     REST: "use activation checkpointing or a smaller micro-batch",
 }
-
-
-def size_text(nbytes: float) -> str:
-    """``1536`` as ``'1.5 KiB'``."""
-    for unit in ("B", "KiB", "MiB"):
-        if abs(nbytes) < 1024:
-            return f"{nbytes:.4g} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.4g} GiB"
 
 
 class DeviceMemoryError(RuntimeError):

@@ -265,7 +265,7 @@ def _tips(frame: _Frame) -> list[str]:
     parts = []
     for column in frame.columns:
         moment = column.moment
-        sizes = ", ".join(f"{kind} {size_text(size)}" for kind, size in kinds_of(moment).items())
+        sizes = ", ".join(f"{printable(kind, 32)} {size_text(size)}" for kind, size in kinds_of(moment).items())
         tip = escape(f"{printable(moment.name)} ({moment.phase}): {size_text(moment.total_bytes)} = {sizes}")
         left, right = frame.x(column.first), frame.x(column.last + 1)
         box = f"x='{left:.1f}' y='{TOP}' width='{right - left:.1f}' height='{frame.base - TOP}'"

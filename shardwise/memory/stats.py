@@ -118,8 +118,9 @@ class MemStats:
 
     def follows(self, order: Sequence[int]) -> bool:
         """Whether a step that is under way has so far used its units in this order."""
-        seen = _once(order)
-        return self.order[: len(seen)] == seen
+        seen = tuple(order)
+        # Asked at every use: without a loop where nothing is repeated.
+        return self.order[: len(seen)] == seen or self.order[: len(_once(seen))] == _once(seen)
 
     def to_json(self) -> str:
         """One line of JSON; :meth:`from_json` gives an equal object back."""

@@ -65,7 +65,7 @@ def trace_memory(
     if capacity_bytes is None and device.type == "cuda":
         capacity_bytes = torch.cuda.mem_get_info(device)[1]
     with contextlib.ExitStack() as undo:
-        hidden = _keep(model, optimizer, device, undo)
+        hidden = _keep(model, batch, optimizer, device, undo)
         run = _Run(model, batch, device, optimizer, hidden)
         run.recorder.capacity_bytes = capacity_bytes
         undo.callback(run.remove_hooks)
@@ -117,27 +117,29 @@ def _default_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def _keep(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, device: torch.device, undo: contextlib.ExitStack
+    model: nn.Module,
+    batch: Batch,
+    optimizer: torch.optim.Optimizer | None,
+    device: torch.device,
+    undo: contextlib.ExitStack,
 ) -> int:
     """Arrange for everything to be put back; returns the bytes that this itself holds on ``device``."""
     cuda = [device] if device.type == "cuda" else []
     undo.enter_context(torch.random.fork_rng(devices=cuda))
     undo.callback(random.setstate, random.getstate())
-    parameters = list(model.parameters())
-    gradients = [(p, p.grad) for p in parameters]
+    stepped = [p for group in optimizer.param_groups for p in group["params"]] if optimizer is not None else []
+    leaves = list({id(t): t for t in (*model.parameters(), *stepped, *_tensors(batch)) if t.is_leaf}.values())
+    gradients = [(leaf, leaf.grad) for leaf in leaves]
     undo.callback(_restore_gradients, gradients)
-    for parameter in parameters:
-        parameter.grad = None
+    for leaf in leaves:
+        leaf.grad = None
     # Copies wait on the host: on the device they would be part of what is measured.
     buffers = [(m, n, b, _host_copy(b)) for m in model.modules() for n, b in m._buffers.items() if b is not None]
     undo.callback(_restore_buffers, buffers)
     if optimizer is not None:
-        owned = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-        values = [(p, _host_copy(p)) for p in {**owned, **{id(p): p for p in parameters}}.values()]
-        outside = [(p, p.grad) for p in owned.values()]
+        values = [(p, _host_copy(p)) for p in {id(p): p for p in (*model.parameters(), *stepped)}.values()]
         groups = [{k: copy.deepcopy(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         state = {p: {k: (v, _host_copy(v)) for k, v in s.items()} for p, s in optimizer.state.items()}
-        undo.callback(_restore_gradients, [(p, g) for p, g in outside if id(p) not in {id(q) for q in parameters}])
         undo.callback(_restore_optimizer, optimizer, groups, state, values)
     return storage_bytes((gradient for _, gradient in gradients), device)
 
@@ -154,9 +156,9 @@ def _put_back(tensor: Tensor, value: Tensor) -> None:
             tensor.copy_(value)
 
 
-def _restore_gradients(gradients: list[tuple[nn.Parameter, Tensor | None]]) -> None:
-    for parameter, gradient in gradients:
-        parameter.grad = gradient
+def _restore_gradients(gradients: list[tuple[Tensor, Tensor | None]]) -> None:
+    for leaf, gradient in gradients:
+        leaf.grad = gradient
 
 
 def _restore_buffers(buffers: list[tuple[nn.Module, str, Tensor, Tensor]]) -> None:

@@ -160,7 +160,7 @@ def _groups_mixed_up() -> _Patch:
 
         return step_tile
 
-    return _wrap(TileStepper, "_step_tile", make)
+    return _wrap(TileStepper, "step_tile", make)
 
 
 def _reads_not_noticed() -> _Patch:

@@ -11,7 +11,7 @@ from engine_setup import PLANS, adam, check, seeded, sharded
 from torch import Tensor, nn
 
 from shardwise.engine.deferred import deferred_init
-from shardwise.engine.engine import Engine
+from shardwise.engine.writer import ValueWriter
 from shardwise.plan import Plan, zero
 from shardwise.testing import live_tensor_bytes, run_ranks
 from shardwise.testing.modules import TinyGpt
@@ -87,13 +87,13 @@ UNIT_BYTES = 4 * (WIDTH * WIDTH + WIDTH)
 def peak_while_building(plan: Plan, how: str) -> int:
     """Peak of live tensor bytes over the start, looked at whenever a whole value is cut up."""
     peaks: list[int] = []
-    store = Engine.store_value
+    store = ValueWriter.store
 
-    def watched(self: Engine, index: int, value: Tensor) -> None:
+    def watched(self: ValueWriter, index: int, value: Tensor) -> None:
         peaks.append(live_tensor_bytes("cpu"))
         store(self, index, value)
 
-    Engine.store_value = watched  # type: ignore[method-assign]
+    ValueWriter.store = watched  # type: ignore[method-assign]
     before = live_tensor_bytes("cpu")
     try:
         torch.manual_seed(0)
@@ -104,7 +104,7 @@ def peak_while_building(plan: Plan, how: str) -> int:
             peaks.append(live_tensor_bytes("cpu"))
             return max(peaks) - before
     finally:
-        Engine.store_value = store  # type: ignore[method-assign]
+        ValueWriter.store = store  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("how", ["deferred", "meta"])

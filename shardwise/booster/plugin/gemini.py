@@ -310,7 +310,7 @@ def to_plan(arguments: GeminiArguments, world_size: int | None = None) -> Plan:
             master_weights=a.master_weights,
             output_dtype=torch.float32 if a.force_outputs_fp32 else None,
         ),
-        grad=GradPlan(max_norm=a.max_norm, norm_type=a.norm_type, average="sum"),
+        grad=GradPlan(max_norm=a.max_norm, norm_type=a.norm_type, average="sum", update="step"),
         comm=CommPlan(
             overlap=a.enable_async_reduce,
             shared_memory=None,

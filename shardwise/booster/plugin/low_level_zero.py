@@ -103,7 +103,7 @@ def to_plan(arguments: LowLevelZeroArguments) -> Plan:
             reduce_dtype=arguments.communication_dtype,
             cast_inputs=arguments.cast_inputs,
         ),
-        grad=GradPlan(max_norm=arguments.max_norm, norm_type=arguments.norm_type, average="sum"),
+        grad=GradPlan(max_norm=arguments.max_norm, norm_type=arguments.norm_type, average="sum", update="step"),
         comm=CommPlan(
             overlap=arguments.overlap_communication,
             shared_memory=None,

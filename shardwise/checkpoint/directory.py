@@ -1,0 +1,203 @@
+"""Names in the directory that holds a run's checkpoints: how one becomes visible, is replaced, found and removed.
+
+Whatever begins with a dot is not a checkpoint: ``.<tag>.saving-<hex>`` is being written (or was exchanged for its
+successor), ``.<tag>.replaced-<hex>`` stepped aside where the system cannot exchange names, ``.<tag>.purged-<hex>`` is
+being deleted. Every one of them may be left by a killed process; the next save removes them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.checkpoint.file_system import DISK
+from shardwise.checkpoint.files import CheckpointError
+from shardwise.checkpoint.format import MANIFEST, Head, read_head
+from shardwise.checkpoint.source import CheckpointDamage
+from shardwise.memory.disk_errors import explain
+
+__all__ = ["LATEST", "CheckpointRoot", "Found", "check_tag", "describe", "scan"]
+
+LATEST = "latest"
+_HIDDEN = re.compile(r"\.(?P<tag>.+)\.(?P<kind>saving|replaced|purged)-[0-9a-f]{16}")
+
+
+@dataclass(frozen=True)
+class Found:
+    """A complete checkpoint; ``head`` is ``None`` (and ``damage`` says why) where its manifest is unreadable."""
+
+    tag: str
+    path: str
+    head: Head | None
+    damage: str = ""
+
+
+def check_tag(tag: str) -> str:
+    """Raises ValueError for a name that cannot be a directory's or means something else."""
+    if not tag or tag.startswith(".") or "/" in tag or "\0" in tag or tag in (LATEST, f"{LATEST}.partial", "auto"):
+        raise ValueError(
+            f"tag {tag!r}: give a plain file name without '/', not starting with '.', not 'latest' or 'auto'"
+        )
+    return tag
+
+
+def scan(root: str) -> list[Found]:
+    """The checkpoints in ``root``, newest first; those without a readable head come last. Reads the heads only."""
+    try:
+        names = sorted(os.listdir(root))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    places = {n: n for n in names if not n.startswith(".")}
+    for name in names:  # a kill between two renames: the one that stepped aside is still the checkpoint
+        match = _HIDDEN.fullmatch(name)
+        if match and match["kind"] == "replaced":
+            places.setdefault(match["tag"], name)
+    found = []
+    for tag, name in places.items():
+        path = os.path.join(root, name)
+        if not os.path.isdir(path) or not os.path.exists(os.path.join(path, MANIFEST)):
+            continue
+        try:
+            found.append(Found(tag, path, read_head(path)))
+        except CheckpointDamage as error:
+            found.append(Found(tag, path, None, str(error)))
+    return sorted(found, key=lambda each: (each.head is not None, each.head.serial if each.head else 0), reverse=True)
+
+
+class CheckpointRoot:
+    """Changes one directory of checkpoints; only one process of a run (rank 0) does.
+
+    Args:
+        root: made where it is missing.
+        files: the file system.
+    """
+
+    def __init__(self, root: str, files: Any = DISK) -> None:
+        self.root, self._files = root, files
+        self._lock: int | None = None
+
+    def _hidden(self, tag: str, kind: str) -> str:
+        return os.path.join(self.root, f".{tag}.{kind}-{secrets.token_hex(8)}")
+
+    def prepare(self, tag: str) -> tuple[str, int]:
+        """A fresh hidden directory for ``tag``, and the serial number of the save.
+
+        Raises:
+            OSError: it cannot be made.
+            ValueError: something that is not a checkpoint has that name.
+        """
+        os.makedirs(self.root, exist_ok=True)
+        self.recover()
+        final = os.path.join(self.root, check_tag(tag))
+        if os.path.lexists(final) and not os.path.exists(os.path.join(final, MANIFEST)):
+            raise ValueError(f"{final} exists and is not a checkpoint; choose another tag, or move it away")
+        serials = [each.head.serial for each in scan(self.root) if each.head is not None]
+        hidden = self._hidden(tag, "saving")
+        self._files.make_directory(hidden)
+        # The lock tells others that this is no leftover; the system drops it when the process ends.
+        self._lock = self._files.lock_directory(hidden)
+        return hidden, max(serials, default=0) + 1
+
+    def recover(self) -> None:
+        """Finish or undo what a killed process left."""
+        for name in sorted(os.listdir(self.root)):
+            match = _HIDDEN.fullmatch(name)
+            if match is None:
+                continue
+            path, final = os.path.join(self.root, name), os.path.join(self.root, match["tag"])
+            if match["kind"] == "replaced" and not os.path.lexists(final):
+                self._files.rename(path, final)
+                self._files.sync_directory(self.root)
+            elif match["kind"] == "saving":
+                with contextlib.suppress(OSError):
+                    lock = self._files.lock_directory(path)
+                    if lock is not None:
+                        self._files.remove_tree(path)
+                        self._files.close(lock)
+            else:
+                self._files.remove_tree(path)
+
+    def commit(self, hidden: str, tag: str, manifest: bytes) -> None:
+        """Write the manifest and give the directory its name, in one step.
+
+        Raises:
+            OSError: nothing is visible; call :meth:`discard`.
+        """
+        self._files.write_file(os.path.join(hidden, MANIFEST), manifest)
+        self._files.sync_directory(hidden)
+        final = os.path.join(self.root, tag)
+        old: str | None = None
+        if not os.path.lexists(final):
+            self._files.rename(hidden, final)
+        elif self._files.exchange(hidden, final):
+            old = hidden
+        else:
+            old = self._hidden(tag, "replaced")
+            self._files.rename(final, old)
+            try:
+                self._files.rename(hidden, final)
+            except BaseException:
+                self._files.rename(old, final)
+                raise
+        try:
+            self._files.sync_directory(self.root)
+        except BaseException:
+            self._take_back(hidden, final, old)
+            raise
+        self._unlock()
+        if old is not None:
+            self._files.remove_tree(old)
+
+    def _take_back(self, hidden: str, final: str, old: str | None) -> None:
+        """The new name may not survive a power failure: what was there before is put back."""
+        if old == hidden:
+            self._files.exchange(hidden, final)
+            return
+        self._files.rename(final, hidden)
+        if old is not None:
+            self._files.rename(old, final)
+
+    def point_latest(self, tag: str) -> None:
+        """``latest`` names ``tag``: for people and scripts; what is newest is found by :func:`scan`."""
+        partial = os.path.join(self.root, f".{LATEST}.partial")
+        self._files.write_file(partial, f"{tag}\n".encode())
+        self._files.rename(partial, os.path.join(self.root, LATEST))
+        self._files.sync_directory(self.root)
+
+    def purge(self, keep: int) -> list[str]:
+        """Remove all but the ``keep`` newest, each by one rename before it is deleted; returns their tags."""
+        removed = []
+        for each in [found for found in scan(self.root) if found.head is not None][keep:]:
+            gone = self._hidden(each.tag, "purged")
+            self._files.rename(each.path, gone)
+            removed.append((each.tag, gone))
+        if removed:
+            self._files.sync_directory(self.root)
+        for _, gone in removed:
+            self._files.remove_tree(gone)
+        return [tag for tag, _ in removed]
+
+    def discard(self, hidden: str) -> None:
+        """Remove what :meth:`prepare` made."""
+        self._files.remove_tree(hidden)
+        self._unlock()
+
+    def _unlock(self) -> None:
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            with contextlib.suppress(OSError):
+                self._files.close(lock)
+
+
+def describe(error: BaseException) -> str:
+    """An error as a message for the other ranks."""
+    if isinstance(error, OSError) and error.errno is not None:
+        where = f"{error.filename}: " if error.filename else ""
+        return f"{where}{explain(error.errno)}"
+    if isinstance(error, CheckpointError):
+        return str(error)
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,134 @@
+"""Every call by which a checkpoint changes a file system, in one place, so that tests can make each of them fail."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno as codes
+import fcntl
+import os
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["DISK", "FileSystem"]
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+_SYNC_FILE_RANGE_WRITE = 2
+_REFUSED = (codes.ENOSYS, codes.EINVAL, codes.EOPNOTSUPP, codes.EPERM)
+
+
+def _c_function(name: str) -> Callable[..., int] | None:
+    try:
+        return getattr(ctypes.CDLL(None, use_errno=True), name)  # type: ignore[no-any-return]
+    except (AttributeError, OSError):
+        return None
+
+
+class FileSystem:
+    """The operating system's own. All methods raise ``OSError``."""
+
+    def __init__(self) -> None:
+        self._renameat2 = _c_function("renameat2")
+        self._sync_file_range = _c_function("sync_file_range")
+
+    def make_directory(self, path: str) -> None:
+        os.mkdir(path)
+
+    def create(self, path: str) -> int:
+        """A descriptor of a new, empty file."""
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+
+    def allocate(self, fd: int, nbytes: int) -> None:
+        """Take the space now, so that a full disk is found before anything is written."""
+        if nbytes:
+            try:
+                os.posix_fallocate(fd, 0, nbytes)
+            except OSError as error:
+                if error.errno not in _REFUSED:
+                    raise
+
+    def write(self, fd: int, data: memoryview, offset: int) -> None:
+        """All of ``data`` (bytes) at ``offset``."""
+        while len(data):
+            done = os.pwrite(fd, data, offset)
+            data, offset = data[done:], offset + done
+
+    def start_writeback(self, fd: int, offset: int, nbytes: int) -> None:
+        """The disk may begin; so that it works while the next bytes are prepared. Only a hint."""
+        if self._sync_file_range is not None:
+            place = (ctypes.c_int(fd), ctypes.c_int64(offset), ctypes.c_int64(nbytes))
+            self._sync_file_range(*place, ctypes.c_uint(_SYNC_FILE_RANGE_WRITE))
+
+    def sync(self, fd: int) -> None:
+        os.fsync(fd)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def sync_directory(self, path: str) -> None:
+        """Names in it survive a power failure from here on. File systems that cannot do that are left alone."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            if error.errno not in _REFUSED:
+                raise
+        finally:
+            os.close(fd)
+
+    def rename(self, old: str, new: str) -> None:
+        os.rename(old, new)
+
+    def exchange(self, one: str, other: str) -> bool:
+        """Two directories take each other's names in one step; False where the system cannot do that."""
+        if self._renameat2 is None:
+            return False
+        done = self._renameat2(
+            _AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), ctypes.c_uint(_RENAME_EXCHANGE)
+        )
+        if done == 0:
+            return True
+        number = ctypes.get_errno()
+        if number in _REFUSED:
+            return False
+        raise OSError(number, os.strerror(number), one)
+
+    def remove(self, path: str) -> None:
+        os.unlink(path)
+
+    def remove_directory(self, path: str) -> None:
+        os.rmdir(path)
+
+    def lock_directory(self, path: str) -> int | None:
+        """A descriptor that holds a lock on it until it is closed; ``None``: another process has it."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        except OSError:
+            pass  # no locks there (some network file systems)
+        return fd
+
+    def write_file(self, path: str, content: bytes) -> None:
+        """A new file with this content, on the disk when it returns."""
+        fd = self.create(path)
+        try:
+            self.write(fd, memoryview(content), 0)
+            self.sync(fd)
+        finally:
+            self.close(fd)
+
+    def remove_tree(self, path: str) -> None:
+        """A directory of plain files, as far as possible; what remains is for the next save to remove."""
+        with contextlib.suppress(OSError):
+            for name in os.listdir(path):
+                with contextlib.suppress(OSError):
+                    self.remove(os.path.join(path, name))
+            self.remove_directory(path)
+
+
+DISK: Any = FileSystem()
+"""What is used unless a test gives another one."""

@@ -1,0 +1,31 @@
+"""Checkpoints of other libraries, in and out, each as a :class:`CheckpointSource`; docs/checkpoints.md."""
+
+from __future__ import annotations
+
+from shardwise.checkpoint.formats.colossalai import open_colossalai, write_colossalai_model, write_colossalai_optimizer
+from shardwise.checkpoint.formats.dcp import open_dcp, write_dcp
+from shardwise.checkpoint.formats.deepspeed import open_deepspeed
+from shardwise.checkpoint.formats.detect import FORMATS, detect_format, open_checkpoint
+from shardwise.checkpoint.formats.huggingface import open_huggingface, write_huggingface
+from shardwise.checkpoint.formats.peft import open_peft, write_peft
+from shardwise.checkpoint.formats.single import open_single, write_single
+from shardwise.checkpoint.formats.torch_file import RefusedPickle
+
+__all__ = [
+    "FORMATS",
+    "RefusedPickle",
+    "detect_format",
+    "open_checkpoint",
+    "open_colossalai",
+    "open_dcp",
+    "open_deepspeed",
+    "open_huggingface",
+    "open_peft",
+    "open_single",
+    "write_colossalai_model",
+    "write_colossalai_optimizer",
+    "write_dcp",
+    "write_huggingface",
+    "write_peft",
+    "write_single",
+]

@@ -1,0 +1,147 @@
+"""Which format is at a path, and a :class:`CheckpointSource` for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from shardwise.checkpoint.directory import scan
+from shardwise.checkpoint.files import CheckpointError
+from shardwise.checkpoint.format import MANIFEST
+from shardwise.checkpoint.formats.colossalai import find_parts, open_colossalai
+from shardwise.checkpoint.formats.dcp import open_dcp
+from shardwise.checkpoint.formats.deepspeed import find_step, open_deepspeed
+from shardwise.checkpoint.formats.huggingface import INDEX, WHOLE, open_huggingface
+from shardwise.checkpoint.formats.indexed import read_index
+from shardwise.checkpoint.formats.peft import CONFIG, open_peft
+from shardwise.checkpoint.formats.single import open_single
+from shardwise.checkpoint.formats.torch_file import TORCH_SUFFIXES
+from shardwise.checkpoint.read import NativeSource
+from shardwise.checkpoint.source import CheckpointSource
+
+__all__ = ["FORMATS", "detect_format", "open_checkpoint"]
+
+FORMATS = ("native", "huggingface", "single", "dcp", "colossalai", "deepspeed", "peft")
+
+
+def _is_native(path: Path) -> bool:
+    return (path / MANIFEST).is_file() or any(found.head is not None for found in scan(str(path)))
+
+
+def _model_index(path: Path) -> Path | None:
+    return next((path / name for name in INDEX if (path / name).is_file()), None)
+
+
+def _is_colossalai(path: Path) -> bool:
+    model, optimizer = find_parts(path)
+    if optimizer is not None or (model is not None and (model.parent != path or model.name not in INDEX)):
+        return True
+    # Hugging Face numbers its shards "-00001-of-00002", ColossalAI "-00001".
+    return model is not None and not any("-of-" in file for file in read_index(model)[1].values())
+
+
+def _is_huggingface(path: Path) -> bool:
+    if any((path / name).is_file() for name in WHOLE):
+        return True
+    index = _model_index(path)
+    return index is not None and not _is_colossalai(path)
+
+
+
+def _files(path: Path) -> list[Path]:
+    known = (".safetensors", *TORCH_SUFFIXES)
+    return sorted(item for item in path.iterdir() if item.suffix in known and item.is_file())
+
+
+_TESTS: tuple[tuple[str, Callable[[Path], bool]], ...] = (
+    ("native", _is_native),
+    ("dcp", lambda path: (path / ".metadata").is_file()),
+    ("peft", lambda path: (path / CONFIG).is_file()),
+    ("deepspeed", lambda path: find_step(path) is not None),
+    ("colossalai", _is_colossalai),
+    ("huggingface", _is_huggingface),
+)
+
+
+def detect_format(path: str | Path) -> str:
+    """One of :data:`FORMATS`.
+
+    Raises:
+        FileNotFoundError: nothing is there, or nothing that is known.
+        CheckpointError: several formats are in the directory; they are named.
+    """
+    place = Path(path)
+    if place.is_file():
+        return detect_format(place.parent) if place.name.endswith(".json") else "single"
+    if not place.is_dir():
+        raise FileNotFoundError(f"{place}: no such file or directory")
+    found = [name for name, test in _TESTS if test(place)]
+    if len(found) > 1:
+        raise CheckpointError(f"{place} holds checkpoints of several formats: {', '.join(found)}; say which (format=)")
+    if found:
+        return found[0]
+    files = _files(place)
+    if len(files) == 1:
+        return "single"
+    if files:
+        listed = ", ".join(file.name for file in files[:5])
+        raise CheckpointError(f"{place} holds {len(files)} files and no index ({listed}); name the file to open")
+    raise FileNotFoundError(
+        f"{place} holds no checkpoint: none of {MANIFEST}, .metadata, {CONFIG}, *_model_states.pt, an index or a "
+        "single .safetensors or torch file is in it; if a save did not finish, use an earlier one"
+    )
+
+
+def open_checkpoint(
+    path: str | Path,
+    format: str | None = None,
+    optimizer: str | Path | None = None,
+    parameter_names: Sequence[str] | None = None,
+) -> CheckpointSource:
+    """Open a checkpoint of any format for reading. Nothing in it is executed.
+
+    Args:
+        path: a directory or a file. A directory of native checkpoints stands for the newest of them.
+        format: one of :data:`FORMATS`; ``None``: found out.
+        optimizer: ColossalAI only: the optimizer's directory, where it is not beside the model.
+        parameter_names: names of an optimizer's parameters in its own order, for files that only number them.
+
+    Raises:
+        FileNotFoundError: nothing is there.
+        ValueError: ``format`` is not one of the names.
+        CheckpointError: several formats, or content that is not known.
+        RefusedPickle: a file that could only be read by running code; it says which classes it names.
+        CheckpointDamage: a file is missing, cut off or changed.
+    """
+    if format is not None and format not in FORMATS:
+        raise ValueError(f"format={format!r}: known are {', '.join(FORMATS)}")
+    place = Path(path)
+    name = format or detect_format(place)
+    if place.is_file() and place.name.endswith(".json"):
+        place = place.parent
+    if name == "native":
+        return NativeSource(_native_directory(place))
+    if name == "colossalai":
+        return open_colossalai(place, optimizer, parameter_names)
+    if optimizer is not None:
+        raise ValueError(f"optimizer={str(optimizer)!r}: {place} is of format {name}, which keeps it with the model")
+    if name == "single":
+        return open_single(_files(place)[0] if place.is_dir() else place, parameter_names)
+    if parameter_names is not None:
+        raise ValueError(f"parameter_names given, but {place} is of format {name}, which has names")
+    readers: dict[str, Callable[[Path], CheckpointSource]] = {
+        "huggingface": open_huggingface,
+        "dcp": open_dcp,
+        "deepspeed": open_deepspeed,
+        "peft": open_peft,
+    }
+    return readers[name](place)
+
+
+def _native_directory(path: Path) -> Path:
+    if (path / MANIFEST).is_file():
+        return path
+    newest = next((found for found in scan(str(path)) if found.head is not None), None)
+    if newest is None:
+        raise FileNotFoundError(f"{path} holds no complete checkpoint")
+    return Path(newest.path)

@@ -1,0 +1,148 @@
+"""Hugging Face directories: ``model.safetensors``, or shards with ``model.safetensors.index.json``; the older ``.bin``
+names are read as well.
+
+What ``from_pretrained`` does is reproduced where it matters to a writer: a tied tensor is stored once, under its first
+name, when the configuration ties it, and under every name when it does not.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.checkpoint.files import CheckpointError
+from shardwise.checkpoint.formats.indexed import Shards, read_index
+from shardwise.checkpoint.formats.lazy import LazySource, model_entries
+from shardwise.checkpoint.formats.output import output_directory, sizes_of, split_by_size
+from shardwise.checkpoint.formats.safetensors_file import write_safetensors_stream
+from shardwise.checkpoint.source import CheckpointSource
+
+__all__ = ["INDEX", "WHOLE", "open_huggingface", "write_huggingface"]
+
+WHOLE = ("model.safetensors", "pytorch_model.bin")
+INDEX = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+MEGABYTE = 1024**2
+_WEIGHTS = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
+
+
+def open_huggingface(path: str | Path) -> LazySource:
+    """The model in a Hugging Face directory. Safetensors are preferred where both kinds are there, as HF does.
+
+    Raises:
+        FileNotFoundError: the directory has none of the file names.
+        CheckpointDamage: a shard is missing, cut off or without a tensor that the index names.
+        CheckpointError: the index is not an index.
+    """
+    directory = Path(path)
+    shards = Shards(directory)
+    for whole, index in zip(WHOLE, INDEX, strict=True):
+        if (directory / whole).is_file():
+            entries, aliases = shards.file(whole)
+        elif (directory / index).is_file():
+            entries, aliases = shards.entries(read_index(directory / index)[1])
+        else:
+            continue
+        named = {f"model/{name}": entry for name, entry in entries.items()}
+        state = {"aliases": aliases} if aliases else {}
+        return LazySource("huggingface", named, state, close=shards.close)
+    raise FileNotFoundError(f"{directory} has none of {', '.join(WHOLE + INDEX)}; give a directory with a saved model")
+
+
+def write_huggingface(
+    source: CheckpointSource,
+    path: str | Path,
+    size_per_shard: float = 5 * 1024,
+    dtype: torch.dtype | None = None,
+    config: Any = None,
+    generation_config: Any = None,
+) -> list[Path]:
+    """Write the model of ``source`` so that ``from_pretrained(path)`` loads it.
+
+    Args:
+        source: any checkpoint with a model.
+        path: the directory; an earlier model in it is replaced, other files (a tokenizer) stay.
+        size_per_shard: MB of 2**20 bytes; a shard is larger only where one tensor is.
+        dtype: of floating-point tensors; ``None``: as stored.
+        config: a transformers configuration (or its ``to_dict()``), written as ``config.json``; ``None`` keeps the one
+            that the directory has.
+        generation_config: the same for ``generation_config.json``.
+
+    Returns:
+        The written files.
+
+    Raises:
+        CheckpointError: the source has no model.
+        NotADirectoryError: ``path`` is a file.
+        ValueError: the shard size is not positive.
+        OSError: the directory cannot be written; what was there is still there.
+    """
+    target = Path(path)
+    written: list[str] = []
+    configured = {"config.json": config, "generation_config.json": generation_config}
+    given = {name: _as_dict(value) for name, value in configured.items() if value is not None}
+    settings = given.get("config.json") or _existing_config(target)
+    # A configuration that does not tie would leave the second name unset.
+    tied = settings is not None and not _ties(settings)
+    entries = model_entries(source, dtype, tied=tied)
+    if not entries:
+        raise CheckpointError(f"nothing to write to {target}: the checkpoint holds no model tensors")
+    shards = split_by_size(sizes_of(entries), size_per_shard * MEGABYTE)
+
+    def replaced(name: str) -> bool:
+        return _WEIGHTS.fullmatch(name) is not None or name in given
+
+    with output_directory(target, replaced) as directory:
+        weight_map: dict[str, str] = {}
+        for number, names in enumerate(shards, 1):
+            file = WHOLE[0] if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            held = {name: entries[name] for name in names}
+            write_safetensors_stream(directory / file, held, {"format": "pt"})
+            weight_map.update(dict.fromkeys(names, file))
+            written.append(file)
+        if len(shards) > 1:
+            total = sum(entry.nbytes for entry in entries.values())
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+            _write_json(directory / INDEX[0], index)
+            written.append(INDEX[0])
+        for name, content in given.items():
+            _write_json(directory / name, content)
+            written.append(name)
+    return [target / name for name in written]
+
+
+def _as_dict(config: Any) -> dict[str, Any]:
+    if isinstance(config, Mapping):
+        return dict(config)
+    if hasattr(config, "to_diff_dict"):
+        return dict(json.loads(config.to_json_string(use_diff=True)))
+    raise TypeError(f"config is a {type(config).__name__}; give a transformers configuration or a dictionary")
+
+
+def _existing_config(directory: Path) -> dict[str, Any] | None:
+    try:
+        content = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def _ties(config: Mapping[str, Any]) -> bool:
+    # Written only where it differs from the model type's default, so an absent entry is asked of transformers.
+    if "tie_word_embeddings" in config:
+        return bool(config["tie_word_embeddings"])
+    try:
+        from transformers import AutoConfig
+
+        known = AutoConfig.for_model(config["model_type"])
+    except Exception:  # not installed, or a model type of the user's own: HF's general default
+        return True
+    return bool(getattr(known, "tie_word_embeddings", True))
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=path.name == "config.json") + "\n", encoding="utf-8")

@@ -1,0 +1,137 @@
+"""PEFT adapters: ``adapter_config.json`` with ``adapter_model.safetensors`` or ``adapter_model.bin``.
+
+In a model an adapter's parameters carry its name (``…lora_A.default.weight``); in the file they do not. Both
+directions follow what peft does for LoRA, DoRA, LoRA on embeddings and ``modules_to_save``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.checkpoint.files import CheckpointError, read_json
+from shardwise.checkpoint.formats.indexed import Shards
+from shardwise.checkpoint.formats.lazy import Entry, LazySource, model_entries, whole
+from shardwise.checkpoint.formats.output import output_directory
+from shardwise.checkpoint.formats.safetensors_file import write_safetensors_stream
+from shardwise.checkpoint.source import CheckpointSource
+
+__all__ = ["CONFIG", "WEIGHTS", "name_in_file", "name_in_model", "open_peft", "write_peft"]
+
+CONFIG = "adapter_config.json"
+WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+_LORA = re.compile(r"(.*\.)?(lora_[A-Za-z_]+)(\..*)?")
+
+
+def name_in_model(name: str, config: Mapping[str, Any], adapter: str = "default") -> str:
+    """The parameter's name in a ``PeftModel`` for a name in an adapter's file."""
+    found = _LORA.fullmatch(name)
+    if found is not None:
+        rest = found[3] or (".weight" if found[2] == "lora_magnitude_vector" else "")
+        return f"{found[1] or ''}{found[2]}.{adapter}{rest}"
+    for module in config.get("modules_to_save") or []:
+        place = re.fullmatch(rf"((?:.*\.)?{re.escape(module)})\.([^.]+)", name)
+        if place is not None:
+            return f"{place[1]}.modules_to_save.{adapter}.{place[2]}"
+    return name
+
+
+def name_in_file(name: str, config: Mapping[str, Any], adapter: str = "default") -> str | None:
+    """The name in an adapter's file for a parameter of a ``PeftModel``; ``None``: it is not part of the adapter."""
+    kept = re.fullmatch(rf"(.*)\.modules_to_save\.{re.escape(adapter)}\.(.*)", name)
+    if kept is not None:
+        return f"{kept[1]}.{kept[2]}"
+    if re.search(r"\.modules_to_save\.|\.original_module\.", name):
+        return None
+    found = re.fullmatch(rf"(.*\.)?(lora_[A-Za-z_]+)\.{re.escape(adapter)}(\..*)?", name)
+    if found is not None:
+        rest = "" if found[2] == "lora_magnitude_vector" else found[3] or ""
+        return f"{found[1] or ''}{found[2]}{rest}"
+    if ".lora_" in name or not name.endswith(".bias") or config.get("bias", "none") == "none":
+        return None
+    return name
+
+
+def open_peft(path: str | Path, adapter: str = "default") -> LazySource:
+    """The adapter's parameters under the names of a ``PeftModel``; its configuration is ``state()["peft"]``.
+
+    Raises:
+        FileNotFoundError: no configuration or no weights.
+        CheckpointError: the configuration is not JSON.
+    """
+    directory = Path(path)
+    config = read_json(directory / CONFIG)
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{directory / CONFIG} holds a {type(config).__name__}, not a configuration")
+    file = next((name for name in WEIGHTS if (directory / name).is_file()), None)
+    if file is None:
+        raise FileNotFoundError(f"{directory} has {CONFIG} but neither {' nor '.join(WEIGHTS)}; was the save finished?")
+    shards = Shards(directory)
+    entries, _ = shards.file(file)
+    named = {f"model/{name_in_model(name, config, adapter)}": entry for name, entry in entries.items()}
+    return LazySource("peft", named, {"peft": config}, close=shards.close)
+
+
+def write_peft(
+    source: CheckpointSource,
+    path: str | Path,
+    config: Any = None,
+    adapter: str = "default",
+    use_safetensors: bool = True,
+    dtype: torch.dtype | None = None,
+) -> list[Path]:
+    """Write the adapter in ``source`` so that ``PeftModel.from_pretrained`` loads it.
+
+    Args:
+        source: a checkpoint with the parameters of a ``PeftModel``.
+        path: the directory; an earlier adapter in it is replaced.
+        config: a ``PeftConfig`` or a dictionary; ``None``: what :func:`open_peft` found.
+        adapter: the adapter's name in the model.
+        use_safetensors: write ``adapter_model.safetensors`` instead of ``adapter_model.bin``.
+        dtype: of floating-point tensors; ``None``: as stored.
+
+    Raises:
+        CheckpointError: no configuration, no parameters of that adapter, or an adapter type other than LoRA.
+        NotADirectoryError: ``path`` is a file.
+    """
+    settings = _settings(config if config is not None else source.state().get("peft"), path)
+    if settings.get("peft_type") != "LORA":
+        raise CheckpointError(f"adapters of type {settings.get('peft_type')!r} are not written; LORA is")
+    entries: dict[str, Entry] = {}
+    for name, entry in model_entries(source, dtype, tied=True).items():
+        own = name_in_file(name, settings, adapter)
+        if own is not None:
+            entries[own] = entry
+    if not any("lora_" in name for name in entries):
+        raise CheckpointError(f"nothing to write to {path}: the checkpoint has no parameters of an adapter {adapter!r}")
+    file = WEIGHTS[0] if use_safetensors else WEIGHTS[1]
+    with output_directory(Path(path), lambda name: name in (*WEIGHTS, CONFIG)) as directory:
+        if use_safetensors:
+            write_safetensors_stream(directory / file, entries, {"format": "pt"})
+        else:
+            torch.save({name: whole(entry) for name, entry in entries.items()}, directory / file)
+        text = json.dumps(settings, indent=2, sort_keys=True)
+        (directory / CONFIG).write_text(text + "\n", encoding="utf-8")
+    return [Path(path) / file, Path(path) / CONFIG]
+
+
+def _settings(config: Any, path: str | Path) -> dict[str, Any]:
+    if config is None:
+        raise CheckpointError(f"writing an adapter to {path} needs its configuration: pass config=")
+    content = dict(config) if isinstance(config, Mapping) else dict(config.to_dict())
+    return {key: _json(value) for key, value in content.items()}
+
+
+def _json(value: Any) -> Any:
+    if isinstance(value, set | frozenset):
+        return sorted(value)
+    if isinstance(value, Mapping):
+        return {str(key): _json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json(item) for item in value]
+    return getattr(value, "value", value)  # peft's enumerations are strings

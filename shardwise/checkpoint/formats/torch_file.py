@@ -1,0 +1,110 @@
+"""Files of ``torch.save``, read with torch's ``weights_only`` loader and mapped instead of copied where they can be.
+
+The loader builds tensors, plain containers and nothing else. Where a format is known to hold a few classes of its
+library (DeepSpeed's loss scaler), inert classes of ours stand in for exactly those.
+"""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.checkpoint.files import CheckpointError
+from shardwise.checkpoint.formats.lazy import Entry, entry_of_tensor
+from shardwise.checkpoint.source import CheckpointDamage
+
+__all__ = ["TORCH_SUFFIXES", "RefusedPickle", "check_zip", "load_torch", "tensor_entries"]
+
+TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+StandIn = tuple[type, str]
+
+
+class RefusedPickle(CheckpointError):
+    """A file that could only be read by building objects of arbitrary classes, which can run any code."""
+
+
+def load_torch(path: Path, stand_ins: Sequence[StandIn] = ()) -> Any:
+    """The content of a torch file, tensors on the CPU and mapped from the file where its format allows.
+
+    Args:
+        path: a file that ``torch.save`` wrote, in its zip format or the older one.
+        stand_ins: ``(class of ours, "module.Class" in the file)`` pairs that may be built besides tensors.
+
+    Raises:
+        RefusedPickle: the file needs other classes; they are named.
+        CheckpointDamage: the file is not whole.
+        FileNotFoundError: there is no such file.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"no checkpoint file {path}; check the path, and that the save finished")
+    mapped = zipfile.is_zipfile(path)
+    try:
+        with torch.serialization.safe_globals(list(stand_ins)):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except pickle.UnpicklingError as error:
+        named = _unsafe_names(path, stand_ins) if mapped else []
+        why = f"it holds objects of {', '.join(named)}" if named else str(error).splitlines()[0]
+        raise RefusedPickle(
+            f"{path} was refused: {why}. Only tensors and plain containers are read, as building other objects from a "
+            "pickle can run any code; if you trust the file, load it where it was made and save its state_dict() again"
+        ) from error
+    except Exception as error:
+        raise CheckpointDamage(f"{path} is not a whole torch file ({error!s:.300}); load another copy") from error
+
+
+def _unsafe_names(path: Path, stand_ins: Sequence[StandIn]) -> list[str]:
+    known = {name for _, name in stand_ins}
+    try:
+        return sorted(set(torch.serialization.get_unsafe_globals_in_checkpoint(path)) - known)
+    except Exception:  # the names only make the message better
+        return []
+
+
+def check_zip(path: Path) -> None:
+    """Compare every record of a torch file with the CRC-32 that the zip holds; the older format has none.
+
+    Raises:
+        CheckpointDamage: a record differs.
+    """
+    if not zipfile.is_zipfile(path):
+        return
+    try:
+        with zipfile.ZipFile(path) as archive:
+            broken = archive.testzip()
+    except (zipfile.BadZipFile, OSError, EOFError) as error:
+        raise CheckpointDamage(f"{path} is not a whole file of torch.save ({error}); load another copy") from error
+    if broken is not None:
+        raise CheckpointDamage(f"{path}: the record {broken} is not what was written; load another copy")
+
+
+def tensor_entries(state: Mapping[Any, Any], where: str) -> tuple[dict[str, Entry], dict[str, str], dict[str, Any]]:
+    """The tensors of a state dictionary: entries by name, names that are the same tensor as an earlier one, the rest.
+
+    Raises:
+        CheckpointError: a key is not a string, or a tensor is sparse or quantized.
+    """
+    entries: dict[str, Entry] = {}
+    aliases: dict[str, str] = {}
+    rest: dict[str, Any] = {}
+    first: dict[tuple[object, ...], str] = {}
+    for name, value in state.items():
+        if not isinstance(name, str):
+            raise CheckpointError(f"{where}: the key {name!r} is not a name; a model's state has names for keys")
+        if not isinstance(value, torch.Tensor):
+            rest[name] = value
+            continue
+        memory = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
+        kept = first.setdefault(memory, name) if value.numel() else name
+        if kept != name:
+            aliases[name] = kept
+            continue
+        try:
+            entries[name] = entry_of_tensor(value)
+        except TypeError as error:
+            raise CheckpointError(f"{where}: {name} cannot be read: {error}") from error
+    return entries, aliases, rest

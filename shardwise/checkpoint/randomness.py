@@ -1,0 +1,52 @@
+"""The random number generators of one rank as plain data, and back."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardwise.memory.disk_checksum import checksum
+
+__all__ = ["read_generators", "restore_generators", "spread_generators"]
+
+
+def read_generators(device: torch.device) -> dict[str, Any]:
+    """Python's, numpy's, torch's on the CPU and, where ``device`` is a GPU, on it. Tensors and numbers only."""
+    version, words, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    state: dict[str, Any] = {
+        "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
+        "numpy": {
+            "name": str(name),
+            "keys": torch.from_numpy(np.asarray(keys).astype(np.int64)),
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "cached": float(cached),
+        },
+        "torch": torch.get_rng_state(),
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def restore_generators(state: dict[str, Any], device: torch.device) -> None:
+    """What :func:`read_generators` gave; without a GPU's where it was saved on a CPU, or the other way round."""
+    python, numpy = state["python"], state["numpy"]
+    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+    keys = numpy["keys"].numpy().astype(np.uint32)
+    np.random.set_state((numpy["name"], keys, numpy["position"], numpy["has_gauss"], numpy["cached"]))
+    torch.set_rng_state(state["torch"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def spread_generators(state: dict[str, Any], rank: int) -> None:
+    """For a rank that the checkpoint does not have: seeds that depend on rank 0's ``state`` and on ``rank``."""
+    seed = (checksum(state["torch"].numpy()) + 0x9E3779B97F4A7C15 * (rank + 1)) % 2**63
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)

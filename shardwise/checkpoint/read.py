@@ -1,0 +1,194 @@
+"""Reading a checkpoint directory lazily, every byte checked before it is believed; and checking all of it offline."""
+
+from __future__ import annotations
+
+import bisect
+import os
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardwise.checkpoint.format import FileFact, Manifest, PieceFact, hexadecimal, read_manifest
+from shardwise.checkpoint.pieces import Bytes, as_bytes
+from shardwise.checkpoint.source import CheckpointDamage, TensorFact
+from shardwise.memory.disk_checksum import checksum
+
+__all__ = ["NativeSource", "verify"]
+
+CACHED_PIECES = 4  # of which a part was asked for; the next part comes soon
+AHEAD_BYTES = 32 << 20
+
+
+class NativeSource:
+    """A directory that :func:`save_checkpoint` wrote; see :class:`shardwise.checkpoint.source.CheckpointSource`.
+
+    Only pieces that overlap what is asked for are read, each whole, because a checksum covers a piece: at most two of
+    ``PIECE_BYTES`` beyond the range itself. Those of which only a part was asked for are kept (four at most).
+
+    Raises:
+        FileNotFoundError: no checkpoint there.
+        CheckpointDamage: the manifest is damaged, or a file is missing or has another size.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.directory = os.fspath(directory)
+        self.manifest: Manifest = read_manifest(self.directory)
+        self._files: dict[int, int] = {}
+        self._cache: OrderedDict[tuple[int, int], Bytes] = OrderedDict()
+        self.bytes_read = 0
+        for number, fact in enumerate(self.manifest.files):
+            problem = self._wrong_size(fact)
+            if problem:
+                raise CheckpointDamage(f"{problem} (it holds {self._first_in(number)}); load another checkpoint")
+
+    # ---- the protocol
+
+    def tensors(self) -> Mapping[str, TensorFact]:
+        return self.manifest.tensors
+
+    def state(self) -> dict[str, Any]:
+        return self.manifest.state
+
+    def read(self, name: str, start: int, numel: int) -> torch.Tensor:
+        out = torch.empty(numel, dtype=self.manifest.tensors[name].dtype)
+        self.read_into(name, start, out)
+        return out
+
+    def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
+        """The same into ``out``: 1-D, contiguous, on the host, of the stored dtype."""
+        fact, numel = self.manifest.tensors[name], out.numel()
+        if start < 0 or start + numel > fact.numel:
+            raise ValueError(f"elements {start} to {start + numel} of {name}, which has {fact.numel}: ask for less")
+        if out.dtype != fact.dtype:
+            raise ValueError(f"{name} is stored as {fact.dtype} and cannot be read into {out.dtype}; cast afterwards")
+        if not numel:
+            return
+        place, itemsize = as_bytes(out), fact.dtype.itemsize
+        pieces = self.manifest.pieces[name]
+        index = bisect.bisect_right(pieces, start, key=lambda piece: piece.start) - 1
+        while index < len(pieces) and pieces[index].start < start + numel:
+            piece = pieces[index]
+            first, last = max(piece.start, start), min(piece.start + piece.numel, start + numel)
+            into = place[(first - start) * itemsize : (last - start) * itemsize]
+            if last - first == piece.numel:
+                self._read_piece(name, piece, into)
+            else:
+                data = self._cached(name, piece, piece.numel * itemsize)
+                into[:] = data[(first - piece.start) * itemsize : (last - piece.start) * itemsize]
+            index += 1
+
+    def close(self) -> None:
+        files, self._files = self._files, {}
+        self._cache.clear()
+        for fd in files.values():
+            os.close(fd)
+
+    def __enter__(self) -> NativeSource:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # ---- files
+
+    def _path(self, file: int) -> str:
+        return os.path.join(self.directory, self.manifest.files[file].name)
+
+    def _wrong_size(self, fact: FileFact) -> str:
+        path = os.path.join(self.directory, fact.name)
+        try:
+            size = os.stat(path).st_size
+        except OSError as error:
+            return f"{path} is missing or cannot be read: {error.strerror}"
+        return "" if size == fact.nbytes else f"{path} has {size} bytes instead of the {fact.nbytes} that were written"
+
+    def _first_in(self, file: int) -> str:
+        for name, pieces in self.manifest.pieces.items():
+            if any(piece.file == file for piece in pieces):
+                return name
+        return "no tensor"
+
+    def _open(self, file: int) -> int:
+        if file not in self._files:
+            path, fact = self._path(file), self.manifest.files[file]
+            try:
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise CheckpointDamage(f"{path} cannot be opened: {error.strerror}") from error
+            self._files[file] = fd
+            header = np.empty(fact.header_bytes, dtype=np.uint8)
+            self._fill(file, fd, header, 0, "its header")
+            if hexadecimal(header.data) != fact.header_checksum:
+                raise CheckpointDamage(
+                    f"{path}: the header ({fact.header_bytes} bytes, which name {self._first_in(file)} and others) is "
+                    "not what was written; load another checkpoint"
+                )
+        return self._files[file]
+
+    def _fill(self, file: int, fd: int, place: Bytes, offset: int, what: str) -> None:
+        at = 0
+        while at < place.nbytes:
+            try:
+                done = os.preadv(fd, [place[at:].data], offset + at)
+            except OSError as error:
+                raise CheckpointDamage(f"{self._path(file)}: {what} cannot be read: {error.strerror}") from error
+            if done == 0:
+                raise CheckpointDamage(f"{self._path(file)} ends before {what}; load another checkpoint")
+            at += done
+        self.bytes_read += place.nbytes
+
+    def _read_piece(self, name: str, piece: PieceFact, place: Bytes) -> None:
+        fd = self._open(piece.file)
+        end = piece.offset + place.nbytes
+        os.posix_fadvise(fd, end, AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
+        self._fill(piece.file, fd, place, piece.offset, name)
+        if f"{checksum(place):016x}" != piece.checksum:
+            raise CheckpointDamage(
+                f"{self._path(piece.file)}: bytes {piece.offset} to {end} (elements {piece.start} to "
+                f"{piece.start + piece.numel} of {name}) are not what was written; load another checkpoint"
+            )
+
+    def _cached(self, name: str, piece: PieceFact, nbytes: int) -> Bytes:
+        key = (piece.file, piece.offset)
+        if key not in self._cache:
+            data = np.empty(nbytes, dtype=np.uint8)
+            self._read_piece(name, piece, data)
+            while len(self._cache) >= CACHED_PIECES:
+                self._cache.popitem(last=False)
+            self._cache[key] = data
+        self._cache.move_to_end(key)
+        return self._cache[key]
+
+    # ---- offline
+
+    def problems(self) -> list[str]:
+        """Every damaged piece and header, read from the disk; empty if all of it is as written."""
+        found = []
+        for number in range(len(self.manifest.files)):
+            try:
+                self._open(number)
+            except CheckpointDamage as error:
+                found.append(str(error))
+        for name, fact in self.manifest.tensors.items():
+            for piece in self.manifest.pieces.get(name, ()):
+                try:
+                    self._read_piece(name, piece, np.empty(piece.numel * fact.dtype.itemsize, dtype=np.uint8))
+                except CheckpointDamage as error:
+                    found.append(str(error))
+        return found
+
+
+def verify(directory: str | os.PathLike[str]) -> list[str]:
+    """What is wrong with a checkpoint, one line each naming file and tensor; empty if every byte is as written.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint.
+    """
+    try:
+        with NativeSource(directory) as source:
+            return source.problems()
+    except (CheckpointDamage, ValueError) as error:
+        return [str(error)]

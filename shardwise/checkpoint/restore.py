@@ -1,0 +1,224 @@
+"""Restoring a session from a checkpoint: which one, whether it fits, and every value back in its place."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardwise.checkpoint import tree
+from shardwise.checkpoint.directory import scan
+from shardwise.checkpoint.format import MANIFEST
+from shardwise.checkpoint.match import Match
+from shardwise.checkpoint.randomness import restore_generators, spread_generators
+from shardwise.checkpoint.read import NativeSource
+from shardwise.checkpoint.source import CheckpointDamage, CheckpointSource
+from shardwise.checkpoint.write import agree
+from shardwise.engine.fragments import Held
+
+__all__ = ["Restored", "put_back", "restore"]
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a restored checkpoint says beside the values.
+
+    Attributes:
+        path, tag, step: of the checkpoint.
+        updates: optimizer steps until then.
+        user_state: what was given when saving.
+        data_position: this rank's; rank 0's for a rank that the checkpoint does not have.
+        data_positions: of all ranks that saved.
+        missing: names of the model that the checkpoint does not have (``strict=False``).
+        unexpected: names in the checkpoint that the model does not have.
+        skipped: damaged checkpoints that were newer.
+    """
+
+    path: str
+    tag: str
+    step: int
+    updates: int
+    user_state: Any
+    data_position: Any
+    data_positions: tuple[Any, ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    skipped: tuple[str, ...]
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that saved."""
+        return len(self.data_positions)
+
+
+def _candidates(root: str, tag: str | None) -> list[str]:
+    """Directories to try, in order. Raises FileNotFoundError, CheckpointDamage (unreadable heads without "auto")."""
+    if os.path.exists(os.path.join(root, MANIFEST)):
+        if tag in (None, "auto"):
+            return [root]
+        raise ValueError(f"{root} is a checkpoint itself, and tag={tag!r} was given: leave the tag out")
+    found = scan(root)
+    if tag == "auto":
+        return [each.path for each in found]
+    if tag is not None:
+        chosen = [each.path for each in found if each.tag == tag]
+        if not chosen:
+            known = ", ".join(each.tag for each in found) or "none"
+            raise FileNotFoundError(f"no checkpoint {tag!r} in {root}; there: {known}")
+        return chosen
+    if not found:
+        raise FileNotFoundError(f"no checkpoint in {root}; give the directory that was saved into, or tag='auto'")
+    broken = [each for each in found if each.head is None]
+    if broken:
+        raise CheckpointDamage(f"{broken[0].damage}; name another tag, or use tag='auto' to skip it")
+    return [found[0].path]
+
+
+def restore(session: Any, root: str, tag: str | None, strict: bool, lr_schedulers: Sequence[Any]) -> Restored | None:
+    """See :meth:`shardwise.checkpoint.session.Checkpointer.load`."""
+    rank, gather = session.mesh.rank, session.mesh.world.exchange_object
+
+    def choose() -> list[str]:
+        try:
+            return _candidates(root, tag) if rank == 0 else []
+        except FileNotFoundError as error:
+            return ["", str(error)]
+
+    paths = agree(gather, rank, f"find a checkpoint in {root}", choose)[1][0]
+    if paths and not paths[0]:
+        raise FileNotFoundError(paths[1])
+    skipped: list[str] = []
+    for path in paths:
+        try:
+            return _restore_one(session, path, strict, lr_schedulers, tuple(skipped))
+        except CheckpointDamage as error:
+            if tag != "auto":
+                raise
+            skipped.append(path)
+            if rank == 0:
+                print(f"checkpoint skipped: {error}", flush=True)
+    if skipped:
+        raise CheckpointDamage(f"every checkpoint in {root} is damaged ({', '.join(skipped)}); see the notices above")
+    return None
+
+
+class _StateTensors(Mapping[str, torch.Tensor]):
+    """Tensors that the JSON state refers to, read when asked for."""
+
+    def __init__(self, source: CheckpointSource) -> None:
+        self._source, self._facts = source, source.tensors()
+
+    def __getitem__(self, path: str) -> torch.Tensor:
+        fact = self._facts[f"state/{path}"]
+        return self._source.read(f"state/{path}", 0, fact.numel).reshape(fact.shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name.removeprefix("state/") for name in self._facts if name.startswith("state/"))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def _restore_one(
+    session: Any, path: str, strict: bool, lr_schedulers: Sequence[Any], skipped: tuple[str, ...]
+) -> Restored:
+    rank, gather = session.mesh.rank, session.mesh.world.exchange_object
+    opened: list[NativeSource] = []
+
+    def look() -> tuple[Match, _Rest]:
+        opened.append(NativeSource(path))
+        match = Match(opened[0], Held(session.engine, session.optimizers), strict)
+        return match, _Rest(session, match, lr_schedulers)
+
+    try:
+        (match, rest), _ = agree(gather, rank, f"load {path}", look, share=False)
+        put_back(session, match, path)
+        agree(gather, rank, f"load the rest of {path}", rest.put_back, share=False)
+    finally:
+        for source in opened:
+            source.close()
+    manifest = opened[0].manifest
+    return Restored(
+        path,
+        manifest.head.tag,
+        manifest.head.step,
+        int(match.state.get("updates", 0)),
+        rest.user_state,
+        rest.positions[session.mesh.rank if session.mesh.rank < len(rest.positions) else 0],
+        tuple(rest.positions),
+        tuple(match.missing),
+        tuple(match.unexpected),
+        skipped,
+    )
+
+
+def put_back(session: Any, match: Match, what: str) -> None:
+    """Parameters, masters and optimizer state from any source. Collective.
+
+    Raises:
+        CheckpointDamage, CheckpointError: on every rank; some values were replaced already.
+    """
+    engine = session.engine
+    engine.zero_grad()
+    for optimizer in session.optimizers:
+        optimizer.zero_grad()
+    engine.before_update()
+    gather = session.mesh.world.exchange_object
+    try:
+        agree(
+            gather,
+            session.mesh.rank,
+            f"load {what}, of which some values were taken over already (load another checkpoint before going on)",
+            lambda: match.held.put_back(match.fill, match.tensor_of, match.state_of, match.optimizers),
+            share=False,
+        )
+    finally:
+        engine.publish(everything=True)
+
+
+class _Rest:
+    """Everything beside parameters and element-wise state, read and checked before anything is changed."""
+
+    def __init__(self, session: Any, match: Match, lr_schedulers: Sequence[Any]) -> None:
+        self._session, self._match, self._schedulers = session, match, lr_schedulers
+        state, tensors = match.state, _StateTensors(match.source)
+        rank, size = session.mesh.rank, session.mesh.size
+        saved = tree.decode(state["lr_schedulers"], tensors) if lr_schedulers else []
+        if lr_schedulers and len(saved) != len(lr_schedulers):
+            raise ValueError(
+                f"the checkpoint has {len(saved)} learning-rate schedulers and {len(lr_schedulers)} were given; "
+                "give as many, or none"
+            )
+        self._saved_schedulers = saved
+        self.user_state = tree.decode(state["user_state"], tensors)
+        self.positions = [tree.decode(each, tensors) for each in state["data_position"]]
+        self._generators = tree.decode(state["rng"][rank if rank < len(state["rng"]) else 0], tensors)
+        known = match.held.others
+        self._others = {n: v for n, v in tree.decode(state["extra"], tensors).items() if n in known}
+        own = state["buffers"][rank] if len(state["buffers"]) == size else {}
+        for name, value in match.held.buffers().items():
+            full = f"state/{own[name]}" if name in own else f"model/{name}"
+            if full in match.facts:
+                self._others[name] = match.source.read(full, 0, value.numel()).reshape(value.shape)
+        self._exact = rank < len(state["rng"])
+
+    def put_back(self) -> None:
+        """Change the session."""
+        session, state = self._session, self._match.state
+        self._match.held.put_others(self._others)
+        for index in self._match.optimizers:
+            groups = zip(session.optimizers[index].param_groups, state["optimizers"][index]["groups"], strict=True)
+            for group, saved in groups:
+                group.update(tree.decode(saved["options"], tree.outline(saved["tensors"])))
+        scaler = session.optimizers[0].scaler if session.optimizers else None
+        if scaler is not None and state["scaler"] is not None:
+            scaler.load_state_dict(state["scaler"])
+        for scheduler, saved in zip(self._schedulers, self._saved_schedulers, strict=True):
+            scheduler.load_state_dict(saved)
+        if self._exact:
+            restore_generators(self._generators, session.mesh.device)
+        else:
+            spread_generators(self._generators, session.mesh.rank)

@@ -1,0 +1,213 @@
+"""One call that saves everything of a session, and one that restores it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from shardwise.checkpoint.contents import Contents, Given, Scheduler, Trained, buffer_digests
+from shardwise.checkpoint.directory import CheckpointRoot, check_tag
+from shardwise.checkpoint.file_system import DISK
+from shardwise.checkpoint.files import CheckpointError
+from shardwise.checkpoint.format import Head
+from shardwise.checkpoint.pieces import Bytes, as_bytes
+from shardwise.checkpoint.restore import Restored, restore
+from shardwise.checkpoint.snapshot import Background, HostImage, OwnGroup
+from shardwise.checkpoint.write import SaveJob, agree
+from shardwise.engine.fragments import Held
+
+__all__ = ["Checkpointer"]
+
+
+class Checkpointer:
+    """Saves and restores one session; every method is collective.
+
+    Args:
+        session: what is saved.
+        files: the file system that saves go through.
+    """
+
+    def __init__(self, session: Trained, files: Any = DISK) -> None:
+        self._session, self._files = session, files
+        self._background = Background()
+        self._image: HostImage | None = None
+        self._group: OwnGroup | None = None
+        self.steps = 0
+        """Updates so far, those before a restored checkpoint included."""
+        if session.optimizers:
+            session.optimizers[0].optimizer.register_step_post_hook(self._count)
+
+    def _count(self, *_: object) -> None:
+        self.steps += 1
+
+    # ---- saving
+
+    def save(
+        self,
+        root: str | os.PathLike[str],
+        tag: str | None = None,
+        *,
+        step: int | None = None,
+        lr_schedulers: Sequence[Scheduler] = (),
+        data_position: Any = None,
+        user_state: Any = None,
+        keep: int | None = None,
+        use_async: bool = False,
+    ) -> str:
+        """Save model, optimizers, loss scale, schedulers, random number generators and what is given here.
+
+        The checkpoint is ``root/tag``: not there, or complete. A tag that exists is replaced in one step.
+
+        Args:
+            root: a directory of checkpoints that all ranks share; made where it is missing.
+            tag: name of this one; ``step-<step>`` if not given.
+            step: how far training is; by default the number of updates.
+            lr_schedulers: anything with ``state_dict``.
+            data_position: where this rank is in its data: numbers, strings, tensors, lists, tuples, dicts.
+            user_state: the same, of rank 0.
+            keep: remove all but the ``keep`` newest afterwards.
+            use_async: copy to host memory and return; a thread writes. A save that still runs is waited for first, and
+                its error raised here or in :meth:`wait`.
+
+        Returns:
+            The checkpoint's path.
+
+        Raises:
+            CheckpointError: on every rank, when one could not write (no space, no permission, a failed device) or an
+                asynchronous save before this one failed; earlier checkpoints are as they were, training can go on.
+            ValueError: a tag that is no plain name, ``keep`` < 1, or something that a checkpoint cannot hold.
+        """
+        if keep is not None and keep < 1:
+            raise ValueError(f"keep={keep}: give how many checkpoints remain, at least 1, or None for all")
+        step = self.steps if step is None else step
+        tag = check_tag(f"step-{step}" if tag is None else tag)
+        self.wait()
+        engine, mesh = self._session.engine, self._session.mesh
+        engine.passes.recover()
+        engine.pool.settle()
+        given = Given(step, self.steps, lr_schedulers, data_position, user_state)
+        owner = CheckpointRoot(os.fspath(root), self._files) if mesh.rank == 0 else None
+        hidden, serial, first_digests = self._prepare(owner, os.fspath(root), tag)
+        contents: Contents | None = None
+        failure: Exception | None = None
+        try:
+            contents = Contents(self._session, given, first_digests)
+        except Exception as error:  # the others learn of it when they agree on what was written
+            failure = error
+
+        def values() -> Iterator[torch.Tensor]:
+            if failure is not None or contents is None:
+                raise failure or RuntimeError(f"no contents ({contents}); report this")
+            return contents.values()
+
+        job = SaveJob(mesh.rank, owner, self._files, hidden, Head(tag, serial, step), contents, keep)
+        if use_async:
+            self._start(job, values)
+        else:
+            job.run(lambda: map(as_bytes, values()), mesh.world.exchange_object)
+        return os.path.join(os.fspath(root), tag)
+
+    def _prepare(self, owner: CheckpointRoot | None, root: str, tag: str) -> tuple[str, int, dict[str, int]]:
+        """The hidden directory, the save's number, and what rank 0's buffers are. Collective."""
+        session = self._session
+        hidden: list[str] = []
+
+        def prepare() -> list[Any]:
+            digests = buffer_digests(Held(session.engine, session.optimizers))
+            if owner is None:
+                return []
+            path, serial = owner.prepare(tag)
+            hidden.append(path)
+            return [path, serial, digests]
+
+        try:
+            gather = session.mesh.world.exchange_object
+            _, posts = agree(gather, session.mesh.rank, f"prepare checkpoint {tag!r} in {root}", prepare)
+        except BaseException:
+            if owner is not None and hidden:
+                owner.discard(hidden[0])
+            raise
+        path, serial, digests = posts[0]
+        return path, serial, digests
+
+    def _start(self, job: SaveJob, values: Callable[[], Iterable[torch.Tensor]]) -> None:
+        if self._group is None:
+            self._group = OwnGroup()
+        if self._image is None:
+            self._image = HostImage(pin=self._session.mesh.device.type == "cuda")
+        group = self._group
+        failure: Exception | None = None
+        copied: Any = None
+        try:
+            copied = self._image.take(job.layout, values())
+        except Exception as error:
+            failure = error
+
+        def give() -> Iterable[Bytes]:
+            if failure is not None:
+                raise failure
+            return copied()  # type: ignore[no-any-return]
+
+        self._background.start(lambda: job.run(give, group.gather))
+
+    @property
+    def saving(self) -> bool:
+        """Whether an asynchronous save is still being written."""
+        return self._background.running
+
+    def wait(self) -> None:
+        """Return when nothing is being written any more.
+
+        Raises:
+            CheckpointError: the last asynchronous save failed.
+        """
+        error = self._background.join()
+        if error is not None:
+            raise CheckpointError(f"the asynchronous save failed: {error}") from error
+
+    def close(self) -> None:
+        """Wait, and give back memory and communicator. Raises as :meth:`wait` does."""
+        try:
+            self.wait()
+        finally:
+            self._image = None
+            if self._group is not None:
+                self._group.close()
+                self._group = None
+
+    # ---- restoring
+
+    def load(
+        self,
+        root: str | os.PathLike[str],
+        tag: str | None = None,
+        *,
+        strict: bool = True,
+        lr_schedulers: Sequence[Scheduler] = (),
+    ) -> Restored | None:
+        """Restore what :meth:`save` saved, at any number of ranks, stage, packing, tier and precision.
+
+        Args:
+            root: a directory of checkpoints, or one checkpoint.
+            tag: which; ``None``: the newest; ``"auto"``: the newest whole one, those that are damaged are skipped
+                with a notice from rank 0, and None is returned where there is no checkpoint at all.
+            strict: names that are missing from the checkpoint or from the model are errors. Shapes always are.
+            lr_schedulers: as many as were saved, in the same order, or none.
+
+        Returns:
+            Where training was; see :class:`Restored`.
+
+        Raises:
+            CheckpointDamage: bytes are missing or wrong (file and tensor are named), on every rank; where some values
+                were replaced already, the message says so.
+            FileNotFoundError: there is no such checkpoint.
+            ValueError: names or shapes do not fit; nothing was changed.
+        """
+        self.wait()
+        restored = restore(self._session, os.fspath(root), tag, strict, lr_schedulers)
+        if restored is not None:
+            self.steps = restored.updates
+        return restored

@@ -1,0 +1,122 @@
+"""Asynchronous saves: a copy in host memory, then a thread that writes and commits while training goes on."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.checkpoint.pieces import Bytes, PieceLayout, as_bytes
+
+__all__ = ["Background", "HostImage", "OwnGroup"]
+
+TIMEOUT_S = 1800.0
+
+
+class HostImage:
+    """The values of one save, in memory that the next one uses again."""
+
+    def __init__(self, pin: bool) -> None:
+        self._pin = pin
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory held."""
+        return self._memory.nbytes
+
+    def take(self, layout: PieceLayout, values: Iterable[torch.Tensor]) -> Callable[[], Iterator[Bytes]]:
+        """Copy ``values`` (those of the layout's fragments, in order); what is returned gives them as bytes.
+
+        Raises:
+            MemoryError: there is not enough.
+        """
+        needed = layout.nbytes - len(layout.header)
+        if self._memory.nbytes < needed:
+            self._memory = torch.empty(0, dtype=torch.uint8)
+            try:
+                self._memory = torch.empty(needed, dtype=torch.uint8, pin_memory=self._pin)
+            except RuntimeError as error:
+                raise MemoryError(
+                    f"no {needed} bytes of host memory for a snapshot; save with use_async=False"
+                ) from error
+        places = [offset - len(layout.header) for offset in layout.offsets]
+        sizes = [fragment.nbytes for fragment in layout.fragments]
+        whole = self._memory.numpy()
+        for place, size, value in zip(places, sizes, values, strict=True):
+            self._memory[place : place + size].copy_(value.view(torch.uint8))
+        return lambda: (whole[place : place + size] for place, size in zip(places, sizes, strict=True))
+
+
+class OwnGroup:
+    """All ranks of the default process group, for one thread beside training. Collective to make."""
+
+    def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
+        self._group: Any = None
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
+
+    def gather(self, value: object) -> list[Any]:
+        """Every rank's JSON-able ``value``. Collective.
+
+        Raises:
+            RuntimeError: a peer died, or did not come in time.
+        """
+        text = json.dumps(value).encode()
+        if self._group is None:
+            return [json.loads(text)]
+        ranks = dist.get_world_size(self._group)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks)]
+        dist.all_gather(sizes, torch.tensor([len(text)]), group=self._group)
+        longest = max(int(size) for size in sizes)
+        mine = torch.zeros(longest, dtype=torch.uint8)
+        mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        rows = [torch.empty(longest, dtype=torch.uint8) for _ in range(ranks)]
+        dist.all_gather(rows, mine, group=self._group)
+        return [json.loads(as_bytes(row)[: int(size)].tobytes()) for row, size in zip(rows, sizes, strict=True)]
+
+    def close(self) -> None:
+        """Give it back. Safe to call twice."""
+        group, self._group = self._group, None
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
+
+
+class Background:
+    """At most one action in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether the last action has not ended."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self, action: Callable[[], None]) -> None:
+        """Begin ``action``; call :meth:`join` first."""
+        if self._thread is not None:
+            raise RuntimeError(f"{self._thread.name} was not waited for; report this")
+
+        def run() -> None:
+            try:
+                action()
+            except BaseException as error:
+                self._error = error
+
+        self._thread = threading.Thread(target=run, name="shardwise checkpoint")
+        self._thread.start()
+
+    def join(self) -> BaseException | None:
+        """Wait for the action, and take its error."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join()
+        error, self._error = self._error, None
+        return error

@@ -1,0 +1,63 @@
+"""What every checkpoint is to its readers, whatever its format: global tensors by name and a JSON state, read lazily.
+
+``model/<fqn>`` is a parameter or buffer under its plain torch name (a tied one under its first name; the state's
+``aliases`` maps each other name to it). ``optimizer/<i>/<fqn>/<key>`` is element-wise state of that parameter in
+optimizer i, of the parameter's shape. ``state/<path>`` is a tensor that the state refers to (random number generators,
+user state). Everything small (step counts, groups, scaler, schedulers) is in the JSON state; see
+docs/checkpoint-format.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from shardwise.checkpoint.files import CheckpointError
+
+__all__ = ["CheckpointDamage", "CheckpointSource", "TensorFact"]
+
+
+@dataclass(frozen=True)
+class TensorFact:
+    """Global shape and stored dtype of one tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+
+class CheckpointSource(Protocol):
+    """A checkpoint of any format, read lazily; nothing in it is executed."""
+
+    def tensors(self) -> Mapping[str, TensorFact]:
+        """Every global tensor by name."""
+
+    def read(self, name: str, start: int, numel: int) -> torch.Tensor:
+        """Elements ``[start, start + numel)`` of the flattened tensor: 1-D, on the CPU, in its stored dtype.
+
+        Reads only what it must.
+
+        Raises:
+            KeyError: there is no such tensor.
+            ValueError: the range is outside it.
+            CheckpointDamage: what is there is not what was written; file and tensor are named.
+        """
+
+    def state(self) -> dict[str, Any]:
+        """The JSON state; {} where the format has none."""
+
+    def close(self) -> None:
+        """Let go of open files. Safe to call twice."""
+
+
+class CheckpointDamage(CheckpointError):
+    """Bytes of a checkpoint are missing, or are not those that were written; file and tensor are named."""

@@ -1,0 +1,235 @@
+"""``shardwise trace``: what one training step of a model holds, as a picture."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from shardwise.cli.errors import BadInput
+
+if TYPE_CHECKING:
+    from shardwise.memory.stats import MemStats
+
+__all__ = ["add_parser", "main"]
+
+T = TypeVar("T")
+
+EXAMPLES = """
+FUNCTION takes no arguments and returns a model, (model, batch) or (model, batch, loss). The batch is a tensor, a tuple
+of arguments or a dict of keyword arguments; loss(model, batch) makes the scalar that backward starts from.
+
+  shardwise trace train.py:build --batch first_batch --optimizer AdamW --capacity 24GiB
+  shardwise trace package.models:tiny --device meta        (no memory taken, nothing computed)
+  shardwise trace --stats stats.json --out trace.svg       (draw what --json or MemStats.save wrote)
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Add ``trace`` to the command's subparsers."""
+    parser = commands.add_parser(
+        "trace",
+        help="draw the memory of one training step of a model",
+        description="Run one training step of a model and draw what it held: model data, activations, the peak.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("target", nargs="?", metavar="FILE_OR_MODULE:FUNCTION", help="what makes the model")
+    add("--batch", metavar="FUNCTION", help="function beside it that returns the batch")
+    add("--optimizer", metavar="NAME", help="step this one of torch.optim as well, such as AdamW or SGD")
+    add("--device", help="cpu, cuda, cuda:1, meta; default: where the model is")
+    add("--capacity", metavar="SIZE", help="memory of the device, such as 24GiB; default: a GPU's own")
+    add("--stats", type=Path, metavar="FILE", help="draw this saved trace instead of running a step")
+    add("--out", type=Path, default=Path("trace.svg"), metavar="FILE", help="the picture (default trace.svg)")
+    add("--json", type=Path, metavar="FILE", help="save the trace itself")
+    add("--dump", type=Path, metavar="FILE", help="save it as a table of text")
+    add("--quiet", action="store_true", help="print one line, without the picture in text")
+    parser.set_defaults(main=main)
+
+
+def main(options: argparse.Namespace) -> int:
+    """Trace or load, write the files, print; 0, or 2 for bad input. Under a launcher only rank 0 writes and prints."""
+    from shardwise.memory.sizes import parse_size
+
+    if (options.target is None) == (options.stats is None):
+        given = "neither" if options.target is None else "both"
+        raise BadInput(f"{given} of FILE_OR_MODULE:FUNCTION and --stats given: give one of them")
+    for path in (options.out, options.json, options.dump):
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            raise BadInput(f"{path}: cannot be written: give a file in a folder that exists")
+    try:
+        capacity = parse_size(options.capacity) if options.capacity is not None else None
+    except ValueError as problem:
+        raise BadInput(f"--capacity: {problem}") from None
+    stats = _saved(options, capacity) if options.stats is not None else _traced(options, capacity)
+    if os.environ.get("RANK", "0") == "0":
+        _show(options, stats)
+    return 0
+
+
+def _saved(options: argparse.Namespace, capacity: int | None) -> MemStats:
+    from dataclasses import replace
+
+    from shardwise.memory.stats import MemStats
+
+    for name in ("batch", "optimizer", "device"):
+        if getattr(options, name) is not None:
+            raise BadInput(f"--{name} {getattr(options, name)}: has no meaning with --stats; leave it out")
+    try:
+        stats = MemStats.load(options.stats)
+    except OSError as problem:
+        raise BadInput(f"--stats {options.stats}: {problem.strerror or problem}") from None
+    except ValueError as problem:
+        raise BadInput(f"--stats {problem}") from None
+    return stats if capacity is None else replace(stats, capacity_bytes=capacity)
+
+
+def _show(options: argparse.Namespace, stats: MemStats) -> None:
+    from shardwise.memory.dump import dump_memory_stats
+    from shardwise.memory.picture import draw, printable, timeline_text
+    from shardwise.memory.sizes import size_text
+
+    title = options.target or options.stats.name
+    try:
+        options.out.write_text(draw(stats, f"Memory of one training step: {title}"), encoding="utf-8")
+        if options.json is not None:
+            stats.save(options.json)
+        if options.dump is not None:
+            dump_memory_stats(stats, options.dump)
+    except OSError as problem:
+        raise BadInput(f"{problem.filename or options.out}: {problem.strerror or problem}") from None
+    if not options.quiet:
+        encoding = (sys.stdout.encoding or "").lower().replace("-", "")
+        print(timeline_text(stats, ascii_only=not encoding.startswith("utf")), end="")
+    peak = stats.moments[stats.peak_index] if stats.moments else None
+    where = f" at {printable(peak.name)} ({peak.phase})" if peak else ""
+    capacity = f" of {size_text(stats.capacity_bytes)}" if stats.capacity_bytes is not None else ""
+    print(f"peak {size_text(stats.peak_bytes)}{capacity}{where}; picture in {options.out}")
+
+
+def _traced(options: argparse.Namespace, capacity: int | None) -> MemStats:
+    import torch
+    from torch import nn
+
+    from shardwise.memory.trace import trace_memory
+
+    source, function = _target(options.target)
+    module = _load(source)
+    made = _call(module, function, options.target)
+    parts = made if isinstance(made, tuple) else (made,)
+    if not 1 <= len(parts) <= 3 or not isinstance(parts[0], nn.Module) or (len(parts) == 3 and not callable(parts[2])):
+        kinds = (
+            f"({', '.join(type(part).__name__ for part in parts)})" if isinstance(made, tuple) else type(made).__name__
+        )
+        raise BadInput(f"{options.target} returned {kinds}: return a model, (model, batch) or (model, batch, loss)")
+    model, batch, loss = (*parts, None, None)[:3]
+    if options.batch is not None:
+        batch = _call(module, options.batch, f"{source}:{options.batch}")
+    if batch is None:
+        raise BadInput(f"{options.target} returned no batch: return (model, batch), or name a function with --batch")
+    if options.device is not None:
+        try:
+            device = torch.device(options.device)
+            model, batch = model.to(device), _move(batch, device)
+        except (RuntimeError, AssertionError) as problem:
+            raise BadInput(f"--device {options.device}: {str(problem).splitlines()[0]}") from None
+    optimizer = _optimizer(options.optimizer, model) if options.optimizer is not None else None
+    return _guarded(
+        f"the step of {options.target}",
+        lambda: trace_memory(model, batch, loss, optimizer=optimizer, capacity_bytes=capacity),
+    )
+
+
+def _target(text: str) -> tuple[str, str]:
+    source, _, function = text.rpartition(":")
+    if not source or not function.isidentifier():
+        raise BadInput(f"{text}: give FILE_OR_MODULE:FUNCTION, such as train.py:build or package.models:tiny")
+    return source, function
+
+
+def _load(source: str) -> ModuleType:
+    path = Path(source)
+    if path.suffix != ".py" and os.sep not in source:
+        if "" not in sys.path and os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())
+        try:
+            return _guarded(f"importing {source}", lambda: importlib.import_module(source), ModuleNotFoundError)
+        except ModuleNotFoundError as problem:
+            missing = problem.name or source
+            if source == missing or source.startswith(missing + "."):
+                raise BadInput(f"{source}: no such module; give a module that can be imported, or a .py file") from None
+            raise BadInput(f"importing {source}: it needs {missing}, which is not installed") from None
+    if not path.is_file():
+        raise BadInput(f"{source}: no such file; give a Python file or a module name")
+    # As when the file is run: what lies beside it can be imported.
+    sys.path.insert(0, str(path.resolve().parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise BadInput(f"{source}: is no Python file; give one that ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)
+    loader = spec.loader
+    _guarded(f"running {source}", lambda: loader.exec_module(module))
+    return module
+
+
+def _call(module: ModuleType, name: str, shown: str) -> Any:
+    function = getattr(module, name, None)
+    if not callable(function):
+        own = ((n, f) for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__)
+        known = [n for n, _ in own if not n.startswith("_")]
+        what = "is no function" if function is not None else "no such function"
+        raise BadInput(f"{shown}: {what}; there is {', '.join(sorted(known)) or 'none'}")
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []  # not written in Python
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in variable]
+    if needed:
+        raise BadInput(f"{shown}: needs arguments ({', '.join(needed)}); give a function that takes none")
+    return _guarded(f"{shown}()", function)
+
+
+def _guarded(what: str, action: Callable[[], T], *through: type[Exception]) -> T:
+    """Errors of the user's code in one line that says where they come from."""
+    try:
+        return action()
+    except through:
+        raise
+    except Exception as problem:
+        frames = traceback.extract_tb(problem.__traceback__)
+        where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+        said = (str(problem).splitlines() or [""])[0]
+        raise BadInput(f"{what} raised {type(problem).__name__}: {said}{where}") from problem
+
+
+def _optimizer(name: str, model: Any) -> Any:
+    import torch
+
+    kind = getattr(torch.optim, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)) or kind is torch.optim.Optimizer:
+        raise BadInput(f"--optimizer {name}: no optimizer of torch.optim; give one such as AdamW, Adam or SGD")
+    construct: Callable[[Any], Any] = kind
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if not trained:
+        raise BadInput(f"--optimizer {name}: the model has no parameter that needs a gradient; leave it out")
+    return _guarded(f"torch.optim.{name}", lambda: construct(trained))
+
+
+def _move(value: Any, device: Any) -> Any:
+    import torch
+    from torch.utils._pytree import tree_map_only
+
+    if hasattr(value, "to") and not isinstance(value, torch.Tensor):
+        return value.to(device)
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), value)

@@ -1,0 +1,329 @@
+"""What this rank holds of every global tensor, and how it is put back: the engine's side of a checkpoint.
+
+A *fragment* is a range of one flattened global tensor. Values are given as they are trained: fp32 masters where there
+are some, otherwise the parameter shard. They are read tile by tile, so at most one tile is in memory beyond what is
+there anyway. Nothing here communicates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from shardwise.chunk.chunk import Chunk
+from shardwise.engine.disk_tiles import is_element_wise
+from shardwise.engine.engine import Engine
+from shardwise.engine.optimizer import ShardedOptimizer
+
+__all__ = ["EXTRA_STATE", "Fill", "Fragment", "FragmentPlan", "Held", "Stored", "TensorShape", "split"]
+
+EXTRA_STATE = "_extra_state"  # what torch appends to a module's name
+
+Fill = Callable[[str, int, torch.Tensor], None]
+"""``fill(name, start, out)`` puts elements ``[start, start + out.numel())`` of tensor ``name``, cast, into 1-D ``out``."""
+
+
+@dataclass(frozen=True)
+class TensorShape:
+    """Global shape and dtype under which a tensor is saved."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """Elements ``[start, start + numel)`` of the flattened global tensor ``name`` of ``shape``."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    start: int
+    numel: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is the entire tensor."""
+        return self.start == 0 and self.numel == torch.Size(self.shape).numel()
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Fragments that come into memory together. Each getter gives its fragment's values while the block is open."""
+
+    opened: Callable[[], AbstractContextManager[Any]]
+    parts: tuple[tuple[Fragment, Callable[[Any], torch.Tensor]], ...]
+
+
+class FragmentPlan:
+    """The fragments that one rank writes, and their values in the same order."""
+
+    def __init__(self, blocks: Sequence[_Block], most_bytes: int, replica: int, replicas: int) -> None:
+        self._blocks = blocks
+        cut = [[split(fragment, most_bytes) for fragment, _ in block.parts] for block in blocks]
+        total = max(sum(f.nbytes for parts in cut for pieces in parts for f in pieces), 1)
+        self._owned: list[list[list[tuple[Fragment, int]]]] = []
+        at = 0
+        for block, parts in zip(blocks, cut, strict=True):
+            owned: list[list[tuple[Fragment, int]]] = []
+            for (whole, _), pieces in zip(block.parts, parts, strict=True):
+                mine = []
+                for piece in pieces:
+                    # Replicas hold the same bits: each writes a contiguous share of them.
+                    if at * replicas // total == replica:
+                        mine.append((piece, piece.start - whole.start))
+                    at += piece.nbytes
+                owned.append(mine)
+            self._owned.append(owned)
+        self.fragments = [f for parts in self._owned for pieces in parts for f, _ in pieces]
+
+    def values(self) -> Iterator[torch.Tensor]:
+        """1-D tensors, contiguous, on the host, in the order of ``fragments``; each is valid until the next."""
+        for block, parts in zip(self._blocks, self._owned, strict=True):
+            if not any(parts):
+                continue
+            with block.opened() as held:
+                for (_, get), pieces in zip(block.parts, parts, strict=True):
+                    if pieces:
+                        value = get(held).detach().reshape(-1)
+                        for piece, offset in pieces:
+                            yield value[offset : offset + piece.numel].cpu().contiguous()
+
+
+def split(fragment: Fragment, most_bytes: int) -> list[Fragment]:
+    """Cut into fragments of at most ``most_bytes``, the boundaries at multiples of that within the tensor.
+
+    So neighbouring fragments of one tensor have neighbouring pieces wherever the shards are cut.
+    """
+    step = max(most_bytes // fragment.dtype.itemsize, 1)
+    pieces, at, end = [], fragment.start, fragment.start + fragment.numel
+    while at < end:
+        stop = min((at // step + 1) * step, end)
+        pieces.append(replace(fragment, start=at, numel=stop - at))
+        at = stop
+    return pieces
+
+
+class Held:
+    """One engine and its optimizers, by global names.
+
+    Attributes:
+        names: by parameter index, all its names, the one it is saved under first.
+        others: buffers, integer parameters and extra state by name, as they are now.
+    """
+
+    def __init__(self, engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> None:
+        self.engine, self.optimizers = engine, tuple(optimizers)
+        engine.guards.check()
+        found = engine.guards.state_names()
+        self.names: list[tuple[str, ...]] = [
+            tuple(found.of_parameter.get(index, fact.names)) for index, fact in enumerate(engine.layout.facts)
+        ]
+        self.others = dict(found.others)
+        self._positions: dict[int, list[tuple[ShardedOptimizer, int]]] = {}
+        for optimizer in self.optimizers:
+            for position, tile in enumerate(optimizer._updates.tiles):
+                self._positions.setdefault(tile.chunk.spec.index, []).append((optimizer, position))
+
+    # ---- names and shapes, the same on every rank
+
+    def aliases(self) -> dict[str, str]:
+        """Other names of tied parameters, each with the one it is saved under."""
+        return {other: names[0] for names in self.names for other in names[1:]}
+
+    def model_shapes(self) -> dict[str, TensorShape]:
+        """Every parameter and tensor buffer by its saved name (without prefix)."""
+        shapes = {}
+        for index, fact in enumerate(self.engine.layout.facts):
+            shapes[self.names[index][0]] = TensorShape(tuple(fact.shape), self.stored_dtype(index))
+        for name, value in self.buffers().items():
+            shapes[name] = TensorShape(tuple(value.shape), value.dtype)
+        return shapes
+
+    def stored_dtype(self, param: int) -> torch.dtype:
+        """Of the master, or of the shard where there is none."""
+        chunk_index, _ = self.engine.layout.where[param]
+        state = self.engine.states.get(chunk_index)
+        dtype = state.dtype if state is not None else None
+        return dtype or self.engine.layout.chunks[chunk_index].dtype
+
+    def compute_dtypes(self) -> dict[str, torch.dtype]:
+        """In which each parameter is used."""
+        return {self.names[i][0]: fact.dtype for i, fact in enumerate(self.engine.layout.facts)}
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Buffers and integer parameters."""
+        found = self.others.items()
+        return {n: v for n, v in found if isinstance(v, torch.Tensor) and not n.endswith(EXTRA_STATE)}
+
+    def extra(self) -> dict[str, Any]:
+        """What modules return from ``get_extra_state``."""
+        return {name: value for name, value in self.others.items() if name.endswith(EXTRA_STATE)}
+
+    def group_names(self, optimizer: ShardedOptimizer) -> list[list[str]]:
+        """Saved names of the parameters, by param group."""
+        return [[self.names[param][0] for param in params] for params in optimizer._full._order]
+
+    # ---- out
+
+    def plan(self, most_bytes: int) -> FragmentPlan:
+        """What this rank writes, in fragments of at most ``most_bytes``; replicas share the work."""
+        mesh = self.engine.mesh
+        blocks = list(self._blocks())
+        return FragmentPlan(blocks, most_bytes, mesh.replicate.rank, mesh.replicate.size)
+
+    def _blocks(self) -> Iterator[_Block]:
+        for chunk in self.engine.chunks:
+            positions = self._positions.get(chunk.spec.index)
+            if positions is None:
+                yield self._chunk_block(chunk)
+            for optimizer, position in positions or ():
+                yield self._tile_block(optimizer, position)
+
+    def _chunk_block(self, chunk: Chunk) -> _Block:
+        """Parameters that no optimizer has."""
+        parts = []
+        for slot in chunk.spec.slots:
+            start, end = chunk.overlap(slot)
+            if start < end:
+                name, first = f"model/{self.names[slot.param][0]}", start - chunk.shard_start
+                fragment = Fragment(name, tuple(slot.shape), chunk.spec.dtype, start - slot.start, end - start)
+                parts.append((fragment, _part_of_shard(first, end - start)))
+        return _Block(chunk.opened, tuple(parts))
+
+    def _tile_block(self, optimizer: ShardedOptimizer, position: int) -> _Block:
+        tile = optimizer._updates.tiles[position]
+        parts: list[tuple[Fragment, Callable[[Any], torch.Tensor]]] = []
+        for piece in tile.pieces:
+            name, shape = self.names[piece.param][0], tuple(self.engine.layout.facts[piece.param].shape)
+            values = Fragment(f"model/{name}", shape, piece.value.dtype, piece.offset, piece.end - piece.start)
+            parts.append((values, _value_of(piece.value)))
+            for key, value in optimizer.state.get(piece.value, {}).items():
+                if is_element_wise(value, piece):
+                    full = f"optimizer/{optimizer.index}/{name}/{key}"
+                    state = Fragment(full, shape, value.dtype, piece.offset, piece.end - piece.start)
+                    parts.append((state, _state_of(optimizer, piece.value, key)))
+        return _Block(lambda: optimizer._updates.opened(position), tuple(parts))
+
+    def small_state(self, optimizer: ShardedOptimizer) -> dict[str, dict[str, Any]]:
+        """By parameter with a piece on this rank and state: what is not element-wise (numbers, one-element tensors)."""
+        small: dict[str, dict[str, Any]] = {}
+        for tile in optimizer._updates.tiles:
+            for piece in tile.pieces:
+                state = optimizer.state.get(piece.value)
+                if state:
+                    own = {key: value for key, value in state.items() if not is_element_wise(value, piece)}
+                    small.setdefault(self.names[piece.param][0], {}).update(own)
+        return small
+
+    # ---- in
+
+    @torch.no_grad()
+    def put_back(
+        self,
+        fill: Fill,
+        stored: Callable[[str], str | None],
+        state_of: Callable[[str], dict[str, Any] | None],
+        optimizers: Collection[int],
+    ) -> None:
+        """Fill this rank's shards, masters and optimizer state; call ``Engine.publish(everything=True)`` afterwards.
+
+        Args:
+            fill: gives values.
+            stored: the tensor that holds a model parameter, by the name it would be saved under here; ``None`` leaves
+                the parameter as it is.
+            state_of: by the name of a parameter ``{key: small value, or Stored}``; ``None``: it was never stepped.
+            optimizers: indices of those whose state is replaced.
+        """
+        for chunk in self.engine.chunks:
+            self._put_values(chunk, fill, stored)
+            for optimizer, position in self._positions.get(chunk.spec.index, ()):
+                if optimizer.index in optimizers:
+                    self._put_state(optimizer, position, fill, state_of)
+
+    def _put_values(self, chunk: Chunk, fill: Fill, stored: Callable[[str], str | None]) -> None:
+        state = self.engine.states.get(chunk.spec.index)
+        everywhere = chunk.resident and not chunk.spec.trainable  # never gathered: each rank needs all of it
+        for_all = [(slot, stored(self.names[slot.param][0])) for slot in chunk.spec.slots]
+        wanted = [(slot, name) for slot, name in for_all if name is not None]
+        if not wanted:
+            return
+        if everywhere:
+            for slot, name in wanted:
+                fill(name, 0, chunk.exchange.local[slot.start : slot.end])
+            return
+        with chunk.opened(write=True) as shard:
+            ranges = [(name, slot, *chunk.overlap(slot)) for slot, name in wanted]
+            ranges = [each for each in ranges if each[2] < each[3]]
+            if state is None or state.dtype is None:
+                for name, slot, start, end in ranges:
+                    fill(name, start - slot.start, shard[start - chunk.shard_start : end - chunk.shard_start])
+                return
+            with state.opened(write=True) as master:
+                for name, slot, start, end in ranges:
+                    place = slice(start - chunk.shard_start, end - chunk.shard_start)
+                    if master is not None:
+                        fill(name, start - slot.start, master[place])
+                        shard[place].copy_(master[place])
+
+    def _put_state(
+        self,
+        optimizer: ShardedOptimizer,
+        position: int,
+        fill: Fill,
+        state_of: Callable[[str], dict[str, Any] | None],
+    ) -> None:
+        states: list[dict[str, Any] | None] = []
+        for piece in optimizer._updates.tiles[position].pieces:
+            entry = state_of(self.names[piece.param][0])
+            if entry is None:
+                states.append(None)
+                continue
+            state: dict[str, Any] = {}
+            for key, value in entry.items():
+                if isinstance(value, Stored):
+                    dtype = piece.value.dtype if value.dtype.is_floating_point else value.dtype
+                    state[key] = torch.empty(piece.end - piece.start, dtype=dtype, device=piece.value.device)
+                    fill(value.name, piece.offset, state[key])
+                else:
+                    state[key] = value.clone() if isinstance(value, torch.Tensor) else value
+            states.append(state)
+        optimizer._updates.replace(position, states)
+
+    @torch.no_grad()
+    def put_others(self, values: dict[str, Any]) -> None:
+        """Buffers (tensors of the same shape, cast) and extra state, by name."""
+        for name, value in values.items():
+            if name.endswith(EXTRA_STATE):
+                owner = name.removesuffix(EXTRA_STATE).rstrip(".")
+                self.engine.model.get_submodule(owner).set_extra_state(value)
+            else:
+                self.others[name].copy_(value)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """An element-wise entry of optimizer state: the tensor that holds it."""
+
+    name: str
+    dtype: torch.dtype
+
+
+def _part_of_shard(first: int, numel: int) -> Callable[[Any], torch.Tensor]:
+    return lambda shard: shard[first : first + numel]
+
+
+def _value_of(value: torch.Tensor) -> Callable[[Any], torch.Tensor]:
+    return lambda _: value
+
+
+def _state_of(optimizer: ShardedOptimizer, value: torch.Tensor, key: str) -> Callable[[Any], torch.Tensor]:
+    return lambda _: optimizer.state[value][key]

@@ -1,0 +1,396 @@
+"""The Adam family under its published names: CPUAdam, HybridAdam, FusedAdam.
+
+All three are ordinary torch optimizers for parameters on any device, in any mix, of any floating dtype: parameters of
+16 bits have fp32 moments, are updated in fp32 and rounded once. The names and arguments are those of ColossalAI
+(``colossalai.nn.optimizer``); what they are reproduced from and where they differ is in ``docs/optim.md``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from shardwise.optim.adam_tiles import AdamRule, AdamSlot, AdamTiles, moment_dtype
+from shardwise.optim.disk import open_disk_moments
+from shardwise.optim.offload import MomentStore, OffloadedMoments
+
+__all__ = ["CPUAdam", "FusedAdam", "HybridAdam"]
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def _check_numbers(lr: float | Tensor, betas: Sequence[float], eps: float, weight_decay: float) -> None:
+    # "not a >= b" rather than "a < b", so that NaN is refused.
+    if not float(lr) >= 0.0:
+        raise ValueError(f"lr={lr} is not a learning rate; use 0 or more (maximize=True in a group goes up)")
+    if len(betas) != 2 or not all(0.0 <= float(beta) < 1.0 for beta in betas):
+        raise ValueError(f"betas={betas} must be two numbers in [0, 1)")
+    if not eps >= 0.0:
+        raise ValueError(f"eps={eps} must be 0 or more")
+    if not weight_decay >= 0.0:
+        raise ValueError(f"weight_decay={weight_decay} must be 0 or more")
+
+
+def _scale_of(div_scale: float) -> float:
+    if div_scale == -1:
+        return 1.0
+    if not 0.0 < div_scale < math.inf:
+        raise ValueError(f"div_scale={div_scale} cannot divide gradients; use a positive number, or -1 for none")
+    return 1.0 / div_scale
+
+
+class _Adam(torch.optim.Optimizer):
+    """What the three share. ``state[p]`` holds ``step`` (0-dim fp32), ``exp_avg`` and ``exp_avg_sq`` (shape of p)."""
+
+    num_fp32_shards_per_param = 4
+    """fp32 values for each parameter where masters are kept: master, gradient and two moments."""
+    make_store: ClassVar[Callable[[str | None], MomentStore]] = staticmethod(open_disk_moments)
+    """Opens what holds offloaded moments, given ``nvme_offload_dir``."""
+    _kept: tuple[str, ...] = ("adamw_mode", "nvme_offload_fraction", "nvme_offload_dir")
+
+    def __init__(
+        self, params: Any, defaults: dict[str, Any], adamw_mode: bool, offload: tuple[float, str | None]
+    ) -> None:
+        fraction, folder = offload
+        _check_numbers(defaults["lr"], defaults["betas"], defaults["eps"], defaults["weight_decay"])
+        if not 0.0 <= fraction <= 1.0:
+            raise ValueError(f"nvme_offload_fraction={fraction} is not a share; use a number from 0 to 1")
+        self.adamw_mode = bool(adamw_mode)
+        self.nvme_offload_fraction, self.nvme_offload_dir = float(fraction), folder
+        self._tiles = AdamTiles()
+        self._offload: OffloadedMoments | None = None
+        super().__init__(params, defaults)
+        if self.nvme_offload_fraction > 0.0:
+            self._offload = OffloadedMoments(self.nvme_offload_fraction, type(self).make_store(folder))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters with options of its own.
+
+        Raises:
+            ValueError: a number is out of range, or a parameter is complex.
+        """
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            _check_numbers(group["lr"], group["betas"], group["eps"], group["weight_decay"])
+            for param in group["params"]:
+                if not param.is_floating_point():
+                    raise ValueError(
+                        f"{type(self).__name__} takes floating parameters, not one of {param.dtype} and shape "
+                        f"{tuple(param.shape)}; pass torch.view_as_real of complex ones"
+                    )
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    @torch.no_grad()
+    def _step(self, closure: Callable[[], Any] | None, div_scale: float) -> Any:
+        scale = _scale_of(div_scale)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        # All groups are looked at before any parameter changes, so a refused gradient leaves nothing half done.
+        live = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
+        for params in live:
+            for param in params:
+                self._check_gradient(param)
+        if self._offload is not None:
+            self._offload.place([p for group in self.param_groups for p in group["params"]])
+        for group, params in zip(self.param_groups, live, strict=True):
+            self._step_group(params, self._rule(group), scale)
+        return loss
+
+    def _check_gradient(self, param: Tensor) -> None:
+        gradient = param.grad
+        if gradient is not None and gradient.layout != torch.strided:
+            raise RuntimeError(
+                f"{type(self).__name__} does not take {gradient.layout} gradients (of a parameter of shape "
+                f"{tuple(param.shape)}): make the embedding with sparse=False, or use torch.optim.SparseAdam for it"
+            )
+
+    def _rule(self, group: dict[str, Any]) -> AdamRule:
+        beta1, beta2 = group["betas"]
+        return AdamRule(
+            lr=float(group["lr"]),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            decoupled=self.adamw_mode,
+            bias_correction=bool(group["bias_correction"]),
+            maximize=bool(group.get("maximize", False)),
+        )
+
+    def _step_group(self, params: list[Tensor], rule: AdamRule, scale: float) -> None:
+        states = [self._state_of(param) for param in params]
+        steps = [state["step"] for state in states]
+        if steps:
+            # A Python number would be made a tensor once for each step count.
+            torch._foreach_add_(steps, torch.ones(()), alpha=1.0)
+        slots, elsewhere = [], []
+        for param, state in zip(params, states, strict=True):
+            gradient = param.grad
+            if "exp_avg" not in state:
+                elsewhere.append(param)
+            elif gradient is not None:
+                slots.append(AdamSlot(param, gradient, state["exp_avg"], state["exp_avg_sq"], state["step"]))
+        self._tiles.update(slots, rule, scale)
+        if elsewhere:
+            self._step_offloaded(elsewhere, rule, scale)
+
+    def _step_offloaded(self, params: list[Tensor], rule: AdamRule, scale: float) -> None:
+        if self._offload is None:
+            raise RuntimeError(f"{len(params)} parameters have a step count but no moments: load a complete state")
+        flat = [param.contiguous().view(-1) for param in params]
+        gradients = [param.grad.contiguous().view(-1) for param in params if param.grad is not None]
+        for piece in self._offload.stream(params):
+            part = slice(piece.start, piece.end)
+            step = self.state[params[piece.index]]["step"]
+            exp_avg, exp_avg_sq = piece.moments
+            slot = AdamSlot(flat[piece.index][part], gradients[piece.index][part], exp_avg, exp_avg_sq, step)
+            self._tiles.update([slot], rule, scale)
+        for param, values in zip(params, flat, strict=True):
+            if not param.is_contiguous():
+                param.copy_(values.view(param.shape))
+
+    def _state_of(self, param: Tensor) -> dict[str, Any]:
+        """The state of one parameter, made on first use, and put right where it was loaded from elsewhere."""
+        state: dict[str, Any] = self.state[param]
+        step = state.get("step", 0.0)
+        if not isinstance(step, Tensor):
+            # ColossalAI keeps a plain number.
+            state["step"] = torch.tensor(float(step), device=param.device)
+        elif step.device != param.device or step.dtype != torch.float32:
+            state["step"] = step.to(param.device, torch.float32)
+        if self._offload is not None and self._offload.holds(param):
+            return state
+        dtype = moment_dtype(param)
+        for key in MOMENTS:
+            have = state.get(key)
+            if have is None:
+                state[key] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+            elif have.dtype != dtype:
+                state[key] = have.to(dtype)
+        return state
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's; offloaded moments are read into host memory, all of them."""
+        packed = super().state_dict()
+        if self._offload is None:
+            return packed
+        numbers = [n for group in packed["param_groups"] for n in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
+        for number, param in zip(numbers, params, strict=True):
+            if number in packed["state"] and self._offload.holds(param):
+                exp_avg, exp_avg_sq = self._offload.read(param)
+                # A new dict: the one there is the live state.
+                packed["state"][number] = packed["state"][number] | {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        return packed
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the state of one of these optimizers, of ``torch.optim.Adam`` or ``AdamW``, or ColossalAI's.
+
+        Moments keep their precision, also those of 16-bit parameters. ``adamw_mode`` stays what it is here.
+
+        Raises:
+            ValueError: the groups differ, or the state is of the AMSGrad variant.
+        """
+        seen: list[dict[str, Any]] = [state_dict]
+
+        def last(_optimizer: torch.optim.Optimizer, final: dict[str, Any]) -> None:
+            seen[0] = final
+            if any(group.get("amsgrad") for group in final["param_groups"]):
+                raise ValueError(
+                    f"the state has amsgrad={[g.get('amsgrad') for g in final['param_groups']]}, and "
+                    f"{type(self).__name__} has no AMSGrad variant; load it into torch.optim.AdamW"
+                )
+
+        # After the user's own hooks, which may replace the state.
+        handle = self.register_load_state_dict_pre_hook(last)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+        numbers = [n for group in seen[0]["param_groups"] for n in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
+        self._take_moments(params, [seen[0]["state"].get(number) for number in numbers])
+
+    @torch.no_grad()
+    def _take_moments(self, params: list[Tensor], states: list[dict[str, Any] | None]) -> None:
+        """Undo torch's cast of the moments to the parameter's dtype, and send to the store what belongs there."""
+        if self._offload is not None:
+            self._offload.place(params)
+        for param, state in zip(params, states, strict=True):
+            stored = self._offload is not None and self._offload.holds(param)
+            if state is None:
+                if stored and self._offload is not None:
+                    self._offload.write(param, *[torch.zeros_like(param, dtype=moment_dtype(param))] * 2)
+                continue
+            for key in MOMENTS:
+                if key in state and self.state[param][key].dtype != moment_dtype(param):
+                    self.state[param][key] = state[key].to(param.device, moment_dtype(param))
+            if stored and self._offload is not None:
+                own = self._state_of(param)
+                self._offload.write(param, own.pop("exp_avg"), own.pop("exp_avg_sq"))
+
+    def take_offload(self) -> tuple[float, str | None]:
+        """For an engine that places state itself: ``(nvme_offload_fraction, nvme_offload_dir)``, and end our own.
+
+        Moments that are in the store come back to host memory first.
+        """
+        asked = self.nvme_offload_fraction, self.nvme_offload_dir
+        if self._offload is not None:
+            for param, state in self.state.items():
+                if self._offload.holds(param):
+                    state["exp_avg"], state["exp_avg_sq"] = self._offload.read(param)
+            self._offload.store.close()
+            self._offload = None
+        self.nvme_offload_fraction = 0.0
+        return asked
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._offload is not None:
+            raise TypeError(
+                f"a {type(self).__name__} with nvme_offload_fraction={self.nvme_offload_fraction} cannot be copied or "
+                "pickled; copy its state_dict()"
+            )
+        return super().__getstate__() | {key: getattr(self, key) for key in self._kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # A copy has neither of these, and a state from torch.optim no bias_correction.
+        self.__dict__.setdefault("_tiles", AdamTiles())
+        self.__dict__.setdefault("_offload", None)
+        for group in self.param_groups:
+            group.setdefault("bias_correction", self.defaults["bias_correction"])
+
+
+class CPUAdam(_Adam):
+    """Adam and AdamW for parameters on the host; those on a GPU are updated there.
+
+    Args:
+        model_params: parameters, or dicts of param groups.
+        lr: learning rate.
+        bias_correction: divide the moments by ``1 - beta**step``.
+        betas: decay of the running averages of the gradient and of its square.
+        eps: added to the denominator.
+        weight_decay: decoupled from the gradient (AdamW) or L2, see ``adamw_mode``.
+        adamw_mode: decoupled weight decay; ``False``: L2, added to the gradient.
+        nvme_offload_fraction: share of the moments of host parameters that is on disk between steps, in whole
+            parameters. ``state_dict`` reads them back.
+        nvme_offload_dir: where the files are made; ``None``: the system's temporary directory.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+
+    def __init__(
+        self,
+        model_params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        adamw_mode: bool = True,
+        nvme_offload_fraction: float = 0.0,
+        nvme_offload_dir: str | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
+        super().__init__(model_params, defaults, adamw_mode, (nvme_offload_fraction, nvme_offload_dir))
+
+    def step(self, closure: Callable[[], Any] | None = None, div_scale: float = -1) -> Any:
+        """Update every parameter that has a gradient.
+
+        Args:
+            closure: computes the loss anew and returns it; run with gradients enabled.
+            div_scale: divide gradients by this number first (the gradients themselves are not changed); -1: do not.
+
+        Returns:
+            What ``closure`` returned.
+
+        Raises:
+            ValueError: ``div_scale`` is neither positive nor -1.
+            RuntimeError: a gradient is sparse; nothing is updated then.
+        """
+        return self._step(closure, div_scale)
+
+
+class HybridAdam(CPUAdam):
+    """Adam and AdamW for a model whose parameters are on the host, on GPUs, or some here and some there."""
+
+
+class FusedAdam(_Adam):
+    """Adam and AdamW for parameters on a GPU; those on the host are updated there.
+
+    Args:
+        params, lr, bias_correction, betas, eps, adamw_mode, weight_decay: as those of :class:`CPUAdam`, in the order
+            in which this class was published.
+        amsgrad: must be ``False``.
+        set_grad_none: what ``zero_grad()`` does by default: drop gradients (``True``) or fill them with zeros.
+
+    Raises:
+        ValueError: a number is out of range.
+        RuntimeError: ``amsgrad`` is asked for.
+    """
+
+    _kept = (*_Adam._kept, "set_grad_none")
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adamw_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        if amsgrad:
+            raise RuntimeError(f"FusedAdam has no AMSGrad variant (amsgrad={amsgrad}): use torch.optim.AdamW for it")
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
+        super().__init__(params, defaults, adamw_mode, (0.0, None))
+        self.set_grad_none = set_grad_none
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Drop all gradients or fill them with zeros; ``None``: what ``set_grad_none`` says."""
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        grads: Iterable[Tensor] | None = None,
+        output_params: Iterable[Tensor] | None = None,
+        scale: float | None = None,
+        grad_norms: Iterable[float] | None = None,
+        div_scale: float = -1,
+    ) -> Any:
+        """Update every parameter that has a gradient, as :meth:`CPUAdam.step`.
+
+        Raises:
+            RuntimeError: ``grads``, ``output_params``, ``scale`` or ``grad_norms`` is given; they exist for that.
+        """
+        removed = {"grads": grads, "output_params": output_params, "scale": scale, "grad_norms": grad_norms}
+        given = [name for name, value in removed.items() if value is not None]
+        if given:
+            raise RuntimeError(f"FusedAdam.step no longer takes {given}: gradients are read from the parameters")
+        return self._step(closure, div_scale)

@@ -1,0 +1,154 @@
+"""Tiers with one fault each, made inside the ranks by replacing a part of the real ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+
+from shardwise.comm import DONE
+from shardwise.engine.disk_tiles import DiskTile
+from shardwise.engine.grads import ChunkGrads
+from shardwise.engine.optimizer import ShardedOptimizer
+from shardwise.engine.reducer import Reducer
+from shardwise.engine.updates import TileUpdates
+from shardwise.memory.disk import DiskStore
+from shardwise.memory.tier import Tier
+from tests.parity.covering import Row
+from tests.parity.sharded import Setting
+from tests.parity.tiers import TierRun, train_tiers
+
+__all__ = ["FAULTS", "Fault", "train_faulty"]
+
+
+def _wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> Any:
+    return mock.patch.object(owner, name, make(getattr(owner, name)))
+
+
+def _not_written(word: str) -> Callable[[], Any]:
+    """Records whose name begins with ``word`` stay as they were after the second write."""
+
+    def patch() -> Any:
+        writes: dict[str, int] = {}
+
+        def make(real: Any) -> Any:
+            def write(self: DiskStore, record: Any, buffer: torch.Tensor) -> Any:
+                writes[record.name] = writes.get(record.name, 0) + 1
+                return DONE if record.name.startswith(word) and writes[record.name] > 2 else real(self, record, buffer)
+
+            return write
+
+        return _wrap(DiskStore, "write", make)
+
+    return patch
+
+
+def _host_gradients_not_added() -> Any:
+    """Only the last backward pass counts for gradients that are at home on the host."""
+
+    def make(real: Any) -> Any:
+        def complete(self: Reducer, state: ChunkGrads) -> None:
+            if state.home is Tier.HOST:
+                state.reduced = None
+            real(self, state)
+
+        return complete
+
+    return _wrap(Reducer, "_complete", make)
+
+
+def _state_read_from_the_wrong_place() -> Any:
+    """Every piece gets the state of its tile's beginning."""
+
+    def make(real: Any) -> Any:
+        def bind(self: DiskTile) -> None:
+            real(self)
+            for entry in self._entries:
+                at = self._room[entry.key, entry.dtype]
+                part = self._buffers[1][at : at + entry.numel * entry.dtype.itemsize].view(entry.dtype)
+                self._optimizer.state[self.tile.pieces[entry.piece].value][entry.key] = part.clone()
+
+        return bind
+
+    return _wrap(DiskTile, "bind", make)
+
+
+def _steps_forgotten() -> Any:
+    """Small state (step counts) goes back to its start whenever a tile leaves memory."""
+
+    def make(real: Any) -> Any:
+        def save(self: DiskTile) -> None:
+            real(self)
+            for piece in self.tile.pieces:
+                step = self._optimizer.state.get(piece.value, {}).get("step")
+                if step is not None:
+                    step.fill_(1.0)
+
+        return save
+
+    return _wrap(DiskTile, "save", make)
+
+
+def _host_gradients_not_in_the_norm() -> Any:
+    def reduced(self: ShardedOptimizer) -> list[torch.Tensor]:
+        return [s.reduced for s in self._states if s.reduced is not None and s.home is Tier.DEVICE]
+
+    return mock.patch.object(ShardedOptimizer, "_reduced", reduced)
+
+
+def _updated_twice_in_place() -> Any:
+    """The update that is only there to have something to write works on the state itself."""
+
+    def update_copy(self: TileUpdates, update: Any, tile: Any, shard: torch.Tensor) -> None:
+        update(tile, shard)
+
+    return mock.patch.object(TileUpdates, "_update_copy", update_copy)
+
+
+def _small_state_not_undone() -> Any:
+    """The second of the two updates starts from the step count that the first one left."""
+
+    def make(real: Any) -> Any:
+        def update_copy(self: TileUpdates, update: Any, tile: Any, shard: torch.Tensor) -> None:
+            real(self, update, tile, shard)
+            for piece in tile.pieces:
+                step = self.optimizer.state.get(piece.value, {}).get("step")
+                if step is not None:
+                    step.add_(1)
+
+        return update_copy
+
+    return _wrap(TileUpdates, "_update_copy", make)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """``patch`` makes it; ``shown_by`` is a mix of tiers and a part of a row under which it must be noticed."""
+
+    patch: Callable[[], Any]
+    shown_by: tuple[str, Row]
+    steps: int = 4
+
+
+FAULTS: dict[str, Fault] = {
+    "state_not_written": Fault(_not_written("optimizer state"), ("s_disk", {})),
+    "masters_not_written": Fault(_not_written("master weights"), ("s_disk", {"plan": "zero3"})),
+    "parameters_not_written": Fault(_not_written("parameters"), ("p_disk", {"plan": "zero3"})),
+    "parameters_not_written_after_disk_update": Fault(_not_written("parameters"), ("all_disk", {"plan": "zero1"})),
+    "host_gradients_not_added": Fault(_host_gradients_not_added, ("s_host", {"micro": "3x"})),
+    "disk_gradients_not_added": Fault(_host_gradients_not_added, ("s_disk", {"micro": "3x"})),
+    "state_from_the_wrong_place": Fault(_state_read_from_the_wrong_place, ("s_disk", {})),
+    "steps_forgotten": Fault(_steps_forgotten, ("s_disk", {})),
+    "host_gradients_not_in_the_norm": Fault(_host_gradients_not_in_the_norm, ("s_half_host", {"clip": "p2"})),
+    "updated_twice_in_place": Fault(_updated_twice_in_place, ("p_disk_s_host", {"plan": "zero3"})),
+    "small_state_not_undone": Fault(_small_state_not_undone, ("p_disk_s_host", {"plan": "zero3"})),
+}
+
+
+def train_faulty(fault: str, settings: Sequence[Setting]) -> list[TierRun]:
+    """Runs on every rank of a pool: trainings with one fault. Nothing of it stays."""
+    with FAULTS[fault].patch():
+        return train_tiers(settings)

@@ -1,0 +1,163 @@
+"""What the tests of the disk tier share: a plan, a queue that observes and can be made to fail, real small disks."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import subprocess
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwise.memory.disk import DiskStore, Record
+from shardwise.memory.disk_queues import KernelQueue, Request, RequestQueue, ThreadQueue
+from shardwise.plan import DiskPlan
+
+KIB, MIB = 2**10, 2**20
+SIZES = (0, 1, 7, 8, 9, 4095, 4096, 4097, 16411, MIB - 1, MIB, MIB + 1, 3 * MIB + 104729)
+
+
+def disk_plan(directory: str | Path, **changes: Any) -> DiskPlan:
+    """A plan as the published defaults are, with small changes."""
+    fields: dict[str, Any] = {
+        "directory": str(directory),
+        "block_bytes": MIB,
+        "queue_depth": 8,
+        "threads": 1,
+        "single_submit": False,
+        "overlap_events": True,
+        "state_buffers": 3,
+        "param_buffers": 2,
+    }
+    return DiskPlan(**(fields | changes))
+
+
+def pattern(nbytes: int, seed: int) -> Tensor:
+    """Bytes that everybody can make again."""
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def put(store: DiskStore, record: Record, seed: int, commit: bool = True) -> None:
+    """Writes the pattern of ``seed``, with a different pattern behind it."""
+    buffer = store.buffer(record.nbytes)
+    buffer.copy_(pattern(buffer.numel(), seed + 1_000_000))
+    buffer[: record.nbytes] = pattern(record.nbytes, seed)
+    try:
+        store.write(record, buffer).wait()
+    finally:
+        store.give(buffer)
+    if commit:
+        store.commit()
+
+
+def holds(store: DiskStore, record: Record, seed: int, newest: bool = False) -> bool:
+    """Whether the record reads as the pattern of ``seed``."""
+    buffer = store.buffer(record.nbytes).fill_(0xEE)
+    try:
+        store.read(record, buffer, newest=newest).wait()
+        return torch.equal(buffer[: record.nbytes], pattern(record.nbytes, seed))
+    finally:
+        store.give(buffer)
+
+
+class Watched:
+    """Passes requests on to a real queue and keeps what it saw; ``fail_at`` lets the n-th request (from 0) fail.
+
+    ``gate`` holds back all results until it is set.
+    """
+
+    def __init__(self, inner: RequestQueue, log: Log) -> None:
+        self.inner, self.log = inner, log
+
+    def submit(self, requests: Sequence[Request]) -> int:
+        with self.log.lock:
+            self.log.submissions.append(len(requests))
+            self.log.requests.extend(requests)
+            self.log.threads.update([threading.get_ident()])
+            self.log.in_flight += len(requests)
+            self.log.most_in_flight = max(self.log.most_in_flight, self.log.in_flight)
+            self.log.in_flight_at_submission.append(self.log.in_flight - len(requests))
+        return self.inner.submit(requests)
+
+    def reap(self, at_least: int) -> list[tuple[Request, int]]:
+        assert self.log.gate.wait(30)
+        if self.log.break_at == len(self.log.requests):
+            raise ZeroDivisionError("broken on purpose")
+        done = self.inner.reap(at_least)
+        with self.log.lock:
+            self.log.in_flight -= len(done)
+            first = {id(r): n for n, r in enumerate(self.log.requests)}
+            return [(r, self.log.results.pop(first[id(r)], result)) for r, result in done]
+
+    def close(self) -> None:
+        self.inner.close()
+        self.log.closed += 1
+
+
+class Log:
+    """What all queues of one store saw. ``results`` replaces the result of the n-th request (from 0)."""
+
+    def __init__(self, inner: Callable[[int], RequestQueue] = KernelQueue) -> None:
+        self.inner = inner
+        self.lock = threading.Lock()
+        self.gate = threading.Event()
+        self.gate.set()
+        self.results: dict[int, int] = {}
+        self.break_at = -1
+        self.requests: list[Request] = []
+        self.submissions: list[int] = []
+        self.in_flight_at_submission: list[int] = []
+        self.threads: set[int] = set()
+        self.depths: list[int] = []
+        self.in_flight = self.most_in_flight = self.closed = 0
+
+    def queue(self, depth: int) -> Watched:
+        self.depths.append(depth)
+        return Watched(self.inner(depth), self)
+
+    def fail_next(self, number: int = errno.EIO, after: int = 0) -> None:
+        """Lets the request after the next ``after`` ones end with this errno."""
+        self.results[len(self.requests) + after] = -number
+
+
+def inner_queue() -> Callable[[int], RequestQueue]:
+    """The kernel's queue where it may be used here."""
+    try:
+        KernelQueue(1).close()
+    except OSError:
+        return ThreadQueue
+    return KernelQueue
+
+
+@contextlib.contextmanager
+def mounted(folder: Path, *arguments: str) -> Iterator[Path]:
+    """A file system of its own; the test is skipped where this process may not mount."""
+    folder.mkdir(exist_ok=True)
+    done = subprocess.run(["mount", *arguments, str(folder)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"cannot mount here: {done.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@contextlib.contextmanager
+def small_disk(tmp_path: Path, nbytes: int) -> Iterator[tuple[Path, Path]]:
+    """An ext4 file system of ``nbytes`` on a loop device: ``(folder, the file below it)``."""
+    image, folder = tmp_path / "image", tmp_path / "disk"
+    image.touch()
+    os.truncate(image, nbytes)
+    try:
+        command = ["mkfs.ext4", "-q", "-m", "0", "-O", "^has_journal", str(image)]
+        subprocess.run(command, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"cannot make a file system here: {error}")
+    with mounted(folder, "-o", "loop", str(image)):
+        yield folder, image

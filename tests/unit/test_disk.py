@@ -1,0 +1,381 @@
+"""The disk store: what goes in comes out, two versions a record, buffers, counters, lifetime."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import disk_setup
+import pytest
+import torch
+from disk_setup import KIB, MIB, SIZES, Log, disk_plan, holds, pattern, put
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from shardwise.memory.disk import DiskError, DiskStore
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[DiskStore]:
+    with DiskStore(disk_plan(tmp_path)) as made:
+        made.reserve(4, 4 * MIB)
+        yield made
+
+
+@pytest.mark.parametrize("backend", ["kernel", "threads", "buffered"])
+@pytest.mark.parametrize(
+    ("block", "depth", "threads"), [(4 * KIB, 32, 2), (12 * KIB, 3, 1), (MIB, 8, 3), (8 * MIB, 1, 1)]
+)
+def test_odd_sizes_round_trip(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, block: int, depth: int, threads: int
+) -> None:
+    if backend == "threads":
+        monkeypatch.setattr("shardwise.memory.disk.KernelQueue", _refused)
+    if backend == "buffered":
+        _refuse_direct(monkeypatch)
+        warnings.simplefilter("ignore")
+    with DiskStore(disk_plan(tmp_path, block_bytes=block, queue_depth=depth, threads=threads)) as store:
+        if backend == "threads":
+            assert store.backend == "threads"
+        store.reserve(len(SIZES), 4 * MIB)
+        records = [store.create(f"record {size}", size) for size in SIZES]
+        for round_ in range(3):
+            buffers = [store.buffer(size) for size in SIZES]
+            for index, buffer in enumerate(buffers):
+                buffer.copy_(pattern(buffer.numel(), 100 * round_ + index + 50))
+                buffer[: SIZES[index]] = pattern(SIZES[index], 100 * round_ + index)
+            writes = [store.write(record, buffer) for record, buffer in zip(records, buffers, strict=True)]
+            for write in writes:
+                write.wait()
+            store.commit()
+            for buffer in buffers:
+                store.give(buffer.fill_(0xEE))
+            assert all(holds(store, record, 100 * round_ + index) for index, record in enumerate(records))
+
+
+def _refused(depth: int) -> None:
+    raise PermissionError(1, "refused")
+
+
+def _refuse_direct(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.open
+
+    def refusing(path: str, flags: int, *rest: int, **named: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(22, "Invalid argument")
+        return real(path, flags, *rest, **named)
+
+    monkeypatch.setattr(os, "open", refusing)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    sizes=st.lists(st.integers(0, 70_000), min_size=1, max_size=5),
+    moves=st.lists(st.tuples(st.sampled_from(["write", "commit", "rollback"]), st.integers(0, 4)), max_size=25),
+)
+def test_versions_are_those_of_a_dictionary(tmp_path: Path, sizes: list[int], moves: list[tuple[str, int]]) -> None:
+    current: dict[int, int] = {}
+    written: dict[int, int] = {}
+    with DiskStore(disk_plan(tmp_path, block_bytes=8 * KIB)) as store:
+        store.reserve(1, 70_000)
+        records = [store.create(str(index), size) for index, size in enumerate(sizes)]
+        for seed, (move, choice) in enumerate(moves):
+            index = choice % len(sizes)
+            if move == "write":
+                put(store, records[index], seed, commit=False)
+                written[index] = seed
+            elif move == "commit":
+                store.commit()
+                current |= written
+                written = {}
+            else:
+                store.rollback()
+                written = {}
+            for number, record in enumerate(records):
+                if number in current:
+                    assert holds(store, record, current[number])
+                if number in current or number in written:
+                    assert holds(store, record, (current | written)[number], newest=True)
+
+
+def test_a_read_needs_a_version(store: DiskStore) -> None:
+    record = store.create("weights", 100)
+    buffer = store.buffer(100)
+    with pytest.raises(DiskError, match=r"'weights' in .*rank0\.data was never written"):
+        store.read(record, buffer)
+    store.write(record, buffer).wait()
+    with pytest.raises(DiskError, match="written but not committed"):
+        store.read(record, buffer)
+    store.read(record, buffer, newest=True).wait()
+    store.rollback()
+    with pytest.raises(DiskError, match="never written"):
+        store.read(record, buffer, newest=True)
+
+
+def test_commit_wants_every_write_waited_for(store: DiskStore) -> None:
+    record, buffer = store.create("weights", 100), store.buffer(100)
+    handle = store.write(record, buffer)
+    with pytest.raises(DiskError, match=r"cannot commit: writing record 'weights' .* was not waited for"):
+        store.commit()
+    handle.wait()
+    store.commit()
+    assert handle.finished()
+
+
+def test_a_version_in_use_is_not_overwritten(tmp_path: Path) -> None:
+    log = Log(disk_setup.inner_queue())
+    with DiskStore(disk_plan(tmp_path), queues=log.queue) as store:
+        store.reserve(2, 8 * KIB)
+        record = store.create("weights", 8 * KIB)
+        put(store, record, 1)
+        first, second = store.buffer(8 * KIB), store.buffer(8 * KIB)
+        log.gate.clear()
+        reading = store.read(record, first)
+        writing = store.write(record, second.fill_(2))  # the other version: allowed
+        assert not reading.finished() and not writing.finished()
+        with pytest.raises(RuntimeError, match="while writing record 'weights'"):
+            store.write(record, second)
+        with pytest.raises(DiskError, match=r"newest version .* is not complete"):
+            store.read(record, second, newest=True)
+        log.gate.set()
+        writing.wait()
+        reading.wait()
+        assert torch.equal(first, pattern(8 * KIB, 1))
+        store.commit()
+        log.gate.clear()
+        reading = store.read(record, first)
+        store.write(record, second)
+        log.gate.set()
+        store.rollback()
+        log.gate.clear()
+        reading = store.read(record, first)
+        log.gate.set()
+        reading.wait()
+        assert torch.equal(first, torch.full_like(first, 2))
+
+
+def test_arguments_are_checked(store: DiskStore, tmp_path: Path) -> None:
+    record = store.create("weights", 5000)
+    with pytest.raises(ValueError, match="'weights' of 5000 bytes already"):
+        store.create("weights", 1)
+    with pytest.raises(ValueError, match="nbytes=-1"):
+        store.create("less", -1)
+    whole = store.buffer(3 * 8192)
+    with pytest.raises(ValueError, match=r"give a contiguous CPU tensor of 8192 bytes"):
+        store.write(record, whole[:5000])
+    with pytest.raises(ValueError, match="contiguous: False"):
+        store.write(record, whole.view(-1, 2)[:, 0])
+    with pytest.raises(ValueError, match=r"address 0x\w+ .* multiple of 4096"):
+        store.write(record, whole[8:])
+    with DiskStore(disk_plan(tmp_path)) as other, pytest.raises(ValueError, match="belongs to another store"):
+        other.write(record, whole)
+
+
+def test_buffers_of_any_dtype(store: DiskStore) -> None:
+    record = store.create("weights", 4 * 1001)
+    buffer = store.buffer(record.nbytes)
+    values = buffer.view(torch.float32)
+    values[:1001] = torch.arange(1001.0)
+    store.write(record, values.view(32, -1).requires_grad_()).wait()
+    store.commit()
+    buffer.zero_()
+    store.read(record, buffer.view(torch.bfloat16)).wait()
+    assert torch.equal(values[:1001], torch.arange(1001.0))
+
+
+def test_the_pool_is_bounded_and_aligned(tmp_path: Path) -> None:
+    with DiskStore(disk_plan(tmp_path)) as store:
+        store.reserve(2, 10_000)
+        store.reserve(1, 100)
+        assert store.buffer_bytes == 2 * 12_288 + 4096
+        small, large = store.buffer(0), store.buffer(5000)
+        assert (small.numel(), large.numel(), large.dtype, large.dim()) == (4096, 8192, torch.uint8, 1)
+        assert (store.idle_buffers(0), store.idle_buffers(12_289)) == (1, 0)
+        last = store.buffer(1)
+        assert not any(buffer.data_ptr() % 4096 for buffer in (small, large, last))
+        assert len({buffer.untyped_storage().data_ptr() for buffer in (small, large, last)}) == 3
+        with pytest.raises(RuntimeError, match=r"no free buffer of 4096 bytes; free sizes: \[\], taken: \[4096, 12288"):
+            store.buffer(1)
+        store.give(large.view(torch.float32))
+        with pytest.raises(ValueError, match="is not out"):
+            store.give(large)
+        assert store.buffer(12_000).data_ptr() == large.data_ptr()
+        with pytest.raises(ValueError, match="count=-1"):
+            store.reserve(-1, 1)
+
+
+def test_memory_can_come_from_elsewhere(tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    def allocate(nbytes: int) -> torch.Tensor:
+        asked.append(nbytes)
+        return torch.empty(nbytes + 1, dtype=torch.uint8)[1:]  # as badly aligned as can be
+
+    with DiskStore(disk_plan(tmp_path), allocate=allocate) as store:
+        store.reserve(2, 5000)
+        record = store.create("weights", 5000)
+        put(store, record, 3)
+        assert holds(store, record, 3)
+    assert asked == [8192 + 4096] * 2
+
+
+def test_bytes_are_counted_as_transferred(store: DiskStore) -> None:
+    sizes = {"state": (1, 4097), "weights": (0, MIB + 1)}
+    records = {kind: [store.create(f"{kind}{n}", n, kind) for n in numbers] for kind, numbers in sizes.items()}
+    for _ in range(2):
+        for record in (*records["state"], *records["weights"]):
+            put(store, record, 1)
+    assert holds(store, records["state"][1], 1)
+    assert store.bytes_by_kind() == {"state": (8192, 2 * 12_288), "weights": (0, 2 * (MIB + 4096))}
+    assert (store.bytes_read, store.bytes_written) == (8192, 2 * (12_288 + MIB + 4096))
+    assert store.reserved_bytes == 2 * (12_288 + MIB + 4096)
+    store.reset_counters()
+    assert (store.bytes_read, store.bytes_written, store.bytes_by_kind()) == (0, 0, {})
+
+
+def test_nothing_stays(tmp_path: Path) -> None:
+    parent = tmp_path / "new" / "deeper"
+    threads, files = set(threading.enumerate()), set(os.listdir("/proc/self/fd"))
+    store = DiskStore(disk_plan(parent, threads=3), rank=7)
+    store.reserve(1, 100)
+    record, buffer = store.create("weights", 100), store.buffer(100)
+    assert len(list(parent.iterdir())) == 1
+    assert store.path.endswith("rank7.data") and not os.path.exists(store.path)
+    handle = store.write(record, buffer)
+    store.close()
+    store.close()
+    handle.wait()  # close waits for what runs
+    assert list(parent.iterdir()) == []
+    assert set(threading.enumerate()) == threads and set(os.listdir("/proc/self/fd")) == files
+    for use in (lambda: store.create("more", 1), lambda: store.write(record, buffer)):
+        with pytest.raises(DiskError, match=r"rank7\.data is closed"):
+            use()
+
+
+def test_a_store_that_was_dropped_is_closed(tmp_path: Path) -> None:
+    threads = set(threading.enumerate())
+    DiskStore(disk_plan(tmp_path)).create("weights", 10)
+    assert list(tmp_path.iterdir()) == [] and set(threading.enumerate()) == threads
+
+
+EXITS = """
+import sys, torch
+from shardwise.memory.disk import DiskStore
+from shardwise.plan import DiskPlan
+plan = DiskPlan(directory=sys.argv[1], block_bytes=4096, queue_depth=2, threads=2, single_submit=True,
+                overlap_events=False, state_buffers=1, param_buffers=1)
+store = DiskStore(plan)
+store.reserve(1, 2**20)
+handle = store.write(store.create("weights", 2**20), store.buffer(2**20))
+print(len(__import__("os").listdir(sys.argv[1])), flush=True)
+raise SystemExit(3)
+"""
+
+
+def test_the_end_of_the_interpreter_closes(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", EXITS, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "1\n", "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_forked_process_has_no_store(store: DiskStore, tmp_path: Path) -> None:
+    record = store.create("weights", 100)
+    put(store, record, 1)
+    buffer = store.buffer(100)
+    code = _in_child(lambda: _raises_disk_error(lambda: store.read(record, buffer)))
+    assert code == 0
+    assert _in_child(store.close) == 0  # removes nothing of the parent's
+    assert len(list(tmp_path.iterdir())) == 1
+    assert holds(store, record, 1)
+
+
+def _raises_disk_error(call: object) -> None:
+    with pytest.raises(DiskError, match="forked process"):
+        call()  # type: ignore[operator]
+
+
+def _in_child(call: object) -> int:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            call()  # type: ignore[operator]
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_buffered_where_direct_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _refuse_direct(monkeypatch)
+    with pytest.warns(UserWarning, match="refuses O_DIRECT") as found:
+        store = DiskStore(disk_plan(tmp_path))
+    assert len(found) == 1 and str(tmp_path) in str(found[0].message) and found[0].filename == __file__
+    with store:
+        assert (store.direct, store.backend) == (False, "threads")
+        store.reserve(1, 5000)
+        record = store.create("weights", 5000)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            put(store, record, 1)
+            assert holds(store, record, 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_memory_file_systems_are_told_apart(tmp_path: Path) -> None:
+    with disk_setup.mounted(tmp_path / "memory", "-t", "tmpfs", "-o", "size=4m", "tmpfs") as folder:
+        with pytest.warns(UserWarning, match="tmpfs is memory, not a disk"):
+            store = DiskStore(disk_plan(folder))
+        with store:
+            assert not store.direct
+            store.reserve(1, 5000)
+            record = store.create("weights", 5000)
+            put(store, record, 1)
+            assert holds(store, record, 1)
+
+
+def test_direct_on_a_disk(store: DiskStore) -> None:
+    if not store.direct:
+        pytest.skip("the temporary directory takes no O_DIRECT")
+    import fcntl
+
+    assert fcntl.fcntl(store._file.fd, fcntl.F_GETFL) & os.O_DIRECT
+    assert store.backend in ("libaio", "threads")
+
+
+@pytest.mark.parametrize("refusal", ["unlink", "read"])
+def test_the_name_stays_where_it_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: str) -> None:
+    real_unlink, real_read, tries = os.unlink, os.preadv, []
+
+    def unlink(path: str) -> None:
+        if refusal == "unlink" and not tries:
+            tries.append(path)
+            raise OSError(16, "busy")
+        real_unlink(path)
+
+    def preadv(*arguments: object) -> int:
+        if refusal == "read" and not tries:
+            tries.append(arguments)
+            raise OSError(116, "stale")
+        return real_read(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "unlink", unlink)
+    monkeypatch.setattr(os, "preadv", preadv)
+    with DiskStore(disk_plan(tmp_path)) as store:
+        assert tries and os.path.exists(store.path)
+        store.reserve(1, 5000)
+        record = store.create("weights", 5000)
+        put(store, record, 1)
+        # Somebody else's file under that name is not ours.
+        real_unlink(store.path)
+        Path(store.path).write_bytes(b"x" * 40_000)
+        assert holds(store, record, 1)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,96 @@
+"""The checksum: every kind of change is found, at any length and alignment."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.memory.disk_checksum import _ROW_WORDS, _WEIGHTS, checksum
+
+ROW = 8 * _ROW_WORDS
+
+
+def random_bytes(nbytes: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
+
+
+def by_definition(data: bytes, row_words: int = _ROW_WORDS) -> int:
+    """The same in plain integers."""
+    words = [int.from_bytes(data[i : i + 8], "little") for i in range(0, len(data) // 8 * 8, 8)]
+    while len(words) > row_words:
+        rows = [words[i : i + row_words] for i in range(0, len(words), row_words)]
+        sums = [sum(w * int(k) for w, k in zip(row, _WEIGHTS, strict=False)) % 2**64 for row in rows]
+        words = [s ^ (s >> 29) for s in sums]
+    result = sum(w * int(k) for w, k in zip(words, _WEIGHTS, strict=False)) % 2**64
+    rest = data[len(data) // 8 * 8 :]
+    tail = int.from_bytes(rest, "little") + 256 ** len(rest)
+    return (result * 0x9E3779B97F4A7C15 + tail * 0xD1B54A32D192ED03 + len(data)) % 2**64
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 7, 8, 9, ROW - 1, ROW, ROW + 1, 3 * ROW + 13, 2**20])
+def test_it_is_its_definition(nbytes: int) -> None:
+    data = random_bytes(nbytes)
+    assert checksum(data) == by_definition(data.tobytes())
+
+
+def test_its_levels_are_its_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Short rows, so that little data has four levels.
+    monkeypatch.setattr("shardwise.memory.disk_checksum._ROW_WORDS", 8)
+    monkeypatch.setattr("shardwise.memory.disk_checksum._WEIGHTS", _WEIGHTS[:8])
+    data = random_bytes(8 * (8**3 + 5 * 8**2 + 8 + 3) + 7)
+    assert checksum(data) == by_definition(data.tobytes(), 8)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 4 * ROW), st.data())
+def test_every_single_change_is_found(nbytes: int, choose: st.DataObject) -> None:
+    data = random_bytes(nbytes)
+    before = checksum(data)
+    data[choose.draw(st.integers(0, nbytes - 1))] ^= choose.draw(st.integers(1, 255))
+    assert checksum(data) != before
+
+
+@pytest.mark.parametrize("size", [1, 8, 512, 4096, ROW, 5 * ROW])
+def test_swaps_and_shifts_are_found(size: int) -> None:
+    data = random_bytes(20 * ROW)
+    before = checksum(data)
+    for first, second in ((0, size), (0, 2 * size), (ROW, ROW + size), (size, 3 * size)):
+        other = data.copy()
+        other[first : first + size], other[second : second + size] = (
+            data[second : second + size],
+            data[first : first + size],
+        )
+        assert checksum(other) != before
+    assert checksum(np.roll(data, size)) != before
+
+
+def test_lengths_and_places_of_zeros_differ() -> None:
+    lengths = [*range(40), ROW - 1, ROW, ROW + 1, 2 * ROW]
+    assert len({checksum(np.zeros(n, np.uint8)) for n in lengths}) == len(lengths)
+    ones = []
+    for place in range(0, 3 * ROW, 997):
+        data = np.zeros(3 * ROW, np.uint8)
+        data[place] = 1
+        ones.append(checksum(data))
+    assert len(set(ones)) == len(ones)
+
+
+def test_changes_in_a_rectangle_do_not_cancel() -> None:
+    """What row and column sums would miss: +1 and -1 at the corners of a rectangle."""
+    data = random_bytes(4 * ROW).view(np.uint64)
+    before = checksum(data.view(np.uint8))
+    one = np.uint64(1)
+    data[5] += one
+    data[9] -= one
+    data[5 + _ROW_WORDS] -= one
+    data[9 + _ROW_WORDS] += one
+    assert checksum(data.view(np.uint8)) != before
+
+
+@pytest.mark.parametrize("skip", range(8))
+def test_the_address_does_not_matter(skip: int) -> None:
+    data = random_bytes(2 * ROW + 3)
+    moved = np.concatenate([np.zeros(skip, np.uint8), data])[skip:]
+    assert checksum(moved) == checksum(data)

@@ -1,0 +1,415 @@
+"""The knobs of the transfers mean what they say, and every fault is an error with its place that harms nothing else."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import errno
+import os
+import pickle
+import resource
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from disk_setup import KIB, MIB, Log, disk_plan, holds, inner_queue, mounted, pattern, put, small_disk
+
+from shardwise.memory.disk import DiskError, DiskStore
+from shardwise.memory.disk_queues import KernelQueue, Request, RequestQueue, ThreadQueue
+
+
+@pytest.fixture(params=["kernel", "threads"])
+def log(request: pytest.FixtureRequest) -> Log:
+    return Log(inner_queue() if request.param == "kernel" else ThreadQueue)
+
+
+@pytest.mark.parametrize("block", [4 * KIB, 12 * KIB, 256 * KIB, MIB, 3 * MIB])
+def test_no_request_exceeds_the_block(tmp_path: Path, log: Log, block: int) -> None:
+    nbytes = 5 * MIB + 1234
+    with DiskStore(disk_plan(tmp_path, block_bytes=block, threads=2), queues=log.queue) as store:
+        store.reserve(1, nbytes)
+        record = store.create("weights", nbytes)
+        put(store, record, 1)
+        written = sorted((r.offset, r.nbytes) for r in log.requests)
+        assert holds(store, record, 1)
+    assert max(size for _, size in written) == block
+    # Neither twice nor left out: each begins where the one before ends.
+    assert [start for start, _ in written] == [0, *(start + size for start, size in written[:-1])]
+    assert sum(size for _, size in written) == record.padded_bytes
+    # Whole blocks, except at the end of a segment (about 1 MiB) or of the record.
+    assert len(written) <= -(-record.padded_bytes // block) + 6
+
+
+@pytest.mark.parametrize(("threads", "depth"), [(1, 1), (1, 5), (3, 4), (4, 1)])
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("single", [True, False])
+def test_requests_in_flight(tmp_path: Path, log: Log, threads: int, depth: int, overlap: bool, single: bool) -> None:
+    plan = disk_plan(
+        tmp_path, block_bytes=64 * KIB, threads=threads, queue_depth=depth, overlap_events=overlap, single_submit=single
+    )
+    with DiskStore(plan, queues=log.queue) as store:
+        store.reserve(3, 4 * MIB)
+        records = [store.create(str(n), 4 * MIB) for n in range(3)]
+        buffers = [store.buffer(4 * MIB).fill_(n) for n in range(3)]
+        log.gate.clear()
+        writes = [store.write(record, buffer) for record, buffer in zip(records, buffers, strict=True)]
+        while len(log.threads) < threads or log.in_flight < threads * depth:  # all queues fill up without a result
+            assert not writes[0].finished()
+        log.gate.set()
+        for write in writes:
+            write.wait()
+        store.commit()
+        for buffer in buffers:
+            store.give(buffer)
+    assert log.depths == [depth] * threads
+    assert log.most_in_flight == threads * depth
+    assert len(log.threads) == threads and threading.get_ident() not in log.threads
+    assert max(log.submissions) == (1 if single else depth)
+    assert log.closed == threads
+
+
+def test_overlapping_events_keep_the_queue_full(tmp_path: Path, log: Log) -> None:
+    """With overlap the queue is refilled beside requests in flight; without, only once all of them are done."""
+    seen = {}
+    for overlap in (True, False):
+        log = Log(log.inner)
+        plan = disk_plan(tmp_path, block_bytes=16 * KIB, queue_depth=4, overlap_events=overlap)
+        with DiskStore(plan, queues=log.queue) as store:
+            store.reserve(1, 4 * MIB)
+            put(store, store.create("weights", 4 * MIB), 1)
+        seen[overlap] = log.in_flight_at_submission
+    assert set(seen[False]) == {0}
+    assert max(seen[True]) > 0
+
+
+def test_kernel_queue_returns_errors_as_results() -> None:
+    if inner_queue() is not KernelQueue:
+        pytest.skip("the kernel's asynchronous I/O is refused here")
+    _in_time(lambda: _errors_as_results(KernelQueue))
+
+
+def test_thread_queue_returns_errors_as_results() -> None:
+    _in_time(lambda: _errors_as_results(ThreadQueue))
+
+
+def _in_time(call: Callable[[], None]) -> None:
+    """A result that never comes fails the test instead of stopping it."""
+    done = concurrent.futures.Future[None]()
+
+    def run() -> None:
+        try:
+            done.set_result(call())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    done.result(timeout=30)
+
+
+def _errors_as_results(make: Callable[[int], RequestQueue]) -> None:
+    memory = torch.zeros(4096, dtype=torch.uint8)
+    with open("/dev/zero", "rb") as zero:
+        queue = make(2)
+        bad = Request(False, 1_000_000, memory.data_ptr(), 4096, 0, None, 0)
+        good = Request(False, zero.fileno(), memory.data_ptr(), 4096, 0, None, 0)
+        waiting, results = [bad, good], {}
+        while len(results) < 2:
+            waiting = waiting[queue.submit(waiting) :] if waiting else waiting
+            results |= dict(queue.reap(1))
+        assert results[bad] == -errno.EBADF and results[good] in (4096, -errno.EINVAL)
+        queue.close()
+        queue.close()
+
+
+@pytest.fixture
+def faulty(tmp_path: Path) -> Iterator[tuple[DiskStore, Log]]:
+    log = Log(inner_queue())
+    with DiskStore(disk_plan(tmp_path, block_bytes=64 * KIB, threads=2, queue_depth=4), queues=log.queue) as store:
+        store.reserve(2, 4 * MIB)
+        yield store, log
+
+
+def test_a_write_that_fails_changes_nothing_committed(faulty: tuple[DiskStore, Log]) -> None:
+    store, log = faulty
+    records = [store.create(name, 3 * MIB + 5) for name in ("first", "second")]
+    for record in records:
+        put(store, record, 1)
+    put(store, records[0], 2, commit=False)
+    log.fail_next(errno.EIO, after=9)
+    with pytest.raises(DiskError) as found:
+        put(store, records[1], 2, commit=False)
+    assert found.value.errno == errno.EIO
+    for part in ("writing record 'second' in", "rank0.data, 65536 bytes at offset", "EIO", "errno 5", "kernel's log"):
+        assert part in str(found.value)
+    with pytest.raises(DiskError, match=r"cannot commit: writing record 'second' .* failed"):
+        store.commit()
+    assert all(holds(store, record, 1) for record in records)
+    assert holds(store, records[0], 2, newest=True)
+    with pytest.raises(DiskError, match="not complete"):
+        holds(store, records[1], 2, newest=True)
+    store.rollback()
+    assert all(holds(store, record, 1, newest=True) for record in records)
+    for record in records:
+        put(store, record, 3, commit=False)
+    store.commit()
+    assert all(holds(store, record, 3) for record in records)
+
+
+def test_a_failed_write_can_be_repeated(faulty: tuple[DiskStore, Log]) -> None:
+    store, log = faulty
+    record = store.create("weights", MIB)
+    put(store, record, 1)
+    log.fail_next(errno.ENOSPC)
+    with pytest.raises(DiskError, match=r"ENOSPC.*free space there") as found:
+        put(store, record, 2)
+    assert found.value.errno == errno.ENOSPC
+    put(store, record, 2)
+    assert holds(store, record, 2)
+
+
+def test_a_read_that_fails_can_be_repeated(faulty: tuple[DiskStore, Log]) -> None:
+    store, log = faulty
+    record = store.create("weights", 3 * MIB)
+    put(store, record, 1)
+    log.fail_next(errno.EIO, after=20)
+    with pytest.raises(DiskError, match=r"reading record 'weights' in .* bytes at offset \d+: EIO"):
+        holds(store, record, 1)
+    assert holds(store, record, 1)
+
+
+def test_every_request_can_fail(tmp_path: Path) -> None:
+    """No position of the failure hangs, or lets a buffer be touched afterwards."""
+    for position in range(8):
+        log = Log(inner_queue())
+        plan = disk_plan(tmp_path, block_bytes=4 * KIB, queue_depth=2, overlap_events=bool(position % 2))
+        with DiskStore(plan, queues=log.queue) as store:
+            store.reserve(1, 32 * KIB)
+            record = store.create("weights", 32 * KIB)
+            log.fail_next(after=position)
+            with pytest.raises(DiskError, match="EIO"):
+                put(store, record, 1)
+            assert log.in_flight == 0
+
+
+def test_short_transfers_are_continued(tmp_path: Path) -> None:
+    real = inner_queue()
+
+    class Short:
+        """Transfers only a part of large requests, as file systems may."""
+
+        def __init__(self, depth: int) -> None:
+            self.inner = real(depth)
+            self.whole: dict[int, Request] = {}
+
+        def submit(self, requests: list[Request]) -> int:
+            parts = []
+            for r in requests:
+                size = 8192 if r.nbytes > 8192 else r.nbytes
+                parts.append(Request(r.writing, r.fd, r.address, size, r.offset, r.owner, r.segment))
+                self.whole[id(parts[-1])] = r
+            taken = self.inner.submit(parts)
+            assert taken == len(parts)
+            return taken
+
+        def reap(self, at_least: int) -> list[tuple[Request, int]]:
+            return [(self.whole.pop(id(r)), result) for r, result in self.inner.reap(at_least)]
+
+        def close(self) -> None:
+            self.inner.close()
+
+    plan = disk_plan(tmp_path, block_bytes=36 * KIB, queue_depth=3, threads=2)
+    with DiskStore(plan, queues=Short) as store:  # type: ignore[arg-type]
+        store.reserve(1, 3 * MIB)
+        record = store.create("weights", 3 * MIB - 77)
+        put(store, record, 1)
+        assert holds(store, record, 1)
+        assert store.bytes_written == store.bytes_read == 3 * MIB
+
+
+def _fd(store: DiskStore) -> int:
+    """The store's file, opened again as somebody else would."""
+    return os.open(f"/proc/self/fd/{store._file.fd}", os.O_RDWR)
+
+
+def test_a_file_that_was_cut_short(faulty: tuple[DiskStore, Log]) -> None:
+    store, _ = faulty
+    record = store.create("weights", 3 * MIB)
+    put(store, record, 1)
+    put(store, record, 2)
+    os.truncate(f"/proc/self/fd/{store._file.fd}", 5 * MIB)
+    with pytest.raises(DiskError, match=r"reading record 'weights' in .*rank0\.data, .* cut short from outside"):
+        holds(store, record, 2)
+
+
+@pytest.mark.parametrize("what", ["bit", "torn", "swapped", "stale", "zeros"])
+def test_content_that_was_changed(faulty: tuple[DiskStore, Log], what: str) -> None:
+    store, _ = faulty
+    record = store.create("weights", 3 * MIB - 3)
+    put(store, record, 1)  # at offset 0
+    put(store, record, 2)  # at offset 3 MiB
+    fd = _fd(store)
+    base, page = 3 * MIB, 4096
+    block = bytearray(os.pread(fd, MIB, base + MIB))
+    if what == "bit":
+        block[777_777] ^= 0x10
+    elif what == "torn":
+        block[MIB // 2 :] = os.pread(fd, MIB // 2, MIB + MIB // 2)  # half of it is still the older version's
+    elif what == "swapped":
+        block[:page], block[page : 2 * page] = block[page : 2 * page], block[:page]
+    elif what == "stale":
+        block[:] = os.pread(fd, MIB, MIB)
+    else:
+        block[-page:] = bytes(page)
+    os.pwrite(fd, block, base + MIB)
+    os.close(fd)
+    expected = rf"reading record 'weights' in .*rank0\.data: the 1048576 bytes at offset {base + MIB} are not what was"
+    with pytest.raises(DiskError, match=expected) as found:
+        holds(store, record, 2)
+    assert found.value.errno == 0
+    # The other version was not touched, and the store goes on.
+    put(store, record, 3)
+    assert holds(store, record, 3)
+
+
+def test_changes_in_the_padding_do_not_matter(faulty: tuple[DiskStore, Log]) -> None:
+    store, _ = faulty
+    record = store.create("weights", 4097)
+    put(store, record, 1)
+    fd = _fd(store)
+    os.pwrite(fd, b"\x00" * 100, 4097 + 50)
+    os.close(fd)
+    assert holds(store, record, 1)
+
+
+def test_a_dead_thread_is_an_error_not_a_hang(tmp_path: Path) -> None:
+    log = Log(inner_queue())
+    with DiskStore(disk_plan(tmp_path), queues=log.queue) as store:
+        store.reserve(1, MIB)
+        record, buffer = store.create("weights", MIB), store.buffer(MIB)
+        put_back = pattern(MIB, 5)
+        buffer.copy_(put_back)
+        log.break_at = 1
+        handle = store.write(record, buffer)
+        with pytest.raises(DiskError, match=r"writing record 'weights'.* thread stopped: ZeroDivisionError: broken on"):
+            handle.wait()
+        assert handle.finished() and log.closed == 1  # nothing in flight any more
+        with pytest.raises(DiskError, match="thread stopped"):
+            store.write(record, buffer).wait()
+        store.rollback()
+
+
+@pytest.mark.parametrize("make", [KernelQueue, ThreadQueue])
+def test_the_limit_on_file_sizes(tmp_path: Path, make: Callable[[int], RequestQueue]) -> None:
+    """A real error of the system in the middle of a write."""
+    if make is KernelQueue and inner_queue() is not KernelQueue:
+        pytest.skip("the kernel's asynchronous I/O is refused here")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    assert signal.getsignal(signal.SIGXFSZ) == signal.SIG_IGN
+    with DiskStore(disk_plan(tmp_path), queues=make) as store:
+        store.reserve(1, 4 * MIB)
+        record = store.create("weights", 4 * MIB)
+        put(store, record, 1)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (6 * MIB, before[1]))
+        try:
+            with pytest.raises(DiskError, match=r"'more' .*6\d+ bytes\) .* beside 8388608 bytes.*EFBIG.*ulimit -f"):
+                store.create("more", 6 * MIB + 1)
+            with pytest.raises(DiskError, match=r"writing record 'weights' .* EFBIG") as found:
+                put(store, record, 2)
+            assert found.value.errno == errno.EFBIG
+            assert holds(store, record, 1)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        store.rollback()
+        put(store, store.create("more", 3 * MIB), 9)
+        put(store, record, 2)
+        assert holds(store, record, 2)
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    with small_disk(tmp_path, 16 * MIB) as (folder, _), DiskStore(disk_plan(folder)) as store:
+        store.reserve(1, 3 * MIB)
+        record = store.create("weights", 3 * MIB)
+        put(store, record, 1)
+        free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
+        with pytest.raises(DiskError) as found:
+            store.create("more", 6 * MIB)
+        assert found.value.errno == errno.ENOSPC
+        for part in ("cannot reserve 12582912 bytes", "record 'more'", f"free: {free} bytes", "ENOSPC", "free space"):
+            assert part in str(found.value)
+        assert store.reserved_bytes == 6 * MIB
+        # Somebody else fills the disk: what is reserved is still there.
+        with open(folder / "filler", "wb", buffering=0) as filler, pytest.raises(OSError, match="No space"):
+            while True:
+                filler.write(bytes(64 * KIB))
+        put(store, record, 2)
+        put(store, record, 3)
+        assert holds(store, record, 3)
+        os.unlink(folder / "filler")
+        put(store, store.create("more", 2 * MIB), 4)
+
+
+def test_a_disk_that_gets_full_while_reserving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with DiskStore(disk_plan(tmp_path)) as store:
+        put_size = store.reserved_bytes
+
+        def full(fd: int, offset: int, nbytes: int) -> None:
+            os.truncate(f"/proc/self/fd/{fd}", offset + 4096)  # a part of it, as happens
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "posix_fallocate", full)
+            with pytest.raises(DiskError, match="ENOSPC"):
+                store.create("weights", 9000)
+        assert os.fstat(store._file.fd).st_size == put_size == 0
+        store.reserve(1, 9000)
+        put(store, store.create("weights", 9000), 1)
+
+
+def test_a_device_that_loses_its_end(tmp_path: Path) -> None:
+    """Real EIO: the file below a loop device is cut, so the device cannot read there any more."""
+    with small_disk(tmp_path, 16 * MIB) as (folder, image), DiskStore(disk_plan(folder)) as store:
+        if not store.direct:
+            pytest.skip("no O_DIRECT on the loop device")
+        store.reserve(1, 4 * MIB)
+        records = [store.create(str(n), 2 * MIB) for n in range(3)]
+        for n, record in enumerate(records):
+            put(store, record, n)
+        os.sync()
+        whole = image.read_bytes()
+        os.truncate(image, MIB // 2)
+        with pytest.raises(DiskError, match=r"reading record '2' .* EIO .*kernel's log"):
+            holds(store, records[2], 2)
+        image.write_bytes(whole)
+        assert holds(store, records[2], 2)
+
+
+def test_directories_that_cannot_be_used(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DiskError, match=r"cannot make a run directory in '.*/file'.*choose a directory, not a file"):
+        DiskStore(disk_plan(tmp_path / "file"))
+    with pytest.raises(DiskError, match=r"run directory in '.*/file/below'.*ENOTDIR"):
+        DiskStore(disk_plan(tmp_path / "file" / "below"))
+    with pytest.raises(DiskError, match=r"run directory in '/proc/nothing'") as found:
+        DiskStore(disk_plan("/proc/nothing"))
+    again = pickle.loads(pickle.dumps(found.value))
+    assert (type(again), again.errno, str(again)) == (DiskError, errno.ENOENT, str(found.value))
+
+
+def test_a_read_only_file_system(tmp_path: Path) -> None:
+    with (
+        mounted(tmp_path / "fixed", "-t", "tmpfs", "-o", "ro,size=1m", "tmpfs") as folder,
+        pytest.raises(DiskError, match=r"run directory in .*fixed'.*EROFS.*read-only; choose a directory"),
+    ):
+        DiskStore(disk_plan(folder))
+
+
+def test_a_file_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(fd: int, *_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "pwritev", failing)
+    with pytest.raises(DiskError, match=r"cannot make .*rank0\.data: EIO"):
+        DiskStore(disk_plan(tmp_path))
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,163 @@
+"""A run's directory goes with its process, however that ends, and never with another's."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from disk_setup import disk_plan, holds, put
+
+from shardwise.memory.disk import DiskStore
+from shardwise.memory.run_directory import RunDirectory, remove_abandoned
+
+HOLDS = """
+import os, sys
+from shardwise.memory.run_directory import RunDirectory
+directory = RunDirectory(sys.argv[1])
+open(os.path.join(directory.path, "rank0.data"), "wb").write(b"x" * 100)
+print(directory.path, flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def other_process(parent: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    """A process that holds a directory with a named data file until its input ends."""
+    command = [sys.executable, "-c", HOLDS, str(parent)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield process, Path(process.stdout.readline().strip())
+        finally:
+            process.kill()
+
+
+def test_a_directory_and_its_end(tmp_path: Path) -> None:
+    directory = RunDirectory(str(tmp_path / "a" / "b"))
+    path = Path(directory.path)
+    assert path.parent == tmp_path / "a" / "b" and re.fullmatch(r"shardwise-disk-[0-9a-f]{16}", path.name)
+    assert (path / "lock").read_text().startswith(f"process {os.getpid()} on ")
+    assert path.stat().st_mode & 0o777 == 0o700
+    directory.close()
+    directory.close()
+    assert list((tmp_path / "a" / "b").iterdir()) == []
+
+
+def test_killed_processes_are_cleaned_up_after(tmp_path: Path) -> None:
+    with other_process(tmp_path) as (process, path):
+        first = DiskStore(disk_plan(tmp_path))
+        assert first.removed == [] and (path / "rank0.data").exists()  # it lives
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert (path / "rank0.data").exists()
+        with DiskStore(disk_plan(tmp_path)) as second:
+            assert second.removed == [path.name] and not path.exists()
+            first.reserve(1, 5000)
+            record = first.create("weights", 5000)
+            put(first, record, 1)
+            assert holds(first, record, 1)
+        first.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+STORE = """
+import os, sys
+from shardwise.memory.disk import DiskStore
+from shardwise.plan import DiskPlan
+plan = DiskPlan(directory=sys.argv[1], block_bytes=4096, queue_depth=8, threads=2, single_submit=False,
+                overlap_events=True, state_buffers=1, param_buffers=1)
+store = DiskStore(plan)
+store.reserve(1, 2**24)
+record, buffer = store.create("weights", 2**24), store.buffer(2**24)
+store.write(record, buffer).wait()
+print(os.fstat(store._file.fd).st_nlink, flush=True)
+while True:
+    store.write(record, buffer).wait()
+"""
+
+
+def test_a_store_killed_in_a_transfer_leaves_only_an_empty_directory(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", STORE, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == "0\n"  # the system takes the space back by itself
+        finally:
+            process.kill()
+    (left,) = tmp_path.iterdir()
+    assert [path.name for path in left.iterdir()] == ["lock"]
+    DiskStore(disk_plan(tmp_path)).close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_not_ours_stays(tmp_path: Path) -> None:
+    name = "shardwise-disk-0123456789abcdef"
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "lock").write_text("")
+    (tmp_path / name).symlink_to(elsewhere)
+    kept = tmp_path / name.replace("0", "1", 1)
+    kept.mkdir()
+    for file in ("lock", "rank0.data", "thesis.tex"):
+        (kept / file).write_text("")
+    for other in ("shardwise-disk-0123", "shardwise-0123456789abcdef", name + ".bak"):
+        (tmp_path / other).mkdir()
+        (tmp_path / other / "lock").write_text("")
+    (tmp_path / name.replace("0", "2", 1)).write_text("a file")
+    before = set(tmp_path.rglob("*"))
+    remove_abandoned(str(tmp_path))
+    assert before - set(tmp_path.rglob("*")) == {kept / "lock", kept / "rank0.data"}
+
+
+def test_half_made_directories_are_removed(tmp_path: Path) -> None:
+    names = [f"shardwise-disk-{digit * 16}" for digit in "01"]
+    for name in names:
+        (tmp_path / name).mkdir()
+    (tmp_path / names[1] / "lock").write_text("")
+    assert remove_abandoned(str(tmp_path)) == names[1:]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_maker_that_lost_its_directory_makes_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A neighbour that starts at the wrong moment takes the new directory for an abandoned one: both orders."""
+    real_open, real_flock, steals = os.open, fcntl.flock, ["before the lock file", "before the lock"]
+
+    def opening(path: str, *rest: int, **named: int) -> int:
+        if str(path).endswith("lock") and len(steals) == 2 and rest[0] & os.O_CREAT:
+            steals.pop()
+            os.rmdir(os.path.dirname(path))
+        return real_open(path, *rest, **named)
+
+    def locking(fd: int, how: int) -> None:
+        if len(steals) == 1:
+            steals.pop()
+            assert len(remove_abandoned(str(tmp_path))) == 1
+        real_flock(fd, how)
+
+    monkeypatch.setattr(os, "open", opening)
+    monkeypatch.setattr(fcntl, "flock", locking)
+    directory = RunDirectory(str(tmp_path))
+    assert not steals and [str(path) for path in tmp_path.iterdir()] == [directory.path]
+    assert remove_abandoned(str(tmp_path)) == []
+    directory.close()
+
+
+def test_no_locks_no_cleaning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(fd: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    first, second = RunDirectory(str(tmp_path)), RunDirectory(str(tmp_path))
+    assert second.removed == [] and len(list(tmp_path.iterdir())) == 2
+    first.close()
+    second.close()
+    assert list(tmp_path.iterdir()) == []

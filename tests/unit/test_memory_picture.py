@@ -1,0 +1,152 @@
+"""The pictures: valid SVG of any trace, with areas that have the right heights, and text that fits."""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from shardwise.memory import picture
+from shardwise.memory.dump import dump_memory_stats, stats_table
+from shardwise.memory.picture import REST, draw, timeline_text
+from shardwise.memory.stats import MemStats, Moment, Phase
+from shardwise.memory.tiers_picture import draw_tiers, tiers_text
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def make(count: int, capacity: int | None = None) -> MemStats:
+    rng = random.Random(count)
+    moments = []
+    for i in range(count):
+        phase: Phase = "forward" if i < count * 0.4 else "backward" if i < count * 0.95 else "step"
+        model = rng.randrange(1 << 28)
+        moments.append(Moment(i, f"layers.{i}", phase, model, rng.randrange(1 << 30), {"parameters": model // 2}))
+    return MemStats(moments, "cpu", capacity)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 17, 499, 1001, 5000])
+@pytest.mark.parametrize("capacity", [None, 0, 1 << 20, 1 << 30, 1 << 50])
+def test_it_is_svg_of_bounded_size(count: int, capacity: int | None) -> None:
+    stats = make(count, capacity)
+    text = draw(stats)
+    root = ElementTree.fromstring(text)
+    assert root.tag == f"{SVG}svg" and "nan" not in text and "inf" not in text
+    assert len(text) < 300_000
+    for x in re.findall(r" x='(-?[0-9.]+)'", text):
+        assert 0 <= float(x) <= picture.WIDTH
+    shown = " ".join(t.text or "" for t in root.iter(f"{SVG}text"))
+    if count:
+        peak = stats.moments[stats.peak_index]
+        assert f"at {peak.name} ({peak.phase})" in shown
+    else:
+        assert "no moments" in shown
+    drawn = any(t.text and t.text.startswith("capacity") for t in root.iter(f"{SVG}text"))
+    assert drawn == (capacity is not None and 0 < capacity <= 2 * max(stats.peak_bytes, 1))
+
+
+def test_heights_are_the_sizes() -> None:
+    """The top of each kind's area, read back from the paths in bytes."""
+    moments = [
+        Moment(0, "a", "forward", 100, 50, {"parameters": 100}),
+        Moment(1, "b", "forward", 300, 500, {"parameters": 100, "gradients": 150}),
+        Moment(0, "a", "backward", 250, 0, {"parameters": 100, "gradients": 150}),
+    ]
+    root = ElementTree.fromstring(draw(MemStats(moments, "cpu", 1000)))
+    top = 1000 * 1.06
+    heights: dict[str, list[int]] = {}
+    for path in root.iter(f"{SVG}path"):
+        points = [tuple(map(float, p.split())) for p in re.findall(r"[-0-9.]+ [-0-9.]+", path.get("d") or "")]
+        base = picture.HEIGHT - picture.BOTTOM
+        sizes = [round((base - y) / (base - picture.TOP) * top) for _, y in points[: len(points) // 2 : 2]]
+        heights[path.get("fill") or ""] = sizes
+    color = {kind: picture.color_of(kind, []) for kind in ("parameters", "gradients", picture.MODEL, REST)}
+
+    def near(found: list[int], expected: list[int]) -> bool:
+        return len(found) == len(expected) and all(abs(a - b) <= 2 for a, b in zip(found, expected, strict=True))
+
+    assert near(heights[color["parameters"]], [100, 100, 100])
+    assert near(heights[color["gradients"]], [100, 250, 250])
+    assert near(heights[color[picture.MODEL]], [100, 300, 250])  # what no kind accounts for
+    assert near(heights[color[REST]], [150, 800, 250])
+
+
+def test_the_peak_survives_when_columns_are_merged() -> None:
+    moments = [Moment(i, f"m{i}", "forward", 0, 10, {}) for i in range(5000)]
+    moments[3333] = Moment(1, "the one", "forward", 0, 10_000, {})
+    stats = MemStats(moments, "cpu")
+    columns = picture._columns(stats.moments, 1000)
+    assert len(columns) == 1000 and max(c.moment.total_bytes for c in columns) == 10_000
+    assert [c.first for c in columns] == list(range(0, 5000, 5)) and "the one" in draw(stats)
+    assert "the one" in timeline_text(stats, rows=10) and timeline_text(stats, rows=10).count("\n") == 11
+
+
+EVIL = "</text><script>alert('x')</script>&\"\x00\x1b[31m\n" + "long" * 50
+
+
+def test_names_are_data() -> None:
+    stats = MemStats([Moment(0, EVIL, "forward", 5, 5, {EVIL: 3})], EVIL)
+    for text in (draw(stats, EVIL), draw_tiers({EVIL: {EVIL: 5}}, {EVIL: 3}, EVIL)):
+        root = ElementTree.fromstring(text)
+        assert not list(root.iter(f"{SVG}script")) and "\x1b" not in text and "\x00" not in text
+    for text in (timeline_text(stats), tiers_text({EVIL: {EVIL: 5}}, {}), stats_table(stats)):
+        assert "\x1b" not in text and "\x00" not in text
+    assert timeline_text(stats).count("\n") == 2
+
+
+@pytest.mark.parametrize("count", [0, 1, 30, 5000])
+def test_text_fits(count: int) -> None:
+    stats = make(count, 1 << 31)
+    text = timeline_text(stats, width=80, rows=20)
+    assert all(len(line) <= 80 for line in text.splitlines()) and text.count("\n") <= 24
+    assert timeline_text(stats, ascii_only=True).isascii()
+    assert ("peak" in text) == (count > 0)
+
+
+TIERS = {
+    "device": {"parameters": 200, "gathered": 100, "activations": 100},
+    "host": {"masters": 300, "optimizer state": 600, "idle": 0},
+    "disk": {"optimizer state": 500},
+}
+CAPACITIES = {"device": 500, "host": 10_000, "disk": None}
+
+
+def test_tiers() -> None:
+    root = ElementTree.fromstring(draw_tiers(TIERS, CAPACITIES))
+    room = 1120 - 110 - 28
+    wide = [r for r in root.iter(f"{SVG}rect") if r.get("height") == "28"]
+    widths = [float(r.get("width") or 0) for r in wide if r.get("fill") != "none"]
+    assert widths == pytest.approx([room * size / 900 for size in (200, 100, 100, 300, 600, 500)], abs=0.01)
+    lefts = [float(r.get("x") or 0) - 110 for r in wide if r.get("fill") != "none"]
+    assert lefts == pytest.approx([room * size / 900 for size in (0, 200, 300, 0, 300, 0)], abs=0.01)
+    outlines = [float(r.get("width") or 0) for r in wide if r.get("fill") == "none"]
+    assert outlines == pytest.approx([room * 500 / 900], abs=0.1)  # the host's is far away: only named
+    shown = " ".join(t.text or "" for t in root.iter(f"{SVG}text"))
+    assert "400 B of 500 B" in shown and "of 9.77 KiB" in shown and "idle" not in shown
+    assert "over its capacity" in draw_tiers(TIERS, {"device": 399})
+    assert ElementTree.fromstring(draw_tiers({}, {})) is not None
+
+
+def test_tiers_as_text() -> None:
+    text = tiers_text(TIERS, CAPACITIES, width=90, ascii_only=True)
+    device, host, disk = text.splitlines()[:3]
+    assert text.isascii() and all(len(line) <= 90 for line in text.splitlines()[:3])
+    assert host.count(":") > 0 and device.count("|") == 1 and "|" not in host and "500 B" in disk
+    cells = max(device.count("#"), 1)
+    assert device.count("=") == pytest.approx(cells / 2, abs=1) and disk.count(":") == pytest.approx(cells * 2.5, abs=2)
+
+
+def test_the_table(tmp_path: Path) -> None:
+    stats = make(40, 1 << 31)
+    dump_memory_stats(stats, tmp_path / "s.txt")
+    text = (tmp_path / "s.txt").read_text()
+    peak = stats.moments[stats.peak_index]
+    assert f"{stats.peak_bytes} bytes" in text and f"(moment {stats.peak_index}, {peak.name}, {peak.phase})" in text
+    rows = text.split("name\n", 1)[1].splitlines()
+    assert len(rows) == 40
+    for row, m in zip(rows, stats.moments, strict=True):
+        assert row.split()[1:] == [str(m.unit), m.phase, str(m.model_bytes), str(m.non_model_bytes), m.name]
+    assert "no known limit" in stats_table(make(0))

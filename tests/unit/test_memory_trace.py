@@ -1,0 +1,320 @@
+"""trace_memory on plain modules: numbers against formulas, every kind of model, and everything put back afterwards."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from shardwise.memory.stats import MemStats
+from shardwise.memory.trace import storage_bytes, trace_memory
+from shardwise.testing.models import MODELS
+
+CPU = torch.device("cpu")
+F32 = 4
+
+
+def test_an_mlp_by_hand() -> None:
+    rows, a, b, c = 8, 16, 32, 4
+    model = nn.Sequential(nn.Linear(a, b), nn.GELU(), nn.Linear(b, c))
+    x = torch.ones(rows, a)
+    stats = trace_memory(model, x, lambda m, t: m(t).sum(), capacity_bytes=10**6)
+    parameters = (a * b + b + b * c + c) * F32
+    weights = [a * b * F32, b * F32, b * c * F32, c * F32]
+    batch, hidden, out = rows * a * F32, rows * b * F32, rows * c * F32
+    forward = [(m.name, m.model_bytes, m.non_model_bytes) for m in stats.moments if m.phase == "forward"]
+    assert forward == [
+        ("Sequential", parameters, batch),
+        ("0", parameters, batch + hidden),
+        ("1", parameters, batch + 2 * hidden),
+        ("2", parameters, batch + 2 * hidden + out),
+        ("loss", parameters, batch + 2 * hidden + out + F32),
+    ]
+    backward = [(m.name, m.model_bytes) for m in stats.moments if m.phase == "backward"]
+    names = [name for name, _ in backward]
+    assert names[0] == "loss" and names.count("2") == names.count("0") == 3 and names.count("1") == 1
+    grown = [later - before for (_, before), (_, later) in pairwise(backward) if later > before]
+    assert sorted(grown) == sorted(weights) and backward[-1][1] == 2 * parameters
+    assert stats.moments[-1].kinds == {"parameters": parameters, "gradients": parameters}
+    assert stats.capacity_bytes == 10**6 and stats.device == "cpu"
+    assert stats.gathered_bytes == {0: 0, 1: weights[0] + weights[1], 2: 0, 3: weights[2] + weights[3]}
+    # At the end only the batch and the scalar loss are left besides model data.
+    assert stats.moments[-1].non_model_bytes <= batch + F32 + hidden + weights[0]
+
+
+def test_the_peak_is_that_of_the_whole_step() -> None:
+    """Gradients move from the rest to model data while the step runs; the total must not depend on when."""
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])
+    x = torch.ones(2, 64)
+    stats = trace_memory(model, x, lambda m, t: m(t).square().sum())
+    parameters = sum(p.nbytes for p in model.parameters())
+    row = 2 * 64 * F32
+    # Last interval of backward: all gradients, the batch, the loss, and a gradient of one activation.
+    assert 2 * parameters + row <= stats.peak_bytes <= 2 * parameters + 4 * row + 2 * F32
+    totals = [m.total_bytes for m in stats.moments]
+    assert totals.index(max(totals)) >= len(totals) - 4
+
+
+class Wasteful(torch.autograd.Function):
+    """Makes the gradient, and something ten times its size beside it."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        return weight.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        gradient, waste = torch.ones(1000), torch.ones(10000)
+        return gradient.mul_(waste.mean())
+
+
+def test_what_was_beside_a_gradient_when_it_was_made() -> None:
+    model = nn.ParameterList([torch.zeros(1000)])
+    stats = trace_memory(model, (), lambda m, batch: Wasteful.apply(m[0]))
+    assert 4000 * (1 + 1 + 10) <= stats.peak_bytes <= 4000 * (1 + 1 + 10) + 100
+    assert stats.moments[-1].total_bytes <= 4000 * 2 + 100
+
+
+def test_optimizer_state_is_model_data() -> None:
+    model = nn.Linear(100, 50)
+    x = torch.ones(3, 100)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    stats = trace_memory(model, x, optimizer=optimizer)
+    parameters = (100 * 50 + 50) * F32
+    step, after = stats.moments[-2:]
+    assert (step.name, step.phase, after.phase) == ("optimizer step", "step", "step")
+    state = 2 * parameters + 2 * F32  # two moments, and a step count for each parameter
+    for each in (step, after):
+        assert each.kinds == {"parameters": parameters, "gradients": parameters, "optimizer state": state}
+        assert each.model_bytes == 2 * parameters + state
+    assert 0 < step.non_model_bytes <= 3 * 100 * F32 + 3 * parameters and after.non_model_bytes < 2000
+    again = torch.optim.AdamW(model.parameters(), foreach=False)
+    model(x).sum().backward()
+    again.step()
+    held = trace_memory(model, x, optimizer=again)
+    assert held.moments[0].kinds["optimizer state"] == state == held.moments[-1].kinds["optimizer state"]
+
+
+def _snapshot(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
+    def value(x: Any) -> Any:
+        return (id(x), x.clone()) if isinstance(x, Tensor) else copy.deepcopy(x)
+
+    state = None
+    if optimizer is not None:
+        state = {id(p): {k: value(v) for k, v in s.items()} for p, s in optimizer.state.items()}
+        groups = [{k: copy.deepcopy(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+        state = (state, groups)
+    return {
+        "parameters": {n: (*value(p.detach())[1:], id(p)) for n, p in model.named_parameters()},
+        "buffers": {n: value(b) for n, b in model.named_buffers()},
+        "grads": {n: p.grad if p.grad is None else value(p.grad) for n, p in model.named_parameters()},
+        "hooks": {
+            n: [len(getattr(m, h)) for h in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")]
+            for n, m in model.named_modules()
+        },
+        "parameter hooks": {n: len(p._post_accumulate_grad_hooks or ()) for n, p in model.named_parameters()},
+        "random": (torch.get_rng_state(), random.getstate()),
+        "modes": torch._C._len_torch_dispatch_stack(),
+        "state": state,
+    }
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return bool(isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_same(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return bool(a == b)
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_odd_models(name: str) -> None:
+    case = MODELS[name]
+    model, batch = case.factory(), case.batch(0)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    before = _snapshot(model, optimizer)
+    stats = trace_memory(model, batch, case.loss, optimizer=optimizer)
+    assert _same(before, _snapshot(model, optimizer))
+    assert {m.phase for m in stats.moments} == {"forward", "backward", "step"}
+    assert all(m.non_model_bytes >= 0 and sum(m.kinds.values()) == m.model_bytes for m in stats.moments)
+    assert stats.moments[0].kinds["parameters"] == storage_bytes(model.parameters(), CPU)
+    # The same step without a tracer.
+    case.loss(model, batch).backward()
+    gradients = storage_bytes((p.grad for p in model.parameters()), CPU)
+    assert stats.moments[-1].kinds["gradients"] == gradients
+    assert MemStats.from_json(stats.to_json()) == stats
+    again = trace_memory(model, batch, case.loss, optimizer=optimizer)
+    assert [m.name for m in again.moments] == [m.name for m in stats.moments]
+
+
+class Busy(nn.Module):
+    """Changes whatever a forward pass can change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+        self.register_buffer("last", None)
+        self.register_buffer("seen", torch.zeros(6))
+        self.fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        self.seen = x.detach().mean(0)
+        random.random()
+        x = nn.functional.dropout(self.linear(self.norm(x)))
+        if self.fails:
+            raise RuntimeError(f"no more of {tuple(x.shape)}")
+        return x
+
+
+@pytest.mark.parametrize("fails", ["", "forward", "loss", "backward", "step"])
+def test_everything_is_put_back(fails: str) -> None:
+    model, x = Busy(), torch.ones(4, 6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(x).sum().backward()
+    optimizer.step()
+    model.norm.weight.grad = None
+    model.fails = fails == "forward"
+
+    def loss(module: nn.Module, batch: Tensor) -> Tensor:
+        value = module(batch).sum()
+        if fails == "loss":
+            raise RuntimeError(f"no loss of {value}")
+        if fails == "backward":
+            value.register_hook(lambda gradient: 1 / 0)
+        return value
+
+    def step(*arguments: Any) -> None:
+        del arguments
+        raise RuntimeError(f"no step of {optimizer.param_groups[0]['lr']}")
+
+    if fails == "step":
+        optimizer.register_step_post_hook(step)
+    before = _snapshot(model, optimizer)
+    if fails:
+        with pytest.raises((RuntimeError, ZeroDivisionError)):
+            trace_memory(model, x, loss, optimizer=optimizer)
+    else:
+        trace_memory(model, x, loss, optimizer=optimizer)
+    assert _same(before, _snapshot(model, optimizer))
+
+
+@dataclass
+class Output:
+    logits: Tensor
+    loss: Tensor | None = None
+
+
+class Returns(nn.Module):
+    def __init__(self, wrap: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.linear, self.wrap = nn.Linear(4, 4), wrap
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Any:
+        return self.wrap(self.linear(x) * scale)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda y: y,
+        lambda y: (y, [y * 2], {"a": y}),
+        lambda y: {"loss": y.sum()},
+        lambda y: Output(y, y.sum()),
+        lambda y: Output(y),
+        lambda y: {"loss": None, "logits": y, "ids": torch.arange(3)},
+    ],
+)
+@pytest.mark.parametrize("batch", ["tensor", "tuple", "dict"])
+def test_outputs_and_batches(wrap: Callable[[Tensor], Any], batch: str) -> None:
+    x = torch.ones(2, 4)
+    given = {"tensor": x, "tuple": (x, 2.0), "dict": {"x": x, "scale": 2.0}}[batch]
+    stats = trace_memory(Returns(wrap), given)
+    assert stats.moments[-1].kinds["gradients"] == 20 * F32
+    assert stats.moments[0].non_model_bytes == x.nbytes
+
+
+def test_wrong_uses_are_named() -> None:
+    x = torch.ones(2, 4)
+    with pytest.raises(TypeError, match="no floating tensor"):
+        trace_memory(Returns(lambda y: y.argmax()), x)
+    with pytest.raises(TypeError, match=r"loss gave 3\.0, a float"):
+        trace_memory(Returns(lambda y: y), x, lambda m, b: 3.0)  # type: ignore[arg-type, return-value]
+    with pytest.raises(ValueError, match=r"loss has the shape \(2, 4\)"):
+        trace_memory(Returns(lambda y: y), x, lambda m, b: m(b))
+    with pytest.raises(ValueError, match=r"0\.weight is not initialised"):
+        trace_memory(nn.Sequential(nn.LazyLinear(3)), x)
+
+
+def test_without_gradients_only_forward_runs() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).requires_grad_(False)
+    assert {m.phase for m in trace_memory(model, torch.ones(2, 4)).moments} == {"forward"}
+    model.requires_grad_(True)
+    with torch.no_grad():
+        assert {m.phase for m in trace_memory(model, torch.ones(2, 4)).moments} == {"forward"}
+    with torch.inference_mode():
+        assert {m.phase for m in trace_memory(model, torch.ones(2, 4)).moments} == {"forward"}
+
+
+def test_tied_weights_count_once() -> None:
+    model = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 11, bias=False))
+    model[1].weight = model[0].weight
+    stats = trace_memory(model, torch.tensor([[1, 2, 3]]))
+    assert stats.peak_model_bytes == 2 * 11 * 8 * F32
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_lowers_the_peak(reentrant: bool) -> None:
+    class Deep(nn.Module):
+        def __init__(self, checkpointed: bool) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(
+                nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(8)
+            )
+            self.checkpointed = checkpointed
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=reentrant) if self.checkpointed else block(x)
+            return x
+
+    x = torch.ones(512, 16, requires_grad=True)
+    plain, frugal = (trace_memory(Deep(c), x) for c in (False, True))
+    assert frugal.peak_non_model_bytes < 0.4 * plain.peak_non_model_bytes
+    recomputed = [m.name for m in frugal.moments if m.phase == "backward"]
+    assert recomputed.count("blocks.3.0") > [m.name for m in plain.moments if m.phase == "backward"].count("blocks.3.0")
+    assert x.grad is None
+
+
+def test_on_the_meta_device() -> None:
+    def traced(device: str) -> MemStats:
+        model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 2)).to(device)
+        return trace_memory(model, torch.ones(4, 8).to(device), optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+
+    real, planned = traced("cpu"), traced("meta")
+    assert [(m.name, m.total_bytes) for m in real.moments] == [(m.name, m.total_bytes) for m in planned.moments]
+
+
+def test_a_transformer_of_hugging_face() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=97
+    )
+    model = transformers.LlamaForCausalLM(config)
+    ids = torch.randint(97, (2, 16))
+    stats = trace_memory(model, {"input_ids": ids, "labels": ids})
+    names = {m.name for m in stats.moments}
+    assert {"model.layers.1.self_attn.q_proj", "lm_head"} <= names
+    assert stats.moments[-1].kinds["gradients"] == storage_bytes(model.parameters(), CPU)

@@ -1,0 +1,479 @@
+"""The Adam family against torch's Adam and AdamW and against the plain formula."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardwise.nn import optimizer as front
+from shardwise.optim import AdamRule, AdamSlot, AdamTiles, CPUAdam, FusedAdam, HybridAdam, adam_reference
+
+SHAPES = [(3,), (), (0,), (1, 1), (17, 5), (129,), (2, 3, 4), (64, 33)]
+KINDS = [CPUAdam, HybridAdam, FusedAdam]
+TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
+Kind = Callable[..., Any]
+
+
+def make_params(dtype: torch.dtype, shapes: list[tuple[int, ...]] = SHAPES) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)) for shape in shapes]
+
+
+def set_gradients(params: list[nn.Parameter], seed: int, skip: int = -1) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for index, param in enumerate(params):
+        value = torch.randn(param.shape, generator=generator, dtype=torch.float64).to(param.dtype)
+        param.grad = None if index == skip else value
+
+
+def assert_close(actual: list[Any], expected: list[Any], tolerance: float) -> None:
+    for index, (a, b) in enumerate(zip(actual, expected, strict=True)):
+        difference = (a.detach().double() - b.detach().double()).abs()
+        # "not all <=" so that NaN fails.
+        assert bool((difference <= tolerance * (1 + b.detach().double().abs())).all()), (index, difference.max())
+
+
+def moments(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> list[Tensor]:
+    stepped = [optimizer.state[p] for p in params if p in optimizer.state]
+    return [state[key] for state in stepped for key in ("exp_avg", "exp_avg_sq", "step")]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("adamw_mode", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equals_torch(kind: Kind, adamw_mode: bool, dtype: torch.dtype) -> None:
+    """Over 30 steps with odd shapes, two groups, a changing rate, and a parameter that some steps leave out."""
+    ours, theirs = make_params(dtype), make_params(dtype)
+    options = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-7, "weight_decay": 0.1}
+    other = torch.optim.AdamW if adamw_mode else torch.optim.Adam
+
+    def groups(params: list[nn.Parameter]) -> list[dict[str, Any]]:
+        return [{"params": params[:4]}, {"params": params[4:], "lr": 0.1, "weight_decay": 0.0}]
+
+    own = kind(groups(ours), adamw_mode=adamw_mode, **options)
+    reference = other(groups(theirs), **options)
+    schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(o, 40) for o in (own, reference)]
+    for step in range(30):
+        for params in (ours, theirs):
+            set_gradients(params, step, skip=6 if step % 3 else -1)
+        own.step()
+        reference.step()
+        for scheduler in schedulers:
+            scheduler.step()
+    assert_close(ours, theirs, TOLERANCE[dtype])
+    assert_close(moments(own, ours), moments(reference, theirs), TOLERANCE[dtype])
+    assert own.state[ours[6]]["step"] == 10
+
+
+def rule(**changes: Any) -> AdamRule:
+    return AdamRule(**({"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1} | changes))
+
+
+def slots_of(param_dtype: torch.dtype, grad_dtype: torch.dtype, out: torch.dtype | None) -> list[AdamSlot]:
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.float64 if param_dtype == torch.float64 else torch.float32
+
+    def random(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    return [
+        AdamSlot(
+            param=random(shape, param_dtype),
+            grad=random(shape, grad_dtype),
+            exp_avg=random(shape, wide),
+            exp_avg_sq=random(shape, wide).abs(),
+            step=torch.tensor(7.0),
+            out=None if out is None else torch.zeros(shape, dtype=out),
+        )
+        for shape in SHAPES
+    ]
+
+
+CASTS = [
+    (torch.float32, torch.bfloat16, torch.bfloat16),
+    (torch.float32, torch.float16, torch.float16),
+    (torch.float32, torch.float32, None),
+    (torch.float32, torch.float32, torch.bfloat16),
+    (torch.bfloat16, torch.bfloat16, None),
+    (torch.float16, torch.float32, None),
+    (torch.bfloat16, torch.float16, torch.float32),
+    (torch.float64, torch.float32, torch.float16),
+]
+
+
+@pytest.mark.parametrize("dtypes", CASTS)
+@pytest.mark.parametrize("tile", [1, 7, 64, None])
+@pytest.mark.parametrize("scale", [1.0, 0.3])
+@pytest.mark.parametrize("changes", [{}, {"decoupled": False}, {"bias_correction": False, "maximize": True}])
+def test_tiles_equal_the_formula(
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None], tile: int | None, scale: float, changes: dict[str, Any]
+) -> None:
+    fast, plain = slots_of(*dtypes), slots_of(*dtypes)
+    AdamTiles(tile).update(fast, rule(**changes), scale)
+    for slot in plain:
+        adam_reference(slot, rule(**changes), scale)
+    for name in AdamSlot._fields:
+        pairs = [(getattr(a, name), getattr(b, name)) for a, b in zip(fast, plain, strict=True)]
+        # The two may fall on either side of a 16-bit rounding boundary: one unit in the last place.
+        narrow = name in ("param", "out") and pairs[0][0] is not None and pairs[0][0].dtype.itemsize == 2
+        tolerance = torch.finfo(pairs[0][0].dtype).eps if narrow else 1e-6
+        if pairs[0][0] is not None:
+            assert_close([a for a, _ in pairs], [b for _, b in pairs], tolerance)
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(fast, slots_of(*dtypes), strict=True))
+
+
+def test_formula_equals_torch() -> None:
+    """The formula itself, in fp64, over several steps."""
+    ours, theirs = make_params(torch.float64), make_params(torch.float64)
+    state = [(torch.zeros_like(p.data), torch.zeros_like(p.data)) for p in ours]
+    reference = torch.optim.Adam(theirs, lr=0.01, betas=(0.9, 0.99), weight_decay=0.1)
+    for step in range(5):
+        set_gradients(theirs, step)
+        reference.step()
+        for own, other, (first, second) in zip(ours, theirs, state, strict=True):
+            assert other.grad is not None
+            slot = AdamSlot(own.data, other.grad, first, second, torch.tensor(step + 1.0))
+            adam_reference(slot, rule(decoupled=False))
+    assert_close(ours, theirs, 1e-12)
+
+
+def test_without_bias_correction() -> None:
+    """The first step then moves by lr (1 - beta1) g / (sqrt(1 - beta2) |g|), not by lr."""
+    param = nn.Parameter(torch.zeros(3))
+    param.grad = torch.tensor([1.0, -2.0, 4.0])
+    HybridAdam([param], lr=0.1, bias_correction=False, betas=(0.9, 0.99)).step()
+    assert_close([param], [torch.tensor([-0.1, 0.1, -0.1])], 1e-5)
+    other = nn.Parameter(torch.zeros(3))
+    other.grad = torch.tensor([1.0, -2.0, 4.0])
+    HybridAdam([other], lr=0.1, bias_correction=False, betas=(0.5, 0.99)).step()
+    assert_close([other], [torch.tensor([-0.5, 0.5, -0.5])], 1e-5)
+
+
+def strided(kind: str) -> Tensor:
+    base = torch.arange(48.0).reshape(2, 3, 2, 4) / 48
+    layouts: dict[str, Callable[[], Tensor]] = {
+        "transposed": lambda: base.transpose(1, 3),
+        "channels_last": lambda: base.contiguous(memory_format=torch.channels_last),
+        "sliced": lambda: base[:, :, :, ::2],
+    }
+    return layouts[kind]()
+
+
+@pytest.mark.parametrize("layout", ["transposed", "channels_last", "sliced"])
+@pytest.mark.parametrize("gradient", ["as parameter", "contiguous", "expanded"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layouts(layout: str, gradient: str, dtype: torch.dtype) -> None:
+    """Neither parameter nor gradient need be contiguous, nor laid out alike; memory between elements is left alone."""
+    values = strided(layout).to(dtype)
+    param = nn.Parameter(values.clone(memory_format=torch.preserve_format) if layout != "sliced" else values)
+    plain = nn.Parameter(values.contiguous().clone())
+    ours, theirs = HybridAdam([param], lr=0.1), HybridAdam([plain], lr=0.1)
+    for step in range(3):
+        torch.manual_seed(step)
+        grad = torch.randn(plain.shape).to(dtype)
+        if gradient == "expanded":
+            grad = torch.ones((), dtype=dtype).expand(plain.shape)
+        plain.grad = grad.clone(memory_format=torch.contiguous_format)
+        if gradient == "as parameter":
+            grad = torch.empty_like(param).copy_(grad)
+        param.grad = grad
+        ours.step()
+        theirs.step()
+    assert_close([param], [plain], 1e-6)
+    assert_close([ours.state[param]["exp_avg"]], [theirs.state[plain]["exp_avg"]], 1e-6)
+
+
+@pytest.mark.parametrize("grad", [torch.float32, torch.bfloat16])
+def test_every_tensor_sliced_alike(grad: torch.dtype) -> None:
+    """Equal strides with gaps: what lies in the gaps is neither read nor written."""
+    wide = [torch.full((4, 6), math.nan, dtype=dtype) for dtype in (torch.float32, grad, torch.float32, torch.float32)]
+    for number, tensor in enumerate(wide):
+        tensor[:, ::2] = torch.arange(1.0, 13.0).reshape(4, 3) * (number + 1)
+    step = torch.tensor(3.0)
+    slot = AdamSlot(*[tensor[:, ::2] for tensor in wide], step)
+    plain = AdamSlot(*[tensor[:, ::2].contiguous() for tensor in wide], step)
+    AdamTiles(5).update([slot], rule())
+    adam_reference(plain, rule())
+    assert_close([slot.param, slot.exp_avg, slot.exp_avg_sq], [plain.param, plain.exp_avg, plain.exp_avg_sq], 1e-6)
+    assert all(bool(tensor[:, 1::2].isnan().all()) for tensor in wide)
+
+
+@pytest.mark.parametrize("numel", [100, 120])
+def test_scratch_is_one_tile(numel: int) -> None:
+    tiles = AdamTiles(numel)
+    for _ in range(2):
+        tiles.update(slots_of(torch.bfloat16, torch.bfloat16, None), rule(), 0.5)
+    assert {scratch.numel() for scratch in tiles._scratch.values()} <= set(range(90, numel + 1))
+    assert len(tiles._scratch) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_parameters_are_rounded_once(dtype: torch.dtype) -> None:
+    """Moments are fp32, and the result is what fp32 arithmetic from the 16-bit value gives, rounded."""
+    param = nn.Parameter(torch.randn(1000).to(dtype))
+    wide = nn.Parameter(param.detach().float())
+    ours, theirs = HybridAdam([param], lr=0.01), torch.optim.AdamW([wide], lr=0.01, weight_decay=0)
+    for step in range(5):
+        set_gradients([param], step)
+        assert param.grad is not None
+        wide.data.copy_(param.detach())
+        wide.grad = param.grad.float()
+        ours.step()
+        theirs.step()
+        assert torch.equal(param.detach(), wide.detach().to(dtype))
+    assert ours.state[param]["exp_avg"].dtype == torch.float32
+    assert torch.equal(ours.state[param]["exp_avg_sq"], theirs.state[wide]["exp_avg_sq"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_div_scale_divides_and_leaves_the_gradient(kind: Kind, dtype: torch.dtype) -> None:
+    (scaled,), (plain,) = make_params(dtype, [(50,)]), make_params(torch.float32, [(50,)])
+    plain.data.copy_(scaled.data)
+    set_gradients([scaled], 3)
+    assert scaled.grad is not None
+    gradient = scaled.grad.clone()
+    plain.grad = gradient.float() / 1000
+    # A large eps makes the update depend on the gradient's size.
+    first, second = kind([scaled], eps=1.0), kind([plain], eps=1.0)
+    first.step(div_scale=1000.0)
+    second.step()
+    assert torch.equal(scaled.grad, gradient)
+    assert_close([first.state[scaled]["exp_avg"]], [second.state[plain]["exp_avg"]], 1e-7)
+    assert_close([scaled], [plain.detach().to(dtype)], 1e-6)
+
+
+@pytest.mark.parametrize("value", [0.0, -2.0, math.nan, math.inf])
+def test_div_scale_that_cannot_divide(value: float) -> None:
+    param = nn.Parameter(torch.ones(2))
+    param.grad = torch.ones(2)
+    with pytest.raises(ValueError, match=f"div_scale={value}"):
+        HybridAdam([param]).step(div_scale=value)
+    assert torch.equal(param.detach(), torch.ones(2))
+
+
+def test_closure_runs_with_gradients() -> None:
+    param = nn.Parameter(torch.ones(2))
+    optimizer = HybridAdam([param], lr=0.1)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = (param**2).sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    assert optimizer.step(closure).item() == 2.0
+    assert_close([param], [torch.full((2,), 0.9)], 1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sparse_gradient_is_refused_before_anything_changes(kind: Kind) -> None:
+    first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(4, 2))
+    first.grad, second.grad = torch.ones(2), torch.ones(4, 2).to_sparse()
+    optimizer = kind([{"params": [first]}, {"params": [second]}])
+    with pytest.raises(RuntimeError, match=r"sparse.*\(4, 2\).*SparseAdam"):
+        optimizer.step()
+    assert torch.equal(first.detach(), torch.ones(2))
+    assert not optimizer.state
+
+
+def test_frozen_and_unused_parameters_have_no_state() -> None:
+    used, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+    optimizer = HybridAdam([used, unused, frozen])
+    used.grad = torch.ones(2)
+    optimizer.step()
+    assert set(optimizer.state) == {used}
+    optimizer.zero_grad()
+    assert used.grad is None
+    before = used.detach().clone()
+    optimizer.step()
+    assert torch.equal(used.detach(), before)
+
+
+@pytest.mark.parametrize("adamw_mode", [True, False])
+def test_state_moves_between_torch_and_here(adamw_mode: bool) -> None:
+    """torch, then ours, then torch, against torch all the way."""
+    other = torch.optim.AdamW if adamw_mode else torch.optim.Adam
+    options = {"lr": 0.02, "weight_decay": 0.1}
+    straight, travelling = make_params(torch.float32), make_params(torch.float32)
+    reference = other(straight, **options)
+    current: torch.optim.Optimizer = other(travelling, **options)
+    for step in range(9):
+        if step in (3, 6):
+            state = copy.deepcopy(current.state_dict())
+            current = HybridAdam(travelling, lr=9.0, adamw_mode=adamw_mode) if step == 3 else other(travelling, lr=9.0)
+            current.load_state_dict(state)
+        for params in (straight, travelling):
+            set_gradients(params, step)
+        reference.step()
+        current.step()
+    assert_close(travelling, straight, 1e-6)
+
+
+def test_integer_step_counts_are_taken() -> None:
+    """ColossalAI keeps a plain number."""
+    (ours,), (theirs,) = make_params(torch.float32, [(20,)]), make_params(torch.float32, [(20,)])
+    own, reference = HybridAdam([ours]), HybridAdam([theirs])
+    for step in range(6):
+        if step == 3:
+            state = copy.deepcopy(own.state_dict())
+            state["state"][0]["step"] = int(state["state"][0]["step"])
+            own = HybridAdam([ours])
+            own.load_state_dict(state)
+        set_gradients([ours], step)
+        set_gradients([theirs], step)
+        own.step()
+        reference.step()
+    assert torch.equal(ours.detach(), theirs.detach())
+
+
+def test_loading_keeps_the_precision_of_half_parameters_moments() -> None:
+    params = make_params(torch.bfloat16)
+    optimizer = HybridAdam(params)
+    set_gradients(params, 1)
+    optimizer.step()
+    other = HybridAdam(params)
+    other.register_load_state_dict_pre_hook(lambda _o, state: dict(state))
+    for _ in range(2):
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert len(other._optimizer_load_state_dict_pre_hooks) == 1
+    for param in params:
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert other.state[param][key].dtype == torch.float32
+            assert torch.equal(other.state[param][key], optimizer.state[param][key])
+
+
+def test_amsgrad_state_is_refused() -> None:
+    params = make_params(torch.float32)
+    theirs = torch.optim.AdamW(params, amsgrad=True)
+    set_gradients(params, 0)
+    theirs.step()
+    with pytest.raises(ValueError, match=r"amsgrad=\[True\]"):
+        HybridAdam(params).load_state_dict(theirs.state_dict())
+    with pytest.raises(RuntimeError, match="AMSGrad"):
+        FusedAdam(params, amsgrad=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("through", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
+def test_copies_go_on_alike(kind: Kind, through: Callable[[Any], Any]) -> None:
+    (param,) = make_params(torch.float32, [(20,)])
+    optimizer = kind([param], weight_decay=0.5, adamw_mode=False)
+    set_gradients([param], 0)
+    optimizer.step()
+    twin = through(optimizer)
+    (copied,) = twin.param_groups[0]["params"]
+    assert copied is not param
+    for at, one in ((param, optimizer), (copied, twin)):
+        set_gradients([at], 1)
+        one.step()
+    assert torch.equal(param.detach(), copied.detach())
+
+
+def test_group_added_later() -> None:
+    ours, theirs = make_params(torch.float32), make_params(torch.float32)
+    own, reference = HybridAdam(ours[:3]), torch.optim.AdamW(theirs[:3], weight_decay=0)
+    for step in range(6):
+        if step == 2:
+            own.add_param_group({"params": ours[3:], "lr": 0.1, "maximize": True})
+            reference.add_param_group({"params": theirs[3:], "lr": 0.1, "maximize": True})
+        set_gradients(ours, step)
+        set_gradients(theirs, step)
+        own.step()
+        reference.step()
+    assert_close(ours, theirs, 1e-6)
+
+
+def test_step_leaves_the_groups_alone() -> None:
+    params = make_params(torch.bfloat16)
+    optimizer = HybridAdam(params)
+    before = [dict(group) for group in optimizer.param_groups]
+    set_gradients(params, 0)
+    optimizer.step()
+    for was, now in zip(before, optimizer.param_groups, strict=True):
+        assert was.keys() == now.keys()
+        assert all(was[key] is now[key] for key in was)
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"lr": -1.0}, "lr=-1"),
+    ({"lr": math.nan}, "lr=nan"),
+    ({"betas": (0.9, 1.0)}, "betas"),
+    ({"betas": (math.nan, 0.9)}, "betas"),
+    ({"eps": -1e-8}, "eps=-1e-08"),
+    ({"weight_decay": -0.1}, "weight_decay=-0.1"),
+    ({"nvme_offload_fraction": 1.5}, "nvme_offload_fraction=1.5"),
+    ({"nvme_offload_fraction": math.nan}, "nvme_offload_fraction=nan"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), BAD)
+def test_wrong_numbers(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        HybridAdam([nn.Parameter(torch.ones(1))], **options)
+
+
+def test_wrong_group_is_not_kept() -> None:
+    optimizer = HybridAdam([nn.Parameter(torch.ones(1))])
+    with pytest.raises(ValueError, match="lr=-1"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "lr": -1})
+    with pytest.raises(ValueError, match="complex64"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1, dtype=torch.complex64))]})
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("number", [0, -5])
+def test_tile_without_elements(number: int) -> None:
+    with pytest.raises(ValueError, match=f"tile_numel={number}"):
+        AdamTiles(number)
+
+
+PUBLISHED = {
+    "CPUAdam": "model_params lr bias_correction betas eps weight_decay adamw_mode nvme_offload_fraction "
+    "nvme_offload_dir",
+    "FusedAdam": "params lr bias_correction betas eps adamw_mode weight_decay amsgrad set_grad_none",
+}
+DEFAULTS = {
+    "lr": 1e-3,
+    "bias_correction": True,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 0,
+    "adamw_mode": True,
+    "nvme_offload_fraction": 0.0,
+    "nvme_offload_dir": None,
+    "amsgrad": False,
+    "set_grad_none": True,
+}
+
+
+@pytest.mark.parametrize("name", ["CPUAdam", "HybridAdam", "FusedAdam"])
+def test_published_signatures(name: str) -> None:
+    """The order matters: arguments may be given by position."""
+    kind = getattr(front, name)
+    parameters = inspect.signature(kind).parameters
+    assert " ".join(parameters) == PUBLISHED.get(name, PUBLISHED["CPUAdam"])
+    assert {k: p.default for k, p in parameters.items() if p.default is not p.empty} == {
+        key: DEFAULTS[key] for key in parameters if key in DEFAULTS
+    }
+    assert kind.num_fp32_shards_per_param == 4
+
+
+def test_fused_adam_zero_grad_and_removed_arguments() -> None:
+    param = nn.Parameter(torch.ones(1))
+    param.grad = torch.ones(1)
+    FusedAdam([param], set_grad_none=False).zero_grad()
+    assert param.grad is not None and param.grad.item() == 0
+    FusedAdam([param]).zero_grad()
+    assert param.grad is None
+    with pytest.raises(RuntimeError, match="scale"):
+        FusedAdam([param]).step(scale=2.0)
