@@ -8,6 +8,7 @@ comes on top of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 
 import torch
 
@@ -364,6 +365,10 @@ class ChunkPool:
     def _evict(self, unit: int) -> None:
         for chunk in self._transient[unit]:
             full = chunk.full
+            pending, chunk.pending = chunk.pending, None
+            if pending is not None:  # another gather of the unit failed; this one must not write into an array of others
+                with suppress(Exception):
+                    pending.wait()
             if full is not None:
                 chunk.unpoint_params()
                 del self.by_storage[full.untyped_storage()._cdata]

@@ -45,12 +45,13 @@ class MemorySource:
     Args:
         exchange: the memory.
         tier: whose it is.
+        uploads: the stream for copies from the host to a GPU, so that those that are made ahead run beside compute.
     """
 
     peers_take_part = False
 
-    def __init__(self, exchange: Buffer, tier: Tier) -> None:
-        self._exchange, self.tier = exchange, tier
+    def __init__(self, exchange: Buffer, tier: Tier, uploads: torch.cuda.Stream | None = None) -> None:
+        self._exchange, self.tier, self._uploads = exchange, tier, uploads
 
     @property
     def exchange(self) -> Buffer:
@@ -65,10 +66,29 @@ class MemorySource:
 
     def gather(self, group: Group, out: torch.Tensor) -> Handle:
         local = self._exchange.local
-        if local.device == out.device or group.size == 1:
+        if local.device == out.device:
             return group.all_gather(out, self._exchange)
+        if group.size == 1 and self._uploads is not None:
+            return _Upload(local, out, self._uploads)
         staged = Buffer(local.to(out.device, non_blocking=True))
         return _Keeping(group.all_gather(out, staged), staged)
+
+
+class _Upload:
+    """A copy from the host's memory to a GPU on a stream of its own."""
+
+    def __init__(self, local: torch.Tensor, out: torch.Tensor, stream: torch.cuda.Stream) -> None:
+        stream.wait_stream(torch.cuda.current_stream(out.device))  # for whoever used this memory before
+        with torch.cuda.stream(stream):
+            out.copy_(local, non_blocking=True)
+        out.record_stream(stream)
+        self._event = stream.record_event()
+
+    def finished(self) -> bool:
+        return bool(self._event.query())
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self._event)
 
 
 class _Keeping:
@@ -91,13 +111,13 @@ class ReadAhead:
 
     Attributes:
         buffer_bytes: what is asked for, whatever a shard needs itself, so that a small one takes no large one's.
-        limit: how many shards may be read ahead of their use.
+        buffers: how many there are, at least 2.
         count: how many have been.
         gathers: of a single rank, under way, oldest first.
     """
 
     buffer_bytes: int
-    limit: int
+    buffers: int
     count: int = 0
     gathers: deque[_FromDisk] = field(default_factory=deque)
 
@@ -156,8 +176,9 @@ class DiskSource:
 
     def _buffer(self) -> torch.Tensor:
         """A free buffer; gathers of other chunks that hold the last ones are finished."""
-        while self._shared.gathers and not self.store.idle_buffers(self._shared.buffer_bytes):
-            self._shared.gathers.popleft().fill()
+        gathers = self._shared.gathers
+        while gathers and (gathers[0].filled or len(gathers) + self._shared.count >= self._shared.buffers):
+            gathers.popleft().fill()
         return self.store.buffer(self._shared.buffer_bytes)
 
     @contextmanager
@@ -183,18 +204,15 @@ class DiskSource:
             self.store.give(buffer)
 
     def prepare(self) -> None:
-        if self._ahead is None and self._written and self._shared.count < self._shared.limit:
+        if self._ahead is None and self._written and self._shared.count < self._shared.buffers - 2:
             self._ahead = self._read()
             self._shared.count += 1
 
     def gather(self, group: Group, out: torch.Tensor) -> Handle:
         buffer, reading = self._read()
         if self._staging is None:
-            gathers = self._shared.gathers
-            while gathers and gathers[0].filled:
-                gathers.popleft()
-            gathers.append(_FromDisk(self.store, buffer, reading, self._view(buffer), out))
-            return gathers[-1]
+            self._shared.gathers.append(_FromDisk(self.store, buffer, reading, self._view(buffer), out))
+            return self._shared.gathers[-1]
         failure: DiskError | None = None
         try:
             reading.wait()

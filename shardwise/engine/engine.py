@@ -347,6 +347,8 @@ class Engine:
         if self.pool.all_held:
             raise RuntimeError(f"an update inside gathered() (all_held={self.pool.all_held}): leave the block first")
         self.pool.settle()
+        if self.mesh.device.type == "cuda" and not self.plan.tiers.all_on_device:
+            torch.cuda.synchronize(self.mesh.device)  # uploads still read the shards that the CPU will write
         self.mesh.shard.fence()
 
     def __deepcopy__(self, _memo: object) -> Engine:

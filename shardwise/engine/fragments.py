@@ -24,7 +24,7 @@ __all__ = ["EXTRA_STATE", "Fill", "Fragment", "FragmentPlan", "Held", "Stored", 
 EXTRA_STATE = "_extra_state"  # what torch appends to a module's name
 
 Fill = Callable[[str, int, torch.Tensor], None]
-"""``fill(name, start, out)`` puts elements ``[start, start + out.numel())`` of tensor ``name``, cast, into 1-D ``out``."""
+"""``fill(name, start, out)``: elements ``[start, start + out.numel())`` of a tensor, cast, into ``out`` (1-D)."""
 
 
 @dataclass(frozen=True)

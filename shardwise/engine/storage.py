@@ -55,6 +55,8 @@ class Storage:
         self.store: DiskStore | None = None
         self.value_buffer_bytes = 0
         self._rings: dict[Tier, GradRing] = {}
+        on_gpu = mesh.device.type == "cuda"
+        self._uploads = torch.cuda.Stream(mesh.device) if on_gpu else None  # type: ignore[no-untyped-call]
         try:
             self._open_store()
             self._arena = HostArena(self._host_bytes(), plan.tiers.pin_memory)
@@ -74,8 +76,8 @@ class Storage:
             self.store = DiskStore(disk, self.mesh.rank) if disk is not None and self.uses_disk else None
         shards = [s for s in self.layout.chunks if self.homes[s.index].param is Tier.DISK]
         largest = max((s.shard_numel * s.dtype.itemsize for s in shards), default=0)
-        # Of the buffers for shards one is in use and one is written.
-        self._ahead = ReadAhead(largest, max(disk.param_buffers - 2, 0) if disk is not None else 0)
+        # Of the buffers for shards one is in use and one is written; the others gather and read ahead.
+        self._ahead = ReadAhead(largest, max(disk.param_buffers, 2) if disk is not None else 0)
 
     def _all_reserve(self) -> AbstractContextManager[None]:
         return agreed(self.mesh.world, "space was reserved", REMEDY, needed=self.uses_disk)
@@ -158,8 +160,7 @@ class Storage:
         if self.store is None or disk is None:
             return
         if any(home.param is Tier.DISK for home in self.homes):
-            # One is held while an update writes a shard; the others gather and read ahead.
-            self.store.reserve(max(disk.param_buffers, 2), self._ahead.buffer_bytes)
+            self.store.reserve(self._ahead.buffers, self._ahead.buffer_bytes)
         sizes = [0]
         for spec in self.layout.chunks:
             if self.homes[spec.index].state is Tier.DISK and trained(spec):
@@ -174,7 +175,7 @@ class Storage:
         if buffer is not None:
             return MemorySource(buffer, tier)
         if tier is Tier.HOST:
-            return MemorySource(Buffer(self._arena.take(spec.shard_numel, spec.dtype)), tier)
+            return MemorySource(Buffer(self._arena.take(spec.shard_numel, spec.dtype)), tier, self._uploads)
         if tier is Tier.DISK:
             return self._disk_source(spec, staging)
         return MemorySource(Buffer(torch.zeros(spec.padded_numel, dtype=spec.dtype, device=self.mesh.device)), tier)

@@ -207,8 +207,15 @@ def _tile_numel(device: torch.device) -> int:
 
 def _fits_kernel(slot: AdamSlot) -> bool:
     # The CPU kernel walks memory from each tensor's start and looks at no strides.
-    dtype = slot.exp_avg.dtype
-    return all(t.dtype == dtype and t.is_contiguous() for t in slot[:4])
+    # Written out: a loop over the four costs more than the rest of a small parameter's step.
+    param, grad, exp_avg, exp_avg_sq, *_ = slot
+    return (
+        param.dtype == grad.dtype == exp_avg.dtype == exp_avg_sq.dtype
+        and param.is_contiguous()
+        and grad.is_contiguous()
+        and exp_avg.is_contiguous()
+        and exp_avg_sq.is_contiguous()
+    )
 
 
 def _is_dense(tensor: Tensor) -> bool:

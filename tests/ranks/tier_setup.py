@@ -56,7 +56,7 @@ def with_tiers(plan: Plan, mix: str, directory: str, **knobs: Any) -> Plan:
     return plan.but(tiers=tiers(mix, directory, **knobs))
 
 
-def small_tiles(numel: int = 40) -> Any:
+def small_tiles(numel: int = 60) -> Any:
     """Inside the context chunks are cut into many tiles."""
     return mock.patch.dict(TILE_NUMEL, {"cpu": numel})
 
@@ -153,9 +153,8 @@ def everything(session: Session) -> dict[str, str]:
 
 def _small(optimizer: torch.optim.Optimizer) -> list[Any]:
     """What is not per element, of every piece of this rank."""
-    return [
-        {k: v for k, v in entry.items() if not (isinstance(v, Tensor) and v.dim())} for entry in optimizer.state.values()
-    ]
+    states = optimizer.state.values()
+    return [{k: v for k, v in entry.items() if not (isinstance(v, Tensor) and v.dim())} for entry in states]
 
 
 class Net(nn.Module):

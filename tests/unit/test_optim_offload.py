@@ -165,6 +165,9 @@ def test_reads_are_ahead_of_updates(tmp_path: Path) -> None:
         if number + 1 < len(fetched):
             assert log.index(("fetch", fetched[number + 1])) < wait
     assert log[-1] == ("flush", "")
+    log.clear()
+    optimizer.state_dict()
+    assert {what for what, _ in log} == {"fetch", "wait"}
     assert FakedAdam.store.out == 0
 
 

@@ -26,7 +26,7 @@ from shardwise.checkpoint.formats.dcp_index import Chunk, DcpItem, read_dcp_inde
 from shardwise.checkpoint.formats.lazy import Entry, LazySource, model_entries, whole
 from shardwise.checkpoint.formats.optimizer_state import OptimizerRecord, optimizer_entries, records_of
 from shardwise.checkpoint.formats.output import output_directory
-from shardwise.checkpoint.formats.small_values import decode_value, encode_value, options_to_torch
+from shardwise.checkpoint.formats.small_values import decode_value, encode_value, group_options, group_record
 from shardwise.checkpoint.source import CheckpointDamage, CheckpointSource, TensorFact
 
 __all__ = ["open_dcp", "write_dcp"]
@@ -183,21 +183,19 @@ def _groups(options: Dotted, chunks: _Chunks) -> list[dict[str, Any]]:
         for key, value in values.items():
             place, _, option = key.partition(".")
             by_number.setdefault(int(place), {})[option] = value
-        return [
-            {"names": list(group.pop("params", [])), "options": {k: encode_value(v) for k, v in group.items()}}
-            for _, group in sorted(by_number.items())
-        ]
+        return [group_record(group.get("params", []), group) for _, group in sorted(by_number.items())]
     by_name: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
         name, _, option = key.rpartition(".")
-        by_name.setdefault(name, {})[option] = encode_value(value)
+        by_name.setdefault(name, {})[option] = value
     groups: list[dict[str, Any]] = []
     for name, own in by_name.items():  # parameters with the same options were one group, or may as well be
-        same = next((group for group in groups if group["options"] == own), None)
+        record = group_record([name], own)
+        same = next((each for each in groups if {**each, "params": [name]} == record), None)
         if same is None:
-            groups.append({"names": [name], "options": own})
+            groups.append(record)
         else:
-            same["names"].append(name)
+            same["params"].append(name)
     return groups
 
 
@@ -301,7 +299,7 @@ def _nested_optimizer(source: CheckpointSource) -> dict[str, Any]:
     state, groups = _optimizer_state(source), _all_groups(source)
     if not state and not groups:
         return {}
-    listed = [{**options_to_torch(group["options"]), "params": list(group["names"])} for group in groups]
+    listed = [{**group_options(group), "params": list(group["params"])} for group in groups]
     return {"state": state, "param_groups": listed}
 
 
@@ -310,8 +308,8 @@ def _flat_optimizer(source: CheckpointSource) -> dict[str, Any]:
     for name, keys in _optimizer_state(source).items():
         flat.update({f"state.{name}.{key}": value for key, value in keys.items()})
     for group in _all_groups(source):
-        options = options_to_torch(group["options"])
-        for name in group["names"]:
+        options = group_options(group)
+        for name in group["params"]:
             flat.update({f"param_groups.{name}.{option}": value for option, value in options.items()})
     return flat
 

@@ -27,7 +27,7 @@ from shardwise.checkpoint.formats.deepspeed_flat import (
 )
 from shardwise.checkpoint.formats.lazy import Entry, LazySource, entry_of_tensor
 from shardwise.checkpoint.formats.optimizer_state import OptimizerRecord, from_numbered
-from shardwise.checkpoint.formats.small_values import encode_value, options_of
+from shardwise.checkpoint.formats.small_values import encode_value, group_record
 from shardwise.checkpoint.formats.torch_file import load_torch
 from shardwise.checkpoint.source import CheckpointDamage
 
@@ -210,7 +210,7 @@ def _stages_one_and_two(files: _Files) -> tuple[dict[str, Entry], OptimizerRecor
     options = first["base_optimizer_state"]
     listed = options["param_groups"] if isinstance(options, Mapping) else [{} for _ in groups]
     for number, shapes in enumerate(groups):
-        record.groups.append({"names": list(shapes), "options": options_of(listed[number])})
+        record.groups.append(group_record(list(shapes), listed[number]))
         states = [_group_state(each["base_optimizer_state"], number) for each in files.optimizers]
         for key, value in states[0].items():
             flat = None
@@ -246,8 +246,7 @@ def _stage_three(files: _Files) -> tuple[dict[str, Entry], OptimizerRecord]:
     inner = [each.get("optimizer_state_dict") or {} for each in files.optimizers]
     for number, shapes in enumerate(groups):
         listed = inner[0].get("param_groups", [])
-        options = options_of(listed[number]) if number < len(listed) else {}
-        record.groups.append({"names": list(shapes), "options": options})
+        record.groups.append(group_record(list(shapes), listed[number] if number < len(listed) else {}))
     states = [list(each.get("state", {}).values()) for each in inner]
     keys = {key: value for each in states[0] for key, value in each.items()}
     for name, place in places.items():

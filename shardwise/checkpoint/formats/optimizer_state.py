@@ -17,7 +17,7 @@ import torch
 
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.formats.lazy import Entry, entry_of_tensor
-from shardwise.checkpoint.formats.small_values import decode_value, encode_value, options_of, options_to_torch
+from shardwise.checkpoint.formats.small_values import decode_value, encode_value, group_options, group_record
 from shardwise.checkpoint.source import CheckpointSource
 
 __all__ = ["OptimizerRecord", "Shapes", "from_numbered", "optimizer_entries", "records_of", "to_numbered"]
@@ -31,15 +31,18 @@ class OptimizerRecord:
 
     groups: list[dict[str, Any]] = field(default_factory=list)
     small: dict[str, dict[str, Any]] = field(default_factory=dict)
+    keys: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        """As it stands in the state of a checkpoint."""
-        return {"param_groups": self.groups, "small": self.small}
+        """As it stands in the state of a checkpoint (``keys``: of element-wise and small state, in their order)."""
+        return {"class": "", "groups": self.groups, "small": self.small, "keys": self.keys}
 
     def add(self, index: int, name: str, state: Mapping[str, Any]) -> dict[str, Entry]:
         """Take over the state of one parameter: small values here, tensors as the returned entries."""
         entries = {}
         for key, value in state.items():
+            if key not in self.keys:
+                self.keys.append(key)
             if isinstance(value, Entry):
                 entries[f"optimizer/{index}/{name}/{key}"] = value
             elif isinstance(value, torch.Tensor) and value.ndim:
@@ -52,7 +55,7 @@ class OptimizerRecord:
 def records_of(state: Mapping[str, Any]) -> list[OptimizerRecord]:
     """The optimizers in the state of a checkpoint."""
     return [
-        OptimizerRecord(list(item.get("param_groups", [])), dict(item.get("small", {})))
+        OptimizerRecord(list(item.get("groups", [])), dict(item.get("small", {})), list(item.get("keys", [])))
         for item in state.get("optimizers", [])
     ]
 
@@ -109,7 +112,7 @@ def from_numbered(
             by_number = {number: f"#{number}" for number in numbers}
     record, entries = OptimizerRecord(), dict[str, Entry]()
     for group in groups:
-        record.groups.append({"names": [by_number[n] for n in group["params"]], "options": options_of(group)})
+        record.groups.append(group_record([by_number[n] for n in group["params"]], group))
     for number, values in state.items():
         if number not in by_number:
             notes.append(f"{where} has state for {number!r}, which is in no parameter group; it was left out")
@@ -179,15 +182,17 @@ def to_numbered(
     records = records_of(source.state())
     record = records[index] if index < len(records) else OptimizerRecord()
     entries = optimizer_entries(source, index)
-    groups = record.groups or [{"names": list(dict.fromkeys([*entries, *record.small])), "options": {}}]
+    groups = record.groups or [group_record(list(dict.fromkeys([*entries, *record.small])), {})]
     numbers: dict[str, int] = {}
     numbered_groups = []
     for group in groups:
-        own = [numbers.setdefault(name, len(numbers)) for name in group["names"]]
-        numbered_groups.append({**options_to_torch(group["options"]), "params": own})
+        own = [numbers.setdefault(name, len(numbers)) for name in group["params"]]
+        numbered_groups.append({**group_options(group), "params": own})
     state: dict[int, dict[str, Entry | Any]] = {}
     for name, number in numbers.items():
         small = {key: decode_value(value) for key, value in record.small.get(name, {}).items()}
         if small or name in entries:
-            state[number] = {**small, **entries.get(name, {})}
+            held = {**small, **entries.get(name, {})}
+            order = {key: place for place, key in enumerate(record.keys)}
+            state[number] = dict(sorted(held.items(), key=lambda item: order.get(item[0], len(order))))
     return state, numbered_groups

@@ -2,19 +2,19 @@
 
 A tensor scalar becomes ``{"dtype": "float32", "value": 3.0}``; every float of up to 64 bits has an exact double, and
 JSON prints the shortest text that reads back as the same double. Tuples, infinities and keys that are not strings are
-written as :mod:`shardwise.checkpoint.tree` writes them.
+written as :mod:`shardwise.checkpoint.tree` writes them. The native format holds the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from shardwise.checkpoint import tree
 
-__all__ = ["decode_value", "encode_value", "options_of", "options_to_torch"]
+__all__ = ["decode_value", "encode_value", "group_options", "group_record"]
 
 
 def encode_value(value: object) -> Any:
@@ -25,10 +25,9 @@ def encode_value(value: object) -> Any:
     """
     if isinstance(value, torch.Tensor):
         plain = value.detach().cpu()
-        data = {"dtype": str(plain.dtype).removeprefix("torch."), "value": tree.encode(plain.tolist(), {})}
-        if plain.ndim:
-            data["shape"] = list(plain.shape)
-        return data
+        values = tree.encode(plain.reshape(-1).tolist(), {})
+        data: dict[str, Any] = {"dtype": str(plain.dtype).removeprefix("torch.")}
+        return data | ({"shape": list(plain.shape), "value": values} if plain.ndim else {"value": values[0]})
     if isinstance(value, list):
         return [encode_value(item) for item in value]
     if isinstance(value, tuple):
@@ -54,11 +53,13 @@ def decode_value(data: Any) -> Any:
     return {key: decode_value(item) for key, item in data.items()}
 
 
-def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A parameter group's options (everything but its parameters) as JSON."""
-    return {key: encode_value(value) for key, value in group.items() if key not in ("params", "param_names")}
+def group_record(names: Sequence[str], group: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter group as JSON: the parameters' names and everything else in ``group``."""
+    tensors: dict[str, torch.Tensor] = {}
+    options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    return {"params": list(names), "options": tree.encode(options, tensors), "tensors": tree.inline(tensors)}
 
 
-def options_to_torch(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options as an optimizer has them."""
-    return {key: decode_value(value) for key, value in options.items()}
+def group_options(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of such a group, as an optimizer has them."""
+    return dict(tree.decode(record.get("options", {}), tree.outline(record.get("tensors", {}))))
