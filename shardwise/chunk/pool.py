@@ -366,7 +366,7 @@ class ChunkPool:
         for chunk in self._transient[unit]:
             full = chunk.full
             pending, chunk.pending = chunk.pending, None
-            if pending is not None:  # another gather of the unit failed; this one must not write into an array of others
+            if pending is not None:  # a gather of the unit failed: the others must not write into reused arrays
                 with suppress(Exception):
                     pending.wait()
             if full is not None:

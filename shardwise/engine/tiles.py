@@ -100,7 +100,7 @@ class TileStepper:
         self.optimizer, self.tiles = optimizer, tuple(tiles)
         self._scratch: dict[tuple[torch.dtype, Tier], torch.Tensor] = {}
         # Foreign optimizers may change the gradient they are given, which peers may still read.
-        self._own_copy = not type(optimizer).__module__.startswith("torch.optim")
+        self._own_copy = not type(optimizer).__module__.startswith(("torch.optim", "shardwise.optim", "shardwise.nn"))
         self._step_once = optimizer.step
         optimizer.step = self._refuse  # type: ignore[assignment, method-assign]
 

@@ -166,7 +166,7 @@ def _optimizer(
     start = f"{prefix}param_groups."
     options = {key.removeprefix(start): value for key, value in dotted.items() if key.startswith(start)}
     record.groups = _groups(options, chunks)
-    return entries, record
+    return record.lift_scalars(number, entries), record
 
 
 def _value(name: str, item: DcpItem, chunks: _Chunks) -> Any:

@@ -52,6 +52,21 @@ class OptimizerRecord:
         return entries
 
 
+    def lift_scalars(self, index: int, entries: dict[str, Entry]) -> dict[str, Entry]:
+        """Entries with the state of 0-dim parameters, which looks small, but is element-wise for all others."""
+        kinds = {full.rpartition("/")[2] for full in entries}
+        if not kinds:  # nothing but 0-dim parameters: all but the step count
+            kinds = {key for key in self.keys if key != "step"}
+        lifted = dict(entries)
+        for name, values in self.small.items():
+            for key in kinds & values.keys():
+                value = decode_value(values[key])
+                if isinstance(value, torch.Tensor):
+                    lifted[f"optimizer/{index}/{name}/{key}"] = entry_of_tensor(value)
+                    del values[key]
+        return lifted
+
+
 def records_of(state: Mapping[str, Any]) -> list[OptimizerRecord]:
     """The optimizers in the state of a checkpoint."""
     return [
@@ -118,7 +133,7 @@ def from_numbered(
             notes.append(f"{where} has state for {number!r}, which is in no parameter group; it was left out")
             continue
         entries.update(record.add(index, by_number[number], values))
-    return entries, record, notes
+    return record.lift_scalars(index, entries), record, notes
 
 
 def _shape_of(values: Mapping[str, Any]) -> tuple[int, ...] | None:

@@ -1,0 +1,426 @@
+"""``shardwise checkpoint inspect | convert | verify | diff``: checkpoints of every known format, on one process."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwise.cli.errors import BadInput
+from shardwise.memory.sizes import parse_size, size_text
+
+if TYPE_CHECKING:
+    import torch
+
+    from shardwise.checkpoint.source import CheckpointSource, TensorFact
+
+__all__ = ["add_parser", "main"]
+
+READ = ("native", "huggingface", "single", "dcp", "colossalai", "deepspeed", "peft")
+WRITTEN = ("native", "huggingface", "single", "dcp", "torchtitan", "colossalai", "peft")
+DTYPES = ("float32", "float16", "bfloat16", "float64")
+
+EXAMPLES = """
+  shardwise checkpoint inspect runs/step-1000
+  shardwise checkpoint convert runs/step-1000 llama --to huggingface --dtype bfloat16 --max-shard-size 5GB
+  shardwise checkpoint convert deepspeed-run resume/step-1000 --to native
+  shardwise checkpoint verify runs/step-1000
+  shardwise checkpoint diff runs/step-1000 llama --rtol 1e-2
+
+Exit status: 0; 1 when verify found damage or diff found a difference; 2 for input that cannot be used.
+Pickled files are read only as tensors and plain containers, so nothing in a checkpoint is executed.
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Add ``checkpoint`` to the command's subparsers."""
+    parser = commands.add_parser(
+        "checkpoint",
+        help="look into, convert, check and compare checkpoints",
+        description="Look into, convert, check and compare checkpoints of any known format.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    actions = parser.add_subparsers(dest="action", required=True, metavar="inspect|convert|verify|diff")
+    inspect = actions.add_parser("inspect", help="list tensors and the size of the state")
+    _add_source(inspect, "path", "")
+    inspect.add_argument("--json", action="store_true", help="print it as JSON")
+    inspect.set_defaults(action_main=_inspect)
+    convert = actions.add_parser("convert", help="write a checkpoint in another format")
+    _add_source(convert, "source", "")
+    convert.add_argument("target", type=Path, metavar="DST", help="what to write")
+    convert.add_argument("--to", required=True, choices=WRITTEN, help="format to write")
+    convert.add_argument("--dtype", choices=DTYPES, help="of the model's floating-point tensors; default: as stored")
+    convert.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="such as 5GB or 512MiB (default 5GB)")
+    convert.add_argument("--safetensors", action="store_true", help="colossalai: safetensors shards instead of .bin")
+    convert.set_defaults(action_main=_convert)
+    verify = actions.add_parser("verify", help="read everything and compare it with its checksums, where there are any")
+    _add_source(verify, "path", "")
+    verify.set_defaults(action_main=_verify)
+    diff = actions.add_parser("diff", help="compare names, shapes, dtypes and values")
+    _add_source(diff, "first", "-a")
+    _add_source(diff, "second", "-b")
+    diff.add_argument("--rtol", type=float, default=0.0, help="relative difference that is allowed (default 0)")
+    diff.add_argument("--atol", type=float, default=0.0, help="absolute difference that is allowed (default 0)")
+    diff.add_argument("--model-only", action="store_true", help="leave optimizer state out")
+    diff.add_argument("--ignore-dtype", action="store_true", help="compare values only")
+    diff.set_defaults(action_main=_diff)
+    parser.set_defaults(main=main)
+
+
+def _add_source(parser: argparse.ArgumentParser, name: str, suffix: str) -> None:
+    parser.add_argument(name, type=Path, metavar=name.upper(), help="a checkpoint: directory or file")
+    parser.add_argument(f"--format{suffix}", dest=f"{name}_format", choices=READ, help="its format; default: found out")
+    parser.add_argument(
+        f"--optimizer{suffix}",
+        dest=f"{name}_optimizer",
+        type=Path,
+        metavar="DIR",
+        help="colossalai: the optimizer's directory, where it is not beside the model",
+    )
+    parser.add_argument(
+        f"--parameter-names{suffix}",
+        dest=f"{name}_names",
+        type=Path,
+        metavar="FILE",
+        help="one name a line: parameters in the optimizer's order, for files that only number them",
+    )
+
+
+def main(options: argparse.Namespace) -> int:
+    """Run one action on rank 0 of a launcher (or without one); the other ranks do nothing."""
+    if os.environ.get("RANK", "0") != "0":
+        return 0
+    action: Callable[[argparse.Namespace], int] = options.action_main
+    return action(options)
+
+
+@contextmanager
+def _opened(options: argparse.Namespace, name: str) -> Iterator[CheckpointSource]:
+    source = _open(options, name)
+    for note in getattr(source, "notes", ()):
+        print(f"note: {note}", file=sys.stderr)
+    try:
+        yield source
+    finally:
+        source.close()
+
+
+def _open(options: argparse.Namespace, name: str) -> CheckpointSource:
+    from shardwise.checkpoint.files import CheckpointError
+    from shardwise.checkpoint.formats.detect import open_checkpoint
+    from shardwise.checkpoint.source import CheckpointDamage
+
+    path: Path = getattr(options, name)
+    format, optimizer = getattr(options, f"{name}_format"), getattr(options, f"{name}_optimizer")
+    listed: Path | None = getattr(options, f"{name}_names")
+    try:
+        names = listed.read_text("utf-8").split() if listed is not None else None
+        return open_checkpoint(path, format, optimizer, names)
+    except (OSError, ValueError, CheckpointError, CheckpointDamage) as problem:
+        raise BadInput(str(problem)) from None
+
+
+class _Bar:
+    """One line on standard error, rewritten in place; nothing where that is no terminal."""
+
+    def __init__(self, what: str, total: int) -> None:
+        self.what, self.total, self.done = what, max(total, 1), 0
+        self.shown = -1
+
+    def add(self, nbytes: int) -> None:
+        self.done += nbytes
+        percent = min(100, self.done * 100 // self.total)
+        if percent != self.shown and sys.stderr.isatty():
+            sys.stderr.write(f"\r\x1b[K{self.what} {percent:3d} %")
+            sys.stderr.flush()
+        self.shown = percent
+
+    def end(self) -> None:
+        if self.shown >= 0 and sys.stderr.isatty():
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+
+
+class _Watched:
+    """A source that tells a bar what was read from it."""
+
+    def __init__(self, source: CheckpointSource, what: str) -> None:
+        self._source = source
+        self._facts = source.tensors()
+        self.bar = _Bar(what, sum(_nbytes(fact) for fact in self._facts.values()))
+
+    def tensors(self) -> Any:
+        return self._facts
+
+    def read(self, name: str, start: int, numel: int) -> torch.Tensor:
+        values = self._source.read(name, start, numel)
+        self.bar.add(values.nbytes)
+        return values
+
+    def state(self) -> dict[str, Any]:
+        return self._source.state()
+
+    def close(self) -> None:
+        self._source.close()
+
+
+def _nbytes(fact: TensorFact) -> int:
+    return fact.numel * fact.dtype.itemsize
+
+
+def _kind(name: str) -> str:
+    return name.split("/", 1)[0] if "/" in name else "other"
+
+
+# -- inspect
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    with _opened(options, "path") as source:
+        facts, state = source.tensors(), source.state()
+        kinds: dict[str, list[int]] = {}
+        for name, fact in facts.items():
+            kinds.setdefault(_kind(name), []).append(_nbytes(fact))
+        state_bytes = len(json.dumps(state))
+        if options.json:
+            listed = {n: {"shape": list(f.shape), "dtype": _dtype_text(f)} for n, f in facts.items()}
+            json.dump({"format": _format_of(source), "tensors": listed, "state_bytes": state_bytes}, sys.stdout)
+            print()
+            return 0
+        print(f"{options.path}: {_format_of(source)}")
+        width = max((len(name) for name in facts), default=0)
+        for name, fact in facts.items():
+            shape = "x".join(map(str, fact.shape)) or "scalar"
+            print(f"  {name:<{width}}  {_dtype_text(fact):<9} {shape:<16} {size_text(_nbytes(fact))}")
+        for kind, sizes in kinds.items():
+            print(f"{kind}: {len(sizes)} tensors, {size_text(sum(sizes))}")
+        print(f"state: {size_text(state_bytes)} of JSON" + (f" ({', '.join(sorted(state))})" if state else ""))
+        for number, optimizer in enumerate(state.get("optimizers", [])):
+            groups = ", ".join(str(len(group.get("params", []))) for group in optimizer.get("groups", []))
+            print(f"optimizer {number} {optimizer.get('class', '')}: groups of {groups or 'no'} parameters")
+        for name, kept in state.get("aliases", {}).items():
+            print(f"tied: {name} is {kept}")
+    return 0
+
+
+def _format_of(source: CheckpointSource) -> str:
+    return str(getattr(source, "format", "native"))
+
+
+def _dtype_text(fact: TensorFact) -> str:
+    return str(fact.dtype).removeprefix("torch.")
+
+
+# -- convert
+
+
+def _convert(options: argparse.Namespace) -> int:
+    import torch
+
+    from shardwise.checkpoint.files import CheckpointError
+    from shardwise.checkpoint.source import CheckpointDamage
+
+    megabytes = _megabytes(options.max_shard_size)
+    dtype = getattr(torch, options.dtype) if options.dtype else None
+    if options.source.resolve() == options.target.resolve():
+        raise BadInput(f"{options.target}: source and target are the same; give another place to write to")
+    with _opened(options, "source") as source:
+        watched = _Watched(source, f"writing {options.target}")
+        try:
+            _write(watched, options, dtype, megabytes)
+        except (CheckpointError, CheckpointDamage, OSError, ValueError, TypeError) as problem:
+            raise BadInput(str(problem)) from None
+        finally:
+            watched.bar.end()
+        print(f"{options.target}: {options.to}, {size_text(watched.bar.done)} of tensors read")
+        _say_what_is_missing(source, options)
+    return 0
+
+
+def _write(source: CheckpointSource, options: argparse.Namespace, dtype: torch.dtype | None, megabytes: float) -> None:
+    from shardwise.checkpoint import formats
+    from shardwise.checkpoint.formats.native import write_native
+
+    target: Path = options.target
+    if options.to == "native":
+        write_native(source, target, dtype)
+    elif options.to == "huggingface":
+        config, generation = (_config_beside(options.source, name) for name in ("config", "generation_config"))
+        formats.write_huggingface(source, target, megabytes, dtype, config, generation)
+    elif options.to == "single":
+        formats.write_single(source, target, dtype)
+    elif options.to in ("dcp", "torchtitan"):
+        formats.write_dcp(source, target, "fsdp2" if options.to == "dcp" else "torchtitan", dtype)
+    elif options.to == "peft":
+        formats.write_peft(source, target, dtype=dtype)
+    else:
+        has_optimizer = any(name.startswith("optimizer/") for name in source.tensors())
+        place = target / "model" if has_optimizer else target
+        formats.write_colossalai_model(source, place, megabytes, None, options.safetensors, dtype)
+        if has_optimizer:
+            formats.write_colossalai_optimizer(source, target / "optimizer", megabytes)
+
+
+def _config_beside(path: Path, name: str) -> Any:
+    try:
+        content = json.loads((path / f"{name}.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def _say_what_is_missing(source: CheckpointSource, options: argparse.Namespace) -> None:
+    state = source.state()
+    lost = []
+    if options.to in ("huggingface", "single", "peft") and state.get("optimizers"):
+        lost.append("optimizer state")
+    if options.to == "colossalai" and len(state.get("optimizers", [])) > 1:
+        lost.append("all optimizers but the first")
+    if options.to != "native":
+        others = ("scaler", "lr_schedulers", "rng", "data_position", "user_state")
+        lost += [f"state {key!r}" for key in others if state.get(key)]
+    if lost:
+        print(f"note: {options.to} has no place for {', '.join(lost)}: left out", file=sys.stderr)
+
+
+def _megabytes(text: str) -> float:
+    try:
+        return parse_size(text) / 1024**2
+    except ValueError as problem:
+        raise BadInput(f"--max-shard-size: {problem}") from None
+
+
+# -- verify
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from shardwise.checkpoint.files import CheckpointError
+    from shardwise.checkpoint.formats.detect import open_checkpoint
+    from shardwise.checkpoint.read import NativeSource
+    from shardwise.checkpoint.source import CheckpointDamage
+
+    if not options.path.exists():
+        raise BadInput(f"{options.path}: no such file or directory")
+    try:
+        source = open_checkpoint(options.path, options.path_format, options.path_optimizer)
+    except CheckpointDamage as damage:
+        print(damage)
+        return 1
+    except (OSError, ValueError, CheckpointError) as problem:
+        raise BadInput(str(problem)) from None
+    try:
+        native = isinstance(source, NativeSource)
+        problems = source.problems() if isinstance(source, NativeSource) else _read_through(source, options.path)
+    finally:
+        source.close()
+    for problem in problems:
+        print(problem)
+    if not problems:
+        how = "every byte is as written" if native else "everything can be read (this format has no checksums of its own)"
+        print(f"{options.path}: {_format_of(source)}, {how}")
+    return 1 if problems else 0
+
+
+def _read_through(source: CheckpointSource, path: Path) -> list[str]:
+    from shardwise.checkpoint.formats.lazy import blocks
+    from shardwise.checkpoint.formats.torch_file import TORCH_SUFFIXES, check_zip
+    from shardwise.checkpoint.source import CheckpointDamage
+
+    problems = []
+    watched = _Watched(source, f"reading {path}")
+    for name, fact in source.tensors().items():
+        try:
+            for start, numel in blocks(fact):
+                watched.read(name, start, numel)
+        except (CheckpointDamage, OSError) as problem:
+            problems.append(str(problem))
+    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+        if file.suffix in TORCH_SUFFIXES and file.is_file():
+            try:
+                check_zip(file)
+            except CheckpointDamage as problem:
+                problems.append(str(problem))
+    watched.bar.end()
+    return problems
+
+
+# -- diff
+
+
+def _diff(options: argparse.Namespace) -> int:
+    if not (options.rtol >= 0 and options.atol >= 0):
+        raise BadInput(f"--rtol {options.rtol} --atol {options.atol}: give numbers that are not negative")
+    with _opened(options, "first") as first, _opened(options, "second") as second:
+        ours, theirs = (_named(source, options.model_only) for source in (first, second))
+        differences = 0
+        for name in sorted(ours.keys() ^ theirs.keys()):
+            print(f"{name}: only in {options.first if name in ours else options.second}")
+            differences += 1
+        common = [name for name in ours if name in theirs]
+        watched = _Watched(first, "comparing")
+        for name in common:
+            text = _compare(watched, ours[name], second, theirs[name], options)
+            if text:
+                print(f"{name}: {text}")
+                differences += 1
+        watched.bar.end()
+    print(f"{differences} differences, {len(common)} tensors in both" if differences else f"equal: {len(common)} tensors")
+    return 1 if differences else 0
+
+
+def _named(source: CheckpointSource, model_only: bool) -> dict[str, str]:
+    """Names to compare, with the tensors that they stand for: other names of tied tensors are names as well."""
+    names = {name: name for name in source.tensors() if not model_only or name.startswith("model/")}
+    for other, kept in source.state().get("aliases", {}).items():
+        if f"model/{kept}" in names:
+            names[f"model/{other}"] = f"model/{kept}"
+    return names
+
+
+def _compare(
+    first: CheckpointSource, name: str, second: CheckpointSource, other: str, options: argparse.Namespace
+) -> str:
+    """What differs, in words; empty if nothing does."""
+    import torch
+
+    from shardwise.checkpoint.formats.lazy import blocks
+    from shardwise.checkpoint.source import CheckpointDamage
+
+    one, two = first.tensors()[name], second.tensors()[other]
+    if one.shape != two.shape:
+        return f"shape {one.shape} and {two.shape}"
+    if one.dtype != two.dtype and not options.ignore_dtype:
+        return f"dtype {_dtype_text(one)} and {_dtype_text(two)}"
+    absolute = relative = 0.0
+    outside = 0
+    try:
+        for start, numel in blocks(one):
+            a, b = first.read(name, start, numel), second.read(other, start, numel)
+            if torch.equal(a, b) and not a.is_complex():
+                continue
+            wide = torch.complex128 if a.is_complex() else torch.float64
+            x, y = a.to(wide), b.to(wide)
+            # Equal infinities, and NaN in the same place, are the same value.
+            same = (x == y) | (x.isnan() & y.isnan())
+            apart = torch.where(same, 0.0, (x - y).abs()).nan_to_num(nan=float("inf"))
+            scale = torch.maximum(x.abs(), y.abs()).nan_to_num(nan=float("inf"))
+            outside += int((~same & ~(apart <= options.atol + options.rtol * scale)).sum()) + _huge(apart, scale)
+            absolute = max(absolute, float(apart.max()))
+            ratio = torch.where(same, 0.0, apart / scale).nan_to_num(nan=float("inf"))
+            relative = max(relative, float(ratio.max()))
+    except CheckpointDamage as damage:
+        return str(damage)
+    if not outside:
+        return ""
+    return f"{outside} of {one.numel} elements differ, at most {absolute:.3g} (relative {relative:.3g})"
+
+
+def _huge(apart: torch.Tensor, scale: torch.Tensor) -> int:
+    # infinity <= infinity would let a NaN or an infinity on one side pass for any tolerance.
+    return int((apart.isinf() & scale.isinf()).sum())

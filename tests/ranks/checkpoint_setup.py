@@ -1,0 +1,178 @@
+"""What the checkpoint tests share: plans in every tier and precision, a deterministic run, and how two runs compare."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from shardwise.build import Session
+from shardwise.checkpoint.session import Checkpointer
+from shardwise.plan import ByNumel, ByTensor, DiskPlan, Plan, ScalerPlan, TierPlan, on_device, replicated, zero
+from shardwise.testing import MODELS, ModelCase
+
+BATCHES = 12  # a step's, over all ranks: divides by 1, 2, 3 and 4
+
+SCALER = ScalerPlan(
+    initial_scale=256.0,
+    min_scale=1.0,
+    growth_factor=2.0,
+    backoff_factor=0.5,
+    growth_interval=2,
+    hysteresis=1,
+    max_scale=2.0**20,
+)
+
+
+def tiers(directory: str, param: tuple[float, float], state: tuple[float, float]) -> TierPlan:
+    """Shares on the (host, disk) of parameters and of state."""
+    disk = DiskPlan(
+        directory=directory,
+        block_bytes=16384,
+        queue_depth=4,
+        threads=1,
+        single_submit=False,
+        overlap_events=True,
+        state_buffers=3,
+        param_buffers=4,
+    )
+    return dataclasses.replace(
+        on_device(),
+        param_host_fraction=param[0],
+        param_disk_fraction=param[1],
+        state_host_fraction=state[0],
+        state_disk_fraction=state[1],
+        disk=disk,
+    )
+
+
+def plans(directory: str) -> dict[str, Plan]:
+    """By name; ``directory`` is for the disk tier."""
+    half = {"param_dtype": torch.bfloat16, "buffer_dtype": torch.bfloat16, "cast_inputs": True}
+    base = zero(3)
+    return {
+        "ddp": replicated(),
+        "zero1": zero(1),
+        "zero2": zero(2),
+        "zero3": base,
+        "tensor": base.but(packing=ByTensor(persist_numel=8)),
+        "straddling": base.but(packing=ByNumel(chunk_numel=50)),
+        "gloo": zero(2).but(shared_memory=False),
+        "hybrid": zero(3, dp_replicate=2),
+        "host": base.but(tiers=tiers(directory, (1, 0), (1, 0))),
+        "disk": base.but(tiers=tiers(directory, (0, 1), (0, 1))),
+        "mixed": zero(2).but(tiers=tiers(directory, (0.3, 0.3), (0.3, 0.3))),
+        "state disk": zero(1).but(tiers=tiers(directory, (0, 0), (0, 1))),
+        "bf16": base.but(**half),
+        "bf16 disk": base.but(**half, tiers=tiers(directory, (0, 1), (0, 1))),
+        "fp16": zero(2, torch.float16).but(scaler=SCALER, cast_inputs=True),
+    }
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    params = [p for p in model.parameters() if p.requires_grad]
+    groups = [{"params": params[::2], "weight_decay": 0.1}, {"params": params[1::2], "lr": 3e-3}]
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=1e-2, eps=1e-4)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
+
+
+def two(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Two optimizers over alternating parameters; the last parameter is in none."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    return [torch.optim.Adam(params[:-1:2], lr=1e-2, eps=1e-4), torch.optim.SGD(params[1:-1:2], lr=0.05, momentum=0.9)]
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {"adamw": adamw, "sgd": sgd, "two": two}
+
+
+@dataclass
+class Run:
+    """A session in training, and what it drew and lost."""
+
+    case: ModelCase
+    session: Session
+    saver: Checkpointer
+    schedulers: list[Any]
+    dtype: torch.dtype = torch.float32
+    noise: bool = True
+
+    def steps(self, first: int, last: int) -> list[float]:
+        """The loss summed over this rank's batches, of each step; dropout-like noise from three generators."""
+        losses, rank, size = [], self.session.mesh.rank, self.session.mesh.size
+        for step in range(first, last):
+            total = 0.0
+            for index in range(rank, BATCHES, size):
+                batch = self.case.batch(1000 * step + index, self.dtype)
+                loss = self.case.loss(self.session.module, batch)
+                if self.noise:
+                    loss = loss * (1 + 0.1 * (torch.rand(()).item() + random.random() + np.random.rand()))
+                total += float(loss.detach())
+                self.session.backward(loss / (BATCHES // size))
+            for optimizer in self.session.optimizers:
+                optimizer.step()
+            for scheduler in self.schedulers:
+                scheduler.step()
+            losses.append(total)
+        return losses
+
+
+def start(session_of: Callable[..., Session], model: str, optimizer: str, plan: Plan, **how: Any) -> Run:
+    """A new run; ``seed`` decides the weights, ``dtype`` what the model is built in."""
+    case = MODELS[model]
+    dtype, seed = how.get("dtype", torch.float32), how.get("seed", 0)
+    module = case.factory(dtype, seed)
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+    made = OPTIMIZERS[optimizer](module)
+    first = made[0] if isinstance(made, list) else made
+    session = session_of(module, made, plan)
+    torch.manual_seed(seed + session.mesh.rank)
+    schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(first, 20)]
+    return Run(case, session, Checkpointer(session), schedulers, dtype, how.get("noise", True))
+
+
+def everything(session: Session) -> dict[str, Any]:
+    """Full model and optimizer state as flat names; collective."""
+    found: dict[str, Any] = {f"model/{n}": v for n, v in session.module.state_dict().items()}
+    for index, optimizer in enumerate(session.optimizers):
+        state = optimizer.state_dict()
+        for number, entry in state["state"].items():
+            found |= {f"{index}/{number}/{key}": value for key, value in entry.items()}
+        for number, group in enumerate(state["param_groups"]):
+            found |= {f"{index}/group {number}/{key}": value for key, value in group.items()}
+        found |= {f"{index}/scaler/{key}": value for key, value in state.get("scaler", {}).items()}
+    return found
+
+
+def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """Names whose values are not the same bits."""
+    names = [name for name in one.keys() | other.keys() if name not in one or name not in other]
+    for name in one.keys() & other.keys():
+        a, b = one[name], other[name]
+        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+            same = a.dtype == b.dtype and a.shape == b.shape and torch.equal(as_bytes(a), as_bytes(b))
+        else:
+            same = type(a) is type(b) and a == b
+        names += [] if same else [name]
+    return sorted(names)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).contiguous().view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
+
+
+def close_to(actual: Sequence[float], expected: Sequence[float], rtol: float) -> bool:
+    """False for NaN as well."""
+    return len(actual) == len(expected) and all(
+        abs(a - e) <= rtol * abs(e) for a, e in zip(actual, expected, strict=True)
+    )

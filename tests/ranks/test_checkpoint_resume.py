@@ -1,0 +1,184 @@
+"""A restored run goes on as if it had never stopped: bit for bit at the same world size, closely at any other."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_setup import BATCHES, Run, close_to, differences, everything, plans, start
+from engine_setup import one_mesh
+
+from shardwise.build import build
+from shardwise.checkpoint.read import verify
+from shardwise.mesh import Mesh
+from shardwise.plan import Plan
+from shardwise.testing import MODELS, run_ranks
+
+SAVED_AFTER, GOES_ON = 3, 3
+
+
+def _begin(model: str, optimizer: str, plan: Plan, mesh: Mesh, **how: Any) -> Run:
+    return start(lambda m, o, p: build(m, o, p, mesh), model, optimizer, plan, **how)
+
+
+def _stop(run: Run) -> None:
+    run.saver.close()
+    run.session.close()
+
+
+def resume(root: str, model: str, optimizer: str, save: str, load: str, mesh: Mesh, use_async: bool) -> dict[str, Any]:
+    """On one rank: train, save, go on; then from other weights restore and go on."""
+    named = plans(root + "-disk")
+    first = _begin(model, optimizer, named[save], mesh)
+    first.steps(0, SAVED_AFTER)
+    position = {"next": SAVED_AFTER, "rank": mesh.rank}
+    first.saver.save(
+        root,
+        lr_schedulers=first.schedulers,
+        data_position=position,
+        user_state=("mine", torch.arange(3)),
+        use_async=use_async,
+    )
+    losses = first.steps(SAVED_AFTER, SAVED_AFTER + GOES_ON)
+    state = everything(first.session)
+    _stop(first)
+
+    second = _begin(model, optimizer, named[load], mesh, seed=5)
+    second.steps(50, 51)  # what is restored replaces what is there
+    restored = second.saver.load(root, lr_schedulers=second.schedulers)
+    assert restored is not None and restored.data_position == position and restored.step == SAVED_AFTER
+    assert restored.user_state[0] == "mine" and restored.user_state[1].tolist() == [0, 1, 2]
+    at = restored.data_position["next"]
+    resumed = second.steps(at, at + GOES_ON)
+    wrong = differences(everything(second.session), state)
+    steps = second.saver.steps
+    _stop(second)
+    return {"losses": losses, "resumed": resumed, "wrong": wrong, "steps": steps}
+
+
+def resume_many(root: str, cells: list[tuple[str, str, str, str]], use_async: bool) -> list[dict[str, Any]]:
+    with one_mesh(plans(root)[cells[0][2]]) as mesh:
+        return [resume(os.path.join(root, str(i)), *cell, mesh, use_async) for i, cell in enumerate(cells)]
+
+
+def _check(root: Path, world_size: int, cells: list[tuple[str, str, str, str]], use_async: bool = False) -> None:
+    for rank, results in enumerate(run_ranks(world_size, resume_many, str(root), cells, use_async, timeout=240.0)):
+        for cell, result in zip(cells, results, strict=True):
+            assert result["resumed"] == result["losses"], (rank, cell)
+            assert not result["wrong"], (rank, cell, result["wrong"])
+            assert result["steps"] == SAVED_AFTER + GOES_ON
+    for index, cell in enumerate(cells):
+        assert verify(root / str(index) / f"step-{SAVED_AFTER}") == [], cell
+
+
+@pytest.mark.parametrize("plan", ["zero3", "zero1"])
+def test_every_model_goes_on_bit_for_bit(tmp_path: Path, plan: str) -> None:
+    _check(tmp_path, 2, [(model, "adamw", plan, plan) for model in MODELS])
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "two"])
+def test_every_tier_continues_every_other(tmp_path: Path, optimizer: str) -> None:
+    names = ["zero3", "host", "disk", "zero3"]
+    cells = [("gpt", optimizer, save, load) for save, load in zip(names, names[1:], strict=False)]
+    # Stages and tiers compute the same bits at the same packing.
+    cells += [("unused", optimizer, name, name) for name in ("mixed", "state disk", "straddling", "tensor")]
+    cells += [("gpt", optimizer, name, name) for name in ("mixed", "state disk", "straddling", "tensor", "disk")]
+    _check(tmp_path, 2, cells)
+
+
+def test_half_precision_and_scaler_go_on_bit_for_bit(tmp_path: Path) -> None:
+    cells = [("gpt", "adamw", "bf16", "bf16 disk"), ("gpt", "adamw", "bf16 disk", "bf16")]
+    cells += [(model, optimizer, "fp16", "fp16") for model in ("gpt", "odd_sizes") for optimizer in ("adamw", "sgd")]
+    _check(tmp_path, 2, cells)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_other_world_sizes_go_on_bit_for_bit(tmp_path: Path, world_size: int) -> None:
+    cells = [
+        (model, optimizer, plan, plan)
+        for model in ("gpt", "odd_sizes", "zero_sized", "mixed_fp64", "scalar", "frozen", "buffers")
+        for optimizer, plan in (("adamw", "zero3"), ("two", "disk"))
+    ]
+    _check(tmp_path, world_size, cells)
+
+
+def test_replicas_share_the_writing(tmp_path: Path) -> None:
+    _check(tmp_path / "hybrid", 4, [("gpt", "adamw", "hybrid", "hybrid"), ("unused", "two", "hybrid", "hybrid")])
+    sizes = [file.stat().st_size for file in (tmp_path / "hybrid" / "0" / "step-3").glob("pieces-*")]
+    assert len(sizes) == 4 and max(sizes) < 2 * min(sizes)
+
+
+def test_ddp_replicas_share_the_writing(tmp_path: Path) -> None:
+    _check(tmp_path, 2, [("gpt", "adamw", "ddp", "ddp")])
+    assert len(list((tmp_path / "0" / "step-3").glob("pieces-*"))) == 2
+
+
+def test_asynchronous_saves_hold_what_was_there_when_they_began(tmp_path: Path) -> None:
+    _check(tmp_path, 2, [("gpt", "adamw", plan, plan) for plan in ("zero3", "disk", "gloo")], use_async=True)
+
+
+# ---- other world sizes, stages, packings and precisions
+
+
+def save_at(root: str, model: str, optimizer: str, plan: str, dtype: torch.dtype, later: int) -> list[list[float]]:
+    with one_mesh(plans(root)[plan]) as mesh:
+        run = _begin(model, optimizer, plans(root + "-disk")[plan], mesh, dtype=dtype, noise=False)
+        run.steps(0, SAVED_AFTER)
+        run.saver.save(root, f"{plan} {mesh.size}", lr_schedulers=run.schedulers, data_position=SAVED_AFTER)
+        losses = run.steps(SAVED_AFTER, SAVED_AFTER + later)
+        _stop(run)
+        return [losses]
+
+
+def go_on_at(
+    root: str, model: str, optimizer: str, tag: str, loads: list[str], dtype: torch.dtype, later: int
+) -> list[list[float]]:
+    found = []
+    for plan in loads:
+        with one_mesh(plans(root)[plan]) as mesh:
+            run = _begin(model, optimizer, plans(root + "-disk")[plan], mesh, dtype=dtype, seed=9, noise=False)
+            restored = run.saver.load(root, tag, lr_schedulers=run.schedulers)
+            assert restored is not None and restored.data_position == SAVED_AFTER
+            found.append(run.steps(SAVED_AFTER, SAVED_AFTER + later))
+            _stop(run)
+    return found
+
+
+def _means(by_rank: list[list[list[float]]]) -> list[list[float]]:
+    """By plan the mean loss of each step over all batches."""
+    return [[sum(step) / BATCHES for step in zip(*runs, strict=True)] for runs in zip(*by_rank, strict=True)]
+
+
+RESHARDS = [(1, 4), (2, 3), (4, 1), (3, 2), (4, 2)]
+
+
+@pytest.mark.parametrize(("before", "after"), RESHARDS)
+def test_any_world_size_and_stage_continues_any_other(tmp_path: Path, before: int, after: int) -> None:
+    """In fp64 only the order of sums differs: the next 10 losses agree to 1e-9."""
+    loads = ["zero1", "zero3", "straddling", "tensor", "disk", "mixed", "ddp"] + (["hybrid"] if after == 4 else [])
+    for model, optimizer, plan in [("gpt", "adamw", "zero3"), ("unused", "two", "mixed"), ("odd_sizes", "sgd", "zero2")]:
+        root = str(tmp_path / model)
+        saved = run_ranks(before, save_at, root, model, optimizer, plan, torch.float64, 10, timeout=120.0)
+        expected = _means(saved)[0]
+        tag = f"{plan} {before}"
+        for name, losses in zip(
+            loads,
+            _means(run_ranks(after, go_on_at, root, model, optimizer, tag, loads, torch.float64, 10, timeout=240.0)),
+            strict=True,
+        ):
+            assert close_to(losses, expected, 1e-9), (model, before, plan, after, name, losses, expected)
+
+
+PRECISIONS = [("zero3", "bf16", 3e-2), ("bf16", "zero3", 3e-2), ("fp16", "zero1", 5e-3), ("bf16 disk", "fp16", 3e-2)]
+
+
+@pytest.mark.parametrize(("save", "load", "rtol"), PRECISIONS)
+def test_any_precision_continues_any_other(tmp_path: Path, save: str, load: str, rtol: float) -> None:
+    """Within what the 16-bit format's rounding (2^-9 for bf16, 2^-12 for fp16) adds up to in 10 steps."""
+    root = str(tmp_path)
+    expected = _means(run_ranks(2, save_at, root, "gpt", "adamw", save, torch.float32, 10, timeout=120.0))[0]
+    found = _means(run_ranks(3, go_on_at, root, "gpt", "adamw", f"{save} 2", [load], torch.float32, 10))[0]
+    assert close_to(found, expected, rtol), (found, expected)
