@@ -54,7 +54,8 @@ HEADS_OF = 128
 
 @dataclass(frozen=True)
 class Case:
-    """One process. Capacities in bytes; ``offload`` False keeps everything on the device."""
+    """One process. Capacities in bytes. ``offload``: ``"none"``, ``"state"`` (all of it) or ``"needed"`` (as little as
+    fits)."""
 
     parameters: int
     system: str
@@ -65,7 +66,7 @@ class Case:
     micro_batch: int
     steps: int
     update: str
-    offload: bool
+    offload: str
     checkpointing: bool
     dry: bool
 
@@ -122,8 +123,8 @@ def fractions_for(case: Case, size: Size, parameters: int) -> Fractions:
     Raises:
         DeviceMemoryError: device and host together are too small.
     """
-    if not case.offload:
-        return Fractions(0.0, 0.0)
+    if case.offload != "needed":
+        return Fractions(0.0, 1.0 if case.offload == "state" else 0.0)
     gradient = 0 if case.update == "backward" else GRADIENT_BYTES
     per_state, per_weight = (STATE_BYTES + gradient) * parameters, WEIGHT_BYTES * parameters
     device = case.device_bytes - working_bytes(size, case.checkpointing)
@@ -134,7 +135,8 @@ def fractions_for(case: Case, size: Size, parameters: int) -> Fractions:
     if device < 0 or wanted > host:
         raise DeviceMemoryError(
             f"{parameters / 1e9:.3g}B parameters: {size_text(wanted)} on a host with {size_text(host)}, and "
-            f"{size_text(max(device, 0))} for shards and state on a device of {size_text(case.device_bytes)}; add memory"
+            f"{size_text(max(device, 0))} for shards and state on a device of {size_text(case.device_bytes)}: "
+            "add memory"
         )
     return Fractions(params, state)
 
@@ -189,16 +191,20 @@ def run_case(case: Case) -> Result:
     session = build(model, optimizer, plan_of(case, fractions), device=device)
     assert session.optimizer is not None
 
+    held = [0]
+
     def step(index: int) -> float:
         loss = session.module(*(part.to(device) for part in batch(size, 0, index)))
+        held.append(sum(session.engine.ledger.held().values()))
         session.backward(loss)
+        held.append(sum(session.engine.ledger.held().values()))
         assert session.optimizer is not None
         session.optimizer.step()
         return float(loss.detach())
 
     losses, seconds = _steps(step, case.steps)
     report, ledger = session.memory(), session.engine.ledger
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else ledger.peak_bytes
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else max(ledger.peak_bytes, *held)
     return Result(
         parameters=parameters,
         fractions=fractions,
@@ -226,7 +232,7 @@ def _run_deepspeed(case: Case, size: Size) -> Result:
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     offload = {"device": "cpu", "pin_memory": True}
     zero_part: dict[str, Any] = {"stage": 3, "overlap_comm": True, "contiguous_gradients": True}
-    if case.offload:
+    if case.offload != "none":
         zero_part |= {"offload_optimizer": offload, "offload_param": offload}
     settings = {
         "train_micro_batch_size_per_gpu": case.micro_batch,
@@ -329,10 +335,10 @@ def _cases(options: argparse.Namespace) -> list[Case]:
         "dry": dry,
     }
     sizes = [_count(text) for text in str(options.sizes or (DRY["sizes"] if dry else "1.3B,6.7B,11B,13B")).split(",")]
-    cases = [Case(sizes[0], "shardwise", offload=False, **common)]
-    cases += [Case(size, "shardwise", offload=True, **common) for size in sizes]
+    cases = [Case(sizes[0], "shardwise", offload=offload, **common) for offload in ("none", "state")]
+    cases += [Case(size, "shardwise", offload="needed", **common) for size in sizes]
     if not dry and _has_deepspeed():
-        cases += [Case(size, "deepspeed", offload=True, **common) for size in sizes]
+        cases += [Case(size, "deepspeed", offload="needed", **common) for size in sizes]
     return cases
 
 
@@ -349,7 +355,7 @@ def table(results: Sequence[tuple[Case, Result]]) -> str:
     )
     lines = [head, "|---" * 9 + "|"]
     for case, result in results:
-        name = case.system if case.offload else f"{case.system}, no offload"
+        name = case.system + {"none": ", no offload", "state": ", all state on host", "needed": ""}[case.offload]
         start = f"| {name} | {result.parameters / 1e6:,.1f}M | "
         if not result.losses:
             lines.append(f"{start}| | | | | | {result.error.replace('|', '/')} |")
@@ -377,11 +383,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             continue
         result = measure(case, options.timeout)
         results.append((case, result))
-        if case.offload and not result.losses:
+        if case.offload == "needed" and not result.losses:
             over.add(case.system)
         said = result.error or f"{result.tokens_per_second:,.0f} tokens/s"
         print(
-            f"{case.system} {case.parameters / 1e6:,.1f}M offload={case.offload}: {said}", file=sys.stderr, flush=True
+            f"{case.system} {case.parameters / 1e6:,.1f}M offload {case.offload}: {said}", file=sys.stderr, flush=True
         )
     where = machine() if options.dry else f"{machine()}; {torch.cuda.get_device_name(0)}"
     facts = f"{where}; torch {torch.__version__}; bf16 with fp32 Adam, updates in {options.update}."
@@ -397,11 +403,10 @@ def _summary(results: Sequence[tuple[Case, Result]]) -> str:
         return "Nothing trained."
     largest = max(r.parameters for _, r in good)
     text = f"Largest that trained: {largest / 1e6:,.1f}M parameters"
-    by_kind = {(case.offload, r.parameters): r for case, r in good}
-    plain = [r for case, r in good if not case.offload]
-    if plain and (True, plain[0].parameters) in by_kind:
-        ratio = by_kind[True, plain[0].parameters].tokens_per_second / plain[0].tokens_per_second
-        text += f"; with what does not fit offloaded, {ratio:.2f} of the speed without offload at the first size"
+    by_kind = {case.offload: r for case, r in good if case.offload != "needed"}
+    if len(by_kind) == 2:
+        ratio = by_kind["state"].tokens_per_second / by_kind["none"].tokens_per_second
+        text += f"; with all state on the host {ratio:.2f} of the speed without offload, at a size that fits both"
     return text + "."
 
 

@@ -356,7 +356,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     text = f"{facts}\n\n{table(parts, device.type == 'cpu')}\n"
     print(text)
     if options.write:
-        replace_section(DOCUMENT, "offload" if device.type == "cpu" else "offload-cuda", text)
+        section = (
+            "offload-cuda" if device.type != "cpu" else "offload" if options.update == "step" else "offload-backward"
+        )
+        replace_section(DOCUMENT, section, text)
 
 
 if __name__ == "__main__":

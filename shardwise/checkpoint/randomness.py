@@ -18,10 +18,10 @@ def read_generators(device: torch.device) -> dict[str, Any]:
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
-        "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
+        "python": {"version": version, "words": torch.from_numpy(np.array(words, dtype=np.uint32)), "gauss": gauss},
         "numpy": {
             "name": str(name),
-            "keys": torch.from_numpy(np.asarray(keys).astype(np.int64)),
+            "keys": torch.from_numpy(np.array(keys, dtype=np.uint32)),
             "position": int(position),
             "has_gauss": int(has_gauss),
             "cached": float(cached),
@@ -37,8 +37,7 @@ def restore_generators(state: dict[str, Any], device: torch.device) -> None:
     """What :func:`read_generators` gave; without a GPU's where it was saved on a CPU, or the other way round."""
     python, numpy = state["python"], state["numpy"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
-    keys = numpy["keys"].numpy().astype(np.uint32)
-    np.random.set_state((numpy["name"], keys, numpy["position"], numpy["has_gauss"], numpy["cached"]))
+    np.random.set_state((numpy["name"], numpy["keys"].numpy(), numpy["position"], numpy["has_gauss"], numpy["cached"]))
     torch.set_rng_state(state["torch"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)

@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 
 from shardwise.checkpoint.pieces import Bytes, PieceLayout, as_bytes
+from shardwise.mesh.mesh import _timeout_s
 
 __all__ = ["Background", "HostImage", "OwnGroup"]
-
-TIMEOUT_S = 1800.0
 
 
 class HostImage:
@@ -54,12 +53,15 @@ class HostImage:
 
 
 class OwnGroup:
-    """All ranks of the default process group, for one thread beside training. Collective to make."""
+    """All ranks of the default process group, for one thread beside training. Collective to make.
 
-    def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
+    Ranks wait for each other (for the slowest to have written) as long as the default group's time-out says.
+    """
+
+    def __init__(self) -> None:
         self._group: Any = None
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
+            self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=_timeout_s()))
 
     def gather(self, value: object) -> list[Any]:
         """Every rank's JSON-able ``value``. Collective.

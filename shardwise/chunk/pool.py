@@ -7,6 +7,7 @@ comes on top of it.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 
@@ -51,6 +52,7 @@ class ArrayPool:
         self.limit_bytes = limit_bytes
         self._keeps = device.type == "cpu" and _use_count is not None
         self._idle: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+        self._given_up: list[weakref.ref[torch.UntypedStorage]] = []
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised 1-D array of ``numel`` elements."""
@@ -68,7 +70,17 @@ class ArrayPool:
             # Sizes that come up seldom make room for the one that is in use now.
             for other in list(self._idle):
                 while self.idle_bytes() > self.limit_bytes and self._idle[other]:
-                    self._idle[other].pop(0)
+                    self._give_up([self._idle[other].pop(0)])
+
+    def _give_up(self, arrays: Iterable[torch.Tensor]) -> None:
+        """Forget arrays; those that are still read elsewhere are watched until their readers free them."""
+        self._given_up += [weakref.ref(a.untyped_storage()) for a in arrays if _holders(a) != _UNSHARED]
+
+    def read_bytes(self) -> int:
+        """Bytes of arrays that are not kept here any more and are still read elsewhere."""
+        alive = [(reference, reference()) for reference in self._given_up]
+        self._given_up = [reference for reference, storage in alive if storage is not None]
+        return sum(storage.nbytes() for _, storage in alive if storage is not None)
 
     def idle_bytes(self) -> int:
         """Bytes kept for reuse."""
@@ -78,9 +90,12 @@ class ArrayPool:
         """Forget idle arrays that are still read elsewhere, so that their readers free them."""
         for key, idle in self._idle.items():
             self._idle[key] = [array for array in idle if _holders(array) == _UNSHARED]
+            self._give_up(idle)
 
     def drop(self) -> None:
         """Free all idle arrays."""
+        for idle in self._idle.values():
+            self._give_up(idle)
         self._idle.clear()
 
 
@@ -139,6 +154,7 @@ class ChunkPool:
         """Bytes of gathered chunks that acquires had to fetch so far."""
         ledger.watch("gathered parameters", lambda: self.gathered_bytes)
         ledger.watch("idle arrays", self.arrays.idle_bytes)
+        ledger.watch("arrays still read", self.arrays.read_bytes)
         ledger.spare(self.arrays.drop)
         ledger.spare(self._drop_idle)
 
@@ -183,35 +199,51 @@ class ChunkPool:
 
     def acquire(self, unit: int, pin: bool = False) -> None:
         """Make a unit's parameters readable; with ``pin`` they stay so until :meth:`unpin`."""
-        if pin:
-            self._pins[unit] += 1
-        if unit in self._renewing:
-            self._renew(unit)
-        self.trace.use(unit)
-        self.on_use(unit)
+        # Pinned meanwhile in any case: room that is made for others must not be made of this unit.
+        self._pins[unit] += 1
+        kept = False
         try:
+            if unit in self._renewing:
+                self._renew(unit)
+            self.trace.use(unit)
+            self.on_use(unit)
             if self._transient[unit]:
                 self._bring(unit)
             self.on_ready(unit)
-        except BaseException:
-            if pin:
-                self._pins[unit] -= 1
-            raise
+            kept = pin
+        finally:
+            self._pins[unit] -= not kept
 
     def _bring(self, unit: int) -> None:
         if unit in self._held and not any(c.pending for c in self._transient[unit]):
             return
-        ahead = next_units(self.trace, self.prefetch) if self._ahead_pays else []
         if unit not in self._held:
             self._make_room(unit)
-            self._gather(unit, [u for u in ahead if u not in self._held])
+            self._gather(unit, self._fitting(unit))
         elif not self._agrees:
-            self._start_all(u for u in ahead if u not in self._held)
+            self._start_all(self._fitting(unit))
         self._complete(unit)
         for soon in next_units(self.trace, self.prefetch):
             if soon not in self._held:
                 for chunk in self._transient[soon]:
                     chunk.source.prepare()
+
+    def _fitting(self, unit: int) -> list[int]:
+        """Units to fetch ahead while ``unit`` is brought in: under a declared capacity only what it leaves room for."""
+        ahead = next_units(self.trace, self.prefetch) if self._ahead_pays else []
+        ahead = [u for u in ahead if u not in self._held]
+        free = self.ledger.free_bytes() if ahead else None
+        if free is None:
+            return ahead
+        # What is gathered next reuses idle arrays, or they are freed for it.
+        free += self.arrays.idle_bytes() - (self._bytes[unit] if unit not in self._held else 0)
+        fitting = []
+        for soon in ahead:
+            free -= self._bytes[soon]
+            if free < 0:
+                break
+            fitting.append(soon)
+        return fitting
 
     def unpin(self, unit: int) -> None:
         """The unit may be evicted at a later acquire."""
@@ -317,10 +349,19 @@ class ChunkPool:
         """Gather for the others' sake; the array is dropped at once, or overwritten with the same values if held."""
         for chunk in self._transient[unit]:
             held = chunk.full
+            if held is None:
+                self._require(chunk.spec.padded_bytes, unit)
             out = held if held is not None else self.arrays.take(chunk.spec.padded_numel, chunk.spec.dtype)
+            if held is None:
+                self.ledger.claim(out)
             chunk.source.gather(self.group, out).wait()
             if held is None:
                 self.arrays.give(out)
+
+    def _require(self, nbytes: int, unit: int) -> None:
+        if self.ledger.capacity_bytes is not None:
+            # Arrays that are kept for reuse are what this gather will reuse, so they go only if they do not fit.
+            self.ledger.require(nbytes, f"gathering unit {self._name(unit)}")
 
     def _start_all(self, units: Iterable[int]) -> None:
         for unit in units:
@@ -330,9 +371,7 @@ class ChunkPool:
         if unit in self._held:
             self._take_part(unit)
             return
-        if self.ledger.capacity_bytes is not None:
-            # Arrays that are kept for reuse are what this gather will reuse, so they go only if they do not fit.
-            self.ledger.require(self._bytes[unit], f"gathering unit {self._name(unit)}")
+        self._require(self._bytes[unit], unit)
         self._held.add(unit)
         self.moved_bytes += self._bytes[unit]
         self.gathered_bytes += self._bytes[unit]

@@ -37,7 +37,7 @@ PRECISIONS: dict[str, tuple[str, ...]] = {
 # Where memory is limited the numbers may be fp32 on Gemini too, which a CPU without 16-bit instructions is faster in.
 PRECISIONS_IN_TIERS = ("fp32", "bf16", "fp16")
 DEFAULT_PLUGIN, DEFAULT_SHAPE, DEFAULT_BATCH = "low_level_zero", Shape(width=192, depth=3, heads=6), 4
-DEFAULT_CONTEXT, DEFAULT_RATE = 128, 3e-3
+DEFAULT_CONTEXT, DEFAULT_RATE, DEFAULT_RANKS = 128, 3e-3, 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,12 @@ def add_parser(commands: Any) -> None:
     add("--plugin", choices=list(STAGES), default=absent, help=f"which plugin trains (default: {DEFAULT_PLUGIN})")
     add("--stage", type=int, help="ZeRO stage of low_level_zero: 1 or 2")
     add("--precision", choices=["fp32", "bf16", "fp16"], help="number format; the default suits plugin and device")
-    add("--nproc", type=int, default=2, help="ranks on this host")
+    add(
+        "--nproc",
+        type=int,
+        default=absent,
+        help=f"ranks on this host (default: {DEFAULT_RANKS}, 1 with --device-memory)",
+    )
     add("--data", type=Path, help="folder with text files; the Python standard library's source if left out")
     add("--out", type=Path, default=Path("demo-run"), help="folder for the checkpoint")
     add("--steps", type=int, default=500, help="steps to train; when they are done, the same number again")
@@ -123,6 +128,7 @@ def _with_defaults(options: argparse.Namespace) -> tuple[argparse.Namespace, Tie
     tiers = check_tiers(chosen)
     chosen.plugin = chosen.plugin or ("gemini" if tiers is not None else DEFAULT_PLUGIN)
     device_bytes = None if tiers is None else tiers.device_bytes
+    chosen.nproc = getattr(options, "nproc", DEFAULT_RANKS if device_bytes is None else 1)
     given = [name for name in ("width", "depth", "heads") if hasattr(options, name)]
     shape = DEFAULT_SHAPE
     if hasattr(options, "size"):

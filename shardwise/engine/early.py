@@ -11,6 +11,7 @@ SuperOffload (arXiv 2509.21271), with copies in place of its approximate inverse
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -50,33 +51,53 @@ class EarlyUpdates:
         self._undo: list[Callable[[], None]] = []
         self._factor: float | None = None
         self._options: list[dict[str, Any]] = []
+        self._failure: BaseException | None = None
         self.updated: set[int] = set()
         """Chunks whose masters are those of the next step already."""
+        self.anywhere = False
+        """Whether any rank has such chunks, once the ranks have agreed on it (in place only)."""
         self.norms: list[float] = []
         """Norms of gradients whose memory has been used again."""
 
     def takes(self, state: ChunkGrads) -> bool:
-        """Whether the chunk's update can be made now: it is whole, and this is its first pass since the last step."""
-        whole = len(state.fired) == len(state.spec.slots) and not state.touched
-        return whole and state.spec.index in self._tiles and state.spec.index not in self.updated
+        """Whether the chunk's update can be made now: all of its parameters are known to have a gradient."""
+        whole = len(state.fired | state.touched) == len(state.spec.slots)
+        tiles = self._tiles.get(state.spec.index)
+        if not whole or tiles is None or state.spec.index in self.updated:
+            return False
+        # State may have moved to a GPU since.
+        return tiles[0].pieces[0].value.device.type == "cpu"
 
     def update(self, state: ChunkGrads, factor: float) -> None:
         """Begin to update a chunk, whose gradient is reduced, with ``factor`` times it."""
-        if self._factor is None:
-            self._factor, self._options = factor, self._read_options()
-        while len(self._jobs) >= PENDING:
-            self._jobs.popleft().result()
-        self.updated.add(state.spec.index)
-        self._jobs.append(self._worker.submit(self._run, state, factor))
-
-    def _read_options(self) -> list[dict[str, Any]]:
-        return [{k: v for k, v in group.items() if k != "params"} for group in self._stepper.optimizer.param_groups]
-
-    @torch.no_grad()
-    def _run(self, state: ChunkGrads, factor: float) -> None:
+        self._note_options(factor)
         reduced = state.reduced
         if reduced is None:
             raise RuntimeError(f"chunk {state.spec.index} has no gradient ({reduced}) to be updated with; report this")
+        while len(self._jobs) >= PENDING:
+            self._wait_for_one()
+        if self._failure is not None:
+            return  # step() raises it
+        self.updated.add(state.spec.index)
+        self._jobs.append(self._worker.submit(self._run, state, reduced, factor))
+
+    def _note_options(self, factor: float) -> None:
+        if self._factor is None:
+            self._factor, self._options = factor, self._read_options()
+
+    def agree(self, anywhere: bool, factor: float) -> None:
+        """A pass is over. ``anywhere``: some rank updated in place; one that did not must stop where that one does."""
+        self.anywhere = anywhere
+        if anywhere:
+            self._note_options(factor)
+
+    def _read_options(self) -> list[dict[str, Any]]:
+        # Copies: a learning rate may be a tensor that is changed in place.
+        groups = self._stepper.optimizer.param_groups
+        return [{k: copy.deepcopy(v) for k, v in group.items() if k != "params"} for group in groups]
+
+    @torch.no_grad()
+    def _run(self, state: ChunkGrads, reduced: torch.Tensor, factor: float) -> None:
         with self._stepper.groups() as groups:
             for tile in self._tiles[state.spec.index]:
                 if not self.in_place:
@@ -105,9 +126,22 @@ class EarlyUpdates:
     # ---- the step
 
     def settle(self) -> None:
-        """Wait for all updates that were begun; raises what one of them raised."""
+        """Wait for all updates that were begun; raises what one of them raised, after all are put back or for good."""
+        self.wait()
+        failure = self._failure
+        if failure is not None:
+            if not self.in_place:
+                self.rollback()
+            raise failure
+
+    def wait(self) -> None:
+        """Wait for them; what one of them raised is kept for :meth:`settle`."""
         while self._jobs:
-            self._jobs.popleft().result()
+            self._wait_for_one()
+
+    def _wait_for_one(self) -> None:
+        error = self._jobs.popleft().exception()
+        self._failure = self._failure or error
 
     def confirm(self, factor: float) -> bool:
         """Whether the updates that were made are those of a step with ``factor`` and the options of now.
@@ -118,10 +152,10 @@ class EarlyUpdates:
             RuntimeError: they are not, and were made in place.
         """
         self.settle()
-        if not self.updated:
+        if not self.updated and not self.anywhere:
             return False
         if factor == self._factor and self._options == self._read_options():
-            return True
+            return bool(self.updated)
         if self.in_place:
             raise RuntimeError(
                 f"{len(self.updated)} chunks were updated during backward with gradients times {self._factor} and "
@@ -137,11 +171,12 @@ class EarlyUpdates:
         Raises:
             RuntimeError: updates were made in place.
         """
-        self.settle()
-        if self.updated and self.in_place:
+        self.wait()
+        if self.in_place and (self.updated or self.anywhere):
             raise RuntimeError(
-                f"{len(self.updated)} chunks were updated during a backward pass that was not completed or whose "
-                "gradients are dropped, and cannot be put back: load a checkpoint, and use update='step' to be safe"
+                f"{len(self.updated)} chunks were updated during a backward pass that was not completed, whose "
+                "gradients are dropped, or that gave a parameter a second gradient (nested passes), and cannot be put "
+                "back: load a checkpoint, and use update='step' to be safe"
             )
         with torch.no_grad():
             for restore in reversed(self._undo):
@@ -153,7 +188,7 @@ class EarlyUpdates:
         self._undo.clear()
         self.updated.clear()
         self.norms.clear()
-        self._factor = None
+        self._factor, self._failure, self.anywhere = None, None, False
 
     def close(self) -> None:
         """Wait for what was begun and end the worker."""
@@ -163,7 +198,7 @@ class EarlyUpdates:
 def _copied(state: dict[str, Any] | None) -> dict[str, Any] | None:
     if state is None:
         return None
-    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+    return {k: v.clone() if isinstance(v, torch.Tensor) else copy.deepcopy(v) for k, v in state.items()}
 
 
 class EarlyObserver:
@@ -176,20 +211,24 @@ class EarlyObserver:
 
     def __init__(self, by_optimizer: Mapping[int, EarlyUpdates], factor: Callable[[], float]) -> None:
         self._by_optimizer, self._factor = by_optimizer, factor
+        self._is_first = False
+        """Whether the result that is about to be added is the chunk's first since the last step."""
 
     def before_pass(self) -> None:
         """Raises:
         RuntimeError: updates were made in place, to which another pass cannot add.
         """
         for each in self._by_optimizer.values():
-            if each.updated and each.in_place:
+            if each.in_place and (each.updated or each.anywhere):
                 raise RuntimeError(
                     f"{len(each.updated)} chunks were updated during the last backward pass (update='backward'): call "
                     "step() before the next one, or use update='step' to accumulate gradients"
                 )
+            each.settle()  # a new pass writes where gradients of the last one may be
 
     def before_result(self, state: ChunkGrads) -> None:
         """A second result for a chunk that is updated already: the guess was wrong."""
+        self._is_first = state.reduced is None
         early = self._by_optimizer.get(state.spec.optimizer)
         if early is not None and state.spec.index in early.updated:
             early.rollback()
@@ -197,11 +236,28 @@ class EarlyObserver:
     def after_result(self, state: ChunkGrads) -> None:
         """Update the chunk if that can be done now."""
         early = self._by_optimizer.get(state.spec.optimizer)
-        if early is not None and early.takes(state):
+        if early is not None and self._is_first and early.takes(state):
             early.update(state, self._factor())
+
+    def wait(self) -> list[float]:
+        """After a pass: nothing runs beside the caller any more. For each optimizer, whether something of it was
+        updated in place on this rank."""
+        for each in self._by_optimizer.values():
+            each.wait()
+        return [float(each.in_place and bool(each.updated)) for each in self._by_optimizer.values()]
+
+    @property
+    def must_agree(self) -> bool:
+        """Whether all ranks have to know what :meth:`wait` says."""
+        return any(each.in_place for each in self._by_optimizer.values())
+
+    def agreed(self, anywhere: Sequence[bool]) -> None:
+        """What any rank said."""
+        for each, some in zip(self._by_optimizer.values(), anywhere, strict=True):
+            each.agree(some, self._factor())
 
     def dropped(self, optimizer: int | None) -> None:
         """Gradients that were used already are dropped: undo what was done with them."""
         for index, each in self._by_optimizer.items():
-            if optimizer in (None, index) and each.updated:
+            if optimizer in (None, index) and (each.updated or each.anywhere):
                 each.rollback()

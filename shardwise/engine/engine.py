@@ -16,6 +16,7 @@ from shardwise.chunk.pool import ChunkPool
 from shardwise.comm import Handle
 from shardwise.engine.casts import cast_floats, each_tensor
 from shardwise.engine.deferred import adopt, initial_values, set_buffer
+from shardwise.engine.disk_agreement import agreed
 from shardwise.engine.early import EarlyObserver, EarlyUpdates
 from shardwise.engine.grads import ChunkGrads
 from shardwise.engine.guards import Guards, check_shardable
@@ -285,13 +286,16 @@ class Engine:
         for chunk in self.chunks:
             if chunk.resident and not chunk.spec.trainable and group.size > 1:
                 chunk.exchange.local.copy_(gather_shards(group, chunk.shard))
-            with chunk.opened(write=True) as shard:
-                if chunk.full is not None and not chunk.resident:
-                    shard.copy_(chunk.full[chunk.shard_start : chunk.shard_end])
-                state = self.states.get(chunk.spec.index)
-                if state is not None:
-                    with state.opened(write=True) as master:
-                        _take_over(shard, master)
+        outcome = "Some parameters were taken over and some not: repair the disk and load a state."
+        with agreed(self.mesh.world, "changed parameters were taken over", outcome, needed=self.storage.uses_disk):
+            for chunk in self.chunks:
+                with chunk.opened(write=True) as shard:
+                    if chunk.full is not None and not chunk.resident:
+                        shard.copy_(chunk.full[chunk.shard_start : chunk.shard_end])
+                    state = self.states.get(chunk.spec.index)
+                    if state is not None:
+                        with state.opened(write=True) as master:
+                            _take_over(shard, master)
         self._commit()
         self._renew_resident()
 

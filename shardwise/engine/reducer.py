@@ -72,6 +72,16 @@ class Observer(Protocol):
     def after_result(self, state: ChunkGrads) -> None:
         """``state.reduced`` has it."""
 
+    def wait(self) -> list[float]:
+        """At the end of a pass: what was begun is finished. Flags of this rank, in the same order everywhere."""
+
+    @property
+    def must_agree(self) -> bool:
+        """Whether :meth:`agreed` has to be told which flags any rank has."""
+
+    def agreed(self, anywhere: Sequence[bool]) -> None:
+        """The flags that any rank has."""
+
     def dropped(self, optimizer: int | None) -> None:
         """The gradients of an optimizer (of all, for ``None``) are dropped."""
 
@@ -272,6 +282,8 @@ class Reducer:
             state.reduced.add_(out.to(state.reduced.device))
         elif leaves or out.dtype != state.accumulate_dtype or (out.is_cuda and state.home is not Tier.DEVICE):
             state.reduced = state.own_memory().copy_(out)
+            if state.home is Tier.DEVICE:
+                self._ledger.claim(state.reduced)
         else:
             state.reduced, state.borrowed = out, self.keep_whole or replica
         state.filled.clear()
@@ -298,7 +310,17 @@ class Reducer:
                     self._launch_late(state)
             self._complete_all()
             self._reorder(used)
+            self._agree_with_observer()
         self._end_pass(sync)
+
+    def _agree_with_observer(self) -> None:
+        observer = self.observer
+        if observer is None:
+            return
+        flags = observer.wait()
+        if observer.must_agree:
+            posts = self.mesh.world.exchange(flags, "which chunks were updated during backward")
+            observer.agreed([any(column) for column in zip(*posts, strict=True)])
 
     def _end_pass(self, sync: bool) -> None:
         for state in self.states:
@@ -313,9 +335,10 @@ class Reducer:
 
     def abort(self) -> None:
         """Forget a pass that failed, and all gradients of the step. Every rank calls it: each must have noticed."""
-        reached = [float(self._cursor)]
-        posts = self.mesh.world.exchange(reached, "how far a failed backward pass came") if self._agrees else [reached]
         observer, self.observer = self.observer, None  # what is finished here is dropped
+        # Whoever reads gradients beside this thread is done with them first.
+        reached = [float(self._cursor), *(observer.wait() if observer is not None else ())]
+        posts = self.mesh.world.exchange(reached, "how far a failed backward pass came") if self._agrees else [reached]
         while self._cursor < max(post[0] for post in posts):
             self._launch(self._order[self._cursor])
             self._cursor += 1
@@ -329,6 +352,8 @@ class Reducer:
         self._unreduced_passes = dict.fromkeys(self._optimizers, 0)
         self._end_pass(sync=True)
         if observer is not None:
+            if observer.must_agree:
+                observer.agreed([any(column) for column in list(zip(*posts, strict=True))[1:]])
             observer.dropped(None)
 
     def rescale(self, factor: float) -> None:
@@ -404,7 +429,9 @@ class Reducer:
 
     def bytes(self, tier: Tier) -> int:
         """Live bytes of gradient memory in ``tier``: exchange buffers, private arrays and reduced shards."""
-        kept = [state.kept_memory for state in self.states if state.home is tier and state.kept_memory is not None]
+        # Read once each: updates during backward let go of it in another thread.
+        own = [state.kept_memory for state in self.states if state.home is tier]
+        kept = [memory for memory in own if memory is not None]
         rings = {id(s.ring): s.ring for s in self.states if s.ring is not None and s.home is tier}
         idle = sum(ring.idle_bytes for ring in rings.values())
         if tier is not Tier.DEVICE:

@@ -1,8 +1,9 @@
-"""Writes the DeepSpeed checkpoints of tests/data: every stage on one and two ranks, beside the true values.
+"""Writes the DeepSpeed checkpoints in deepspeed.tar.xz: every stage on one and two ranks, beside the true values.
 
 Needs DeepSpeed (0.19.8 was used), no GPU:
 
-    python make_deepspeed.py OUT
+    python make_deepspeed.py ds
+    tar --sort=name --owner=0 --group=0 -cJf deepspeed.tar.xz ds
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def link_states(optimizer: object) -> None:
     """DeepSpeed 0.19.8 links the fragments before torch's AdamW has its state; done again, safe_get_* work."""
     inner = optimizer.optimizer
     flat = [group["params"][0] for group in inner.param_groups]
-    for group, partition in zip(optimizer.bit16_groups, flat):
+    for group, partition in zip(optimizer.bit16_groups, flat, strict=True):
         for parameter in group:
             if parameter._hp_mapping is not None:
                 parameter._hp_mapping.set_optim_state_fragment(partition, inner.state[partition])

@@ -20,8 +20,8 @@ LAYER = 4 * WIDTH * WIDTH  # fp32
 SLACK = 24 * MIB
 """Bytes for cuBLAS's work space and the allocator's rounding to blocks."""
 CLOSE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
-"""State on the host is updated by the CPU's fused kernel, state on the GPU by CUDA's: they may differ in the last bit of
-fp32 (with the large eps of ``adamw``, so that it is not blown up), which in bf16 can turn a rounding of 2^-8."""
+"""State on the host is updated by the CPU's fused kernel, state on the GPU by CUDA's: they may differ in the last bit
+of fp32 (with the large eps of ``adamw``, so that it is not blown up), which in bf16 can turn a rounding of 2^-8."""
 
 
 def tiered(plan: Plan, params: tuple[float, float], state: tuple[float, float], folder: Path | None) -> Plan:

@@ -92,9 +92,9 @@ def _norm_of_each_rank() -> _Patch:
     """Every rank clips by the norm of its own shards."""
 
     def make(real: Any) -> Any:
-        def norm(tensors: Any, p: float, group: Group, inverse_scale: float) -> float:
+        def norm(tensors: Any, p: float, group: Group, *others: Any) -> float:
             alone = mock.Mock(exchange=lambda values, *_: [values])
-            return float(real(tensors, p, alone, inverse_scale))
+            return float(real(tensors, p, alone, *others))
 
         return norm
 
@@ -204,9 +204,9 @@ def _frozen_copies() -> _Patch:
     """The shard that computes is not renewed from the fp32 weights: the update never reaches the model."""
 
     def make(real: Any) -> Any:
-        def run(self: TileUpdates, factor: float) -> None:
+        def run(self: TileUpdates, *args: Any) -> None:
             before = [tile.chunk.shard.clone() for tile in self.tiles]
-            real(self, factor)
+            real(self, *args)
             for tile, shard in zip(self.tiles, before, strict=True):
                 tile.chunk.shard.copy_(shard)
 

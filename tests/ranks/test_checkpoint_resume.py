@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ def test_every_model_goes_on_bit_for_bit(tmp_path: Path, plan: str) -> None:
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "two"])
 def test_every_tier_continues_every_other(tmp_path: Path, optimizer: str) -> None:
     names = ["zero3", "host", "disk", "zero3"]
-    cells = [("gpt", optimizer, save, load) for save, load in zip(names, names[1:], strict=False)]
+    cells = [("gpt", optimizer, save, load) for save, load in pairwise(names)]
     # Stages and tiers compute the same bits at the same packing.
     cells += [("unused", optimizer, name, name) for name in ("mixed", "state disk", "straddling", "tensor")]
     cells += [("gpt", optimizer, name, name) for name in ("mixed", "state disk", "straddling", "tensor", "disk")]
@@ -159,7 +160,11 @@ RESHARDS = [(1, 4), (2, 3), (4, 1), (3, 2), (4, 2)]
 def test_any_world_size_and_stage_continues_any_other(tmp_path: Path, before: int, after: int) -> None:
     """In fp64 only the order of sums differs: the next 10 losses agree to 1e-9."""
     loads = ["zero1", "zero3", "straddling", "tensor", "disk", "mixed", "ddp"] + (["hybrid"] if after == 4 else [])
-    for model, optimizer, plan in [("gpt", "adamw", "zero3"), ("unused", "two", "mixed"), ("odd_sizes", "sgd", "zero2")]:
+    for model, optimizer, plan in [
+        ("gpt", "adamw", "zero3"),
+        ("unused", "two", "mixed"),
+        ("odd_sizes", "sgd", "zero2"),
+    ]:
         root = str(tmp_path / model)
         saved = run_ranks(before, save_at, root, model, optimizer, plan, torch.float64, 10, timeout=120.0)
         expected = _means(saved)[0]

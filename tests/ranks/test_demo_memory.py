@@ -31,6 +31,7 @@ def _checked(text: str) -> demo.DemoConfig:
 def test_nothing_said_about_memory_changes_nothing() -> None:
     config = _checked("")
     assert (config.plugin, config.stage, config.tiers) == ("low_level_zero", 2, None)
+    assert config.nproc == 2 and _checked("--offload-optim 1").nproc == 2
     assert (config.width, config.depth, config.heads) == (192, 3, 6)
     assert (config.context, config.batch, config.learning_rate) == (128, 4, 3e-3)
 
@@ -39,7 +40,7 @@ def test_nothing_said_about_memory_changes_nothing() -> None:
 def test_the_model_is_four_times_its_device(size: str) -> None:
     config = _checked(f"--device-memory {size}")
     assert config.tiers is not None and config.tiers.device_bytes is not None
-    assert config.plugin == "gemini" and config.width % (2 * config.heads) == 0
+    assert config.plugin == "gemini" and config.nproc == 1 and config.width % (2 * config.heads) == 0
     shape = Shape(width=config.width, depth=config.depth, heads=config.heads)
     times = 16 * shape.parameters / config.tiers.device_bytes
     assert 4.0 <= times < 5.0
@@ -151,7 +152,7 @@ def test_it_trains_beyond_its_device_and_equals_a_run_that_fits(text: Path, tmp_
 
 
 def test_too_little_memory_is_said_once(text: Path, tmp_path: Path) -> None:
-    process = _start(text, tmp_path / "run", "--device-memory 600KiB --offload-optim 0 --offload-params 0")
+    process = _start(text, tmp_path / "run", "--nproc 2 --device-memory 600KiB --offload-optim 0 --offload-params 0")
     shown = process.communicate(timeout=120)[1]
     assert process.returncode == 1
     assert shown.count("too little device memory") == 1 and "Traceback" not in shown, shown

@@ -19,7 +19,7 @@ from engine_setup import one_mesh
 from tier_setup import Fault, backward, batch, everything, make_net, small_tiles, with_tiers
 
 from shardwise.build import Session, build
-from shardwise.engine.disk_tiles import DiskTile
+from shardwise.engine import disk_tiles
 from shardwise.engine.updates import TileUpdates
 from shardwise.memory import run_directory
 from shardwise.memory.disk import DiskError, DiskStore
@@ -130,7 +130,7 @@ def broken(how: str) -> Iterator[None]:
     if how == "state in memory is updated before the shard is written":
         patch = mock.patch.object(TileUpdates, "_update_copy", lambda self, update, tile, shard: update(tile, shard))
     elif how == "step counts are not put back":
-        patch = mock.patch.object(DiskTile, "snapshot", lambda self: lambda: None)
+        patch = mock.patch.object(disk_tiles, "_kept", lambda value, piece: value)
     elif how == "parameters are not put back":
         patch = mock.patch.object(TileUpdates, "_undo", lambda self, changed, undo: real_undo(self, [], undo))
     else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import re
+import warnings
 from collections import OrderedDict
 from collections.abc import Mapping
 from functools import partial
@@ -154,9 +155,7 @@ def _model(rest: Dotted, optimizers: list[str]) -> tuple[dict[str, str], list[st
     return {key: key.removeprefix(start) for key in inside}, [key for key in rest if key not in set(inside)]
 
 
-def _optimizer(
-    number: int, prefix: str, dotted: Dotted, chunks: _Chunks
-) -> tuple[dict[str, Entry], OptimizerRecord]:
+def _optimizer(number: int, prefix: str, dotted: Dotted, chunks: _Chunks) -> tuple[dict[str, Entry], OptimizerRecord]:
     record, entries = OptimizerRecord(), dict[str, Entry]()
     for key, (name, item) in dotted.items():
         if key.startswith(f"{prefix}state."):
@@ -261,7 +260,9 @@ def write_dcp(
     planned = _without_memory(state, (), entries)
     with output_directory(Path(path), lambda name: name == ".metadata" or name.endswith(".distcp")) as directory:
         writer = FileSystemWriter(directory, thread_count=1)
-        save(planned, storage_writer=writer, planner=_StreamingPlanner(entries), no_dist=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # on purpose: one process
+            save(planned, storage_writer=writer, planner=_StreamingPlanner(entries), no_dist=True)
     return Path(path)
 
 
@@ -312,5 +313,3 @@ def _flat_optimizer(source: CheckpointSource) -> dict[str, Any]:
         for name in group["params"]:
             flat.update({f"param_groups.{name}.{option}": value for option, value in options.items()})
     return flat
-
-

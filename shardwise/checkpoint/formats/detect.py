@@ -47,7 +47,6 @@ def _is_huggingface(path: Path) -> bool:
     return index is not None and not _is_colossalai(path)
 
 
-
 def _files(path: Path) -> list[Path]:
     known = (".safetensors", *TORCH_SUFFIXES)
     return sorted(item for item in path.iterdir() if item.suffix in known and item.is_file())

@@ -94,5 +94,3 @@ class Shards:
         for opened in self._open.values():
             opened.close()
         self._loaded = None
-
-

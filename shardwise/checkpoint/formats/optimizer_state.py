@@ -51,7 +51,6 @@ class OptimizerRecord:
                 self.small.setdefault(name, {})[key] = encode_value(value)
         return entries
 
-
     def lift_scalars(self, index: int, entries: dict[str, Entry]) -> dict[str, Entry]:
         """Entries with the state of 0-dim parameters, which looks small, but is element-wise for all others."""
         kinds = {full.rpartition("/")[2] for full in entries}
@@ -187,9 +186,7 @@ def _embed(
 # -- names to numbers
 
 
-def to_numbered(
-    source: CheckpointSource, index: int
-) -> tuple[dict[int, dict[str, Entry | Any]], list[dict[str, Any]]]:
+def to_numbered(source: CheckpointSource, index: int) -> tuple[dict[int, dict[str, Entry | Any]], list[dict[str, Any]]]:
     """State by number (tensors as entries) and parameter groups of one optimizer, as torch numbers them.
 
     A checkpoint that lists no groups gets a single one with the parameters in the order of their state.

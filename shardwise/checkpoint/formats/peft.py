@@ -34,10 +34,13 @@ def name_in_model(name: str, config: Mapping[str, Any], adapter: str = "default"
     if found is not None:
         rest = found[3] or (".weight" if found[2] == "lora_magnitude_vector" else "")
         return f"{found[1] or ''}{found[2]}.{adapter}{rest}"
-    for module in config.get("modules_to_save") or []:
-        place = re.fullmatch(rf"((?:.*\.)?{re.escape(module)})\.([^.]+)", name)
-        if place is not None:
-            return f"{place[1]}.modules_to_save.{adapter}.{place[2]}"
+    # As in peft, a module is kept whole if its path ends in one of the strings; what is inside it goes along.
+    kept = tuple(config.get("modules_to_save") or ())
+    parts = name.split(".")
+    for depth in range(1, len(parts)):
+        module = ".".join(parts[:depth])
+        if kept and module.endswith(kept):
+            return f"{module}.modules_to_save.{adapter}.{'.'.join(parts[depth:])}"
     return name
 
 

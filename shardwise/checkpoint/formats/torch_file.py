@@ -98,13 +98,14 @@ def tensor_entries(state: Mapping[Any, Any], where: str) -> tuple[dict[str, Entr
         if not isinstance(value, torch.Tensor):
             rest[name] = value
             continue
-        memory = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
-        kept = first.setdefault(memory, name) if value.numel() else name
-        if kept != name:
-            aliases[name] = kept
-            continue
         try:
-            entries[name] = entry_of_tensor(value)
+            entry = entry_of_tensor(value)
         except TypeError as error:
             raise CheckpointError(f"{where}: {name} cannot be read: {error}") from error
+        memory = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
+        kept = first.setdefault(memory, name) if value.numel() else name
+        if kept == name:
+            entries[name] = entry
+        else:
+            aliases[name] = kept
     return entries, aliases, rest

@@ -1,0 +1,176 @@
+"""``python -m benchmarks.checkpoint DIRECTORY``: saving and loading beside the disk's own speed and torch's DCP.
+
+One run saves and loads the same state (fp32 weights and Adam's two moments, sharded over the ranks) in turn: a plain
+stream of the same bytes to one file a rank (unbuffered writes and fsync; cold reads), ours, ours asynchronously, and
+torch.distributed.checkpoint on the same shards as DTensors. Files are dropped from the page cache before every read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwise.build import build
+from shardwise.checkpoint.session import Checkpointer
+from shardwise.plan import ByModule, zero
+from shardwise.testing import run_ranks
+
+MIB = 2**20
+STREAM_BYTES = 4 * MIB
+
+
+class Layers(nn.Module):
+    """``count`` square matrices, nothing to compute."""
+
+    def __init__(self, count: int, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total = x.sum()
+        for layer in self.layers:
+            total = total + layer.weight[0].sum() + layer.bias.sum()
+        return total
+
+
+def drop_cache(folder: Path) -> None:
+    """Its files are read from the disk again."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            fd = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
+
+
+def timed(action: Callable[[], object]) -> float:
+    """Seconds from when all ranks begin to when all are done."""
+    dist.barrier()
+    start = time.perf_counter()
+    action()
+    dist.barrier()
+    return time.perf_counter() - start
+
+
+def stream(path: Path, nbytes: int) -> tuple[float, float]:
+    """Seconds to write and read ``nbytes`` of one file, unbuffered, as fast as one thread can."""
+    memory = mmap.mmap(-1, STREAM_BYTES)
+    memory.write(os.urandom(STREAM_BYTES))
+    count = -(-nbytes // STREAM_BYTES)
+
+    def write() -> None:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_DIRECT)
+        os.posix_fallocate(fd, 0, count * STREAM_BYTES)
+        for index in range(count):
+            os.pwrite(fd, memory, index * STREAM_BYTES)
+        os.fsync(fd)
+        os.close(fd)
+
+    def read() -> None:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        for index in range(count):
+            os.preadv(fd, [memory], index * STREAM_BYTES)
+        os.close(fd)
+
+    return timed(write), timed(read)
+
+
+def dcp(folder: Path, sizes: list[tuple[int, ...]]) -> tuple[float, float]:
+    """The same tensors as DTensors sharded over their first dimension."""
+    import torch.distributed.checkpoint as torch_dcp
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    state: dict[str, Any] = {}
+    for index, size in enumerate(sizes):
+        for kind in ("weight", "exp_avg", "exp_avg_sq"):
+            state[f"{index}.{kind}"] = distribute_tensor(torch.randn(size), mesh, [Shard(0)])
+
+    def save() -> None:
+        writer = torch_dcp.FileSystemWriter(folder, sync_files=True, overwrite=True)
+        torch_dcp.save(state, storage_writer=writer)
+
+    written = timed(save)
+    if dist.get_rank() == 0:
+        drop_cache(folder)
+    return written, timed(lambda: torch_dcp.load(state, checkpoint_id=folder))
+
+
+def measure(folder: str, count: int, width: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds of each thing in each round, and ``bytes``."""
+    root, rank = Path(folder), dist.get_rank()
+    model = Layers(count, width)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    session = build(model, optimizer, zero(3).but(packing=ByModule(unit_classes=())))
+    session.backward(session.module(torch.ones(1)))
+    session.optimizer.step()
+    saver = Checkpointer(session)
+    sizes = [tuple(s) for _ in range(count) for s in ((width, width), (width,))]
+    total = 12 * sum(torch.Size(size).numel() for size in sizes)
+    found: dict[str, list[float]] = {"bytes": [float(total)]}
+
+    def note(name: str, seconds: float) -> None:
+        found.setdefault(name, []).append(seconds)
+
+    for _ in range(rounds):
+        write, read = stream(root / f"stream-{rank}", total // dist.get_world_size())
+        note("disk write", write)
+        note("disk read", read)
+        note("save", timed(lambda: saver.save(root / "ours", "a")))
+        if rank == 0:
+            drop_cache(root / "ours")
+        note("load", timed(lambda: saver.load(root / "ours", "a")))
+        saver.save(root / "ours", "b", use_async=True)
+        saver.wait()  # from here on its memory is there
+        note("stall of an asynchronous save", timed(lambda: saver.save(root / "ours", "b", use_async=True)))
+        note("rest of it", timed(saver.wait))
+        write, read = dcp(root / "dcp", sizes)
+        note("DCP save", write)
+        note("DCP load", read)
+    saver.close()
+    session.close()
+    return found
+
+
+def main() -> None:
+    """Print medians; ``--json`` keeps everything."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=20)
+    parser.add_argument("--width", type=int, default=2048)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    folder = args.directory / "shardwise-checkpoint-benchmark"
+    folder.mkdir(parents=True)
+    try:
+        seconds = run_ranks(args.ranks, measure, str(folder), args.layers, args.width, args.rounds, timeout=900.0)[0]
+    finally:
+        shutil.rmtree(folder)
+    (size,) = seconds.pop("bytes")
+    print(f"{size / 1e9:.2f} GB over {args.ranks} ranks, medians of {args.rounds} rounds")
+    for name, values in seconds.items():
+        middle = statistics.median(values)
+        print(f"{name:32} {middle:7.2f} s  {size / middle / 1e9:6.2f} GB/s  ({min(values):.2f} to {max(values):.2f} s)")
+    for ours, theirs in (("save", "disk write"), ("load", "disk read"), ("save", "DCP save"), ("load", "DCP load")):
+        ratios = [b / a for a, b in zip(seconds[ours], seconds[theirs], strict=True)]
+        print(f"{ours} at {statistics.median(ratios):.2f} of the speed of {theirs}")
+    if args.json is not None:
+        args.json.write_text(json.dumps({"bytes": size, "ranks": args.ranks, "seconds": seconds}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,378 @@
+"""Reading a DeepSpeed configuration: every key is used, listed once as ignored, or an error that says what to do."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import os
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.deepspeed.schema import ALIASES, BLOCKS, KEYS, Block, Key, known_names
+
+__all__ = ["Batch", "Findings", "Report", "Settings", "Source", "batch_of", "read_config"]
+
+Source = Mapping[str, Any] | str | os.PathLike[str]
+AUTO = "auto"
+DTYPES = {
+    "fp32": torch.float32,
+    "float32": torch.float32,
+    "float": torch.float32,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+    "half": torch.float16,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+}
+_TEXTS = {"true": True, "false": False}
+
+
+@dataclass(frozen=True)
+class Report:
+    """What became of every key that was given, by its dotted path.
+
+    Attributes:
+        used: keys that do something, or ask for what happens anyway.
+        ignored: keys without effect, and why.
+        notes: what a reader of the configuration should know besides.
+    """
+
+    used: tuple[str, ...]
+    ignored: Mapping[str, str]
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        ignored = [f"{path} is ignored: {reason}" for path, reason in self.ignored.items()]
+        return "\n".join([*ignored, *self.notes])
+
+    def warn(self, stacklevel: int = 2) -> None:
+        """One warning with everything that is ignored or noted; none where there is nothing."""
+        if self.ignored or self.notes:
+            warnings.warn(f"DeepSpeed configuration:\n{self}", stacklevel=stacklevel + 1)
+
+
+@dataclass
+class Findings:
+    """A report in the making."""
+
+    used: list[str] = field(default_factory=list)
+    ignored: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def use(self, path: str) -> None:
+        if path not in self.used:
+            self.used.append(path)
+
+    def ignore(self, path: str, reason: str) -> None:
+        """Also for a key that was taken for used before."""
+        if path in self.used:
+            self.used.remove(path)
+        self.ignored[path] = reason
+
+    def note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def report(self) -> Report:
+        return Report(tuple(self.used), dict(self.ignored), tuple(self.notes))
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A configuration that was read.
+
+    Attributes:
+        values: what was given, by canonical dotted path; see :mod:`shardwise.deepspeed.schema` for defaults and units.
+        sections: blocks that were given (an empty ``offload_param`` is one).
+        findings: what became of the keys.
+    """
+
+    values: Mapping[str, Any]
+    sections: frozenset[str]
+    findings: Findings
+
+    def __getitem__(self, path: str) -> Any:
+        return self.values.get(path, KEYS[path].default)
+
+    def given(self, path: str) -> bool:
+        """Whether the configuration has a value for it."""
+        return path in self.values
+
+    @property
+    def stage(self) -> int:
+        """0 to 3."""
+        return int(self["zero_optimization.stage"])
+
+
+@dataclass(frozen=True)
+class Batch:
+    """``train == micro * accumulation * ranks``, in samples."""
+
+    train: int
+    micro: int
+    accumulation: int
+
+
+def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"the key {name!r} stands twice in one block of the configuration; remove one of them")
+        found[name] = value
+    return found
+
+
+def _load(config: Source) -> dict[str, Any]:
+    """A tree of its own, so that nobody's dict is changed."""
+    if isinstance(config, Mapping):
+        return {str(name): _copy(value) for name, value in config.items()}
+    if not isinstance(config, str | os.PathLike):
+        raise TypeError(f"config={config!r:.80}: give a dict, or the path of a JSON file")
+    path = Path(config)
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"config={str(config)!r:.200}: there is no such file; give a dict or a JSON file's path"
+        )
+    try:
+        tree = json.loads(path.read_text("utf-8"), object_pairs_hook=_pairs)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(tree, dict):
+        raise ValueError(f"{path} holds {type(tree).__name__}; a JSON object is expected")
+    return tree
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _copy(inner) for name, inner in value.items()}
+    return [_copy(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def read_config(config: Source, known: Mapping[str, Any] | None = None) -> Settings:
+    """Read and check a configuration; it is never changed.
+
+    Args:
+        config: a dict, or the path of a JSON file.
+        known: what ``"auto"`` stands for, by dotted path: ``{"train_micro_batch_size_per_gpu": 4,
+            "optimizer.params.lr": 1e-3, "bf16.enabled": True}``. Other keys that are ``"auto"`` get their documented
+            default; parameters of optimizer and scheduler have none.
+
+    Raises:
+        ValueError: an unknown key (the nearest known one is named), a value out of range, ``"auto"`` that nothing
+            resolves, keys that contradict each other.
+        NotImplementedError: a key that asks for what is not available.
+        FileNotFoundError, TypeError: ``config`` is no configuration.
+    """
+    reader = _Reader(dict(known or {}))
+    reader.read(_load(config), "")
+    values = reader.values
+    if values.get("fp16.enabled") and values.get("bf16.enabled"):
+        raise ValueError(f"fp16.enabled={values['fp16.enabled']} and bf16.enabled=True: enable one of them")
+    return Settings(values, frozenset(reader.sections), reader.findings)
+
+
+class _Reader:
+    def __init__(self, known: dict[str, Any]) -> None:
+        self.known = known
+        self.values: dict[str, Any] = {}
+        self.sections: set[str] = set()
+        self.findings = Findings()
+
+    def read(self, tree: Mapping[str, Any], section: str) -> None:
+        for name, value in tree.items():
+            if name.startswith(("_", "//", "#")):
+                continue  # how people comment in JSON
+            path = f"{section}.{name}" if section else name
+            canonical = ALIASES.get(path, path)
+            if canonical != path and canonical.rpartition(".")[2] in tree:
+                raise ValueError(f"{path}={value!r:.80} and {canonical} mean the same; give one of them")
+            if canonical == "zero_optimization" and isinstance(value, bool):
+                self.findings.note(f"zero_optimization={value} is an old form of stage {int(value)}")
+                value = {"stage": int(value)}
+            if path in ("zero_optimization.cpu_offload", "zero_optimization.cpu_offload_param"):
+                value = self._old_offload(path, canonical, value, tree)
+            if path == "zero_optimization.cpu_offload_use_pin_memory":
+                self.findings.use(path)  # read together with cpu_offload
+            elif canonical in BLOCKS:
+                self._block(path, BLOCKS[canonical], value)
+            elif canonical in KEYS:
+                self._value(path, canonical, value)
+            elif any(key.startswith(f"{canonical}.") for key in KEYS):
+                self._section(path, canonical, value)
+            else:
+                raise ValueError(_unknown(path, value, section, known_names(section)))
+
+    def _old_offload(self, path: str, canonical: str, value: Any, tree: Mapping[str, Any]) -> Any:
+        self.findings.note(f"{path} is an old name: give {canonical}={{'device': 'cpu'}}")
+        self.findings.use(path)
+        on = _convert(path, Key("bool", False), value) if value not in (None, AUTO) else False
+        pin = tree.get("cpu_offload_use_pin_memory")
+        return {"device": "cpu" if on else "none", **({} if pin is None else {"pin_memory": pin})}
+
+    def _section(self, path: str, canonical: str, value: Any) -> None:
+        if value is None or value is False or value == AUTO:
+            return
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{path}={value!r:.80}: give a block, {{...}}, with {', '.join(known_names(canonical))}")
+        self.sections.add(canonical)
+        self.read(value, canonical)
+
+    def _block(self, path: str, block: Block, value: Any) -> None:
+        inner = value if isinstance(value, Mapping) else {}
+        if block.inner and isinstance(value, Mapping):
+            for name in value:
+                if name not in block.inner and not name.startswith("_"):
+                    raise ValueError(_unknown(f"{path}.{name}", value[name], path, block.inner))
+        if not isinstance(value, Mapping):
+            on = _is_on(value)
+        elif block.switch is not None:
+            on = _is_on(inner.get(block.switch))
+        else:
+            on = any(_is_on(each) for each in inner.values())
+        if not on:
+            self.findings.use(path)
+        elif block.role == "refused":
+            raise NotImplementedError(f"{path}={value!r:.80} is not available; {block.reason}")
+        else:
+            self.findings.ignore(path, block.reason)
+
+    def _value(self, path: str, canonical: str, value: Any) -> None:
+        key = KEYS[canonical]
+        if value == AUTO:
+            if canonical in self.known:
+                value = self.known[canonical]
+            elif canonical in ("optimizer.type", "scheduler.type"):
+                raise ValueError(f"{path}='auto': name one")
+        if value is None or value == AUTO:
+            self.findings.use(path)
+            return
+        if canonical == "zero_optimization.stage" and isinstance(value, bool):
+            value = int(value)
+        value = self._parameters(path, value) if key.kind == "map" else _convert(path, key, value)
+        if key.role == "used" or value in key.exact:
+            self.findings.use(path)
+        elif key.role == "refused":
+            raise NotImplementedError(f"{path}={value!r:.80} is not available; {key.reason}")
+        else:
+            self.findings.ignore(path, key.reason)
+        self.values[canonical] = value
+        if canonical == "zero_optimization.stage" and value > 3:
+            raise ValueError(f"zero_optimization.stage={value}: give 0, 1, 2 or 3")
+        if canonical.endswith("offload_optimizer.ratio") and value > 1:
+            raise ValueError(f"{path}={value}: give a share in [0, 1]")
+
+    def _parameters(self, path: str, value: Any) -> dict[str, Any]:
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{path}={value!r:.80}: give a block, {{...}}")
+        found = {}
+        for name, inner in value.items():
+            full = f"{path}.{name}"
+            if inner == AUTO and full in self.known:
+                inner = self.known[full]
+            elif inner == AUTO:
+                inner = _DERIVED.get(full, AUTO)
+            if inner == AUTO:
+                raise ValueError(f"{full}='auto': nothing here knows it; give a value")
+            if inner is not _FROM_OPTIMIZER:
+                found[name] = inner
+        return found
+
+
+_FROM_OPTIMIZER = object()
+_DERIVED = {
+    "scheduler.params.warmup_min_lr": 0.0,
+    "scheduler.params.warmup_max_lr": _FROM_OPTIMIZER,  # absent, it is the optimizer's own
+}
+
+
+def _is_on(value: Any) -> bool:
+    return value if isinstance(value, bool) else value not in (None, 0, 1, AUTO, "", [], {})
+
+
+def _unknown(path: str, value: Any, section: str, names: Iterable[str]) -> str:
+    name = path.rpartition(".")[2]
+    message = f"{path}={value!r:.60} is not a key of the DeepSpeed configuration"
+    near = difflib.get_close_matches(name, list(names), 1, 0.5)
+    inside = [key for key in [*KEYS, *ALIASES] if key.rpartition(".")[2] == name]
+    if inside:
+        return f"{message}; {name!r} stands in {inside[0].rpartition('.')[0] or 'the top level'!r}"
+    where = f" of {section!r}" if section else ""
+    return f"{message}; " + (f"did you mean {near[0]!r}?" if near else f"known keys{where}: {', '.join(names)}")
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool):
+        return None
+    try:
+        return float(value) if isinstance(value, int | float | str) else None
+    except ValueError:
+        return None
+
+
+def _convert(path: str, key: Key, value: Any) -> Any:
+    """``value`` as ``key`` wants it. Numbers may be written as texts, whole numbers as 5e8."""
+    if key.kind in ("int", "float"):
+        number = _number(value)
+        whole = number is not None and math.isfinite(number) and number == int(number)
+        if number is None or math.isnan(number) or not (whole or key.kind == "float"):
+            raise ValueError(f"{path}={value!r:.80}: give {'a whole number' if key.kind == 'int' else 'a number'}")
+        if (key.minimum is not None and number < key.minimum) or math.isinf(number):
+            raise ValueError(f"{path}={value!r:.80}: give a finite number >= {key.minimum:g}")
+        if key.kind == "float":
+            return number
+        return value if isinstance(value, int) else int(number)
+    if key.kind == "bool":
+        if isinstance(value, str) and value.lower() in _TEXTS:
+            return _TEXTS[value.lower()]
+        if isinstance(value, bool) or value in (0, 1):
+            return bool(value)
+        raise ValueError(f"{path}={value!r:.80}: give true or false")
+    if key.kind == "dtype":
+        name = str(value).lower().removeprefix("torch.")
+        if name not in DTYPES:
+            raise ValueError(f"{path}={value!r:.80}: give 'fp32', 'fp16' or 'bf16'")
+        return DTYPES[name]
+    if key.kind == "list":
+        return list(value) if isinstance(value, list | tuple) else value
+    if not isinstance(value, str | os.PathLike):
+        raise ValueError(f"{path}={value!r:.80}: give a text")
+    text = os.fspath(value)
+    for choice in key.choices:
+        if text.lower() == choice.lower():
+            return choice
+    if key.choices:
+        raise ValueError(f"{path}={text!r:.80}: give one of {', '.join(map(repr, key.choices))}")
+    return text
+
+
+def batch_of(settings: Settings, ranks: int) -> Batch | None:
+    """The batch sizes, those that were left out derived from the others as DeepSpeed does; ``None`` without any.
+
+    Raises:
+        ValueError: they do not multiply to ``train_batch_size`` for that many ranks.
+    """
+    train, micro = settings["train_batch_size"], settings["train_micro_batch_size_per_gpu"]
+    accumulation = settings["gradient_accumulation_steps"]
+    if train is None and micro is None:
+        return None
+    if train is None:
+        accumulation = accumulation or 1
+        return Batch(micro * accumulation * ranks, micro, accumulation)
+    if micro is None:
+        accumulation = accumulation or 1
+        micro = train // (ranks * accumulation)
+    elif accumulation is None:
+        accumulation = train // (ranks * micro)
+    if train != micro * accumulation * ranks or micro * accumulation == 0:
+        raise ValueError(
+            f"train_batch_size={train} is not train_micro_batch_size_per_gpu ({micro}) x gradient_accumulation_steps "
+            f"({accumulation}) x {ranks} ranks = {micro * accumulation * ranks}; leave one of them out, or give sizes "
+            "that fit"
+        )
+    return Batch(train, micro, accumulation)

@@ -1,0 +1,156 @@
+"""``initialize``: a model, an optimizer and a DeepSpeed configuration in; the engine out."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from shardwise.build import build
+from shardwise.deepspeed.config import Batch, Settings, batch_of, read_config
+from shardwise.deepspeed.engine import DeepSpeedEngine
+from shardwise.deepspeed.optimizers import make_optimizer
+from shardwise.deepspeed.plan import plan_of
+from shardwise.deepspeed.schedules import make_schedule
+from shardwise.deepspeed.zero import remember
+from shardwise.mesh import init_distributed
+
+__all__ = ["add_config_arguments", "initialize"]
+
+OptimizerSource = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
+Result = tuple[DeepSpeedEngine, torch.optim.Optimizer | None, DataLoader[Any] | None, Any]
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: OptimizerSource | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Any = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+) -> Result:
+    """Shard a model as a DeepSpeed configuration says. Collective.
+
+    Args:
+        args: an object whose ``deepspeed_config`` is the configuration, where ``config`` is not given.
+        model: any module, also one built under ``zero.Init``.
+        optimizer: any element-wise torch optimizer over the model's parameters, or a callable that makes one of
+            ``model_parameters``. It goes before the configuration's.
+        model_parameters: what the optimizer updates, parameters or param groups; by default all that are trainable.
+        training_data: a data loader of micro-batches is made of it.
+        lr_scheduler: a scheduler of the optimizer, or a callable that makes one of it; before the configuration's.
+        distributed_port: no effect; the launcher's variables say where ranks meet.
+        mpu: not available.
+        dist_init_required: ``False``: the process group exists already, or this is one process.
+        collate_fn: of the data loader.
+        config: a dict, which is not changed, or the path of a JSON file; ``config_params`` is its older name.
+        mesh_param: not available.
+        config_params: see ``config``.
+
+    Returns:
+        ``(engine, optimizer, data loader or None, scheduler or None)``.
+
+    Raises:
+        ValueError: no model, no configuration or two, or a fault in it (see
+            :func:`~shardwise.deepspeed.config.read_config`).
+        NotImplementedError: something in it, ``mpu`` or ``mesh_param``, that is not available.
+    """
+    if model is None:
+        raise ValueError(f"model={model}: give the module to train")
+    for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
+        if value is not None:
+            raise NotImplementedError(
+                f"{name}={value!r:.80} is not available: all ranks are data-parallel; leave it out"
+            )
+    if dist_init_required is not False:
+        init_distributed()
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    settings = read_config(_chosen(args, config, config_params))
+    batch = _batch(settings, ranks)
+    plan = plan_of(settings, ranks, [p.numel() for p in model.parameters()])
+    chosen = _optimizer(settings, model, optimizer, model_parameters)
+    schedule = _schedule(settings, chosen, lr_scheduler)
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
+        settings.findings.report().warn()
+    session = build(model, chosen, plan)
+    remember(session)
+    engine = DeepSpeedEngine(session, settings, batch, schedule)
+    engine.collate_fn = collate_fn
+    loader = engine.deepspeed_io(training_data) if training_data is not None else None
+    return engine, session.optimizer, loader, schedule
+
+
+def _chosen(args: Any, config: Any, config_params: Any) -> Any:
+    """The one configuration among those that may be given."""
+    places = {"config": config, "config_params": config_params if config is None else None}
+    places["args.deepspeed_config"] = getattr(args, "deepspeed_config", None)
+    given = {name: value for name, value in places.items() if value is not None}
+    if len(given) != 1:
+        raise ValueError(f"configurations given: {sorted(given)}; give one, as config= or as args.deepspeed_config")
+    return next(iter(given.values()))
+
+
+def _batch(settings: Settings, ranks: int) -> Batch:
+    batch = batch_of(settings, ranks)
+    if batch is None:
+        raise ValueError(
+            f"train_batch_size={settings['train_batch_size']} and train_micro_batch_size_per_gpu="
+            f"{settings['train_micro_batch_size_per_gpu']}: give at least one of them"
+        )
+    return batch
+
+
+def _optimizer(
+    settings: Settings, model: nn.Module, given: OptimizerSource | None, parameters: Iterable[Any] | None
+) -> torch.optim.Optimizer | None:
+    name, findings = settings["optimizer.type"], settings.findings
+    if given is None and name is None:
+        return None
+    held = [p for p in model.parameters() if p.requires_grad] if parameters is None else list(parameters)
+    if given is None:
+        return make_optimizer(name, held, settings["optimizer.params"] or {})
+    for path in ("optimizer.type", "optimizer.params"):
+        if settings.given(path):
+            findings.ignore(path, "an optimizer was given to initialize")
+    made = given if isinstance(given, torch.optim.Optimizer) else given(held)
+    fraction = getattr(made, "nvme_offload_fraction", 0.0)
+    if fraction:
+        raise ValueError(
+            f"nvme_offload_fraction={fraction} of {type(made).__name__}: give "
+            "zero_optimization.offload_optimizer={'device': 'nvme', 'ratio': ...} in the configuration instead"
+        )
+    return made
+
+
+def _schedule(settings: Settings, optimizer: torch.optim.Optimizer | None, given: Any) -> Any:
+    name = settings["scheduler.type"]
+    if given is not None:
+        for path in ("scheduler.type", "scheduler.params"):
+            if settings.given(path):
+                settings.findings.ignore(path, "a scheduler was given to initialize")
+        return given(optimizer) if callable(given) and not hasattr(given, "step") else given
+    if name is None:
+        return None
+    if optimizer is None:
+        raise ValueError(f"scheduler.type={name!r} without an optimizer: name one, or give one to initialize")
+    return make_schedule(name, optimizer, settings["scheduler.params"] or {})
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add ``--deepspeed`` and ``--deepspeed_config``, as programs for DeepSpeed's launcher expect them."""
+    group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
+    group.add_argument("--deepspeed", default=False, action="store_true", help="use the configuration")
+    group.add_argument("--deepspeed_config", default=None, type=str, help="path of the JSON configuration")
+    return parser

@@ -1,0 +1,64 @@
+"""The optimizer that ``optimizer.type`` names, as a torch optimizer."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from shardwise.deepspeed.schedules import check_parameters
+
+__all__ = ["make_optimizer"]
+
+_UNAVAILABLE = ("lamb", "muon", "muadam", "muadamw", "musgd", "onebitadam", "onebitlamb", "zerooneadam", "lion")
+
+
+def make_optimizer(name: str, parameters: Iterable[Any], params: dict[str, Any]) -> torch.optim.Optimizer:
+    """``Adam`` and ``AdamW`` as DeepSpeed means them, ``Adagrad``, or any element-wise optimizer of ``torch.optim``.
+
+    ``Adam`` is AdamW unless ``adam_w_mode`` is false. The default ``weight_decay`` is 0, torch's with ``torch_adam``.
+
+    Raises:
+        ValueError: an unknown name or parameter; the nearest one is named.
+        NotImplementedError: an optimizer of DeepSpeed that torch does not have, or an option of Adam that is not.
+    """
+    kind, params = name.lower(), dict(params)
+    if "max_grad_norm" in params:
+        raise ValueError(f"optimizer.params.max_grad_norm={params['max_grad_norm']!r}: give gradient_clipping instead")
+    if kind in _UNAVAILABLE:
+        raise NotImplementedError(f"optimizer.type={name!r} is not available; pass an optimizer to initialize instead")
+    if kind in ("adam", "adamw"):
+        return _adam(kind, parameters, params)
+    cls = torch.optim.Adagrad if kind == "adagrad" else _by_name(name)
+    check_parameters("optimizer", cls, params)
+    return cls(parameters, **params)
+
+
+def _by_name(name: str) -> Any:
+    known = {n: c for n, c in vars(torch.optim).items() if inspect.isclass(c) and issubclass(c, torch.optim.Optimizer)}
+    known.pop("Optimizer", None)
+    if name not in known:
+        near = difflib.get_close_matches(name.lower(), [n.lower() for n in known], 1, 0.4)
+        found = [n for n in known if near and n.lower() == near[0]]
+        hint = f"did you mean {found[0]!r}?" if found else f"known: {', '.join(known)}"
+        raise ValueError(f"optimizer.type={name!r} is not known; {hint}")
+    return known[name]
+
+
+def _adam(kind: str, parameters: Iterable[Any], params: dict[str, Any]) -> torch.optim.Optimizer:
+    mode = params.pop("adam_w_mode", params.pop("adamw_mode", True))
+    decoupled = kind == "adamw" or bool(mode)
+    cls = torch.optim.AdamW if decoupled else torch.optim.Adam
+    if not params.pop("torch_adam", False):
+        params.setdefault("weight_decay", 0.0)
+    for name in ("bias_correction", "fp32_optimizer_states"):
+        if not params.pop(name, True):
+            raise NotImplementedError(f"optimizer.params.{name}=False is not available; leave it out")
+    params.pop("set_grad_none", None)  # gradients are always dropped
+    if "betas" in params:
+        params["betas"] = tuple(params["betas"])
+    check_parameters("optimizer", cls, params)
+    return cls(parameters, **params)

@@ -1,0 +1,311 @@
+"""``ds_config -> Plan``: a pure function of the configuration, the number of ranks and the sizes of the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shardwise.deepspeed.config import Report, Settings, Source, batch_of, read_config
+from shardwise.plan import (
+    ByNumel,
+    ByTensor,
+    CommPlan,
+    DiskPlan,
+    GradPlan,
+    MeshPlan,
+    Plan,
+    PrecisionPlan,
+    ScalerPlan,
+    ShardPlan,
+    TierPlan,
+)
+
+__all__ = ["plan_of", "to_plan"]
+
+ZERO, PARAM, OPTIM = "zero_optimization", "zero_optimization.offload_param", "zero_optimization.offload_optimizer"
+STAGE_3 = tuple(
+    f"{ZERO}.{name}"
+    for name in (
+        "stage3_prefetch_bucket_size",
+        "stage3_param_persistence_threshold",
+        "stage3_model_persistence_threshold",
+        "stage3_max_live_parameters",
+        "stage3_max_reuse_distance",
+        "zero_hpz_partition_size",
+        "mics_shard_size",
+    )
+)
+BUCKETS = (f"{ZERO}.reduce_bucket_size", f"{ZERO}.allgather_bucket_size")
+NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", None: "fp32"}
+MOST_AHEAD = 8
+"""Units fetched ahead at most: as many idle arrays of the largest unit's size are kept."""
+PAGE = 4096
+HIGHEST_SCALE = 2.0**126
+
+
+def to_plan(
+    config: Source,
+    world_size: int,
+    *,
+    known: Mapping[str, Any] | None = None,
+    numels: Sequence[int] | None = None,
+) -> tuple[Plan, Report]:
+    """The plan that a DeepSpeed configuration means, and what became of each of its keys.
+
+    Args:
+        config: a dict, which is not changed, or the path of a JSON file.
+        world_size: all ranks.
+        known: what ``"auto"`` stands for, by dotted path; see :func:`~shardwise.deepspeed.config.read_config`.
+        numels: elements of each parameter in the model's order. Limits of stage 3 in elements are turned into numbers
+            of units and shares by them; without them one unit is fetched ahead and ``max_in_cpu`` is all or nothing.
+
+    Raises:
+        ValueError, NotImplementedError, TypeError, FileNotFoundError: see
+            :func:`~shardwise.deepspeed.config.read_config`; also batch sizes or shard sizes that do not fit
+            ``world_size``.
+    """
+    settings = read_config(config, known)
+    batch_of(settings, world_size)
+    plan = plan_of(settings, world_size, numels)
+    return plan, settings.findings.report()
+
+
+def plan_of(settings: Settings, world_size: int, numels: Sequence[int] | None = None) -> Plan:
+    """:func:`to_plan` for settings that were read; what only some stages use is added to their findings."""
+    s = settings
+    _set_aside(s)
+    mesh = _mesh(s, world_size)
+    precision = _precision(s)
+    if not s.given("gradient_clipping"):
+        s.findings.note(
+            f"gradient_clipping is not given: gradients are clipped to norm {s['gradient_clipping']:g}, DeepSpeed's "
+            "documented default (what releases before 0.19.8 did not do); 0.0 is off"
+        )
+    overlap = s[f"{ZERO}.overlap_comm"]
+    return Plan(
+        mesh=mesh,
+        shard=_shard(s, precision, numels),
+        precision=precision,
+        grad=GradPlan(max_norm=s["gradient_clipping"], norm_type=2.0, average="sum", update="step"),
+        comm=CommPlan(
+            overlap=True if overlap is None else overlap,
+            shared_memory=None,
+            same_order=False,
+            gather_on_use=False,
+            sync_init=True,
+        ),
+        tiers=_tiers(s, mesh.resolve(world_size).dp_shard, numels),
+        verbose=False,
+    )
+
+
+def _set_aside(s: Settings) -> None:
+    """Keys that this stage or these values of others make meaningless."""
+
+    def ignore(paths: Sequence[str], reason: str) -> None:
+        for path in paths:
+            if s.given(path):
+                s.findings.ignore(path, reason)
+
+    stage = s.stage
+    if stage < 3:
+        ignore(STAGE_3, f"it is for stage 3, and this is stage {stage}")
+        ignore(
+            [p for p in s.values if p.startswith(PARAM)], f"parameters leave the device at stage 3 only, not {stage}"
+        )
+        ignore([f"{ZERO}.stage3_gather_16bit_weights_on_model_save"], f"at stage {stage} parameters are whole anyway")
+    else:
+        ignore(BUCKETS, "at stage 3 each parameter is reduced and gathered by itself")
+    if stage == 0:
+        ignore([p for p in s.values if p.startswith(OPTIM)], "offloading is for stages 1 to 3, and this is stage 0")
+    for name in ("fp16", "bf16"):
+        if not s[f"{name}.enabled"]:
+            inner = [p for p in s.values if p.startswith(f"{name}.") and p != f"{name}.enabled"]
+            ignore(inner, f"{name} is not enabled")
+    if s["fp16.loss_scale"] > 0:
+        dynamic = ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale")
+        ignore([f"fp16.{name}" for name in dynamic], f"the loss scale is constant ({s['fp16.loss_scale']:g})")
+    if "nvme" not in (_device(s, PARAM), _device(s, OPTIM)):
+        ignore([p for p in s.values if p.startswith("aio.")], "nothing is offloaded to nvme")
+    for block in (PARAM, OPTIM):
+        where = _device(s, block)
+        if where != "nvme":
+            names = ("nvme_path", "buffer_count", "max_in_cpu")
+            ignore([p for p in (f"{block}.{n}" for n in names) if p in s.values], f"{block}.device is {where!r}")
+        if where == "none":
+            ignore([p for p in (f"{block}.pin_memory", f"{block}.ratio") if p in s.values], "nothing is offloaded")
+
+
+def _mesh(s: Settings, world_size: int) -> MeshPlan:
+    if s.stage == 0:
+        return MeshPlan(dp_shard=1, dp_replicate=-1)
+    sizes = {f"{ZERO}.{name}": s[f"{ZERO}.{name}"] for name in ("zero_hpz_partition_size", "mics_shard_size")}
+    chosen = {path: size for path, size in sizes.items() if size > 1} if s.stage == 3 else {}
+    if len(set(chosen.values())) > 1:
+        raise ValueError(f"{chosen}: both give the number of ranks that share one copy of the model; give one of them")
+    for path, size in chosen.items():
+        if world_size % size:
+            raise ValueError(f"{path}={size}: give a number that divides the {world_size} ranks")
+        if path.endswith("zero_hpz_partition_size"):
+            s.findings.note(f"{path}={size}: masters and optimizer state are sharded over these {size} ranks as well")
+        return MeshPlan(dp_shard=size, dp_replicate=-1)
+    return MeshPlan(dp_shard=-1, dp_replicate=1)
+
+
+def _precision(s: Settings) -> PrecisionPlan:
+    dtype = torch.float16 if s["fp16.enabled"] else torch.bfloat16 if s["bf16.enabled"] else None
+    name, wanted = NAMES[dtype], s["data_types.param_dtype"]
+    if wanted is not None and wanted != (dtype or torch.float32):
+        raise ValueError(f"data_types.param_dtype={wanted} with {name} parameters: set fp16.enabled or bf16.enabled")
+    half_masters = s["fp16.fp16_master_weights_and_grads"] if name == "fp16" else False
+    if name == "bf16":
+        half_masters = s["bf16.bf16_master_weights_and_grads"]
+        if s["bf16.bf16_optimizer_states"] and not half_masters:
+            raise ValueError(
+                f"bf16.bf16_optimizer_states={s['bf16.bf16_optimizer_states']} without bf16_master_weights_and_grads: "
+                "state has the dtype of the masters; enable both, or neither"
+            )
+        if half_masters and not s["bf16.bf16_optimizer_states"]:
+            s.findings.note("bf16.bf16_master_weights_and_grads: optimizer state has the masters' dtype, bf16, as well")
+    return PrecisionPlan(
+        param_dtype=dtype,
+        buffer_dtype=s["data_types.buffer_dtype"],
+        master_weights=not half_masters,
+        reduce_dtype=s["communication_data_type"],
+        accumulate_dtype=s["data_types.grad_accum_dtype"],
+        cast_inputs=dtype is torch.float16 and s["fp16.auto_cast"],
+        output_dtype=None,
+        scaler=_scaler(s),
+    )
+
+
+def _scaler(s: Settings) -> ScalerPlan | None:
+    constant = 0.0
+    if s["fp16.enabled"]:
+        constant = s["fp16.loss_scale"]
+    elif s["bf16.enabled"] and s["bf16.check_grad_overflow"]:
+        constant = 1.0  # scales nothing, and a step whose gradients are not finite is skipped
+    else:
+        return None
+    initial, lowest = 2.0 ** s["fp16.initial_scale_power"], s["fp16.min_loss_scale"]
+    if constant == 0.0 and not 0.0 < lowest <= initial:
+        raise ValueError(
+            f"fp16.min_loss_scale={lowest:g} with initial_scale_power={s['fp16.initial_scale_power']} (a scale of "
+            f"{initial:g}): give a floor above 0 and not above the first scale"
+        )
+    return ScalerPlan(
+        initial_scale=constant or initial,
+        min_scale=constant or lowest,
+        growth_factor=2.0,
+        backoff_factor=0.5,
+        growth_interval=s["fp16.loss_scale_window"] if not constant else 1000,
+        hysteresis=s["fp16.hysteresis"] if not constant else 1,
+        max_scale=constant or max(HIGHEST_SCALE, initial),
+    )
+
+
+def _shard(s: Settings, precision: PrecisionPlan, numels: Sequence[int] | None) -> ShardPlan:
+    if s.stage < 3:
+        limits = [size for size in (s[path] for path in BUCKETS) if size > 0]
+        return ShardPlan(
+            packing=ByNumel(chunk_numel=min(limits), min_chunks=8),
+            gathered_fraction=1.0,
+            gathered_budget_bytes=None,
+            prefetch=0,
+            reduce="every" if s.stage == 2 else "last",
+        )
+    persist = _persist(s, numels)
+    live = min(s[f"{ZERO}.stage3_max_live_parameters"], s[f"{ZERO}.stage3_max_reuse_distance"])
+    itemsize = (precision.param_dtype or torch.float32).itemsize
+    return ShardPlan(
+        packing=ByTensor(persist_numel=persist),
+        gathered_fraction=0.0,
+        gathered_budget_bytes=live * itemsize,
+        prefetch=_ahead(s[f"{ZERO}.stage3_prefetch_bucket_size"], persist, numels),
+        reduce="every",
+    )
+
+
+def _persist(s: Settings, numels: Sequence[int] | None) -> int:
+    """The threshold, lowered until what stays gathered is no more than the model's limit (both in elements)."""
+    threshold: int = s[f"{ZERO}.stage3_param_persistence_threshold"]
+    limit: int = s[f"{ZERO}.stage3_model_persistence_threshold"]
+    if numels is None:
+        return threshold if limit > 0 else 0
+    sizes = sorted(n for n in numels if n <= threshold)
+    total = sum(sizes)
+    while sizes and total > limit:
+        threshold = sizes[-1] - 1
+        while sizes and sizes[-1] > threshold:
+            total -= sizes.pop()
+    return max(threshold, 0)
+
+
+def _ahead(limit: int, persist: int, numels: Sequence[int] | None) -> int:
+    """How many units in a row never hold more than ``limit`` elements; at least one unless the limit is 0."""
+    if limit == 0 or numels is None:
+        return min(limit, 1)
+    sizes = [n for n in numels if n > persist]
+    count = 1
+    while count < min(len(sizes), MOST_AHEAD):
+        width = count + 1
+        if max(sum(sizes[i : i + width]) for i in range(len(sizes) - width + 1)) > limit:
+            break
+        count = width
+    return count
+
+
+def _device(s: Settings, block: str) -> str:
+    """Where a block puts things, once the stage has its say."""
+    if s.stage == 0 or (s.stage < 3 and block == PARAM):
+        return "none"
+    return str(s[f"{block}.device"])
+
+
+def _tiers(s: Settings, shard_ranks: int, numels: Sequence[int] | None) -> TierPlan:
+    params, state = _device(s, PARAM), _device(s, OPTIM)
+    ratio = s[f"{OPTIM}.ratio"]
+    param_disk = 0.0
+    if params == "nvme":
+        in_cpu, total = s[f"{PARAM}.max_in_cpu"] * shard_ranks, sum(numels or ())
+        param_disk = 1.0 if not total else max(0.0, 1.0 - in_cpu / total)
+        if not numels and s.given(f"{PARAM}.max_in_cpu"):
+            s.findings.note(f"{PARAM}.max_in_cpu: the model's size is not known here, so every parameter goes to nvme")
+    pinned = [s[f"{block}.pin_memory"] for block, device in ((PARAM, params), (OPTIM, state)) if device != "none"]
+    return TierPlan(
+        param_host_fraction=0.0 if params == "none" else 1.0 - param_disk,
+        param_disk_fraction=param_disk,
+        state_host_fraction=ratio if state == "cpu" else 0.0,
+        state_disk_fraction=ratio if state == "nvme" else 0.0,
+        device_capacity_bytes=None,
+        pin_memory=any(pinned),
+        disk=_disk(s, [block for block, device in ((PARAM, params), (OPTIM, state)) if device == "nvme"]),
+        auto=None,
+    )
+
+
+def _disk(s: Settings, blocks: Sequence[str]) -> DiskPlan | None:
+    if not blocks:
+        return None
+    paths = {f"{block}.nvme_path": s[f"{block}.nvme_path"] for block in blocks}
+    missing = [path for path, value in paths.items() if not value]
+    if missing:
+        raise ValueError(f"{missing[0]}=None with device='nvme': name a directory on the disk to use")
+    if len(set(paths.values())) > 1:
+        raise ValueError(f"{paths}: parameters and state share one store; give the same directory")
+    block_bytes = s["aio.block_size"]
+    rounded = -(-block_bytes // PAGE) * PAGE
+    if rounded != block_bytes:
+        s.findings.note(f"aio.block_size={block_bytes} is rounded up to {rounded}, a multiple of {PAGE} bytes")
+    return DiskPlan(
+        directory=next(iter(paths.values())),
+        block_bytes=rounded,
+        queue_depth=s["aio.queue_depth"],
+        threads=s["aio.intra_op_parallelism"],
+        single_submit=s["aio.single_submit"],
+        overlap_events=s["aio.overlap_events"],
+        state_buffers=max(1, s[f"{OPTIM}.buffer_count"]),
+        param_buffers=max(1, s[f"{PARAM}.buffer_count"]),
+    )

@@ -1,0 +1,191 @@
+"""Checkpoints of an engine: written in shardwise's format, read in that and in DeepSpeed's own."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.build import Session
+from shardwise.checkpoint.agreement import on_rank_zero
+from shardwise.checkpoint.directory import scan
+from shardwise.checkpoint.format import MANIFEST
+from shardwise.checkpoint.formats.detect import open_checkpoint
+from shardwise.checkpoint.formats.small_values import decode_value
+from shardwise.checkpoint.match import Match
+from shardwise.checkpoint.restore import put_back
+from shardwise.checkpoint.session import Checkpointer
+from shardwise.checkpoint.source import CheckpointSource
+from shardwise.checkpoint.write import agree
+from shardwise.engine.fragments import Held
+
+__all__ = ["Found", "Saving"]
+
+CLIENT = "client_state."
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a checkpoint says beside the values."""
+
+    path: str
+    client_state: dict[str, Any]
+    counters: dict[str, int]
+
+
+class Saving:
+    """Of one session. Every method is collective."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._checkpointer: Checkpointer | None = None
+
+    @property
+    def _native(self) -> Checkpointer:
+        if self._checkpointer is None:
+            self._checkpointer = Checkpointer(self._session)
+        return self._checkpointer
+
+    def check_tag(self, tag: str, mode: str) -> None:
+        """Whether all ranks save under one name; ``mode`` is ``checkpoint.tag_validation``."""
+        tags = self._session.mesh.world.exchange_object(tag)
+        if len(set(tags)) > 1 and mode != "IGNORE":
+            message = f"tag={tag!r}, but the ranks' tags are {tags}: give the same on every rank"
+            if mode == "FAIL":
+                raise ValueError(message)
+            warnings.warn(message, stacklevel=3)
+
+    def save(
+        self,
+        root: str,
+        tag: str,
+        schedules: Sequence[Any],
+        client_state: dict[str, Any],
+        counters: dict[str, int],
+        save_latest: bool,
+    ) -> None:
+        """See :meth:`shardwise.deepspeed.engine.DeepSpeedEngine.save_checkpoint`."""
+        state = {"client_state": dict(client_state), "counters": counters}
+        self._native.save(root, tag, step=counters["global_steps"], lr_schedulers=schedules, user_state=state)
+        if save_latest:
+            latest, fresh = Path(root) / "latest", Path(root) / "latest.new"
+
+            def write() -> None:
+                fresh.write_text(tag, "utf-8")
+                os.replace(fresh, latest)
+
+            on_rank_zero(write, f"write {latest}")
+
+    def load(
+        self, root: str, tag: str | None, strict: bool, optimizer_states: bool, schedules: Sequence[Any]
+    ) -> Found | None:
+        """See :meth:`shardwise.deepspeed.engine.DeepSpeedEngine.load_checkpoint`."""
+        gather = self._session.mesh.world.exchange_object
+        rank = self._session.mesh.rank
+        _, places = agree(gather, rank, f"find a checkpoint in {root}", lambda: [_place(Path(root), tag)])
+        path = places[0][0]
+        if path is None:
+            if rank == 0:
+                named = "" if tag is None else f" with tag {tag!r}"
+                warnings.warn(f"no checkpoint{named} in {root}: nothing was loaded", stacklevel=3)
+            return None
+        if (Path(path) / MANIFEST).is_file() and optimizer_states:
+            restored = self._native.load(path, strict=strict, lr_schedulers=schedules)
+            state = restored.user_state if restored is not None else None
+            state = state if isinstance(state, Mapping) else {}
+            return Found(path, dict(state.get("client_state") or {}), dict(state.get("counters") or {}))
+        return self._take_over(path, strict, optimizer_states, schedules)
+
+    def _take_over(self, path: str, strict: bool, optimizer_states: bool, schedules: Sequence[Any]) -> Found:
+        """Values from a checkpoint of DeepSpeed, or those of the model alone from our own."""
+        session = self._session
+        gather, rank = session.mesh.world.exchange_object, session.mesh.rank
+        opened: list[CheckpointSource] = []
+
+        def look() -> Match:
+            opened.append(open_checkpoint(path))
+            return Match(opened[0], Held(session.engine, session.optimizers), strict)
+
+        try:
+            match, _ = agree(gather, rank, f"load {path}", look, share=False)
+            if not optimizer_states:
+                match.optimizers = []
+            put_back(session, match, path)
+            agree(gather, rank, f"load the rest of {path}", lambda: _rest(session, match, schedules), share=False)
+            return _found(path, opened[0].state())
+        finally:
+            for source in opened:
+                source.close()
+
+    def save_16bit(self, directory: str, filename: str, exclude_frozen: bool) -> None:
+        """One torch file of the model's state, written by rank 0."""
+        module, rank = self._session.module, self._session.mesh.rank
+        frozen = {n for n, p in module.unwrap().named_parameters(remove_duplicate=False) if not p.requires_grad}
+        kept: dict[str, Any] = {}
+        for name, value in module.full_state(masters=False):
+            if rank == 0 and not (exclude_frozen and name in frozen):
+                kept[name] = value.cpu() if isinstance(value, torch.Tensor) else value
+        path = Path(directory) / filename
+
+        def write() -> None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.save({name: kept[name] for name in module.state_layout() if name in kept}, path)
+
+        on_rank_zero(write, f"write {path}")
+
+    def close(self) -> None:
+        """Give back what an unfinished save holds."""
+        if self._checkpointer is not None:
+            self._checkpointer.close()
+
+
+def _place(root: Path, tag: str | None) -> str | None:
+    """The directory of one checkpoint, or ``None``."""
+    latest = root / "latest"
+    if tag is None and latest.is_file():
+        tag = latest.read_text("utf-8").strip()
+    if tag is not None:
+        return str(root / tag) if (root / tag).is_dir() else None
+    newest = next((each.path for each in scan(str(root)) if each.head is not None), None) if root.is_dir() else None
+    return None if newest is None else str(newest)
+
+
+def _rest(session: Session, match: Match, schedules: Sequence[Any]) -> None:
+    """Buffers, options of the param groups, loss scale and schedule."""
+    others = match.held.others
+    found = {}
+    for name, value in match.held.buffers().items():
+        fact = match.facts.get(f"model/{name}")
+        if fact is not None and name in others:
+            found[name] = match.source.read(f"model/{name}", 0, value.numel()).reshape(value.shape)
+    match.held.put_others(found)
+    records = match.state.get("optimizers", [])
+    for index in match.optimizers:
+        groups = zip(session.optimizers[index].param_groups, records[index]["groups"], strict=True)
+        for group, saved in groups:
+            options = {key: decode_value(value) for key, value in saved.get("options", {}).items()}
+            group.update({key: value for key, value in options.items() if key in group and key != "params"})
+    other = match.state
+    scale = {key: decode_value(value) for key, value in (other.get("loss_scaler") or {}).items()}
+    scaler = session.optimizers[0].scaler if session.optimizers and match.optimizers else None
+    if scaler is not None and "cur_scale" in scale and scaler.plan.min_scale < scaler.plan.max_scale:
+        used = int(scale.get("delayed_shift", 1)) - int(scale.get("cur_hysteresis", 1))
+        good = int(scale.get("cur_iter", 0)) - int(scale.get("last_overflow_iter", -1)) - 1
+        good %= scaler.plan.growth_interval
+        scaler.load_state_dict({"scale": float(scale["cur_scale"]), "overflows": used, "good_steps": good})
+    saved_schedule = decode_value(other["lr_scheduler"]) if other.get("lr_scheduler") is not None else None
+    for schedule in schedules:
+        if saved_schedule:
+            schedule.load_state_dict(saved_schedule)
+
+
+def _found(path: str, state: Mapping[str, Any]) -> Found:
+    client = {k.removeprefix(CLIENT): decode_value(v) for k, v in state.items() if k.startswith(CLIENT)}
+    samples = decode_value(state["global_samples"]) if state.get("global_samples") is not None else 0
+    counters = {"global_steps": int(state.get("step", 0) or 0), "global_samples": int(samples or 0)}
+    return Found(path, client, counters)

@@ -1,0 +1,323 @@
+"""Every key of a DeepSpeed configuration, by its dotted path: what it is, and whether it is used, ignored or refused.
+
+Source: DeepSpeed's documentation of the configuration JSON, and which keys 0.19.8 reads. Units are DeepSpeed's own:
+``*_size``, ``*_threshold``, ``*_parameters`` and ``max_in_cpu`` count elements, ``aio.block_size`` counts bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+__all__ = ["ALIASES", "BLOCKS", "KEYS", "Block", "Key", "known_names"]
+
+Kind = Literal["int", "float", "bool", "text", "map", "list", "dtype"]
+Role = Literal["used", "ignored", "refused"]
+
+
+@dataclass(frozen=True)
+class Key:
+    """One value.
+
+    Attributes:
+        kind: what is accepted.
+        default: what an absent key, ``null`` and an unresolved ``"auto"`` mean.
+        role: ``used``; ``ignored`` with ``reason``; ``refused`` where ``reason`` says what to do instead.
+        reason: see ``role``.
+        exact: values for which nothing is lost by not acting on them, so that they are neither listed nor refused.
+        minimum: smallest accepted number.
+        choices: accepted texts.
+    """
+
+    kind: Kind
+    default: Any
+    role: Role = "used"
+    reason: str = ""
+    exact: tuple[Any, ...] = ()
+    minimum: float | None = None
+    choices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of keys that is treated as a whole.
+
+    Attributes:
+        role, reason: as for :class:`Key`.
+        switch: the inner key that turns it on; ``None``: any inner value that is not false, null or empty.
+        inner: its keys; empty: they are not looked at.
+    """
+
+    role: Role
+    reason: str
+    switch: str | None = "enabled"
+    inner: tuple[str, ...] = ()
+
+
+def _use(kind: Kind, default: Any, minimum: float | None = None, choices: tuple[str, ...] = ()) -> Key:
+    return Key(kind, default, minimum=minimum, choices=choices)
+
+
+def _skip(kind: Kind, default: Any, reason: str, *exact: Any) -> Key:
+    return Key(kind, default, "ignored", reason, exact)
+
+
+def _refuse(kind: Kind, default: Any, advice: str, *exact: Any) -> Key:
+    return Key(kind, default, "refused", advice, (default, *exact))
+
+
+_MEAN = "the mean over ranks is taken inside the reduction, where it cannot overflow"
+_ARRAY = "each chunk's gradients always share one array"
+_LOG = "it is not written here; log engine.get_lr(), engine.get_global_grad_norm() and the loss where they are needed"
+_ANY_OPTIMIZER = "every element-wise torch optimizer is accepted"
+_CONTEXT = "parameters are gathered and dropped by the order of use alone"
+_NO_QUANTIZED = "leave it false; communication_data_type='bf16' halves the bytes of fp32"
+
+_TOP = {
+    "train_batch_size": _use("int", None, 1),
+    "train_micro_batch_size_per_gpu": _use("int", None, 1),
+    "gradient_accumulation_steps": _use("int", None, 1),
+    "managed_gradient_accumulation": _use("bool", True),
+    "gradient_clipping": _use("float", 1.0, 0.0),
+    "prescale_gradients": _skip("bool", False, _MEAN, False),
+    "gradient_predivide_factor": _skip("float", 1.0, _MEAN, 1.0),
+    "gradient_allreduce_op": _refuse("text", "mean", "give 'mean' and multiply the loss by the number of ranks"),
+    "communication_data_type": _use("dtype", None),
+    "seq_parallel_communication_data_type": _skip("text", "fp32", "there is no sequence parallelism here", "fp32"),
+    "sequence_parallel_size": _refuse("int", 1, "leave it 1; sequence parallelism is not available"),
+    "data_parallel_size": _skip("int", None, "all ranks are data-parallel"),
+    "disable_allgather": _skip("bool", False, "updated parameters always travel by all-gather", False),
+    "dump_state": _skip("bool", False, "print engine.session.plan and engine.report instead", False),
+    "disable_python_gc": _skip("bool", False, "call gc.disable() in the program", False),
+    "steps_per_print": _use("int", None, 1),
+    "wall_clock_breakdown": _use("bool", False),
+    "memory_breakdown": _skip("bool", False, "print engine.session.memory() where it is wanted", False),
+    "zero_allow_untested_optimizer": _skip("bool", True, _ANY_OPTIMIZER, True),
+    "zero_force_ds_cpu_optimizer": _skip("bool", False, _ANY_OPTIMIZER, False),
+    "sparse_gradients": _skip("bool", False, "sparse gradients are reduced dense: the same sums, more bytes", False),
+    "graph_harvesting": _skip("bool", False, "CUDA graphs are not recorded; the numbers are the same", False),
+    "dataloader_drop_last": _use("bool", False),
+    "log_level": _skip("text", None, "use Python's warnings filters"),
+    "vocabulary_size": _skip("int", None, "it serves a warning of DeepSpeed only"),
+    "use_data_before_expert_parallelism": _skip("bool", False, "there is no expert parallelism here", False),
+    "use_node_local_storage": _refuse("bool", False, "leave it false and give all ranks one shared directory"),
+}
+
+_FP16 = {
+    "enabled": _use("bool", False),
+    "auto_cast": _use("bool", False),
+    "loss_scale": _use("float", 0.0, 0.0),
+    "initial_scale_power": _use("int", 16, 0),
+    "loss_scale_window": _use("int", 1000, 1),
+    "hysteresis": _use("int", 2, 1),
+    "consecutive_hysteresis": _use("bool", False),
+    "min_loss_scale": _use("float", 1.0, 0.0),
+    "fp16_master_weights_and_grads": _use("bool", False),
+}
+_BF16 = {
+    "enabled": _use("bool", False),
+    "check_grad_overflow": _use("bool", True),
+    "bf16_master_weights_and_grads": _use("bool", False),
+    "bf16_optimizer_states": _use("bool", False),
+    "immediate_grad_update": _skip("bool", False, "gradients are added to their array as soon as they exist anyway"),
+}
+_DATA_TYPES = {
+    "grad_accum_dtype": _use("dtype", None),
+    "buffer_dtype": _use("dtype", None),
+    "param_dtype": _use("dtype", None),
+    "keep_in_fp32_modules": _refuse("list", "auto", "leave it 'auto'; buffers keep their dtype without buffer_dtype"),
+}
+
+_ZERO = {
+    "stage": _use("int", 0, 0),
+    "contiguous_gradients": _skip("bool", True, _ARRAY, True),
+    "reduce_scatter": _skip("bool", True, "an all-reduce would give the same sums for twice the bytes", True),
+    "reduce_bucket_size": _use("int", 500_000_000, 1),
+    "allgather_bucket_size": _use("int", 500_000_000, 0),
+    "allgather_partitions": _skip("bool", True, "broadcasts would give the same values, more slowly", True),
+    "use_multi_rank_bucket_allreduce": _skip("bool", True, "each chunk is one reduction anyway", True),
+    "overlap_comm": _use("bool", None),
+    "compute_grad_norm": _skip("bool", True, "the norm is computed in any case, with the test for overflow", True),
+    "load_from_fp32_weights": _skip("bool", True, "masters are always loaded in fp32", True),
+    "elastic_checkpoint": _skip("bool", False, "every checkpoint is read at any number of ranks"),
+    "sub_group_size": _skip("int", None, "updates run in tiles of 2**20 elements (2**24 on a GPU)"),
+    "stage3_prefetch_bucket_size": _use("int", 50_000_000, 0),
+    "stage3_param_persistence_threshold": _use("int", 100_000, 0),
+    "stage3_model_persistence_threshold": _use("int", 2**63 - 1, 0),
+    "stage3_max_live_parameters": _use("int", 1_000_000_000, 0),
+    "stage3_max_reuse_distance": _use("int", 1_000_000_000, 0),
+    "stage3_gather_16bit_weights_on_model_save": _use("bool", False),
+    "stage3_module_granularity_threshold": _skip("int", 0, "each parameter is gathered by itself", 0),
+    "stage3_use_all_reduce_for_fetch_params": _skip("bool", False, "parameters travel by all-gather", False),
+    "stage3_allgather_sequential": _skip("bool", False, "each parameter is gathered by itself anyway"),
+    "ignore_unused_parameters": _skip("bool", True, "a parameter that no rank used is left alone, as in torch", True),
+    "legacy_stage1": _skip("bool", False, "there is one implementation of stage 1", False),
+    "round_robin_gradients": _skip("bool", False, "every rank copies its shard of each chunk, which is even already"),
+    "parameter_alignment": _skip("bool", False, "every parameter starts at a multiple of 64 bytes anyway"),
+    "zero_hpz_partition_size": _use("int", 1, 0),
+    "mics_shard_size": _use("int", -1, -1),
+    "mics_hierarchical_params_gather": _skip("bool", False, "gathers stay inside the shard group", False),
+    "zero_quantized_weights": _refuse("bool", False, _NO_QUANTIZED),
+    "zero_quantized_nontrainable_weights": _refuse("bool", False, _NO_QUANTIZED),
+    "zero_quantized_gradients": _refuse("bool", False, _NO_QUANTIZED),
+    "memory_efficient_linear": _skip(
+        "bool", True, "linear layers stay as they are; autograd never holds gathered weights"
+    ),
+    "pipeline_loading_checkpoint": _skip("bool", False, "checkpoints are read piece by piece anyway"),
+    "override_module_apply": _skip("bool", True, "apply() outside zero.Init meets whole parameters", True),
+    "log_trace_cache_warnings": _skip("bool", False, "a changed order of modules is no fault here", False),
+    "enable_sanity_checks": _skip("bool", False, "the checks that there are always run"),
+    "save_muon_momentum_buffer_in_memory": _skip("bool", False, "Muon is not available", False),
+}
+_OFFLOAD_PARAM = {
+    "device": _use("text", "none", choices=("none", "cpu", "nvme")),
+    "nvme_path": _use("text", None),
+    "buffer_count": _use("int", 5, 0),
+    "buffer_size": _skip("int", 100_000_000, "buffers are as large as the largest shard"),
+    "max_in_cpu": _use("int", 1_000_000_000, 0),
+    "pin_memory": _use("bool", True),
+}
+_OFFLOAD_OPTIMIZER = {
+    "device": _use("text", "none", choices=("none", "cpu", "nvme")),
+    "nvme_path": _use("text", None),
+    "buffer_count": _use("int", 4, 0),
+    "pin_memory": _use("bool", True),
+    "pipeline_read": _skip("bool", False, "reads overlap updates from a buffer_count of 3 on"),
+    "pipeline_write": _skip("bool", False, "writes overlap updates from a buffer_count of 3 on"),
+    "fast_init": _skip("bool", False, "state on a disk is written once, when it first exists"),
+    "ratio": _use("float", 1.0, 0.0),
+    "super_offload": _skip("bool", False, "updates on the host run after backward; the numbers are the same", False),
+    "cpuadam_cores_perc": _skip("float", 0.8, "torch's own number of threads is used"),
+}
+_AIO = {
+    "block_size": _use("int", 1_048_576, 1),
+    "queue_depth": _use("int", 8, 1),
+    "intra_op_parallelism": _use("int", 1, 1),
+    "single_submit": _use("bool", False),
+    "overlap_events": _use("bool", True),
+    "use_gds": _skip("bool", False, "disk transfers go through host memory", False),
+}
+_OPTIMIZER = {
+    "type": _use("text", None),
+    "params": _use("map", None),
+    "legacy_fusion": _skip("bool", False, "there is one implementation", False),
+}
+_SCHEDULER = {"type": _use("text", None), "params": _use("map", None)}
+_CHECKPOINT = {
+    "tag_validation": _use("text", "WARN", choices=("IGNORE", "WARN", "FAIL")),
+    "load_universal": _skip("bool", False, "every checkpoint is read at any number of ranks"),
+    "use_node_local_storage": _refuse("bool", False, "leave it false and give all ranks one shared directory"),
+    "parallel_write": _skip("map", None, "every rank always writes its own part"),
+    "writer": _skip("map", None, "every rank always writes its own part"),
+    "checkpoint_serialization": _skip("bool", None, "checkpoints have one format"),
+}
+
+_SECTIONS: dict[str, dict[str, Key]] = {
+    "": _TOP,
+    "fp16": _FP16,
+    "bf16": _BF16,
+    "data_types": _DATA_TYPES,
+    "zero_optimization": _ZERO,
+    "zero_optimization.offload_param": _OFFLOAD_PARAM,
+    "zero_optimization.offload_optimizer": _OFFLOAD_OPTIMIZER,
+    "aio": _AIO,
+    "optimizer": _OPTIMIZER,
+    "scheduler": _SCHEDULER,
+    "checkpoint": _CHECKPOINT,
+}
+KEYS: dict[str, Key] = {
+    f"{section}.{name}".lstrip("."): key for section, keys in _SECTIONS.items() for name, key in keys.items()
+}
+
+_UNPREFIXED = (
+    "prefetch_bucket_size",
+    "param_persistence_threshold",
+    "model_persistence_threshold",
+    "max_live_parameters",
+    "max_reuse_distance",
+    "gather_16bit_weights_on_model_save",
+    "module_granularity_threshold",
+    "use_all_reduce_for_fetch_params",
+    "allgather_sequential",
+)
+ALIASES: dict[str, str] = {
+    **{f"zero_optimization.{name}": f"zero_optimization.stage3_{name}" for name in _UNPREFIXED},
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": (
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+    ),
+    "aio.thread_count": "aio.intra_op_parallelism",
+    "bfloat16": "bf16",
+    "zero_optimization.cpu_offload": "zero_optimization.offload_optimizer",
+    "zero_optimization.cpu_offload_param": "zero_optimization.offload_param",
+}
+"""Other names of keys and sections: short, or from earlier releases."""
+
+_ACTIVATIONS = (
+    "partition_activations",
+    "cpu_checkpointing",
+    "contiguous_memory_optimization",
+    "number_checkpoints",
+    "synchronize_checkpoint_boundary",
+    "profile",
+)
+_FLOPS = (
+    "enabled",
+    "recompute_fwd_factor",
+    "profile_step",
+    "module_depth",
+    "top_modules",
+    "detailed",
+    "output_file",
+)
+_TORCH_CHECKPOINT = "it concerns deepspeed.checkpointing; use torch.utils.checkpoint in the model"
+_COMET = ("enabled", "samples_log_interval", "project", "workspace", "api_key", "experiment_name", "experiment_key")
+BLOCKS: dict[str, Block] = {
+    "activation_checkpointing": Block("ignored", _TORCH_CHECKPOINT, None, _ACTIVATIONS),
+    "flops_profiler": Block("ignored", "use torch.utils.flop_counter.FlopCounterMode", "enabled", _FLOPS),
+    "comms_logger": Block(
+        "ignored",
+        "engine.session.traffic() counts what was sent",
+        "enabled",
+        ("enabled", "verbose", "prof_all", "debug", "prof_ops"),
+    ),
+    "tensorboard": Block("ignored", _LOG, "enabled", ("enabled", "output_path", "job_name")),
+    "csv_monitor": Block("ignored", _LOG, "enabled", ("enabled", "output_path", "job_name")),
+    "wandb": Block("ignored", _LOG, "enabled", ("enabled", "group", "team", "project")),
+    "comet": Block("ignored", _LOG, "enabled", (*_COMET, "online", "mode")),
+    "timers": Block("ignored", "wall_clock_breakdown prints what is measured", None, ("throughput",)),
+    "datastates_ckpt": Block("ignored", "every rank always writes its own part", None),
+    "zero_optimization.leaf_module": Block(
+        "ignored", "ranks may run different branches, so no module has to be gathered whole", None
+    ),
+    "amp": Block("refused", "use bf16 or fp16"),
+    "torch_autocast": Block("refused", "use bf16 or fp16, or torch.autocast around the forward pass"),
+    "autotuning": Block("refused", "leave it out"),
+    "elasticity": Block("refused", "give the batch sizes"),
+    "hybrid_engine": Block("refused", "leave it out"),
+    "data_efficiency": Block("refused", "sample and drop tokens in the program's own data loader"),
+    "curriculum_learning": Block("refused", "choose the samples in the program's own data loader"),
+    "progressive_layer_drop": Block("refused", "drop layers in the model"),
+    "eigenvalue": Block("refused", "leave it out"),
+    "nebula": Block("refused", "leave it out: engine.save_checkpoint writes files"),
+    "expert_parallel": Block("refused", "leave it out: expert parallelism is not available"),
+    "tensor_parallel": Block("refused", "leave it out: tensor parallelism is not available", "autotp_size"),
+    "pipeline": Block("refused", "leave it out: pipeline parallelism is not available", "stages"),
+    "compile": Block("refused", "leave it out and call torch.compile on the model's blocks", "deepcompile"),
+    "sparse_attention": Block("refused", "use an attention of the model's own", None),
+    "compression_training": Block("refused", "leave it out", None),
+    "quantize_training": Block("refused", "leave it out"),
+    "weight_quantization": Block("refused", "leave it out", None),
+    "zero_optimization.zenflow": Block("refused", "leave it out", None),
+    "zero_optimization.zeropp_loco_param": Block("refused", "leave it out", None),
+}
+
+
+def known_names(section: str) -> list[str]:
+    """Names that may stand in ``section`` (``""``: the top), those of sections and blocks included."""
+    prefix = f"{section}." if section else ""
+    paths = [*KEYS, *_SECTIONS, *BLOCKS, *ALIASES, *_SPECIAL]
+    names = [path.removeprefix(prefix) for path in paths if path.startswith(prefix) and path != section]
+    return list(dict.fromkeys(name for name in names if name and "." not in name))
+
+
+_SPECIAL = ("zero_optimization.cpu_offload_use_pin_memory",)

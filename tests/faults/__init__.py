@@ -1,0 +1,1 @@
+"""Campaigns that destroy things at random moments; see kills.py."""

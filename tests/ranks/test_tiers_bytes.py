@@ -1,0 +1,168 @@
+"""Bytes by tier and kind, and to and from the disk, against formulas written out here.
+
+Psi parameters in bf16 with fp32 masters and Adam on N ranks, in K equal units that N divides: parameters 2 Psi / N (at
+stages 1 and 2, 2 Psi on the device), masters 4 Psi / N, moments 8 Psi / N and a step count of 4 bytes a piece,
+gradients 2 Psi / N with the state, but on the host where that is on a disk; exchange buffers on the device.
+
+A record of B bytes moves ``pages(B)``, B rounded up to 4096. In a step with everything on the disk and one tile a unit:
+read: every gather the shard; once the shard, the masters and (from the second step on) the moments;
+written: once the shard, the masters and the moments.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_setup import sharded
+from tier_setup import SHARES, with_tiers
+from torch import nn
+
+from shardwise.plan import ByModule, Plan, zero
+from shardwise.testing import live_tensor_bytes, run_ranks
+
+WIDTH, DEPTH = 64, 4
+UNIT = WIDTH * WIDTH + WIDTH
+PSI = UNIT * DEPTH
+PIECES = 2 * 4 * 2 * DEPTH  # at most: a weight and a bias, cut between two ranks, 4 bytes each
+
+
+def pages(nbytes: int) -> int:
+    return -(-nbytes // 4096) * 4096
+
+
+def measure(plan: Plan, steps: int = 3) -> dict[str, Any]:
+    before = live_tensor_bytes()
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)])
+    traffic = []
+    with sharded(model, torch.optim.Adam(model.parameters()), plan) as session:
+        for _ in range(steps):
+            session.reset_traffic()
+            session.backward(session.module(torch.randn(2, WIDTH)).float().square().mean())
+            report = session.memory()
+            session.optimizer.step()
+            traffic.append(session.traffic())
+        store = session.engine.storage.store
+        scratch = sum(session.engine.scratch_bytes(tier) for tier in type(session.engine.storage.homes[0].param))
+        return {
+            "by_tier": report.by_tier,
+            "total": report.total_bytes,
+            "traffic": traffic,
+            "live": live_tensor_bytes() - before,
+            "buffers": store.buffer_bytes if store is not None else 0,
+            "on_disk": store.reserved_bytes if store is not None else 0,
+            "scratch": scratch,
+        }
+
+
+def plan_of(stage: int, mix: str, directory: str) -> Plan:
+    plan = zero(stage, torch.bfloat16).but(packing=ByModule(unit_classes=()), prefetch=0)
+    return with_tiers(plan, mix, directory) if mix != "device" else plan
+
+
+def home(host: float, disk: float) -> str:
+    return "host" if host == 1 else "disk" if disk == 1 else "device"
+
+
+@pytest.mark.parametrize("mix", [mix for mix in SHARES if mix != "thirds"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_bytes_by_tier_and_kind(stage: int, mix: str, tmp_path: Path) -> None:
+    ranks = 2
+    share = PSI // ranks
+    param, state = home(*SHARES[mix][:2]), home(*SHARES[mix][2:])
+    gradient = "device" if state == "device" else "host"
+    for found in run_ranks(ranks, measure, plan_of(stage, mix, str(tmp_path))):
+        tiers = found["by_tier"]
+
+        def held(tier: str, kind: str, tiers: Any = tiers) -> int:
+            return tiers.get(tier, {}).get(kind, 0)
+
+        resident = stage < 3 and param == "device"
+        assert held(param, "parameters") == (2 * PSI if resident else 2 * share)
+        assert held(state, "masters") == 4 * share
+        assert 8 * share < held(state, "optimizer state") <= 8 * share + PIECES
+        if stage == 1:
+            # Whole gradients are kept on the device, and the update reads its part of them there.
+            assert (held("device", "gradients"), held("host", "gradients")) == (2 * PSI, 0)
+        elif gradient == "host":
+            assert held("host", "gradients") == 2 * share
+        else:
+            assert held("host", "gradients") == 0
+            assert held("device", "gradients") >= 2 * share
+        for kind, where in (("parameters", param), ("masters", state), ("optimizer state", state)):
+            assert sum(held(tier, kind) for tier in ("device", "host", "disk") if tier != where) == 0, (kind, tiers)
+        assert found["total"] == sum(sum(kinds.values()) for kinds in tiers.values())
+        assert not held("disk", "gradients") and not held("disk", "gathered parameters")
+
+
+def test_shares_are_met_to_the_nearest_chunk(tmp_path: Path) -> None:
+    """A quarter of K = 4 equal chunks each."""
+    plan = plan_of(3, "device", "")
+    plan = plan.but(tiers=with_tiers(plan, "device", str(tmp_path)).tiers)
+    plan = plan.but(param_host_fraction=0.25, param_disk_fraction=0.25)
+    plan = plan.but(state_host_fraction=0.5, state_disk_fraction=0.25)
+    unit = UNIT // 2
+    for found in run_ranks(2, measure, plan):
+        tiers = found["by_tier"]
+        assert [tiers[t]["parameters"] for t in ("device", "host", "disk")] == [4 * unit, 2 * unit, 2 * unit]
+        assert [tiers[t]["masters"] for t in ("device", "host", "disk")] == [4 * unit, 8 * unit, 4 * unit]
+
+
+@pytest.mark.parametrize("mix", [mix for mix in SHARES if mix not in ("device", "thirds")])
+def test_memory_is_what_the_report_says(mix: str, tmp_path: Path) -> None:
+    """One rank, nothing mapped: live storages are what is on device and host, the disk's buffers and the scratch."""
+    (plain,) = run_ranks(1, measure, plan_of(3, "device", ""))
+    (found,) = run_ranks(1, measure, plan_of(3, mix, str(tmp_path)))
+    beyond = []
+    for each in (plain, found):
+        in_memory = sum(sum(each["by_tier"].get(tier, {}).values()) for tier in ("device", "host"))
+        beyond.append(each["live"] - in_memory - each["buffers"] - each["scratch"])
+    assert 0 <= beyond[0] <= 2 * PSI + 4096
+    # Three buffers of each kind (masters, moments, shards), each with up to 4096 bytes to be aligned by.
+    kinds = 2 * (SHARES[mix][3] == 1) + (SHARES[mix][1] == 1)
+    assert 0 <= beyond[1] - beyond[0] <= 3 * kinds * 4096 + 2048, (mix, beyond)
+    if SHARES[mix][3] == 1:
+        # Twice, for the version before and the one being written, each rounded up.
+        tile = pages(4 * UNIT) + pages(8 * UNIT)
+        shard = pages(2 * UNIT) if SHARES[mix][1] == 1 else 0
+        assert found["on_disk"] == 2 * DEPTH * (tile + shard)
+        # With one rank the tile is the whole unit: nothing else of the state is in memory.
+        assert "masters" not in found["by_tier"].get("host", {}) and "masters" not in found["by_tier"]["device"]
+
+
+@pytest.mark.parametrize("shared", [None, False], ids=["shared", "gloo"])
+def test_disk_traffic_and_wire_traffic(shared: bool | None, tmp_path: Path) -> None:
+    share = UNIT // 2
+    masters, moments, shard = pages(4 * share), pages(2 * 4 * share), pages(2 * share)
+    kinds = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
+    plain = run_ranks(2, measure, plan_of(3, "device", "").but(shared_memory=shared))
+    assert "disk_read" not in plain[0]["traffic"][0]
+    for mix, on_disk in (("s_disk", (0, 1)), ("p_disk", (1, 0)), ("p_disk_s_host", (1, 0)), ("all_disk", (1, 1))):
+        params, state = on_disk
+        runs = run_ranks(2, measure, plan_of(3, mix, str(tmp_path)).but(shared_memory=shared))
+        for run, other in zip(runs, plain, strict=True):
+            for step, (found, wire) in enumerate(zip(run["traffic"], other["traffic"], strict=True)):
+                assert {kind: found[kind] for kind in kinds} == {kind: wire[kind] for kind in kinds}
+                gathers, rest = divmod(found["all_gather"], 2 * share)
+                assert rest == 0 and gathers >= DEPTH
+                read = params * shard * (gathers + DEPTH) + state * DEPTH * (masters + (moments if step else 0))
+                written = params * shard * DEPTH + state * DEPTH * (masters + moments)
+                assert (found["disk_read"], found["disk_write"]) == (read, written), (mix, step, found)
+
+
+@pytest.mark.parametrize("mix", ["s_host", "p_host", "all_host"])
+def test_host_tiers_send_no_more(mix: str, tmp_path: Path) -> None:
+    mixes = {**SHARES, "p_host": (1, 0, 0, 0)}
+    assert mixes[mix][1] == mixes[mix][3] == 0
+    for stage in (1, 3):
+        plain = run_ranks(2, measure, plan_of(stage, "device", ""))
+        plan = plan_of(stage, "all_host", str(tmp_path)).but(
+            param_host_fraction=float(mixes[mix][0]), state_host_fraction=float(mixes[mix][2])
+        )
+        for run, other in zip(run_ranks(2, measure, plan), plain, strict=True):
+            for found, wire in zip(run["traffic"], other["traffic"], strict=True):
+                assert found["reduce_scatter"] == wire["reduce_scatter"]
+                # Parameters at home on the host do not stay gathered between steps of their own accord.
+                assert found["all_gather"] == wire["all_gather"]

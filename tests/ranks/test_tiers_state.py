@@ -1,0 +1,212 @@
+"""States, write-back, deferred models, schedulers and several optimizers: the same bits in every mix of tiers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_setup import one_mesh
+from tier_setup import backward, batch, digest, everything, make_net, small_tiles, with_tiers
+from torch import nn
+
+from shardwise.build import Session, build
+from shardwise.engine.deferred import deferred_init
+from shardwise.mesh import Mesh
+from shardwise.plan import Plan, zero
+from shardwise.testing import run_ranks
+
+MIXES = ("all_host", "s_disk", "p_disk_s_host", "all_disk", "thirds")
+PLANS = {"zero1": zero(1), "zero2_bf16": zero(2, torch.bfloat16), "zero3_bf16": zero(3, torch.bfloat16)}
+State = dict[str, Any]
+
+
+@contextlib.contextmanager
+def session_of(plan: Plan, mesh: Mesh, seed: int = 0) -> Iterator[tuple[Session, Any]]:
+    """A session of the small net with AdamW in two groups, and a scheduler."""
+    model = make_net(seed)
+    params = [p for p in model.parameters() if p.requires_grad]
+    groups = [{"params": params[:3]}, {"params": params[3:], "weight_decay": 0.1}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, amsgrad=True)
+    session = build(model, optimizer, plan, mesh)
+    yield session, torch.optim.lr_scheduler.ExponentialLR(session.optimizer, 0.7)
+    session.close()
+
+
+def steps(session: Session, scheduler: Any, first: int, last: int) -> None:
+    for step in range(first, last):
+        backward(session, step)
+        session.optimizer.step()
+        scheduler.step()
+
+
+def evaluate(session: Session) -> str:
+    session.module.eval()
+    with torch.no_grad():
+        output = session.module(batch(9, 9))
+    session.module.train()
+    return digest(output)
+
+
+def a_life(plan: Plan, mesh: Mesh) -> tuple[dict[str, Any], State]:
+    """What is seen on the way through evaluation, training, a dropped pass, a state, and more training."""
+    seen: dict[str, Any] = {}
+    with session_of(plan, mesh) as (session, scheduler):
+        seen["evaluated before training"] = evaluate(session)
+        steps(session, scheduler, 0, 2)
+        backward(session, 77)
+        session.optimizer.zero_grad()
+        steps(session, scheduler, 2, 3)
+        state = {"model": session.module.state_dict(), "optimizer": session.optimizer.state_dict()}
+        state["scheduler"] = scheduler.state_dict()
+        seen["model state"], seen["optimizer state"] = digest(state["model"]), digest(state["optimizer"])
+        seen["evaluated"] = evaluate(session)
+        steps(session, scheduler, 3, 5)
+        seen["end"] = everything(session)
+    return seen, state
+
+
+def resumed(plan: Plan, mesh: Mesh, state: State) -> dict[str, Any]:
+    """The end of the same life, from its state, with other weights and another optimizer state before."""
+    with session_of(plan, mesh, seed=5) as (session, scheduler):
+        steps(session, scheduler, 50, 51)
+        session.module.load_state_dict(state["model"])
+        session.optimizer.load_state_dict(state["optimizer"])
+        scheduler.load_state_dict(state["scheduler"])
+        same = digest(session.module.state_dict()) == digest(state["model"])
+        assert same and digest(session.optimizer.state_dict()) == digest(state["optimizer"])
+        steps(session, scheduler, 3, 5)
+        return everything(session)
+
+
+def lives(plan: Plan, directory: str) -> list[str]:
+    """What differs from the plan without offload, by mix."""
+    different = []
+    with small_tiles(), one_mesh(plan) as mesh:
+        expected, state = a_life(plan, mesh)
+        for mix in MIXES:
+            found, own_state = a_life(with_tiers(plan, mix, directory), mesh)
+            different += [f"{mix}: {what}" for what in expected if found[what] != expected[what]]
+            if resumed(with_tiers(plan, mix, directory), mesh, state) != expected["end"]:
+                different.append(f"{mix}: resumed from a state without offload")
+        if resumed(plan, mesh, own_state) != expected["end"]:
+            different.append("resumed without offload")
+    return different
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_states_are_the_same_in_all_tiers(name: str, tmp_path: Path) -> None:
+    for different in run_ranks(2, lives, PLANS[name], str(tmp_path), timeout=120.0):
+        assert different == []
+    assert not list(tmp_path.iterdir())
+
+
+def written_back(plan: Plan, mesh: Mesh) -> dict[str, str]:
+    with session_of(plan, mesh) as (session, scheduler):
+        steps(session, scheduler, 0, 1)
+        for _ in range(2):
+            with session.module.gathered(write_back=True), torch.no_grad():
+                for param in session.module.unwrap().blocks[1].parameters():
+                    param.mul_(1.5)
+            steps(session, scheduler, 1, 3)
+        return everything(session)
+
+
+def deferred(plan: Plan, mesh: Mesh) -> dict[str, str]:
+    torch.manual_seed(3)
+    with deferred_init():
+        model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 6))
+    session = build(model, torch.optim.AdamW(model.parameters(), lr=1e-2), plan, mesh)
+    for step in range(2):
+        backward(session, step)
+        session.optimizer.step()
+    found = everything(session)
+    session.close()
+    return found
+
+
+class Gan(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maker = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
+        self.judge = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.judge(self.maker(x))
+
+
+def two_optimizers(plan: Plan, mesh: Mesh) -> dict[str, str]:
+    torch.manual_seed(4)
+    model = Gan()
+    kinds = [torch.optim.AdamW(model.maker.parameters(), lr=1e-2), torch.optim.SGD(model.judge.parameters(), lr=0.1)]
+    session = build(model, kinds, plan, mesh)
+    maker, judge = session.optimizers
+    for step in range(3):
+        for optimizer, sign in ((judge, -1.0), (maker, 1.0)):
+            session.module.zero_grad()
+            optimizer.backward(sign * session.module(batch(mesh.rank, step)).float().square().mean())
+            optimizer.step()
+    found = everything(session)
+    session.close()
+    return found
+
+
+def one_element(plan: Plan, mesh: Mesh) -> dict[str, str]:
+    """Only rank 0 has anything to update."""
+    torch.manual_seed(6)
+    model = nn.Linear(1, 1, bias=False)
+    session = build(model, torch.optim.AdamW(model.parameters(), lr=1e-2), plan, mesh)
+    for step in range(2):
+        session.backward(session.module(batch(mesh.rank, step)[:, :1]).float().square().mean())
+        session.optimizer.step()
+    found = everything(session)
+    session.close()
+    return found
+
+
+def programs(plan: Plan, directory: str) -> list[str]:
+    different = []
+    with small_tiles(), one_mesh(plan) as mesh:
+        for program in (written_back, deferred, two_optimizers, one_element):
+            expected = program(plan, mesh)
+            for mix in MIXES:
+                if program(with_tiers(plan, mix, directory), mesh) != expected:
+                    different.append(f"{program.__name__} {mix}")
+    return different
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_programs_give_the_same_bits_in_all_tiers(name: str, tmp_path: Path) -> None:
+    for different in run_ranks(2, programs, PLANS[name], str(tmp_path), timeout=120.0):
+        assert different == []
+
+
+def two_sessions(plan: Plan, directory: str) -> tuple[list[int], bool, bool]:
+    """Two at once, in turns, and one after them."""
+    counts = []
+    with one_mesh(plan) as mesh, session_of(plan, mesh) as (alone, scheduler):
+        steps(alone, scheduler, 0, 3)
+        expected = everything(alone)
+        offloaded = with_tiers(plan, "all_disk", directory)
+        with session_of(offloaded, mesh) as (one, first), session_of(offloaded, mesh, seed=8) as (other, second):
+            for step in range(3):
+                steps(one, first, step, step + 1)
+                steps(other, second, step, step + 1)
+            counts.append(len(os.listdir(directory)))
+            same, differs = everything(one) == expected, everything(other) != expected
+        mesh.world.barrier()
+        counts.append(len(os.listdir(directory)))
+        with session_of(offloaded, mesh) as (third, scheduler):
+            steps(third, scheduler, 0, 3)
+            same &= everything(third) == expected
+    return counts, same, differs
+
+
+def test_sessions_do_not_disturb_one_another(tmp_path: Path) -> None:
+    for counts, same, differs in run_ranks(2, two_sessions, zero(3, torch.bfloat16), str(tmp_path)):
+        assert counts == [4, 0] and same and differs
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,228 @@
+"""The checkpoint directory itself: every byte is checked, and the documented reader reads it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from shardwise.build import build
+from shardwise.checkpoint.read import NativeSource, verify
+from shardwise.checkpoint.session import Checkpointer
+from shardwise.checkpoint.source import CheckpointDamage
+from shardwise.plan import replicated
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "checkpoint-format.md"
+
+
+class Small(nn.Module):
+    """A few dtypes, a tied weight, a buffer, nothing in one parameter, and one larger than a piece."""
+
+    def __init__(self, large: bool) -> None:
+        super().__init__()
+        self.a = nn.Linear(3, 2)
+        self.b = nn.Linear(3, 2)
+        self.b.weight = self.a.weight
+        self.narrow = nn.Parameter(torch.randn(5, dtype=torch.bfloat16))
+        self.nothing = nn.Parameter(torch.empty(0, 3))
+        self.register_buffer("seen", torch.tensor([7, 8]))
+        if large:
+            self.large = nn.Parameter(torch.randn(1100, 1000))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss = self.b(self.a(x).sum() + x).sum() + self.narrow.float().sum() + self.nothing.sum()
+        return loss + self.large.square().sum() if hasattr(self, "large") else loss
+
+
+def saved(root: Path, large: bool = False, steps: int = 1, tags: tuple[str, ...] = ("one",), **given: Any) -> Small:
+    """Train, and save into ``root/one``."""
+    model = Small(large)
+    session = build(model, torch.optim.Adam(model.parameters(), lr=0.1), replicated())
+    saver = Checkpointer(session)
+    for _ in range(steps):
+        session.backward(session.module(torch.ones(2, 3)))
+        session.optimizer.step()
+    for tag in tags:
+        saver.save(root, tag, **given)
+    session.close()
+    return model
+
+
+def load(root: Path, tag: str | None = None) -> tuple[dict[str, Any], Any]:
+    model = Small(False)
+    session = build(model, torch.optim.Adam(model.parameters(), lr=0.1), replicated())
+    restored = Checkpointer(session).load(root, tag)
+    state = session.module.state_dict()
+    session.close()
+    return state, restored
+
+
+def flip_bytes(directory: Path, stride: int) -> int:
+    """Flip one bit of every ``stride``-th byte of every file, one at a time; returns how many: all are found."""
+    count = 0
+    with NativeSource(directory) as source:
+        names = set(source.tensors())
+    for file in sorted(directory.iterdir()):
+        content = bytearray(file.read_bytes())
+        for at in range(0, len(content), stride):
+            content[at] ^= 1 << (at % 8)
+            file.write_bytes(content)
+            problems = verify(directory)
+            assert len(problems) == 1 and str(file) in problems[0], (file.name, at, problems)
+            if file.suffix == ".safetensors":
+                assert any(name in problems[0] for name in names), (at, problems)
+            content[at] ^= 1 << (at % 8)
+            count += 1
+        file.write_bytes(content)
+    assert verify(directory) == []
+    return count
+
+
+def test_every_flipped_byte_is_found_and_named(tmp_path: Path) -> None:
+    """A share of the bytes of every region; ``flip_bytes`` with a stride of 1 takes a minute."""
+    saved(tmp_path)
+    assert [file.name for file in sorted((tmp_path / "one").iterdir())] == ["manifest.json", "pieces-0.safetensors"]
+    assert flip_bytes(tmp_path / "one", 11) > 1000
+
+
+def test_load_finds_what_verify_finds(tmp_path: Path) -> None:
+    saved(tmp_path)
+    file = tmp_path / "one" / "pieces-0.safetensors"
+    content = bytearray(file.read_bytes())
+    header = 8 + int.from_bytes(content[:8], "little")
+    for at in [0, 8, 100, header - 1, *range(header, len(content), 97), len(content) - 1]:
+        content[at] ^= 0x10
+        file.write_bytes(content)
+        with pytest.raises(CheckpointDamage, match=re.escape(str(file))):
+            load(tmp_path)
+        content[at] ^= 0x10
+    file.write_bytes(content)
+    load(tmp_path)
+
+
+def test_missing_truncated_longer_and_swapped_files_are_found(tmp_path: Path) -> None:
+    saved(tmp_path, tags=("one", "two"))
+    one, two = tmp_path / "one" / "pieces-0.safetensors", tmp_path / "two" / "pieces-0.safetensors"
+    good = one.read_bytes()
+    for content in (good[:-1], good[:1000], b"", good + b"\0"):
+        one.write_bytes(content)
+        assert re.search(r"has \d+ bytes instead of the \d+", verify(tmp_path / "one")[0])
+        with pytest.raises(CheckpointDamage, match="it holds"):
+            load(tmp_path, "one")
+    one.unlink()
+    assert "is missing" in verify(tmp_path / "one")[0]
+    # Two pieces of one file that changed places.
+    source = NativeSource(tmp_path / "two")
+    (first, second) = (source.manifest.pieces[f"optimizer/0/a.weight/{key}"][0] for key in ("exp_avg", "exp_avg_sq"))
+    swapped = bytearray(two.read_bytes())
+    size = first.numel * 4
+    a, b = slice(first.offset, first.offset + size), slice(second.offset, second.offset + size)
+    swapped[a], swapped[b] = swapped[b], swapped[a]
+    two.write_bytes(swapped)
+    problems = verify(tmp_path / "two")
+    assert len(problems) == 2 and all(str(two) in p for p in problems)
+    assert "exp_avg" in problems[0] and "exp_avg_sq" in problems[1]
+    (tmp_path / "two" / "manifest.json").unlink()
+    with pytest.raises(FileNotFoundError):
+        verify(tmp_path / "two")
+
+
+def test_auto_skips_damaged_ones_with_a_notice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert load(tmp_path, "auto")[1] is None
+    saved(tmp_path, tags=("one", "two", "three", "four"))
+    for tag, name in (("four", "manifest.json"), ("three", "pieces-0.safetensors")):
+        file = tmp_path / tag / name
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    with pytest.raises(CheckpointDamage, match="four"):
+        load(tmp_path)
+    restored = load(tmp_path, "auto")[1]
+    assert restored.tag == "two" and [Path(p).name for p in restored.skipped] == ["four", "three"]
+    notices = capsys.readouterr().out.splitlines()
+    assert len(notices) == 2 and "four" in notices[0] and "pieces-0.safetensors" in notices[1]
+    for tag in ("one", "two"):
+        (tmp_path / tag / "pieces-0.safetensors").unlink()
+    with pytest.raises(CheckpointDamage, match="every checkpoint"):
+        load(tmp_path, "auto")
+
+
+def _documented_reader() -> dict[str, Any]:
+    (code,) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), flags=re.S)
+    assert len(code.splitlines()) <= 50
+    names: dict[str, Any] = {}
+    exec(code, names)
+    return names
+
+
+def test_the_documented_reader_reads_everything(tmp_path: Path) -> None:
+    model = saved(tmp_path, large=True, user_state={"numbers": torch.arange(4)})
+    reader = _documented_reader()
+    with NativeSource(tmp_path / "one") as source:
+        assert len(source.manifest.pieces["model/large"]) == 2
+        for name, fact in source.tensors().items():
+            values = torch.from_numpy(reader["read"](tmp_path / "one", name).copy())
+            expected = source.read(name, 0, fact.numel).reshape(fact.shape)
+            assert torch.equal(values.to(expected.dtype), expected), name
+        assert torch.equal(source.read("model/large", 0, 1100000).reshape(1100, 1000), model.large)
+        state = reader["manifest"](tmp_path / "one")["state"]
+        assert state["aliases"] == {"b.weight": "a.weight"}
+        assert state["optimizers"][0]["small"]["a.weight"] == {"step": {"dtype": "float32", "value": 1.0}}
+        assert state["user_state"] == {"numbers": {"$tensor": "user_state/numbers"}}
+    file = tmp_path / "one" / "pieces-0.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(AssertionError, match="damaged"):
+        for name in source.tensors():
+            reader["read"](tmp_path / "one", name)
+
+
+def test_pieces_are_plain_safetensors(tmp_path: Path) -> None:
+    model = saved(tmp_path, large=True)
+    tensors = load_file(tmp_path / "one" / "pieces-0.safetensors")
+    assert torch.equal(tensors["model/a.weight"], model.a.weight)
+    assert tensors["model/narrow"].dtype == torch.float32, "the master"
+    assert torch.equal(tensors["model/narrow"].bfloat16(), model.narrow)
+    parts = [tensors["model/large[0:1048576]"], tensors["model/large[1048576:1100000]"]]
+    assert torch.equal(torch.cat(parts).reshape(1100, 1000), model.large)
+
+
+def test_only_pieces_that_are_needed_are_read(tmp_path: Path) -> None:
+    model = saved(tmp_path, large=True)
+    with NativeSource(tmp_path / "one") as source:
+        part = source.read("model/large", 1048570, 10)
+        assert torch.equal(part, model.large.detach().reshape(-1)[1048570:1048580])
+        header = source.manifest.files[0].header_bytes
+        assert source.bytes_read == header + 1100000 * 4
+        source.read("model/large", 1048580, 10)
+        assert source.bytes_read == header + 1100000 * 4, "a piece that was read in part is kept"
+        with pytest.raises(ValueError, match="1099999"):
+            source.read("model/large", 1099999, 2)
+        with pytest.raises(KeyError):
+            source.read("model/none", 0, 1)
+
+
+def test_other_versions_are_refused(tmp_path: Path) -> None:
+    saved(tmp_path)
+    file = tmp_path / "one" / "manifest.json"
+    content = file.read_bytes().replace(b'"version": 1', b'"version": 2')
+    body = content[: content.rfind(b"\n", 0, -1) + 1]
+    file.write_bytes(body + f'"checksum": "{_documented_reader()["checksum"](body)}"}}\n'.encode())
+    with pytest.raises(ValueError, match="version 2"):
+        load(tmp_path)
+    assert json.loads(file.read_bytes())["version"] == 2
+
+
+def test_a_copied_checkpoint_loads_from_where_it_is(tmp_path: Path) -> None:
+    model = saved(tmp_path / "a")
+    shutil.copytree(tmp_path / "a" / "one", tmp_path / "elsewhere")
+    state, restored = load(tmp_path / "elsewhere")
+    assert restored.tag == "one" and torch.equal(state["a.weight"], model.a.weight)

@@ -1,0 +1,112 @@
+"""Shards and tiles on a disk share a pool of few buffers: sizes in any mix, gathers in flight, reads ahead."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from disk_setup import disk_plan
+
+from shardwise.chunk.source import DiskSource, ReadAhead
+from shardwise.comm.group import LocalGroup
+from shardwise.engine.disk_tiles import BufferSizes, DiskTile, run_tiles
+from shardwise.engine.tiles import Piece, Tile
+from shardwise.memory.disk import DiskStore
+
+CPU = torch.device("cpu")
+
+
+def source(store: DiskStore, shared: ReadAhead, name: str, numel: int) -> DiskSource:
+    made = DiskSource(store, store.create(name, numel * 4), numel, torch.float32, None, shared)
+    with made.opened(write=True) as shard:
+        assert not shard.any()
+        shard.fill_(1.0)
+    store.commit()
+    return made
+
+
+def test_many_gathers_in_flight_share_two_buffers(tmp_path: Path) -> None:
+    with DiskStore(disk_plan(tmp_path)) as store:
+        shared = ReadAhead(40_000, 2)
+        store.reserve(2, 40_000)
+        sources = [source(store, shared, f"s{i}", numel) for i, numel in enumerate((10_000, 1, 5_000, 0, 10_000))]
+        group = LocalGroup("alone", CPU)
+        outs = [torch.full((s._numel,), float("nan")) for s in sources]
+        handles = [s.gather(group, out) for s, out in zip(sources, outs, strict=True)]
+        for handle in reversed(handles):
+            handle.wait()
+        assert all((out == 1.0).all() for out in outs)
+        assert store.idle_buffers(40_000) == 2
+
+
+def test_what_was_read_ahead_is_not_gathered_after_a_write(tmp_path: Path) -> None:
+    with DiskStore(disk_plan(tmp_path)) as store:
+        shared = ReadAhead(400, 4)
+        store.reserve(4, 400)
+        first, second = source(store, shared, "first", 100), source(store, shared, "second", 100)
+        for each in (first, second, first):
+            each.prepare()
+        assert shared.count == 2 and store.idle_buffers(400) == 2
+        with first.opened(write=True) as shard:
+            shard.fill_(2.0)
+        store.commit()
+        out = torch.zeros(100)
+        first.gather(LocalGroup("alone", CPU), out).wait()
+        assert (out == 2.0).all()
+        second.gather(LocalGroup("alone", CPU), out).wait()
+        assert (out == 1.0).all()
+        assert shared.count == 0 and store.idle_buffers(400) == 4
+
+
+class _NoChunk:
+    class spec:
+        index = 0
+
+
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.int8, torch.float64])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_tiles_of_any_sizes_find_their_buffers(depth: int, state_dtype: torch.dtype, tmp_path: Path) -> None:
+    """State smaller or larger than values, large and small tiles in any order."""
+    sizes = [10, 20, 9000, 9000, 10, 5000, 9000, 30, 9000, 9000, 10, 10, 9000]
+    random.Random(depth).shuffle(sizes)
+    with DiskStore(disk_plan(tmp_path)) as store:
+        room = BufferSizes(9000 * 4)
+        store.reserve(depth, room.values_bytes)
+        values = [torch.nn.Parameter(torch.zeros(n)) for n in sizes]
+        optimizer = torch.optim.SGD(values, lr=0.1)
+
+        def make_room(element_bytes: int) -> None:
+            if room.state_bytes == 0:
+                room.state_bytes = 9000 * element_bytes + 4096
+                store.reserve(depth, room.state_bytes)
+
+        tiles = []
+        for i, (value, n) in enumerate(zip(values, sizes, strict=True)):
+            record = store.create(f"values {i}", 4 * n)
+            buffer = store.buffer(4 * n)
+            buffer.zero_()
+            store.write(record, buffer).wait()
+            store.give(buffer)
+            tile = Tile(_NoChunk(), None, None, 0, (Piece(value, 0, i, 0, i * 10_000, i * 10_000 + n),))  # type: ignore[arg-type]
+            tiles.append(DiskTile(tile, store, record, optimizer, room))
+            tiles[-1].make_room = make_room
+        store.commit()
+
+        def update(each: DiskTile) -> None:
+            value = each.tile.pieces[0].value
+            state = optimizer.state[value]
+            state["kept"] = state.get("kept", torch.zeros(value.shape, dtype=state_dtype)) + 1
+            with torch.no_grad():
+                value.add_(1)
+
+        for _ in range(3):
+            run_tiles(tiles, depth, update)
+            store.commit()
+        for each in tiles:
+            value = each.tile.pieces[0].value
+            assert value.isnan().all()
+            with each.opened():
+                assert (value == 3).all() and (optimizer.state[value]["kept"] == 3).all()
+        assert store.idle_buffers(1) == 2 * depth

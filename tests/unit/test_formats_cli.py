@@ -1,0 +1,223 @@
+"""`shardwise checkpoint` and the detection of formats."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from formats_setup import differing, odd_source, optimizer_facts, tensor
+
+from shardwise.checkpoint.files import CheckpointError
+from shardwise.checkpoint.formats import (
+    detect_format,
+    open_checkpoint,
+    write_colossalai_model,
+    write_colossalai_optimizer,
+    write_dcp,
+    write_huggingface,
+    write_peft,
+    write_single,
+)
+from shardwise.checkpoint.formats.lazy import LazySource, entry_of_tensor
+from shardwise.checkpoint.formats.native import write_native
+from shardwise.checkpoint.formats.torch_file import check_zip
+from shardwise.checkpoint.source import CheckpointDamage
+from shardwise.cli.main import main
+
+
+def _run(*arguments: object) -> int:
+    try:
+        return main(["checkpoint", *map(str, arguments)])
+    except SystemExit as stopped:
+        return int(stopped.code or 0)
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> dict[str, Path]:
+    source = odd_source()
+    found = {name: tmp_path / name for name in ("native", "huggingface", "dcp", "colossalai", "peft")}
+    write_native(source, found["native"])
+    write_huggingface(source, found["huggingface"], 1e-4)
+    write_dcp(source, found["dcp"])
+    write_colossalai_model(source, found["colossalai"] / "model")
+    write_colossalai_optimizer(source, found["colossalai"] / "optimizer")
+    lora = LazySource("m", {"model/a.lora_A.default.weight": entry_of_tensor(torch.ones(2))})
+    write_peft(lora, found["peft"], {"peft_type": "LORA"})
+    found["single"] = write_single(source, tmp_path / "single" / "m.safetensors")
+    return found
+
+
+def test_every_format_is_recognised(places: dict[str, Path]) -> None:
+    for name, path in places.items():
+        assert detect_format(path) == name
+        assert len(open_checkpoint(path).tensors()) > 0
+    assert detect_format(places["single"].parent) == "single"
+    assert detect_format(places["colossalai"] / "model") == "colossalai"
+    assert detect_format(places["huggingface"] / "model.safetensors.index.json") == "huggingface"
+    assert detect_format(places["native"].parent) == "native", "the newest in a directory of checkpoints"
+    assert differing(odd_source(), open_checkpoint(places["native"].parent)) == []
+
+
+def test_nothing_and_several_are_errors(places: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no such file"):
+        open_checkpoint(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match="holds no checkpoint"):
+        open_checkpoint(tmp_path / "empty")
+    write_single(odd_source(), places["single"].parent / "second.safetensors")
+    with pytest.raises(CheckpointError, match="2 files and no index"):
+        open_checkpoint(places["single"].parent)
+    (places["dcp"] / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="dcp, peft"):
+        open_checkpoint(places["dcp"])
+    assert open_checkpoint(places["dcp"], format="dcp")
+    with pytest.raises(ValueError, match="format='zip'"):
+        open_checkpoint(places["dcp"], format="zip")
+    with pytest.raises(ValueError, match="keeps it with the model"):
+        open_checkpoint(places["huggingface"], optimizer=tmp_path)
+    with pytest.raises(ValueError, match="which has names"):
+        open_checkpoint(places["huggingface"], parameter_names=["a"])
+
+
+def test_native_holds_everything(places: dict[str, Path], tmp_path: Path) -> None:
+    source, again = odd_source(), open_checkpoint(places["native"])
+    assert differing(source, again) == [] and optimizer_facts(again) == optimizer_facts(source)
+    assert again.state()["aliases"] == {"head.weight": "embed.weight"}
+    before = sorted(path.name for path in places["native"].iterdir())
+    write_native(again, places["native"], torch.bfloat16)
+    assert sorted(path.name for path in places["native"].iterdir()) == before
+    facts = open_checkpoint(places["native"]).tensors()
+    assert facts["model/scale"].dtype == torch.bfloat16 and facts["optimizer/0/scale/exp_avg"].dtype == torch.float32
+
+
+def test_inspect(places: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run("inspect", places["dcp"]) == 0
+    shown = capsys.readouterr()
+    assert "layers.0.weight" in shown.out and "bfloat16" in shown.out and "optimizer: 10 tensors" in shown.out
+    assert "groups of 3, 2 parameters" in shown.out and "scalar" in shown.out and not shown.err
+    assert _run("inspect", places["native"], "--json") == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert listed["format"] == "native" and listed["tensors"]["model/nothing"] == {"shape": [0, 4], "dtype": "float32"}
+
+
+@pytest.mark.parametrize("to", ["native", "huggingface", "single", "dcp", "torchtitan", "colossalai"])
+def test_convert_to_everything_and_back(
+    to: str, places: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / ("x.safetensors" if to == "single" else "x")
+    assert _run("convert", places["native"], target, "--to", to, "--max-shard-size", "100B") == 0
+    shown = capsys.readouterr()
+    lossy = to in ("huggingface", "single")
+    assert ("optimizer state" in shown.err) == lossy and "\r" not in shown.err
+    names = tmp_path / "names.txt"
+    names.write_text("\n".join(["embed.weight", "scale", "layers.0.weight", "layers.0.bias", "strided"]))
+    extra = ["--parameter-names-b", names] if to == "colossalai" else []
+    # Formats without ties list the other name as a tensor; a Hugging Face directory drops it.
+    expected = 1 if to == "huggingface" else 0
+    options = ["--model-only"] if lossy else []
+    assert _run("diff", places["native"], target, *options, *extra) == expected
+    shown = capsys.readouterr()
+    assert ("model/head.weight: only in" in shown.out) == (expected == 1)
+    assert _run("verify", target) == 0
+
+
+def test_convert_refuses(places: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cases = [
+        (["convert", places["dcp"], tmp_path / "x", "--to", "zip"], "invalid choice"),
+        (["convert", places["dcp"], places["dcp"], "--to", "dcp"], "the same"),
+        (["convert", tmp_path / "nowhere", tmp_path / "x", "--to", "dcp"], "no such file"),
+        (["convert", places["dcp"], tmp_path / "x", "--to", "huggingface", "--max-shard-size", "big"], "'big'"),
+        (["convert", places["dcp"], tmp_path / "x.bin", "--to", "single"], "written as .safetensors"),
+        (["convert", places["dcp"], places["single"], "--to", "huggingface"], "is a file"),
+        (["convert", places["dcp"], tmp_path / "x", "--to", "peft"], "configuration"),
+        (["diff", places["dcp"], places["dcp"], "--rtol", "-1"], "--rtol -1"),
+        (["verify", tmp_path / "nowhere"], "no such file"),
+        (["inspect", tmp_path], "holds"),
+    ]
+    for name in ("second", "third"):
+        (tmp_path / f"{name}.safetensors").touch()
+    (tmp_path / "native" / "manifest.json").unlink()
+    for arguments, expected in cases:
+        assert _run(*arguments) == 2, arguments
+        shown = capsys.readouterr().err
+        assert expected in shown and shown.count("\n") == 1 and "Traceback" not in shown, (arguments, shown)
+
+
+def test_dtype_and_tolerance(places: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run("convert", places["huggingface"], tmp_path / "x", "--to", "huggingface", "--dtype", "bfloat16") == 0
+    assert _run("diff", places["huggingface"], tmp_path / "x") == 1
+    assert "dtype float32 and bfloat16" in capsys.readouterr().out
+    close = ["--ignore-dtype", "--rtol", "1e-2", "--atol", "1e-40"]
+    assert _run("diff", places["huggingface"], tmp_path / "x", *close) == 0
+    assert _run("diff", places["huggingface"], tmp_path / "x", "--ignore-dtype") == 1
+    assert "elements differ" in capsys.readouterr().out
+
+
+def _file(path: Path, **tensors: list[float]) -> Path:
+    content = {f"model/{name}": entry_of_tensor(torch.tensor(values)) for name, values in tensors.items()}
+    return write_single(LazySource("m", content), path)
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "options", "status"),
+    [
+        ([1.0, 2.0], [1.0, 2.0], [], 0),
+        ([1.0, 2.0], [1.0, 2.5], [], 1),
+        ([1.0, 2.0], [1.0, 2.5], ["--atol", "0.5"], 0),
+        ([1.0, 2.0], [1.0, 2.5], ["--rtol", "0.19"], 1),
+        ([1.0, NAN], [1.0, NAN], [], 0),
+        ([1.0, NAN], [1.0, 1.0], ["--rtol", "1000"], 1),
+        ([1.0, 1.0], [1.0, NAN], ["--atol", "1e30"], 1),
+        ([INF, 1.0], [INF, 1.0], [], 0),
+        ([INF, 1.0], [-INF, 1.0], ["--rtol", "10"], 1),
+        ([INF, 1.0], [1.0, 1.0], ["--rtol", "10"], 1),
+        ([0.0, 1.0], [-0.0, 1.0], [], 0),
+        ([1.0], [1.0, 2.0], [], 1),
+    ],
+)
+def test_diff_of_values(one: list[float], two: list[float], options: list[str], status: int, tmp_path: Path) -> None:
+    paths = [_file(tmp_path / f"{i}.safetensors", w=values) for i, values in enumerate((one, two))]
+    assert _run("diff", *paths, *options) == status
+
+
+def test_diff_names_each_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = _file(tmp_path / "a.safetensors", a=[1.0], b=[1.0, 4.0])
+    second = _file(tmp_path / "b.safetensors", c=[1.0], b=[1.0, 5.0])
+    assert _run("diff", first, second) == 1
+    shown = capsys.readouterr().out
+    assert "model/a: only in" in shown and "model/c: only in" in shown
+    assert "model/b: 1 of 2 elements differ, at most 1 (relative 0.2)" in shown and "3 differences" in shown
+
+
+def test_verify_finds_damage(places: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    for name, path in places.items():
+        assert _run("verify", path) == 0, name
+    assert "every byte is as written" in capsys.readouterr().out
+    pieces = next(places["native"].glob("pieces-*.safetensors"))
+    content = bytearray(pieces.read_bytes())
+    content[-1] ^= 1
+    pieces.write_bytes(content)
+    assert _run("verify", places["native"]) == 1
+    assert pieces.name in capsys.readouterr().out
+    shard = next(places["colossalai"].rglob("pytorch_model-*.bin"))
+    content = bytearray(shard.read_bytes())
+    position = content.find(tensor(odd_source(), "model/embed.weight").numpy().tobytes())
+    content[position + 4] ^= 1
+    shard.write_bytes(content)
+    assert _run("verify", places["colossalai"]) == 1
+    assert shard.name in capsys.readouterr().out
+    with pytest.raises(CheckpointDamage):
+        check_zip(shard)
+
+
+def test_other_ranks_of_a_launcher_are_quiet(
+    places: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert _run("convert", places["dcp"], tmp_path / "x", "--to", "single") == 0
+    assert not (tmp_path / "x").exists() and capsys.readouterr() == ("", "")

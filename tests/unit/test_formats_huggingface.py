@@ -1,0 +1,200 @@
+"""Hugging Face directories against transformers itself: both directions, tied weights, shards, damage."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from formats_setup import differing, odd_source, same_bits
+from safetensors import safe_open
+
+from shardwise.checkpoint.files import CheckpointError
+from shardwise.checkpoint.formats import open_checkpoint, open_huggingface, write_huggingface
+from shardwise.checkpoint.formats.lazy import LazySource, entry_of_tensor
+from shardwise.checkpoint.source import CheckpointDamage
+
+transformers = pytest.importorskip("transformers")
+SMALL: dict[str, Any] = {"vocab_size": 64}
+
+
+def _llama(**options: Any) -> Any:
+    config = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, **SMALL, **options
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def _gpt2() -> Any:
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=16, n_layer=2, n_head=2, n_positions=8, **SMALL))
+
+
+MODELS = {
+    "llama": _llama,
+    "llama-tied": lambda: _llama(tie_word_embeddings=True),
+    "gpt2": _gpt2,
+}
+
+
+def _source(model: Any) -> LazySource:
+    """The model as this package has it: a tied tensor under its first name."""
+    names: dict[int, str] = {}
+    entries, aliases = {}, {}
+    for name, value in model.state_dict().items():
+        kept = names.setdefault(value.data_ptr(), name)
+        if kept == name:
+            entries[f"model/{name}"] = entry_of_tensor(value)
+        else:
+            aliases[name] = kept
+    return LazySource("memory", entries, {"aliases": aliases})
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("size_per_shard", [1024, 0.004])
+def test_from_pretrained_loads_what_is_written(kind: str, size_per_shard: float, tmp_path: Path) -> None:
+    model = MODELS[kind]()
+    source = _source(model)
+    assert bool(source.state()["aliases"]) == (kind != "llama")
+    written = write_huggingface(
+        source, tmp_path / "out", size_per_shard, config=model.config, generation_config=model.generation_config
+    )
+    assert all(path.is_file() for path in written)
+    files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
+    if size_per_shard == 1024:
+        assert files == ["model.safetensors"]
+    else:
+        count = len(files)
+        assert count > 2 and files == [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+        index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+        assert index["metadata"]["total_size"] == sum(
+            t.numel() * t.element_size() for t in {v.data_ptr(): v for v in model.state_dict().values()}.values()
+        )
+    loaded, info = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    expected, got = model.state_dict(), loaded.state_dict()
+    assert list(expected) == list(got) and all(same_bits(expected[name], got[name]) for name in expected)
+    assert (loaded.lm_head.weight is loaded.get_input_embeddings().weight) == (kind != "llama")
+    tokens = torch.arange(8)[None]
+    assert torch.equal(model.eval()(tokens).logits, loaded.eval()(tokens).logits)
+
+
+def test_weights_tied_by_hand_keep_both_names(tmp_path: Path) -> None:
+    model = _llama()
+    model.lm_head.weight = model.model.embed_tokens.weight
+    write_huggingface(_source(model), tmp_path / "out", config=model.config)
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("max_shard_size", ["1GB", "5KB"])
+def test_what_save_pretrained_writes_is_read(kind: str, max_shard_size: str, tmp_path: Path) -> None:
+    model = MODELS[kind]()
+    model.save_pretrained(tmp_path, max_shard_size=max_shard_size)
+    source = open_checkpoint(tmp_path)
+    assert differing(_source(model), source) == []
+    assert source.format == "huggingface"  # type: ignore[attr-defined]
+    source.close()
+    source.close()
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_bin_files_are_read_and_their_ties_found(sharded: bool, tmp_path: Path) -> None:
+    model = _gpt2()
+    state = dict(model.state_dict())
+    if sharded:
+        names = list(state)
+        weight_map = {}
+        for number, part in enumerate((names[:3], names[3:]), 1):
+            file = f"pytorch_model-{number:05d}-of-00002.bin"
+            torch.save({name: state[name] for name in part}, tmp_path / file)
+            weight_map.update(dict.fromkeys(part, file))
+        (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    else:
+        torch.save(state, tmp_path / "pytorch_model.bin")
+    source = open_checkpoint(tmp_path)
+    if not sharded:  # in separate files the tie cannot be seen
+        assert source.state()["aliases"] == {"lm_head.weight": "transformer.wte.weight"}
+        assert differing(_source(model), source) == []
+    else:
+        assert differing(LazySource("m", {f"model/{n}": entry_of_tensor(v) for n, v in state.items()}), source) == []
+
+
+def test_odd_tensors_pass_unchanged_and_other_files_stay(tmp_path: Path) -> None:
+    source = odd_source()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "tokenizer.json").write_text("{}")
+    (tmp_path / "out" / "config.json").write_text('{"model_type": "llama", "tie_word_embeddings": true}')
+    write_huggingface(source, tmp_path / "out", 1e-4)
+    first = {path.name for path in (tmp_path / "out").iterdir()}
+    assert len(first) > 4 and {"tokenizer.json", "config.json"} <= first
+    assert differing(source, open_huggingface(tmp_path / "out"), "model/") == []
+    write_huggingface(source, tmp_path / "out")
+    left = {path.name for path in (tmp_path / "out").iterdir()}
+    assert left == {"tokenizer.json", "config.json", "model.safetensors"}, "shards of the earlier save are gone"
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+    with safe_open(tmp_path / "out" / "model.safetensors", framework="pt") as file:  # the library's own reader
+        assert set(file.keys()) == {name.removeprefix("model/") for name in source.tensors() if name[:6] == "model/"}
+        assert file.metadata() == {"format": "pt"}
+        assert same_bits(file.get_tensor("scale"), torch.tensor(1.5))
+
+
+def test_dtype_casts_floating_tensors_only(tmp_path: Path) -> None:
+    write_huggingface(odd_source(), tmp_path / "out", dtype=torch.float16)
+    dtypes = {name: fact.dtype for name, fact in open_huggingface(tmp_path / "out").tensors().items()}
+    assert dtypes["model/embed.weight"] == dtypes["model/layers.0.weight"] == torch.float16
+    assert dtypes["model/count"] == torch.int64 and dtypes["model/mask"] == torch.bool
+
+
+def test_a_failed_write_leaves_the_old_model(tmp_path: Path) -> None:
+    write_huggingface(odd_source(), tmp_path / "out")
+    before = (tmp_path / "out" / "model.safetensors").read_bytes()
+    broken = odd_source()
+    read = broken.read
+
+    def fail(name: str, start: int, numel: int) -> torch.Tensor:
+        if name == "model/strided":
+            raise OSError(28, "No space left on device")
+        return read(name, start, numel)
+
+    broken.read = fail  # type: ignore[method-assign]
+    with pytest.raises(OSError, match="No space"):
+        write_huggingface(broken, tmp_path / "out", 1e-4)
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_damage_is_named(tmp_path: Path) -> None:
+    write_huggingface(odd_source(), tmp_path / "out", 1e-4)
+    files = sorted((tmp_path / "out").glob("*.safetensors"))
+    content = files[1].read_bytes()
+    files[1].write_bytes(content[:-1])
+    with pytest.raises(CheckpointDamage, match=files[1].name):
+        open_huggingface(tmp_path / "out")
+    files[1].write_bytes(content[:5])
+    with pytest.raises(CheckpointDamage, match="not a whole safetensors"):
+        open_huggingface(tmp_path / "out")
+    files[1].unlink()
+    with pytest.raises(CheckpointDamage, match="is missing"):
+        open_huggingface(tmp_path / "out")
+    index = tmp_path / "out" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "../../secret.safetensors"}}))
+    with pytest.raises(CheckpointError, match="outside"):
+        open_huggingface(tmp_path / "out")
+
+
+def test_bad_arguments(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="positive"):
+        write_huggingface(odd_source(), tmp_path / "out", 0)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotADirectoryError, match="is a file"):
+        write_huggingface(odd_source(), tmp_path / "file")
+    with pytest.raises(CheckpointError, match="no model"):
+        write_huggingface(LazySource("memory", {}), tmp_path / "out")
+    source = open_huggingface(write_huggingface(odd_source(), tmp_path / "out")[0].parent)
+    with pytest.raises(KeyError, match="no tensor"):
+        source.read("model/nope", 0, 1)
+    with pytest.raises(ValueError, match="elements"):
+        source.read("model/embed.weight", 20, 2)

@@ -1,0 +1,221 @@
+"""Single files: safetensors, torch files in both of their formats, Lightning and training checkpoints, refusals."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from formats_setup import differing, odd_model, odd_source, same_bits, tensor
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from shardwise.checkpoint import read_model, write_model
+from shardwise.checkpoint.files import CheckpointError
+from shardwise.checkpoint.formats import RefusedPickle, open_checkpoint, open_single, write_single
+from shardwise.checkpoint.source import CheckpointDamage
+
+
+class Net(nn.Module):
+    """Buffers between parameters of the same shape as them, so that shapes alone do not tell which is which."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.last = nn.Linear(width, 2)
+
+
+def _trained(model: nn.Module, named: bool = False, groups: bool = False) -> torch.optim.Optimizer:
+    parameters: Any = model.named_parameters() if named else model.parameters()
+    if groups:
+        everything = list(model.parameters())
+        parameters = [
+            {"params": [p for p in everything if p.ndim > 1]},
+            {"params": [p for p in everything if p.ndim == 1], "lr": 0.5},
+        ]
+    optimizer = torch.optim.Adam(parameters, lr=0.1)
+    sum(p.square().sum() for p in model.parameters()).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    return optimizer
+
+
+def test_written_files_are_plain_safetensors(tmp_path: Path) -> None:
+    source = odd_source()
+    write_single(source, tmp_path / "model.safetensors")
+    loaded = load_file(tmp_path / "model.safetensors")
+    assert all(same_bits(loaded[name], value) for name, value in odd_model_of(source).items())
+    assert len(loaded) == len(odd_model_of(source))
+    again = open_checkpoint(tmp_path / "model.safetensors")
+    assert differing(source, again, "model/") == [] and again.state()["aliases"] == {"head.weight": "embed.weight"}
+    whole = read_model(tmp_path / "model.safetensors")
+    assert torch.equal(whole["head.weight"], whole["embed.weight"]), "Booster's reader sees the tie as well"
+
+
+def odd_model_of(source: Any) -> dict[str, torch.Tensor]:
+    names = [name for name in source.tensors() if name.startswith("model/")]
+    return {name.removeprefix("model/"): tensor(source, name) for name in names}
+
+
+def test_the_library_and_booster_write_what_is_read(tmp_path: Path) -> None:
+    model = {name: value.contiguous() for name, value in odd_model().items()}
+    save_file(model, tmp_path / "a.safetensors")
+    write_model({**model, "again": model["embed.weight"]}, tmp_path / "b.safetensors")
+    for file in ("a", "b"):
+        source = open_single(tmp_path / f"{file}.safetensors")
+        assert all(same_bits(tensor(source, f"model/{name}"), value) for name, value in model.items())
+        assert len(source.tensors()) == len(model)
+        assert source.state().get("aliases", {}) == ({"again": "embed.weight"} if file == "b" else {})
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+@pytest.mark.parametrize("suffix", [".pt", ".pth", ".bin"])
+def test_torch_files(suffix: str, legacy: bool, tmp_path: Path) -> None:
+    model = odd_model()
+    model["tied"] = model["embed.weight"]
+    model["view"] = model["embed.weight"][1:]
+    torch.save(model, tmp_path / f"m{suffix}", _use_new_zipfile_serialization=not legacy)
+    source = open_checkpoint(tmp_path / f"m{suffix}")
+    assert source.state() == {"aliases": {"tied": "embed.weight"}}
+    assert set(source.tensors()) == {f"model/{name}" for name in model if name != "tied"}
+    for name in source.tensors():
+        value = model[name.removeprefix("model/")]
+        assert same_bits(tensor(source, name), value), name
+        count = value.numel()
+        assert same_bits(source.read(name, count // 2, count - count // 2), value.reshape(-1)[count // 2 :])
+
+
+@pytest.mark.parametrize("key", ["state_dict", "model", "model_state_dict", "module"])
+def test_training_checkpoints(key: str, tmp_path: Path) -> None:
+    model = Net()
+    optimizer = _trained(model, named=True)
+    saved_state = optimizer.state_dict()
+    other = {"optimizer_states": [saved_state]} if key == "state_dict" else {"optimizer": saved_state}
+    torch.save({key: model.state_dict(), **other, "epoch": 3, "lr_schedulers": []}, tmp_path / "last.ckpt")
+    source = open_checkpoint(tmp_path / "last.ckpt")
+    expected = {f"model/{name}": value for name, value in model.state_dict().items()}
+    for name, parameter in model.named_parameters():
+        expected |= {f"optimizer/0/{name}/{k}": v for k, v in optimizer.state[parameter].items() if v.ndim}
+    assert set(source.tensors()) == set(expected)
+    assert all(same_bits(tensor(source, name), value) for name, value in expected.items())
+    (saved,) = source.state()["optimizers"]
+    assert saved["groups"][0]["params"] == [name for name, _ in model.named_parameters()]
+    assert saved["small"]["last.bias"] == {"step": {"dtype": "float32", "value": 1.0}}
+    assert any("'epoch'" in note for note in source.notes)  # type: ignore[attr-defined]
+
+
+def test_numbers_get_names_only_where_one_assignment_fits(tmp_path: Path) -> None:
+    plain = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    optimizer = _trained(plain)
+    torch.save({"model": plain.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
+    source = open_single(tmp_path / "a.pt")
+    for name, parameter in plain.named_parameters():
+        assert same_bits(tensor(source, f"optimizer/0/{name}/exp_avg"), optimizer.state[parameter]["exp_avg"])
+    model = Net()
+    optimizer = _trained(model)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "b.pt")
+    source = open_single(tmp_path / "b.pt")
+    assert "optimizer/0/#0/exp_avg" in source.tensors() and "parameter_names=" in source.notes[0]
+    names = [name for name, _ in model.named_parameters()]
+    source = open_single(tmp_path / "b.pt", names)
+    assert not source.notes
+    for name, parameter in model.named_parameters():
+        assert same_bits(tensor(source, f"optimizer/0/{name}/exp_avg"), optimizer.state[parameter]["exp_avg"])
+    with pytest.raises(CheckpointError, match="6 parameters; 5 names"):
+        open_single(tmp_path / "b.pt", names[:5])
+
+
+def test_numbers_of_several_groups(tmp_path: Path) -> None:
+    plain = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5))
+    optimizer = _trained(plain, groups=True)
+    torch.save({"model": plain.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
+    source = open_single(tmp_path / "a.pt")
+    groups = source.state()["optimizers"][0]["groups"]
+    assert [group["params"] for group in groups] == [["0.weight", "1.weight"], ["0.bias", "1.bias"]]
+    assert [group["options"]["lr"] for group in groups] == [0.1, 0.5]
+    for name, parameter in plain.named_parameters():
+        assert same_bits(tensor(source, f"optimizer/0/{name}/exp_avg"), optimizer.state[parameter]["exp_avg"])
+
+
+def test_an_optimizer_alone(tmp_path: Path) -> None:
+    torch.save(_trained(Net()).state_dict(), tmp_path / "optimizer.pt")
+    source = open_single(tmp_path / "optimizer.pt")
+    assert len(source.tensors()) == 12 and len(source.notes) == 1
+
+
+class Thing:
+    """Something that only a full unpickle could build."""
+
+
+def test_pickled_objects_are_refused_by_name(tmp_path: Path) -> None:
+    for legacy in (False, True):
+        torch.save({"w": torch.ones(1), "x": Thing()}, tmp_path / "a.pt", _use_new_zipfile_serialization=not legacy)
+        with pytest.raises(RefusedPickle, match=r"Thing.*run any code|refused.*run any code"):
+            open_checkpoint(tmp_path / "a.pt")
+    torch.save(nn.Linear(2, 2), tmp_path / "b.pt")
+    with pytest.raises(RefusedPickle, match=r"torch.nn.modules.linear.Linear"):
+        open_checkpoint(tmp_path / "b.pt")
+
+
+def test_damage_and_unknown_content(tmp_path: Path) -> None:
+    torch.save(odd_model(), tmp_path / "a.pt")
+    content = (tmp_path / "a.pt").read_bytes()
+    for cut in (0, 10, len(content) // 2, len(content) - 1):
+        (tmp_path / "b.pt").write_bytes(content[:cut])
+        with pytest.raises((CheckpointDamage, RefusedPickle)):
+            open_single(tmp_path / "b.pt")
+    for value in ([torch.ones(1)], {"a": 1}, {3: torch.ones(1)}):
+        torch.save(value, tmp_path / "c.pt")
+        with pytest.raises(CheckpointError, match=r"c\.pt"):
+            open_single(tmp_path / "c.pt")
+    torch.save({"s": torch.eye(2).to_sparse()}, tmp_path / "d.pt")
+    with pytest.raises(CheckpointError, match="sparse"):
+        open_single(tmp_path / "d.pt")
+    with pytest.raises(CheckpointError, match=r"'\.npz'"):
+        open_single(tmp_path / "model.npz")
+    with pytest.raises(ValueError, match=r"model\.safetensors"):
+        write_single(odd_source(), tmp_path / "model.bin")
+
+
+def _with_header(path: Path, header: Any, data: bytes = b"\0" * 8) -> Path:
+    text = json.dumps(header).encode() if not isinstance(header, bytes) else header
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    return path
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"{not json",
+        b"[1]",
+        {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}},
+        {"a": {"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]}},
+        {"a": {"dtype": "Q4", "shape": [2], "data_offsets": [0, 8]}},
+        {"a": {"dtype": "F32", "shape": [2], "data_offsets": [4, 12]}},
+        {"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}},
+        {"a": {"dtype": "F32", "shape": [2]}},
+        {
+            "a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},
+            "b": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},
+        },
+    ],
+)
+def test_broken_safetensors_headers(header: Any, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointDamage, match=r"x\.safetensors"):
+        open_single(_with_header(tmp_path / "x.safetensors", header))
+
+
+def test_a_file_that_shrinks_while_open(tmp_path: Path) -> None:
+    write_single(odd_source(), tmp_path / "m.safetensors")
+    source = open_single(tmp_path / "m.safetensors")
+    with (tmp_path / "m.safetensors").open("r+b") as file:
+        file.truncate((tmp_path / "m.safetensors").stat().st_size - 40)
+    with pytest.raises(CheckpointDamage, match="ends inside"):
+        for name in source.tensors():
+            tensor(source, name)
+    source.close()
+    with pytest.raises(ValueError, match="closed"):
+        tensor(source, "model/embed.weight")

@@ -1,0 +1,43 @@
+"""One block of host memory: what is taken is zero, aligned, apart, and as much as was announced."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shardwise.memory.host import HostArena
+
+
+def test_tensors_do_not_overlap_and_share_one_storage() -> None:
+    wanted = [(3, torch.float32), (0, torch.float32), (1000, torch.bfloat16), (1, torch.float64), (65, torch.int8)]
+    total = sum(HostArena.rounded(n * dtype.itemsize) for n, dtype in wanted)
+    arena = HostArena(total, pin=False)
+    taken = [arena.take(numel, dtype) for numel, dtype in wanted]
+    assert arena.taken_bytes == total and not arena.pinned
+    for index, (tensor, (numel, dtype)) in enumerate(zip(taken, wanted, strict=True)):
+        assert tensor.shape == (numel,) and tensor.dtype is dtype and not tensor.any()
+        tensor.fill_(index + 1)
+    for index, tensor in enumerate(taken):
+        assert (tensor == index + 1).all()
+    offsets = [t.data_ptr() - taken[0].data_ptr() for t in taken if t.numel()]
+    assert offsets == [0, 256, 256 + 2048, 256 + 2048 + 256]
+    assert len({t.untyped_storage().data_ptr() for t in taken}) == 1
+    assert taken[0].untyped_storage().nbytes() == total
+
+
+def test_more_than_was_announced_is_an_error() -> None:
+    arena = HostArena(256, pin=False)
+    arena.take(1, torch.float32)
+    with pytest.raises(RuntimeError, match="512 bytes of host memory are wanted of 256"):
+        arena.take(1, torch.float32)
+    assert arena.taken_bytes == 256
+
+
+@pytest.mark.parametrize(("nbytes", "rounded"), [(0, 0), (1, 256), (256, 256), (257, 512)])
+def test_rounding(nbytes: int, rounded: int) -> None:
+    assert HostArena.rounded(nbytes) == rounded
+
+
+def test_nothing_is_allocated_for_nothing() -> None:
+    arena = HostArena(0, pin=True)
+    assert not arena.pinned and arena.take(0, torch.float32).numel() == 0

@@ -1,0 +1,58 @@
+"""The accounts of a device: what is asked for must fit, spare memory goes first, and the error says what helps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shardwise.memory.ledger import ADVICE, DeviceMemoryError, Ledger
+
+CPU = torch.device("cpu")
+KIB = 1024
+
+
+def test_without_a_capacity_everything_fits() -> None:
+    ledger = Ledger(CPU, None)
+    ledger.watch("gradients", lambda: 1 << 60)
+    ledger.require(1 << 60, "anything")
+    assert ledger.free_bytes() is None
+
+
+def test_what_is_held_is_asked_at_each_check() -> None:
+    held = {"gradients": 3 * KIB}
+    ledger = Ledger(CPU, 10 * KIB)
+    ledger.watch("gradients", lambda: held["gradients"])
+    assert ledger.free_bytes() == 7 * KIB
+    ledger.require(7 * KIB, "an array")
+    held["gradients"] = 4 * KIB
+    with pytest.raises(DeviceMemoryError):
+        ledger.require(7 * KIB, "an array")
+    ledger.require(6 * KIB, "an array")
+    assert ledger.peak_bytes == 10 * KIB
+    assert dict(ledger.held()) == held
+
+
+def test_what_is_kept_for_speed_goes_first() -> None:
+    spare = [4 * KIB]
+    ledger = Ledger(CPU, 10 * KIB)
+    ledger.watch("idle arrays", lambda: sum(spare))
+    ledger.spare(spare.clear)
+    ledger.require(6 * KIB, "an array")
+    assert spare
+    ledger.require(7 * KIB, "an array")
+    assert not spare
+
+
+def test_the_error_has_the_accounts_and_what_would_help() -> None:
+    ledger = Ledger(CPU, 10 * KIB)
+    ledger.watch("parameter shards", lambda: 2 * KIB)
+    ledger.watch("masters and optimizer state", lambda: 7 * KIB)
+    ledger.watch("gradients", lambda: 0)
+    with pytest.raises(DeviceMemoryError) as error:
+        ledger.require(3 * KIB, "gathering unit 4")
+    text = str(error.value)
+    assert "gathering unit 4 needs 3 KiB more on cpu, which makes 12 KiB of a capacity of 10 KiB" in text
+    assert "2 KiB too much" in text
+    assert text.index("masters and optimizer state: 7 KiB") < text.index("parameter shards: 2 KiB")
+    assert text.index(ADVICE["masters and optimizer state"]) < text.index(ADVICE["parameter shards"])
+    assert "gradients: " not in text and ADVICE["gradients"] not in text
