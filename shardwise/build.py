@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import nn
 
+from shardwise.checkpoint.session import Checkpointer
 from shardwise.engine.engine import Engine
 from shardwise.engine.memory import MemoryReport
 from shardwise.engine.module import ShardedModule
@@ -29,6 +30,8 @@ class Session:
         optimizer: the first optimizer, or ``None``.
         optimizers: all of them.
         plan, mesh: what it was built from.
+        checkpoints: ``save`` and ``load`` everything; ``wait`` for an asynchronous save. Several files written by all
+            ranks, for any number of ranks, stage, packing, tier and precision.
     """
 
     def __init__(self, engine: Engine, module: ShardedModule, optimizers: Sequence[ShardedOptimizer]) -> None:
@@ -36,6 +39,7 @@ class Session:
         self.optimizers = tuple(optimizers)
         self.optimizer = self.optimizers[0] if self.optimizers else None
         self.plan, self.mesh = engine.plan, engine.mesh
+        self.checkpoints = Checkpointer(self)
 
     def backward(self, loss: torch.Tensor, tokens: float | None = None) -> None:
         """Backward pass of ``loss``; see :meth:`ShardedOptimizer.backward`. Without an optimizer, unscaled."""
@@ -116,9 +120,12 @@ class Session:
 
     def close(self) -> None:
         """Remove the hooks from the model. Call :meth:`ShardedModule.state_dict` first if it is still needed."""
-        for optimizer in self.optimizers:
-            optimizer.close()
-        self.engine.close()
+        try:
+            self.checkpoints.close()
+        finally:
+            for optimizer in self.optimizers:
+                optimizer.close()
+            self.engine.close()
 
 
 def build(

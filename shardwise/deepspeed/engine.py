@@ -81,8 +81,8 @@ class DeepSpeedEngine(nn.Module):
         optimizer = self._required("backward")
         if loss.numel() != 1 or not loss.requires_grad:
             raise ValueError(
-                f"backward(loss of shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}): give the scalar that "
-                "a forward pass of the engine returned"
+                f"backward(loss of shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}): give the "
+                "scalar that a forward pass of the engine returned"
             )
         scaled = loss / self._batch.accumulation if scale_wrt_gas else loss
         with self._timed("backward"), self._held_back():

@@ -48,7 +48,7 @@ class _Schedule(LRScheduler):
         """Steps so far - 1."""
         return int(self.last_epoch) - 1
 
-    def get_lr(self) -> list[float]:
+    def get_lr(self) -> list[Any]:
         """After the step with number ``last_batch_iteration``, by param group."""
         raise NotImplementedError(f"{type(self).__name__}.get_lr()")
 
@@ -74,7 +74,7 @@ def _warm(iteration: int, steps: int, warmup_type: str) -> float:
 
 
 class WarmupLR(_Schedule):
-    """From ``warmup_min_lr`` to ``warmup_max_lr`` (``None``: the optimizer's own) in ``warmup_num_steps``; then flat."""
+    """From ``warmup_min_lr`` to ``warmup_max_lr`` (``None``: the optimizer's) in ``warmup_num_steps``; then flat."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class WarmupLR(_Schedule):
     def _after(self, iteration: int) -> float:
         return 1.0
 
-    def get_lr(self) -> list[float]:
+    def get_lr(self) -> list[Any]:
         iteration = self.last_batch_iteration
         if iteration < 0:
             return list(self.min_lrs)
@@ -155,7 +155,7 @@ class WarmupCosineLR(_Schedule):
         falling = (1.0 + math.cos(math.pi * progress)) / 2.0
         return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * falling)
 
-    def get_lr(self) -> list[float]:
+    def get_lr(self) -> list[Any]:
         ratio = self._ratio(self.last_batch_iteration)
         return [lr * ratio for lr in self.org_lrs]
 
@@ -177,7 +177,7 @@ class LRRangeTest(_Schedule):
         self.step_rate, self.staircase = lr_range_test_step_rate, lr_range_test_staircase
         super().__init__(optimizer, last_batch_iteration)
 
-    def get_lr(self) -> list[float]:
+    def get_lr(self) -> list[Any]:
         interval = (self.last_batch_iteration + 1) / self.step_size
         interval = math.floor(interval) if self.staircase else interval
         return [lr * (1.0 + self.step_rate * interval) for lr in self.min_lrs]
@@ -240,7 +240,7 @@ class OneCycle(_Schedule):
     def _cycling(self) -> bool:
         return self.last_batch_iteration < self.first + self.second
 
-    def get_lr(self) -> list[float]:
+    def get_lr(self) -> list[Any]:
         self._set_momentum()
         if not self._cycling:
             return [low / self._decay(self.decay_lr_rate) for low in self.min_lrs]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 from torch import nn
@@ -100,6 +101,11 @@ class Storage:
         shared = home.param is home.state and home.param is not Tier.DISK and self.plan.grad.update == "step"
         return None if shared else spec.dtype
 
+    @property
+    def _keeps_whole(self) -> bool:
+        """Whether whole gradients stay on the device until the step."""
+        return self.plan.shard.reduce == "last"
+
     def _host_bytes(self) -> int:
         """What the arena must hold. CPU ranks keep host shards in the group's own exchange memory instead."""
         total = 0
@@ -107,7 +113,8 @@ class Storage:
             master = self.master_dtype(spec)
             if home.state is Tier.HOST and master is not None:
                 total += HostArena.rounded(spec.shard_numel * master.itemsize)
-            if home.grad is Tier.HOST and spec.trainable and not self.plan.streams_gradients:
+            kept = not (self.plan.streams_gradients or self._keeps_whole)
+            if home.grad is Tier.HOST and spec.trainable and kept:
                 total += HostArena.rounded(spec.shard_numel * self.grad_dtypes(spec)[1].itemsize)
             if home.param is Tier.HOST and not self._exchanged(spec):
                 total += HostArena.rounded(spec.shard_numel * spec.dtype.itemsize)
@@ -223,7 +230,10 @@ class Storage:
             device = torch.device("cpu") if home is Tier.HOST else chunk.device
             ring = self._rings.setdefault(home, GradRing(device))
             return ChunkGrads(chunk, travel, accumulate, home, None, ring)
-        if home is Tier.HOST:
+        if home is Tier.HOST and self._keeps_whole:
+            # Only several reduced passes a step need it, which a plan like that is not for.
+            take = partial(torch.empty, chunk.spec.shard_numel, dtype=accumulate)
+        elif home is Tier.HOST:
             # Cut now, so that the arena's size is what was announced; its pages are touched at the first use.
             memory = self._arena.take(chunk.spec.shard_numel, accumulate)
             take = lambda: memory  # noqa: E731

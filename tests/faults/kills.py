@@ -1,8 +1,8 @@
 """``python -m tests.faults.kills N``: ranks are killed N times at random moments of saves, and nothing may be lost.
 
 Each trial forks 1 to 3 ranks that restore the newest checkpoint and then save one version after the other: new tags,
-the same tag again, purges, synchronous and asynchronous. After a random time a random subset of them is killed. What the
-ranks were told is saved must be there, and whatever is visible must be whole and hold the values of its version.
+the same tag again, purges, synchronous and asynchronous. After a random time a random subset of them is killed. What
+the ranks were told is saved must be there, and what is visible must be whole and hold the values of its version.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A file system that fails at any call, on any rank: all ranks raise, the old checkpoint is as it was, training goes on."""
+"""A file system that fails at any call on any rank: all ranks raise, the old checkpoint stays, training goes on."""
 
 from __future__ import annotations
 

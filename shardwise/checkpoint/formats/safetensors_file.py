@@ -122,7 +122,7 @@ def write_safetensors_stream(path: Path, entries: Mapping[str, Entry], metadata:
         OSError: the file cannot be written.
     """
     # Wide elements first, as the library does, so that every tensor is aligned to its element.
-    order = list(reversed(entries.items()))
+    order = sorted(entries.items(), key=lambda item: -item[1].fact.dtype.itemsize)
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     position = 0
     for name, entry in order:
