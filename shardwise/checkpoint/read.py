@@ -19,7 +19,7 @@ from shardwise.memory.disk_checksum import checksum
 __all__ = ["NativeSource", "verify"]
 
 CACHED_PIECES = 4  # of which a part was asked for; the next part comes soon
-AHEAD_BYTES = 32 << 20
+AHEAD_BYTES = 64 << 20
 
 
 class NativeSource:
@@ -38,6 +38,7 @@ class NativeSource:
         self.manifest: Manifest = read_manifest(self.directory)
         self._files: dict[int, int] = {}
         self._cache: OrderedDict[tuple[int, int], Bytes] = OrderedDict()
+        self._ahead: dict[int, int] = {}
         self.bytes_read = 0
         for number, fact in enumerate(self.manifest.files):
             problem = self._wrong_size(fact)
@@ -143,13 +144,21 @@ class NativeSource:
     def _read_piece(self, name: str, piece: PieceFact, place: Bytes) -> None:
         fd = self._open(piece.file)
         end = piece.offset + place.nbytes
-        os.posix_fadvise(fd, end, AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
+        self._read_ahead(piece.file, fd, piece.offset, end)
         self._fill(piece.file, fd, place, piece.offset, name)
         if f"{checksum(place):016x}" != piece.checksum:
             raise CheckpointDamage(
                 f"{self._path(piece.file)}: bytes {piece.offset} to {end} (elements {piece.start} to "
                 f"{piece.start + piece.numel} of {name}) are not what was written; load another checkpoint"
             )
+
+    def _read_ahead(self, file: int, fd: int, start: int, end: int) -> None:
+        """Let the disk work while pieces are copied and checked; it is told in steps, each byte once."""
+        told = self._ahead.get(file, 0)
+        if told < end + AHEAD_BYTES // 2:
+            first = max(start, told)
+            self._ahead[file] = end + AHEAD_BYTES
+            os.posix_fadvise(fd, first, end + AHEAD_BYTES - first, os.POSIX_FADV_WILLNEED)
 
     def _cached(self, name: str, piece: PieceFact, nbytes: int) -> Bytes:
         key = (piece.file, piece.offset)

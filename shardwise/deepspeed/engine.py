@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -55,6 +55,18 @@ class DeepSpeedEngine(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The model's full state on every rank, without a prefix. Collective."""
+        return self.module.state_dict(*args, **kwargs)
+
+    module_state_dict = state_dict
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Take over a full state of the model; see :meth:`ShardedModule.load_state_dict`."""
+        return self.module.load_state_dict(state_dict, strict, assign)
+
+    load_module_state_dict = load_state_dict
 
     # ---- training
 

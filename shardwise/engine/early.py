@@ -61,7 +61,7 @@ class EarlyUpdates:
 
     def takes(self, state: ChunkGrads) -> bool:
         """Whether the chunk's update can be made now: all of its parameters are known to have a gradient."""
-        whole = len(state.fired | state.touched) == len(state.spec.slots)
+        whole = len(state.fired | state.touched) == len(state.spec.slots) and not state.late_filled
         tiles = self._tiles.get(state.spec.index)
         if not whole or tiles is None or state.spec.index in self.updated:
             return False
@@ -249,7 +249,8 @@ class EarlyObserver:
 
     @property
     def must_agree(self) -> bool:
-        """Whether all ranks have to know what :meth:`wait` says."""
+        """Whether updates are made in place: then all ranks have to know what :meth:`wait` says, and chunks are not
+        reduced before each parameter has its gradient, since no second result can be taken."""
         return any(each.in_place for each in self._by_optimizer.values())
 
     def agreed(self, anywhere: Sequence[bool]) -> None:

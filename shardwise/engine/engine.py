@@ -223,6 +223,8 @@ class Engine:
     def _after_forward(self, _module: nn.Module, _args: object, output: Any) -> Any:
         self.pool.finish_phase()
         self.pool.end_forward()
+        if self.meter is not None:
+            self.meter.forward_ended()
         dtype = self.plan.precision.output_dtype
         output = cast_floats(output, dtype) if dtype is not None else output
         if torch.is_grad_enabled():

@@ -282,7 +282,8 @@ class Held:
         state_of: Callable[[str], dict[str, Any] | None],
     ) -> None:
         states: list[dict[str, Any] | None] = []
-        for piece in optimizer._updates.tiles[position].pieces:
+        tile = optimizer._updates.tiles[position]
+        for piece in tile.pieces:
             entry = state_of(self.names[piece.param][0])
             if entry is None:
                 states.append(None)
@@ -291,7 +292,11 @@ class Held:
             for key, value in entry.items():
                 if isinstance(value, Stored):
                     dtype = piece.value.dtype if value.dtype.is_floating_point else value.dtype
-                    state[key] = torch.empty(piece.end - piece.start, dtype=dtype, device=piece.value.device)
+                    there = optimizer.state.get(piece.value, {}).get(key)
+                    # Memory that holds state already serves again; on a disk's tile it is only a placeholder.
+                    reuse = not tile.state.on_disk and is_element_wise(there, piece) and there.dtype == dtype
+                    fresh = {"dtype": dtype, "device": piece.value.device}
+                    state[key] = there if reuse else torch.empty(piece.end - piece.start, **fresh)
                     fill(value.name, piece.offset, state[key])
                 else:
                     state[key] = value.clone() if isinstance(value, torch.Tensor) else value

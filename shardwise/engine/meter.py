@@ -16,7 +16,7 @@ from shardwise.engine.hooks import in_backward
 from shardwise.memory.budget import margin_bytes, model_budget_bytes
 from shardwise.memory.ledger import REST, Ledger
 from shardwise.memory.stats import MemoryRecorder, MemStats
-from shardwise.memory.tracker import make_tracker
+from shardwise.memory.tracker import Tracker, make_tracker
 from shardwise.plan import AutoPlan
 
 __all__ = ["MemoryMeter"]
@@ -37,6 +37,7 @@ class MemoryMeter:
     def __init__(self, ledger: Ledger, device: torch.device, auto: AutoPlan | None) -> None:
         self._ledger, self._device, self._auto = ledger, device, auto
         self._tracker = make_tracker(device, ledger.model_bytes)
+        self._peaks = _Peaks(self._tracker)
         ledger.measure_rest(self._tracker)
         self.stats: MemStats | None = None
         self._matches = False
@@ -56,7 +57,7 @@ class MemoryMeter:
     def _start_recording(self) -> None:
         if self._pool is not None:
             self._recorder = MemoryRecorder(
-                self._tracker,
+                self._peaks,
                 device=str(self._device),
                 capacity_bytes=self._ledger.capacity_bytes,
                 gathered_bytes={unit: size for unit, size in self._pool.sizes.items() if size},
@@ -70,6 +71,7 @@ class MemoryMeter:
         self.enter()
         try:
             yield
+            self._check("in the backward pass")
         finally:
             self.leave()
 
@@ -84,6 +86,22 @@ class MemoryMeter:
             self._depth -= 1
             self._tracker.__exit__(None, None, None)
 
+    def forward_ended(self) -> None:
+        """A forward pass ended well.
+
+        Raises:
+            DeviceMemoryError: it took more than the device has.
+        """
+        self._check("in the forward pass")
+
+    def _check(self, when: str) -> None:
+        """The highest moment since the last use of a unit, which no gather looked at."""
+        if self._recorder is not None:
+            self._recorder.end_interval()
+        elif self._always:
+            self._peaks.take_peak()
+        self._ledger.check_peak(self._peaks.last_bytes, when)
+
     def leave_all(self) -> None:
         """After a forward pass that was interrupted without running its hooks."""
         while self._depth:
@@ -94,8 +112,8 @@ class MemoryMeter:
         return self._recorder is not None and self._pool is not None and self._pool.in_training
 
     def _before_use(self, _unit: int) -> None:
-        if self._recording and self._recorder is not None:
-            self._recorder.end_interval()
+        if self._recording:
+            self._check("before the next unit")
 
     def _after_use(self, unit: int) -> None:
         if self._recording and self._recorder is not None and self._pool is not None:
@@ -153,3 +171,15 @@ class MemoryMeter:
             steady_capacity_ratio=auto.steady_capacity_ratio,
             margin_ratio=auto.margin_ratio,
         )
+
+
+class _Peaks:
+    """A tracker's peaks, the last of which can be asked for again."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        self._tracker = tracker
+        self.last_bytes = 0
+
+    def take_peak(self) -> int:
+        self.last_bytes = self._tracker.take_peak()
+        return self.last_bytes

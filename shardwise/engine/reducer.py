@@ -23,6 +23,7 @@ from shardwise.mesh import Mesh
 __all__ = ["Reducer"]
 
 PATIENCE_S = 0.05  # how long backward waits for peers before it uses private memory instead of a shared buffer
+PATIENCE_WITHOUT_MEMORY_S = 10.0  # the same where private memory would go over the device's capacity
 BITS = 48  # flags per exchanged number; integers below 2**53 are exact
 
 
@@ -77,7 +78,7 @@ class Observer(Protocol):
 
     @property
     def must_agree(self) -> bool:
-        """Whether :meth:`agreed` has to be told which flags any rank has."""
+        """Whether :meth:`agreed` has to be told which flags any rank has, and there can be one result a pass only."""
 
     def agreed(self, anywhere: Sequence[bool]) -> None:
         """The flags that any rank has."""
@@ -176,7 +177,8 @@ class Reducer:
 
         Waiting for ever could deadlock: a peer that does not use these chunks joins in only at the end of backward.
         """
-        deadline = time.monotonic() + PATIENCE_S
+        private_fits = self._ledger.fits(state.spec.padded_numel * state.dtype.itemsize)
+        deadline = time.monotonic() + (PATIENCE_S if private_fits else PATIENCE_WITHOUT_MEMORY_S)
         while not self._slots.free(state):
             user = self._slots.user(state)
             if (user is not None and user not in self._in_flight) or time.monotonic() > deadline:
@@ -323,8 +325,10 @@ class Reducer:
             observer.agreed([any(column) for column in zip(*posts, strict=True)])
 
     def _end_pass(self, sync: bool) -> None:
+        one_result = self.observer is not None and self.observer.must_agree
         for state in self.states:
-            if sync and state.fired:
+            # A guess that is too small costs a second result.
+            if sync and state.fired and not one_result:
                 state.expected = set(state.fired)
             state.fired.clear()
             if sync:

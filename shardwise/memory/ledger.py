@@ -72,6 +72,11 @@ class Ledger:
         """What may still be taken; ``None`` without a limit."""
         return None if self.capacity_bytes is None else self.capacity_bytes - sum(self.held().values())
 
+    def fits(self, nbytes: int) -> bool:
+        """Whether ``nbytes`` more can be taken as things are."""
+        free = self.free_bytes()
+        return free is None or nbytes <= free
+
     def require(self, nbytes: int, what: str) -> None:
         """``nbytes`` more are about to be taken for ``what``.
 
@@ -86,16 +91,30 @@ class Ledger:
                 release()
             total = sum(self.held().values()) + nbytes
         if total > self.capacity_bytes:
-            raise DeviceMemoryError(self._message(nbytes, what, total))
+            raise DeviceMemoryError(self._message(f"{what} needs {size_text(nbytes)} more on {self.device}", total))
         self.peak_bytes = max(self.peak_bytes, total)
 
-    def _message(self, nbytes: int, what: str, total: int) -> str:
+    def check_peak(self, rest_bytes: int, when: str) -> None:
+        """At the highest moment since the last look, what is no model data took ``rest_bytes``.
+
+        Raises:
+            DeviceMemoryError: with the model data of now that was more than the capacity.
+        """
+        if self.capacity_bytes is None:
+            return
+        total = self.model_bytes() + rest_bytes
+        if total > self.capacity_bytes:
+            what = f"{when} {REST} took up to {size_text(rest_bytes)} on {self.device}"
+            raise DeviceMemoryError(self._message(what, total))
+        self.peak_bytes = max(self.peak_bytes, total)
+
+    def _message(self, what: str, total: int) -> str:
         capacity = self.capacity_bytes or 0
         held = sorted(self.held().items(), key=lambda item: -item[1])
         accounts = "".join(f"\n  {kind}: {size_text(size)}" for kind, size in held if size)
         advice = "".join(f"\n  {ADVICE[kind]}" for kind, size in held if size and kind in ADVICE)
         return (
-            f"{what} needs {size_text(nbytes)} more on {self.device}, which makes {size_text(total)} of a capacity of "
+            f"{what}, which makes {size_text(total)} of a capacity of "
             f"{size_text(capacity)}: {size_text(total - capacity)} too much. It holds:{accounts or ' nothing'}\n"
             f"What would help, the largest first:{advice or ' a larger capacity (device_capacity_bytes)'}"
         )

@@ -226,3 +226,30 @@ def test_a_copied_checkpoint_loads_from_where_it_is(tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "a" / "one", tmp_path / "elsewhere")
     state, restored = load(tmp_path / "elsewhere")
     assert restored.tag == "one" and torch.equal(state["a.weight"], model.a.weight)
+
+
+class WithExtra(nn.Linear):
+    """Keeps something that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+        self.seen: dict[str, Any] = {}
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return self.seen
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.seen = state
+
+
+def test_extra_state_comes_back(tmp_path: Path) -> None:
+    for seen in ({"epochs": (1, 2), "mean": torch.tensor([0.5])}, {}):
+        model = nn.Sequential(WithExtra())
+        model[0].seen = seen
+        session = build(model, None, replicated())
+        if seen:
+            Checkpointer(session).save(tmp_path, "a")
+        else:
+            Checkpointer(session).load(tmp_path)
+            assert model[0].seen["epochs"] == (1, 2) and torch.equal(model[0].seen["mean"], torch.tensor([0.5]))
+        session.close()

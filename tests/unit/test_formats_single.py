@@ -16,6 +16,7 @@ from torch import nn
 from shardwise.checkpoint import read_model, write_model
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.formats import RefusedPickle, open_checkpoint, open_single, write_single
+from shardwise.checkpoint.formats.small_values import decode_value, encode_value
 from shardwise.checkpoint.source import CheckpointDamage
 
 
@@ -219,3 +220,43 @@ def test_a_file_that_shrinks_while_open(tmp_path: Path) -> None:
     source.close()
     with pytest.raises(ValueError, match="closed"):
         tensor(source, "model/embed.weight")
+
+
+def test_empty_tensors_and_views_are_no_ties(tmp_path: Path) -> None:
+    weight = torch.randn(4, 3)
+    torch.save({"w": weight, "top": weight[:2], "a": torch.empty(0, 2), "b": torch.empty(0, 2)}, tmp_path / "a.pt")
+    source = open_single(tmp_path / "a.pt")
+    assert len(source.tensors()) == 4 and source.state() == {}
+    assert torch.equal(tensor(source, "model/top"), weight[:2])
+
+
+def test_every_tensor_is_aligned_to_its_element(tmp_path: Path) -> None:
+    write_single(odd_source(), tmp_path / "m.safetensors")
+    content = (tmp_path / "m.safetensors").read_bytes()
+    length = struct.unpack("<Q", content[:8])[0]
+    facts = {k: v for k, v in json.loads(content[8 : 8 + length]).items() if k != "__metadata__"}
+    sizes = {"I64": 8, "F32": 4, "BF16": 2, "BOOL": 1}
+    assert {fact["dtype"] for fact in facts.values()} == set(sizes)
+    assert all((8 + length + fact["data_offsets"][0]) % sizes[fact["dtype"]] == 0 for fact in facts.values())
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        (1, (2.5, None)),
+        [0.1, float("inf"), -0.0, 1e-320],
+        {"a": (1,), 3: "x"},
+        torch.tensor([[1.5], [float("inf")]], dtype=torch.bfloat16),
+        torch.tensor(2**62 + 1),
+        torch.tensor(0.1, dtype=torch.float64),
+        torch.tensor(True),
+        {"dtype": 3, "value": 4},
+    ],
+    ids=str,
+)
+def test_small_values_pass_json_exactly(value: Any) -> None:
+    again = decode_value(json.loads(json.dumps(encode_value(value), allow_nan=False)))
+    if isinstance(value, torch.Tensor):
+        assert same_bits(again, value)
+    else:
+        assert repr(again) == repr(value)

@@ -18,9 +18,11 @@ from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.formats.dcp_index import Chunk, DcpItem, read_dcp_index
@@ -229,6 +231,27 @@ class _StreamingPlanner(DefaultSavePlanner):
         return cast(io.BytesIO, super().resolve_data(write_item))
 
 
+class _StreamingWriter(FileSystemWriter):
+    """Writes one file; torch's own keeps every tensor of a file in memory until the file is complete."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write the planned items one after the other."""
+        name, results = "__0_0.distcp", []
+        with (Path(self.path) / name).open("wb") as file:
+            for item in plan.items:
+                start = file.tell()
+                data = planner.resolve_data(item)
+                if isinstance(data, torch.Tensor):
+                    torch.save(data, file)
+                else:
+                    file.write(data.getbuffer())
+                length = file.tell() - start
+                results.append(WriteResult(item.index, length, _StorageInfo(name, start, length)))
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+
 def write_dcp(
     source: CheckpointSource, path: str | Path, layout: str = "fsdp2", dtype: torch.dtype | None = None
 ) -> Path:
@@ -259,7 +282,7 @@ def write_dcp(
     entries: dict[str, Entry] = {}
     planned = _without_memory(state, (), entries)
     with output_directory(Path(path), lambda name: name == ".metadata" or name.endswith(".distcp")) as directory:
-        writer = FileSystemWriter(directory, thread_count=1)
+        writer = _StreamingWriter(directory)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # on purpose: one process
             save(planned, storage_writer=writer, planner=_StreamingPlanner(entries), no_dist=True)

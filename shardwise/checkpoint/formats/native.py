@@ -80,4 +80,4 @@ def write_native(source: CheckpointSource, path: str | Path, dtype: torch.dtype 
 
 
 def _cast(name: str, entry: Entry, dtype: torch.dtype | None) -> Entry:
-    return entry.cast(None if name.startswith("model/") and entry.fact.dtype.is_floating_point else None)
+    return entry.cast(dtype if name.startswith("model/") and entry.fact.dtype.is_floating_point else None)

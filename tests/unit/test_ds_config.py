@@ -1,0 +1,432 @@
+"""``ds_config -> Plan`` by equality, one row a key; what is ignored, refused, unknown or "auto"."""
+
+# The tables are wider than a line.
+# ruff: noqa: E501
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.deepspeed.config import batch_of, read_config
+from shardwise.deepspeed.plan import to_plan
+from shardwise.deepspeed.schema import ALIASES, BLOCKS, KEYS
+from shardwise.plan import (
+    ByNumel,
+    ByTensor,
+    CommPlan,
+    DiskPlan,
+    GradPlan,
+    MeshPlan,
+    Plan,
+    PrecisionPlan,
+    ScalerPlan,
+    ShardPlan,
+    on_device,
+)
+
+Tree = dict[str, Any]
+
+
+def plan(stage: int) -> Plan:
+    """What ``{"zero_optimization": {"stage": stage}, "gradient_clipping": 0}`` means."""
+    three = stage == 3
+    return Plan(
+        mesh=MeshPlan(dp_shard=1, dp_replicate=-1) if stage == 0 else MeshPlan(dp_shard=-1, dp_replicate=1),
+        shard=ShardPlan(
+            packing=ByTensor(persist_numel=100_000) if three else ByNumel(chunk_numel=500_000_000, min_chunks=8),
+            gathered_fraction=0.0 if three else 1.0,
+            gathered_budget_bytes=4_000_000_000 if three else None,
+            prefetch=1 if three else 0,
+            reduce="every" if stage >= 2 else "last",
+        ),
+        precision=PrecisionPlan(
+            param_dtype=None,
+            buffer_dtype=None,
+            master_weights=True,
+            reduce_dtype=None,
+            accumulate_dtype=None,
+            cast_inputs=False,
+            output_dtype=None,
+            scaler=None,
+        ),
+        grad=GradPlan(max_norm=0.0, norm_type=2.0, average="sum", update="step"),
+        comm=CommPlan(overlap=True, shared_memory=None, same_order=False, gather_on_use=False, sync_init=True),
+        tiers=on_device(),
+        verbose=False,
+    )
+
+
+def tree_of(path: str, value: Any, stage: int = 0) -> Tree:
+    """A configuration with one key; the blocks around it are switched on, so that it counts."""
+    tree: Tree = {"gradient_clipping": 0.0, "zero_optimization": {"stage": stage}}
+    around = {"fp16": {"enabled": True}, "bf16": {"enabled": True}}
+    place, *names = tree, *path.split(".")
+    for name in names[:-1]:
+        place = place.setdefault(name, dict(around.get(name, {})))
+    place[names[-1]] = value
+    return tree
+
+
+def merged(tree: Tree, more: Tree) -> Tree:
+    result = dict(tree)
+    for name, value in more.items():
+        result[name] = merged(result.get(name, {}), value) if isinstance(value, dict) else value
+    return result
+
+
+def scaler(**changes: float) -> ScalerPlan:
+    fields = {"initial_scale": 2.0**16, "min_scale": 1.0, "growth_factor": 2.0, "backoff_factor": 0.5}
+    rest = {"growth_interval": 1000, "hysteresis": 2, "max_scale": 2.0**126}
+    return ScalerPlan(**{**fields, **rest, **changes})  # type: ignore[arg-type]
+
+
+def constant(scale: float) -> ScalerPlan:
+    return scaler(initial_scale=scale, min_scale=scale, max_scale=scale, hysteresis=1)
+
+
+FP16 = {"param_dtype": torch.float16, "scaler": scaler()}
+BF16 = {"param_dtype": torch.bfloat16, "scaler": constant(1.0)}
+DISK = DiskPlan(
+    directory="/fast",
+    block_bytes=2**20,
+    queue_depth=8,
+    threads=1,
+    single_submit=False,
+    overlap_events=True,
+    state_buffers=4,
+    param_buffers=5,
+)
+NVME: Tree = {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/fast", "pin_memory": False}}}
+ON_NVME = {"disk": DISK, "state_disk_fraction": 1.0}  # in this order: the share needs the disk
+ZERO, OPTIM, PARAM = "zero_optimization.", "zero_optimization.offload_optimizer.", "zero_optimization.offload_param."
+CPU_OPTIM: Tree = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+CPU_PARAM: Tree = {"zero_optimization": {"offload_param": {"device": "cpu"}}}
+NVME_PARAM: Tree = {"zero_optimization": {"offload_param": {"device": "nvme", "nvme_path": "/fast"}}}
+NUMELS = (10, 100, 1000, 1000, 50)
+
+
+def disk(**changes: Any) -> dict[str, Any]:
+    return {**ON_NVME, "disk": DiskPlan(**{**DISK.__dict__, **changes})}
+
+
+# (path, value, stage, what else is configured, how the plan differs from the stage's)
+USED: list[tuple[str, Any, int, Tree, dict[str, Any]]] = [
+    ("zero_optimization.stage", 1, 1, {}, {}),
+    ("zero_optimization.stage", "2", 2, {}, {}),
+    ("zero_optimization.stage", 3, 3, {}, {}),
+    ("gradient_clipping", 0.5, 2, {}, {"max_norm": 0.5}),
+    ("communication_data_type", "bf16", 2, {}, {"reduce_dtype": torch.bfloat16}),
+    ("fp16.enabled", True, 1, {}, FP16),
+    ("fp16.auto_cast", True, 1, {}, {**FP16, "cast_inputs": True}),
+    ("fp16.loss_scale", 128, 1, {}, {**FP16, "scaler": constant(128.0)}),
+    ("fp16.initial_scale_power", 10, 1, {}, {**FP16, "scaler": scaler(initial_scale=1024.0)}),
+    ("fp16.loss_scale_window", 7, 1, {}, {**FP16, "scaler": scaler(growth_interval=7)}),
+    ("fp16.hysteresis", 4, 1, {}, {**FP16, "scaler": scaler(hysteresis=4)}),
+    ("fp16.min_loss_scale", 2, 1, {}, {**FP16, "scaler": scaler(min_scale=2.0)}),
+    ("fp16.fp16_master_weights_and_grads", True, 1, {}, {**FP16, "master_weights": False}),
+    ("bf16.enabled", True, 1, {}, BF16),
+    ("bf16.check_grad_overflow", False, 1, {}, {**BF16, "scaler": None}),
+    ("bf16.bf16_master_weights_and_grads", True, 1, {}, {**BF16, "master_weights": False}),
+    (
+        "bf16.bf16_optimizer_states",
+        True,
+        1,
+        {"bf16": {"bf16_master_weights_and_grads": True}},
+        {**BF16, "master_weights": False},
+    ),
+    ("data_types.grad_accum_dtype", "fp32", 1, {"bf16": {"enabled": True}}, {**BF16, "accumulate_dtype": torch.float32}),
+    ("data_types.buffer_dtype", "bf16", 1, {"bf16": {"enabled": True}}, {**BF16, "buffer_dtype": torch.bfloat16}),
+    ("data_types.param_dtype", "bf16", 1, {"bf16": {"enabled": True}}, BF16),
+    (ZERO + "reduce_bucket_size", 2e8, 2, {}, {"packing": ByNumel(chunk_numel=200_000_000, min_chunks=8)}),
+    (ZERO + "allgather_bucket_size", 1000, 1, {}, {"packing": ByNumel(chunk_numel=1000, min_chunks=8)}),
+    (ZERO + "overlap_comm", False, 2, {}, {"overlap": False}),
+    (ZERO + "stage3_prefetch_bucket_size", 0, 3, {}, {"prefetch": 0}),
+    (ZERO + "stage3_param_persistence_threshold", 10, 3, {}, {"packing": ByTensor(persist_numel=10)}),
+    (ZERO + "stage3_model_persistence_threshold", 0, 3, {}, {"packing": ByTensor(persist_numel=0)}),
+    (ZERO + "stage3_max_live_parameters", 1e6, 3, {}, {"gathered_budget_bytes": 4_000_000}),
+    (ZERO + "stage3_max_reuse_distance", 100, 3, {"fp16": {"enabled": True}}, {**FP16, "gathered_budget_bytes": 200}),
+    (ZERO + "zero_hpz_partition_size", 2, 3, {}, {"mesh": MeshPlan(dp_shard=2, dp_replicate=-1)}),
+    (ZERO + "mics_shard_size", 2, 3, {}, {"mesh": MeshPlan(dp_shard=2, dp_replicate=-1)}),
+    (ZERO + "stage3_gather_16bit_weights_on_model_save", True, 3, {}, {}),
+    (OPTIM + "device", "cpu", 1, {}, {"state_host_fraction": 1.0, "pin_memory": True}),
+    (OPTIM + "pin_memory", False, 2, CPU_OPTIM, {"state_host_fraction": 1.0}),
+    (OPTIM + "ratio", 0.25, 3, CPU_OPTIM, {"state_host_fraction": 0.25, "pin_memory": True}),
+    (OPTIM + "nvme_path", "/fast", 3, NVME, ON_NVME),
+    (OPTIM + "buffer_count", 6, 3, NVME, disk(state_buffers=6)),
+    (PARAM + "device", "cpu", 3, {}, {"param_host_fraction": 1.0, "pin_memory": True}),
+    (PARAM + "pin_memory", False, 3, CPU_PARAM, {"param_host_fraction": 1.0}),
+    (PARAM + "nvme_path", "/fast", 3, NVME_PARAM, {"disk": DISK, "param_disk_fraction": 1.0, "pin_memory": True}),
+    (PARAM + "max_in_cpu", 0, 3, NVME_PARAM, {"disk": DISK, "param_disk_fraction": 1.0, "pin_memory": True}),
+    (PARAM + "buffer_count", 7, 3, merged(NVME, NVME_PARAM), {**disk(param_buffers=7), "param_disk_fraction": 1.0, "pin_memory": True}),
+    ("aio.block_size", 8192, 3, NVME, disk(block_bytes=8192)),
+    ("aio.block_size", 5000, 3, NVME, disk(block_bytes=8192)),
+    ("aio.queue_depth", 3, 3, NVME, disk(queue_depth=3)),
+    ("aio.intra_op_parallelism", 2, 3, NVME, disk(threads=2)),
+    ("aio.thread_count", 2, 3, NVME, disk(threads=2)),
+    ("aio.single_submit", True, 3, NVME, disk(single_submit=True)),
+    ("aio.overlap_events", False, 3, NVME, disk(overlap_events=False)),
+    ("bfloat16.enabled", True, 1, {}, BF16),
+    (ZERO + "cpu_offload", True, 2, {}, {"state_host_fraction": 1.0, "pin_memory": True}),
+    (ZERO + "cpu_offload_param", True, 3, {}, {"param_host_fraction": 1.0, "pin_memory": True}),
+    (ZERO + "cpu_offload_use_pin_memory", False, 2, {"zero_optimization": {"cpu_offload": True}}, {"state_host_fraction": 1.0}),
+    (ZERO + "max_live_parameters", 5, 3, {}, {"gathered_budget_bytes": 20}),
+    (ZERO + "param_persistence_threshold", 7, 3, {}, {"packing": ByTensor(persist_numel=7)}),
+    (ZERO + "prefetch_bucket_size", 0, 3, {}, {"prefetch": 0}),
+    (ZERO + "max_reuse_distance", 0, 3, {}, {"gathered_budget_bytes": 0}),
+    (ZERO + "model_persistence_threshold", 0, 3, {}, {"packing": ByTensor(persist_numel=0)}),
+    (ZERO + "gather_16bit_weights_on_model_save", True, 3, {}, {}),
+    (ZERO + "stage3_gather_fp16_weights_on_model_save", True, 3, {}, {}),
+]  # fmt: skip
+
+# Used by the engine and not by the plan; (value, what the settings say).
+BY_ENGINE: dict[str, tuple[Any, Any]] = {
+    "train_batch_size": (8, 8),
+    "train_micro_batch_size_per_gpu": ("4", 4),
+    "gradient_accumulation_steps": (2.0, 2),
+    "managed_gradient_accumulation": (False, False),
+    "steps_per_print": (10, 10),
+    "wall_clock_breakdown": ("true", True),
+    "dataloader_drop_last": (True, True),
+    "fp16.consecutive_hysteresis": (True, True),
+    "optimizer.type": ("AdamW", "AdamW"),
+    "optimizer.params": ({"lr": 1}, {"lr": 1}),
+    "scheduler.type": ("WarmupLR", "WarmupLR"),
+    "scheduler.params": ({}, {}),
+    "checkpoint.tag_validation": ("fail", "FAIL"),
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "stage", "more", "changes"), USED, ids=lambda v: v if isinstance(v, str) else ""
+)
+def test_a_key_changes_the_plan(path: str, value: Any, stage: int, more: Tree, changes: dict[str, Any]) -> None:
+    tree = merged(tree_of(path, value, stage), more)
+    tree = merged(tree, tree_of(path, value, stage)) if path != "zero_optimization.stage" else tree_of(path, value)
+    found, report = to_plan(tree, 4)
+    assert found == plan(stage).but(**changes)
+    assert path.replace("bfloat16", "bf16") in report.used and not report.ignored
+
+
+@pytest.mark.parametrize("path", BY_ENGINE)
+def test_a_key_of_the_engine_is_used(path: str) -> None:
+    value, expected = BY_ENGINE[path]
+    settings = read_config(tree_of(path, value))
+    assert settings[path] == expected and path in settings.findings.used and not settings.findings.ignored
+
+
+def test_every_key_has_a_row() -> None:
+    rows = {path for path, *_ in USED}
+    assert {path for path, key in KEYS.items() if key.role == "used"} <= rows | set(BY_ENGINE)
+    of_used = {alias for alias, path in ALIASES.items() if path not in KEYS or KEYS[path].role == "used"}
+    assert {alias for alias in of_used if "." in alias} <= rows
+
+
+OTHER: dict[str, Any] = {"int": 12345, "float": 0.123, "text": "x", "map": {"a": 1}, "list": ["x"]}
+IGNORED = sorted(path for path, key in KEYS.items() if key.role == "ignored")
+REFUSED = sorted(path for path, key in KEYS.items() if key.role == "refused")
+
+
+def other(path: str) -> Any:
+    """A value that asks for something."""
+    key = KEYS[path]
+    return (
+        not key.exact[0] if key.kind == "bool" and key.exact and key.exact[0] is not None else OTHER.get(key.kind, True)
+    )
+
+
+@pytest.mark.parametrize("path", IGNORED)
+def test_a_key_without_effect_is_listed_once_with_its_reason(path: str) -> None:
+    stage = 3 if "offload_param" in path else 1
+    tree = tree_of(path, other(path), stage)
+    device = {"device": "cpu"}
+    if "offload_" in path:
+        tree = merged(tree, {"zero_optimization": {path.split(".")[1]: device}})
+    tree = merged(tree, NVME if path.startswith("aio.") else {})
+    found, report = to_plan(tree, 4)
+    assert report.ignored == {path: KEYS[path].reason} and path not in report.used
+    with pytest.warns(UserWarning, match="DeepSpeed configuration") as caught:
+        report.warn()
+    assert len(caught) == 1 and str(caught[0].message).count(path) == 1
+    for value in KEYS[path].exact:
+        exact = to_plan(merged(tree, tree_of(path, value, stage)), 4)
+        assert exact[0] == found and not exact[1].ignored and path in exact[1].used
+
+
+@pytest.mark.parametrize("path", REFUSED)
+def test_a_key_that_is_not_available_is_refused(path: str) -> None:
+    with pytest.raises(NotImplementedError, match=rf"{path}=.*{KEYS[path].reason[:20]}"):
+        to_plan(tree_of(path, other(path), 1), 4)
+    assert path in to_plan(tree_of(path, KEYS[path].default, 1), 4)[1].used
+
+
+@pytest.mark.parametrize("path", sorted(BLOCKS))
+def test_a_block_is_ignored_or_refused_where_it_is_on(path: str) -> None:
+    block = BLOCKS[path]
+    name = block.switch or (block.inner[0] if block.inner else "anything")
+    if block.role == "refused":
+        with pytest.raises(NotImplementedError, match=path):
+            to_plan(tree_of(path, {name: 4}, 1), 4)
+        with pytest.raises(NotImplementedError, match=path):
+            to_plan(tree_of(path, True, 1), 4)
+    else:
+        assert to_plan(tree_of(path, {name: 4}, 1), 4)[1].ignored == {path: block.reason}
+    off = to_plan(tree_of(path, {name: False}, 1), 4)
+    assert off[0] == plan(1) and not off[1].ignored and path in off[1].used
+    if block.inner:
+        with pytest.raises(ValueError, match=f"did you mean '{name}'"):
+            to_plan(tree_of(f"{path}.{name}x", 1), 4)
+
+
+UNKNOWN = [
+    ({"zero_optimisation": {"stage": 3}}, "did you mean 'zero_optimization'"),
+    ({"zero_optimization": {"stage": 1, "reduce_bucket_sise": 5}}, "did you mean 'reduce_bucket_size'"),
+    ({"zero_optimization": {"offload_optimiser": {}}}, "did you mean 'offload_optimizer'"),
+    ({"zero_optimization": {"offload_param": {"devise": "cpu"}}}, "did you mean 'device'"),
+    ({"reduce_bucket_size": 5}, "'reduce_bucket_size' stands in 'zero_optimization'"),
+    ({"fp16": {"enabled": True, "loss_scael": 1}}, "did you mean 'loss_scale'"),
+    ({"aio": {"qqq": 1}}, "known keys of 'aio': block_size"),
+    ({"optimizer": {"tipe": "Adam"}}, "did you mean 'type'"),
+]
+WRONG = [
+    ({"zero_optimization": {"stage": 7}}, "stage=7: give 0, 1, 2 or 3"),
+    ({"zero_optimization": {"stage": 2.5}}, "stage=2.5: give a whole number"),
+    ({"zero_optimization": {"stage": 1, "reduce_bucket_size": 0}}, "reduce_bucket_size=0: give a finite number >= 1"),
+    ({"zero_optimization": 3}, "zero_optimization=3: give a block"),
+    ({"gradient_clipping": float("nan")}, "gradient_clipping=nan"),
+    ({"gradient_clipping": float("inf")}, "gradient_clipping=inf"),
+    ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "enable one of them"),
+    ({"fp16": {"enabled": True, "initial_scale_power": 0, "min_loss_scale": 2}}, "min_loss_scale=2"),
+    ({"fp16": {"enabled": "perhaps"}}, "give true or false"),
+    ({"bf16": {"enabled": True}, "bfloat16": {"enabled": True}}, "bfloat16=.* mean the same"),
+    ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "bf16_optimizer_states=True without"),
+    ({"data_types": {"param_dtype": "bf16"}}, "param_dtype=torch.bfloat16 with fp32"),
+    ({"communication_data_type": "int8"}, "communication_data_type='int8'"),
+    ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "disk"}}}, "give one of 'none', 'cpu', 'nvme'"),
+    ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme"}}}, "nvme_path=None"),
+    ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu", "ratio": 1.5}}}, "give a share"),
+    ({"zero_optimization": {"stage": 3, "mics_shard_size": 3}}, "mics_shard_size=3.*divides the 4 ranks"),
+    ({"zero_optimization": {"stage": 3, "mics_shard_size": 2, "zero_hpz_partition_size": 4}}, "give one of them"),
+    ({"train_batch_size": 9, "gradient_accumulation_steps": 2}, "train_batch_size=9 is not .* 4 ranks = 8"),
+    ({"train_batch_size": 8, "train_micro_batch_size_per_gpu": 3}, "train_batch_size=8 is not"),
+    ({"checkpoint": {"tag_validation": "maybe"}}, "tag_validation='maybe'"),
+    ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, "optimizer.params.lr='auto'"),
+    ({"optimizer": {"type": "auto"}}, "optimizer.type='auto'"),
+    ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}}, "warmup_num_steps='auto'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"), [*UNKNOWN, *WRONG], ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_faults_say_what_to_do(tree: Tree, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        to_plan(tree, 4)
+
+
+BATCHES = [
+    ({"train_batch_size": 32}, (32, 8, 1)),
+    ({"train_micro_batch_size_per_gpu": 2}, (8, 2, 1)),
+    ({"train_batch_size": 32, "train_micro_batch_size_per_gpu": 2}, (32, 2, 4)),
+    ({"train_batch_size": 32, "gradient_accumulation_steps": 2}, (32, 4, 2)),
+    ({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}, (24, 2, 3)),
+    ({"train_batch_size": "auto", "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": "auto"}, (8, 2, 1)),
+    ({"gradient_accumulation_steps": 3}, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("tree", "expected"), BATCHES)
+def test_batch_sizes_are_derived(tree: Tree, expected: tuple[int, int, int] | None) -> None:
+    batch = batch_of(read_config(tree), 4)
+    assert (None if batch is None else (batch.train, batch.micro, batch.accumulation)) == expected
+
+
+def test_auto_is_what_the_caller_knows_or_the_default() -> None:
+    tree = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "fp16": {"enabled": "auto"},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto"}},
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto", "offload_optimizer": {"device": "auto"}},
+    }
+    before = copy.deepcopy(tree)
+    known = {"train_micro_batch_size_per_gpu": 4, "bf16.enabled": True, "optimizer.params.lr": 3e-4}
+    found, _ = to_plan(tree, 4, known=known | {"gradient_clipping": 0.0})
+    assert found == plan(2).but(**BF16)
+    settings = read_config(tree, known)
+    assert settings["optimizer.params"] == {"lr": 3e-4} and settings["scheduler.params"] == {"warmup_min_lr": 0.0}
+    assert tree == before
+
+
+def test_files_comments_and_old_forms(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    tree = {
+        "_comment": "x",
+        "//": 1,
+        "gradient_clipping": 0,
+        "zero_optimization": {"stage": 1, "_why": 0, "offload_param": None},
+    }
+    path.write_text(json.dumps(tree))
+    assert to_plan(path, 4)[0] == to_plan(str(path), 4)[0] == to_plan(tree, 4)[0] == plan(1)
+    assert to_plan({"gradient_clipping": 0, "zero_optimization": True}, 4)[0] == plan(1)
+    assert to_plan({"gradient_clipping": 0, "zero_optimization": {"stage": True}}, 4)[0] == plan(1)
+    path.write_text('{"gradient_clipping": 0, "gradient_clipping": 1}')
+    with pytest.raises(ValueError, match="'gradient_clipping' stands twice"):
+        to_plan(path, 4)
+    path.write_text("{")
+    with pytest.raises(ValueError, match="is not JSON"):
+        to_plan(path, 4)
+    with pytest.raises(FileNotFoundError, match="no such file"):
+        to_plan(tmp_path / "none.json", 4)
+    with pytest.raises(TypeError, match="give a dict"):
+        to_plan(3, 4)  # type: ignore[arg-type]
+
+
+def test_the_default_norm_is_said_and_a_quiet_configuration_warns_of_nothing() -> None:
+    found, report = to_plan({"zero_optimization": {"stage": 1}}, 4)
+    assert found == plan(1).but(max_norm=1.0) and "0.0 is off" in report.notes[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        to_plan({"gradient_clipping": 0.0, "zero_optimization": {"stage": 1}}, 4)[1].warn()
+
+
+ASIDE = [
+    ({"zero_optimization": {"stage": 2, "stage3_max_live_parameters": 5}}, ZERO + "stage3_max_live_parameters"),
+    ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, PARAM + "device"),
+    ({"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}}, OPTIM + "device"),
+    ({"zero_optimization": {"stage": 3, "reduce_bucket_size": 5}}, ZERO + "reduce_bucket_size"),
+    ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu", "nvme_path": "/x"}}}, OPTIM + "nvme_path"),
+    ({"fp16": {"loss_scale": 5}}, "fp16.loss_scale"),
+    ({"fp16": {"enabled": True, "loss_scale": 5, "hysteresis": 3}}, "fp16.hysteresis"),
+    ({"aio": {"queue_depth": 5}}, "aio.queue_depth"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("tree", "path"), ASIDE)
+def test_what_other_values_make_meaningless_is_ignored(tree: Tree, path: str) -> None:
+    report = to_plan({"gradient_clipping": 0.0, **tree}, 4)[1]
+    assert list(report.ignored) == [path] and path not in report.used
+
+
+def test_sizes_of_the_model_turn_limits_into_units_and_shares() -> None:
+    def three(**zero: Any) -> Plan:
+        tree = {"gradient_clipping": 0.0, "zero_optimization": {"stage": 3, **zero}}
+        return to_plan(tree, 4, numels=NUMELS)[0]
+
+    assert three(stage3_param_persistence_threshold=0).shard.prefetch == len(NUMELS)
+    assert three(stage3_param_persistence_threshold=0, stage3_prefetch_bucket_size=2050).shard.prefetch == 2
+    assert three(stage3_param_persistence_threshold=0, stage3_prefetch_bucket_size=20).shard.prefetch == 1
+    limited = three(stage3_param_persistence_threshold=100, stage3_model_persistence_threshold=159)
+    assert limited.shard.packing == ByTensor(persist_numel=99)
+    assert three(stage3_param_persistence_threshold=100).shard.packing == ByTensor(persist_numel=100)
+    offload = {"device": "nvme", "nvme_path": "/fast", "max_in_cpu": 54}
+    tiers = three(offload_param=offload).tiers
+    assert (tiers.param_host_fraction, tiers.param_disk_fraction) == (pytest.approx(0.1), pytest.approx(0.9))

@@ -1,0 +1,147 @@
+"""Optimizers and schedules by name against torch's own and DeepSpeed's sequences, and one process without a launcher."""
+
+# The tables are wider than a line.
+# ruff: noqa: E501
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise.deepspeed as deepspeed
+from shardwise.deepspeed.optimizers import make_optimizer
+from shardwise.deepspeed.schedules import make_schedule
+
+Tree = dict[str, Any]
+
+
+def _parameter() -> nn.Parameter:
+    return nn.Parameter(torch.ones(2))
+
+
+OPTIMIZERS: list[tuple[str, Tree, Callable[[Any], torch.optim.Optimizer]]] = [
+    ("Adam", {"lr": 0.1}, lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.0)),
+    ("AdamW", {"torch_adam": True}, lambda p: torch.optim.AdamW(p)),
+    ("adam", {"adam_w_mode": False, "weight_decay": 0.1}, lambda p: torch.optim.Adam(p, weight_decay=0.1)),
+    ("AdamW", {"adam_w_mode": False, "betas": [0.8, 0.9]}, lambda p: torch.optim.AdamW(p, betas=(0.8, 0.9), weight_decay=0.0)),
+    ("Adagrad", {"lr": 0.2}, lambda p: torch.optim.Adagrad(p, lr=0.2)),
+    ("SGD", {"lr": 0.3, "momentum": 0.5}, lambda p: torch.optim.SGD(p, lr=0.3, momentum=0.5)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "params", "make"), OPTIMIZERS)
+def test_optimizers(name: str, params: Tree, make: Any) -> None:
+    given = dict(params)
+    found, expected = make_optimizer(name, [_parameter()], params), make([_parameter()])
+    assert type(found) is type(expected) and params == given
+    groups = [{k: v for k, v in each.param_groups[0].items() if k != "params"} for each in (found, expected)]
+    assert groups[0] == groups[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "error", "message"),
+    [
+        ("AdemW", {}, ValueError, "did you mean 'AdamW'"),
+        ("SGD", {"lrr": 1}, ValueError, "optimizer.params.lrr=1.*did you mean 'lr'"),
+        ("Adam", {"max_grad_norm": 1}, ValueError, "gradient_clipping"),
+        ("Lamb", {}, NotImplementedError, "optimizer.type='Lamb'"),
+        ("Adam", {"bias_correction": False}, NotImplementedError, "bias_correction=False"),
+    ],
+)
+def test_wrong_optimizers(name: str, params: Tree, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make_optimizer(name, [_parameter()], params)
+
+
+# Rates before the first step and after each, as DeepSpeed 0.19.8 printed them.
+RATES: list[tuple[str, Tree, list[float]]] = [
+    ("WarmupLR", {"warmup_min_lr": 0.1, "warmup_max_lr": 1.0, "warmup_num_steps": 4, "warmup_type": "linear"}, [0.1, 0.1, 0.325, 0.55, 0.775, 1.0]),
+    ("WarmupLR", {"warmup_num_steps": 5}, [0.0, 0.0, 0.12920296742201792, 0.2047818583457956]),
+    ("WarmupDecayLR", {"total_num_steps": 6, "warmup_max_lr": 0.5, "warmup_num_steps": 2, "warmup_type": "linear"}, [0.0, 0.0, 0.25, 0.5, 0.375, 0.25, 0.125, 0.0, 0.0]),
+    ("WarmupCosineLR", {"total_num_steps": 4, "warmup_num_steps": 2, "warmup_type": "linear", "cos_min_ratio": 0.0}, [0.0, 0.0, 0.15, 0.15, 0.0, 0.0]),
+    ("LRRangeTest", {"lr_range_test_min_lr": 0.1, "lr_range_test_step_size": 2, "lr_range_test_staircase": True}, [0.1, 0.1, 0.2, 0.2, 0.3]),
+    ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 0.9, "cycle_first_step_size": 2}, [0.1, 0.5, 0.9, 0.5, 0.1, 0.1]),
+    ("StepLR", {"step_size": 1, "gamma": 0.5}, [0.3, 0.15, 0.075]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "params", "rates"), RATES)
+def test_schedules(name: str, params: Tree, rates: list[float]) -> None:
+    optimizer = torch.optim.Adam([_parameter()], lr=0.3)
+    schedule = make_schedule(name, optimizer, params)
+    found = [optimizer.param_groups[0]["lr"]]
+    states = []
+    for _ in rates[1:]:
+        optimizer.step()
+        schedule.step()
+        found.append(optimizer.param_groups[0]["lr"])
+        states.append(schedule.state_dict())
+    assert found == pytest.approx(rates, rel=1e-12, abs=1e-15)
+    again = make_schedule(name, torch.optim.Adam([_parameter()], lr=0.3), params)
+    again.load_state_dict(states[0])
+    again.optimizer.step()
+    again.optimizer.param_groups[0]["lr"] = found[1]
+    again.step()
+    assert again.optimizer.param_groups[0]["lr"] == pytest.approx(rates[2], rel=1e-12, abs=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "message"),
+    [
+        ("WarmupLr", {}, "did you mean 'WarmupLR'"),
+        ("WarmupLR", {"warmup_steps": 3}, "did you mean 'warmup_num_steps'"),
+        ("WarmupDecayLR", {}, "needs 'total_num_steps'"),
+        ("WarmupLR", {"warmup_num_steps": 0}, "warmup_num_steps=0"),
+        ("WarmupLR", {"warmup_type": "steep"}, "give 'log' or 'linear'"),
+        ("WarmupLR", {"warmup_max_lr": [1.0, 2.0]}, "for 1 param groups"),
+    ],
+)
+def test_wrong_schedules(name: str, params: Tree, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_schedule(name, torch.optim.SGD([_parameter()], lr=0.1), params)
+
+
+MINIMAL = {"train_batch_size": 1, "gradient_clipping": 0.0, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"config": MINIMAL, "model": None}, ValueError, "model=None"),
+        ({}, ValueError, "configurations given: \\[\\]"),
+        ({"config": {}}, ValueError, "give at least one of them"),
+        ({"config": MINIMAL, "mpu": 1}, NotImplementedError, "mpu=1"),
+        ({"config": {**MINIMAL, "optimizer": None, "scheduler": {"type": "WarmupLR"}}}, ValueError, "without an opt"),
+    ],
+)
+def test_initialize_refuses(arguments: Tree, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        deepspeed.initialize(**{"model": nn.Linear(2, 1), **arguments})
+
+
+def test_one_process_without_a_launcher(capsys: pytest.CaptureFixture[str]) -> None:
+    tree = {**MINIMAL, "steps_per_print": 1, "wall_clock_breakdown": True}
+    data = [(torch.ones(2), torch.ones(1)) for _ in range(3)]
+    engine, optimizer, loader, schedule = deepspeed.initialize(
+        model=nn.Linear(2, 1), config=tree, training_data=data, lr_scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1)
+    )  # fmt: skip
+    assert loader is not None and len(loader) == 3 and schedule is engine.lr_scheduler and optimizer is engine.optimizer
+    with pytest.raises(ValueError, match="give the scalar"):
+        engine.backward(torch.ones(2))
+    for inputs, targets in loader:
+        engine.backward(nn.functional.mse_loss(engine(inputs), targets))
+        engine.step()
+    assert engine.get_lr() == [pytest.approx(1e-4)] and engine.get_mom() == [0]
+    output = capsys.readouterr().out
+    assert output.count("step=") == 3 and output.count("backward") == 3
+    engine.set_train_batch_size(2)
+    assert engine.get_batch_info() == (2, 1, 2)
+    engine.destroy()
+    inference = deepspeed.initialize(model=nn.Linear(2, 1), config={"train_batch_size": 1, "gradient_clipping": 0})[0]
+    with pytest.raises(RuntimeError, match="optimizer=None"):
+        inference.step()
+    inference.destroy()
