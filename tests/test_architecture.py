@@ -43,6 +43,9 @@ EXPLAINED_ERRORS = {"ValueError", "RuntimeError", "NotImplementedError", "TypeEr
 PUBLISHED_SIGNATURES: set[tuple[str, str]] = {
     (f"{PACKAGE}.optim.adam", "CPUAdam.__init__"),
     (f"{PACKAGE}.optim.adam", "FusedAdam.__init__"),
+    (f"{PACKAGE}.deepspeed.entry", "initialize"),
+    (f"{PACKAGE}.deepspeed.schedules", "OneCycle.__init__"),
+    (f"{PACKAGE}.deepspeed.zero", "Init.__init__"),
 }
 # Functions above MAX_FUNCTION lines (never above HARD_FUNCTION), each with its reason.
 LONG_FUNCTIONS: dict[tuple[str, str], str] = {}

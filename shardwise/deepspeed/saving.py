@@ -43,13 +43,7 @@ class Saving:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._checkpointer: Checkpointer | None = None
-
-    @property
-    def _native(self) -> Checkpointer:
-        if self._checkpointer is None:
-            self._checkpointer = Checkpointer(self._session)
-        return self._checkpointer
+        self._native = Checkpointer(session)  # from the start: it counts the updates
 
     def check_tag(self, tag: str, mode: str) -> None:
         """Whether all ranks save under one name; ``mode`` is ``checkpoint.tag_validation``."""
@@ -140,8 +134,7 @@ class Saving:
 
     def close(self) -> None:
         """Give back what an unfinished save holds."""
-        if self._checkpointer is not None:
-            self._checkpointer.close()
+        self._native.close()
 
 
 def _place(root: Path, tag: str | None) -> str | None:

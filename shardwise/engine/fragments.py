@@ -295,8 +295,10 @@ class Held:
                     there = optimizer.state.get(piece.value, {}).get(key)
                     # Memory that holds state already serves again; on a disk's tile it is only a placeholder.
                     reuse = not tile.state.on_disk and is_element_wise(there, piece) and there.dtype == dtype
-                    fresh = {"dtype": dtype, "device": piece.value.device}
-                    state[key] = there if reuse else torch.empty(piece.end - piece.start, **fresh)
+                    if not reuse:
+                        numel = piece.end - piece.start
+                        there = torch.empty(numel, dtype=dtype, device=piece.value.device)
+                    state[key] = there
                     fill(value.name, piece.offset, state[key])
                 else:
                     state[key] = value.clone() if isinstance(value, torch.Tensor) else value

@@ -364,6 +364,10 @@ def test_auto_is_what_the_caller_knows_or_the_default() -> None:
     settings = read_config(tree, known)
     assert settings["optimizer.params"] == {"lr": 3e-4} and settings["scheduler.params"] == {"warmup_min_lr": 0.0}
     assert tree == before
+    given = {"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.99]}}}
+    settings = read_config(given)
+    given["optimizer"]["params"]["betas"].append(3)  # type: ignore[index]
+    assert settings["optimizer.params"] == {"betas": [0.9, 0.99]}
 
 
 def test_files_comments_and_old_forms(tmp_path: Path) -> None:
