@@ -72,6 +72,17 @@ class ArrayPool:
                 while self.idle_bytes() > self.limit_bytes and self._idle[other]:
                     self._give_up([self._idle[other].pop(0)])
 
+    def missing_bytes(self, wanted: Iterable[tuple[int, torch.dtype]]) -> int:
+        """What :meth:`take` would have to allocate for these arrays, together."""
+        free = {key: sum(_holders(array) == _UNSHARED for array in idle) for key, idle in self._idle.items()}
+        missing = 0
+        for numel, dtype in wanted:
+            if free.get((numel, dtype), 0):
+                free[numel, dtype] -= 1
+            else:
+                missing += numel * dtype.itemsize
+        return missing
+
     def _give_up(self, arrays: Iterable[torch.Tensor]) -> None:
         """Forget arrays; those that are still read elsewhere are watched until their readers free them."""
         self._given_up += [weakref.ref(a.untyped_storage()) for a in arrays if _holders(a) != _UNSHARED]
@@ -350,7 +361,7 @@ class ChunkPool:
         for chunk in self._transient[unit]:
             held = chunk.full
             if held is None:
-                self._require(chunk.spec.padded_bytes, unit)
+                self._require([chunk], unit)
             out = held if held is not None else self.arrays.take(chunk.spec.padded_numel, chunk.spec.dtype)
             if held is None:
                 self.ledger.claim(out)
@@ -358,10 +369,16 @@ class ChunkPool:
             if held is None:
                 self.arrays.give(out)
 
-    def _require(self, nbytes: int, unit: int) -> None:
-        if self.ledger.capacity_bytes is not None:
-            # Arrays that are kept for reuse are what this gather will reuse, so they go only if they do not fit.
-            self.ledger.require(nbytes, f"gathering unit {self._name(unit)}")
+    def _require(self, chunks: Sequence[Chunk], unit: int) -> None:
+        if self.ledger.capacity_bytes is None:
+            return
+        arrays = [(chunk.spec.padded_numel, chunk.spec.dtype) for chunk in chunks]
+        missing = self.arrays.missing_bytes(arrays)
+        if not self.ledger.fits(missing):
+            # Arrays of other sizes go before anything that is gathered has to.
+            self.arrays.drop()
+            missing = self.arrays.missing_bytes(arrays)
+        self.ledger.require(missing, f"gathering unit {self._name(unit)}")
 
     def _start_all(self, units: Iterable[int]) -> None:
         for unit in units:
@@ -371,7 +388,7 @@ class ChunkPool:
         if unit in self._held:
             self._take_part(unit)
             return
-        self._require(self._bytes[unit], unit)
+        self._require(self._transient[unit], unit)
         self._held.add(unit)
         self.moved_bytes += self._bytes[unit]
         self.gathered_bytes += self._bytes[unit]

@@ -64,7 +64,7 @@ def auto(capacity: int, warmup: float = 0.8, steady: float = 0.9, margin: float 
 
 def plan_of(tiers: TierPlan | None = None, **changes: Any) -> Plan:
     """ZeRO-3 by block, nothing fetched ahead."""
-    plan = zero(3).but(prefetch=0, **changes)
+    plan = zero(3).but(**({"prefetch": 0} | changes))
     return plan if tiers is None else plan.but(tiers=tiers)
 
 
@@ -82,6 +82,8 @@ class Found:
     peak: int = 0
     tiers: dict[str, dict[str, int]] = field(default_factory=dict)
     stats: MemStats | None = None
+    rest: int = 0
+    """The most besides model data, over all steps that were traced."""
 
 
 Step = Callable[[Session, int], list[Tensor]]
@@ -123,6 +125,8 @@ def train(
             session.optimizers[0].step()
             found.moved.append(pool.moved_bytes - before)
             found.peak_gathered.append(pool.peak_gathered_bytes)
+            stats = session.memory_stats()
+            found.rest = max(found.rest, stats.peak_non_model_bytes if stats is not None else 0)
         found.peak = session.engine.ledger.peak_bytes
         found.tiers = session.memory().by_tier
         found.stats = session.memory_stats()
