@@ -59,8 +59,10 @@ class Match:
             if stored is None:
                 self.missing.append(names[0])
             else:
-                expected.add(stored)
-                self._check(f"model/{stored}", shape)
+                # Formats of others hold a tied parameter once, or under each of its names.
+                for name in {stored, *(n for n in names if f"model/{n}" in self.facts)}:
+                    expected.add(name)
+                    self._check(f"model/{name}", shape)
         for name, value in self.held.buffers().items():
             if f"model/{name}" in self.facts:
                 expected.add(name)
@@ -108,6 +110,8 @@ class Match:
         """Indices of the optimizers that the checkpoint has, with the same groups."""
         fitting = []
         saved = self.state.get("optimizers", [])
+        if not saved and not isinstance(self.source, NativeSource):
+            return []  # a model's weights; the optimizers stay as they are
         for each in self.held.optimizers:
             if each.index >= len(saved):
                 self.missing.append(f"optimizer {each.index} ({type(each.optimizer).__name__})")

@@ -12,6 +12,7 @@ import torch
 from shardwise.checkpoint import tree
 from shardwise.checkpoint.directory import scan
 from shardwise.checkpoint.format import MANIFEST
+from shardwise.checkpoint.formats.detect import detect_format, open_checkpoint
 from shardwise.checkpoint.match import Match
 from shardwise.checkpoint.randomness import restore_generators, spread_generators
 from shardwise.checkpoint.read import NativeSource
@@ -69,6 +70,9 @@ def _candidates(root: str, tag: str | None) -> list[str]:
             known = ", ".join(each.tag for each in found) or "none"
             raise FileNotFoundError(f"no checkpoint {tag!r} in {root}; there: {known}")
         return chosen
+    if not found and tag is None and os.path.exists(root):
+        detect_format(root)  # raises where nothing is known
+        return [root]
     if not found:
         raise FileNotFoundError(f"no checkpoint in {root}; give the directory that was saved into, or tag='auto'")
     broken = [each for each in found if each.head is None]
@@ -126,10 +130,10 @@ def _restore_one(
     session: Any, path: str, strict: bool, lr_schedulers: Sequence[Any], skipped: tuple[str, ...]
 ) -> Restored:
     rank, gather = session.mesh.rank, session.mesh.world.exchange_object
-    opened: list[NativeSource] = []
+    opened: list[CheckpointSource] = []
 
     def look() -> tuple[Match, _Rest]:
-        opened.append(NativeSource(path))
+        opened.append(open_checkpoint(path))
         match = Match(opened[0], Held(session.engine, session.optimizers), strict)
         return match, _Rest(session, match, lr_schedulers)
 
@@ -140,11 +144,11 @@ def _restore_one(
     finally:
         for source in opened:
             source.close()
-    manifest = opened[0].manifest
+    head = opened[0].manifest.head if isinstance(opened[0], NativeSource) else None
     return Restored(
         path,
-        manifest.head.tag,
-        manifest.head.step,
+        head.tag if head is not None else os.path.basename(path),
+        head.step if head is not None else int(match.state.get("step", 0) or 0),
         int(match.state.get("updates", 0)),
         rest.user_state,
         rest.positions[session.mesh.rank if session.mesh.rank < len(rest.positions) else 0],
@@ -186,24 +190,29 @@ class _Rest:
         self._session, self._match, self._schedulers = session, match, lr_schedulers
         state, tensors = match.state, _StateTensors(match.source)
         rank, size = session.mesh.rank, session.mesh.size
-        saved = tree.decode(state["lr_schedulers"], tensors) if lr_schedulers else []
+        saved = tree.decode(state.get("lr_schedulers", []), tensors) if lr_schedulers else []
         if lr_schedulers and len(saved) != len(lr_schedulers):
             raise ValueError(
                 f"the checkpoint has {len(saved)} learning-rate schedulers and {len(lr_schedulers)} were given; "
                 "give as many, or none"
             )
         self._saved_schedulers = saved
-        self.user_state = tree.decode(state["user_state"], tensors)
-        self.positions = [tree.decode(each, tensors) for each in state["data_position"]]
-        self._generators = tree.decode(state["rng"][rank if rank < len(state["rng"]) else 0], tensors)
+        # Formats of others have none of these: what they do not say stays as it is.
+        self.user_state = tree.decode(state["user_state"], tensors) if "user_state" in state else None
+        self.positions = [tree.decode(each, tensors) for each in state.get("data_position", [])] or [None]
+        generators = state.get("rng", [])
+        own_generators = generators[rank if rank < len(generators) else 0] if generators else None
+        self._generators = tree.decode(own_generators, tensors) if generators else None
         known = match.held.others
-        self._others = {n: v for n, v in tree.decode(state["extra"], tensors).items() if n in known}
-        own = state["buffers"][rank] if len(state["buffers"]) == size else {}
+        extra = tree.decode(state["extra"], tensors) if "extra" in state else {}
+        self._others = {n: v for n, v in extra.items() if n in known}
+        buffers = state.get("buffers", [])
+        own = buffers[rank] if len(buffers) == size else {}
         for name, value in match.held.buffers().items():
             full = f"state/{own[name]}" if name in own else f"model/{name}"
             if full in match.facts:
                 self._others[name] = match.source.read(full, 0, value.numel()).reshape(value.shape)
-        self._exact = rank < len(state["rng"])
+        self._exact = rank < len(generators)
 
     def put_back(self) -> None:
         """Change the session."""
@@ -214,10 +223,12 @@ class _Rest:
             for group, saved in groups:
                 group.update(tree.decode(saved["options"], tree.outline(saved["tensors"])))
         scaler = session.optimizers[0].scaler if session.optimizers else None
-        if scaler is not None and state["scaler"] is not None:
+        if scaler is not None and state.get("scaler") is not None:
             scaler.load_state_dict(state["scaler"])
         for scheduler, saved in zip(self._schedulers, self._saved_schedulers, strict=True):
             scheduler.load_state_dict(saved)
+        if self._generators is None:
+            return
         if self._exact:
             restore_generators(self._generators, session.mesh.device)
         else:

@@ -191,7 +191,9 @@ class Checkpointer:
         """Restore what :meth:`save` saved, at any number of ranks, stage, packing, tier and precision.
 
         Args:
-            root: a directory of checkpoints, or one checkpoint.
+            root: a directory of checkpoints, or one checkpoint, of this format or of another that
+                :func:`shardwise.checkpoint.formats.open_checkpoint` reads (Hugging Face, DCP, ColossalAI, DeepSpeed, a
+                single file): weights, and optimizer state where the format has it.
             tag: which; ``None``: the newest; ``"auto"``: the newest whole one, those that are damaged are skipped
                 with a notice from rank 0, and None is returned where there is no checkpoint at all.
             strict: names that are missing from the checkpoint or from the model are errors. Shapes always are.

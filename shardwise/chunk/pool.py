@@ -226,6 +226,8 @@ class ChunkPool:
             self._pins[unit] -= not kept
 
     def _bring(self, unit: int) -> None:
+        if unit in self._held and self.ledger.capacity_bytes is not None:
+            self._make_room(unit)  # what was gathered when there was more room than now goes
         if unit in self._held and not any(c.pending for c in self._transient[unit]):
             return
         if unit not in self._held:
@@ -234,6 +236,8 @@ class ChunkPool:
         elif not self._agrees:
             self._start_all(self._fitting(unit))
         self._complete(unit)
+        if self.ledger.capacity_bytes is not None and self.reusable_bytes > self.budget_bytes():
+            self.arrays.drop()
         for soon in next_units(self.trace, self.prefetch):
             if soon not in self._held:
                 for chunk in self._transient[soon]:
@@ -315,7 +319,7 @@ class ChunkPool:
     def _make_room(self, unit: int | None) -> None:
         needed = self._bytes[unit] if unit is not None else 0
         budget = self.budget_bytes()
-        pinned = sum(self._bytes[u] for u in self._held if self._pins[u])
+        pinned = sum(self._bytes[u] for u in self._held if self._pins[u] and u != unit)
         evictable = {u for u in self._held if not self._pins[u] and u != unit}
         idle = sum(self._bytes[u] for u in evictable)
         # The unit about to be used counts against the budget, but is gathered even where the budget is smaller.

@@ -91,7 +91,7 @@ PROGRAMS: dict[str, tuple[Callable[[], Stack], Step]] = {
 
 def tight(rest: int, ranks: int) -> int:
     """Bytes of a capacity that is hardly enough."""
-    return rest + (9 if ranks > 1 else 7) * BLOCK_BYTES // 2
+    return rest + (10 if ranks > 1 else 8) * BLOCK_BYTES // 2
 
 
 def programs(shared: bool | None, names: list[str], changes: dict[str, Any]) -> dict[str, dict[str, Found]]:
