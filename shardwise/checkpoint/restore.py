@@ -70,11 +70,13 @@ def _candidates(root: str, tag: str | None) -> list[str]:
             known = ", ".join(each.tag for each in found) or "none"
             raise FileNotFoundError(f"no checkpoint {tag!r} in {root}; there: {known}")
         return chosen
-    if not found and tag is None and os.path.exists(root):
-        detect_format(root)  # raises where nothing is known
-        return [root]
     if not found:
-        raise FileNotFoundError(f"no checkpoint in {root}; give the directory that was saved into, or tag='auto'")
+        try:
+            if tag is None and detect_format(root):
+                return [root]  # of a format of others
+        except FileNotFoundError as error:
+            advice = "give the directory that was saved into, or tag='auto'"
+            raise FileNotFoundError(f"no checkpoint in {root}; {advice} ({error})") from error
     broken = [each for each in found if each.head is None]
     if broken:
         raise CheckpointDamage(f"{broken[0].damage}; name another tag, or use tag='auto' to skip it")
@@ -133,7 +135,8 @@ def _restore_one(
     opened: list[CheckpointSource] = []
 
     def look() -> tuple[Match, _Rest]:
-        opened.append(open_checkpoint(path))
+        native = os.path.exists(os.path.join(path, MANIFEST))
+        opened.append(NativeSource(path) if native else open_checkpoint(path))
         match = Match(opened[0], Held(session.engine, session.optimizers), strict)
         return match, _Rest(session, match, lr_schedulers)
 

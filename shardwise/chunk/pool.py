@@ -228,6 +228,7 @@ class ChunkPool:
     def _bring(self, unit: int) -> None:
         if unit in self._held and self.ledger.capacity_bytes is not None:
             self._make_room(unit)  # what was gathered when there was more room than now goes
+            self._trim_idle()
         if unit in self._held and not any(c.pending for c in self._transient[unit]):
             return
         if unit not in self._held:
@@ -236,12 +237,16 @@ class ChunkPool:
         elif not self._agrees:
             self._start_all(self._fitting(unit))
         self._complete(unit)
-        if self.ledger.capacity_bytes is not None and self.reusable_bytes > self.budget_bytes():
-            self.arrays.drop()
+        self._trim_idle()
         for soon in next_units(self.trace, self.prefetch):
             if soon not in self._held:
                 for chunk in self._transient[soon]:
                     chunk.source.prepare()
+
+    def _trim_idle(self) -> None:
+        """Under a declared capacity what is kept for reuse counts against the budget as well."""
+        if self.ledger.capacity_bytes is not None and self.reusable_bytes > self.budget_bytes():
+            self.arrays.drop()
 
     def _fitting(self, unit: int) -> list[int]:
         """Units to fetch ahead while ``unit`` is brought in: under a declared capacity only what it leaves room for."""

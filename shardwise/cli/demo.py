@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -180,8 +181,8 @@ def check(options: argparse.Namespace) -> DemoConfig:
         raise BadInput(f"--precision {precision}: {plugin} trains in {' or '.join(known)}")
     if options.width % (2 * options.heads):
         raise BadInput(f"--width {options.width}: give a multiple of 2 x --heads ({2 * options.heads})")
-    if not options.learning_rate > 0:
-        raise BadInput(f"--learning-rate {options.learning_rate}: give a number > 0")
+    if not 0 < options.learning_rate < math.inf:
+        raise BadInput(f"--learning-rate {options.learning_rate}: give a number > 0, such as 3e-3")
     out = options.out.absolute()
     if out.exists() and not out.is_dir():
         raise BadInput(f"--out {options.out}: is a file; give a folder")
@@ -201,7 +202,10 @@ def main(options: argparse.Namespace) -> int:
 
     config = check(options)
     require_text(Path(config.data), *text_needed(config))
-    Path(config.out).mkdir(parents=True, exist_ok=True)
+    try:
+        Path(config.out).mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise BadInput(f"--out {options.out}: cannot be made ({problem.strerror}); give another folder") from problem
     arguments = ["--standalone", f"--nproc-per-node={config.nproc}", "--module"]
     marker = Path(config.out, MEMORY_MARKER)
     marker.unlink(missing_ok=True)

@@ -85,7 +85,10 @@ def _tensor(parts: list[bytes]) -> Tensor:
 
 
 def _too_little(folder: Path, found: int, needed: int) -> BadInput:
-    return BadInput(f"--data {folder}: {found} bytes of text found, but at least {needed} are needed; give more text")
+    return BadInput(
+        f"--data {folder}: {found} bytes of text found, but at least {needed} are needed; give a folder with more "
+        "UTF-8 text (hidden files, links and installed packages do not count)"
+    )
 
 
 def _total_needed(train_bytes: int, held_out_bytes: int) -> int:
@@ -100,7 +103,8 @@ def require_text(folder: Path, train_bytes: int, held_out_bytes: int) -> None:
         BadInput: the folder does not exist or holds too little text.
     """
     if not folder.is_dir():
-        raise BadInput(f"--data {folder}: no such folder; give a folder with text files")
+        what = "is a file" if folder.exists() else "no such folder"
+        raise BadInput(f"--data {folder}: {what}; give a folder with text files")
     found, needed = 0, _total_needed(train_bytes, held_out_bytes)
     for _, path in text_files(folder):
         found += path.stat().st_size

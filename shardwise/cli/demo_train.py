@@ -282,6 +282,12 @@ class Demo:
                     tiers=held_text(*map(max, tier_bytes)) if tier_bytes else "",
                 )
             )
+            if not all(map(math.isfinite, losses)):
+                self.progress.say("stopping: the training diverged")
+                raise BadInput(
+                    f"--learning-rate {self.config.learning_rate}: the loss is {sum(losses) / self.ranks} at step "
+                    f"{self.state.step}, so nothing is saved; give a smaller one"
+                )
             if any(signals):
                 return int(max(signals))
         return 0
@@ -342,7 +348,7 @@ def train(config: DemoConfig, stop: StopRequest) -> int:
     """Train, save and print a sample; returns 0, or 128 plus the signal's number after a save on request.
 
     Raises:
-        BadInput: the text or the checkpoint cannot be used.
+        BadInput: the text or the checkpoint cannot be used, or the training diverged.
     """
     try:
         device = init_distributed(None if config.device == "auto" else config.device)

@@ -36,7 +36,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--max-restarts", type=int, default=0, metavar="N", help="start all ranks anew so often")
     parser.add_argument("-m", "--module", action="store_true", help="the script is a module name (python -m)")
     parser.add_argument("script", help="a Python file")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+    rest = parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+    rest.required = False  # there may be none, and the complaint that no script was given should not name them
     parser.set_defaults(main=main)
 
 

@@ -17,7 +17,37 @@ from shardwise.comm.traffic import Traffic
 
 __all__ = ["DONE", "Buffer", "Group", "Handle", "LocalGroup"]
 
-EXCHANGE_QUANTUM = 32  # values; messages of a purpose are padded to a multiple of it
+EXCHANGE_QUANTUM = 32  # values; what has a purpose is padded to it, so that ranks which differ still meet
+
+PURPOSES = (
+    "how far a failed backward pass came",
+    "the gradient norm",
+    "the order of reduction",
+    "tokens of the step",
+    "what could not be read back",
+    "what to gather",
+    "whether a shard could be read from the disk",
+    "whether the disk failed while changed parameters were taken over",
+    "whether the disk failed while its file was made",
+    "whether the disk failed while its state was put in place",
+    "whether the disk failed while optimizer state was loaded",
+    "whether the disk failed while optimizer state was read",
+    "whether the disk failed while parameters were read",
+    "whether the disk failed while parameters were written to it",
+    "whether the disk failed while space was reserved",
+    "whether the disk failed while the optimizer updated",
+    "which chunks were updated during backward",
+    "which gradient is not finite",
+    "which parameters had gradients",
+)
+"""What the layers above exchange. A checksum travels; what it stands for is looked up here."""
+
+
+def _checksum(purpose: str) -> int:
+    return zlib.crc32(purpose.encode())
+
+
+_CHECKSUMS = {purpose: _checksum(purpose) for purpose in PURPOSES}
 
 
 class Buffer:
@@ -204,27 +234,43 @@ class Group(ABC):
         Args:
             values: of this rank.
             purpose: what they are, in a few words; ranks that come here for different purposes are told so, where
-                otherwise one's values would be taken for the other's. It travels along, and small messages are padded
-                so that ranks which differ still meet.
+                otherwise one's values would be taken for the other's. Its checksum travels along, and small messages
+                are padded so that ranks which differ still meet. Those of :data:`PURPOSES` are named on all ranks.
 
         Raises:
-            PeerError: the ranks' purposes or lengths differ.
+            PeerError: the ranks' purposes or lengths differ; says what each rank came for.
         """
         if not purpose:
             self.traffic.add("exchange", (self.size - 1) * 8 * len(values))
             return self._exchange(values)
-        sent = [float(zlib.crc32(purpose.encode())), float(len(values)), *values]
+        checksum = _CHECKSUMS.get(purpose) or _checksum(purpose)
+        sent = [float(checksum), float(len(values)), *values]
         sent += [0.0] * (-len(sent) % EXCHANGE_QUANTUM)
         self.traffic.add("exchange", (self.size - 1) * 8 * len(sent))
-        rows = self._exchange(sent)
+        # What is longer follows once the ranks know that they came for the same.
+        rows = self._exchange(sent[:EXCHANGE_QUANTUM])
         if any(row[:2] != sent[:2] for row in rows):
-            others = [rank for rank, row in enumerate(rows) if row[:2] != sent[:2]]
-            raise PeerError(
-                f"group {self.name!r}: rank {self.rank} came to exchange {purpose} ({len(values)} values) and ranks "
-                f"{others} something else; did they leave out a forward or backward pass, or fail in one? Passes must "
-                "be made on every rank; use optimizer.backward(loss) for a loss that may not depend on the model"
-            )
+            raise PeerError(self._astray(purpose, checksum, rows))
+        if len(sent) > EXCHANGE_QUANTUM:
+            for row, rest in zip(rows, self._exchange(sent[EXCHANGE_QUANTUM:]), strict=True):
+                row.extend(rest)
         return [row[2 : 2 + len(values)] for row in rows]
+
+    def _astray(self, purpose: str, checksum: int, rows: Sequence[Sequence[float]]) -> str:
+        names = {float(of): known for known, of in _CHECKSUMS.items()} | {float(checksum): purpose}
+        came: dict[str, list[int]] = {}
+        advice = (
+            "; did they leave out a forward or backward pass, or fail in one? Passes must be made on every rank; use "
+        )
+        advice += "optimizer.backward(loss) for a loss that may not depend on the model"
+        for rank, (found, length) in enumerate(row[:2] for row in rows):
+            name = names.get(found)
+            if name is None:
+                name = f"something that this rank does not know (checksum {found:.0f})"
+                advice = "; all ranks must run the same version of shardwise"
+            came.setdefault(f"{name} ({length:.0f} values)", []).append(rank)
+        told = (f"rank {who[0]}: {what}" if len(who) == 1 else f"ranks {who}: {what}" for what, who in came.items())
+        return f"group {self.name!r}: the ranks came to exchange different things: {'; '.join(told)}{advice}"
 
     def exchange_object(self, obj: object) -> list[object]:
         """Every rank's ``obj``, by rank, after a round trip through JSON (tuples come back as lists). For rare use.

@@ -42,16 +42,41 @@ class _Parameters(dict[str, nn.Parameter | None]):
     """A module's parameters; reading one that is not gathered during a forward pass gathers it.
 
     For models that use a child's weight without calling the child, such as ``F.linear(x, self.embedding.weight)``.
+
+    ``torch.compile`` traces the read, and cannot tell a parameter of the module that runs from another's. Whether it is
+    gathered shows in its strides, which are zero if not, and which the graph's guards compare: a read that finds
+    nothing gathered, when traced or later, breaks the graph and gathers.
+
+    Args:
+        items: the parameters by name.
+        on_read: gathers a parameter, outside any graph.
+        probes: for the transient ones, a parameter of the same chunk that has strides; ``None`` if none has.
+        on_trace: called when a graph is traced that reads a resident one, whose renewal may be under way.
     """
 
-    def __init__(self, items: dict[str, nn.Parameter | None], on_read: Callable[[nn.Parameter], None]) -> None:
+    def __init__(
+        self,
+        items: dict[str, nn.Parameter | None],
+        on_read: Callable[[nn.Parameter], None],
+        probes: dict[str, nn.Parameter | None],
+        on_trace: Callable[[], None],
+    ) -> None:
         super().__init__(items)
-        self._on_read = on_read
+        self._on_read, self._on_trace, self._probes = on_read, on_trace, probes
+        self._break_and_read = _outside_compile(on_read)
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         param = super().__getitem__(name)
-        if param is not None:
+        if param is None:
+            return None
+        if not torch.compiler.is_compiling():
             self._on_read(param)
+        elif name not in self._probes:
+            self._on_trace()
+        else:
+            probe = self._probes[name]
+            if probe is None or not any(probe.stride()):
+                self._break_and_read(param)
         return param
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -82,8 +107,12 @@ class GatherHooks:
         self._names = {id(param): name for name, param in model.named_parameters()}
         self._frames: list[tuple[nn.Module, list[int]]] = []
         self._saved: torch.autograd.graph.saved_tensors_hooks | None = None
+        self._saved_hooks = _outside_compile(self._pack), _outside_compile(self._unpack)
         self._handles: list[Any] = []
         self._swapped: list[nn.Module] = []
+        self._settles = False
+        probes = _probes(pool)
+        on_trace = _while_tracing(self._on_trace)
         for name, module in model.named_modules():
             own = {unit_of[id(p)] for p in module._parameters.values() if p is not None and id(p) in unit_of}
             blocks = units_of_module.get(name, [])
@@ -93,7 +122,8 @@ class GatherHooks:
             if units or module is model:
                 self._install(module, units, covered=bool(units) and around.issuperset(units))
             if own:
-                module._parameters = _Parameters(module._parameters, self._on_read)
+                found = {n: probes[id(p)] for n, p in module._parameters.items() if id(p) in probes}
+                module._parameters = _Parameters(module._parameters, self._on_read, found, on_trace)
                 self._swapped.append(module)
 
     def _install(self, module: nn.Module, units: list[int], covered: bool) -> None:
@@ -113,6 +143,8 @@ class GatherHooks:
     def _enter(self, module: nn.Module, units: list[int]) -> None:
         if not self._frames:
             self._push_saved_hooks()
+            if self._settles:
+                self.pool.settle()
         self._frames.append((module, []))
         pins = self._frames[-1][1]
         for unit in units:
@@ -138,11 +170,16 @@ class GatherHooks:
             self._leave(self._frames[0][0])
 
     def _on_read(self, param: nn.Parameter) -> None:
-        if self._frames and id(param) in self._unit_of and not torch.compiler.is_compiling():
+        if self._frames and id(param) in self._unit_of:
             unit, pins = self._unit_of[id(param)], self._frames[-1][1]
             if unit not in pins:
                 self.pool.acquire(unit, pin=True)
                 pins.append(unit)
+
+    def _on_trace(self) -> None:
+        """A graph reads renewed parameters without asking: from now on they are renewed before each forward pass."""
+        self._settles = True
+        self.pool.settle()
 
     # ---- saved tensors
 
@@ -151,7 +188,7 @@ class GatherHooks:
         # torch.func transforms take no such hooks.
         transformed = torch._C._functorch.peek_interpreter_stack() is not None
         if torch.is_grad_enabled() and others is None and not transformed and not in_backward():
-            self._saved = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+            self._saved = torch.autograd.graph.saved_tensors_hooks(*self._saved_hooks)
             self._saved.__enter__()
 
     def _pop_saved_hooks(self) -> None:
@@ -196,9 +233,19 @@ class GatherHooks:
         self._swapped.clear()
 
 
-def _outside_compile(hook: Callable[..., None]) -> Callable[..., None]:
+def _probes(pool: ChunkPool) -> dict[int, nn.Parameter | None]:
+    """For each transient parameter by ``id``: itself, or where it has no strides another one of its chunk."""
+    found: dict[int, nn.Parameter | None] = {}
+    for chunk in pool.chunks:
+        if not chunk.resident:
+            other = next((param for param in chunk.params if param.dim()), None)
+            found |= {id(param): param if param.dim() else other for param in chunk.params}
+    return found
+
+
+def _outside_compile(hook: Callable[..., Any]) -> Callable[..., Any]:
     """Run outside any compiled graph: the hooks make a graph break before and after the module."""
-    disabled: Callable[..., None] = torch._dynamo.disable(hook)  # type: ignore[no-untyped-call]
+    disabled: Callable[..., Any] = torch._dynamo.disable(hook)  # type: ignore[no-untyped-call]
     return disabled
 
 
@@ -210,3 +257,13 @@ def _skipped_in_compile(hook: Callable[..., None]) -> Callable[..., None]:
             hook(*args)
 
     return unless_compiling
+
+
+def _while_tracing(call: Callable[[], None]) -> Callable[[], None]:
+    """Called when a graph is traced, and left out of the graph."""
+
+    def now() -> None:
+        call()
+
+    constant: Callable[[], None] = torch._dynamo.assume_constant_result(now)  # type: ignore[no-untyped-call]
+    return constant

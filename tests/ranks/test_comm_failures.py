@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import multiprocessing
 import os
 import signal
 import time
+import zlib
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -15,7 +17,9 @@ import torch
 import torch.distributed as dist
 from scope import Scope
 
+import shardwise
 from shardwise.comm import PeerError
+from shardwise.comm.group import PURPOSES
 from shardwise.testing import run_ranks
 
 # Failures. These ranks are processes of their own, since a pool ends all its ranks soon after the first failure.
@@ -173,3 +177,76 @@ def test_ranks_at_different_operations_are_told() -> None:
         assert "exchange (2 values)" in text and "fence (0 values)" in text
     first, second = run_ranks(2, other_reduction)
     assert "rank 0: all_reduce of 4, rank 1: reduce_scatter of 4 elements" in first and "rank 0: all_reduce" in second
+
+
+def other_purposes(kind: str, calls: list[tuple[str, int]]) -> str:
+    scope = Scope(kind)
+    purpose, length = calls[scope.group.rank]
+    told = ""
+    try:
+        scope.group.exchange([1.0] * length, purpose)
+    except PeerError as error:
+        told = str(error)
+    dist.barrier()
+    return told
+
+
+@pytest.mark.parametrize("kind", ["shared", "gloo"])
+def test_ranks_that_came_for_different_things_are_told_of_each(kind: str) -> None:
+    """Whatever the lengths of their messages."""
+    calls = [("the gradient norm", 1), ("which parameters had gradients", 300), ("what to gather", 30)]
+    for size in (2, 3):
+        expected = "; ".join(
+            f"rank {rank}: {what} ({length} values)" for rank, (what, length) in enumerate(calls[:size])
+        )
+        for text in run_ranks(size, other_purposes, kind, calls[:size]):
+            assert f"group 'test': the ranks came to exchange different things: {expected}; did they leave" in text
+    norm, gather = calls[0], calls[2]
+    for text in run_ranks(3, other_purposes, kind, [norm, gather, norm]):
+        assert "ranks [0, 2]: the gradient norm (1 values); rank 1: what to gather (30 values);" in text
+    for text in run_ranks(2, other_purposes, kind, [norm, ("the gradient norm", 2)]):
+        assert "rank 0: the gradient norm (1 values); rank 1: the gradient norm (2 values);" in text
+
+
+def test_a_purpose_of_another_version_is_a_number() -> None:
+    calls = [("the gradient norm", 1), ("what to gather", 1), ("a later invention", 1)]
+    first, second, third = run_ranks(3, other_purposes, "shared", calls)
+    unknown = f"rank 2: something that this rank does not know (checksum {zlib.crc32(b'a later invention')}) (1 values)"
+    for text in (first, second):
+        assert text.endswith(
+            f"rank 1: what to gather (1 values); {unknown}; all ranks must run the same version of shardwise"
+        )
+    assert "rank 1: what to gather (1 values); rank 2: a later invention (1 values); did they" in third
+
+
+def _constants(tree: ast.Module) -> dict[str, ast.expr]:
+    values: dict[str, ast.expr] = {}
+    for node in tree.body:
+        for target in node.targets if isinstance(node, ast.Assign) else []:
+            if isinstance(target, ast.Name):
+                values[target.id] = node.value
+            elif isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                values |= {
+                    n.id: v for n, v in zip(target.elts, node.value.elts, strict=True) if isinstance(n, ast.Name)
+                }
+    return values
+
+
+def _texts(tree: ast.Module, name: str, position: int) -> set[str]:
+    """The texts that calls of ``name`` are given there, as literals or as constants of the module."""
+    values, found = _constants(tree), set()
+    for call in ast.walk(tree):
+        if isinstance(call, ast.Call) and name == getattr(call.func, "attr", getattr(call.func, "id", "")):
+            given = call.args[position : position + 1]
+            found |= {values.get(arg.id) if isinstance(arg, ast.Name) else arg for arg in given}
+    return {value.value for value in found if isinstance(value, ast.Constant) and isinstance(value.value, str)}
+
+
+def test_every_purpose_of_the_package_is_known() -> None:
+    used = set()
+    for file in Path(shardwise.__file__).parent.rglob("*.py"):
+        tree = ast.parse(file.read_text("utf-8"))
+        used |= _texts(tree, "exchange", 1)
+        for name, position in (("agreed", 1), ("disk_failures", 2), ("_all_write", 0)):
+            used |= {f"whether the disk failed while {doing}" for doing in _texts(tree, name, position)}
+    assert used == set(PURPOSES), "list what is given to Group.exchange in shardwise/comm/group.py, and nothing else"

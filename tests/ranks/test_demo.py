@@ -1,10 +1,14 @@
-"""The demo from its command line: it learns, continues, stops on a signal, and prints a sample."""
+"""The demo: it learns, continues, stops on a signal, and prints a sample.
+
+One plugin and all signals from the command line; the others in one launch, since a launch takes many seconds.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -25,17 +29,23 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _command(text: Path, out: Path, options: str) -> list[str]:
-    folders = ["--data", str(text), "--out", str(out)]
-    return [sys.executable, "-m", "shardwise", "demo", *folders, *SMALL.split(), *options.split()]
+def _options(text: Path, out: Path, options: str) -> list[str]:
+    return ["--data", str(text), "--out", str(out), *SMALL.split(), *options.split()]
 
 
-def _demo(text: Path, out: Path, options: str) -> str:
+def _shardwise(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "shardwise", *arguments]
+
+
+def _output(command: list[str]) -> str:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = _command(text, out, options)
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def _demo(text: Path, out: Path, options: str) -> str:
+    return _output(_shardwise("demo", *_options(text, out, options)))
 
 
 def _state(out: Path) -> dict[str, int]:
@@ -48,44 +58,91 @@ def _bits(output: str) -> list[float]:
     return [float(found) for found in re.findall(r"validation: ([\d.]+) bits per byte", output)]
 
 
-@pytest.mark.parametrize("plugin", ["low_level_zero --stage 2", "gemini", "fsdp"])
-def test_it_learns_and_continues(text: Path, tmp_path: Path, plugin: str) -> None:
-    first = _demo(text, tmp_path, f"--plugin {plugin} --steps 30 --learning-rate 0.01")
+def _learned(first: str) -> float:
     start, end = _bits(first)
     assert start > 7 and end < start - 2
     assert "sample, after the prompt" in first and "step 30/30" in first
-    second = _demo(text, tmp_path, f"--plugin {plugin} --steps 30 --learning-rate 0.01")
+    return end
+
+
+def _continued(second: str, end: float, out: Path) -> None:
     assert "resumed at step 30, which was the last one: training 30 steps further, to 60" in second
     # What was loaded is what was saved: the same held-out text gives the same loss.
     assert _bits(second)[0] == pytest.approx(end, abs=0.002)
-    assert _state(tmp_path)["step"] == 60
+    assert _state(out)["step"] == 60
 
 
-def test_another_plugin_and_number_of_ranks_continue(text: Path, tmp_path: Path) -> None:
-    first = _demo(text, tmp_path, "--plugin ddp --nproc 1 --steps 20 --learning-rate 0.01")
-    second = _demo(text, tmp_path, "--plugin low_level_zero --stage 1 --nproc 2 --steps 40 --learning-rate 0.01")
-    assert "resumed at step 20 (saved by ddp on 1 ranks) of 40" in second
-    assert _bits(second)[0] == pytest.approx(_bits(first)[1], abs=0.002)
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_saves_and_exits(text: Path, tmp_path: Path, number: signal.Signals) -> None:
-    command = _command(text, tmp_path, "--steps 100000")
+def _stopped(command: list[str], number: signal.Signals, log_path: Path, out: Path) -> tuple[str, dict[str, int]]:
+    """What is shown and saved by a run that gets a signal at its first line of progress."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     # A file rather than a pipe: nobody reads while the demo runs.
-    with (tmp_path.parent / f"{tmp_path.name}.log").open("w+", encoding="utf-8") as log:
+    with log_path.open("w+", encoding="utf-8") as log:
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
         try:
             deadline = time.monotonic() + 120
-            while "step " not in Path(log.name).read_text("utf-8") and time.monotonic() < deadline:
-                assert process.poll() is None, Path(log.name).read_text("utf-8")
+            while not re.search("^step ", log_path.read_text("utf-8"), re.M) and time.monotonic() < deadline:
+                assert process.poll() is None, log_path.read_text("utf-8")
                 time.sleep(0.2)
             process.send_signal(number)
-            assert process.wait(60) == 128 + number, Path(log.name).read_text("utf-8")
+            assert process.wait(60) == 128 + number, log_path.read_text("utf-8")
         finally:
             process.kill()
             process.wait()
-        shown = Path(log.name).read_text("utf-8")
-    state = _state(tmp_path)
+        shown = log_path.read_text("utf-8")
+    state = _state(out)
     assert f"stopping after step {state['step']}" in shown and "Traceback" not in shown
+    return shown, state
+
+
+def test_it_learns_and_continues_with_other_plugins_and_numbers_of_ranks(text: Path, tmp_path: Path) -> None:
+    """One run after the other on one folder; the last one is told to terminate, saves and exits."""
+    out = tmp_path / "out"
+    options = "--plugin low_level_zero --stage 2 --steps 30 --learning-rate 0.01"
+    end = _learned(_demo(text, out, options))
+    second = _demo(text, out, options)
+    _continued(second, end, out)
+
+    third = _demo(text, out, "--plugin ddp --nproc 1 --steps 80 --learning-rate 0.01")
+    assert "resumed at step 60 (saved by low_level_zero on 2 ranks) of 80" in third
+    assert _bits(third)[0] == pytest.approx(_bits(second)[1], abs=0.002)
+    before = _state(out)
+    assert before["step"] == 80
+
+    last = "--plugin low_level_zero --stage 1 --nproc 2 --steps 100000 --learning-rate 0.01"
+    command = _shardwise("demo", *_options(text, out, last))
+    shown, state = _stopped(command, signal.SIGTERM, tmp_path / "log", out)
+    assert "resumed at step 80 (saved by ddp on 1 ranks) of 100000" in shown
+    assert _bits(shown)[0] == pytest.approx(_bits(third)[1], abs=0.002)
+    assert state["step"] > 80 and state["windows"] - before["windows"] == (state["step"] - 80) * 8
+
+
+def test_ctrl_c_saves_and_exits(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = _shardwise("demo", *_options(text, out, "--steps 100000"))
+    _, state = _stopped(command, signal.SIGINT, tmp_path / "log", out)
     assert state["windows"] == state["step"] * 8
+
+
+@pytest.fixture(scope="module")
+def several(text: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, Path]]:
+    """What runs printed, and their folders."""
+    folder = tmp_path_factory.mktemp("several")
+    runs = [("gemini", "0.01"), ("gemini", "0.01"), ("fsdp", "0.01"), ("fsdp", "0.01"), ("low_level_zero", "1e6")]
+    options = [f"--plugin {plugin} --steps 30 --learning-rate {rate}" for plugin, rate in runs]
+    arguments = [shlex.join(_options(text, folder / run[0], each)) for run, each in zip(runs, options, strict=True)]
+    script = str(Path(__file__).with_name("demo_several.py"))
+    printed = _output(_shardwise("run", "--nproc", "2", script, *arguments)).split("== --data")[1:]
+    return [(shown, folder / run[0]) for shown, run in zip(printed, runs, strict=True)]
+
+
+@pytest.mark.parametrize(("index", "plugin"), [(0, "gemini"), (2, "fsdp")])
+def test_it_learns_and_continues(several: list[tuple[str, Path]], index: int, plugin: str) -> None:
+    (first, out), (second, _) = several[index : index + 2]
+    assert out.name == plugin and f"parameters; {plugin}, " in first
+    _continued(second, _learned(first), out)
+
+
+def test_a_training_that_diverges_stops_on_all_ranks_and_saves_nothing(several: list[tuple[str, Path]]) -> None:
+    shown, out = several[4]
+    assert len(re.findall("refused: --learning-rate 1000000.0: the loss is (?:nan|inf) at step", shown)) == 2
+    assert "\nsaved " not in shown and list(out.iterdir()) == []

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engine_setup import PLANS, adam, check, one_mesh, seeded, sharded
+from engine_setup import PLANS, adam, check, data, one_mesh, seeded, sharded
 from torch import Tensor, nn
 
 from shardwise.mesh import Mesh
-from shardwise.plan import Plan
+from shardwise.plan import ByNumel, Plan, zero
 from shardwise.testing import run_ranks
 from shardwise.testing.modules import TinyGpt
 
@@ -64,3 +64,67 @@ def test_compiled_equals_uncompiled(name: str, backend: str, ways: list[str]) ->
     for way in ways:
         for result in results:
             check([result[way]], result["none"], f"{name}, {way}, {backend}", rtol=1e-9)
+
+
+# ---- parameters of modules that are not called
+
+
+class Reader(nn.Module):
+    """Calls one child, and reads a matrix, a vector of one element and a scalar of two others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called, self.read, self.scales = nn.Linear(6, 6), nn.Linear(6, 6), nn.Module()
+        self.scales.scalar = nn.Parameter(torch.ones(()))
+        self.scales.single = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(nn.functional.linear(self.called(x), self.read.weight))
+        scaled: Tensor = x * self.scales.scalar * self.scales.single
+        return scaled
+
+
+class Readers(nn.Module):
+    """Two blocks of one class, which share compiled code, and a root that reads a child's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList([Reader(), Reader()]), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.linear(x, self.head.weight)
+
+
+def read_without_call(plan: Plan, mesh: Mesh, way: str) -> dict[str, Tensor]:
+    torch._dynamo.reset()
+    model = seeded(Readers)
+    with sharded(model, adam(model), plan, mesh) as session:
+        if way == "blocks":
+            for block in model.blocks:
+                block.compile(backend="eager")
+        call = torch.compile(session.module, backend="eager") if way == "whole" else session.module
+        for step in range(3):
+            session.backward(call(data(mesh.rank, step)).pow(2).sum())
+            session.optimizer.step()
+        return dict(session.module.state_dict())
+
+
+def reads_of_each_plan(cases: dict[str, tuple[Plan, str]]) -> dict[str, dict[str, Tensor]]:
+    with one_mesh(PLANS["zero3"]) as mesh:
+        return {name: read_without_call(plan, mesh, way) for name, (plan, way) in cases.items()}
+
+
+def test_a_compiled_region_reads_parameters_of_modules_that_it_does_not_call() -> None:
+    """At ZeRO-3 they are gathered, also where some are by luck; renewed late at ZeRO-2, they are not last step's."""
+    cases = {
+        "not compiled": (PLANS["zero3"], "none"),
+        "blocks are units": (PLANS["zero3"], "whole"),
+        "tensors are units": (PLANS["zero3_tensor"], "blocks"),
+        "some kept": (PLANS["zero3_straddling"].but(gathered_fraction=0.5), "blocks"),
+        "renewed late": (zero(2).but(packing=ByNumel(chunk_numel=40), gather_on_use=True), "blocks"),
+    }
+    for result in run_ranks(2, reads_of_each_plan, cases, timeout=200):
+        for name, found in result.items():
+            check([found], result["not compiled"], name, rtol=1e-9)

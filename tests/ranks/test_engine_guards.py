@@ -226,12 +226,12 @@ def one_rank_makes_no_pass(plan: Plan) -> tuple[str, float]:
 
 
 def test_rank_without_a_backward_pass_is_an_error_on_both() -> None:
-    """Each says what it came for and who came for something else."""
+    """Each says what both came for."""
     results = run_ranks(2, one_rank_makes_no_pass, PLANS["zero2"], timeout=30.0)
-    for rank, purpose in enumerate(("which parameters had gradients", "the gradient norm")):
-        message, seconds = results[rank]
-        assert f"rank {rank} came to exchange {purpose}" in message, message
-        assert f"ranks [{1 - rank}] something else" in message and "leave out a forward or backward pass" in message
+    for message, seconds in results:
+        for rank, purpose in enumerate(("which parameters had gradients", "the gradient norm")):
+            assert f"rank {rank}: {purpose} (" in message, message
+        assert "leave out a forward or backward pass" in message
         assert seconds < 10.0
 
 

@@ -31,8 +31,11 @@ BAD_DEMO = [
     ("--plugin fsdp --precision fp16", "--precision fp16: fsdp"),
     ("--width 10 --heads 4", "--width 10"),
     ("--learning-rate nan", "--learning-rate nan"),
+    ("--learning-rate inf", "--learning-rate inf"),
     ("--data /nowhere/at/all", "/nowhere/at/all: no such folder"),
+    ("--data /dev/null", "/dev/null: is a file"),
     ("--out /dev/null", "--out /dev/null"),
+    ("--out /dev/null/below", "--out /dev/null/below: cannot be made (Not a directory)"),
     ("--nonsense", "--nonsense"),
 ]
 BAD_RUN = [
@@ -40,7 +43,7 @@ BAD_RUN = [
     ("--max-restarts -1 SCRIPT", "--max-restarts -1"),
     ("/nowhere.py", "/nowhere.py: no such file"),
     ("--nnodes 2 SCRIPT", "--nnodes 2"),
-    ("", "script"),
+    ("", "the following arguments are required: script (see"),
 ]
 
 
