@@ -77,6 +77,9 @@ class MemoryMeter:
 
     def enter(self) -> None:
         """A forward pass begins; :meth:`leave` ends it, and :meth:`leave_all` whatever was not left."""
+        if self._depth == 0:
+            # Every pass that ended well was looked at; what is left is of one that failed, or of before.
+            self._tracker.take_peak()
         self._tracker.__enter__()
         self._depth += 1
 

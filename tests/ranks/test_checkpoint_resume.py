@@ -87,7 +87,10 @@ def test_every_model_goes_on_bit_for_bit(tmp_path: Path, plan: str, models: list
     _check(tmp_path, 2, [(model, "adamw", plan, plan) for model in models])
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "two"])
+@pytest.mark.parametrize(
+    "optimizer",
+    ["adamw", pytest.param("sgd", marks=pytest.mark.campaign), pytest.param("two", marks=pytest.mark.campaign)],
+)
 def test_every_tier_continues_every_other(tmp_path: Path, optimizer: str) -> None:
     names = ["zero3", "host", "disk", "zero3"]
     cells = [("gpt", optimizer, save, load) for save, load in pairwise(names)]
@@ -160,7 +163,8 @@ def _means(by_rank: list[list[list[float]]]) -> list[list[float]]:
     return [[sum(step) / BATCHES for step in zip(*runs, strict=True)] for runs in zip(*by_rank, strict=True)]
 
 
-RESHARDS = [(1, 4), (4, 3), (3, 2), (2, 1)]
+LARGE = pytest.mark.campaign
+RESHARDS = [(4, 3), (2, 1), pytest.param(1, 4, marks=LARGE), pytest.param(3, 2, marks=LARGE)]
 CASES = [
     ("gpt", "adamw", "zero3", ["zero1", "zero3", "straddling", "tensor", "disk", "mixed", "ddp"]),
     ("unused", "two", "mixed", ["zero2", "disk"]),

@@ -1,0 +1,157 @@
+"""A declared device capacity with fixed homes: who does not fit is told so, on every rank, and nothing is lost."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from auto_setup import BLOCK_BYTES, PLAIN, Found, Stack, auto, model_data, plan_of, train, watch, x_of
+from engine_setup import one_mesh, sharded
+
+from shardwise.build import Session, build
+from shardwise.memory.ledger import DeviceMemoryError
+from shardwise.memory.tier import Tier
+from shardwise.plan import TierPlan, on_device, zero
+from shardwise.testing import run_ranks
+
+EVERYTHING = 8 * BLOCK_BYTES
+
+
+def fixed(capacity: int | None, param: float = 0.0, state: float = 0.0) -> TierPlan:
+    return dataclasses.replace(
+        on_device(), device_capacity_bytes=capacity, param_host_fraction=param, state_host_fraction=state
+    )
+
+
+def attempts(shared: bool | None) -> dict[str, Any]:
+    """What each placement makes of one capacity: a state's digest, or the error's message."""
+    found: dict[str, Any] = {}
+    with one_mesh(zero(3).but(shared_memory=shared)) as mesh:
+        limit = EVERYTHING + 7 * BLOCK_BYTES
+        plans = {
+            "no limit": plan_of(shared_memory=shared),
+            "all on the device": plan_of(fixed(limit // mesh.size), shared_memory=shared),
+            "always gathered": plan_of(
+                fixed(limit, param=0.0, state=1.0), shared_memory=shared, gathered_fraction=1.0, reduce="last"
+            ),
+            "auto": plan_of(auto(limit), shared_memory=shared),
+        }
+        for name, plan in plans.items():
+            try:
+                found[name] = train(lambda: Stack(PLAIN), plan, mesh, steps=3)
+            except DeviceMemoryError as error:
+                found[name] = str(error)
+    return found
+
+
+@pytest.mark.parametrize("ranks, shared", [(1, None), (2, None), (2, False)])
+def test_auto_finishes_what_fixed_homes_cannot(ranks: int, shared: bool | None) -> None:
+    for found in run_ranks(ranks, attempts, shared):
+        assert isinstance(found["auto"], Found) and isinstance(found["no limit"], Found)
+        assert found["auto"].losses == found["no limit"].losses and found["auto"].state == found["no limit"].state
+        assert 0 < found["auto"].peak <= EVERYTHING + 7 * BLOCK_BYTES
+        message = found["all on the device"]
+        assert "the model and its optimizers needs" in message or "masters and optimizer state" in message
+        for kind in ("masters and optimizer state", "gradients", "parameter shards", "state_host_fraction"):
+            assert kind in message, message
+        assert "too much" in found["always gathered"] and "whole" not in found["auto"].state
+
+
+def too_large_a_batch(shared: bool | None) -> dict[str, Any]:
+    """A step fails for its batch; smaller ones go on from where training was."""
+    found: dict[str, Any] = {}
+    torch.manual_seed(0)
+    limit = EVERYTHING + 8 * BLOCK_BYTES
+    states = []
+    with one_mesh(zero(3).but(shared_memory=shared)) as mesh:
+        for tiers in (fixed(None), fixed(limit, param=1.0, state=1.0), auto(limit)):
+            torch.manual_seed(0)
+            model = Stack(PLAIN)
+            plan = plan_of(tiers, shared_memory=shared)
+            with sharded(model, torch.optim.AdamW(model.parameters(), lr=1e-2), plan, mesh) as session:
+                for step in range(4):
+                    if tiers.device_capacity_bytes is not None and step in (0, 2):
+                        before = session.module.state_dict()
+                        with pytest.raises(DeviceMemoryError) as error:
+                            one_step(session, step, rows=400)
+                        found["message"] = str(error.value)
+                        del error  # with it go the activations that its frames hold
+                        session.optimizers[0].zero_grad()
+                        after = session.module.state_dict()
+                        assert all(torch.equal(before[name], after[name]) for name in before)
+                    one_step(session, step, rows=4)
+                    assert tiers.device_capacity_bytes is None or model_data(session) <= limit
+                states.append({n: v.clone() for n, v in session.module.state_dict().items()})
+    found["same"] = [all(torch.equal(states[0][n], other[n]) for n in other) for other in states[1:]]
+    return found
+
+
+def one_step(session: Session, step: int, rows: int) -> None:
+    session.backward(session.module(x_of(session.mesh.rank, step, rows)).square().mean())
+    session.optimizers[0].step()
+
+
+@pytest.mark.parametrize("ranks, shared", [(1, None), (2, None), (2, False)])
+def test_training_goes_on_with_a_smaller_batch(ranks: int, shared: bool | None) -> None:
+    for found in run_ranks(ranks, too_large_a_batch, shared, timeout=40):
+        assert found["same"] == [True, True]
+        assert "activations and the rest: " in found["message"] and "smaller micro-batch" in found["message"]
+
+
+def at_build() -> dict[str, Any]:
+    """State that does not exist yet is counted when the model is sharded."""
+    found: dict[str, Any] = {}
+    parameters = sum(p.numel() * 4 for p in Stack(PLAIN).parameters())
+    for name, kind, states in (("sgd", torch.optim.SGD, 0), ("adam", torch.optim.Adam, 2)):
+        for room in (-1000, 1000):
+            model = Stack(PLAIN)
+            optimizer = kind(model.parameters(), lr=0.1)
+            gradients = 2 * BLOCK_BYTES
+            plan = plan_of(fixed(parameters * (1 + states) + gradients + room))
+            try:
+                session = build(model, optimizer, plan)
+            except DeviceMemoryError:
+                found[f"{name} {room}"] = "refused"
+                continue
+            found[f"{name} {room}"] = session.engine.state_bytes(Tier.DEVICE), dict(optimizer.state)
+            session.close()
+            session.mesh.close()
+    return found
+
+
+def test_optimizer_state_is_foreseen() -> None:
+    found = run_ranks(1, at_build)[0]
+    for name in ("sgd", "adam"):
+        assert found[f"{name} -1000"] == "refused"
+        assert found[f"{name} 1000"] == ((0, 0), {})  # and looking leaves nothing
+
+
+def ample(param: float, state: float) -> tuple[Found, Found]:
+    plan = plan_of(fixed(None, param, state))
+    limited = plan_of(fixed(40 * BLOCK_BYTES, param, state))
+    return tuple(train(lambda: Stack(PLAIN), each, None) for each in (plan, limited))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("param, state", [(0.0, 0.0), (0.5, 0.0), (0.0, 0.5), (1.0, 1.0)])
+def test_a_limit_changes_no_bits_and_its_accounts_are_true(param: float, state: float) -> None:
+    for free, limited in run_ranks(1, ample, param, state):
+        assert free.state == limited.state and free.losses == limited.losses
+        assert free.peak == 0 < limited.peak <= 40 * BLOCK_BYTES
+
+
+def wrong_accounts() -> None:
+    torch.manual_seed(0)
+    model = Stack(PLAIN)
+    plan = plan_of(fixed(40 * BLOCK_BYTES))
+    with sharded(model, torch.optim.AdamW(model.parameters()), plan) as session:
+        found = Found(orders=[[]], budgets=[[]])
+        watch(session, found)
+        session.engine.ledger._holders["gradients"] = lambda: 0
+        with pytest.raises(AssertionError, match="bytes are accounted"):
+            one_step(session, 0, 4)
+
+
+def test_the_count_notices_wrong_accounts() -> None:
+    run_ranks(1, wrong_accounts)
