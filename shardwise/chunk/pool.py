@@ -17,7 +17,7 @@ from shardwise.chunk.chunk import Chunk
 from shardwise.chunk.layout import UnitSpec
 from shardwise.chunk.policy import Trace, choose_victim, next_units
 from shardwise.comm import Group
-from shardwise.memory.ledger import Ledger
+from shardwise.memory.ledger import KEPT, Ledger
 from shardwise.memory.sizes import size_text
 
 __all__ = ["ArrayPool", "ChunkPool"]
@@ -164,7 +164,7 @@ class ChunkPool:
         self.moved_bytes = 0
         """Bytes of gathered chunks that acquires had to fetch so far."""
         ledger.watch("gathered parameters", lambda: self.gathered_bytes)
-        ledger.watch("idle arrays", self.arrays.idle_bytes)
+        ledger.watch(KEPT, self.arrays.idle_bytes)
         ledger.watch("arrays still read", self.arrays.read_bytes)
         ledger.spare(self.arrays.drop)
         ledger.spare(self._drop_idle)

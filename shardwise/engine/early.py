@@ -99,7 +99,7 @@ class EarlyUpdates:
     @torch.no_grad()
     def _run(self, state: ChunkGrads, reduced: torch.Tensor, factor: float) -> None:
         # The user's hooks run in step(), once.
-        with self._stepper._without_hooks(), self._stepper.groups() as groups:
+        with self._stepper.without_hooks(), self._stepper.groups() as groups:
             for tile in self._tiles[state.spec.index]:
                 if not self.in_place:
                     self._undo.append(self._keep(tile))

@@ -265,6 +265,11 @@ class Engine:
                 f"no_sync() with reduce={self.plan.shard.reduce!r}: this plan keeps only gradient shards (ZeRO-2/3); "
                 "call backward several times before step instead, gradients add up"
             )
+        if self.plan.streams_gradients and self.plan.grad.average == "mean":
+            raise ValueError(
+                f"no_sync() with update={self.plan.grad.update!r} and average='mean': the last pass is updated with before "
+                "their number is known; use average='sum' and divide the loss, or update='step'"
+            )
         return self.passes.no_sync()
 
     # ---- parameters

@@ -198,12 +198,12 @@ class GatherHooks:
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Note:
         if type(tensor) is not torch.Tensor and type(tensor) is not nn.Parameter:
-            return tensor
+            return tensor.detach()  # itself it would hold the graph that saves it, which would never be freed
         if tensor.layout is not torch.strided:
-            return tensor
+            return tensor.detach()
         chunk = self.pool.by_storage.get(tensor.untyped_storage()._cdata)
         if chunk is None or tensor.dtype != chunk.spec.dtype:
-            return tensor
+            return tensor.detach()
         return _Note(chunk, tensor.size(), tensor.stride(), tensor.storage_offset(), chunk.generation)
 
     def _unpack(self, saved: torch.Tensor | _Note) -> torch.Tensor:

@@ -252,9 +252,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: ``max_norm`` is not positive.
+            RuntimeError: gradients are not kept (``update="backward"`` without clipping and loss scale).
         """
         if not max_norm > 0:
             raise ValueError(f"max_norm={max_norm}: give a positive norm")
+        if self.engine.plan.streams_gradients:
+            raise RuntimeError(
+                f"clip_grad_by_norm({max_norm}) with update={self.engine.plan.grad.update!r}: gradients may have been "
+                "used already; clip by GradPlan(max_norm=...), or use update='step'"
+            )
         inverse = 1.0 / self.divisor()
         norm = global_norm(self._reduced(), norm_type, self.engine.mesh.shard, inverse) * self._clip
         if math.isfinite(norm):

@@ -199,7 +199,7 @@ class TileStepper:
         optimizer = self.optimizer
         probe = nn.Parameter(torch.zeros(2, dtype=like.dtype, device=like.device))
         probe.grad = torch.zeros_like(probe)
-        with self._without_hooks(), self.groups() as groups:
+        with self.without_hooks(), self.groups() as groups:
             self._call(groups[0], [Piece(probe, 0, 0, 0, 0, 2)])
         kept = optimizer.state.pop(probe, {})
         entries = [value for value in kept.values() if isinstance(value, torch.Tensor) and value.shape == probe.shape]
@@ -226,7 +226,8 @@ class TileStepper:
     def state_bytes(self, tier: Tier) -> int:
         """Optimizer state of the tiles whose home is ``tier``."""
         pieces = [piece for tile in self.tiles if tile.state.tier is tier for piece in tile.pieces]
-        held = [value for piece in pieces for value in self.optimizer.state.get(piece.value, {}).values()]
+        # Another thread may be updating.
+        held = [value for piece in pieces for value in list(self.optimizer.state.get(piece.value, {}).values())]
         return sum(value.nbytes for value in held if isinstance(value, torch.Tensor))
 
     @contextmanager
@@ -250,13 +251,14 @@ class TileStepper:
         optimizer = self.optimizer
         for hook in optimizer._optimizer_step_pre_hooks.values():
             hook(optimizer, (), {})
-        with self._without_hooks():
+        with self.without_hooks():
             yield
         for hook in optimizer._optimizer_step_post_hooks.values():
             hook(optimizer, (), {})
 
     @contextmanager
-    def _without_hooks(self) -> Iterator[None]:
+    def without_hooks(self) -> Iterator[None]:
+        """The user's step hooks do not run inside."""
         optimizer = self.optimizer
         before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
         optimizer._optimizer_step_pre_hooks = OrderedDict()

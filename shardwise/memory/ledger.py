@@ -9,9 +9,10 @@ import torch
 from shardwise.memory.sizes import size_text
 from shardwise.memory.tracker import Tracker
 
-__all__ = ["REST", "DeviceMemoryError", "Ledger"]
+__all__ = ["KEPT", "REST", "DeviceMemoryError", "Ledger"]
 
 REST = "activations and the rest"
+KEPT = "idle arrays"
 
 ADVICE = {
     "parameter shards": "let parameters be at home on the host (param_host_fraction, Gemini's offload_param_frac)",
@@ -102,7 +103,8 @@ class Ledger:
         """
         if self.capacity_bytes is None:
             return
-        total = self.model_bytes() + rest_bytes
+        # What is only kept for reuse would have made room, as an allocator's cache does.
+        total = sum(size for kind, size in self.held().items() if kind not in (REST, KEPT)) + rest_bytes
         if total > self.capacity_bytes:
             what = f"{when} {REST} took up to {size_text(rest_bytes)} on {self.device}"
             raise DeviceMemoryError(self._message(what, total))

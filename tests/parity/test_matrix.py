@@ -73,7 +73,7 @@ class Matrix:
 def matrix(request: pytest.FixtureRequest) -> Matrix:
     """The rows that this session selected."""
     items = [item for item in request.session.items if isinstance(item, pytest.Function)]
-    return Matrix([i.callspec.params["row"] for i in items if "row" in getattr(i, "fixturenames", ())])
+    return Matrix([i.callspec.params["row"] for i in items if "matrix" in getattr(i, "fixturenames", ())])
 
 
 @pytest.mark.parametrize("row", ROWS, ids=label)

@@ -144,7 +144,7 @@ def test_a_limit_changes_no_bits_and_its_accounts_are_true(param: float, state: 
 def wrong_accounts() -> None:
     torch.manual_seed(0)
     model = Stack(PLAIN)
-    plan = plan_of(fixed(40 * BLOCK_BYTES))
+    plan = plan_of(fixed(40 * BLOCK_BYTES, param=1.0))
     with sharded(model, torch.optim.AdamW(model.parameters()), plan) as session:
         found = Found(orders=[[]], budgets=[[]])
         watch(session, found)
