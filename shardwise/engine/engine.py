@@ -267,8 +267,8 @@ class Engine:
             )
         if self.plan.streams_gradients and self.plan.grad.average == "mean":
             raise ValueError(
-                f"no_sync() with update={self.plan.grad.update!r} and average='mean': updates begin before the number of "
-                "passes is known; use average='sum' and divide the loss, or update='step'"
+                f"no_sync() with update={self.plan.grad.update!r} and average='mean': updates begin before the number "
+                "of passes is known; use average='sum' and divide the loss, or update='step'"
             )
         return self.passes.no_sync()
 
