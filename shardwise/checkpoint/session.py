@@ -87,6 +87,7 @@ class Checkpointer:
         self.wait()
         engine, mesh = self._session.engine, self._session.mesh
         engine.passes.recover()
+        engine.undo_early("a checkpoint")
         engine.pool.settle()
         given = Given(step, self.steps, lr_schedulers, data_position, user_state)
         owner = CheckpointRoot(os.fspath(root), self._files) if mesh.rank == 0 else None

@@ -184,6 +184,20 @@ class EarlyUpdates:
                 restore()
         self.forget()
 
+    def undo_for(self, what: str) -> None:
+        """``what`` reads or writes all values between backward and step: they become those of the last step again.
+
+        Raises:
+            RuntimeError: updates were made in place.
+        """
+        self.wait()
+        if self.in_place and (self.updated or self.anywhere):
+            raise RuntimeError(
+                f"{what} between backward() and step(): {len(self.updated)} chunks have the next step's values already "
+                "(update='backward'); call step() first"
+            )
+        self.rollback()
+
     def forget(self) -> None:
         """The step is over."""
         self._undo.clear()

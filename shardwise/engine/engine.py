@@ -173,6 +173,11 @@ class Engine:
             observer = EarlyObserver(self._early, lambda: 1.0 / self.passes.loss_scale)
             self.reducer.observer, self.passes.before_pass = observer, observer.before_pass
 
+    def undo_early(self, what: str) -> None:
+        """Before all values are read or written; see :meth:`EarlyUpdates.undo_for`."""
+        for each in self._early.values():
+            each.undo_for(what)
+
     def forget_early(self) -> None:
         """Masters were replaced: what was updated ahead of its step no longer matters."""
         for each in self._early.values():
@@ -288,6 +293,7 @@ class Engine:
     @torch.no_grad()
     def write_back(self) -> None:
         """Take changed gathered parameters over into shards and masters, each rank its own part of them."""
+        self.undo_early("taking over gathered parameters")
         group = self.mesh.shard
         group.fence()
         for chunk in self.chunks:

@@ -100,6 +100,7 @@ class ShardedModule(nn.Module):
                 compute dtype.
         """
         engine = self._engine
+        engine.undo_early("a state")
         engine.pool.settle()
         names = engine.guards.state_names()
         for chunk in engine.chunks:

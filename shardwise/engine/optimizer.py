@@ -275,6 +275,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Full state on every rank, keyed as plain torch keys it, and ``scaler`` if there is one. Collective."""
+        self.engine.undo_early("a state")
         full = self._full.collect()
         if self.scaler is not None:
             full["scaler"] = self.scaler.state_dict()

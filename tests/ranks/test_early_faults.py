@@ -20,7 +20,7 @@ from engine_setup import one_mesh, sharded
 from tier_setup import digest
 from torch import Tensor, nn
 
-from shardwise.build import Session
+from shardwise.build import Session, build
 from shardwise.engine.early import EarlyObserver, EarlyUpdates
 from shardwise.mesh import Mesh
 from shardwise.plan import ByTensor, zero
@@ -434,3 +434,28 @@ def test_ranks_without_anything_to_update_stop_with_the_others() -> None:
         assert "before the next one" in found[0]
         assert "change learning rates" in found[1]
         assert "cannot be put back" in found[2]
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 100.0])
+def test_a_state_between_backward_and_step_is_that_of_the_last_step(max_norm: float) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(6, 6)
+    plan = zero(2).but(update="backward", max_norm=max_norm)
+    session = build(model, torch.optim.AdamW(model.parameters(), lr=0.1), plan)
+    before = session.module.state_dict()
+    session.backward(session.module(torch.ones(2, 6)).sum())
+    if max_norm == 0.0:
+        with pytest.raises(RuntimeError, match=r"a state between backward\(\) and step\(\)"):
+            session.module.state_dict()
+    else:
+        assert all(torch.equal(value, before[name]) for name, value in session.module.state_dict().items())
+    assert session.optimizer is not None
+    session.optimizer.step()
+    plain = nn.Linear(6, 6)
+    plain.load_state_dict(before)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    plain(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    after = session.module.state_dict()
+    session.close()
+    torch.testing.assert_close(after["weight"], plain.weight.detach(), rtol=1e-6, atol=0)
