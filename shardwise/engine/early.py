@@ -192,9 +192,10 @@ class EarlyUpdates:
         """
         self.wait()
         if self.in_place and (self.updated or self.anywhere):
+            advice = "call step() first" if self._failure is None else f"{self._failure!r}: load a checkpoint"
             raise RuntimeError(
                 f"{what} between backward() and step(): {len(self.updated)} chunks have the next step's values already "
-                "(update='backward'); call step() first"
+                f"(update='backward'); {advice}"
             )
         self.rollback()
 

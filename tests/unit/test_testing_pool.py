@@ -225,11 +225,8 @@ def test_oracle_refuses_uneven_ranks() -> None:
         train_plain(case.factory, case.loss, sgd, [*make_batches(case, 1, steps=1), *make_batches(case, 2, steps=1)])
 
 
-def test_live_bytes_count_storages_once() -> None:
-    # What earlier tests left in cycles behind cycles must not go while this one counts.
-    before = -1
-    while (now := live_tensor_bytes()) != before:
-        before = now
+def count_storages() -> None:
+    before = live_tensor_bytes()
     x = torch.zeros(1000, requires_grad=True)
     views = [x[:10], x.detach().view(10, 100), torch.zeros(1).expand(5000)]
     assert live_tensor_bytes() - before == 4000 + 4
@@ -239,3 +236,9 @@ def test_live_bytes_count_storages_once() -> None:
     assert sum(tensor is x for tensor in live_tensors()) == 1
     del x, views
     assert live_tensor_bytes() == before
+
+
+def test_live_bytes_count_storages_once() -> None:
+    # In a fresh process: what earlier tests left behind must not go while this one counts.
+    with RankPool(1) as pool:
+        pool.run(count_storages)
