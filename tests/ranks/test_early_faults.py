@@ -295,7 +295,7 @@ def failing_updates() -> dict[str, Any]:
             finally:
                 Broken.fails = False
             if name == "in place":
-                with pytest.raises(RuntimeError, match="ArithmeticError.*load a checkpoint"):
+                with pytest.raises(RuntimeError, match=r"ArithmeticError.*load a checkpoint"):
                     full_state(session)
                 with pytest.raises(ArithmeticError):  # for good, not only while it lasts
                     own.step()
