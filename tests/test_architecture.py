@@ -28,7 +28,9 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("engine",),
     ("checkpoint",),
     ("build",),
-    ("booster", "lightning", "zero", "deepspeed", "nn"),
+    ("booster", "zero", "deepspeed", "nn"),
+    ("strategies",),  # Lightning's, built once for both of its packages; they translate with the front-ends below
+    ("lightning", "pytorch_lightning", "huggingface"),
     ("cli",),  # the demo trains through the public front-end
 )
 # Outside the order: `testing` may import anything, and nothing may import it; the package's own two files start it.
