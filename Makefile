@@ -1,7 +1,7 @@
 # Everything runs from a plain Python and make: each target first makes .venv and installs what it needs, once.
 # A second run finds the stamp and starts at once. PYTHON=... chooses the interpreter, VENV=... the folder.
 .DEFAULT_GOAL := help
-.PHONY: help demo test faults lint types arch bench clean venv dev
+.PHONY: help demo test campaign faults lint types arch bench clean venv dev
 
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
 PYTHON ?= $(shell for p in python3 python3.12 python3.11; do $$p -c '$(SUPPORTED)' 2>/dev/null && echo $$p && break; done)
@@ -13,14 +13,16 @@ INSTALL := $(PIP) install --quiet --progress-bar off -c constraints.txt
 DEMO ?=
 BENCH ?=
 TESTS ?= tests
+WORKERS ?= 2
 KILLS ?= 1000
 
 help:
-	@echo "make demo    train a byte-level GPT over 2 ranks (DEMO='--plugin low_level_zero --stage 2' passes options on)"
-	@echo "make test    run the tests (TESTS=tests/unit for a part)"
-	@echo "make faults  kill ranks during saves (KILLS=1000), and count what was lost"
-	@echo "make lint    ruff        make types   mypy --strict        make arch   layers and budgets"
-	@echo "make bench   compare with the peers (installs them)        make clean  remove .venv and caches"
+	@echo "make demo      train a byte-level GPT over 2 ranks (DEMO='--plugin low_level_zero --stage 2' passes options)"
+	@echo "make test      run the tests (TESTS=tests/unit for a part; WORKERS=1 for one file at a time)"
+	@echo "make campaign  run the larger sets, for hours (TESTS=tests/parity for a part)"
+	@echo "make faults    kill ranks during saves (KILLS=1000), and count what was lost"
+	@echo "make lint      ruff        make types   mypy --strict        make arch   layers and budgets"
+	@echo "make bench     compare with the peers (installs them)        make clean  remove .venv and caches"
 
 $(VENV)/.made:
 	@"$(or $(PYTHON),none)" -c '$(SUPPORTED)' 2>/dev/null || { \
@@ -51,8 +53,13 @@ dev: $(VENV)/.dev
 demo: $(VENV)/.runtime
 	@$(BIN)/shardwise demo $(DEMO)
 
+# Two processes share the test files, since ranks idle while the caller compares, and the other way round.
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest $(TESTS)
+	$(BIN)/python -m pytest --workers $(WORKERS) $(TESTS)
+
+# The full products of the parity matrix, of tiers and of checkpoints.
+campaign: $(VENV)/.dev
+	$(BIN)/python -m pytest --workers $(WORKERS) -m campaign $(TESTS)
 
 # Ranks killed at random moments of saves, re-saves, purges and asynchronous saves; the last line says what was lost.
 faults: $(VENV)/.dev

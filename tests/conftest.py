@@ -1,18 +1,29 @@
-"""Shared by all tests: one thread, fixed seeds, and no rank processes left when the session ends."""
+"""Shared by all tests: one thread, fixed seeds, no rank processes left when the session ends, and the slowest files."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 
 import pytest
+import side_by_side
 import torch
 
 from shardwise.testing import close_pools
+
+SHOWN_FILES, QUIET_SECONDS = 10, 60.0
+"""After a run of more than a minute the slowest files are shown: all of them have ten minutes, on two cores."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    side_by_side.add_options(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     text = "campaign: the larger sets; `pytest -m campaign` (hours) selects them, nothing else does"
     config.addinivalue_line("markers", text)
+    config.pluginmanager.register(Clock(), "seconds-by-file")
+    side_by_side.configure(config)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -22,6 +33,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("campaign")]
+
+
+class Clock:
+    """Adds up the seconds of each test file, and shows the slowest at the end."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.seconds[report.nodeid.split("::")[0]] += report.duration
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if sum(self.seconds.values()) > QUIET_SECONDS:
+            terminalreporter.section("slowest files")
+            slowest = sorted(self.seconds, key=self.seconds.__getitem__, reverse=True)
+            for name in slowest[:SHOWN_FILES]:
+                terminalreporter.write_line(f"{self.seconds[name]:5.0f} s  {name}")
 
 
 @pytest.fixture(scope="session", autouse=True)

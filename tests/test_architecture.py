@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,15 @@ PUBLISHED_SIGNATURES: set[tuple[str, str]] = {
     (f"{PACKAGE}.deepspeed.entry", "initialize"),
     (f"{PACKAGE}.deepspeed.schedules", "OneCycle.__init__"),
     (f"{PACKAGE}.deepspeed.zero", "Init.__init__"),
+    (f"{PACKAGE}.strategies.colossalai", "ColossalAI.__init__"),
+    (f"{PACKAGE}.strategies.deepspeed", "DeepSpeed.__init__"),
+    (f"{PACKAGE}.strategies.fully_sharded", "FullyShardedStrategy.__init__"),
+    (f"{PACKAGE}.zero.init_ctx.init_context", "ZeroInitContext.__init__"),
+    (f"{PACKAGE}.zero.sharded_model.sharded_model_v2", "ShardedModelV2.__init__"),
+    (f"{PACKAGE}.zero.sharded_optim.sharded_optim_v2", "ShardedOptimizerV2.__init__"),
 }
+# Module paths that others published.
+PUBLISHED_MODULES = {f"{PACKAGE}.zero.sharded_model.utils"}
 # Functions above MAX_FUNCTION lines (never above HARD_FUNCTION), each with its reason.
 LONG_FUNCTIONS: dict[tuple[str, str], str] = {}
 
@@ -180,7 +189,7 @@ def check_sizes(source: Source) -> list[str]:
     length = len(source.text.splitlines())
     if length > MAX_FILE:
         complaints.append(f"{source.name}: {length} lines, the budget is {MAX_FILE}")
-    if source.name.rsplit(".", 1)[-1] in VAGUE_NAMES:
+    if source.name.rsplit(".", 1)[-1] in VAGUE_NAMES and source.name not in PUBLISHED_MODULES:
         complaints.append(f"{source.name}: name the module after what is in it")
     for name, node in functions(source.tree):
         limit = HARD_FUNCTION if (source.name, name) in LONG_FUNCTIONS else MAX_FUNCTION
@@ -279,8 +288,18 @@ def read(folder: Path, prefix: str) -> list[Source]:
     return [Source(names[p], p.read_text("utf-8"), modules, p.name == "__init__.py") for p in paths]
 
 
-OURS = read(ROOT / PACKAGE, PACKAGE)
-AROUND = [source for name in ("tests", "examples", "benchmarks") for source in read(ROOT / name, name)]
+@cache
+def ours() -> list[Source]:
+    """The package; parsed at the first test that wants it, since collecting happens in every worker."""
+    return read(ROOT / PACKAGE, PACKAGE)
+
+
+@cache
+def around() -> list[Source]:
+    """Tests, examples and benchmarks."""
+    return [source for name in ("tests", "examples", "benchmarks") for source in read(ROOT / name, name)]
+
+
 PACKAGE_CHECKERS: tuple[Checker, ...] = (
     check_layers,
     check_sizes,
@@ -292,27 +311,27 @@ PACKAGE_CHECKERS: tuple[Checker, ...] = (
 
 
 def test_there_is_something_to_check() -> None:
-    assert {f"{PACKAGE}.plan", f"{PACKAGE}.cli.main"} <= {source.name for source in OURS}
+    assert {f"{PACKAGE}.plan", f"{PACKAGE}.cli.main"} <= {source.name for source in ours()}
 
 
 @pytest.mark.parametrize("checker", PACKAGE_CHECKERS, ids=lambda checker: checker.__name__)
 def test_package(checker: Checker) -> None:
-    complaints = [complaint for source in OURS for complaint in checker(source)]
+    complaints = [complaint for source in ours() for complaint in checker(source)]
     assert not complaints, "\n" + "\n".join(complaints)
 
 
 def test_no_import_cycle() -> None:
-    assert not find_cycles(OURS)
+    assert not find_cycles(ours())
 
 
 def test_budgets_of_tests_examples_and_benchmarks() -> None:
-    complaints = [complaint for source in AROUND for complaint in check_sizes(source)]
+    complaints = [complaint for source in around() for complaint in check_sizes(source)]
     assert not complaints, "\n" + "\n".join(complaints)
 
 
 def test_exceptions_are_still_needed() -> None:
-    known = {(source.name, name): node for source in OURS for name, node in functions(source.tree)}
-    present = {source.name for source in OURS}
+    known = {(source.name, name): node for source in ours() for name, node in functions(source.tree)}
+    present = {source.name for source in ours()}
     listed = {*PUBLISHED_SIGNATURES, *LONG_FUNCTIONS}
     assert not {entry for entry in listed if entry[0] in present and entry not in known}
 

@@ -4,19 +4,32 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.comm import Group
+from shardwise.comm import Buffer, Group
 
 __all__ = ["gather_shards"]
+
+KEPT_NUMEL = 1 << 14
+"""Shards of at most so many elements pass through a buffer that the group keeps, one for each dtype: making a buffer
+takes the ranks several exchanges, and a state has many small tensors."""
 
 
 def gather_shards(group: Group, shard: torch.Tensor) -> torch.Tensor:
     """All ranks' equally long 1-D ``shard`` tensors (any float dtype) in rank order, a new tensor. Collective."""
     if group.size == 1:
         return shard.clone()
-    staging = group.buffers([(shard.numel(), shard.dtype)])[0]
+    staging = _staging(group, shard.numel(), shard.dtype)
     staging.local.copy_(shard)
     group.fence()
     out = torch.empty(group.size * shard.numel(), dtype=shard.dtype, device=shard.device)
     group.all_gather(out, staging).wait()
     group.fence()
     return out
+
+
+def _staging(group: Group, numel: int, dtype: torch.dtype) -> Buffer:
+    if numel > KEPT_NUMEL:
+        return group.buffers([(numel, dtype)])[0]
+    if dtype not in group.staging:
+        group.staging[dtype] = group.buffers([(KEPT_NUMEL, dtype)])[0]
+    group.staging[dtype].resize(numel)
+    return group.staging[dtype]

@@ -33,7 +33,8 @@ __all__ = ["RankError", "RankPool", "close_pools", "run_ranks"]
 
 T = TypeVar("T")
 
-_PRELOAD = ["torch", "torch.distributed", "shardwise.testing.worker"]
+# Every optimizer brings torch._dynamo, which takes as long to import as torch.
+_PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "shardwise.testing.worker", "shardwise.build"]
 _START_SECONDS = 120.0
 _GROUP_SECONDS = 600.0  # the pool's own time-out ends a hang much earlier
 _GRACE_SECONDS = 0.3  # after one rank raised, for the others to raise as well

@@ -13,6 +13,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 import traceback
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from shardwise.testing.transport import Task, dump, find_function, load
 
@@ -114,14 +116,28 @@ def _prepare(where: Rendezvous) -> io.TextIOWrapper:
     threading.Thread(target=_leave_with_parent, args=(where.directory,), daemon=True).start()
     torch.set_num_threads(1)
     gc.freeze()  # what the server process imported is left out of the collection before every task
+    timeout = timedelta(seconds=where.timeout_seconds)
     dist.init_process_group(
-        where.backend,
-        init_method=f"file://{where.directory}/store",
-        rank=where.rank,
-        world_size=where.world_size,
-        timeout=timedelta(seconds=where.timeout_seconds),
+        where.backend, store=_store(where, timeout), rank=where.rank, world_size=where.world_size, timeout=timeout
     )
     return stacks
+
+
+def _store(where: Rendezvous, timeout: timedelta) -> Store:
+    """A store that rank 0 serves at a port of the system's choice, and writes into the directory for the others.
+
+    A file as the store would be polled every 10 ms, a few times for every group that a task makes.
+    """
+    found = Path(where.directory) / "port"
+    if where.rank == 0:
+        store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timeout, wait_for_workers=False)
+        part = found.with_suffix(".part")
+        part.write_text(str(store.port))
+        part.rename(found)
+        return store
+    while not found.exists():  # the pool ends this rank where rank 0 never writes it
+        time.sleep(0.001)
+    return TCPStore("127.0.0.1", int(found.read_text()), is_master=False, timeout=timeout, wait_for_workers=False)
 
 
 def _collect_garbage(modules_before: int) -> None:

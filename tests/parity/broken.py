@@ -139,8 +139,8 @@ def _masters_rounded() -> _Patch:
     """The fp32 weights lose what 16 bits do not hold."""
 
     def make(real: Any) -> Any:
-        def publish(self: Engine) -> None:
-            real(self)
+        def publish(self: Engine, *args: Any, **how: Any) -> None:
+            real(self, *args, **how)
             for state in self.states.values():
                 if state.master is not None:
                     state.master.copy_(state.master.bfloat16())
@@ -183,8 +183,8 @@ def _replicas_drift() -> _Patch:
     """Rank 1's parameters move away in the last bit, which no tolerance would show."""
 
     def make(real: Any) -> Any:
-        def publish(self: Engine) -> None:
-            real(self)
+        def publish(self: Engine, *args: Any, **how: Any) -> None:
+            real(self, *args, **how)
             if dist.get_rank() == 1:
                 for chunk in self.chunks:
                     if chunk.full is not None:

@@ -1,4 +1,4 @@
-"""Where model data is at home changes no bit of any gradient or parameter: ten steps under every mix of tiers.
+"""Where model data is at home changes no bit of any gradient or parameter: steps under every mix of tiers.
 
 Each row is trained without offload and under several mixes of device, host and disk. By default every pair of values
 of two factors occurs, every mix with every value, and every optimizer and model with state in memory and on the disk;
@@ -25,6 +25,7 @@ from tests.parity.tiers import (
     FILLED,
     MIXES,
     OPTIMIZERS,
+    STEPS,
     TierRow,
     TierRun,
     default_rows,
@@ -43,8 +44,8 @@ ROWS = sorted(default_rows(), key=lambda row: (row.row["ranks"], row.row["plan"]
 class Trainings:
     """Runs the selected rows in batches and keeps results until they are asked for."""
 
-    def __init__(self, rows: Sequence[TierRow], directory: Path, batch: int = BATCH) -> None:
-        self._batch = batch
+    def __init__(self, rows: Sequence[TierRow], directory: Path, batch: int = BATCH, steps: int | None = None) -> None:
+        self._batch, self._steps = batch, steps
         self._waiting = {row.label: row for row in rows}
         self._done: dict[str, list[list[TierRun]]] = {}
         self.directory = directory
@@ -57,7 +58,8 @@ class Trainings:
         return self._done.pop(row.label)
 
     def _run(self, rows: Sequence[TierRow]) -> None:
-        settings = [setting_of(r.row, mix, str(self.directory)) for r in rows for mix in (None, *r.mixes)]
+        where = str(self.directory)
+        settings = [setting_of(r.row, mix, where, self._steps) for r in rows for mix in (None, *r.mixes)]
         by_rank: list[list[TierRun]] = run_ranks(settings[0].world_size, train_tiers, settings, timeout=180.0)
         at = 0
         for row in rows:
@@ -210,7 +212,7 @@ def test_every_mix_with_every_model(plan: str, ranks: str, numbers: str, tmp_pat
     rows = _campaign_row(plan, ranks, numbers, random.Random(f"{plan} {ranks} {numbers}"))
     if not rows:
         pytest.skip(f"{plan} needs 4 ranks")
-    trainings = Trainings(rows, tmp_path, batch=2)  # each with every mix
+    trainings = Trainings(rows, tmp_path, batch=2, steps=STEPS)  # each with every mix
     failures: list[str] = []
     for row in rows:
         _collect(failures, lambda row=row: test_tiers_change_no_bit(trainings, row))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle, islice
 from typing import Any
 from unittest import mock
 
@@ -42,7 +43,8 @@ KNOBS: dict[str, dict[str, Any]] = {
     "usual": {},
     "threads": {"state_buffers": 5, "param_buffers": 5, "threads": 2, "queue_depth": 2},
 }
-STEPS = 10
+STEPS, STEPS_OF_THREE = 10, 4
+"""By default rows of three micro-batches make fewer steps."""
 
 BASE: dict[str, tuple[str, ...]] = {
     "plan": ("ddp", "zero1", "zero2", "zero3", "by_tensor", "by_search", "hybrid3"),
@@ -143,8 +145,9 @@ def tier_plan(mix: str, directory: str, knobs: str = "usual") -> TierPlan:
     return replace(on_device(), disk=DiskPlan(**(fields | KNOBS[knobs])), **shares)
 
 
-def setting_of(row: Row, mix: str | None, directory: str, steps: int = STEPS) -> Setting:
+def setting_of(row: Row, mix: str | None, directory: str, steps: int | None = None) -> Setting:
     """What a row trains under ``mix``; ``None``: without offload."""
+    steps = steps or (STEPS if row["micro"] == "1x" else STEPS_OF_THREE)
     setting = replace(make_setting({**FILLED, **row}), steps=steps)
     if mix is None:
         return setting
@@ -162,6 +165,12 @@ THREE_RANKS: list[Row] = [
 _JUDGED = ("plan", "ranks", "numbers", "micro", "clip", "transport", "knobs")
 
 
+def _goes(row: Row) -> bool:
+    """Like :func:`~tests.parity.matrix.allowed`; by default four ranks are for hybrid sharding, which needs them."""
+    of_four = row.get("plan", "hybrid3") == "hybrid3" and row.get("micro") != "3x_no_sync"
+    return allowed(row) and (row.get("ranks") != "4" or of_four)
+
+
 def _kind(mix: str) -> str:
     """Whether the state of a mix is on the disk at all."""
     return "disk" if MIXES[mix][3] else "memory"
@@ -177,9 +186,9 @@ def default_rows() -> list[TierRow]:
     """Every pair of values of two base factors; every mix with every such value; every optimizer and every model with
     state in memory and on disk."""
     models, optimizers = list(MODELS), list(OPTIMIZERS)
-    bases = [*cover(BASE, allowed), *THREE_RANKS]
-    while len(bases) < len(models):
-        bases.append(bases[len(bases) % 7])
+    bases = [*cover(BASE, _goes), *THREE_RANKS]
+    of_two = cycle(base for base in list(bases) if base["ranks"] == "2")
+    bases += islice(of_two, max(0, len(models) - len(bases)))
     rows = []
     for index, base in enumerate(bases):
         optimizer = optimizers[index % len(optimizers)]

@@ -17,7 +17,7 @@ from shardwise.checkpoint.session import Checkpointer
 from shardwise.plan import ByNumel, ByTensor, DiskPlan, Plan, ScalerPlan, TierPlan, on_device, replicated, zero
 from shardwise.testing import MODELS, ModelCase
 
-BATCHES = 12  # a step's, over all ranks: divides by 1, 2, 3 and 4
+BATCHES = 12  # a step's, over all ranks, where runs of different sizes are compared: divides by 1, 2, 3 and 4
 
 SCALER = ScalerPlan(
     initial_scale=256.0,
@@ -104,19 +104,20 @@ class Run:
     schedulers: list[Any]
     dtype: torch.dtype = torch.float32
     noise: bool = True
+    batches: int = BATCHES
 
     def steps(self, first: int, last: int) -> list[float]:
         """The loss summed over this rank's batches, of each step; dropout-like noise from three generators."""
         losses, rank, size = [], self.session.mesh.rank, self.session.mesh.size
         for step in range(first, last):
             total = 0.0
-            for index in range(rank, BATCHES, size):
+            for index in range(rank, self.batches, size):
                 batch = self.case.batch(1000 * step + index, self.dtype)
                 loss = self.case.loss(self.session.module, batch)
                 if self.noise:
                     loss = loss * (1 + 0.1 * (torch.rand(()).item() + random.random() + np.random.rand()))
                 total += float(loss.detach())
-                self.session.backward(loss / (BATCHES // size))
+                self.session.backward(loss / (self.batches // size))
             for optimizer in self.session.optimizers:
                 optimizer.step()
             for scheduler in self.schedulers:
@@ -126,7 +127,7 @@ class Run:
 
 
 def start(session_of: Callable[..., Session], model: str, optimizer: str, plan: Plan, **how: Any) -> Run:
-    """A new run; ``seed`` decides the weights, ``dtype`` what the model is built in."""
+    """A new run: ``seed`` of its weights, ``dtype`` that the model is built in, ``batches`` of a step on all ranks."""
     case = MODELS[model]
     dtype, seed = how.get("dtype", torch.float32), how.get("seed", 0)
     module = case.factory(dtype, seed)
@@ -138,7 +139,8 @@ def start(session_of: Callable[..., Session], model: str, optimizer: str, plan: 
     session = session_of(module, made, plan)
     torch.manual_seed(seed + session.mesh.rank)
     schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(first, 20)]
-    return Run(case, session, Checkpointer(session), schedulers, dtype, how.get("noise", True))
+    batches = how.get("batches", BATCHES)
+    return Run(case, session, Checkpointer(session), schedulers, dtype, how.get("noise", True), batches)
 
 
 def everything(session: Session) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The demo: it learns, continues, stops on a signal, and prints a sample.
 
-One plugin and all signals from the command line; the others in one launch, since a launch takes many seconds.
+Most runs are in one launch, since a launch takes many seconds; those that get a signal come from the command line, and
+a whole one in test_demo_memory.py.
 """
 
 from __future__ import annotations
@@ -42,10 +43,6 @@ def _output(command: list[str]) -> str:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
-
-
-def _demo(text: Path, out: Path, options: str) -> str:
-    return _output(_shardwise("demo", *_options(text, out, options)))
 
 
 def _state(out: Path) -> dict[str, int]:
@@ -94,45 +91,17 @@ def _stopped(command: list[str], number: signal.Signals, log_path: Path, out: Pa
     return shown, state
 
 
-def test_it_learns_and_continues_with_other_plugins_and_numbers_of_ranks(text: Path, tmp_path: Path) -> None:
-    """One run after the other on one folder; the last one is told to terminate, saves and exits."""
-    out = tmp_path / "out"
-    options = "--plugin low_level_zero --stage 2 --steps 30 --learning-rate 0.01"
-    end = _learned(_demo(text, out, options))
-    second = _demo(text, out, options)
-    _continued(second, end, out)
-
-    third = _demo(text, out, "--plugin ddp --nproc 1 --steps 80 --learning-rate 0.01")
-    assert "resumed at step 60 (saved by low_level_zero on 2 ranks) of 80" in third
-    assert _bits(third)[0] == pytest.approx(_bits(second)[1], abs=0.002)
-    before = _state(out)
-    assert before["step"] == 80
-
-    last = "--plugin low_level_zero --stage 1 --nproc 2 --steps 100000 --learning-rate 0.01"
-    command = _shardwise("demo", *_options(text, out, last))
-    shown, state = _stopped(command, signal.SIGTERM, tmp_path / "log", out)
-    assert "resumed at step 80 (saved by ddp on 1 ranks) of 100000" in shown
-    assert _bits(shown)[0] == pytest.approx(_bits(third)[1], abs=0.002)
-    assert state["step"] > 80 and state["windows"] - before["windows"] == (state["step"] - 80) * 8
-
-
-def test_ctrl_c_saves_and_exits(text: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    command = _shardwise("demo", *_options(text, out, "--steps 100000"))
-    _, state = _stopped(command, signal.SIGINT, tmp_path / "log", out)
-    assert state["windows"] == state["step"] * 8
-
-
 @pytest.fixture(scope="module")
 def several(text: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, Path]]:
     """What runs printed, and their folders."""
     folder = tmp_path_factory.mktemp("several")
-    runs = [("gemini", "0.01"), ("gemini", "0.01"), ("fsdp", "0.01"), ("fsdp", "0.01"), ("low_level_zero", "1e6")]
-    options = [f"--plugin {plugin} --steps 30 --learning-rate {rate}" for plugin, rate in runs]
-    arguments = [shlex.join(_options(text, folder / run[0], each)) for run, each in zip(runs, options, strict=True)]
+    runs = {name: f"--plugin {name} --steps 30 --learning-rate 0.01" for name in ("gemini", "fsdp", "low_level_zero")}
+    runs |= {"diverging": "--plugin low_level_zero --steps 30 --learning-rate 1e6"}
+    order = ["gemini", "gemini", "fsdp", "fsdp", "low_level_zero", "diverging"]
+    arguments = [shlex.join(_options(text, folder / name, runs[name])) for name in order]
     script = str(Path(__file__).with_name("demo_several.py"))
     printed = _output(_shardwise("run", "--nproc", "2", script, *arguments)).split("== --data")[1:]
-    return [(shown, folder / run[0]) for shown, run in zip(printed, runs, strict=True)]
+    return [(shown, folder / name) for shown, name in zip(printed, order, strict=True)]
 
 
 @pytest.mark.parametrize(("index", "plugin"), [(0, "gemini"), (2, "fsdp")])
@@ -143,6 +112,31 @@ def test_it_learns_and_continues(several: list[tuple[str, Path]], index: int, pl
 
 
 def test_a_training_that_diverges_stops_on_all_ranks_and_saves_nothing(several: list[tuple[str, Path]]) -> None:
-    shown, out = several[4]
+    shown, out = several[5]
     assert len(re.findall("refused: --learning-rate 1000000.0: the loss is (?:nan|inf) at step", shown)) == 2
     assert "\nsaved " not in shown and list(out.iterdir()) == []
+
+
+def test_signals_stop_it_and_other_plugins_and_numbers_of_ranks_continue(
+    several: list[tuple[str, Path]], text: Path, tmp_path: Path
+) -> None:
+    """What two ranks learned goes on under another plugin on one until SIGTERM, and on two until Ctrl-C."""
+    first, out = several[4]
+    end = _learned(first)
+
+    def stopped(options: str, number: signal.Signals) -> tuple[str, dict[str, int]]:
+        command = _shardwise("demo", *_options(text, out, f"{options} --steps 100000 --learning-rate 0.01"))
+        return _stopped(command, number, tmp_path / "log", out)
+
+    before = _state(out)
+    shown, state = stopped("--plugin ddp --nproc 1", signal.SIGTERM)
+    assert "resumed at step 30 (saved by low_level_zero on 2 ranks) of 100000" in shown
+    assert _bits(shown)[0] == pytest.approx(end, abs=0.002)  # what was loaded is what was saved
+    assert state["step"] > 30 and state["windows"] - before["windows"] == (state["step"] - 30) * 4
+
+    before = state
+    shown, state = stopped("--plugin low_level_zero --stage 1 --nproc 2", signal.SIGINT)
+    assert f"resumed at step {before['step']} (saved by ddp on 1 ranks) of 100000" in shown
+    assert _bits(shown)[0] < _bits(first)[0] - 2
+    assert state["step"] > before["step"]
+    assert state["windows"] - before["windows"] == (state["step"] - before["step"]) * 8

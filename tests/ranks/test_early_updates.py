@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -56,8 +57,16 @@ CASES = [
 
 @pytest.mark.parametrize("ranks, shared", [(1, None), (2, None), (2, False), (4, None)])
 def test_equal_to_updates_in_step(ranks: int, shared: bool | None) -> None:
+    """Every case alone, and a part of them with fewer steps on several ranks."""
     cases = {(1, None): CASES, (2, None): CASES[::3], (2, False): CASES[1::3], (4, None): CASES[::8]}[ranks, shared]
+    cases = [replace(case, steps=case.steps if ranks == 1 else 5) for case in cases]
     check_equal(run_ranks(ranks, both, cases, shared), cases)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("ranks, shared", [(2, None), (2, False), (3, None), (4, None), (4, False)])
+def test_every_case_on_several_ranks(ranks: int, shared: bool | None) -> None:
+    check_equal(run_ranks(ranks, both, CASES, shared, timeout=600.0), CASES)
 
 
 def replicas() -> list[tuple[Seen, Seen]]:

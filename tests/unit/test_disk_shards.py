@@ -11,7 +11,7 @@ from disk_setup import disk_plan
 
 from shardwise.chunk.source import DiskSource, ReadAhead
 from shardwise.comm.group import LocalGroup
-from shardwise.engine.disk_tiles import BufferSizes, DiskTile, run_tiles
+from shardwise.engine.disk_tiles import BufferSizes, DiskTile, TileVisits
 from shardwise.engine.tiles import Piece, Tile
 from shardwise.memory.disk import DiskStore
 
@@ -63,6 +63,7 @@ def test_what_was_read_ahead_is_not_gathered_after_a_write(tmp_path: Path) -> No
 class _NoChunk:
     class spec:
         index = 0
+        optimizer = 0
 
 
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.int8, torch.float64])
@@ -89,7 +90,7 @@ def test_tiles_of_any_sizes_find_their_buffers(depth: int, state_dtype: torch.dt
             buffer.zero_()
             store.write(record, buffer).wait()
             store.give(buffer)
-            tile = Tile(_NoChunk(), None, None, 0, (Piece(value, 0, i, 0, i * 10_000, i * 10_000 + n),))  # type: ignore[arg-type]
+            tile = Tile(_NoChunk(), None, None, 0, (Piece(0, i, 0, i * 10_000, i * 10_000 + n, value),))  # type: ignore[arg-type]
             tiles.append(DiskTile(tile, store, record, optimizer, room))
             tiles[-1].make_room = make_room
         store.commit()
@@ -101,9 +102,16 @@ def test_tiles_of_any_sizes_find_their_buffers(depth: int, state_dtype: torch.dt
             with torch.no_grad():
                 value.add_(1)
 
-        for _ in range(3):
-            run_tiles(tiles, depth, update)
+        visits = TileVisits(tiles, depth)
+        for step in range(3):
+            visits.read_ahead()
+            assert store.idle_buffers(1) == 0
+            # Not in the order in which they were read ahead.
+            for each in random.Random(step).sample(tiles, len(tiles)):
+                visits.visit(each, update)
+            visits.drain()
             store.commit()
+            visits.end_step()
         for each in tiles:
             value = each.tile.pieces[0].value
             assert value.isnan().all()
