@@ -114,9 +114,19 @@ class ByTensor:
 @dataclass(frozen=True, kw_only=True)
 class ByModule:
     """One unit a block (FSDP). ``unit_classes`` names module classes; empty: the entries of every ModuleList/Sequential
-    that hold parameters and are not inside another unit. What no unit holds is grouped by the root's children."""
+    that hold parameters and are not inside another unit. What no unit holds is grouped by the root's children.
+
+    ``unit_names`` names the modules themselves instead. They may be inside each other: a parameter belongs to the
+    innermost. What none holds is packed as by ``ByNumel(rest_numel)``, or where that is ``None`` is one unit."""
 
     unit_classes: tuple[str, ...]
+    unit_names: tuple[str, ...] = ()
+    rest_numel: int | None = None
+
+    def __post_init__(self) -> None:
+        named = not self.unit_names or not self.unit_classes
+        _require(named, f"unit_classes={self.unit_classes} with unit_names={self.unit_names}: give one of them")
+        _require(self.rest_numel is None or self.rest_numel >= 1, f"rest_numel={self.rest_numel}: give >= 1 elements")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +157,7 @@ class ShardPlan:
         prefetch: how many units are gathered ahead of their use, once the order is known.
         reduce: ``"every"`` backward pass reduces and keeps only the shard (ZeRO-2/3); ``"last"`` keeps whole
             gradients so that ``no_sync`` passes cost no communication (DDP, ZeRO-1).
+        kept: names of parameters that stay gathered, whatever the budget.
     """
 
     packing: Packing
@@ -154,6 +165,7 @@ class ShardPlan:
     gathered_budget_bytes: int | None
     prefetch: int
     reduce: Literal["every", "last"]
+    kept: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _require(
@@ -382,6 +394,7 @@ class CommPlan:
         gather_on_use: after a step, parameters that stay gathered are renewed in the background and waited for at their
             first use (until then they read as before the step). ``False``: ``step()`` renews them.
         sync_init: every rank starts from rank 0's parameters and buffers (DDP does the same).
+        predivide: gradients are divided by it before their sum over ranks, and by what is left of their number after.
     """
 
     overlap: bool
@@ -389,6 +402,10 @@ class CommPlan:
     same_order: bool
     gather_on_use: bool
     sync_init: bool
+    predivide: float = 1.0
+
+    def __post_init__(self) -> None:
+        _require(self.predivide > 0, f"predivide={self.predivide}: give a divisor > 0")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,7 +65,7 @@ class ChunkSpec:
     padded_numel: int
     shard_numel: int
     persistent: bool
-    """Stays gathered whatever the budget (small tensors of ``ByTensor``)."""
+    """Stays gathered whatever the budget (small tensors of ``ByTensor``, and what the plan names)."""
 
     @property
     def padded_bytes(self) -> int:
@@ -158,6 +158,29 @@ def _bins_by_module(facts: Sequence[ParamFact], model: nn.Module, packing: ByMod
     return list(bins.values())
 
 
+def _bins_by_name(facts: Sequence[ParamFact], model: nn.Module, packing: ByModule) -> list[_Bin]:
+    """One bin a named module, for what no named module inside it holds; the rest by size."""
+    modules = {name for name, _ in model.named_modules()}
+    missing = [name for name in packing.unit_names if name not in modules]
+    if missing:
+        raise ValueError(f"unit_names={missing} are no modules of the model; see its named_modules()")
+    innermost_first = sorted(packing.unit_names, key=lambda name: -name.count("."))
+    bins: dict[str, _Bin] = {}
+    rest: list[int] = []
+    for index, fact in enumerate(facts):
+        unit = next((u for u in innermost_first if fact.names[0].startswith(u + ".")), None)
+        if unit is None:
+            rest.append(index)
+        else:
+            bins.setdefault(unit, _Bin([], module=unit)).params.append(index)
+    if packing.rest_numel is None:
+        others = [_Bin(rest)] if rest else []
+    else:
+        found = _bins_by_numel([facts[i] for i in rest], packing.rest_numel)
+        others = [_Bin([rest[i] for i in each.params]) for each in found]
+    return sorted([*bins.values(), *others], key=lambda each: each.params[0])
+
+
 def _bins(facts: Sequence[ParamFact], model: nn.Module, packing: Packing) -> list[_Bin]:
     if isinstance(packing, ByNumel):
         share = -(-sum(f.numel for f in facts) // packing.min_chunks)
@@ -168,7 +191,26 @@ def _bins(facts: Sequence[ParamFact], model: nn.Module, packing: Packing) -> lis
         return _bins_by_numel(facts, numel)
     if isinstance(packing, ByTensor):
         return [_Bin([i], persistent=0 < f.numel <= packing.persist_numel) for i, f in enumerate(facts)]
-    return _bins_by_module(facts, model, packing)
+    return (_bins_by_name if packing.unit_names else _bins_by_module)(facts, model, packing)
+
+
+def _keep(bins: Sequence[_Bin], facts: Sequence[ParamFact], kept: Sequence[str]) -> list[_Bin]:
+    """What is named in ``kept`` in bins of its own.
+
+    Raises:
+        ValueError: no parameter has a name.
+    """
+    stays = set(kept)
+    unknown = stays.difference(*(fact.names for fact in facts))
+    if unknown:
+        raise ValueError(f"kept={sorted(unknown)} are no parameters; the model's are {[f.names[0] for f in facts]}")
+    found = []
+    for bin_ in bins:
+        apart = [index for index in bin_.params if not stays.isdisjoint(facts[index].names)]
+        rest = [index for index in bin_.params if stays.isdisjoint(facts[index].names)]
+        found += [_Bin(rest, bin_.module, bin_.persistent)] if rest else []
+        found += [_Bin(apart, bin_.module, True)] if apart else []
+    return found
 
 
 def _round_up(value: int, multiple: int) -> int:
@@ -188,13 +230,22 @@ def _place(facts: Sequence[ParamFact], params: Sequence[int], itemsize: int) -> 
 
 
 def make_layout(
-    facts: Sequence[ParamFact], model: nn.Module, packing: Packing, shard_size: int, replicate_size: int
+    facts: Sequence[ParamFact],
+    model: nn.Module,
+    packing: Packing,
+    shard_size: int,
+    replicate_size: int,
+    kept: Sequence[str] = (),
 ) -> Layout:
-    """Pack ``facts`` (in module order). Every chunk divides by ``shard_size``, every shard by ``replicate_size``."""
+    """Pack ``facts`` (in module order). Every chunk divides by ``shard_size``, every shard by ``replicate_size``.
+
+    Parameters named in ``kept`` lie in persistent chunks.
+    """
     units: list[UnitSpec] = []
     chunks: list[ChunkSpec] = []
     where: dict[int, tuple[int, Slot]] = {}
-    for unit_index, bin_ in enumerate(_bins(facts, model, packing)):
+    bins = _bins(facts, model, packing)
+    for unit_index, bin_ in enumerate(_keep(bins, facts, kept) if kept else bins):
         keyed: dict[tuple[torch.dtype, bool, int], list[int]] = {}
         for index in bin_.params:
             fact = facts[index]

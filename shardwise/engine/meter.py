@@ -15,7 +15,7 @@ from shardwise.chunk.pool import ChunkPool
 from shardwise.engine.hooks import in_backward
 from shardwise.memory.budget import margin_bytes, model_budget_bytes
 from shardwise.memory.ledger import REST, Ledger
-from shardwise.memory.stats import MemoryRecorder, MemStats
+from shardwise.memory.stats import MemoryRecorder, MemStats, Phase
 from shardwise.memory.tracker import Tracker, make_tracker
 from shardwise.plan import AutoPlan
 
@@ -115,15 +115,29 @@ class MemoryMeter:
         return self._recorder is not None and self._pool is not None and self._pool.in_training
 
     def _before_use(self, _unit: int) -> None:
+        self._tracker.call_above(1 << 62, _nothing)  # what is gathered now is soon known to be model data
         if self._recording:
             self._check("before the next unit")
 
     def _after_use(self, unit: int) -> None:
         if self._recording and self._recorder is not None and self._pool is not None:
-            name = self._pool.units[unit].module or f"unit {unit}"
             kinds = {kind: size for kind, size in self._ledger.held().items() if kind != REST and size}
-            self._recorder.moment(unit, name, "backward" if in_backward() else "forward", sum(kinds.values()), kinds)
+            phase: Phase = "backward" if in_backward() else "forward"
+            self._recorder.moment(unit, self._name(unit), phase, sum(kinds.values()), kinds)
         self._ledger.require(0, "the forward or backward pass")
+        self._make_room_in_time()
+
+    def _make_room_in_time(self) -> None:
+        """While the rest grows, as with a larger batch than the traced one, idle units make room for it.
+
+        Asked again after half of the room is used, since model data grows as well.
+        """
+        free = self._ledger.free_bytes()
+        if free is not None:
+            if free < 0:
+                self._ledger.make_room(0)
+                free = max(self._ledger.free_bytes() or 0, 0)
+            self._tracker.call_above(self._tracker.live_bytes + free // 2, self._make_room_in_time)
 
     def end_step(self, followed: bool) -> None:
         """An update was made. ``followed``: the units were used in the order that was expected."""
@@ -137,15 +151,45 @@ class MemoryMeter:
         elif self.stats is not None:
             self._recorder = None
 
+    def so_far(self) -> MemStats | None:
+        """The step under way, or one that failed, until now; where nothing ran since, the last one that was whole."""
+        found = self._recorder.so_far() if self._recorder is not None else None
+        return found if found is not None and found.moments else self.stats
+
     # ---- placement
 
     def use(self, stats: MemStats) -> None:
-        """Take a trace made earlier for this model, so that no warm-up step is needed."""
+        """Take a trace made earlier for this model, so that no warm-up step is needed.
+
+        Raises:
+            ValueError: its units have other names or sizes.
+        """
+        self._check_units(stats)
         self.stats, self._matches = stats, True
         if self._pool is not None:
             self._pool.expect(stats.order)
         if not self._always:
             self._recorder = None
+
+    def _check_units(self, stats: MemStats) -> None:
+        pool = self._pool
+        if pool is None:
+            return
+        known = {unit: (self._name(unit), pool.sizes[unit]) for unit in range(len(pool.units))}
+        names = {moment.unit: moment.name for moment in stats.moments if moment.unit in stats.order}
+        for unit in sorted(set(stats.order) | set(stats.gathered_bytes)):
+            name, size = known.get(unit, ("no such unit", 0))
+            found = names.get(unit, name), stats.gathered_bytes.get(unit, 0)
+            if unit not in known or found != (name, size):
+                raise ValueError(
+                    f"the trace's unit {unit} is {found[0]!r} of {found[1]} gathered bytes, this model's is {name!r} "
+                    f"of {size} ({len(known)} units in all): give a trace that the same plan recorded for the same "
+                    "model on as many ranks"
+                )
+
+    def _name(self, unit: int) -> str:
+        module = self._pool.units[unit].module if self._pool is not None else None
+        return module or f"unit {unit}"
 
     def budget_bytes(self) -> int:
         """Bytes of gathered parameters that may be on the device at the use that begins (``auto`` only)."""
@@ -174,6 +218,10 @@ class MemoryMeter:
             steady_capacity_ratio=auto.steady_capacity_ratio,
             margin_ratio=auto.margin_ratio,
         )
+
+
+def _nothing() -> None:
+    pass
 
 
 class _Peaks:

@@ -288,6 +288,11 @@ class MemoryRecorder:
         else:
             self._before = max(self._before, peak)
 
+    def so_far(self) -> MemStats:
+        """What the step took until now; it goes on."""
+        self.end_interval()
+        return MemStats(list(self._moments), self.device, self.capacity_bytes, dict(self.gathered_bytes))
+
     def finish(self) -> MemStats:
         """The step is over; the recorder starts anew."""
         self.end_interval()

@@ -1,0 +1,30 @@
+"""Hugging Face's ``accelerate`` and ``transformers.Trainer`` with a shardwise plan.
+
+Nothing of theirs is imported before it is asked for. ``pip install 'shardwise[hf]'`` brings both.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+__all__ = ["Prepared", "ShardwiseAccelerator", "ShardwiseTrainer", "prepare"]
+
+_WHERE = {
+    "Prepared": "shardwise.huggingface.accelerator",
+    "ShardwiseAccelerator": "shardwise.huggingface.accelerator",
+    "ShardwiseTrainer": "shardwise.huggingface.trainer",
+    "prepare": "shardwise.huggingface.accelerator",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+    try:
+        module = import_module(_WHERE[name])
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] not in ("accelerate", "transformers"):
+            raise
+        raise ImportError(f"{name} needs {error.name}: pip install 'shardwise[hf]'") from error
+    return getattr(module, name)

@@ -1,0 +1,383 @@
+"""An ``accelerate.Accelerator`` whose models are sharded by a plan. Everything else is accelerate's own."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from accelerate import Accelerator  # type: ignore[import-untyped]
+from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-untyped]
+from accelerate.scheduler import AcceleratedScheduler  # type: ignore[import-untyped]
+from accelerate.utils import DistributedType, DynamoBackend  # type: ignore[import-untyped]
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from shardwise.build import Session, build
+from shardwise.engine.module import ShardedModule
+from shardwise.engine.optimizer import ShardedOptimizer
+from shardwise.huggingface.precision import with_precision
+from shardwise.mesh import Mesh
+from shardwise.mesh.launch import read_variable
+from shardwise.plan import Plan
+
+__all__ = ["Prepared", "ShardwiseAccelerator", "prepare"]
+
+STATE = "shardwise_{}"  # directories in what save_state writes, one a model
+OWN_SHARDING = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM, DistributedType.XLA)
+
+
+class PreparedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
+    """accelerate's wrapper, which skips steps and ``zero_grad`` between the passes of one update."""
+
+    def __init__(self, optimizer: ShardedOptimizer, session: Session) -> None:
+        super().__init__(optimizer, device_placement=False, scaler=None)
+        self.session = session
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step changed nothing, since a gradient was not finite."""
+        return bool(self.optimizer.last_step_skipped)
+
+
+class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
+    """``Accelerator(plan=...)``: ``prepare`` shards models with their optimizers as the plan says.
+
+    Args:
+        plan: what to do; see :mod:`shardwise.plan`. Gradients of the passes of an update add up (``average="sum"``);
+            accelerate divides the loss by their number.
+        options: those of ``accelerate.Accelerator``, by name. ``mixed_precision`` ``"bf16"`` or ``"fp16"`` gives the
+            plan 16-bit parameters with fp32 masters, in place of autocast; a plan may also say so itself.
+
+    Raises:
+        ValueError: a plan with another average; another parameter dtype than ``mixed_precision``; FSDP, DeepSpeed,
+            Megatron or XLA beside it.
+        NotImplementedError: ``dynamo_backend``, tensor or context parallelism, fp8.
+    """
+
+    _models: list[Any]
+    _optimizers: list[Any]
+    _schedulers: list[Any]
+
+    def __init__(self, *, plan: Plan, mixed_precision: str | None = None, **options: Any) -> None:
+        if plan.grad.average != "sum":
+            raise ValueError(f"a plan with average={plan.grad.average!r}: give 'sum', accelerate divides the loss")
+        wanted = mixed_precision or read_variable("ACCELERATE_MIXED_PRECISION")
+        self.plan = with_precision(plan, wanted)
+        super().__init__(mixed_precision="no", **options)
+        if self.distributed_type in OWN_SHARDING:
+            raise ValueError(f"distributed_type={self.distributed_type} shards by itself: leave it out, or the plan")
+        backend = self.state.dynamo_plugin.backend
+        if backend != DynamoBackend.NO:
+            raise NotImplementedError(f"dynamo_backend={backend} is not available: compile the model's blocks before")
+        parallel = self.parallelism_config
+        if parallel is not None and (parallel.tp_enabled or parallel.cp_enabled or parallel.sp_enabled):
+            raise NotImplementedError(f"parallelism_config={parallel!r} is not available: all ranks are data-parallel")
+        self._mesh: Mesh | None = None
+        self._sessions: list[Session] = []
+
+    # ---- preparing
+
+    def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
+        """As accelerate's. Models come together with their optimizers; one without an optimizer is for inference.
+
+        Args:
+            args: models, optimizers, data loaders, schedulers; anything else is returned as it is.
+            device_placement: for data loaders; models are where the plan has them.
+
+        Raises:
+            ValueError: an optimizer without its model, or of two models.
+            NotImplementedError: an optimizer that keeps state on a disk by itself.
+        """
+        places = list(device_placement) if device_placement is not None else [None] * len(args)
+        if len(places) != len(args):
+            raise ValueError(f"device_placement has {len(places)} entries for {len(args)} objects: give one for each")
+        made = self._shard(
+            [each for each in args if isinstance(each, nn.Module) and self.session_of(each) is None],
+            [each for each in args if isinstance(each, Optimizer) and not isinstance(each, PreparedOptimizer)],
+        )
+        result = []
+        for each, place in zip(args, places, strict=True):
+            if id(each) in made:
+                result.append(made[id(each)])
+            elif isinstance(each, nn.Module):
+                result.append(self.prepare_model(each))
+            elif isinstance(each, Optimizer):
+                result.append(self.prepare_optimizer(each))
+            elif isinstance(each, torch.utils.data.DataLoader):
+                result.append(self.prepare_data_loader(each, device_placement=place))
+            else:
+                result.append(each)
+        # Optimizers are known now, wherever they stand among the arguments.
+        result = [self.prepare_scheduler(each) if isinstance(each, LRScheduler) else each for each in result]
+        return tuple(result) if len(result) > 1 else result[0]
+
+    def _shard(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> dict[int, Any]:
+        """Build a session for each model; what became of each object, by its id."""
+        owners: dict[int, list[Optimizer]] = {id(model): [] for model in models}
+        parameters = {id(model): {id(p) for p in model.parameters()} for model in models}
+        for optimizer in optimizers:
+            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            mine = [key for key, own in parameters.items() if held & own]
+            if len(mine) != 1:
+                raise ValueError(
+                    f"prepare() got {type(optimizer).__name__} with parameters of {len(mine)} of the {len(models)} "
+                    "models beside it: give each optimizer together with its one model"
+                )
+            on_disk = getattr(optimizer, "nvme_offload_fraction", 0.0)
+            if on_disk:
+                raise NotImplementedError(
+                    f"nvme_offload_fraction={on_disk} of {type(optimizer).__name__} is not available: say where "
+                    "state is in the plan (state_disk_fraction)"
+                )
+            owners[mine[0]].append(optimizer)
+        made: dict[int, Any] = {}
+        for model in models:
+            mesh = self._mesh = self._mesh or Mesh.create(self.plan.mesh, torch.device(self.device), self.plan.comm)
+            own = owners[id(model)]
+            session = build(model, own or None, self.plan, mesh)
+            self._sessions.append(session)
+            made[id(model)] = self._adopt(session.module, self._models)
+            for given, sharded in zip(own, session.optimizers, strict=True):
+                made[id(given)] = self._adopt(PreparedOptimizer(sharded, session), self._optimizers)
+        return made
+
+    @staticmethod
+    def _adopt(prepared: Any, among: list[Any]) -> Any:
+        prepared._is_accelerate_prepared = True
+        among.append(prepared)
+        return prepared
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Shard ``model`` without an optimizer; with ``evaluation_mode`` leave it whole on every rank."""
+        session = self.session_of(model)
+        if session is not None:
+            if not any(session.module is each for each in self._models):
+                self._models.append(session.module)
+            return session.module
+        if evaluation_mode:
+            whole: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
+            return whole
+        sharded: nn.Module = self._shard([model], [])[id(model)]
+        return sharded
+
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
+        """Raises:
+        ValueError: it was not prepared together with its model.
+        """
+        if not isinstance(optimizer, PreparedOptimizer):
+            raise ValueError(f"prepare() of {type(optimizer).__name__} alone: give it together with its model")
+        return super().prepare_optimizer(optimizer, device_placement)
+
+    def prepare_scheduler(self, scheduler: LRScheduler) -> Any:
+        """As accelerate's, whether the scheduler was made with the optimizer given to ``prepare`` or returned by it."""
+        if not getattr(scheduler, "_is_accelerate_prepared", False):
+            for each in self._optimizers:
+                layers = (each, each.optimizer, getattr(each.optimizer, "optimizer", None))
+                if any(scheduler.optimizer is layer for layer in layers):
+                    options = {"split_batches": self.split_batches}
+                    options["step_with_optimizer"] = self.step_scheduler_with_optimizer
+                    return self._adopt(AcceleratedScheduler(scheduler, each, **options), self._schedulers)
+        return super().prepare_scheduler(scheduler)
+
+    # ---- passes
+
+    def session_of(self, model: nn.Module) -> Session | None:
+        """The session of a model that was prepared, given as it was or as it came out; ``None`` for others."""
+        inner = model.unwrap() if isinstance(model, ShardedModule) else model
+        return next((session for session in self._sessions if session.module.unwrap() is inner), None)
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Backward pass of ``loss`` divided by the number of passes of an update, times the loss scale.
+
+        Raises:
+            NotImplementedError: several sharded models under a loss scale.
+        """
+        loss = loss / self.gradient_accumulation_steps
+        if len(self._sessions) == 1 and self._sessions[0].optimizer is not None:
+            self._sessions[0].optimizer.backward(loss, **kwargs)
+            return
+        if any(session.plan.precision.scaler is not None for session in self._sessions):
+            raise NotImplementedError(
+                f"backward() through {len(self._sessions)} models with a loss scale is not available: use bf16"
+            )
+        loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Passes inside exchange nothing where the plan keeps whole gradients (DDP, ZeRO-1); elsewhere no effect."""
+        session = self.session_of(model)
+        keeps_whole = session is not None and session.plan.shard.reduce == "last"
+        with session.no_sync() if session is not None and keeps_whole else nullcontext():
+            yield
+
+    def _clipped(self, parameters: Tensor | Iterable[Tensor], call: str) -> ShardedOptimizer | None:
+        """The optimizer whose gradients ``parameters`` are; ``None`` where none is sharded."""
+        given = {id(p) for p in ([parameters] if isinstance(parameters, Tensor) else parameters)}
+        for session in self._sessions:
+            trained = {id(p) for p in session.engine.params if p.requires_grad}
+            if not trained & given:
+                continue
+            if trained - given or len(session.optimizers) != 1:
+                raise NotImplementedError(
+                    f"{call} of {len(trained & given)} of {len(trained)} parameters with {len(session.optimizers)} "
+                    "optimizers is not available: give model.parameters() of a model with one optimizer"
+                )
+            return session.optimizers[0]
+        return None
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor | None:
+        """Clip the global norm of what the next step applies; returns the true norm before (unscaled, over all ranks).
+
+        Between the passes of an update (``sync_gradients`` False) nothing is clipped. Every rank calls it.
+
+        Raises:
+            NotImplementedError: a part of a model's parameters, or a model with several optimizers.
+        """
+        parameters = list(parameters) if not isinstance(parameters, Tensor) else parameters
+        optimizer = self._clipped(parameters, "clip_grad_norm_")
+        if optimizer is None:
+            found: Tensor | None = super().clip_grad_norm_(parameters, max_norm, norm_type)
+            return found
+        limit = float(max_norm) if self.sync_gradients else math.inf
+        return torch.tensor(optimizer.clip_grad_by_norm(limit, float(norm_type)), device=self.device)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Limit every element of what the next step applies. Every rank calls it."""
+        parameters = list(parameters) if not isinstance(parameters, Tensor) else parameters
+        optimizer = self._clipped(parameters, "clip_grad_value_")
+        if optimizer is None:
+            super().clip_grad_value_(parameters, clip_value)
+        elif self.sync_gradients:
+            optimizer.clip_grad_by_value(float(clip_value))
+
+    # ---- models and state
+
+    def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        """The user's own module. It is still the sharded one: use :meth:`get_state_dict` for its values."""
+        if isinstance(model, ShardedModule):
+            model = model.unwrap()
+        plain: nn.Module = super().unwrap_model(model, *args, **kwargs)
+        return plain
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The full state in host memory on the main process, ``{}`` on the others; fp32 where there are masters.
+
+        Collective.
+        """
+        session = self.session_of(model)
+        if session is None:
+            state: dict[str, Any] = super().get_state_dict(model, unwrap)
+            return state
+        kept: dict[str, Any] = {}
+        given, copied = None, None
+        for name, value in session.module.full_state():
+            if not self.is_main_process:
+                continue
+            if value is not given:  # a tied parameter comes under all its names in a row
+                # A copy of its own: parameters of one chunk share their memory, which files of tensors do not allow.
+                given, copied = value, value.to("cpu", copy=True) if isinstance(value, Tensor) else value
+            kept[name] = copied
+        return {name: kept[name] for name in session.module.state_layout() if name in kept}
+
+    @contextmanager
+    def _set_aside(self) -> Iterator[None]:
+        """accelerate sees no sharded model and optimizer inside."""
+        models, optimizers = self._models, self._optimizers
+        self._models = [each for each in models if self.session_of(each) is None]
+        self._optimizers = [each for each in optimizers if not isinstance(each, PreparedOptimizer)]
+        try:
+            yield
+        finally:
+            self._models, self._optimizers = models, optimizers
+
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> str:
+        """As accelerate's; models and optimizers as checkpoints of ours, for any plan and number of ranks. Collective.
+
+        Returns:
+            The directory.
+        """
+        with self._set_aside():
+            written: str = super().save_state(output_dir, safe_serialization, **kwargs)
+        for index, session in enumerate(self._sessions):
+            session.checkpoints.save(written, STATE.format(index))
+        return written
+
+    def load_state(
+        self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        """Take over what :meth:`save_state` wrote for the same models. Collective."""
+        found: list[str] = []
+        handle = self.register_load_state_pre_hook(lambda models, directory: found.append(os.fspath(directory)))
+        try:
+            with self._set_aside():
+                super().load_state(input_dir, load_kwargs, **kwargs)
+        finally:
+            handle.remove()
+        for index, session in enumerate(self._sessions):
+            session.checkpoints.load(os.path.join(found[0], STATE.format(index)))
+
+    def free_memory(self, *objects: Any) -> Any:
+        """As accelerate's; sharded models among ``objects`` are done with."""
+        for each in objects:
+            session = self.session_of(each) if isinstance(each, nn.Module) else None
+            if session is not None:
+                self._sessions.remove(session)
+                session.close()
+        return super().free_memory(*objects)
+
+    def close(self) -> None:
+        """Remove the hooks from all models and give back what the ranks share."""
+        while self._sessions:
+            self._sessions.pop().close()
+        if self._mesh is not None:
+            self._mesh.close()
+            self._mesh = None
+
+    def end_training(self) -> None:
+        """:meth:`close`, then accelerate's, which ends the process group."""
+        self.close()
+        super().end_training()
+
+
+class Prepared(NamedTuple):
+    """What :func:`prepare` returns."""
+
+    accelerator: ShardwiseAccelerator
+    model: nn.Module
+    optimizer: Any
+    dataloader: Any
+    scheduler: Any
+
+
+def prepare(
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    dataloader: Any = None,
+    scheduler: Any = None,
+    *,
+    plan: Plan,
+    **options: Any,
+) -> Prepared:
+    """A :class:`ShardwiseAccelerator` and what it makes of the rest; what is ``None`` stays ``None``.
+
+    Args:
+        model: any module.
+        optimizer: of its parameters.
+        dataloader: its batches are divided over the ranks.
+        scheduler: of the optimizer's learning rate.
+        plan: what to do.
+        options: of the accelerator.
+    """
+    accelerator = ShardwiseAccelerator(plan=plan, **options)
+    given = [each for each in (model, optimizer, dataloader, scheduler) if each is not None]
+    made = accelerator.prepare(*given)
+    found = dict(zip(map(id, given), made if len(given) > 1 else (made,), strict=True))
+    others = (found.get(id(each)) for each in (optimizer, dataloader, scheduler))
+    return Prepared(accelerator, found[id(model)], *others)

@@ -1,0 +1,155 @@
+"""``transformers.Trainer`` with a plan: the accelerator is ours, and saving and loading gather or scatter."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer, TrainingArguments
+
+from shardwise.build import Session
+from shardwise.huggingface.accelerator import ShardwiseAccelerator
+from shardwise.plan import Plan
+
+__all__ = ["ShardwiseTrainer"]
+
+STATE = "shardwise"  # the directory in a checkpoint of the Trainer
+
+
+class ShardwiseTrainer(Trainer):
+    """A ``Trainer`` that shards its model and optimizer as ``plan`` says.
+
+    ``save_model`` writes what ``from_pretrained`` reads. Checkpoints hold that, and a checkpoint of ours for model,
+    optimizer, loss scale and schedule, which any plan and number of ranks resumes; those of a plain ``Trainer`` can be
+    resumed too. ``bf16`` and ``fp16`` of the arguments mean 16-bit parameters with fp32 masters, in place of autocast.
+
+    Args:
+        plan: see :mod:`shardwise.plan`.
+
+    The others are those of ``Trainer``.
+
+    Raises:
+        ValueError: arguments that do not go with it: FSDP, DeepSpeed, ``auto_find_batch_size``, ``torch_compile``,
+            evaluation in full 16 bits, several GPUs in one process; a plan that does not keep gradients.
+    """
+
+    def __init__(self, *args: Any, plan: Plan, **kwargs: Any) -> None:
+        self.plan = plan
+        self._mixed_precision: str | None = None
+        self._accelerator_options: dict[str, Any] = {}
+        self._own_dtype: torch.dtype | None = None
+        super().__init__(*args, **kwargs)
+        _check(self.args, plan)
+
+    # ---- the accelerator
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        options = super()._build_accelerator_args(**kwargs)
+        self._mixed_precision = options.pop("mixed_precision", None)
+        self._accelerator_options = dict(options)
+        return {**options, "mixed_precision": "no"}
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """The base's, with our accelerator in its place."""
+        _check(self.args, self.plan)
+        super().create_accelerator_and_postprocess()
+        self.accelerator = ShardwiseAccelerator(
+            plan=self.plan, mixed_precision=self._mixed_precision, **self._accelerator_options
+        )
+        self.gather_function = partial(
+            self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
+        )
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Where the model is goes with the plan; evaluation without training moves it in ``prepare_model``."""
+
+    @property
+    def session(self) -> Session | None:
+        """Of the model, once training has begun."""
+        found: Session | None = self.accelerator.session_of(self.model)
+        return found
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        if self.session is None:
+            parameters = self.model.parameters() if self.model is not None else ()
+            self._own_dtype = next((p.dtype for p in parameters if p.is_floating_point()), None)
+        return super()._prepare_for_training(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    # ---- saving
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model for ``from_pretrained``. Every rank calls it; the main process writes."""
+        session = self.session
+        if session is None:
+            super().save_model(output_dir, _internal_call)
+            return
+        output_dir = str(output_dir if output_dir is not None else self.args.output_dir)
+        state = self.accelerator.get_state_dict(self.model)
+        self._save(output_dir, state_dict=state)
+        written = os.path.isfile(os.path.join(output_dir, "config.json"))
+        if self.args.should_save and written and self._own_dtype is not None:
+            # The values are the masters', whatever the model computes in.
+            config: Any = getattr(self.model, "config", None)
+            config.dtype = str(self._own_dtype).removeprefix("torch.")
+            config.save_pretrained(output_dir)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        session = self.session
+        if session is None:
+            super()._save_optimizer_and_scheduler(output_dir)
+        else:
+            session.checkpoints.save(output_dir, STATE, step=self.state.global_step, lr_schedulers=self._schedulers())
+
+    def _schedulers(self) -> list[Any]:
+        return [] if self.lr_scheduler is None else [self.lr_scheduler]
+
+    # ---- loading
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        session = self.session
+        if model is None and session is not None:
+            model = session.module
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        session = self.session
+        path = None if checkpoint is None else os.path.join(checkpoint, STATE)
+        if session is not None and path is not None and os.path.isdir(path):
+            session.checkpoints.load(path, lr_schedulers=self._schedulers())
+        else:
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_best_model(self) -> None:
+        session, own = self.session, self.model
+        if session is not None:
+            self.model = session.module
+        try:
+            super()._load_best_model()
+        finally:
+            self.model = own
+
+
+def _check(args: TrainingArguments, plan: Plan) -> None:
+    refused = {
+        "fsdp": args.fsdp,
+        "deepspeed": args.deepspeed,
+        "auto_find_batch_size": args.auto_find_batch_size,
+        "torch_compile": args.torch_compile,
+        "fp16_full_eval": args.fp16_full_eval,
+        "bf16_full_eval": args.bf16_full_eval,
+    }
+    given = {name: value for name, value in refused.items() if value}
+    if given:
+        raise ValueError(f"{given} does not go with a plan: leave it out")
+    if args.n_gpu > 1:
+        raise ValueError(f"{args.n_gpu} GPUs in one process: start one process a GPU (shardwise run, or torchrun)")
+    if plan.streams_gradients:
+        raise ValueError(
+            f"a plan with update={plan.grad.update!r} and max_norm={plan.grad.max_norm} keeps no gradients, whose norm "
+            "Trainer logs: use update='step'"
+        )

@@ -1,0 +1,36 @@
+"""ColossalAI's older sharded-model interface (``zero.sharded_model``) on shardwise's engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.zero.init_ctx import ZeroInitContext, no_shard_zero_context, no_shard_zero_decrator
+from shardwise.zero.shard_utils import BucketTensorShardStrategy, TensorShardStrategy
+from shardwise.zero.sharded_model import ShardedModelV2
+from shardwise.zero.sharded_optim import ShardedOptimizerV2
+
+__all__ = [
+    "BucketTensorShardStrategy",
+    "ShardedModelV2",
+    "ShardedOptimizerV2",
+    "TensorShardStrategy",
+    "ZeroInitContext",
+    "convert_to_zero_v2",
+    "no_shard_zero_context",
+    "no_shard_zero_decrator",
+]
+
+
+def convert_to_zero_v2(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    model_config: Mapping[str, Any] | None,
+    optimizer_config: Mapping[str, Any] | None,
+) -> tuple[ShardedModelV2, ShardedOptimizerV2]:
+    """Both wrapped: ``model_config`` are arguments of :class:`ShardedModelV2`, ``optimizer_config`` the optimizer's."""
+    sharded = ShardedModelV2(model, **(model_config or {}))
+    return sharded, ShardedOptimizerV2(sharded, optimizer, **(optimizer_config or {}))

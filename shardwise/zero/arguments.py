@@ -1,0 +1,246 @@
+"""Published arguments of the model and of its optimizer -> Plan: pure, and checked where they are given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from shardwise.plan import (
+    HALF_DTYPES,
+    AutoPlan,
+    ByNumel,
+    ByTensor,
+    CommPlan,
+    GradPlan,
+    MeshPlan,
+    Packing,
+    Plan,
+    PrecisionPlan,
+    ScalerPlan,
+    ShardPlan,
+    TierPlan,
+)
+
+__all__ = ["ModelArguments", "ModelFacts", "OptimizerArguments", "PublishedDefault", "to_plan", "without_effect"]
+
+MIB = 1024 * 1024
+START_SCALE = 2.0**16
+POLICIES = ("cuda", "cpu", "auto")
+AUTO = {"warmup_non_model_ratio": 0.2, "steady_capacity_ratio": 0.9}
+DEFAULT_BUCKET_MB = 25
+
+
+class PublishedDefault(float):
+    """A default value that can be told from the same number given by the caller."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelArguments:
+    """Of ``ShardedModelV2``; see there."""
+
+    reduce_scatter_bucket_size_mb: float = DEFAULT_BUCKET_MB
+    fp32_reduce_scatter: bool = False
+    offload_config: dict[str, str] | None = None
+    gradient_predivide_factor: float | None = 1.0
+    use_memory_tracer: bool = False
+    reuse_fp16_shard: bool = False
+    tensor_placement_policy: str | None = None
+
+    def __post_init__(self) -> None:
+        factor = self.gradient_predivide_factor
+        if factor is not None and not factor > 0:
+            raise ValueError(f"gradient_predivide_factor={factor}: give a divisor > 0, or None to choose it")
+        given = self.offload_config
+        if given is not None and (set(given) != {"device"} or given["device"] not in ("cpu", "cuda", "none", None)):
+            raise ValueError(f"offload_config={given!r}: give {{'device': 'cpu'}}, or None to offload nothing")
+        policy = self.tensor_placement_policy
+        if policy is None:
+            return
+        if policy not in POLICIES:
+            raise ValueError(f"tensor_placement_policy={policy!r}: give one of {', '.join(map(repr, POLICIES))}")
+        if given is not None or self.use_memory_tracer:
+            raise ValueError(
+                f"tensor_placement_policy={policy!r} with offload_config={given!r}, use_memory_tracer="
+                f"{self.use_memory_tracer}: it took their place; give either"
+            )
+
+    @property
+    def cpu_offload(self) -> bool:
+        """Whether gradients, masters and optimizer state may be in host memory."""
+        return self.tensor_placement_policy in ("cpu", "auto") or (self.offload_config or {}).get("device") == "cpu"
+
+    @property
+    def traces(self) -> bool:
+        """Whether steps are traced."""
+        return self.use_memory_tracer or self.tensor_placement_policy == "auto"
+
+    def predivide(self, ranks: int) -> float:
+        """The divisor before the sum. ``None`` means the power of two nearest above the root of the ranks' number."""
+        if self.gradient_predivide_factor is not None:
+            return float(self.gradient_predivide_factor)
+        factor = 1
+        while ranks % factor == 0 and ranks / factor > factor:
+            factor *= 2
+        return float(factor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerArguments:
+    """Of ``ShardedOptimizerV2``; see there."""
+
+    cpu_offload: bool = False
+    gpu_margin_mem_ratio: float = 0.0
+    initial_scale: float = PublishedDefault(2**32)
+    min_scale: float = 1
+    growth_factor: float = 2
+    backoff_factor: float = 0.5
+    growth_interval: float = 1000
+    hysteresis: float = 2
+    max_scale: float = 2**32
+    verbose: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.gpu_margin_mem_ratio <= 1.0:
+            raise ValueError(f"gpu_margin_mem_ratio={self.gpu_margin_mem_ratio}: give a share in [0, 1]")
+        self.scaler()
+
+    def scaler(self) -> ScalerPlan:
+        """The loss scale. Left at its default it starts at 2**16 (within the bounds): from 2**32 the first 15 steps or
+        so are certain to overflow and be skipped."""
+        start = float(self.initial_scale)
+        if isinstance(self.initial_scale, PublishedDefault):
+            start = min(max(min(start, START_SCALE), float(self.min_scale)), float(self.max_scale))
+        return ScalerPlan(
+            initial_scale=start,
+            min_scale=float(self.min_scale),
+            growth_factor=float(self.growth_factor),
+            backoff_factor=float(self.backoff_factor),
+            growth_interval=int(self.growth_interval),
+            hysteresis=int(self.hysteresis),
+            max_scale=float(self.max_scale),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """What the plan depends on beside the arguments.
+
+    Attributes:
+        ranks: all of them.
+        dtype: in which the model computes; ``None``: in its parameters' own.
+        itemsize: bytes of an element in which gradients travel.
+        packing: of what is sharded; ``None`` where nothing is.
+        kept: names of the parameters that stay whole where others are sharded.
+        params_on_host: parameters are in host memory between uses, and the device is another one.
+        capacity_bytes: memory that the device has.
+    """
+
+    ranks: int
+    dtype: torch.dtype | None
+    itemsize: int
+    packing: Packing | None
+    kept: tuple[str, ...]
+    params_on_host: bool
+    capacity_bytes: int
+
+
+def to_plan(model: ModelArguments, optimizer: OptimizerArguments | None, facts: ModelFacts) -> Plan:
+    """The plan that the arguments mean; see also :func:`without_effect`.
+
+    Args:
+        model: of the model.
+        optimizer: of the optimizer; ``None`` where there is none (yet).
+        facts: of the run.
+
+    Raises:
+        RuntimeError: ``cpu_offload`` of the optimizer, with a model that does not offload.
+    """
+    if optimizer is not None and optimizer.cpu_offload and not model.cpu_offload:
+        raise RuntimeError(
+            f"cpu_offload={optimizer.cpu_offload} of the optimizer, but the model has offload_config="
+            f"{model.offload_config!r}: give offload_config={{'device': 'cpu'}} to ShardedModelV2, or drop both"
+        )
+    half = facts.dtype in HALF_DTYPES
+    return Plan(
+        mesh=MeshPlan(dp_shard=-1, dp_replicate=1),
+        shard=_shard(model, facts),
+        precision=PrecisionPlan(
+            param_dtype=facts.dtype,
+            buffer_dtype=facts.dtype,
+            master_weights=True,
+            reduce_dtype=torch.float32 if model.fp32_reduce_scatter and half else None,
+            # A reduced shard is fp32, unless it may take no more room than the parameters' shard.
+            accumulate_dtype=None if model.reuse_fp16_shard or not half else torch.float32,
+            cast_inputs=facts.dtype is not None,
+            output_dtype=None,
+            scaler=optimizer.scaler() if optimizer is not None and facts.dtype is torch.float16 else None,
+        ),
+        grad=GradPlan(max_norm=0.0, norm_type=2.0, average="sum", update="step"),
+        comm=CommPlan(
+            overlap=True,
+            shared_memory=None,
+            same_order=False,
+            gather_on_use=False,
+            sync_init=True,
+            predivide=model.predivide(facts.ranks),
+        ),
+        tiers=_tiers(model, optimizer, facts),
+        verbose=optimizer is not None and optimizer.verbose,
+    )
+
+
+def _shard(model: ModelArguments, facts: ModelFacts) -> ShardPlan:
+    if facts.packing is not None:
+        return ShardPlan(
+            packing=facts.packing,
+            gathered_fraction=0.0,
+            gathered_budget_bytes=None,
+            prefetch=1,
+            reduce="every",
+            kept=facts.kept,
+        )
+    bucket = int(model.reduce_scatter_bucket_size_mb * MIB) // facts.itemsize
+    packing: Packing = ByNumel(chunk_numel=bucket, min_chunks=8) if bucket > 0 else ByTensor(persist_numel=0)
+    return ShardPlan(packing=packing, gathered_fraction=1.0, gathered_budget_bytes=None, prefetch=0, reduce="every")
+
+
+def _tiers(model: ModelArguments, optimizer: OptimizerArguments | None, facts: ModelFacts) -> TierPlan:
+    offloads = optimizer is not None and (optimizer.cpu_offload or model.tensor_placement_policy in ("cpu", "auto"))
+    margin = optimizer.gpu_margin_mem_ratio if optimizer is not None and offloads and model.traces else 0.0
+    by_trace = model.tensor_placement_policy == "auto" or margin > 0.0
+    on_host = facts.packing is not None and (facts.params_on_host or model.tensor_placement_policy == "cpu")
+    plan = TierPlan(
+        param_host_fraction=1.0 if on_host and not by_trace else 0.0,
+        param_disk_fraction=0.0,
+        state_host_fraction=1.0 if offloads and not by_trace else 0.0,
+        state_disk_fraction=0.0,
+        device_capacity_bytes=facts.capacity_bytes if model.traces else None,
+        pin_memory=on_host or offloads or by_trace,
+        disk=None,
+        auto=None,
+    )
+    return replace(plan, auto=AutoPlan(margin_ratio=margin, **AUTO)) if by_trace else plan
+
+
+def without_effect(model: ModelArguments, optimizer: OptimizerArguments | None, facts: ModelFacts) -> list[str]:
+    """The arguments that mean nothing beside the others, each with the reason."""
+    found: list[str] = []
+    bucket = model.reduce_scatter_bucket_size_mb
+    if facts.packing is not None and bucket != DEFAULT_BUCKET_MB:
+        found.append(f"reduce_scatter_bucket_size_mb={bucket}: sharded parameters are reduced as they are gathered")
+    if model.fp32_reduce_scatter and facts.dtype not in HALF_DTYPES:
+        found.append(f"fp32_reduce_scatter={model.fp32_reduce_scatter}: gradients are not 16-bit")
+    if optimizer is not None:
+        asked = model.offload_config is not None and model.cpu_offload
+        if asked and not optimizer.cpu_offload:
+            found.append(
+                f"offload_config={model.offload_config!r} with cpu_offload=False of the optimizer: gradients are "
+                "where their update reads them"
+            )
+        ratio = optimizer.gpu_margin_mem_ratio
+        if ratio > 0.0 and not (model.traces and model.cpu_offload):
+            found.append(
+                f"gpu_margin_mem_ratio={ratio}: it needs use_memory_tracer=True and offload_config={{'device': 'cpu'}}"
+            )
+    return found

@@ -1,0 +1,211 @@
+"""``ZeroInitContext``: marks parameters for sharding as modules are built, without memory for those to be sharded."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules import module as module_hooks
+
+from shardwise.engine.deferred import deferred_init
+from shardwise.zero.process_groups import require_all_ranks
+from shardwise.zero.shard_utils import BaseShardStrategy
+
+__all__ = ["ParameterMark", "ZeroInitContext", "no_shard_zero_context", "no_shard_zero_decrator"]
+
+MARK = "colo_attr"  # the published name
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class ParameterMark:
+    """What the context decided for a parameter, kept as ``parameter.colo_attr``.
+
+    Attributes:
+        param_is_sharded: it will be divided over the ranks between its uses; otherwise every rank keeps it whole.
+        dtype: it will be computed with in this; ``None``: in its own.
+        target_device: where it will be between uses.
+        is_replicated: every rank has the same values.
+    """
+
+    param_is_sharded: bool
+    dtype: torch.dtype | None
+    target_device: torch.device
+    is_replicated: bool = True
+
+
+_ACTIVE: list[ZeroInitContext] = []
+
+
+class ZeroInitContext:
+    """Modules built inside are for :class:`~shardwise.zero.sharded_model.ShardedModelV2`, which does the rest.
+
+    Values stay in the dtype they are made in until the model is sharded, so that the fp32 masters of 16-bit parameters
+    are exact. Every rank must build the same modules from the same seed.
+
+    Args:
+        target_device: where parameters are between uses, as a device, a name or the number of a GPU. The CPU, in a run
+            on GPUs: in host memory.
+        shard_strategy: as for the model.
+        shard_param: parameters are divided over the ranks between uses, and have no memory until the model is sharded;
+            False: every rank keeps them whole (ZeRO-2).
+        rm_torch_payload_on_the_fly: parameters that are not sharded have no memory until then either. Values that
+            ``__init__`` asks for are made for it and forgotten.
+        model_numel_tensor: an integer tensor; the number of elements of all parameters, tied ones once, is added to it
+            at the end.
+        dp_process_group: ``None``, or a group of all ranks.
+        seed: of the initial values, the same on all ranks; the generators are as before afterwards. ``None``: values
+            come from the generators as they are.
+        default_dtype: of tensors made inside.
+        bf16: compute in bfloat16 instead of float16.
+        convert_fp16: False: compute in the dtypes that parameters have.
+
+    Raises:
+        TypeError: ``shard_strategy`` is none.
+        ValueError: ``bf16`` with ``convert_fp16=False``; a ``model_numel_tensor`` that is not one integer.
+        NotImplementedError: ``dp_process_group`` is a part of the ranks.
+    """
+
+    def __init__(
+        self,
+        target_device: torch.device | str | int,
+        shard_strategy: BaseShardStrategy,
+        shard_param: bool = False,
+        rm_torch_payload_on_the_fly: bool = False,
+        model_numel_tensor: torch.Tensor | None = None,
+        dp_process_group: dist.ProcessGroup | None = None,
+        *,
+        seed: int | None = None,
+        default_dtype: torch.dtype | None = None,
+        bf16: bool = False,
+        convert_fp16: bool = True,
+    ) -> None:
+        if not isinstance(shard_strategy, BaseShardStrategy):
+            raise TypeError(f"shard_strategy={shard_strategy!r:.80}: give a TensorShardStrategy() or another instance")
+        if bf16 and not convert_fp16:
+            raise ValueError(f"bf16={bf16} with convert_fp16={convert_fp16}: give one of them")
+        numel = torch.zeros(1, dtype=torch.long) if model_numel_tensor is None else model_numel_tensor
+        if numel.numel() != 1 or numel.is_floating_point() or numel.is_complex():
+            raise ValueError(f"model_numel_tensor of {tuple(numel.shape)} x {numel.dtype}: give one integer")
+        require_all_ranks("dp_process_group", dp_process_group)
+        self.model_numel_tensor, self.shard_strategy = numel, shard_strategy
+        self._rm_on_the_fly, self._seed, self._default_dtype = rm_torch_payload_on_the_fly, seed, default_dtype
+        where = torch.device("cuda", target_device) if isinstance(target_device, int) else torch.device(target_device)
+        dtype = torch.bfloat16 if bf16 else torch.float16 if convert_fp16 else None
+        self._mark = ParameterMark(shard_param, dtype, where)
+        self._seen: dict[int, weakref.ref[nn.Module]] = {}
+        self._stack = ExitStack()
+
+    @property
+    def target_device(self) -> torch.device:
+        """Where parameters are between uses."""
+        return self._mark.target_device
+
+    @property
+    def shard_param(self) -> bool:
+        """Whether parameters that are made now will be sharded."""
+        return self._mark.param_is_sharded
+
+    @property
+    def is_replicated(self) -> bool:
+        """True: all ranks start from the same values."""
+        return self._mark.is_replicated
+
+    def __enter__(self) -> ZeroInitContext:
+        if self in _ACTIVE:
+            raise RuntimeError(f"{self!r} is entered already: make another context for a part inside")
+        with ExitStack() as stack:
+            if self._seed is not None:
+                devices = [self.target_device] if self.target_device.type == "cuda" else []
+                stack.enter_context(torch.random.fork_rng(devices=devices))
+                torch.manual_seed(self._seed)
+            if self._default_dtype is not None:
+                stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+                torch.set_default_dtype(self._default_dtype)
+            if self.shard_param or self._rm_on_the_fly:
+                stack.enter_context(deferred_init())
+            for register in (
+                module_hooks.register_module_parameter_registration_hook,
+                module_hooks.register_module_module_registration_hook,
+                module_hooks.register_module_buffer_registration_hook,
+            ):
+                stack.callback(register(self._notice).remove)
+            _ACTIVE.append(self)
+            stack.callback(_ACTIVE.remove, self)
+            self._stack = stack.pop_all()
+        return self
+
+    def _notice(self, module: nn.Module, name: str, value: object) -> None:
+        if _ACTIVE[-1] is not self:
+            return
+        for each in (module, value):
+            if isinstance(each, nn.Module):
+                self._seen[id(each)] = weakref.ref(each)
+        if isinstance(value, nn.Parameter) and mark_of(value) is None:
+            setattr(value, MARK, self._mark)
+
+    def __exit__(self, *failure: Any) -> None:
+        seen, self._seen = self._seen, {}
+        self._stack.close()
+        if failure[0] is not None:
+            return
+        found: dict[int, nn.Parameter] = {}
+        for module in (reference() for reference in seen.values()):
+            for parameter in module.parameters(recurse=False) if module is not None else ():
+                found[id(parameter)] = parameter
+                if mark_of(parameter) is None:  # put in its place without being registered
+                    setattr(parameter, MARK, self._mark)
+        self.model_numel_tensor += sum(parameter.numel() for parameter in found.values())
+
+    @contextmanager
+    def marking(self, mark: ParameterMark) -> Iterator[None]:
+        """Parameters made inside get ``mark``."""
+        before, self._mark = self._mark, mark
+        try:
+            yield
+        finally:
+            self._mark = before
+
+
+def mark_of(parameter: nn.Parameter) -> ParameterMark | None:
+    """What a context decided for ``parameter``; ``None`` where it was made outside of all."""
+    mark = parameter.__dict__.get(MARK)
+    return mark if isinstance(mark, ParameterMark) else None
+
+
+@contextmanager
+def no_shard_zero_context(is_replicated: bool = True) -> Iterator[None]:
+    """Parameters of modules built inside stay whole on every rank. Outside of :class:`ZeroInitContext`, no effect.
+
+    Raises:
+        NotImplementedError: ``is_replicated=False``, values that differ between ranks (experts).
+    """
+    if not is_replicated:
+        raise NotImplementedError(f"is_replicated={is_replicated} is not available: all ranks hold the same values")
+    if not _ACTIVE:
+        yield
+        return
+    context = _ACTIVE[-1]
+    with context.marking(ParameterMark(False, context._mark.dtype, context.target_device)):
+        yield
+
+
+def no_shard_zero_decrator(is_replicated: bool = True) -> Callable[[F], F]:
+    """A decorator for ``__init__`` (or any function): it runs inside :func:`no_shard_zero_context`."""
+
+    def wrap(function: F) -> F:
+        @functools.wraps(function)
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            with no_shard_zero_context(is_replicated):
+                return function(*args, **kwargs)
+
+        return inside  # type: ignore[return-value]
+
+    return wrap

@@ -1,0 +1,320 @@
+"""``ShardedModelV2``: the published arguments and methods of the sharded model, on a :class:`shardwise.build.Session`.
+
+The session is built when the optimizer is there, since its groups decide the packing; a model that is used before, or
+without one, is sharded then.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwise.build import Session, build
+from shardwise.engine.deferred import adopt
+from shardwise.memory.dump import dump_memory_stats
+from shardwise.memory.ledger import REST
+from shardwise.memory.stats import NO_UNIT, MemStats, Moment
+from shardwise.mesh import Mesh, default_device, init_distributed
+from shardwise.zero.arguments import ModelArguments, ModelFacts, OptimizerArguments, to_plan, without_effect
+from shardwise.zero.init_ctx.init_context import ParameterMark, mark_of
+from shardwise.zero.process_groups import require_all_ranks
+from shardwise.zero.shard_utils import BaseShardStrategy
+
+__all__ = ["ShardedModelV2"]
+
+
+class ShardedModelV2(nn.Module):
+    """A model whose parameters, gradients and optimizer state are divided over the ranks.
+
+    For training it goes with :class:`~shardwise.zero.sharded_optim.ShardedOptimizerV2`, made before the first forward
+    pass: then the masters have the values of the construction in fp32, which is lost where the model was used before.
+
+    Args:
+        module: built inside :class:`~shardwise.zero.init_ctx.ZeroInitContext`.
+        shard_strategy: what is gathered together.
+        process_group: ``None``, or a group of all ranks; likewise the next.
+        reduce_scatter_process_group: see above.
+        reduce_scatter_bucket_size_mb: in MiB; gradients of whole parameters (``shard_param=False``) are reduced in
+            buckets of that size, at 0 or below one by one. Sharded ones are reduced as they are gathered.
+        fp32_reduce_scatter: 16-bit gradients travel in fp32.
+        offload_config: ``{"device": "cpu"}``: gradients wait in host memory for an optimizer with ``cpu_offload=True``.
+        gradient_predivide_factor: gradients are divided by it before they travel and, after their sum over the ranks,
+            by what is left of their number. ``None``: a power of two near its root.
+        use_memory_tracer: trace the memory of each step (on GPUs of the first); see :meth:`dump_memory_stats`. A step
+            that needs more than the device has fails with the accounts.
+        reuse_fp16_shard: reduced gradients are 16-bit and take no more room than the parameters' shard, so each step is
+            one backward pass. Otherwise they are fp32 and add up.
+        tensor_placement_policy: of later releases, instead of ``offload_config`` and ``use_memory_tracer``: ``"cuda"``
+            (nothing in host memory), ``"cpu"`` (parameters, gradients and state) or ``"auto"`` (by the trace).
+
+    Raises:
+        ValueError: a parameter was made outside of ``ZeroInitContext``, or parameters are to have different dtypes or
+            devices; an argument out of range.
+        TypeError: the module is sharded already, or ``shard_strategy`` is none.
+        NotImplementedError: a group of a part of the ranks.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        shard_strategy: BaseShardStrategy,
+        process_group: dist.ProcessGroup | None = None,
+        reduce_scatter_process_group: dist.ProcessGroup | None = None,
+        reduce_scatter_bucket_size_mb: float = 25,
+        fp32_reduce_scatter: bool = False,
+        offload_config: dict[str, str] | None = None,
+        gradient_predivide_factor: float | None = 1.0,
+        use_memory_tracer: bool = False,
+        reuse_fp16_shard: bool = False,
+        *,
+        tensor_placement_policy: str | None = None,
+    ) -> None:
+        super().__init__()
+        if isinstance(module, ShardedModelV2):
+            raise TypeError(f"module is a {type(module).__name__} already: give the plain module")
+        if not isinstance(shard_strategy, BaseShardStrategy):
+            raise TypeError(f"shard_strategy={shard_strategy!r:.80}: give a TensorShardStrategy() or another instance")
+        own: dict[str, Any] = self.__dict__
+        own["arguments"] = ModelArguments(
+            reduce_scatter_bucket_size_mb=reduce_scatter_bucket_size_mb,
+            fp32_reduce_scatter=fp32_reduce_scatter,
+            offload_config=offload_config,
+            gradient_predivide_factor=gradient_predivide_factor,
+            use_memory_tracer=use_memory_tracer,
+            reuse_fp16_shard=reuse_fp16_shard,
+            tensor_placement_policy=tensor_placement_policy,
+        )
+        marks = _marks(module)
+        init_distributed()
+        require_all_ranks("process_group", process_group)
+        require_all_ranks("reduce_scatter_process_group", reduce_scatter_process_group)
+        own["shard_strategy"] = shard_strategy
+        own["_facts"], own["_device"] = _facts(module, marks, shard_strategy, fp32_reduce_scatter)
+        own["_session"], own["_mesh"], own["_told"] = None, None, set()
+        self.module = module
+        self._tell(None)
+
+    # ---- the session
+
+    @property
+    def session(self) -> Session:
+        """What this is a front-end of. Built here, without an optimizer, where there is none yet (collective)."""
+        found: Session | None = self.__dict__["_session"]
+        return found if found is not None else self._build(None, None)
+
+    def attach(self, optimizer: torch.optim.Optimizer, arguments: OptimizerArguments) -> Session:
+        """Shard the model with its optimizer. Collective.
+
+        Raises:
+            RuntimeError: it has one already.
+        """
+        before: Session | None = self.__dict__["_session"]
+        if before is not None and before.optimizer is not None:
+            raise RuntimeError(f"the model has the optimizer {before.optimizer!r:.80} already: make one for each model")
+        to_plan(self.arguments, arguments, self._facts)  # a fault is an error before anything is changed
+        self._tell(arguments)
+        if before is not None:
+            self._whole_again(before)
+        return self._build(optimizer, arguments)
+
+    def _tell(self, optimizer: OptimizerArguments | None) -> None:
+        for each in without_effect(self.arguments, optimizer, self._facts):
+            if each not in self._told:
+                self._told.add(each)
+                warnings.warn(f"no effect of {each}", stacklevel=4)
+
+    def _build(self, optimizer: torch.optim.Optimizer | None, arguments: OptimizerArguments | None) -> Session:
+        own = self.__dict__
+        plan = to_plan(self.arguments, arguments, self._facts)
+        if own["_mesh"] is None:
+            own["_mesh"] = Mesh.create(plan.mesh, self._device, plan.comm)
+        own["_session"] = session = build(self.module, optimizer, plan, own["_mesh"])
+        if self.arguments.reuse_fp16_shard:
+            session.engine.passes.before_pass = self._refuse_accumulation
+        return session
+
+    def _whole_again(self, session: Session) -> None:
+        """Give the parameters their values back, to be sharded anew."""
+        engine = session.engine
+        saved_as, state = engine.guards.state_names().of_parameter, session.module.state_dict()
+        session.close()
+        self.__dict__["_session"] = None
+        for index, names in saved_as.items():
+            adopt(engine.params[index], state[names[0]])
+
+    def _refuse_accumulation(self) -> None:
+        if any(state.reduced is not None for state in self.session.engine.grads.values()):
+            raise RuntimeError(
+                f"a second backward pass before step() with reuse_fp16_shard={self.arguments.reuse_fp16_shard}: each "
+                "step is one pass; call step() or zero_grad() between them, or leave reuse_fp16_shard False"
+            )
+
+    def close(self) -> None:
+        """Remove the hooks from the model and give back what the ranks share. Call :meth:`state_dict` before."""
+        own = self.__dict__
+        if own["_session"] is not None:
+            own["_session"].close()
+        if own["_mesh"] is not None:
+            own["_mesh"].close()
+        own["_session"] = own["_mesh"] = None
+
+    # ---- passes
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module on the arguments, floating tensors among them cast to the model's dtype."""
+        return self.session.module(*args, **kwargs)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Backward pass of ``loss``, scaled where the optimizer has a loss scale (which its step takes out)."""
+        self.session.backward(loss)
+
+    def backward_by_grad(self, tensor: torch.Tensor, grad: torch.Tensor) -> None:
+        """Backward pass from ``tensor`` with its true gradient ``grad`` (same shape), scaled as in :meth:`backward`."""
+        session = self.session
+        if session.optimizer is not None:
+            session.optimizer.backward_by_grad(tensor, grad)
+        else:
+            with session.engine.passes.around():
+                torch.autograd.backward(tensor, grad)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients."""
+        if self.__dict__["_session"] is not None:
+            self.session.module.zero_grad()
+        else:
+            super().zero_grad(set_to_none)
+
+    # ---- memory
+
+    @property
+    def cpu_offload(self) -> bool:
+        """Whether an optimizer may have ``cpu_offload=True``."""
+        return bool(self.arguments.cpu_offload)
+
+    @property
+    def use_memory_tracer(self) -> bool:
+        """Whether steps are traced."""
+        return bool(self.arguments.traces)
+
+    @property
+    def cuda_margin_space(self) -> int:
+        """Bytes of the device that the traced step never used; 0 before one."""
+        stats = _trace(self.session)
+        return 0 if stats is None else max((stats.capacity_bytes or 0) - stats.peak_bytes, 0)
+
+    def dump_memory_stats(self, filename: str | os.PathLike[str] = "dump_mem_stats.log") -> None:
+        """Write rank 0's trace of the last step to a file: totals, the highest moments, a row for each use of a unit.
+
+        Parameters that stay whole (``shard_param=False``) are not gathered for uses: there is one row, of the peak.
+        Also after a step that failed (out of memory): then what there was until then. Not collective. Without
+        ``use_memory_tracer``, or before a first pass, there is nothing, and a warning says so.
+        """
+        session: Session | None = self.__dict__["_session"]
+        stats = _trace(session) if session is not None else None
+        if stats is None:
+            why = "nothing ran yet" if self.use_memory_tracer else "use_memory_tracer=False"
+            warnings.warn(f"{os.fspath(filename)} is not written: {why}", stacklevel=2)
+        elif self._mesh.rank == 0:
+            dump_memory_stats(stats, Path(filename))
+
+    # ---- state
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The full state on every rank, on the host, under the module's own names; fp32 where there are masters.
+
+        Collective.
+        """
+        return self.session.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Take over a full state, the same on every rank; each keeps its part.
+
+        Raises:
+            RuntimeError: missing, unexpected or wrongly shaped entries, all of them listed; nothing is changed then.
+        """
+        return self.session.module.load_state_dict(state_dict, strict, assign)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those of the module, under its own names."""
+        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Those of the module, under its own names."""
+        return self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> ShardedModelV2:
+        """``to()``, ``half()`` and the like, where they change nothing; see :class:`~shardwise.engine.module`."""
+        self.session.module._apply(fn, recurse)
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(super().__getattr__("module"), name)
+
+
+def _trace(session: Session) -> MemStats | None:
+    """What was traced, or where nothing is gathered, the highest moment alone."""
+    meter, ledger = session.engine.meter, session.engine.ledger
+    if meter is None:
+        return None
+    stats = meter.so_far()
+    if stats is None and ledger.peak_bytes:
+        kinds = {kind: size for kind, size in ledger.held().items() if kind != REST and size}
+        model_bytes = min(sum(kinds.values()), ledger.peak_bytes)
+        peak = Moment(NO_UNIT, "the highest moment", "step", model_bytes, ledger.peak_bytes - model_bytes, kinds)
+        stats = MemStats([peak], str(ledger.device), ledger.capacity_bytes, {})
+    return stats
+
+
+def _marks(module: nn.Module) -> dict[str, ParameterMark]:
+    found: dict[str, ParameterMark] = {}
+    for name, parameter in module.named_parameters():
+        mark = mark_of(parameter)
+        if mark is None:
+            raise ValueError(f"parameter {name!r} was made outside of ZeroInitContext: build the whole module inside")
+        found[name] = mark
+    for attribute in ("dtype", "target_device"):
+        given = {getattr(mark, attribute) for mark in found.values()}
+        if len(given) > 1:
+            raise ValueError(f"parameters of one model with {attribute} {sorted(map(str, given))}: give one")
+    return found
+
+
+def _facts(
+    module: nn.Module, marks: Mapping[str, ParameterMark], strategy: BaseShardStrategy, fp32: bool
+) -> tuple[ModelFacts, torch.device]:
+    first = next(iter(marks.values()), ParameterMark(False, None, torch.device("cpu")))
+    device = first.target_device if first.target_device.type == "cuda" else default_device()
+    sharded = any(mark.param_is_sharded for mark in marks.values())
+    several = dist.is_available() and dist.is_initialized()
+    facts = ModelFacts(
+        ranks=dist.get_world_size() if several else 1,
+        dtype=first.dtype,
+        itemsize=4 if fp32 or first.dtype is None else first.dtype.itemsize,
+        packing=strategy.packing(module) if sharded else None,
+        kept=tuple(name for name, mark in marks.items() if not mark.param_is_sharded) if sharded else (),
+        params_on_host=first.target_device.type == "cpu" and device.type != "cpu",
+        capacity_bytes=_capacity_bytes(device),
+    )
+    return facts, device
+
+
+def _capacity_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,189 @@
+"""``ShardedOptimizerV2``: the published arguments and methods of the optimizer of a sharded model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwise.engine.optimizer import ShardedOptimizer
+from shardwise.memory.tier import Tier
+from shardwise.zero.arguments import OptimizerArguments, PublishedDefault
+from shardwise.zero.process_groups import require_all_ranks, require_one_rank
+from shardwise.zero.sharded_model import ShardedModelV2
+
+__all__ = ["ShardedOptimizerV2"]
+
+
+class ShardedOptimizerV2(torch.optim.Optimizer):
+    """Wraps an optimizer of a :class:`~shardwise.zero.sharded_model.ShardedModelV2`, whose parameters it divides.
+
+    Masters are fp32. ``step`` averages over the ranks, takes the loss scale out, and drops the gradients; one that is
+    not finite on any rank has the step skipped on all. ``param_groups`` and ``state`` are the wrapped optimizer's.
+
+    Args:
+        sharded_model: the model.
+        optimizer: any element-wise torch optimizer over ``sharded_model.parameters()``.
+        cpu_offload: masters, state and reduced gradients are in host memory and updated there. The model needs
+            ``offload_config={"device": "cpu"}``.
+        gpu_margin_mem_ratio: share of what the traced step leaves of the device that state moves into; with
+            ``cpu_offload`` and the model's ``use_memory_tracer`` only. Everything is then placed by the trace.
+        initial_scale: first loss scale (fp16 only, as the six after it). Left at its default it starts at 2**16;
+            2**32 given explicitly is used.
+        min_scale: the scale never falls below it.
+        growth_factor: the scale is multiplied by it after ``growth_interval`` good steps.
+        backoff_factor: the scale is multiplied by it on overflow, once ``hysteresis`` overflows were seen.
+        growth_interval: in steps.
+        hysteresis: number of overflows tolerated before the scale falls.
+        max_scale: the scale never rises above it.
+        keep_unsharded: both values work: state of parameters that stay whole is sharded all the same.
+        dp_process_group: ``None``, or a group of all ranks.
+        mp_process_group: ``None``, or a group of one rank.
+        verbose: say when a step is skipped, and why.
+
+    Raises:
+        TypeError: the model is none, or the optimizer is sharded already.
+        RuntimeError: ``cpu_offload`` with a model that does not offload; the model has an optimizer already.
+        ValueError: an argument out of range, or an optimizer with other parameters.
+        NotImplementedError: other groups; state on a disk (``nvme_offload_fraction``).
+    """
+
+    def __init__(
+        self,
+        sharded_model: ShardedModelV2,
+        optimizer: torch.optim.Optimizer,
+        cpu_offload: bool = False,
+        gpu_margin_mem_ratio: float = 0.0,
+        initial_scale: float = PublishedDefault(2**32),
+        min_scale: float = 1,
+        growth_factor: float = 2,
+        backoff_factor: float = 0.5,
+        growth_interval: float = 1000,
+        hysteresis: float = 2,
+        max_scale: float = 2**32,
+        keep_unsharded: bool = False,
+        dp_process_group: dist.ProcessGroup | None = None,
+        mp_process_group: dist.ProcessGroup | None = None,
+        verbose: bool = False,
+    ) -> None:
+        # Optimizer.__init__ is not called: it would build param groups of its own.
+        if not isinstance(sharded_model, ShardedModelV2):
+            raise TypeError(f"sharded_model={sharded_model!r:.80}: give a ShardedModelV2")
+        if isinstance(optimizer, ShardedOptimizerV2 | ShardedOptimizer) or not isinstance(
+            optimizer, torch.optim.Optimizer
+        ):
+            raise TypeError(f"optimizer={optimizer!r:.80}: give a plain torch optimizer, an instance")
+        require_all_ranks("dp_process_group", dp_process_group)
+        require_one_rank("mp_process_group", mp_process_group)
+        fraction = getattr(optimizer, "nvme_offload_fraction", 0.0)
+        if fraction:
+            raise NotImplementedError(
+                f"nvme_offload_fraction={fraction} of {type(optimizer).__name__} is not available here: use "
+                "cpu_offload=True, or GeminiPlugin of shardwise.booster"
+            )
+        arguments = OptimizerArguments(
+            cpu_offload=cpu_offload,
+            gpu_margin_mem_ratio=gpu_margin_mem_ratio,
+            initial_scale=initial_scale,
+            min_scale=min_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            hysteresis=hysteresis,
+            max_scale=max_scale,
+            verbose=verbose,
+        )
+        inner = sharded_model.attach(optimizer, arguments).optimizer
+        if inner is None:
+            raise RuntimeError(f"the session has no optimizer ({inner}); report this")
+        self.model, self.optim, self._inner = sharded_model, optimizer, inner
+
+    # The user's own objects, so that learning-rate schedulers built on either optimizer act on both.
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self._inner.param_groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self._inner.defaults
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self._inner.state
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_inner":
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
+    def __repr__(self) -> str:
+        return f"ShardedOptimizerV2({self.optim!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(f"{self!r:.80} lives on several ranks and cannot be pickled; use state_dict()")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Not possible once sharded; raises RuntimeError."""
+        self._inner.add_param_group(param_group)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Backward pass of ``loss`` times the loss scale; gradients are reduced meanwhile."""
+        self._inner.backward(loss)
+
+    def backward_by_grad(self, tensor: torch.Tensor, grad: torch.Tensor) -> None:
+        """Backward pass from ``tensor`` with its true gradient ``grad`` (same shape), scaled as in :meth:`backward`."""
+        self._inner.backward_by_grad(tensor, grad)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update, or none where a gradient is not finite. Every rank calls it."""
+        return self._inner.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients."""
+        self._inner.zero_grad()
+
+    def clip_grad_norm(self, model: nn.Module, max_norm: float) -> float:
+        """Clip the global norm of what the next step applies; returns the true (unscaled) norm before. Collective.
+
+        Raises:
+            ValueError: ``model`` is not this optimizer's; ``max_norm`` is not positive.
+        """
+        if model is not self.model:
+            raise ValueError(f"model ({type(model).__name__}) is not the ShardedModelV2 of this optimizer: give that")
+        return self._inner.clip_grad_by_norm(max_norm)
+
+    def sync_grad(self) -> None:
+        """Nothing to do: backward passes reduce."""
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied by now; 1 without fp16."""
+        scaler = self._inner.scaler
+        return 1.0 if scaler is None else scaler.scale
+
+    @property
+    def grad_scaler(self) -> Any:
+        """The loss scale and its counters; ``None`` without fp16."""
+        return self._inner.scaler
+
+    def get_memory_usage(self) -> tuple[int, int]:
+        """Bytes of masters and state on this rank: (on its GPU, in host memory)."""
+        engine = self._inner.engine
+        device, host = (sum(engine.state_bytes(tier)) for tier in (Tier.DEVICE, Tier.HOST))
+        return (device, host) if engine.mesh.device.type == "cuda" else (0, device + host)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The full state on every rank, keyed as plain torch keys it, and ``scaler`` with fp16. Collective."""
+        return self._inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a full state (ours or plain torch's for the same parameters), and the scale where it has one.
+
+        Raises:
+            ValueError: groups or shapes do not match.
+        """
+        self._inner.load_state_dict(state_dict)

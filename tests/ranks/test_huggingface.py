@@ -1,0 +1,481 @@
+"""shardwise.huggingface on two ranks against the plain Trainer, or a plain loop, in one process on the same data.
+
+The model computes in fp32 without dropout; losses, gradient norms, rates and weights agree within 1e-5 (relative to
+each tensor's largest element), since sums over a batch are made in another order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+import os
+import runpy
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from shardwise.optim import HybridAdam
+from shardwise.plan import Plan, replicated, zero
+from shardwise.testing import assert_close, run_ranks
+
+pytest.importorskip("accelerate")
+pytest.importorskip("transformers")
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "huggingface_trainer.py"
+RANKS, RTOL, LENGTH, ROWS = 2, 1e-5, 9, 40
+PLANS: dict[str, Plan] = {
+    "ddp": replicated(),
+    "zero1": zero(1),
+    "zero2": zero(2),
+    "zero3": zero(3),
+}
+
+
+@contextlib.contextmanager
+def launched() -> Iterator[None]:
+    """As a launcher would have started this process; accelerate keeps nothing afterwards."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+    before = {name: os.environ.get(name) for name in names}
+    if several:
+        os.environ.update(dict(zip(names, map(str, (rank, rank, ranks, ranks, "localhost", 1, 1)), strict=True)))
+    threads = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        GradientState._reset_state()
+        AcceleratorState._reset_state(reset_partial_state=True)
+        PartialState._reset_state()
+        torch.set_num_threads(threads)
+        for name, value in before.items():
+            os.environ.pop(name, None) if value is None else os.environ.__setitem__(name, value)
+
+
+def gpt2() -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel, logging
+    from transformers.utils.logging import disable_progress_bar
+
+    logging.set_verbosity_error()
+    disable_progress_bar()
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 17, "n_positions": LENGTH, "n_embd": 8, "n_layer": 2, "n_head": 2}
+    no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    return GPT2LMHeadModel(GPT2Config(**sizes, **no_dropout, bos_token_id=0, eos_token_id=0))
+
+
+@functools.cache
+def rows() -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(4)
+    tokens = torch.randint(17, (ROWS, LENGTH), generator=generator)
+    labels = tokens.clone()
+    labels[torch.rand(tokens.shape, generator=generator) < 0.3] = -100  # ranks have different numbers of tokens
+    return [{"input_ids": one, "labels": two} for one, two in zip(tokens, labels, strict=True)]
+
+
+def arguments(folder: str, batch: int, **changes: Any) -> Any:
+    from transformers import TrainingArguments
+
+    options = {
+        "num_train_epochs": 2,
+        "per_device_train_batch_size": batch,
+        "per_device_eval_batch_size": batch,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-2,
+        "adam_epsilon": 1e-4,
+        "warmup_steps": 2,
+        "max_grad_norm": 0.3,
+        "logging_steps": 1,
+        "eval_strategy": "epoch",
+        "save_strategy": "epoch",
+        "use_cpu": True,
+        "report_to": "none",
+        "disable_tqdm": True,
+        **changes,
+    }
+    return TrainingArguments(folder, **options)
+
+
+Outcome = tuple[list[dict[str, float]], dict[str, Tensor]]
+KEYS = ("loss", "grad_norm", "learning_rate", "eval_loss")
+
+
+def outcome(trainer: Any, folder: str, resume: Any = None) -> Outcome:
+    """The numbers that were logged, and the weights as ``from_pretrained`` reads them."""
+    trainer.train(resume_from_checkpoint=resume)
+    trainer.save_model(folder)
+    history = [{key: entry[key] for key in KEYS if key in entry} for entry in trainer.state.log_history]
+    if dist.is_initialized():
+        dist.barrier()
+    return [entry for entry in history if entry], weights(folder)
+
+
+def weights(folder: str) -> dict[str, Tensor]:
+    return dict(type(gpt2()).from_pretrained(folder).state_dict())
+
+
+def plain_trainer(folder: str, changes: dict[str, Any]) -> Outcome:
+    """24 training rows are three batches of 8: the last update of an epoch has one pass."""
+    from transformers import Trainer
+
+    with launched(), quiet():
+        trainer = Trainer(gpt2(), arguments(folder, 8, **changes), train_dataset=rows()[:24], eval_dataset=rows()[24:])
+        return outcome(trainer, os.path.join(folder, "model"))
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    with contextlib.redirect_stdout(None), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def make(folder: str, plan: Plan, **changes: Any) -> Any:
+    from shardwise.huggingface import ShardwiseTrainer
+
+    args = arguments(folder, 4, **changes)
+    return ShardwiseTrainer(gpt2(), args, plan=plan, train_dataset=rows()[:24], eval_dataset=rows()[24:])
+
+
+def sharded_trainer(name: str, folder: str, changes: dict[str, Any], resume: str | None = None) -> Outcome:
+    with launched(), quiet():
+        trainer = make(folder, PLANS[name], **changes)
+        result = outcome(trainer, os.path.join(folder, "model"), resume)
+        evaluated = trainer.evaluate()["eval_loss"]
+        if changes.get("eval_strategy") != "no" and not changes.get("load_best_model_at_end"):
+            assert evaluated == pytest.approx(result[0][-1]["eval_loss"], rel=1e-6)
+        trainer.accelerator.close()
+        return result
+
+
+def check(found: Outcome, expected: Outcome, rtol: float = RTOL) -> None:
+    assert len(found[0]) == len(expected[0])
+    for mine, theirs in zip(found[0], expected[0], strict=True):
+        assert mine == pytest.approx(theirs, rel=rtol, abs=1e-12)
+        assert not any(map(math.isnan, mine.values()))
+    assert_close(found[1], expected[1], rtol, "the saved model")
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Outcome]:
+    folder = str(tmp_path_factory.mktemp("plain"))
+    return folder, plain_trainer(folder, {})
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_trainer_equals_the_plain_one(name: str, plain: tuple[str, Outcome], tmp_path: Path) -> None:
+    norms = [entry["grad_norm"] for entry in plain[1][0] if "grad_norm" in entry]
+    assert min(norms) > 0.3  # something is clipped
+    for found in run_ranks(RANKS, sharded_trainer, name, str(tmp_path), {}, timeout=120.0):
+        check(found, plain[1])
+
+
+def test_resuming_equals_a_straight_run_bit_for_bit(tmp_path: Path) -> None:
+    straight, again = str(tmp_path / "straight"), str(tmp_path / "again")
+    expected = run_ranks(RANKS, sharded_trainer, "zero3", straight, {}, timeout=120.0)[0]
+    checkpoint = os.path.join(straight, "checkpoint-2")
+    for found in run_ranks(RANKS, sharded_trainer, "zero3", again, {}, checkpoint, timeout=120.0):
+        assert_close(found[1], expected[1], 0.0, "resumed")
+        assert found[0] == expected[0]  # the history of before is in the checkpoint
+    # Another plan takes the same checkpoint.
+    for found in run_ranks(RANKS, sharded_trainer, "zero1", again, {}, checkpoint, timeout=120.0):
+        check(found, expected)
+
+
+def test_a_checkpoint_of_the_plain_trainer_is_resumed(plain: tuple[str, Outcome], tmp_path: Path) -> None:
+    checkpoint = os.path.join(plain[0], "checkpoint-2")
+    for found in run_ranks(RANKS, sharded_trainer, "zero3", str(tmp_path), {}, checkpoint, timeout=120.0):
+        check(found, plain[1])
+
+
+def best_and_again(folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor], float, float]:
+    """The best is the first here, since its loss is the larger; then training a second time with the same trainer."""
+    with launched(), quiet():
+        options = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}
+        trainer = make(folder, PLANS["zero3"], **options)
+        trainer.train()
+        trainer.save_model(os.path.join(folder, "model"))
+        dist.barrier()
+        found = weights(os.path.join(folder, "model")), weights(str(trainer.state.best_model_checkpoint))
+        last = weights(os.path.join(folder, "checkpoint-4"))
+        loss = trainer.evaluate()["eval_loss"]
+        trainer.args.learning_rate = 1e-3
+        trainer.train()
+        after = trainer.evaluate()["eval_loss"]
+        trainer.accelerator.close()
+        return *found, last, loss, after
+
+
+def test_the_best_model_is_loaded_and_training_goes_on(tmp_path: Path) -> None:
+    for saved, best, last, loss, after in run_ranks(RANKS, best_and_again, str(tmp_path), timeout=120.0):
+        assert_close(saved, best, 0.0, "the best model")
+        assert not torch.equal(best["transformer.wte.weight"], last["transformer.wte.weight"])
+        assert math.isfinite(loss) and math.isfinite(after)
+
+
+def in_bf16(folder: str) -> tuple[Outcome, str, str]:
+    with launched(), quiet():
+        trainer = make(folder, zero(3), bf16=True)
+        found = outcome(trainer, os.path.join(folder, "model"))
+        dtype = str(next(trainer.model.parameters()).dtype)
+        trainer.accelerator.close()
+    return found, dtype, json.loads(Path(folder, "model", "config.json").read_text())["dtype"]
+
+
+def test_bf16_has_fp32_masters(plain: tuple[str, Outcome], tmp_path: Path) -> None:
+    for found, dtype, saved in run_ranks(RANKS, in_bf16, str(tmp_path), timeout=120.0):
+        assert (dtype, saved) == ("torch.bfloat16", "float32")
+        check((found[0], {}), (plain[1][0], {}), 0.05)
+        # Values between those of bf16, so they are the masters'.
+        assert any(not torch.equal(value, value.bfloat16().float()) for value in found[1].values())
+
+
+def lora(plan: Plan | None, folder: str) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+    """With a plan, or with the plain Trainer; activations are recomputed."""
+    from peft import LoraConfig, get_peft_model
+    from safetensors.torch import load_file
+    from transformers import Trainer
+
+    from shardwise.huggingface import ShardwiseTrainer
+
+    with launched(), quiet():
+        config = LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False)
+        model = get_peft_model(gpt2(), config)
+        args = arguments(folder, 4 if plan else 8, eval_strategy="no", max_steps=2, gradient_checkpointing=True)
+        made = functools.partial(ShardwiseTrainer, plan=plan) if plan else Trainer
+        trainer = made(model, args, train_dataset=rows()[:24])
+        trainer.train()
+        trainer.save_model(folder)
+        if plan:
+            dist.barrier()
+            trainer.accelerator.close()
+    history = [{key: entry[key] for key in KEYS if key in entry} for entry in trainer.state.log_history]
+    return history, load_file(os.path.join(folder, "adapter_model.safetensors"))
+
+
+def test_lora_equals_the_plain_trainer(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    expected = lora(None, str(tmp_path / "plain"))
+    for found in run_ranks(RANKS, lora, zero(3), str(tmp_path / "sharded"), timeout=120.0):
+        check(found, expected)
+    assert not (tmp_path / "sharded" / "config.json").exists()
+
+
+def norms_without_clipping(folder: str) -> list[float]:
+    with launched(), quiet():
+        trainer = make(folder, PLANS["zero2"], max_grad_norm=0.0, eval_strategy="no", save_strategy="no", max_steps=2)
+        before = trainer.evaluate()["eval_loss"]  # of the whole model, which is sharded all the same afterwards
+        assert trainer.session is None
+        trainer.train()
+        assert trainer.session is not None and trainer.evaluate()["eval_loss"] < before
+        trainer.accelerator.close()
+        return [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
+
+
+def test_the_logged_norm_is_that_before_clipping(plain: tuple[str, Outcome], tmp_path: Path) -> None:
+    for norms in run_ranks(RANKS, norms_without_clipping, str(tmp_path)):
+        assert norms[0] == pytest.approx(plain[1][0][0]["grad_norm"], rel=RTOL)
+        assert len(norms) == 2 and norms[0] > 0.3
+
+
+def example(folder: str) -> list[float]:
+    with launched(), quiet():
+        main = runpy.run_path(str(EXAMPLE))["main"]
+        for steps in ("6", "8"):  # the second run goes on from the first one's checkpoint
+            trainer = main(["--steps", steps, "--output", folder])
+            trainer.accelerator.close()
+        return [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+
+
+def test_the_example(tmp_path: Path) -> None:
+    for losses in run_ranks(RANKS, example, str(tmp_path), timeout=120.0):
+        assert losses[-1] < 5.0  # of log(256) = 5.5
+    assert (tmp_path / "checkpoint-8" / "shardwise").is_dir()
+
+
+# ---- accelerate
+
+
+def net() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+@functools.cache
+def points() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(2)
+    inputs = torch.randn(30, 3, generator=generator)
+    return list(zip(inputs, inputs.prod(1, keepdim=True), strict=True))
+
+
+def parts(batch: int) -> tuple[nn.Module, torch.optim.Optimizer, Any, Any]:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    return model, optimizer, DataLoader(points()[:24], batch), torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+
+def plain_loop() -> tuple[dict[str, Tensor], list[float]]:
+    model, optimizer, loader, schedule = parts(8)
+    norms = []
+    for epoch in range(2):
+        for index, (inputs, targets) in enumerate(loader):
+            (nn.functional.mse_loss(model(inputs), targets) / 2).backward()
+            if index % 2 or index == len(loader) - 1:
+                norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
+                optimizer.step()
+                optimizer.zero_grad()
+                for _ in range(RANKS):  # accelerate steps it once a process
+                    schedule.step()
+        del epoch
+    return dict(model.state_dict()), norms
+
+
+def loop(prepared: Any, epochs: int) -> list[float]:
+    accelerator, model, optimizer, loader, schedule = prepared
+    norms = []
+    for _ in range(epochs):
+        for inputs, targets in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(nn.functional.mse_loss(model(inputs), targets))
+                if accelerator.sync_gradients:
+                    norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.1)))
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+    return norms
+
+
+def start(plan: Plan, **options: Any) -> Any:
+    from shardwise.huggingface import prepare
+
+    return prepare(*parts(4), plan=plan, cpu=True, gradient_accumulation_steps=2, **options)
+
+
+def accelerated(name: str, folder: str) -> tuple[dict[str, Tensor], list[float], dict[str, Tensor], list[int]]:
+    with launched(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        prepared = start(PLANS[name])
+        norms = loop(prepared, 1)
+        prepared.accelerator.save_state(folder)
+        norms += loop(prepared, 1)
+        state = prepared.accelerator.get_state_dict(prepared.model)
+        assert isinstance(prepared.accelerator.unwrap_model(prepared.model), nn.Sequential)
+        again = start(PLANS["zero3"])
+        again.accelerator.load_state(folder)
+        loop(again, 1)
+        resumed = again.accelerator.get_state_dict(again.model)
+        loader = again.accelerator.prepare(DataLoader(points()[:7], 2))
+        gathered = [int(again.accelerator.gather_for_metrics(inputs).shape[0]) for inputs, _ in loader]
+        again.accelerator.save_model(again.model, folder + "-model")
+        for each in (prepared, again):
+            each.accelerator.close()
+    return state, norms, resumed, gathered
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero3"])
+def test_accelerate_equals_a_plain_loop(name: str, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    expected, norms = plain_loop()
+    folder = str(tmp_path / "state")
+    for rank, (state, found, resumed, gathered) in enumerate(run_ranks(RANKS, accelerated, name, folder, timeout=120)):
+        assert found == pytest.approx(norms, rel=RTOL) and max(norms) > 0.1
+        assert sum(gathered) == 7  # what was added to make the ranks' shares equal is left out
+        if rank == 0:
+            assert_close(state, expected, RTOL, "accelerate")
+            assert_close(resumed, expected, RTOL, "resumed")
+        else:
+            assert state == resumed == {}
+    assert_close(load_file(tmp_path / "state-model" / "model.safetensors"), expected, RTOL, "save_model")
+
+
+def scaled() -> tuple[bool, bool, float]:
+    from shardwise.huggingface import prepare
+
+    with launched():
+        model = nn.Linear(4, 1, bias=False)
+        nn.init.constant_(model.weight, 8.0)
+        plan = zero(3, torch.float16)
+        scaler = replace(plan.precision.scaler, initial_scale=2.0**30)  # type: ignore[type-var]
+        prepared = prepare(model, torch.optim.SGD(model.parameters(), lr=1.0), plan=plan.but(scaler=scaler), cpu=True)
+        accelerator, sharded, optimizer, _, _ = prepared
+        skipped = []
+        for _ in range(20):
+            accelerator.backward(sharded(torch.ones(1, 4)).sum().float())
+            optimizer.step()
+            optimizer.zero_grad()
+            skipped.append(accelerator.optimizer_step_was_skipped)
+        weight = float(sharded.state_dict()["weight"][0, 0])
+        accelerator.close()
+    return skipped[0], skipped[-1], 8.0 - weight - skipped.count(False)
+
+
+def test_fp16_skips_and_says_so() -> None:
+    assert run_ranks(RANKS, scaled) == [(True, False, 0.0)] * RANKS
+
+
+def refusals(folder: str) -> list[str]:
+    from shardwise.huggingface import ShardwiseAccelerator
+
+    said = []
+    model = net()
+    with launched(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        accelerator = ShardwiseAccelerator(plan=zero(3), cpu=True)
+        sharded, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        other, third = torch.optim.SGD(net().parameters(), lr=0.1), net()
+        disk = HybridAdam(third.parameters(), nvme_offload_fraction=0.5, nvme_offload_dir=folder)
+        for attempt in (
+            lambda: accelerator.prepare(other),
+            lambda: accelerator.prepare_optimizer(other),
+            lambda: accelerator.prepare(third, disk),
+            lambda: accelerator.clip_grad_norm_(list(sharded.parameters())[:1], 1.0),
+            lambda: ShardwiseAccelerator(plan=zero(3).but(average="mean"), cpu=True),
+            lambda: ShardwiseAccelerator(plan=zero(3, torch.float16), mixed_precision="bf16", cpu=True),
+            lambda: ShardwiseAccelerator(plan=zero(3), mixed_precision="fp8", cpu=True),
+            lambda: make(folder, zero(3), auto_find_batch_size=True),
+            lambda: make(folder, zero(3).but(update="backward")),
+        ):
+            try:
+                attempt()
+            except (ValueError, NotImplementedError) as error:
+                said.append(str(error))
+        accelerator.close()
+    return said
+
+
+def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
+    for said in run_ranks(RANKS, refusals, str(tmp_path)):
+        assert len(said) == 9
+        wanted = (
+            "parameters of 0 of the 0",
+            "SGD alone",
+            "nvme_offload_fraction=0.5",
+            "1 of 6 parameters",
+            "average='mean'",
+            "mixed_precision='bf16'",
+            "'fp8'",
+            "auto_find_batch_size",
+            "update='backward'",
+        )
+        for text, part in zip(said, wanted, strict=True):
+            assert part in text
+
+
+def test_nothing_is_imported_before_it_is_asked_for() -> None:
+    import shardwise.huggingface
+
+    with pytest.raises(AttributeError, match="Accelerator"):
+        _ = shardwise.huggingface.Accelerator

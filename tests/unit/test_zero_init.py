@@ -1,0 +1,343 @@
+"""ZeroInitContext in one process, the plans that arguments mean, and the published signatures."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardwise.chunk.layout import ParamFact, make_layout
+from shardwise.engine.deferred import is_deferred
+from shardwise.plan import ByModule, ByNumel, ByTensor, Packing, Plan, zero
+from shardwise.zero import (
+    BucketTensorShardStrategy,
+    ShardedModelV2,
+    ShardedOptimizerV2,
+    TensorShardStrategy,
+    ZeroInitContext,
+    no_shard_zero_context,
+    no_shard_zero_decrator,
+)
+from shardwise.zero.arguments import ModelArguments, ModelFacts, OptimizerArguments, to_plan, without_effect
+from shardwise.zero.sharded_model.reduce_scatter import ReduceScatterBucketer
+
+REQUIRED = inspect.Parameter.empty
+SIGNATURES: list[tuple[Any, dict[str, Any]]] = [
+    (
+        ShardedModelV2.__init__,
+        {
+            "module": REQUIRED,
+            "shard_strategy": REQUIRED,
+            "process_group": None,
+            "reduce_scatter_process_group": None,
+            "reduce_scatter_bucket_size_mb": 25,
+            "fp32_reduce_scatter": False,
+            "offload_config": None,
+            "gradient_predivide_factor": 1.0,
+            "use_memory_tracer": False,
+            "reuse_fp16_shard": False,
+        },
+    ),
+    (
+        ShardedOptimizerV2.__init__,
+        {
+            "sharded_model": REQUIRED,
+            "optimizer": REQUIRED,
+            "cpu_offload": False,
+            "gpu_margin_mem_ratio": 0.0,
+            "initial_scale": 2**32,
+            "min_scale": 1,
+            "growth_factor": 2,
+            "backoff_factor": 0.5,
+            "growth_interval": 1000,
+            "hysteresis": 2,
+            "max_scale": 2**32,
+            "keep_unsharded": False,
+            "dp_process_group": None,
+            "mp_process_group": None,
+        },
+    ),
+    (
+        ZeroInitContext.__init__,
+        {"target_device": REQUIRED, "shard_strategy": REQUIRED, "shard_param": False}
+        | {"rm_torch_payload_on_the_fly": False, "model_numel_tensor": None, "dp_process_group": None},
+    ),
+    (ShardedModelV2.dump_memory_stats, {"filename": "dump_mem_stats.log"}),
+    (ReduceScatterBucketer.__init__, {"bucket_size_mb": 25}),
+    (
+        ReduceScatterBucketer.reduce_scatter_async,
+        {"input_list": REQUIRED, "group": None, "callback_fn": None},
+    ),
+    (no_shard_zero_context, {"is_replicated": True}),
+]
+
+
+@pytest.mark.parametrize(("function", "published"), SIGNATURES, ids=lambda value: getattr(value, "__qualname__", None))
+def test_published_arguments_in_name_order_and_default(function: Any, published: dict[str, Any]) -> None:
+    found = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
+    assert [(p.name, p.default) for p in found][: len(published)] == list(published.items())
+
+
+def test_module_paths() -> None:
+    from shardwise.zero.init_ctx import ZeroInitContext as second
+    from shardwise.zero.shard_utils import BucketTensorShardStrategy as third
+    from shardwise.zero.sharded_model import ShardedModelV2 as first
+    from shardwise.zero.sharded_model.sharded_model_v2 import ShardedModelV2 as same
+    from shardwise.zero.sharded_model.utils import col_model_deepcopy
+    from shardwise.zero.sharded_optim import ShardedOptimizerV2 as fourth
+
+    assert (first, second, third, fourth) == (
+        ShardedModelV2,
+        ZeroInitContext,
+        BucketTensorShardStrategy,
+        ShardedOptimizerV2,
+    )
+    assert same is first and list(inspect.signature(col_model_deepcopy).parameters) == ["sharded_model", "other_model"]
+
+
+# ---- the context
+
+
+class Part(nn.Module):
+    @no_shard_zero_decrator()
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+
+
+class Whole(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+        self.part = Part()
+        self.tied = nn.Linear(3, 4, bias=False)
+        self.tied.weight = self.first.weight
+        with torch.no_grad():
+            self.first.weight.mul_(2)  # values are asked for, and changed
+
+
+def marks(module: nn.Module) -> dict[str, bool]:
+    return {name: p.colo_attr.param_is_sharded for name, p in module.named_parameters()}  # type: ignore[attr-defined]
+
+
+def test_parameters_are_marked_and_counted() -> None:
+    numel = torch.tensor([100])
+    with ZeroInitContext("cpu", TensorShardStrategy(), True, model_numel_tensor=numel) as context:
+        model = Whole()
+        assert context.shard_param and context.is_replicated
+    assert marks(model) == {
+        "first.weight": True,
+        "first.bias": True,
+        "part.inner.weight": False,
+        "part.inner.bias": False,
+    }
+    assert numel.tolist() == [100 + 12 + 4 + 9 + 3]  # the tied weight once
+    assert is_deferred(model)
+
+
+def test_the_numel_tensor_is_not_shared_between_contexts() -> None:
+    totals = []
+    for _ in range(2):
+        with ZeroInitContext("cpu", TensorShardStrategy()) as context:
+            nn.Linear(2, 2)
+            kept = nn.Linear(3, 3)
+        totals.append(int(context.model_numel_tensor))
+        assert kept.weight.dtype is torch.float32
+    assert totals == [12, 12]  # of what still lives
+
+
+@pytest.mark.parametrize(("shard", "on_the_fly", "deferred"), [(0, 0, False), (0, 1, True), (1, 0, True), (1, 1, True)])
+def test_memory_waits_for_sharding(shard: int, on_the_fly: int, deferred: bool) -> None:
+    torch.manual_seed(3)
+    expected = nn.Linear(3, 4).weight.detach().clone()
+    torch.manual_seed(3)
+    with ZeroInitContext("cpu", TensorShardStrategy(), bool(shard), bool(on_the_fly)):
+        model = nn.Sequential(nn.Linear(3, 4))
+    assert is_deferred(model) is deferred
+    if not deferred:
+        assert torch.equal(model[0].weight, expected)
+
+
+def test_the_seed_changes_nothing_outside() -> None:
+    torch.manual_seed(8)
+    before = torch.get_rng_state()
+    drawn = []
+    for _ in range(2):
+        with ZeroInitContext("cpu", TensorShardStrategy(), seed=5, default_dtype=torch.float64):
+            drawn.append(nn.Linear(2, 2).weight.detach())
+        assert torch.equal(torch.get_rng_state(), before)
+        assert torch.get_default_dtype() is torch.float32
+    assert torch.equal(*drawn) and drawn[0].dtype is torch.float64
+
+
+def test_a_failing_constructor_leaves_nothing_behind() -> None:
+    own = (nn.Module.state_dict, nn.Module.load_state_dict, nn.Module.__init__)
+    with (
+        pytest.raises(RuntimeError, match="broken"),
+        ZeroInitContext("cpu", TensorShardStrategy(), True, seed=1, default_dtype=torch.float64),
+    ):
+        raise RuntimeError("broken")
+    assert torch.get_default_dtype() is torch.float32
+    assert not hasattr(nn.Linear(2, 2).weight, "colo_attr")
+    # Upstream's exit puts state_dict functions back in the wrong places.
+    assert own == (nn.Module.state_dict, nn.Module.load_state_dict, nn.Module.__init__)
+
+
+def test_outside_of_a_context_nothing_is_marked() -> None:
+    with no_shard_zero_context():
+        linear = nn.Linear(2, 2)
+    assert not hasattr(linear.weight, "colo_attr")
+    assert isinstance(Part().inner, nn.Linear)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "said"),
+    [
+        ({"shard_strategy": TensorShardStrategy}, TypeError, "shard_strategy"),
+        ({"bf16": True, "convert_fp16": False}, ValueError, "bf16=True"),
+        ({"model_numel_tensor": torch.zeros(2, dtype=torch.long)}, ValueError, r"\(2,\)"),
+        ({"model_numel_tensor": torch.zeros(1)}, ValueError, "float32"),
+    ],
+)
+def test_wrong_arguments(arguments: dict[str, Any], error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        ZeroInitContext(**({"target_device": "cpu", "shard_strategy": TensorShardStrategy()} | arguments))
+
+
+def test_values_that_differ_between_ranks_are_refused() -> None:
+    with pytest.raises(NotImplementedError, match="is_replicated=False"), no_shard_zero_context(is_replicated=False):
+        pass
+
+
+# ---- plans
+
+
+def plan(
+    model: dict[str, Any] | None = None, optimizer: dict[str, Any] | None = None, ranks: int = 2, **facts: Any
+) -> Plan:
+    given = {"ranks": ranks, "dtype": torch.float16, "itemsize": 2, "packing": ByTensor(persist_numel=0)}
+    given |= {"kept": (), "params_on_host": False, "capacity_bytes": 2**30}
+    options = None if optimizer is None else OptimizerArguments(**optimizer)
+    return to_plan(ModelArguments(**(model or {})), options, ModelFacts(**(given | facts)))
+
+
+CPU = {"offload_config": {"device": "cpu"}}
+
+
+def test_sharded_and_whole_parameters() -> None:
+    sharded, whole = plan(), plan(packing=None)
+    assert (sharded.shard.gathered_fraction, whole.shard.gathered_fraction) == (0.0, 1.0)
+    assert sharded.shard.reduce == whole.shard.reduce == "every"
+    assert whole.shard.packing == ByNumel(chunk_numel=25 * 2**20 // 2, min_chunks=8)
+    assert plan({"reduce_scatter_bucket_size_mb": 0}, packing=None).shard.packing == ByTensor(persist_numel=0)
+
+
+def test_strategies_are_packings() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.LayerNorm(2)), nn.Tanh())
+    assert TensorShardStrategy().packing(model) == ByTensor(persist_numel=0)
+    assert BucketTensorShardStrategy().packing(model) == ByModule(unit_classes=(), unit_names=("0", "1.0"))
+    assert BucketTensorShardStrategy().packing(nn.Linear(2, 2)) == ByModule(unit_classes=())
+
+
+def test_formats() -> None:
+    assert plan().precision.accumulate_dtype is torch.float32 and plan().precision.reduce_dtype is None
+    assert plan({"fp32_reduce_scatter": True}).precision.reduce_dtype is torch.float32
+    assert plan({"reuse_fp16_shard": True}).precision.accumulate_dtype is None
+    assert plan(optimizer={}, dtype=torch.bfloat16).precision.scaler is None
+    assert plan(optimizer={}, dtype=None).precision.accumulate_dtype is None
+    scaler = plan(optimizer={"initial_scale": 2**20}).precision.scaler
+    assert scaler is not None and scaler.initial_scale == 2**20
+
+
+@pytest.mark.parametrize(("ranks", "factor"), [(1, 1), (2, 2), (3, 2), (4, 2), (8, 4), (12, 4), (16, 4), (64, 8)])
+def test_the_automatic_factor_is_a_power_of_two_near_the_root(ranks: int, factor: int) -> None:
+    assert plan({"gradient_predivide_factor": None}, ranks=ranks).comm.predivide == factor
+    assert plan({"gradient_predivide_factor": 3.0}, ranks=ranks).comm.predivide == 3.0
+
+
+def test_tiers() -> None:
+    assert plan().tiers.all_on_device
+    assert plan(params_on_host=True).tiers.param_host_fraction == 1.0
+    assert plan(params_on_host=True, packing=None).tiers.param_host_fraction == 0.0
+    offloaded = plan(CPU, {"cpu_offload": True}).tiers
+    assert (offloaded.state_host_fraction, offloaded.param_host_fraction) == (1.0, 0.0)
+    assert plan(CPU, {}).tiers.all_on_device
+    assert plan({"use_memory_tracer": True}).tiers.device_capacity_bytes == 2**30
+    margin = plan(CPU | {"use_memory_tracer": True}, {"cpu_offload": True, "gpu_margin_mem_ratio": 0.5}).tiers
+    assert margin.auto is not None and margin.auto.margin_ratio == 0.5
+    placed = plan({"tensor_placement_policy": "cpu"}, {}).tiers
+    assert (placed.param_host_fraction, placed.state_host_fraction) == (1.0, 1.0)
+    assert plan({"tensor_placement_policy": "auto"}, {}).tiers.auto is not None
+    assert plan({"tensor_placement_policy": "cuda"}, {}).tiers.all_on_device
+
+
+def test_offloading_state_needs_a_model_that_offloads() -> None:
+    with pytest.raises(RuntimeError, match="cpu_offload=True of the optimizer"):
+        plan(optimizer={"cpu_offload": True})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"offload_config": {"device": "nvme"}}, "offload_config"),
+        ({"offload_config": {"where": "cpu"}}, "offload_config"),
+        ({"gradient_predivide_factor": 0.0}, "gradient_predivide_factor=0.0"),
+        ({"gradient_predivide_factor": float("nan")}, "gradient_predivide_factor=nan"),
+        ({"tensor_placement_policy": "gpu"}, "tensor_placement_policy='gpu'"),
+        ({"tensor_placement_policy": "cpu", **CPU}, "took their place"),
+    ],
+)
+def test_wrong_model_arguments(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        ModelArguments(**arguments)
+
+
+@pytest.mark.parametrize("ratio", [-0.1, 1.1])
+def test_wrong_optimizer_arguments(ratio: float) -> None:
+    with pytest.raises(ValueError, match="gpu_margin_mem_ratio"):
+        OptimizerArguments(gpu_margin_mem_ratio=ratio)
+    with pytest.raises(ValueError, match="initial_scale"):
+        OptimizerArguments(initial_scale=0.5)
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "facts", "said"),
+    [
+        ({"reduce_scatter_bucket_size_mb": 3}, None, {}, "reduce_scatter_bucket_size_mb=3"),
+        ({"reduce_scatter_bucket_size_mb": 3}, None, {"packing": None}, None),
+        ({"fp32_reduce_scatter": True}, None, {"dtype": None}, "fp32_reduce_scatter"),
+        (CPU, {}, {}, "cpu_offload=False"),
+        (CPU, {"cpu_offload": True}, {}, None),
+        ({}, {"gpu_margin_mem_ratio": 0.5}, {}, "gpu_margin_mem_ratio"),
+    ],
+)
+def test_what_has_no_effect_is_said(model: Any, optimizer: Any, facts: Any, said: str | None) -> None:
+    given = {"ranks": 2, "dtype": torch.float16, "itemsize": 2, "packing": ByTensor(persist_numel=0)}
+    given |= {"kept": (), "params_on_host": False, "capacity_bytes": 2**30, **facts}
+    options = None if optimizer is None else OptimizerArguments(**optimizer)
+    found = without_effect(ModelArguments(**model), options, ModelFacts(**given))
+    assert len(found) == (said is not None)
+    assert said is None or said in found[0]
+
+
+# ---- what the engine has for it
+
+
+@pytest.mark.parametrize("packing", [ByTensor(persist_numel=0), ByNumel(chunk_numel=100), ByModule(unit_classes=())])
+def test_kept_parameters_lie_in_persistent_chunks(packing: Packing) -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    facts = [ParamFact((n,), p.shape, p.dtype, True, 0, 0) for n, p in model.named_parameters()]
+    layout = make_layout(facts, model, packing, 2, 1, ("0.bias", "1.weight"))
+    persistent = [layout.chunks[chunk].persistent for chunk, _ in layout.where]
+    assert persistent == [False, True, True, False]
+    with pytest.raises(ValueError, match=r"kept=\['2.bias'\]"):
+        make_layout(facts, model, packing, 2, 1, ("2.bias", "0.bias"))
+
+
+@pytest.mark.parametrize("divisor", [0.0, -1.0, float("nan")])
+def test_a_divisor_is_positive(divisor: float) -> None:
+    with pytest.raises(ValueError, match="predivide"):
+        zero(3).but(predivide=divisor)
