@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwise.deepspeed import zero
+from shardwise.deepspeed import checkpointing, zero
 from shardwise.deepspeed.config import Report
 from shardwise.deepspeed.engine import DeepSpeedEngine
 from shardwise.deepspeed.entry import add_config_arguments, initialize
@@ -13,6 +13,7 @@ __all__ = [
     "DeepSpeedEngine",
     "Report",
     "add_config_arguments",
+    "checkpointing",
     "init_distributed",
     "initialize",
     "to_plan",

@@ -16,7 +16,7 @@ import torch
 
 from shardwise.deepspeed.schema import ALIASES, BLOCKS, KEYS, Block, Key, known_names
 
-__all__ = ["Batch", "Findings", "Report", "Settings", "Source", "batch_of", "read_config"]
+__all__ = ["Batch", "Findings", "Report", "Settings", "Source", "batch_of", "load_config", "read_config"]
 
 Source = Mapping[str, Any] | str | os.PathLike[str]
 AUTO = "auto"
@@ -128,8 +128,12 @@ def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _load(config: Source) -> dict[str, Any]:
-    """A tree of its own, so that nobody's dict is changed."""
+def load_config(config: Source) -> dict[str, Any]:
+    """The tree of a configuration: a copy, so that nobody's dict is changed.
+
+    Raises:
+        FileNotFoundError, TypeError, ValueError: it is no dict, and no file with one JSON object.
+    """
     if isinstance(config, Mapping):
         return {str(name): _copy(value) for name, value in config.items()}
     if not isinstance(config, str | os.PathLike):
@@ -170,7 +174,7 @@ def read_config(config: Source, known: Mapping[str, Any] | None = None) -> Setti
         FileNotFoundError, TypeError: ``config`` is no configuration.
     """
     reader = _Reader(dict(known or {}))
-    reader.read(_load(config), "")
+    reader.read(load_config(config), "")
     values = reader.values
     if values.get("fp16.enabled") and values.get("bf16.enabled"):
         raise ValueError(f"fp16.enabled={values['fp16.enabled']} and bf16.enabled=True: enable one of them")

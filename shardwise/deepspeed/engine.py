@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -12,8 +11,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from shardwise.build import Session
+from shardwise.deepspeed.clock import StepClock
 from shardwise.deepspeed.config import Batch, Report, Settings
 from shardwise.deepspeed.saving import Saving
+from shardwise.deepspeed.stepping import watched_step
 
 __all__ = ["DeepSpeedEngine"]
 
@@ -48,7 +49,10 @@ class DeepSpeedEngine(nn.Module):
         self._boundary: bool | None = None
         self._applied = self._stepping = False
         self._norm: float | None = None
-        self._seconds = {"forward": 0.0, "backward": 0.0, "step": 0.0}
+        self._samples = 0  # of the last step
+        self._clock = StepClock(
+            session.mesh.device, session.mesh.rank, settings["wall_clock_breakdown"], settings["steps_per_print"]
+        )
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -72,7 +76,7 @@ class DeepSpeedEngine(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model on this rank's micro-batch."""
-        with self._timed("forward"):
+        with self._clock.timed("forward"):
             return self.module(*args, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
@@ -97,7 +101,7 @@ class DeepSpeedEngine(nn.Module):
                 "scalar that a forward pass of the engine returned"
             )
         scaled = loss / self._batch.accumulation if scale_wrt_gas else loss
-        with self._timed("backward"), self._held_back():
+        with self._clock.timed("backward"), self._held_back():
             optimizer.backward(scaled, retain_graph=retain_graph)
         return scaled.detach() if not retain_graph else scaled
 
@@ -147,42 +151,39 @@ class DeepSpeedEngine(nn.Module):
             self._passes += 1
             update = self.is_gradient_accumulation_boundary() if self._boundary is not None else self._due()
             if update:
-                with self._timed("step"):
+                with self._clock.timed("step"):
                     self._take_step(lr_kwargs or {})
         finally:
             self._stepping = False
         self.micro_steps += 1
         if update:
-            self._print()
+            self._clock.step_ended(self.global_steps, self._samples, self._progress)
 
     def _due(self) -> bool:
         return not self.settings["managed_gradient_accumulation"] or self._passes >= self._batch.accumulation
 
     def _take_step(self, lr_kwargs: dict[str, Any]) -> None:
         optimizer = self._required("step")
-        scaler = optimizer.scaler
-        at_floor = scaler is not None and scaler.scale <= scaler.plan.min_scale < scaler.plan.max_scale
-        optimizer.step()
+        with watched_step(optimizer, self.settings):
+            optimizer.step()
+            self._count_step(optimizer)
+        if self._applied and self.lr_scheduler is not None:
+            self.lr_scheduler.step(**lr_kwargs)
+
+    def _count_step(self, optimizer: Any) -> None:
         self._norm = optimizer.get_grad_norm()
         self._applied = not optimizer.last_step_skipped
         # What was accumulated is used up, whatever happens next.
         passes, self._passes = self._passes, 0
         self.global_steps += 1
+        self.skipped_steps += optimizer.last_step_skipped
         managed = self.settings["managed_gradient_accumulation"]
         micro_samples = self._batch.train // self._batch.accumulation
-        self.global_samples += self._batch.train if managed else micro_samples * passes
-        if self._applied:
-            if scaler is not None and self.settings["fp16.consecutive_hysteresis"]:
-                scaler.overflows = 0
-            if self.lr_scheduler is not None:
-                self.lr_scheduler.step(**lr_kwargs)
-            return
-        self.skipped_steps += 1
-        if scaler is not None and at_floor and scaler.overflows >= scaler.plan.hysteresis:
-            raise RuntimeError(
-                f"{optimizer.skipped_because}, and the loss scale {scaler.scale:g} is at its minimum already - it "
-                "cannot decrease any more; lower the learning rate, or train in bf16"
-            )
+        self._samples = self._batch.train if managed else micro_samples * passes
+        self.global_samples += self._samples
+
+    def _progress(self) -> str:
+        return f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}"
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients. The count of passes goes on."""
@@ -202,35 +203,6 @@ class DeepSpeedEngine(nn.Module):
                 f"{what}() with optimizer={self.optimizer}: name one in the configuration, or give one to initialize"
             )
         return self.optimizer
-
-    # ---- what it prints
-
-    @contextmanager
-    def _timed(self, what: str) -> Iterator[None]:
-        if not self.settings["wall_clock_breakdown"]:
-            yield
-            return
-        start = self._now()
-        yield
-        self._seconds[what] += self._now() - start
-
-    def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
-
-    def _print(self) -> None:
-        lines = []
-        every = self.settings["steps_per_print"]
-        if every is not None and self.global_steps % every == 0:
-            lines.append(f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}")
-        if self.settings["wall_clock_breakdown"]:
-            times = ", ".join(f"{what} {1000.0 * seconds:.2f} ms" for what, seconds in self._seconds.items())
-            lines.append(f"time of step {self.global_steps}: {times}")
-            self._seconds = dict.fromkeys(self._seconds, 0.0)
-        if self.global_rank == 0:
-            for line in lines:
-                print(line, flush=True)
 
     # ---- facts
 
@@ -392,19 +364,20 @@ class DeepSpeedEngine(nn.Module):
             tag: ``global_step<n>`` if not given.
             client_state: numbers, texts, tensors, lists and dicts of the program's own; rank 0's are kept.
             save_latest: write the tag into ``save_dir/latest``.
-            exclude_frozen_parameters: not available.
+            exclude_frozen_parameters: leave out parameters that do not require gradients. Loading keeps those of the
+                model then.
 
         Raises:
             CheckpointError: it could not be written; earlier checkpoints are as they were.
             ValueError: another tag on another rank, with ``checkpoint.tag_validation="FAIL"``.
-            NotImplementedError: ``exclude_frozen_parameters``.
         """
-        if exclude_frozen_parameters:
-            raise NotImplementedError(f"{exclude_frozen_parameters=} is not available: checkpoints are whole")
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
         self._saving.check_tag(name, self.settings["checkpoint.tag_validation"])
         schedules = [self.lr_scheduler] if self.lr_scheduler is not None else []
-        self._saving.save(save_dir, name, schedules, client_state or {}, self._counters(), save_latest)
+        counters = self._counters()
+        self._saving.save(
+            save_dir, name, schedules, client_state or {}, counters, save_latest, exclude_frozen_parameters
+        )
         return True
 
     def load_checkpoint(

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from shardwise.build import build
+from shardwise.deepspeed.checkpointing import use_settings
 from shardwise.deepspeed.config import Batch, Settings, batch_of, read_config
 from shardwise.deepspeed.engine import DeepSpeedEngine
 from shardwise.deepspeed.optimizers import make_optimizer
@@ -86,6 +87,7 @@ def initialize(
         settings.findings.report().warn()
     session = build(model, chosen, plan)
     remember(session)
+    use_settings(settings)
     engine = DeepSpeedEngine(session, settings, batch, schedule)
     engine.collate_fn = collate_fn
     loader = engine.deepspeed_io(training_data) if training_data is not None else None

@@ -292,7 +292,7 @@ def _disk(s: Settings, blocks: Sequence[str]) -> DiskPlan | None:
     paths = {f"{block}.nvme_path": s[f"{block}.nvme_path"] for block in blocks}
     missing = [path for path, value in paths.items() if not value]
     if missing:
-        raise ValueError(f"{missing[0]}=None with device='nvme': name a directory on the disk to use")
+        raise ValueError(f"{missing[0]}={paths[missing[0]]!r} with device='nvme': name a directory on the disk to use")
     if len(set(paths.values())) > 1:
         raise ValueError(f"{paths}: parameters and state share one store; give the same directory")
     block_bytes = s["aio.block_size"]

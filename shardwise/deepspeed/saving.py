@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,9 +21,10 @@ from shardwise.checkpoint.restore import put_back
 from shardwise.checkpoint.session import Checkpointer
 from shardwise.checkpoint.source import CheckpointSource
 from shardwise.checkpoint.write import agree
+from shardwise.deepspeed.frozen import WithoutFrozen, frozen_ones_are_missing
 from shardwise.engine.fragments import Held
 
-__all__ = ["Found", "Saving"]
+__all__ = ["Found", "Saving", "take_over"]
 
 CLIENT = "client_state."
 
@@ -44,6 +44,7 @@ class Saving:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._native = Checkpointer(session)  # from the start: it counts the updates
+        self._trained: Checkpointer | None = None
 
     def check_tag(self, tag: str, mode: str) -> None:
         """Whether all ranks save under one name; ``mode`` is ``checkpoint.tag_validation``."""
@@ -62,18 +63,19 @@ class Saving:
         client_state: dict[str, Any],
         counters: dict[str, int],
         save_latest: bool,
+        exclude_frozen: bool,
     ) -> None:
         """See :meth:`shardwise.deepspeed.engine.DeepSpeedEngine.save_checkpoint`."""
         state = {"client_state": dict(client_state), "counters": counters}
-        self._native.save(root, tag, step=counters["global_steps"], lr_schedulers=schedules, user_state=state)
-        if save_latest:
-            latest, fresh = Path(root) / "latest", Path(root) / "latest.new"
+        writer = self._without_frozen() if exclude_frozen else self._native
+        writer.latest = save_latest
+        writer.save(root, tag, step=counters["global_steps"], lr_schedulers=schedules, user_state=state)
 
-            def write() -> None:
-                fresh.write_text(tag, "utf-8")
-                os.replace(fresh, latest)
-
-            on_rank_zero(write, f"write {latest}")
+    def _without_frozen(self) -> Checkpointer:
+        if self._trained is None:
+            self._trained = Checkpointer(WithoutFrozen(self._session))
+        self._trained.steps = self._native.steps
+        return self._trained
 
     def load(
         self, root: str, tag: str | None, strict: bool, optimizer_states: bool, schedules: Sequence[Any]
@@ -89,32 +91,12 @@ class Saving:
                 warnings.warn(f"no checkpoint{named} in {root}: nothing was loaded", stacklevel=3)
             return None
         if (Path(path) / MANIFEST).is_file() and optimizer_states:
+            strict = strict and not frozen_ones_are_missing(self._session, path)
             restored = self._native.load(path, strict=strict, lr_schedulers=schedules)
             state = restored.user_state if restored is not None else None
             state = state if isinstance(state, Mapping) else {}
             return Found(path, dict(state.get("client_state") or {}), dict(state.get("counters") or {}))
-        return self._take_over(path, strict, optimizer_states, schedules)
-
-    def _take_over(self, path: str, strict: bool, optimizer_states: bool, schedules: Sequence[Any]) -> Found:
-        """Values from a checkpoint of DeepSpeed, or those of the model alone from our own."""
-        session = self._session
-        gather, rank = session.mesh.world.exchange_object, session.mesh.rank
-        opened: list[CheckpointSource] = []
-
-        def look() -> Match:
-            opened.append(open_checkpoint(path))
-            return Match(opened[0], Held(session.engine, session.optimizers), strict)
-
-        try:
-            match, _ = agree(gather, rank, f"load {path}", look, share=False)
-            if not optimizer_states:
-                match.optimizers = []
-            put_back(session, match, path)
-            agree(gather, rank, f"load the rest of {path}", lambda: _rest(session, match, schedules), share=False)
-            return _found(path, opened[0].state())
-        finally:
-            for source in opened:
-                source.close()
+        return take_over(self._session, path, strict, optimizer_states, schedules)
 
     def save_16bit(self, directory: str, filename: str, exclude_frozen: bool) -> None:
         """One torch file of the model's state, written by rank 0."""
@@ -135,6 +117,30 @@ class Saving:
     def close(self) -> None:
         """Give back what an unfinished save holds."""
         self._native.close()
+        if self._trained is not None:
+            self._trained.close()
+
+
+def take_over(session: Session, path: str, strict: bool, optimizer_states: bool, schedules: Sequence[Any]) -> Found:
+    """Values from a checkpoint of DeepSpeed, or those of the model alone from our own. Collective."""
+    gather, rank = session.mesh.world.exchange_object, session.mesh.rank
+    opened: list[CheckpointSource] = []
+    strict = strict and not frozen_ones_are_missing(session, path)
+
+    def look() -> Match:
+        opened.append(open_checkpoint(path))
+        return Match(opened[0], Held(session.engine, session.optimizers), strict)
+
+    try:
+        match, _ = agree(gather, rank, f"load {path}", look, share=False)
+        if not optimizer_states:
+            match.optimizers = []
+        put_back(session, match, path)
+        agree(gather, rank, f"load the rest of {path}", lambda: _rest(session, match, schedules), share=False)
+        return _found(path, opened[0].state())
+    finally:
+        for source in opened:
+            source.close()
 
 
 def _place(root: Path, tag: str | None) -> str | None:
@@ -163,7 +169,7 @@ def _rest(session: Session, match: Match, schedules: Sequence[Any]) -> None:
         for group, saved in groups:
             options = {key: decode_value(value) for key, value in saved.get("options", {}).items()}
             group.update({key: value for key, value in options.items() if key in group and key != "params"})
-    other = match.state
+    other = match.state.get("other") or {}
     scale = {key: decode_value(value) for key, value in (other.get("loss_scaler") or {}).items()}
     scaler = session.optimizers[0].scaler if session.optimizers and match.optimizers else None
     if scaler is not None and "cur_scale" in scale and scaler.plan.min_scale < scaler.plan.max_scale:
@@ -178,7 +184,8 @@ def _rest(session: Session, match: Match, schedules: Sequence[Any]) -> None:
 
 
 def _found(path: str, state: Mapping[str, Any]) -> Found:
-    client = {k.removeprefix(CLIENT): decode_value(v) for k, v in state.items() if k.startswith(CLIENT)}
-    samples = decode_value(state["global_samples"]) if state.get("global_samples") is not None else 0
+    other = state.get("other") or {}
+    client = {k.removeprefix(CLIENT): decode_value(v) for k, v in other.items() if k.startswith(CLIENT)}
+    samples = decode_value(other["global_samples"]) if other.get("global_samples") is not None else 0
     counters = {"global_steps": int(state.get("step", 0) or 0), "global_samples": int(samples or 0)}
     return Found(path, client, counters)

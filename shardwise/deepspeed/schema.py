@@ -212,6 +212,15 @@ _CHECKPOINT = {
     "checkpoint_serialization": _skip("bool", None, "checkpoints have one format"),
 }
 
+_ACTIVATIONS = {
+    "partition_activations": _use("bool", False),
+    "cpu_checkpointing": _use("bool", False),
+    "contiguous_memory_optimization": _use("bool", False),
+    "number_checkpoints": _use("int", None, 1),
+    "synchronize_checkpoint_boundary": _use("bool", False),
+    "profile": _use("bool", False),
+}
+
 _SECTIONS: dict[str, dict[str, Key]] = {
     "": _TOP,
     "fp16": _FP16,
@@ -221,6 +230,7 @@ _SECTIONS: dict[str, dict[str, Key]] = {
     "zero_optimization.offload_param": _OFFLOAD_PARAM,
     "zero_optimization.offload_optimizer": _OFFLOAD_OPTIMIZER,
     "aio": _AIO,
+    "activation_checkpointing": _ACTIVATIONS,
     "optimizer": _OPTIMIZER,
     "scheduler": _SCHEDULER,
     "checkpoint": _CHECKPOINT,
@@ -252,14 +262,6 @@ ALIASES: dict[str, str] = {
 }
 """Other names of keys and sections: short, or from earlier releases."""
 
-_ACTIVATIONS = (
-    "partition_activations",
-    "cpu_checkpointing",
-    "contiguous_memory_optimization",
-    "number_checkpoints",
-    "synchronize_checkpoint_boundary",
-    "profile",
-)
 _FLOPS = (
     "enabled",
     "recompute_fwd_factor",
@@ -269,10 +271,8 @@ _FLOPS = (
     "detailed",
     "output_file",
 )
-_TORCH_CHECKPOINT = "it concerns deepspeed.checkpointing; use torch.utils.checkpoint in the model"
 _COMET = ("enabled", "samples_log_interval", "project", "workspace", "api_key", "experiment_name", "experiment_key")
 BLOCKS: dict[str, Block] = {
-    "activation_checkpointing": Block("ignored", _TORCH_CHECKPOINT, None, _ACTIVATIONS),
     "flops_profiler": Block("ignored", "use torch.utils.flop_counter.FlopCounterMode", "enabled", _FLOPS),
     "comms_logger": Block(
         "ignored",

@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-__all__ = ["LaunchFacts", "init_distributed", "shutdown"]
+__all__ = ["LaunchFacts", "init_distributed", "read_variable", "shutdown"]
 
 # Long enough for a slow checkpoint, short enough that a lost rank does not hold the others for torch's half hour.
 TIMEOUT = timedelta(seconds=300)
@@ -129,6 +129,11 @@ def _group_takes_cuda() -> bool:
 def default_device() -> torch.device:
     """The device that :func:`init_distributed` chooses by itself."""
     return _device(LaunchFacts.read(), None)
+
+
+def read_variable(name: str) -> str | None:
+    """A variable of the environment that a published interface reads; ``None`` where it is not set, or empty."""
+    return os.environ.get(name) or None
 
 
 def shutdown() -> None:

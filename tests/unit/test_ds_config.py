@@ -200,6 +200,12 @@ BY_ENGINE: dict[str, tuple[Any, Any]] = {
     "scheduler.type": ("WarmupLR", "WarmupLR"),
     "scheduler.params": ({}, {}),
     "checkpoint.tag_validation": ("fail", "FAIL"),
+    "activation_checkpointing.partition_activations": (True, True),
+    "activation_checkpointing.cpu_checkpointing": (True, True),
+    "activation_checkpointing.contiguous_memory_optimization": (True, True),
+    "activation_checkpointing.number_checkpoints": (6, 6),
+    "activation_checkpointing.synchronize_checkpoint_boundary": (True, True),
+    "activation_checkpointing.profile": (True, True),
 }
 
 

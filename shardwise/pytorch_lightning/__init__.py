@@ -1,0 +1,36 @@
+"""Strategies for ``pytorch_lightning``. Importing this registers their names with ``Trainer(strategy=...)``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardwise.strategies import registering
+from shardwise.strategies.namespace import PYTORCH_LIGHTNING
+from shardwise.strategies.single_file import to_single_file
+from shardwise.strategies.wrapping import auto_wrap, default_auto_wrap_policy, enable_wrap, wrap
+
+__all__ = [
+    "ColossalAIStrategy",
+    "DDPFullyShardedStrategy",
+    "DeepSpeedStrategy",
+    "ShardedPrecision",
+    "auto_wrap",
+    "default_auto_wrap_policy",
+    "enable_wrap",
+    "take_over_deepspeed_names",
+    "to_single_file",
+    "wrap",
+]
+
+_classes = registering.classes(PYTORCH_LIGHTNING)
+ColossalAIStrategy: Any = _classes["ColossalAIStrategy"]
+DDPFullyShardedStrategy: Any = _classes["DDPFullyShardedStrategy"]
+DeepSpeedStrategy: Any = _classes["DeepSpeedStrategy"]
+ShardedPrecision: Any = _classes["ShardedPrecision"]
+
+registering.register(PYTORCH_LIGHTNING)
+
+
+def take_over_deepspeed_names() -> None:
+    """Make ``strategy="deepspeed"`` and ``"deepspeed_stage_..."`` mean :class:`DeepSpeedStrategy` of this package."""
+    registering.take_over_deepspeed_names(PYTORCH_LIGHTNING)

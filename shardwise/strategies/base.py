@@ -1,0 +1,258 @@
+"""What Lightning's strategies have in common: one session under a Trainer, whatever its plan.
+
+The order of a run is Lightning's: ``setup`` shards the module and its optimizers; from then on the Trainer calls the
+sharded module, and the engine reduces, clips, scales and steps. The session stays when the run ends, so that saving,
+testing or fitting again goes on from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, ClassVar
+
+import torch
+
+from shardwise.build import Session
+from shardwise.engine.deferred import deferred_init
+from shardwise.plan import Plan
+from shardwise.strategies.namespace import Namespace, build
+from shardwise.strategies.precision import Format, ShardedPrecision, check_replaceable
+from shardwise.strategies.refusals import check_callbacks
+from shardwise.strategies.saving import Saving
+from shardwise.strategies.sessions import Live, live_session, shard
+from shardwise.strategies.toggling import Toggling
+
+__all__ = ["ShardedStrategy"]
+
+_Base: Any = object  # Lightning's DDPStrategy, once built for a namespace
+
+
+class ShardedStrategy(_Base):  # type: ignore[misc]
+    """To be built by :func:`shardwise.strategies.namespace.build`; a concrete strategy overrides :meth:`_plan`."""
+
+    ns: ClassVar[Namespace]
+    model: Any
+    optimizers: Any
+    lr_scheduler_configs: Any
+    precisions: ClassVar[tuple[str, ...]] = ("32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true", "64-true")
+    """Those that :meth:`_plan` can make a plan of."""
+
+    def __init__(self, **lightning: Any) -> None:
+        self._live: Live | None = None
+        self._saving = Saving(self)
+        super().__init__(**{name: value for name, value in lightning.items() if value is not None})
+
+    # ---- what a concrete strategy decides
+
+    def _plan(self, module: Any) -> Plan:
+        """The plan for ``module`` (a LightningModule before it is sharded), ``self.format`` and ``self.world_size``."""
+        raise NotImplementedError(f"{type(self).__name__} has no _plan: override it")
+
+    def _check(self, trainer: Any) -> None:
+        """Raise or warn, before anything is built, where the Trainer or its module asks for what cannot be done."""
+
+    def _built(self, session: Session, trainer: Any) -> None:
+        """A session was made (or taken over from an earlier run) and is about to be used."""
+
+    def _clips(self, value: float, algorithm: str) -> bool:
+        """Whether the Trainer's clipping (``"norm"`` or ``"value"``) is done; ``False`` where the plan clips."""
+        return True
+
+    def _building(self) -> AbstractContextManager[Any]:
+        """Around ``configure_model`` and ``configure_sharded_model`` of a module that is not sharded yet."""
+        return deferred_init()
+
+    # ---- facts
+
+    @property
+    def session(self) -> Session:
+        """The session that this strategy runs.
+
+        Raises:
+            RuntimeError: there is none before ``setup``.
+        """
+        if self._live is None:
+            raise RuntimeError(f"session={self._live}: {type(self).__name__} shards the model when the Trainer runs")
+        return self._live.session
+
+    @property
+    def format(self) -> Format:
+        """Number formats."""
+        found: Format = self.precision_plugin.format
+        return found
+
+    @property
+    def precision_plugin(self) -> Any:
+        """Always a :class:`ShardedPrecision`."""
+        # A default is not kept: Lightning takes one that is set for the user's choice.
+        return self._precision_plugin if self._precision_plugin is not None else self._sharded_precision("32-true")
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Any) -> None:
+        if plugin is not None and not isinstance(plugin, ShardedPrecision):
+            check_replaceable(self.ns, plugin)
+            plugin = self._sharded_precision(plugin.precision)
+        if plugin is not None and plugin.precision not in self.precisions:
+            raise ValueError(
+                f"precision={plugin.precision!r} with {type(self).__name__}: give one of {', '.join(self.precisions)}"
+            )
+        self._precision_plugin = plugin
+
+    def _sharded_precision(self, precision: Any) -> Any:
+        made = build(self.ns, ShardedPrecision, "plugins.precision.precision.Precision", "ShardedPrecision")
+        return made(precision)
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """True: values go into shards."""
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """Whether the last checkpoint is a single file, whose optimizer states Lightning hands over."""
+        return self._saving.whole_file
+
+    @property
+    def handles_gradient_accumulation(self) -> bool:
+        """False: steps are taken where Lightning counts them, after the last batch of an epoch too."""
+        return False
+
+    # ---- a run
+
+    def setup(self, trainer: Any) -> None:
+        """Shard the module, or go on with the session that it is in. Collective."""
+        self.accelerator.setup(trainer)
+        fitting = trainer.state.fn.value == "fit"
+        check_callbacks(self.ns, trainer)
+        self._check(trainer)
+        self._saving.outline_dumps(trainer)
+        module = self.lightning_module
+        if fitting and self._layer_sync:
+            self._layer_sync.apply(module)
+        live = live_session(module)
+        if live is not None and (fitting or not live.fits(self._plan(module), self.root_device)):
+            live.unshard()
+            live = None
+        if live is None:
+            if fitting:
+                self.model = module
+                self.setup_optimizers(trainer)
+            else:
+                self._reset_optimizers_and_schedulers()
+            live = self._shard(module, fitting)
+        self._live = live
+        self.precision_plugin.clips = self._clips
+        self.model = live.session.module
+        self._built(live.session, trainer)
+        self.setup_precision_plugin()
+        self.barrier("shardwise.setup")
+
+    def _shard(self, module: Any, fitting: bool) -> Live:
+        mock = self.ns.load("core.optimizer._MockOptimizer")  # what Lightning takes for "no optimizer"
+        real = [each for each in self.optimizers if not isinstance(each, mock)] if fitting else []
+        live = shard(module, real, self._plan(module), self.root_device)
+        if real:
+            self.optimizers = list(live.session.optimizers)
+            Toggling(live.session, module, self.ns.load("LightningModule"))
+        return live
+
+    def model_to_device(self) -> None:
+        """Sharding did."""
+
+    def teardown(self) -> None:
+        """End a run. The session stays; what is being saved is waited for."""
+        launcher = self._launcher
+        trainer = getattr(self.lightning_module, "_trainer", None)
+        running = trainer is not None and trainer.state.status.value == "running"
+        if self._live is not None and running:
+            self.session.checkpoints.wait()
+            if isinstance(launcher, self.ns.load("strategies.launchers._MultiProcessingLauncher")):
+                self.unshard()  # the launcher sends the module's own state to the main process
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+        self.cluster_environment.teardown()
+
+    def unshard(self) -> None:
+        """The module becomes an ordinary one, whole, on the host of every rank. Collective."""
+        if self._live is not None:
+            live, self._live = self._live, None
+            live.unshard()
+            self.model, self.optimizers = live.module, []
+            if self._layer_sync:
+                self._layer_sync.revert(live.module)
+
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Models built inside have no memory until they are sharded."""
+        live = live_session(self.lightning_module)
+        if live is not None:
+            with deferred_init(), live.kept():
+                yield
+        else:
+            with self._building():
+                yield
+
+    # ---- passes and steps
+
+    @contextmanager
+    def backward_pass(self) -> Iterator[float]:
+        """Around a backward pass; gives the factor that the loss must be multiplied by."""
+        session = self.session
+        scaler = session.optimizer.scaler if session.optimizer is not None else None
+        scale = scaler.scale if scaler is not None else 1.0
+        with session.engine.passes.around(scale):
+            yield scale
+
+    def block_backward_sync(self) -> AbstractContextManager[None]:
+        """Passes inside keep whole gradients where the plan does (stages 0 and 1); elsewhere each is reduced."""
+        if self._live is not None and self.session.plan.shard.reduce == "last":
+            return self.session.no_sync()
+        return nullcontext()
+
+    def _step(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        step: Callable[..., Any] = getattr(super(), name)
+        if not torch.is_inference_mode_enabled():
+            return step(*args, **kwargs)
+        # What is gathered now is read by later passes, where inference tensors could not be.
+        with torch.inference_mode(False), torch.no_grad():
+            return step(*args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """See ``LightningModule.validation_step``."""
+        return self._step("validation_step", *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """See ``LightningModule.test_step``."""
+        return self._step("test_step", *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """See ``LightningModule.predict_step``."""
+        return self._step("predict_step", *args, **kwargs)
+
+    # ---- checkpoints
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The full state on the host of every rank, fp32 where there are masters. Collective."""
+        return self._saving.module_state()
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """The full state of ``optimizer`` on every rank, as plain torch has it. Collective."""
+        return self._saving.optimizer_state(getattr(optimizer, "_optimizer", optimizer))
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a directory, each rank its part; one file where a ``checkpoint_io`` was given. Collective."""
+        self._saving.save(checkpoint, filepath, storage_options, super().save_checkpoint)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Restore from a directory or file, of any format that ``open_checkpoint`` reads. Collective."""
+        return self._saving.load(checkpoint_path, weights_only, super().load_checkpoint)
+
+    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
+        """Weights of a single file; those of a directory are in place already."""
+        self._saving.load_model(checkpoint, strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        """Optimizer states of a single file."""
+        self._saving.load_optimizers(checkpoint)

@@ -1,0 +1,416 @@
+"""``DeepSpeedStrategy``: ZeRO stages 0 to 3 and their offloads under Lightning's Trainer, on CPUs and GPUs."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import fields
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch.utils.data import DataLoader
+
+from shardwise.build import Session
+from shardwise.deepspeed import zero
+from shardwise.deepspeed.checkpointing import use_settings
+from shardwise.deepspeed.clock import StepClock
+from shardwise.deepspeed.config import Report, Settings, read_config
+from shardwise.deepspeed.frozen import frozen_ones_are_missing
+from shardwise.deepspeed.logs import LOG, set_level
+from shardwise.deepspeed.optimizers import make_optimizer
+from shardwise.deepspeed.schedules import make_schedule
+from shardwise.deepspeed.stepping import watched_step
+from shardwise.mesh.launch import read_variable
+from shardwise.plan import Plan
+from shardwise.strategies.base import ShardedStrategy
+from shardwise.strategies.deepspeed_config import (
+    AUTO,
+    CLIPPING,
+    MICRO,
+    DeepSpeedArguments,
+    TrainerFacts,
+    chosen_config,
+    complete,
+    quiet_paths,
+    read,
+    scale_without_effect,
+    to_plan,
+    without_effect,
+)
+from shardwise.strategies.deepspeed_saving import SavingWithoutFrozen, is_of_deepspeed, load_deepspeed
+
+__all__ = ["DeepSpeed"]
+
+OF_LIGHTNING = (
+    "accelerator",
+    "parallel_devices",
+    "cluster_environment",
+    "precision_plugin",
+    "process_group_backend",
+    "timeout",
+    "start_method",
+)
+STEPS_PER_PRINT = 10  # DeepSpeed's own, where throughput is logged
+
+
+class DeepSpeed(ShardedStrategy):
+    """ZeRO as DeepSpeed configurations describe it.
+
+    The arguments are those of Lightning 2.1 to 2.6, in their order; :class:`DeepSpeedArguments` says what each means
+    here. They make a DeepSpeed configuration, which ``config`` (a dict or a path) or the environment variable
+    ``PL_DEEPSPEED_CONFIG_PATH`` replaces whole, in this order; what it leaves open or calls ``"auto"`` comes from
+    Trainer. The limits of DeepSpeed are gone: any accelerator, any number of optimizers of any element-wise class,
+    clipping by norm and by value, accumulation as Lightning counts it, any number of ranks on resume.
+
+    Args:
+        config: a DeepSpeed configuration; it is never changed.
+        logging_level: of what is logged here (``logging.INFO`` shows throughput).
+        load_full_weights: a single file may hold weights alone: optimizers then start anew, with a warning.
+        timeout: of the process group.
+        exclude_frozen_parameters: checkpoints are written without parameters that do not require gradients.
+        start_method: as in Lightning's ``DDPStrategy``.
+
+    Raises:
+        MisconfigurationException: the path of a configuration does not exist, or it contradicts Trainer.
+        ValueError, NotImplementedError: a fault in an argument or in the configuration; it is named.
+    """
+
+    strategy_name = "deepspeed"
+    DEEPSPEED_ENV_VAR = "PL_DEEPSPEED_CONFIG_PATH"
+
+    def __init__(
+        self,
+        accelerator: Any = None,
+        zero_optimization: bool = True,
+        stage: int = 2,
+        remote_device: str | None = None,
+        offload_optimizer: bool = False,
+        offload_parameters: bool = False,
+        offload_params_device: str = "cpu",
+        nvme_path: str = "/local_nvme",
+        params_buffer_count: int = 5,
+        params_buffer_size: int = 100_000_000,
+        max_in_cpu: int = 1_000_000_000,
+        offload_optimizer_device: str = "cpu",
+        optimizer_buffer_count: int = 4,
+        block_size: int = 1048576,
+        queue_depth: int = 8,
+        single_submit: bool = False,
+        overlap_events: bool = True,
+        thread_count: int = 1,
+        pin_memory: bool = False,
+        sub_group_size: int = 1_000_000_000_000,
+        contiguous_gradients: bool = True,
+        overlap_comm: bool = True,
+        allgather_partitions: bool = True,
+        reduce_scatter: bool = True,
+        allgather_bucket_size: int = 200_000_000,
+        reduce_bucket_size: int = 200_000_000,
+        zero_allow_untested_optimizer: bool = True,
+        logging_batch_size_per_gpu: str | int = AUTO,
+        config: Any = None,
+        logging_level: int = logging.WARNING,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        loss_scale: float = 0,
+        initial_scale_power: int = 16,
+        loss_scale_window: int = 1000,
+        hysteresis: int = 2,
+        min_loss_scale: int = 1,
+        partition_activations: bool = False,
+        cpu_checkpointing: bool = False,
+        contiguous_memory_optimization: bool = False,
+        synchronize_checkpoint_boundary: bool = False,
+        load_full_weights: bool = False,
+        precision_plugin: Any = None,
+        process_group_backend: str | None = None,
+        *,
+        timeout: timedelta | None = None,
+        exclude_frozen_parameters: bool = False,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+    ) -> None:
+        given = dict(locals())
+        self.arguments = DeepSpeedArguments(**{field.name: given[field.name] for field in fields(DeepSpeedArguments)})
+        self.load_full_weights, self.exclude_frozen_parameters = load_full_weights, exclude_frozen_parameters
+        self._choose(config)
+        set_level(logging_level)
+        self._logging_level = logging_level
+        super().__init__(**{name: given[name] for name in OF_LIGHTNING})
+        if exclude_frozen_parameters:
+            self._saving = SavingWithoutFrozen(self)
+
+    def _choose(self, config: Any) -> None:
+        """Which configuration, and a warning for arguments that mean nothing beside it."""
+        from_environment = read_variable(self.DEEPSPEED_ENV_VAR) if config is None else None
+        chosen = chosen_config(config, from_environment, self.DEEPSPEED_ENV_VAR, self._misconfiguration)
+        self._config_given = chosen is not None
+        self._given: dict[str, Any] = self.arguments.to_config() if chosen is None else chosen
+        read_config(self._given)  # faults show here, not when training begins
+        self.config = dict(self._given)
+        """The configuration; once the Trainer runs, with what came from it."""
+        self._clock: StepClock | None = None
+        self._settings: Settings | None = None
+        self._reported: set[str] = set()
+        self._batches, self._steps = 0, 0
+        self._lacks_states = False
+        for reason, names in without_effect(self.arguments, self._config_given).items():
+            values = ", ".join(f"{name}={getattr(self.arguments, name)!r}" for name in names)
+            self._warn(f"{values} without effect: {reason}", stacklevel=4)
+
+    @property
+    def _misconfiguration(self) -> type[Exception]:
+        found: type[Exception] = self.ns.load("utilities.exceptions.MisconfigurationException")
+        return found
+
+    def _warn(self, message: str, stacklevel: int = 3) -> None:
+        if message not in self._reported:
+            self._reported.add(message)
+            warnings.warn(message, stacklevel=stacklevel)
+
+    @property
+    def zero_stage_3(self) -> bool:
+        """Whether parameters are sharded."""
+        return read_config(self._given).stage == 3
+
+    # ---- the plan
+
+    def _facts(self, trainer: Any) -> TrainerFacts:
+        by_norm = trainer.gradient_clip_algorithm is None or trainer.gradient_clip_algorithm.value == "norm"
+        return TrainerFacts(
+            accumulation=trainer.accumulate_grad_batches,
+            micro_batch=_batch_size(trainer),
+            clip=float(trainer.gradient_clip_val or 0.0) if by_norm else 0.0,
+            precision=self.format.name,
+        )
+
+    def _completed(self, trainer: Any) -> dict[str, Any]:
+        return complete(self._given, self.arguments, self._facts(trainer), self._misconfiguration)
+
+    def _read(self, trainer: Any) -> Settings:
+        return read(self._completed(trainer), self.world_size)
+
+    def _translate(self, trainer: Any, module: Any) -> tuple[Plan, Report]:
+        numels = [param.numel() for param in module.parameters()]
+        plan, report = to_plan(self._read(trainer), self.world_size, numels, clip_outside=not self._clips_in_step)
+        if self.format.dtype is torch.float64:
+            if plan.precision.param_dtype is not None:
+                raise self._misconfiguration(
+                    f"precision={self.format.name!r}, but the DeepSpeed config enables {plan.precision.param_dtype}: "
+                    "change one of them"
+                )
+            wide = torch.float64
+            plan = plan.but(param_dtype=wide, buffer_dtype=wide, master_weights=False, cast_inputs=True)
+        return plan, report
+
+    def _plan(self, module: Any) -> Plan:
+        return self._translate(module.trainer, module)[0]
+
+    @property
+    def _clips_in_step(self) -> bool:
+        """Whether the configuration has a norm to clip to, which goes before Trainer's."""
+        return self._given.get(CLIPPING) not in (None, AUTO)
+
+    def _clips(self, value: float, algorithm: str) -> bool:
+        return not self._clips_in_step
+
+    def _check(self, trainer: Any) -> None:
+        set_level(self._logging_level)  # another strategy may have set another one
+        self.config = self._completed(trainer)
+        self._settings = settings = read(self.config, self.world_size)
+        if trainer.state.fn.value != "fit" or not self.is_global_zero:
+            return
+        if self.load_full_weights and settings.stage != 3:
+            self._warn(f"load_full_weights=True at stage {settings.stage} has no effect: single files are read anyway")
+        if self._clips_in_step and trainer.gradient_clip_val is not None:
+            self._warn(
+                f"gradient_clip_val={trainer.gradient_clip_val} of Trainer is not applied: gradient_clipping="
+                f"{self._given[CLIPPING]} in the DeepSpeed config goes before it"
+            )
+        unused = scale_without_effect(self.arguments, self.config)
+        if unused:
+            self._warn(f"{unused} without effect: the loss scale is for 16-bit precision, where no config has fp16")
+        if settings["wall_clock_breakdown"] and not LOG.isEnabledFor(logging.INFO):
+            self._warn(
+                f"wall_clock_breakdown={settings['wall_clock_breakdown']} shows with logging_level=logging.INFO only"
+            )
+
+    def _building(self) -> AbstractContextManager[Any]:
+        return zero.Init(remote_device=self.arguments.remote_device) if self.zero_stage_3 else nullcontext()
+
+    def _built(self, session: Session, trainer: Any) -> None:
+        zero.remember(session)
+        settings = self._settings or self._read(trainer)
+        use_settings(settings)
+        every = (settings["steps_per_print"] or STEPS_PER_PRINT) if LOG.isEnabledFor(logging.INFO) else None
+        self._clock = StepClock(self.root_device, self.global_rank, settings["wall_clock_breakdown"], every)
+        self._batches = 0
+        if trainer.state.fn.value == "fit" and self.is_global_zero:
+            self._tell(self._translate(trainer, self.lightning_module)[1])
+
+    def _tell(self, report: Report) -> None:
+        quiet = frozenset() if self._config_given else quiet_paths(self.arguments)
+        told = Report(report.used, {k: v for k, v in report.ignored.items() if k not in quiet}, report.notes)
+        if (told.ignored or told.notes) and str(told) not in self._reported:
+            self._reported.add(str(told))
+            told.warn(stacklevel=4)
+
+    # ---- optimizer and schedule of the configuration
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Those of ``configure_optimizers``, unless the configuration names an optimizer: then it is not called.
+
+        A scheduler of the configuration is used where the module gives none; it is stepped after every step.
+
+        Raises:
+            ValueError: a scheduler for several optimizers, an unknown name or parameter.
+        """
+        settings = self._settings or self._read(trainer)
+        name, schedule = settings["optimizer.type"], settings["scheduler.type"]
+        if name is None:
+            super().setup_optimizers(trainer)
+        else:
+            if self.is_global_zero:
+                LOG.info("configure_optimizers is not called: the DeepSpeed config has an optimizer, %s", name)
+            held = [param for param in self.lightning_module.parameters() if param.requires_grad]
+            self.optimizers = [make_optimizer(name, held, settings["optimizer.params"] or {})]
+            self.lr_scheduler_configs = []
+        if schedule is None:
+            return
+        if self.lr_scheduler_configs:
+            settings.findings.ignore("scheduler.type", "configure_optimizers gave a scheduler")
+            self._warn(f"scheduler.type={schedule!r} is ignored: configure_optimizers gave a scheduler")
+            return
+        if len(self.optimizers) != 1:
+            raise ValueError(
+                f"scheduler.type={schedule!r} for {len(self.optimizers)} optimizers: return the schedulers from "
+                "configure_optimizers, which says whose they are"
+            )
+        made = make_schedule(schedule, self.optimizers[0], settings["scheduler.params"] or {})
+        self.lr_scheduler_configs = [self.ns.load("utilities.types.LRSchedulerConfig")(made, interval="step")]
+
+    # ---- passes and steps
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """See ``LightningModule.training_step``."""
+        with self._timed("forward"):
+            return super().training_step(*args, **kwargs)
+
+    def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """The backward pass, by way of ``LightningModule.backward``."""
+        with self._timed("backward"):
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """One step.
+
+        Raises:
+            RuntimeError: it was skipped for overflow at the lowest loss scale.
+        """
+        settings = self._settings
+        if settings is None or not hasattr(optimizer, "scaler"):
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        with watched_step(optimizer, settings), self._timed("step"):
+            result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._steps += 1
+        batches, self._batches = self._batches, 0
+        if self._clock is not None:
+            samples = max(batches, 1) * settings[MICRO] * self.world_size
+            self._clock.step_ended(self._steps, samples, lambda: self._progress(optimizer))
+        return result
+
+    def _timed(self, what: str) -> AbstractContextManager[None]:
+        return self._clock.timed(what) if self._clock is not None else nullcontext()
+
+    def _progress(self, optimizer: Any) -> str:
+        rates = [group.get("lr") for group in optimizer.param_groups]
+        scale = f", loss scale={optimizer.scaler.scale:g}" if optimizer.scaler is not None else ""
+        return f"step={self._steps}, lr={rates}{scale}"
+
+    def on_train_start(self) -> None:
+        """The first step begins; by now the data loader is known."""
+        super().on_train_start()
+        trainer = self.lightning_module.trainer
+        if self._given.get(MICRO) in (None, AUTO):
+            self._settings = self._read(trainer)
+            self.config[MICRO] = self._settings[MICRO]
+        self._steps = int(trainer.global_step)
+        if self._clock is not None:
+            self._clock.restart()
+
+    def on_validation_end(self) -> None:
+        """What comes now is training again."""
+        super().on_validation_end()
+        if self._clock is not None:
+            self._clock.restart()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """One more batch for the step that is due."""
+        super().on_train_batch_start(batch, batch_idx)
+        self._batches += 1
+
+    # ---- checkpoints
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """Whether Lightning hands over optimizer states: those of a single file that has some."""
+        if not super().lightning_restore_optimizer:
+            return False
+        if self.load_full_weights and self._lacks_states:
+            if self.is_global_zero and self.lightning_module.trainer.state.fn.value == "fit":
+                self._warn(
+                    "A single checkpoint file with weights alone has been given. This means optimizer states cannot "
+                    "be restored; give a checkpoint that has them to go on with the training where it was"
+                )
+            return False
+        return True
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Restore from a directory or file of any format, DeepSpeed's included, at any number of ranks. Collective.
+
+        With ``load_full_weights`` a file may be a bare state dict.
+        """
+        path = os.fspath(self.broadcast(checkpoint_path))
+        if self.broadcast(is_of_deepspeed(path)):
+            self._saving.whole_file = False
+            return load_deepspeed(self, path)
+        with self._lenient(path):
+            found: dict[str, Any] = super().load_checkpoint(path, weights_only)
+        if self.load_full_weights and "state_dict" not in found:
+            found = {"state_dict": found, "lr_schedulers": [], "epoch": 0, "global_step": 0}
+            found["pytorch-lightning_version"] = self.ns.version
+        self._lacks_states = not found.get("optimizer_states")
+        return found
+
+    @contextmanager
+    def _lenient(self, path: str) -> Iterator[None]:
+        """Frozen parameters that a checkpoint was saved without stay as they are."""
+        module = self.lightning_module
+        strict = module.strict_loading
+        if strict and Path(path).is_dir() and frozen_ones_are_missing(self.session, path):
+            module.strict_loading = False
+        try:
+            yield
+        finally:
+            module.strict_loading = strict
+
+    def teardown(self) -> None:
+        """See :meth:`ShardedStrategy.teardown`."""
+        if isinstance(self._saving, SavingWithoutFrozen):
+            self._saving.wait()
+        super().teardown()
+
+
+def _batch_size(trainer: Any) -> int:
+    """Samples of a rank's training batch, as far as the data loader shows; else 1."""
+    loader = trainer.train_dataloader
+    if loader is None:
+        loader = trainer.fit_loop._data_source.instance  # the loader itself, or who makes it when training begins
+    size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    if size is None and isinstance(loader, DataLoader):
+        size = loader.batch_size
+    return size if isinstance(size, int) and size > 0 else 1

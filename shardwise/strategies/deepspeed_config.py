@@ -1,0 +1,372 @@
+"""``DeepSpeedStrategy``'s arguments -> the DeepSpeed configuration that they mean -> completed by what Trainer says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from shardwise.deepspeed.config import Report, Settings, Source, load_config, read_config
+from shardwise.deepspeed.plan import plan_of
+from shardwise.plan import Plan
+
+__all__ = [
+    "DeepSpeedArguments",
+    "TrainerFacts",
+    "chosen_config",
+    "complete",
+    "quiet_paths",
+    "read",
+    "scale_without_effect",
+    "to_plan",
+    "without_effect",
+]
+
+AUTO = "auto"
+MICRO, TOGETHER = "train_micro_batch_size_per_gpu", "train_batch_size"
+ACCUMULATION, CLIPPING = "gradient_accumulation_steps", "gradient_clipping"
+ZERO, PARAM, OPTIM = "zero_optimization", "offload_param", "offload_optimizer"
+DEVICES = ("cpu", "nvme")
+TOP = ("zero_allow_untested_optimizer",)
+FP16 = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
+ACTIVATIONS = (
+    "partition_activations",
+    "cpu_checkpointing",
+    "contiguous_memory_optimization",
+    "synchronize_checkpoint_boundary",
+)
+AIO = ("block_size", "queue_depth", "single_submit", "overlap_events", "thread_count")
+OF_ZERO = (
+    "stage",
+    "contiguous_gradients",
+    "overlap_comm",
+    "allgather_partitions",
+    "reduce_scatter",
+    "allgather_bucket_size",
+    "reduce_bucket_size",
+    "sub_group_size",
+)
+OF_OPTIM = {
+    "device": "offload_optimizer_device",
+    "nvme_path": "nvme_path",
+    "buffer_count": "optimizer_buffer_count",
+    "pin_memory": "pin_memory",
+}
+OF_PARAM = {
+    "device": "offload_params_device",
+    "nvme_path": "nvme_path",
+    "buffer_count": "params_buffer_count",
+    "buffer_size": "params_buffer_size",
+    "max_in_cpu": "max_in_cpu",
+    "pin_memory": "pin_memory",
+}
+
+
+@dataclass(frozen=True)
+class DeepSpeedArguments:
+    """The published arguments of Lightning's ``DeepSpeedStrategy`` that describe the training, in their order.
+
+    Sizes and ``max_in_cpu`` are in elements, ``block_size`` in bytes.
+
+    Attributes:
+        zero_optimization: ``False``: stage 0, and nothing is offloaded.
+        stage: 0 replicates, 1 shards the optimizer, 2 gradients too, 3 parameters too.
+        remote_device: ``None``, ``"cpu"`` or ``"nvme"``: where stage 3 parameters are made, see ``zero.Init``.
+        offload_optimizer: masters and optimizer state go to ``offload_optimizer_device``.
+        offload_parameters: at stage 3 parameters go to ``offload_params_device``.
+        offload_params_device: ``"cpu"`` or ``"nvme"``.
+        nvme_path: a directory on the disk that both may use.
+        params_buffer_count: host buffers for parameters on the disk.
+        params_buffer_size: no effect: buffers are as large as the largest shard.
+        max_in_cpu: elements of parameters that a rank keeps in host memory when the others go to the disk.
+        offload_optimizer_device: ``"cpu"`` or ``"nvme"``.
+        optimizer_buffer_count: host buffers for state on the disk.
+        block_size: largest single request to the disk.
+        queue_depth: requests in flight for each thread.
+        single_submit: submit requests one by one.
+        overlap_events: collect completions while further requests are in flight.
+        thread_count: submitting threads.
+        pin_memory: page-lock host memory.
+        sub_group_size: no effect: updates run in tiles of their own size.
+        contiguous_gradients: no effect: they always share one array.
+        overlap_comm: reduce during backward and gather ahead.
+        allgather_partitions: no effect: updated parameters always travel by all-gather.
+        reduce_scatter: no effect: an all-reduce would give the same sums.
+        allgather_bucket_size: stages 0 to 2: parameters share chunks of the smaller of the two.
+        reduce_bucket_size: see ``allgather_bucket_size``.
+        zero_allow_untested_optimizer: no effect: every element-wise optimizer is accepted.
+        logging_batch_size_per_gpu: samples of a rank's batch, for the logged throughput; ``"auto"``: the loader's.
+        loss_scale: 0 is dynamic (fp16 only, as the four after it).
+        initial_scale_power: the first scale is ``2**initial_scale_power``.
+        loss_scale_window: good steps until the scale doubles.
+        hysteresis: overflows until it is halved.
+        min_loss_scale: an overflow at this scale is an error.
+        partition_activations: see :func:`shardwise.deepspeed.checkpointing.configure`, as the three after it.
+        cpu_checkpointing: keep activations on the host.
+        contiguous_memory_optimization: keep them in buffers.
+        synchronize_checkpoint_boundary: wait for the GPU at each.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    zero_optimization: bool = True
+    stage: int = 2
+    remote_device: str | None = None
+    offload_optimizer: bool = False
+    offload_parameters: bool = False
+    offload_params_device: str = "cpu"
+    nvme_path: str = "/local_nvme"
+    params_buffer_count: int = 5
+    params_buffer_size: int = 100_000_000
+    max_in_cpu: int = 1_000_000_000
+    offload_optimizer_device: str = "cpu"
+    optimizer_buffer_count: int = 4
+    block_size: int = 1048576
+    queue_depth: int = 8
+    single_submit: bool = False
+    overlap_events: bool = True
+    thread_count: int = 1
+    pin_memory: bool = False
+    sub_group_size: int = 1_000_000_000_000
+    contiguous_gradients: bool = True
+    overlap_comm: bool = True
+    allgather_partitions: bool = True
+    reduce_scatter: bool = True
+    allgather_bucket_size: int = 200_000_000
+    reduce_bucket_size: int = 200_000_000
+    zero_allow_untested_optimizer: bool = True
+    logging_batch_size_per_gpu: str | int = AUTO
+    loss_scale: float = 0
+    initial_scale_power: int = 16
+    loss_scale_window: int = 1000
+    hysteresis: int = 2
+    min_loss_scale: int = 1
+    partition_activations: bool = False
+    cpu_checkpointing: bool = False
+    contiguous_memory_optimization: bool = False
+    synchronize_checkpoint_boundary: bool = False
+
+    def __post_init__(self) -> None:
+        if self.remote_device not in (None, *DEVICES):
+            raise ValueError(f"remote_device={self.remote_device!r}: give None, 'cpu' or 'nvme'")
+        for name in ("offload_params_device", "offload_optimizer_device"):
+            if getattr(self, name) not in DEVICES:
+                raise ValueError(f"{name}={getattr(self, name)!r}: give 'cpu' or 'nvme'")
+        batch = self.logging_batch_size_per_gpu
+        if batch != AUTO and (isinstance(batch, bool) or not isinstance(batch, int) or batch < 1):
+            raise ValueError(f"logging_batch_size_per_gpu={batch!r}: give a number of samples >= 1, or 'auto'")
+        self.check()
+
+    def check(self) -> None:
+        """What the configuration says to the rest.
+
+        Raises:
+            ValueError: a value out of range; the key is named.
+        """
+        tree = self.to_config() | {"fp16": self.fp16()}
+        plan_of(read_config(tree), 1)
+
+    def fp16(self) -> dict[str, Any]:
+        """The block of the loss scale."""
+        return {"enabled": True, **{name: getattr(self, name) for name in FP16}}
+
+    def to_config(self) -> dict[str, Any]:
+        """The DeepSpeed configuration without what comes from Trainer."""
+        tree: dict[str, Any] = {}
+        if self.logging_batch_size_per_gpu != AUTO:
+            tree[MICRO] = self.logging_batch_size_per_gpu
+        if self.zero_optimization:
+            zero = {name: getattr(self, name) for name in OF_ZERO}
+            if self.offload_optimizer:
+                zero[OPTIM] = {key: getattr(self, name) for key, name in OF_OPTIM.items()}
+            if self.offload_parameters:
+                zero[PARAM] = {key: getattr(self, name) for key, name in OF_PARAM.items()}
+            tree |= {name: getattr(self, name) for name in TOP} | {ZERO: zero}
+        tree["activation_checkpointing"] = {name: getattr(self, name) for name in ACTIVATIONS}
+        tree["aio"] = {name: getattr(self, name) for name in AIO}
+        return tree
+
+
+def quiet_paths(arguments: DeepSpeedArguments) -> frozenset[str]:
+    """Dotted paths of the configuration whose arguments were left at their defaults: nobody asked for them."""
+    default = {field.name for field in fields(arguments) if getattr(arguments, field.name) == field.default}
+    places = {f"{ZERO}.{name}": name for name in OF_ZERO} | {name: name for name in TOP}
+    places |= {f"{ZERO}.{OPTIM}.{key}": name for key, name in OF_OPTIM.items()}
+    places |= {f"{ZERO}.{PARAM}.{key}": name for key, name in OF_PARAM.items()}
+    places |= {f"aio.{name}": name for name in AIO} | {f"aio.{NEW_NAME}": "thread_count"}
+    places |= {f"fp16.{name}": name for name in FP16}
+    return frozenset(path for path, name in places.items() if name in default)
+
+
+NEW_NAME = "intra_op_parallelism"  # what DeepSpeed calls thread_count since 0.16
+
+
+def chosen_config(
+    config: Any, from_environment: str | None, variable: str, error: type[Exception]
+) -> dict[str, Any] | None:
+    """The configuration that was given: the argument, else the file that the environment names; a copy.
+
+    Args:
+        config: a dict, a path, or ``None``.
+        from_environment: the value of ``variable``.
+        variable: the environment variable's name, for messages.
+        error: raised where a path does not exist.
+
+    Returns:
+        ``None`` where neither is given (an empty dict is a configuration).
+
+    Raises:
+        TypeError: ``config`` is something else.
+    """
+    source: Source | None = config if config is not None else from_environment
+    if source is None:
+        return None
+    try:
+        return load_config(source)
+    except FileNotFoundError:
+        where = "" if config is not None else f" (it is the value of {variable} in the environment)"
+        raise error(
+            f"You passed in a path to a DeepSpeed config but the path does not exist: {source}{where}"
+        ) from None
+
+
+@dataclass(frozen=True)
+class TrainerFacts:
+    """What ``Trainer`` knows and a configuration may leave open.
+
+    Attributes:
+        accumulation: its ``accumulate_grad_batches``.
+        micro_batch: samples of a rank's batch.
+        clip: its ``gradient_clip_val``, where it clips by norm.
+        precision: as Lightning writes it, for example ``"16-mixed"``.
+    """
+
+    accumulation: int
+    micro_batch: int
+    clip: float
+    precision: str
+
+
+def complete(
+    tree: Mapping[str, Any], arguments: DeepSpeedArguments, facts: TrainerFacts, error: type[Exception]
+) -> dict[str, Any]:
+    """``tree`` with the batch, clipping and number format of Trainer where it has none; ``tree`` is not changed.
+
+    Args:
+        tree: the configuration.
+        arguments: those of the loss scale are for a configuration without ``fp16``.
+        facts: see :class:`TrainerFacts`.
+        error: raised where the two contradict each other.
+    """
+    found = load_config(tree)
+    given = found.get(ACCUMULATION)
+    if given not in (None, AUTO) and given != facts.accumulation:
+        raise error(
+            f"gradient_accumulation_steps={given!r} in the DeepSpeed config, but Trainer has "
+            f"accumulate_grad_batches={facts.accumulation}: leave the key out, or give the same number"
+        )
+    values = ((ACCUMULATION, facts.accumulation), (MICRO, facts.micro_batch), (CLIPPING, facts.clip))
+    for name, value in values:
+        if found.get(name) in (None, AUTO):
+            found[name] = value
+    if found.get(TOGETHER) == AUTO:
+        del found[TOGETHER]
+    _set_precision(found, arguments, facts.precision, error)
+    return found
+
+
+def _set_precision(
+    found: dict[str, Any], arguments: DeepSpeedArguments, precision: str, error: type[Exception]
+) -> None:
+    half = {"16": "fp16", "bf16": "bf16"}.get(precision.partition("-")[0])
+    for name in ("fp16", "bf16", "bfloat16"):
+        block = found.get(name)
+        if isinstance(block, Mapping) and block.get("enabled") == AUTO:
+            found[name] = {**block, "enabled": half is not None and half == name.replace("bfloat16", "bf16")}
+    bf16 = "bfloat16" if "bfloat16" in found else "bf16"
+    on = {"fp16": _enabled(found.get("fp16")), "bf16": _enabled(found.get(bf16))}
+    other = {"fp16": "bf16", "bf16": "fp16"}.get(half or "")
+    if half is not None and other is not None and on[other]:
+        raise error(
+            f"the DeepSpeed config enables {other} and Trainer has precision={precision!r}: fp16 and bf16 cannot both "
+            "be on; change one of them"
+        )
+    if half == "fp16" and "fp16" not in found:
+        found["fp16"] = arguments.fp16()
+    elif half == "bf16" and bf16 not in found:
+        found[bf16] = {"enabled": True}
+
+
+def _enabled(block: Any) -> bool:
+    return isinstance(block, Mapping) and block.get("enabled") in (True, 1, "true", "True")
+
+
+def read(tree: Mapping[str, Any], world_size: int) -> Settings:
+    """A completed configuration, read and checked.
+
+    ``train_batch_size`` is no more than a number in the log here, since the data loader decides: one that does not fit
+    is left out, and a note says so.
+    """
+    settings = read_config(tree)
+    together, micro, steps = settings[TOGETHER], settings[MICRO], settings[ACCUMULATION]
+    if together is not None and together != micro * steps * world_size:
+        settings = read_config({name: value for name, value in tree.items() if name != TOGETHER})
+        settings.findings.ignore(
+            TOGETHER,
+            f"{together} is not {micro} samples x {steps} batches x {world_size} ranks; the data loader and "
+            "accumulate_grad_batches decide",
+        )
+    return settings
+
+
+def to_plan(settings: Settings, world_size: int, numels: list[int], clip_outside: bool) -> tuple[Plan, Report]:
+    """The plan of a configuration that :func:`read` read.
+
+    Args:
+        settings: what was read.
+        world_size: all ranks.
+        numels: elements of each parameter in the model's order.
+        clip_outside: Trainer clips, so that the step does not.
+    """
+    plan = plan_of(settings, world_size, numels)
+    half = plan.precision.param_dtype is not None
+    return plan.but(**({"max_norm": 0.0} if clip_outside else {}), cast_inputs=half), settings.findings.report()
+
+
+def without_effect(arguments: DeepSpeedArguments, config_given: bool) -> dict[str, list[str]]:
+    """Arguments that differ from their defaults and mean nothing beside the others, by reason.
+
+    What only the number format or the stage of a configuration makes meaningless is in the report of :func:`to_plan`.
+    """
+    a = arguments
+    apart = ("remote_device", *FP16)
+    found: dict[str, tuple[str, ...]] = {}
+    if config_given:
+        names = tuple(field.name for field in fields(a) if field.name not in apart)
+        found["a DeepSpeed config was given, which says all of this"] = names
+    elif not a.zero_optimization:
+        offload = ("offload_optimizer", "offload_parameters", *OF_OPTIM.values(), *OF_PARAM.values())
+        found["zero_optimization=False replicates everything"] = (*OF_ZERO, *TOP, *offload, "remote_device")
+    else:
+        if not a.offload_optimizer:
+            names = ("offload_optimizer_device", "optimizer_buffer_count")
+            found["offload_optimizer is False"] = names
+        if not a.offload_parameters:
+            names = ("offload_params_device", "params_buffer_count", "params_buffer_size", "max_in_cpu")
+            found["offload_parameters is False"] = names
+        if not (a.offload_optimizer or a.offload_parameters):
+            found["nothing is offloaded"] = ("nvme_path", "pin_memory")
+        if a.stage != 3:
+            found["parameters are made at stage 3 only"] = ("remote_device",)
+    defaults = {field.name: field.default for field in fields(a)}
+    given = {why: [n for n in dict.fromkeys(names) if getattr(a, n) != defaults[n]] for why, names in found.items()}
+    return {why: names for why, names in given.items() if names}
+
+
+def scale_without_effect(arguments: DeepSpeedArguments, completed: Mapping[str, Any]) -> str:
+    """Arguments of the loss scale that differ from their defaults, where ``completed`` did not take them."""
+    if completed.get("fp16") == arguments.fp16():
+        return ""
+    defaults = {field.name: field.default for field in fields(arguments)}
+    return ", ".join(f"{n}={getattr(arguments, n)!r}" for n in FP16 if getattr(arguments, n) != defaults[n])

@@ -1,0 +1,234 @@
+"""``DDPFullyShardedStrategy``: FairScale's published arguments as a plan.
+
+Source: ``DDPFullyShardedStrategy`` of Lightning 1.6 to 1.9, whose arguments are FairScale's
+``FullyShardedDataParallel``'s. What differs is in ``docs/lightning.md``.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from shardwise.engine.deferred import deferred_init
+from shardwise.plan import (
+    ByModule,
+    ByNumel,
+    ByTensor,
+    CommPlan,
+    GradPlan,
+    MeshPlan,
+    Packing,
+    Plan,
+    PrecisionPlan,
+    ScalerPlan,
+    ShardPlan,
+    on_device,
+)
+from shardwise.strategies.base import ShardedStrategy
+from shardwise.strategies.precision import Format
+from shardwise.strategies.wrapping import default_auto_wrap_policy, enable_wrap, unit_names
+
+__all__ = ["FullyShardedArguments", "FullyShardedStrategy", "to_plan"]
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullyShardedArguments:
+    """The published arguments that say how is sharded, as data; see :class:`FullyShardedStrategy`."""
+
+    cpu_offload: bool = False
+    flatten_parameters: bool = True
+    reshard_after_forward: bool = True
+    move_grads_to_cpu: bool | None = None
+    fp32_reduce_scatter: bool | None = None
+    compute_dtype: torch.dtype | None = None
+    bucket_cap_mb: int = 25
+    min_num_params: int = 100_000_000
+    state_dict_to_cpu: bool = True
+
+    def __post_init__(self) -> None:
+        dtype = self.compute_dtype
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(f"compute_dtype={dtype!r}: give a floating-point torch.dtype, or None")
+        if self.min_num_params < 0:
+            raise ValueError(f"min_num_params={self.min_num_params}: give a number of elements >= 0")
+
+
+def to_plan(arguments: FullyShardedArguments, number_format: Format, units: tuple[str, ...]) -> Plan:
+    """The plan that they mean.
+
+    Args:
+        arguments: the published ones.
+        number_format: the Trainer's precision.
+        units: names of the modules that :func:`~shardwise.strategies.wrapping.wrap` marked.
+
+    Raises:
+        ValueError: ``fp32_reduce_scatter`` without mixed precision.
+    """
+    if arguments.fp32_reduce_scatter and not number_format.masters:
+        raise ValueError(
+            f"fp32_reduce_scatter={arguments.fp32_reduce_scatter} requires mixed precision, and precision is "
+            f"{number_format.name!r}: gradients travel in the dtype that they have"
+        )
+    dtype = arguments.compute_dtype or number_format.dtype
+    own_masters = arguments.compute_dtype is not None and number_format.name == "32-true"
+    host = arguments.cpu_offload
+    grads_on_host = host if arguments.move_grads_to_cpu is None else arguments.move_grads_to_cpu
+    tiers = on_device()
+    return Plan(
+        mesh=MeshPlan(dp_shard=-1, dp_replicate=1),
+        shard=ShardPlan(
+            packing=_packing(arguments, dtype or torch.float32, units),
+            gathered_fraction=0.0 if arguments.reshard_after_forward else 1.0,
+            gathered_budget_bytes=None,
+            prefetch=1 if arguments.reshard_after_forward else 0,
+            reduce="every",
+        ),
+        precision=PrecisionPlan(
+            param_dtype=dtype,
+            buffer_dtype=dtype,
+            master_weights=number_format.masters or own_masters,
+            reduce_dtype=torch.float32 if arguments.fp32_reduce_scatter else None,
+            accumulate_dtype=None,
+            cast_inputs=dtype is not None,
+            output_dtype=None,
+            scaler=_scaler() if number_format.scaled and dtype is torch.float16 else None,
+        ),
+        grad=GradPlan(max_norm=0.0, norm_type=2.0, average="sum", update="step"),
+        comm=CommPlan(overlap=True, shared_memory=None, same_order=False, gather_on_use=False, sync_init=True),
+        tiers=type(tiers)(
+            **{
+                **vars(tiers),
+                "param_host_fraction": 1.0 if host else 0.0,
+                "state_host_fraction": 1.0 if grads_on_host else 0.0,
+                "pin_memory": host or grads_on_host,
+            }
+        ),
+        verbose=False,
+    )
+
+
+def _packing(arguments: FullyShardedArguments, dtype: torch.dtype, units: tuple[str, ...]) -> Packing:
+    if not arguments.flatten_parameters:
+        return ByTensor(persist_numel=0)
+    bucket = arguments.bucket_cap_mb * MIB // dtype.itemsize
+    if units:
+        return ByModule(unit_classes=(), unit_names=units, rest_numel=bucket if bucket > 0 else None)
+    return ByNumel(chunk_numel=bucket, min_chunks=8) if bucket > 0 else ByModule(unit_classes=())
+
+
+def _scaler() -> ScalerPlan:
+    """What torch's ``GradScaler`` does."""
+    return ScalerPlan(
+        initial_scale=2.0**16,
+        min_scale=2.0**-24,
+        growth_factor=2.0,
+        backoff_factor=0.5,
+        growth_interval=2000,
+        hysteresis=1,
+        max_scale=2.0**64,
+    )
+
+
+class FullyShardedStrategy(ShardedStrategy):
+    """Parameters, gradients and optimizer state are sharded over all ranks; what runs is gathered.
+
+    Args:
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend:
+            as in Lightning's ``DDPStrategy``. With a ``checkpoint_io`` checkpoints are single files through it.
+        cpu_offload: parameter shards (and by default all else) are at home on the host. In any precision.
+        flatten_parameters: parameters that are gathered together are one flat array; ``False``: each by itself.
+        reshard_after_forward: gathered parameters are dropped after their forward; ``False``: they stay.
+        move_grads_to_cpu: reduced gradients, masters and optimizer state are on the host, and the optimizer runs there;
+            ``None``: as ``cpu_offload``.
+        fp32_reduce_scatter: gradients travel in fp32, under mixed precision.
+        compute_dtype: parameters are gathered and computed with in it; ``None``: what ``precision`` says.
+        bucket_cap_mb: what no wrapped module holds is gathered and reduced in pieces of this many MiB; <= 0: by module.
+        min_num_params: smallest unit of ``auto_wrap``, in elements.
+        state_dict_to_cpu: :meth:`lightning_module_state_dict` gives tensors on the host; ``False``: on the device.
+        timeout, start_method: as in Lightning's ``DDPStrategy``.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        accelerator: Any = None,
+        cpu_offload: bool = False,
+        flatten_parameters: bool = True,
+        reshard_after_forward: bool = True,
+        move_grads_to_cpu: bool | None = None,
+        fp32_reduce_scatter: bool | None = None,
+        compute_dtype: torch.dtype | None = None,
+        bucket_cap_mb: int = 25,
+        min_num_params: int = 100_000_000,
+        state_dict_to_cpu: bool = True,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+        process_group_backend: str | None = None,
+        *,
+        timeout: timedelta | None = None,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+    ) -> None:
+        self.arguments = FullyShardedArguments(
+            cpu_offload=cpu_offload,
+            flatten_parameters=flatten_parameters,
+            reshard_after_forward=reshard_after_forward,
+            move_grads_to_cpu=move_grads_to_cpu,
+            fp32_reduce_scatter=fp32_reduce_scatter,
+            compute_dtype=compute_dtype,
+            bucket_cap_mb=bucket_cap_mb,
+            min_num_params=min_num_params,
+            state_dict_to_cpu=state_dict_to_cpu,
+        )
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )
+
+    def _plan(self, module: nn.Module) -> Plan:
+        return to_plan(self.arguments, self.format, unit_names(module))
+
+    def _check(self, trainer: Any) -> None:
+        if self.arguments.min_num_params != 100_000_000 and not unit_names(self.lightning_module):
+            warnings.warn(
+                f"min_num_params={self.arguments.min_num_params} is for auto_wrap() in configure_model or "
+                "configure_sharded_model, and no module of the model was wrapped",
+                stacklevel=2,
+            )
+
+    def _building(self) -> AbstractContextManager[Any]:
+        return self._enabled()
+
+    @contextmanager
+    def _enabled(self) -> Iterator[None]:
+        policy = functools.partial(default_auto_wrap_policy, min_num_params=self.arguments.min_num_params)
+        with deferred_init(), enable_wrap(auto_wrap_policy=policy):
+            yield
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The full state on every rank, fp32 where there are masters; see ``state_dict_to_cpu``. Collective."""
+        state = super().lightning_module_state_dict()
+        if self.arguments.state_dict_to_cpu or self.root_device.type == "cpu":
+            return state
+        return {
+            n: v.to(self.root_device) if isinstance(v, torch.Tensor) and not v.is_meta else v for n, v in state.items()
+        }

@@ -1,0 +1,286 @@
+"""Checkpoints of a Trainer: the session's own format, with what Lightning keeps beside it in the same directory."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from shardwise.build import Session
+from shardwise.checkpoint import tree
+from shardwise.checkpoint.files import CheckpointError
+from shardwise.checkpoint.formats import open_checkpoint
+from shardwise.checkpoint.randomness import read_generators, restore_generators
+from shardwise.checkpoint.restore import Restored
+from shardwise.checkpoint.session import Checkpointer
+
+__all__ = ["ModelOnly", "Saving", "outline", "pack", "unpack"]
+
+OURS, PLAIN, PICKLED = "lightning", "plain", "pickled"
+SHARDED = ("state_dict", "optimizer_states")  # what the session writes itself
+ALONE = "checkpoint"  # the tag below a path that cannot be one
+
+
+def pack(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Lightning's dictionary as data that a checkpoint holds; entries of other classes as bytes of ``torch.save``."""
+    plain: dict[str, Any] = {}
+    pickled: dict[str, Any] = {}
+    for key, value in checkpoint.items():
+        if key in SHARDED:
+            continue
+        try:
+            tree.encode(value, {}, key)
+        except TypeError:
+            buffer = io.BytesIO()
+            torch.save(value, buffer)
+            pickled[key] = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+        else:
+            plain[key] = value
+    return {OURS: {PLAIN: plain, PICKLED: pickled}}
+
+
+def unpack(state: Any, weights_only: bool | None = None) -> dict[str, Any]:
+    """What :func:`pack` was given; ``{}`` for a checkpoint that no Trainer wrote.
+
+    Args:
+        state: the checkpoint's user state.
+        weights_only: ``False`` lets entries of any class be unpickled, which runs code that is in them.
+
+    Raises:
+        RuntimeError: an entry holds a class that may not be unpickled; it is named.
+    """
+    ours = state.get(OURS) if isinstance(state, Mapping) else None
+    if not isinstance(ours, Mapping):
+        return {}
+    found = dict(ours.get(PLAIN, {}))
+    for key, data in ours.get(PICKLED, {}).items():
+        buffer = io.BytesIO(data.cpu().numpy().tobytes())
+        try:
+            found[key] = torch.load(buffer, map_location="cpu", weights_only=weights_only is not False)
+        except pickle.UnpicklingError as error:
+            buffer.seek(0)
+            unknown = torch.serialization.get_unsafe_globals_in_checkpoint(buffer)
+            raise RuntimeError(
+                f"the entry {key!r} of the checkpoint holds {', '.join(unknown)}, which is not loaded without your "
+                "word: name it with torch.serialization.add_safe_globals, if you trust the checkpoint"
+            ) from error
+    return found
+
+
+class _Outline(dict[str, Any]):
+    """Names and shapes of a state whose values are written by the session; parameters are on the meta device."""
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        super().__init__(state)
+        self._first = {name: id(value) for name, value in state.items()}
+
+    @property
+    def changed(self) -> bool:
+        return {name: id(value) for name, value in self.items()} != self._first
+
+
+def outline(session: Session) -> dict[str, Any]:
+    """Of the session's model; see :class:`_Outline`."""
+    sharded = {id(param) for param in session.engine.params}
+    return _Outline(
+        {
+            name: torch.empty(value.shape, dtype=value.dtype, device="meta") if id(value) in sharded else value
+            for name, value in session.module.state_layout().items()
+        }
+    )
+
+
+class ModelOnly:
+    """A session without its optimizers."""
+
+    optimizers = ()
+
+    def __init__(self, session: Session) -> None:
+        self.engine, self.mesh = session.engine, session.mesh
+
+
+class Saving:
+    """Of one strategy.
+
+    Attributes:
+        whole_file: the last checkpoint that was loaded is one file, which Lightning hands over entry by entry.
+    """
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy
+        self.whole_file = True
+        self._dumping = False
+
+    # ---- what a checkpoint is made from
+
+    def outline_dumps(self, trainer: Any) -> None:
+        """Have ``trainer`` put names and shapes, not values, into a checkpoint: the session writes those."""
+        connector = trainer._checkpoint_connector
+        if "dump_checkpoint" in vars(connector):
+            return
+        dump: Callable[..., dict[str, Any]] = connector.dump_checkpoint
+
+        def outlined(*args: Any, **kwargs: Any) -> dict[str, Any]:
+            with self._outlining():
+                return dump(*args, **kwargs)
+
+        connector.dump_checkpoint = outlined
+
+    @contextmanager
+    def _outlining(self) -> Iterator[None]:
+        self._dumping = not self._one_file
+        try:
+            yield
+        finally:
+            self._dumping = False
+
+    @property
+    def _given_io(self) -> Any:
+        """The ``checkpoint_io`` that somebody chose; ``None`` for Lightning's own."""
+        given = self._strategy._checkpoint_io
+        return None if given is None or type(given) is self._strategy.ns.load("plugins.io.TorchCheckpointIO") else given
+
+    @property
+    def _asynchronous(self) -> bool:
+        return isinstance(self._given_io, self._strategy.ns.load("plugins.io.async_plugin.AsyncCheckpointIO"))
+
+    @property
+    def _one_file(self) -> bool:
+        return self._given_io is not None and not self._asynchronous
+
+    def module_state(self) -> dict[str, Any]:
+        """Full, or its outline while a checkpoint is being put together."""
+        session: Session = self._strategy.session
+        return outline(session) if self._dumping else session.module.state_dict()
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """The same of an optimizer; the outline is empty."""
+        found: dict[str, Any] = {} if self._dumping else optimizer.state_dict()
+        return found
+
+    # ---- saving
+
+    def save(self, checkpoint: dict[str, Any], path: Any, storage_options: Any, one_file: Callable[..., None]) -> None:
+        """See :meth:`shardwise.strategies.base.ShardedStrategy.save_checkpoint`.
+
+        Raises:
+            TypeError: ``storage_options`` without a ``checkpoint_io`` that would use them.
+        """
+        path = os.fspath(self._strategy.broadcast(path))
+        if self._one_file:
+            one_file(checkpoint, path, storage_options)
+            return
+        if storage_options is not None:
+            raise TypeError(
+                f"storage_options={storage_options!r}: ranks write files of their own; give the strategy a "
+                "checkpoint_io to use them"
+            )
+        state = checkpoint.get("state_dict")
+        if isinstance(state, _Outline) and state.changed:
+            warnings.warn(
+                f"on_save_checkpoint changed state_dict in the checkpoint ({len(state)} names): the model is saved as "
+                "it is. Put what is to be kept beside it under a key of its own",
+                stacklevel=2,
+            )
+        session: Session = self._strategy.session
+        writer = self._writer(session, "optimizer_states" in checkpoint)
+        root, tag = _place(path)
+        writer.latest = False  # the directory is ModelCheckpoint's
+        writer.save(
+            root,
+            tag,
+            step=int(checkpoint.get("global_step", 0)),
+            user_state=pack(checkpoint) if session.mesh.rank == 0 else None,
+            use_async=self._asynchronous and writer is session.checkpoints,  # the other is not waited for
+        )
+
+    def _writer(self, session: Session, whole: bool) -> Checkpointer:
+        """What writes a directory; ``whole``: with the optimizers."""
+        return session.checkpoints if whole else Checkpointer(ModelOnly(session))
+
+    # ---- loading
+
+    def load(self, path: Any, weights_only: bool | None, one_file: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+        """See :meth:`shardwise.strategies.base.ShardedStrategy.load_checkpoint`."""
+        path = os.fspath(self._strategy.broadcast(path))
+        session: Session = self._strategy.session
+        self.whole_file = bool(self._strategy.broadcast(not os.path.isdir(path)))
+        if self.whole_file:
+            return one_file(path) if weights_only is None else one_file(path, weights_only=weights_only)
+        module = self._strategy.lightning_module
+        fitting = module.trainer.state.fn.value == "fit"
+        anew = fitting and not self._strategy.broadcast(_has_optimizers(path))
+        if fitting and not anew:
+            restored = session.checkpoints.load(path, strict=module.strict_loading)
+        else:
+            restored = _load_weights(session, path, module.strict_loading)
+        if restored is None:
+            raise FileNotFoundError(f"no checkpoint in {path}")
+        state = unpack(restored.user_state, weights_only)
+        if not state:  # of the Booster, or of another library: values only
+            state = {"lr_schedulers": [], "epoch": 0, "global_step": 0}
+            if anew:
+                warnings.warn(f"{path} holds weights only: optimizers and counters start anew", stacklevel=2)
+        state.setdefault("pytorch-lightning_version", self._strategy.ns.version)
+        state["state_dict"] = outline(session)
+        return state
+
+    def load_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
+        """See :meth:`shardwise.strategies.base.ShardedStrategy.load_model_state_dict`."""
+        state = checkpoint["state_dict"]
+        if self.whole_file:
+            self._strategy.session.module.load_state_dict(state, strict=strict)
+        elif isinstance(state, _Outline) and state.changed:
+            warnings.warn(
+                f"on_load_checkpoint changed state_dict ({len(state)} names): the weights were restored before, as "
+                "they were saved. Load a single file to change them on the way",
+                stacklevel=2,
+            )
+
+    def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
+        """See :meth:`shardwise.strategies.base.ShardedStrategy.load_optimizer_state_dict`."""
+        if self.whole_file:
+            for optimizer, state in zip(self._strategy.optimizers, checkpoint["optimizer_states"], strict=True):
+                optimizer.load_state_dict(state)
+
+
+def _has_optimizers(path: str) -> bool:
+    """Whether there is state of optimizers; also true of what cannot be read, of which loading tells more."""
+    try:
+        source = open_checkpoint(path)
+    except (OSError, ValueError, CheckpointError):
+        return True
+    try:
+        return bool(source.state().get("optimizers"))
+    finally:
+        source.close()
+
+
+def _load_weights(session: Session, path: str, strict: bool) -> Restored | None:
+    """The model alone; the random numbers go on as they were."""
+    device = session.mesh.device
+    generators = read_generators(device)
+    try:
+        return Checkpointer(ModelOnly(session)).load(path, strict=strict)
+    finally:
+        restore_generators(generators, device)
+
+
+def _place(path: str) -> tuple[str, str]:
+    """The directory of checkpoints and the name in it. What cannot be a name becomes the directory.
+
+    Raises:
+        ValueError: a path that is not on a file system of this host.
+    """
+    if "://" in path:
+        raise ValueError(f"filepath={path!r}: ranks write files of their own; give a directory that they all mount")
+    root, tag = os.path.split(os.path.abspath(path))
+    if tag.startswith(".") or tag in ("latest", "auto"):
+        return os.path.join(root, tag), ALONE
+    return root, tag

@@ -1,0 +1,122 @@
+"""The session of a LightningModule: it outlives a run of the Trainer, is found again by the next, and can be undone."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwise.build import Session, build
+from shardwise.engine.deferred import adopt
+from shardwise.mesh import Mesh
+from shardwise.plan import CommPlan, MeshPlan, Plan
+from shardwise.strategies.toggling import Toggling
+
+__all__ = ["Live", "live_session", "shard"]
+
+_KEY = "_shardwise_live"
+_MESHES: dict[tuple[Any, ...], Mesh] = {}
+
+
+class Live:
+    """A module that is sharded now.
+
+    Attributes:
+        session: its session.
+        module: the user's.
+    """
+
+    def __init__(self, session: Session, module: nn.Module, buffer_dtypes: dict[str, torch.dtype]) -> None:
+        self.session, self.module, self._buffer_dtypes = session, module, buffer_dtypes
+
+    def __reduce__(self) -> Any:
+        raise TypeError(f"{self.session} lives on {self.session.mesh.size} ranks and cannot be pickled or copied")
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Modules and parameters that are replaced inside are put back: the trained ones stay.
+
+        For hooks that build the model, which Lightning calls before every run.
+        """
+        # Through dict itself: reading a parameter of a sharded module may gather it.
+        tables: list[dict[str, Any]] = []
+        for inner in self.module.modules():
+            tables += [inner._modules, inner._parameters]
+        before = [(table, dict(dict.items(table))) for table in tables]
+        yield
+        replaced = False
+        for table, then in before:
+            if list(table) != list(then) or any(dict.get(table, name) is not value for name, value in then.items()):
+                replaced = True
+                for name in [name for name in table if name not in then]:
+                    del table[name]
+                dict.update(table, then)
+        if replaced:
+            warnings.warn(
+                f"a hook of {type(self.module).__name__} built modules again that are sharded already; the sharded "
+                "ones are kept. Build only what is still None there",
+                stacklevel=2,
+            )
+
+    def unshard(self) -> None:
+        """Full parameters back into the module, on the host (fp32 masters where there are any). Collective."""
+        engine = self.session.engine
+        values: dict[int, torch.Tensor] = {}
+        index_of = {name: i for i, names in engine.guards.state_names().of_parameter.items() for name in names}
+        for name, value in self.session.module.full_state():
+            index = index_of.get(name)
+            if index is not None and index not in values:
+                values[index] = value.to("cpu", copy=True)
+        if len(values) < len(engine.params):  # a state_dict hook leaves some out
+            with engine.gathered():
+                for index, param in enumerate(engine.params):
+                    if index not in values:
+                        values[index] = param.detach().to("cpu", copy=True)
+        self.session.close()
+        for index, param in enumerate(engine.params):
+            param.grad = None
+            adopt(param, values.pop(index))
+        for name, buffer in self.module.named_buffers():
+            buffer.data = buffer.data.to("cpu", self._buffer_dtypes.get(name, buffer.dtype))
+        Toggling.remove(self.module)
+        self.module.__dict__.pop(_KEY, None)
+
+    def fits(self, plan: Plan, device: torch.device) -> bool:
+        """Whether a run under ``plan`` that needs no new optimizers can go on with this session."""
+        mesh = self.session.mesh
+        return self.session.plan == plan and mesh.device == device and mesh is _MESHES.get(_mesh_key(plan, device))
+
+
+def live_session(module: nn.Module | None) -> Live | None:
+    """The session that ``module`` is in, made by whichever strategy."""
+    return None if module is None else module.__dict__.get(_KEY)
+
+
+def shard(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], plan: Plan, device: torch.device) -> Live:
+    """Shard ``module`` in place. Collective."""
+    dtypes = {name: b.dtype for name, b in module.named_buffers() if b.is_floating_point()}
+    live = Live(build(module, optimizers, plan, mesh_for(plan, device)), module, dtypes)
+    module.__dict__[_KEY] = live
+    return live
+
+
+def _mesh_key(plan: Plan, device: torch.device) -> tuple[Any, ...]:
+    world = id(dist.group.WORLD) if dist.is_available() and dist.is_initialized() else None
+    mesh: MeshPlan = plan.mesh
+    comm: CommPlan = plan.comm
+    return world, mesh, comm, device
+
+
+def mesh_for(plan: Plan, device: torch.device) -> Mesh:
+    """One mesh a process for each way of dividing the ranks. Collective at its first use."""
+    key = _mesh_key(plan, device)
+    if key not in _MESHES:
+        for stale in [k for k in _MESHES if k[0] != key[0]]:  # its process group is gone
+            del _MESHES[stale]
+        _MESHES[key] = Mesh.create(plan.mesh, device, plan.comm)
+    return _MESHES[key]

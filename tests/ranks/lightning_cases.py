@@ -1,0 +1,121 @@
+"""The strategies by name, and runs that are repeated with each of them and with Lightning's own ``ddp``."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning_setup import close, data, stock, toy, trainer, weights
+from torch import Tensor
+
+from shardwise.strategies.namespace import LIGHTNING
+
+SMALL = {"reduce_bucket_size": 100, "allgather_bucket_size": 100}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "colossalai": ("ColossalAIStrategy", {"chunk_size": 100}),
+    "colossalai_cpu": ("ColossalAIStrategy", {"chunk_size": 100, "placement_policy": "cpu"}),
+    "colossalai_cuda": ("ColossalAIStrategy", {"placement_policy": "cuda"}),
+    "colossalai_tensors": ("ColossalAIStrategy", {"use_chunk": False, "placement_policy": "cuda"}),
+    "colossalai_whole": ("ColossalAIStrategy", {"enable_distributed_storage": False, "chunk_size": 100}),
+    "deepspeed_0": ("DeepSpeedStrategy", {"zero_optimization": False}),
+    "deepspeed_1": ("DeepSpeedStrategy", {"stage": 1, **SMALL}),
+    "deepspeed_2": ("DeepSpeedStrategy", {"stage": 2, **SMALL}),
+    "deepspeed_3": ("DeepSpeedStrategy", {"stage": 3}),
+    "deepspeed_2_offload": ("DeepSpeedStrategy", {"stage": 2, "offload_optimizer": True}),
+    "deepspeed_3_offload": ("DeepSpeedStrategy", {"stage": 3, "offload_optimizer": True, "offload_parameters": True}),
+    "fully_sharded": ("DDPFullyShardedStrategy", {}),
+    "fully_sharded_cpu": ("DDPFullyShardedStrategy", {"cpu_offload": True}),
+    "fully_sharded_tensors": ("DDPFullyShardedStrategy", {"flatten_parameters": False}),
+    "fully_sharded_kept": ("DDPFullyShardedStrategy", {"reshard_after_forward": False}),
+}
+MAIN = ("colossalai", "deepspeed_1", "deepspeed_2", "deepspeed_3", "fully_sharded")
+"""One of each engine plan; the others differ in where things lie."""
+THREE = ("colossalai", "deepspeed_3", "fully_sharded")
+TWO = THREE[:2]
+"""What the engine and the common base do is the same for the third, whose own tests repeat much of it."""
+STOCK = "stock"
+
+
+def strategy(kind: str, **changes: Any) -> Any:
+    """A strategy of ``lightning.pytorch`` by its name in :data:`KINDS`; ``"stock"`` is Lightning's own."""
+    if kind == STOCK:
+        return stock() if not changes else LIGHTNING.load("strategies.ddp.DDPStrategy")(**changes)
+    import shardwise.lightning as ours
+
+    name, arguments = KINDS[kind]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return getattr(ours, name)(**{**arguments, **changes})
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A run: what the Trainer and the toy model are told."""
+
+    batches: int = 5
+    epochs: int = 2
+    accumulate: int = 1
+    clip: float | None = None
+    algorithm: str | None = None
+    optimizer: str = "adamw"
+    schedule: bool = False
+    where: str = "init"
+    precision: str = "32-true"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What a run ended with, on one rank."""
+
+    weights: dict[str, Tensor]
+    global_step: int
+    expected_steps: float
+    metrics: dict[str, float]
+
+
+def run(kind: str, recipe: Recipe, model: Any = None, **arguments: Any) -> Ended:
+    """``recipe`` with the strategy ``kind``, inside a rank; ``arguments`` are the Trainer's."""
+    made = trainer(
+        strategy(kind),
+        max_epochs=recipe.epochs,
+        accumulate_grad_batches=recipe.accumulate,
+        gradient_clip_val=recipe.clip,
+        gradient_clip_algorithm=recipe.algorithm,
+        precision=recipe.precision,
+        **arguments,
+    )
+    if model is None:
+        model = toy(optimizer=recipe.optimizer, schedule=recipe.schedule, where=recipe.where)
+    made.fit(model, data(recipe.batches), data(2, seed=1))
+    return ended(made)
+
+
+def ended(made: Any) -> Ended:
+    """Of a Trainer whose fit is over; the sharding is undone."""
+    found = Ended(
+        weights(made),
+        made.global_step,
+        made.estimated_stepping_batches if made.state.fn.value == "fit" else float("nan"),
+        {name: float(value) for name, value in made.callback_metrics.items()},
+    )
+    close(made)
+    return found
+
+
+def off(one: Ended, other: Ended) -> float:
+    """The largest difference of the weights; NaN where there is one."""
+    assert one.weights.keys() == other.weights.keys()
+    return float(torch.stack([(v - other.weights[n]).abs().max() for n, v in one.weights.items()]).max())
+
+
+def check_same(found: list[Ended], expected: list[Ended], most: float = 1e-6) -> None:
+    """Every rank ended where the oracle did: weights, steps, and what was logged."""
+    for rank, (one, other) in enumerate(zip(found, expected, strict=True)):
+        difference = off(one, other)
+        assert difference <= most, f"rank {rank}: weights differ by {difference}"
+        assert one.global_step == other.global_step, f"rank {rank}"
+        assert one.metrics.keys() == other.metrics.keys(), f"rank {rank}"
+        for name, value in one.metrics.items():
+            assert abs(value - other.metrics[name]) <= max(most, 1e-5 * abs(value)), f"rank {rank}: {name}"

@@ -1,0 +1,229 @@
+"""What the Lightning tests share: a Trainer on the ranks of the pool, small models and data, and what a run ends with.
+
+Everything here is called inside a rank. Lightning meets the pool's process group through a cluster environment that
+says "the processes are there already", so a run costs no process.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from shardwise.strategies.namespace import LIGHTNING, Namespace
+from shardwise.testing import pool
+
+WIDTH, HIDDEN, OUT = 6, 16, 3
+
+# Ranks that start from here on have imported Lightning (4 s of a core each) before they are forked.
+if LIGHTNING.pytorch not in pool._PRELOAD:
+    pool._PRELOAD.append(LIGHTNING.pytorch)
+
+
+@cache
+def _environment(ns: Namespace) -> Any:
+    class PoolEnvironment(ns.load_fabric("plugins.ClusterEnvironment")):  # type: ignore[misc]
+        creates_processes_externally = True
+        main_address, main_port = "127.0.0.1", 1  # never used: the process group exists
+
+        @staticmethod
+        def detect() -> bool:
+            return False
+
+        def world_size(self) -> int:
+            return dist.get_world_size()
+
+        def set_world_size(self, size: int) -> None:
+            assert size == dist.get_world_size()
+
+        def global_rank(self) -> int:
+            return dist.get_rank()
+
+        def set_global_rank(self, rank: int) -> None:
+            assert rank == dist.get_rank()
+
+        def local_rank(self) -> int:
+            return dist.get_rank()
+
+        def node_rank(self) -> int:
+            return 0
+
+    return PoolEnvironment
+
+
+def quiet(ns: Namespace = LIGHTNING) -> None:
+    """Lightning says much about a run that is meant to be small."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    for name in (ns.pytorch, ns.fabric):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    for text in (
+        ".*does not have many workers.*",
+        ".*number of training batches.*",
+        ".*sync_dist=True.*",
+        ".*treespec.*",
+        ".*have no `val_dataloader`.*",
+    ):
+        warnings.filterwarnings("ignore", text)
+
+
+def trainer(strategy: Any, ns: Namespace = LIGHTNING, **arguments: Any) -> Any:
+    """A Trainer over all ranks of the pool, on CPUs; ``strategy`` is a name or an instance."""
+    quiet(ns)
+    environment = _environment(ns)()
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": dist.get_world_size(),
+        "max_epochs": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+    }
+    plugins = [environment, *arguments.pop("plugins", [])]
+    return ns.load("Trainer")(strategy=strategy, plugins=plugins, **{**defaults, **arguments})
+
+
+def stock(ns: Namespace = LIGHTNING) -> Any:
+    """Lightning's own data parallelism: the oracle."""
+    return ns.load("strategies.ddp.DDPStrategy")()
+
+
+class _Toy:
+    """Two layers. ``where`` names the hook that builds them; keyword arguments change what tests need changed."""
+
+    def __init__(
+        self,
+        where: str = "init",
+        optimizer: str = "adamw",
+        lr: float = 0.05,
+        schedule: bool = False,
+        seed: int = 3,
+    ) -> None:
+        super().__init__()
+        self.where, self.kind, self.lr, self.schedule, self.seed = where, optimizer, lr, schedule, seed
+        self.net: nn.Module | None = None
+        self.seen: list[str] = []
+        if where == "init":
+            self.build()
+
+    def build(self) -> None:
+        if self.net is None:
+            torch.manual_seed(self.seed)
+            self.net = nn.Sequential(
+                nn.Linear(WIDTH, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, OUT)
+            )
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        assert self.net is not None
+        output: Tensor = self.net(inputs)
+        return output
+
+    def loss(self, batch: Any) -> Tensor:
+        inputs, targets = batch
+        return nn.functional.mse_loss(self(inputs).float(), targets.float())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("train_loss", loss)  # type: ignore[attr-defined]
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), sync_dist=True)  # type: ignore[attr-defined]
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", self.loss(batch), sync_dist=True)  # type: ignore[attr-defined]
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch[0])  # type: ignore[operator,no-any-return]
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        params = [p for p in self.parameters() if p.requires_grad]  # type: ignore[attr-defined]
+        if self.kind == "sgd":
+            return torch.optim.SGD(params, lr=self.lr, momentum=0.9)
+        return torch.optim.AdamW(params, lr=self.lr, weight_decay=0.1, eps=1e-3)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.make_optimizer()
+        if not self.schedule:
+            return optimizer
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.7)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class _Configured(_Toy):
+    def configure_model(self) -> None:
+        self.build()
+
+
+class _ConfiguredSharded(_Toy):
+    def configure_sharded_model(self) -> None:
+        self.build()
+
+
+@cache
+def module_class(ns: Namespace, body: type) -> Any:
+    """``body`` as a LightningModule of ``ns``."""
+    return type(body.__name__.strip("_"), (body, ns.load("LightningModule")), {})
+
+
+def toy(ns: Namespace = LIGHTNING, body: type | None = None, **arguments: Any) -> Any:
+    """The small LightningModule, the same on every rank; ``body`` is a subclass of ``Toy`` with more hooks."""
+    by_hook = {"configure_model": _Configured, "configure_sharded_model": _ConfiguredSharded}
+    chosen = body or by_hook.get(arguments.get("where", "init"), _Toy)
+    return module_class(ns, chosen)(**arguments)
+
+
+Toy = _Toy
+
+
+def data(batches: int = 4, batch_size: int = 4, seed: int = 0) -> DataLoader[Any]:
+    """A loader of ``batches`` batches a rank (Lightning divides it over the ranks)."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = batches * batch_size * dist.get_world_size()
+    inputs = torch.randn(rows, WIDTH, generator=generator)
+    return DataLoader(
+        TensorDataset(inputs, torch.sin(inputs[:, :OUT]) + 0.1 * torch.randn(rows, OUT, generator=generator)),
+        batch_size=batch_size,
+    )
+
+
+def weights(made: Any) -> dict[str, Tensor]:
+    """The full weights after a run of ``trainer``, by name; the same on every rank."""
+    return {name: value.detach().float().clone() for name, value in made.strategy.lightning_module_state_dict().items()}
+
+
+def close(made: Any) -> None:
+    """Undo the sharding, so that the rank is as before."""
+    unshard = getattr(made.strategy, "unshard", None)
+    if unshard is not None:
+        unshard()
+
+
+def fit(
+    strategy: Any, model: Any, ns: Namespace = LIGHTNING, loader: Any = None, **arguments: Any
+) -> dict[str, Tensor]:
+    """Train, from the checkpoint ``ckpt_path`` where one is given, and give the full weights."""
+    start = arguments.pop("ckpt_path", None)
+    made = trainer(strategy, ns, **arguments)
+    made.fit(model, data() if loader is None else loader, ckpt_path=start)
+    found = weights(made)
+    close(made)
+    return found
+
+
+def worst(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """The largest difference of two states; NaN where either is."""
+    assert one.keys() == other.keys()
+    return (
+        max(float((one[name] - other[name]).abs().max()) for name in one)
+        if not any(bool(torch.isnan(v).any()) for s in (one, other) for v in s.values())
+        else float("nan")
+    )

@@ -1,0 +1,465 @@
+"""Checkpoints of a Trainer: resuming bit for bit, ModelCheckpoint, and files that another strategy or library wrote."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning_cases import KINDS, MAIN, STOCK, THREE, TWO, strategy
+from lightning_setup import OUT, WIDTH, Toy, close, data, toy, trainer, weights
+from torch import Tensor, nn
+
+from shardwise.strategies.namespace import LIGHTNING
+from shardwise.testing import run_ranks
+
+RANKS = 2
+EPOCHS = 3
+Whole = dict[str, Tensor]
+
+
+def callback(path: str, **arguments: Any) -> Any:
+    return LIGHTNING.load(f"callbacks.{path}")(**arguments)
+
+
+def everything(made: Any) -> Whole:
+    """Weights, optimizer state, learning rates, loss scale and counters, by name."""
+    found = dict(weights(made))
+    for index, optimizer in enumerate(made.optimizers):
+        state = made.strategy.optimizer_state(optimizer)
+        for param, entries in state["state"].items():
+            found |= {f"optimizer {index}/{param}/{k}": torch.as_tensor(v).clone() for k, v in entries.items()}
+        found[f"rates {index}"] = torch.tensor([group["lr"] for group in state["param_groups"]])
+    found["steps"] = torch.tensor(made.global_step)
+    found["epoch"] = torch.tensor(made.current_epoch)
+    return found
+
+
+def differences(one: Whole, other: Whole, most: float = 0.0) -> list[str]:
+    assert one.keys() == other.keys()
+    return [n for n, v in one.items() if not bool(((v.double() - other[n].double()).abs() <= most).all())]
+
+
+def _settings(accumulate: int = 1, epochs: int = EPOCHS, **arguments: Any) -> dict[str, Any]:
+    clip = {"gradient_clip_val": 0.05} if accumulate == 3 else {}
+    return {"max_epochs": epochs, "accumulate_grad_batches": accumulate, **clip, **arguments}
+
+
+def _saver(folder: str, **arguments: Any) -> Any:
+    return callback("ModelCheckpoint", **{"dirpath": folder, "filename": "{epoch}", "save_top_k": -1, **arguments})
+
+
+def _straight(kind: str, folder: str, accumulate: int, precision: str) -> Whole:
+    """All epochs, with a checkpoint after each."""
+    warnings.simplefilter("ignore")
+    made = trainer(
+        strategy(kind),
+        enable_checkpointing=True,
+        callbacks=[_saver(folder)],
+        precision=precision,
+        **_settings(accumulate),
+    )
+    made.fit(toy(schedule=True), data(5))
+    found = everything(made)
+    close(made)
+    return found
+
+
+def _resumed(kind: str, path: str, accumulate: int = 1, precision: str = "32-true") -> Whole:
+    """The rest, in a model that starts from other weights."""
+    warnings.simplefilter("ignore")
+    made = trainer(strategy(kind), precision=precision, **_settings(accumulate))
+    made.fit(toy(schedule=True, seed=77), data(5), ckpt_path=path)
+    found = everything(made)
+    close(made)
+    return found
+
+
+RESUMES = [
+    pytest.param(kind, accumulate, precision, marks=() if chosen else pytest.mark.campaign)
+    for kind in KINDS
+    for accumulate in (1, 2, 3)
+    for precision in ("32-true", "bf16-mixed", "bf16-true")
+    for chosen in [
+        (kind in MAIN and accumulate == 3 and precision == "32-true")
+        or (kind in THREE and accumulate == 1 and precision == "bf16-mixed")
+    ]
+]
+
+
+@pytest.mark.parametrize(("kind", "accumulate", "precision"), RESUMES)
+def test_a_resumed_run_equals_a_straight_one_bit_for_bit(
+    kind: str, accumulate: int, precision: str, tmp_path: Path
+) -> None:
+    """Also at accumulation 3 of 5 batches: a counter of the strategy's own would be lost. And at every rank: FairScale
+    and ColossalAI under Lightning saved rank 0's part of the optimizer state only."""
+    straight = run_ranks(RANKS, _straight, kind, str(tmp_path), accumulate, precision)
+    assert sorted(each.name for each in tmp_path.iterdir()) == [f"epoch={epoch}.ckpt" for epoch in range(EPOCHS)]
+    resumed = run_ranks(RANKS, _resumed, kind, str(tmp_path / "epoch=0.ckpt"), accumulate, precision)
+    for one, other in zip(straight, resumed, strict=True):
+        assert int(one["steps"]) == EPOCHS * -(-5 // accumulate)
+        assert any("exp_avg" in name for name in one)
+        assert differences(one, other) == []
+
+
+class _Resumable:
+    """A loader that can go on in the middle of an epoch; each rank makes its own rows."""
+
+    def __init__(self, batches: int) -> None:
+        generator = torch.Generator().manual_seed(50 + dist.get_rank())
+        inputs = torch.randn(batches, 4, WIDTH, generator=generator)
+        self.batches = [(rows, torch.sin(rows[:, :OUT])) for rows in inputs]
+        self.at = 0
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        for index in range(self.at % len(self.batches), len(self.batches)):
+            self.at = index + 1
+            yield self.batches[index]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def _within(kind: str, folder: str) -> list[str]:
+    warnings.simplefilter("ignore")
+    saver = _saver(folder, filename="{step}", every_n_train_steps=1)
+    straight = trainer(strategy(kind), enable_checkpointing=True, callbacks=[saver], **_settings(2, epochs=2))
+    straight.fit(toy(schedule=True), _Resumable(7))
+    expected = everything(straight)
+    close(straight)
+    resumed = trainer(strategy(kind), **_settings(2, epochs=2))
+    resumed.fit(toy(schedule=True, seed=77), _Resumable(7), ckpt_path=f"{folder}/step=2.ckpt")
+    found = everything(resumed)
+    close(resumed)
+    assert int(found["steps"]) == 8
+    return differences(found, expected)
+
+
+@pytest.mark.parametrize("kind", [*TWO, *(pytest.param(k, marks=pytest.mark.campaign) for k in MAIN if k not in TWO)])
+def test_a_run_resumed_within_an_epoch_goes_on_bit_for_bit(kind: str, tmp_path: Path) -> None:
+    """From the second of four steps, the last of which is one left-over batch."""
+    assert run_ranks(RANKS, _within, kind, str(tmp_path)) == [[]] * RANKS
+
+
+# ---- ModelCheckpoint
+
+
+class _Scored(Toy):
+    """Its score is what the test says, epoch by epoch."""
+
+    SCORES = (3.0, 1.0, 2.0, 1.5)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("score", self.SCORES[self.current_epoch])  # type: ignore[attr-defined]
+
+
+def _kept(kind: str, folder: str, save_last: Any) -> dict[str, Any]:
+    warnings.simplefilter("ignore")
+    saver = _saver(folder, monitor="score", save_top_k=2, save_last=save_last)
+    made = trainer(strategy(kind), max_epochs=4, enable_checkpointing=True, callbacks=[saver])
+    model = toy(body=_Scored)
+    made.fit(model, data(2))
+    trained = weights(made)
+    losses = [
+        made.test(model, data(2, seed=4), ckpt_path=which, verbose=False)[0]["test_loss"] for which in ("best", "last")
+    ]
+    names = sorted(path.name for path in Path(folder).iterdir())
+    last = weights(made)
+    again = trainer(strategy(kind), max_epochs=1)
+    losses.append(
+        again.validate(toy(seed=9), data(2, seed=4), ckpt_path=saver.best_model_path, verbose=False)[0]["val_loss"]
+    )
+    found = {
+        "names": names,
+        "best": Path(saver.best_model_path).name,
+        "score": float(saver.best_model_score),
+        "losses": losses,
+        "last": max(float((last[name] - value).abs().max()) for name, value in trained.items()),
+    }
+    close(again)
+    close(made)
+    return found
+
+
+@pytest.fixture(scope="module")
+def kept_by_stock(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], list[dict[str, Any]]]:
+    @cache
+    def result(save_last: Any) -> list[dict[str, Any]]:
+        return run_ranks(RANKS, _kept, STOCK, str(tmp_path_factory.mktemp("stock")), save_last)
+
+    return result
+
+
+@pytest.mark.parametrize(
+    ("kind", "save_last"), [("colossalai", True), ("deepspeed_3", "link"), ("fully_sharded", True)]
+)
+def test_model_checkpoint_keeps_and_removes_as_under_ddp(
+    kind: str, save_last: Any, kept_by_stock: Callable[[Any], list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    """Directories instead of files: two best, the last, and nothing of those that were dropped."""
+    for found, expected in zip(
+        run_ranks(RANKS, _kept, kind, str(tmp_path), save_last), kept_by_stock(save_last), strict=True
+    ):
+        assert found["names"] == expected["names"] == ["epoch=1.ckpt", "epoch=3.ckpt", "last.ckpt"]
+        assert (found["best"], found["score"]) == (expected["best"], expected["score"]) == ("epoch=1.ckpt", 1.0)
+        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+        assert found["losses"][0] == found["losses"][2] and found["last"] == 0.0
+
+
+class _Remembers(Toy):
+    """Looks at what hooks are given, and keeps something of its own."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.saved = {name: list(value.shape) for name, value in checkpoint["state_dict"].items()}
+        checkpoint["own"] = {"numbers": [1, 2.5], "tensor": torch.arange(3)}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.loaded = {name: list(value.shape) for name, value in checkpoint["state_dict"].items()}
+        self.own = checkpoint["own"]
+
+
+def _hooks(kind: str, folder: str) -> tuple[bool, bool, Any]:
+    warnings.simplefilter("ignore")
+    model = toy(body=_Remembers)
+    shapes = {name: list(value.shape) for name, value in model.state_dict().items()}
+    made = trainer(strategy(kind))
+    made.fit(model, data(1))
+    made.save_checkpoint(f"{folder}/one.ckpt")
+    other = toy(body=_Remembers, seed=9)
+    again = trainer(strategy(kind), max_epochs=2)
+    again.fit(other, data(1), ckpt_path=f"{folder}/one.ckpt")
+    assert again.global_step == 2
+    own = (other.own["numbers"], other.own["tensor"].tolist())
+    found = model.saved == shapes, other.loaded == shapes, own
+    close(made)
+    close(again)
+    return found
+
+
+@pytest.mark.parametrize("kind", MAIN)
+def test_hooks_see_whole_shapes_and_keep_what_they_add(kind: str, tmp_path: Path) -> None:
+    """Under DeepSpeed's stage 3 ``on_save_checkpoint`` saw a sharded state."""
+    expected = (True, True, ([1, 2.5], [0, 1, 2]))
+    assert run_ranks(RANKS, _hooks, kind, str(tmp_path)) == [expected] * RANKS
+
+
+def _save_after_test(kind: str, folder: str) -> tuple[list[str], bool]:
+    warnings.simplefilter("ignore")
+    model = toy()
+    made = trainer(strategy(kind), max_epochs=1)
+    made.fit(model, data(2))
+    straight = everything(made)
+    made.test(model, data(1), verbose=False)
+    made.save_checkpoint(f"{folder}/later.ckpt")
+    other = toy(seed=8)
+    evaluator = trainer(strategy(kind))
+    evaluator.validate(other, data(1), ckpt_path=f"{folder}/later.ckpt", verbose=False)
+    same = differences({n: v for n, v in straight.items() if n.startswith("net")}, weights(evaluator))
+    evaluator.save_checkpoint(f"{folder}/evaluated.ckpt")
+    third = trainer(strategy(kind))
+    third.test(toy(seed=7), data(1), ckpt_path=f"{folder}/evaluated.ckpt", verbose=False)
+    equal = differences(weights(evaluator), weights(third)) == []
+    for each in (made, evaluator, third):
+        close(each)
+    return same, equal
+
+
+@pytest.mark.parametrize("kind", MAIN)
+def test_save_after_test_and_after_evaluation_alone(kind: str, tmp_path: Path) -> None:
+    """DeepSpeed's engine was gone by then, and Lightning had moved the shards to the CPU."""
+    assert run_ranks(RANKS, _save_after_test, kind, str(tmp_path)) == [([], True)] * RANKS
+
+
+# ---- between strategies, stages, numbers of ranks, and other front-ends
+
+
+def _save_one_epoch(kind: str, path: str) -> None:
+    warnings.simplefilter("ignore")
+    made = trainer(strategy(kind), **_settings(epochs=1))
+    made.fit(toy(schedule=True), data(5))
+    made.save_checkpoint(path)
+    close(made)
+
+
+def _exchange(pairs: list[tuple[str, str]], folder: str) -> dict[tuple[str, str], Whole]:
+    """Each checkpoint is taken up by the second of its pair, and trained to the end."""
+    for saver in dict.fromkeys(saver for saver, _ in pairs):
+        _save_one_epoch(saver, f"{folder}/{saver}.ckpt")
+    return {(saver, taker): _resumed(taker, f"{folder}/{saver}.ckpt") for saver, taker in pairs}
+
+
+RING = list(zip(MAIN, (*MAIN[1:], MAIN[0]), strict=True))
+ALL_PAIRS = [(one, other) for one in (*KINDS, STOCK) for other in KINDS]
+
+
+@pytest.fixture(scope="module")
+def straight_stock() -> list[Whole]:
+    return run_ranks(RANKS, _straight_stock)
+
+
+def _straight_stock() -> Whole:
+    warnings.simplefilter("ignore")
+    made = trainer(strategy(STOCK), **_settings())
+    made.fit(toy(schedule=True), data(5))
+    return everything(made)
+
+
+def _check_exchange(pairs: list[tuple[str, str]], folder: Path, expected: list[Whole]) -> None:
+    for found, straight in zip(run_ranks(RANKS, _exchange, pairs, str(folder), timeout=600), expected, strict=True):
+        for pair, ended in found.items():
+            assert differences(ended, straight, 1e-6) == [], pair
+
+
+def test_checkpoints_go_from_each_strategy_to_the_next(straight_stock: list[Whole], tmp_path: Path) -> None:
+    _check_exchange(RING, tmp_path, straight_stock)
+
+
+def test_a_file_of_stock_ddp_is_resumed_by_each(straight_stock: list[Whole], tmp_path: Path) -> None:
+    """Optimizer state included, in shards."""
+    _check_exchange([(STOCK, kind) for kind in MAIN], tmp_path, straight_stock)
+
+
+@pytest.mark.campaign
+def test_checkpoints_go_from_each_to_each(straight_stock: list[Whole], tmp_path: Path) -> None:
+    _check_exchange(ALL_PAIRS, tmp_path, straight_stock)
+
+
+def _alone(kind: str, path: str) -> tuple[Whole, int]:
+    warnings.simplefilter("ignore")
+    made = trainer(strategy(kind), max_epochs=2)
+    made.fit(toy(schedule=True, seed=5), data(1), ckpt_path=path)
+    steps = made.global_step
+    close(made)
+    tested = trainer(strategy(kind))
+    tested.test(toy(seed=6), data(1), ckpt_path=path, verbose=False)
+    found = weights(tested)
+    close(tested)
+    return found, steps
+
+
+@pytest.mark.parametrize("kind", THREE)
+def test_another_number_of_ranks(kind: str, tmp_path: Path) -> None:
+    """DeepSpeed refused it."""
+    saved = run_ranks(RANKS, _save_and_tell, kind, str(tmp_path / "two.ckpt"))[0]
+    ((found, steps),) = run_ranks(1, _alone, kind, str(tmp_path / "two.ckpt"))
+    assert differences(found, saved) == [] and steps == 5 + 1
+
+
+def _save_and_tell(kind: str, path: str) -> Whole:
+    _save_one_epoch(kind, path)
+    made = trainer(strategy(kind))
+    made.validate(toy(seed=4), data(1), ckpt_path=path, verbose=False)
+    found = weights(made)
+    close(made)
+    return found
+
+
+def _plain() -> nn.Module:
+    return nn.ModuleDict({"net": toy().net})
+
+
+def _boosted() -> Any:
+    from shardwise.booster import Booster
+    from shardwise.booster.plugin import GeminiPlugin
+
+    model = _plain()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, eps=1e-3)
+    booster = Booster(plugin=GeminiPlugin(precision="fp32", chunk_config_dict={RANKS: {"chunk_size": 70}}))
+    return booster, *booster.boost(model, optimizer)[:2]
+
+
+def _held(model: Any, optimizer: Any) -> Whole:
+    found = dict(model.state_dict())
+    for param, entries in optimizer.state_dict()["state"].items():
+        found |= {f"optimizer 0/{param}/{k}": torch.as_tensor(v).clone() for k, v in entries.items()}
+    return found
+
+
+def _values(found: Whole) -> Whole:
+    return {name: value for name, value in found.items() if "/" in name or name.startswith("net")}
+
+
+def _to_booster(kind: str, path: str) -> list[str]:
+    warnings.simplefilter("ignore")
+    made = trainer(strategy(kind), **_settings(epochs=1))
+    made.fit(toy(), data(5))
+    made.save_checkpoint(path)
+    expected = _values(everything(made))
+    close(made)
+    booster, model, optimizer = _boosted()
+    booster.load_checkpoint(path, model, optimizer)
+    return differences(_held(model, optimizer), expected)
+
+
+def _from_booster(kind: str, folder: str) -> list[str]:
+    warnings.simplefilter("ignore")
+    booster, model, optimizer = _boosted()
+    inputs, targets = next(iter(data(1)))
+    booster.backward(nn.functional.mse_loss(model.net(inputs), targets), optimizer)
+    optimizer.step()
+    path = booster.save_checkpoint(folder, model, optimizer)
+    expected = _held(model, optimizer)
+    seen: Whole = {}
+
+    class Watch(LIGHTNING.load("callbacks.Callback")):  # type: ignore[misc]
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            seen.update(everything(trainer))
+
+    made = trainer(strategy(kind), callbacks=[Watch()])
+    made.fit(toy(seed=31), data(1), ckpt_path=path)
+    close(made)
+    return differences(_values(seen), expected)
+
+
+@pytest.mark.parametrize("kind", THREE)
+def test_checkpoints_are_exchanged_with_the_booster(kind: str, tmp_path: Path) -> None:
+    """Both write the same directories; weights and optimizer state, by name."""
+    assert run_ranks(RANKS, _to_booster, kind, str(tmp_path / "one.ckpt")) == [[]] * RANKS
+    assert run_ranks(RANKS, _from_booster, kind, str(tmp_path / "booster")) == [[]] * RANKS
+
+
+# ---- what does not fit
+
+
+class _Larger(Toy):
+    def build(self) -> None:
+        super().build()
+        self.more = nn.Linear(3, 3)
+
+
+def _misfit(kind: str, path: str, strict: bool) -> list[float]:
+    warnings.simplefilter("ignore")
+    _save_one_epoch(kind, path)
+    model = toy(body=_Larger)
+    model.strict_loading = strict
+    made = trainer(strategy(kind))
+    before = model.more.weight.detach().clone()
+    made.test(model, data(1), ckpt_path=path, verbose=False)
+    after = weights(made)
+    close(made)
+    return [float((after["more.weight"] - before).abs().max())]
+
+
+def _strict(kind: str, path: str) -> None:
+    with pytest.raises(Exception, match=r"more\.weight"):
+        _misfit(kind, path, True)
+    with pytest.raises(Exception, match=r"more\.weight"):
+        trainer(strategy(kind)).fit(toy(body=_Larger), data(1), ckpt_path=path)
+
+
+@pytest.mark.parametrize("kind", THREE)
+def test_missing_names_are_an_error_unless_loading_is_not_strict(kind: str, tmp_path: Path) -> None:
+    """DeepSpeed collected such errors and never raised them; ColossalAI's loader took no ``strict`` at all."""
+    run_ranks(RANKS, _strict, kind, str(tmp_path / "one.ckpt"))
+    assert run_ranks(RANKS, _misfit, kind, str(tmp_path / "two.ckpt"), False) == [[0.0]] * RANKS

@@ -1,0 +1,436 @@
+"""What only ColossalAIStrategy has: its arguments' effects, its collectives, its signatures."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning_cases import Recipe, check_same, ended, run
+from lightning_setup import Toy, close, data, toy, trainer, weights
+from torch import Tensor
+
+from shardwise.strategies.colossalai import ColossalAI
+from shardwise.strategies.namespace import LIGHTNING, PYTORCH_LIGHTNING, Namespace, build
+from shardwise.testing import run_ranks
+
+RANKS = 2
+PUBLISHED = {
+    "use_chunk": True,
+    "chunk_size": None,
+    "enable_distributed_storage": True,
+    "placement_policy": "auto",
+    "force_outputs_fp32": False,
+    "gpu_margin_mem_ratio": 0.0,
+    "chunk_search_range": 67108864,
+    "chunk_search_n_grids": 4096,
+    "min_chunk_size": 33554432,
+    "initial_scale": 65536,
+    "min_scale": 1,
+    "growth_factor": 2,
+    "backoff_factor": 0.5,
+    "growth_interval": 1000,
+    "hysteresis": 2,
+    "max_scale": 4294967296,
+    "accelerator": None,
+    "parallel_devices": None,
+    "cluster_environment": None,
+    "checkpoint_io": None,
+    "precision_plugin": None,
+}
+METHODS = {
+    "all_gather": {"tensor": inspect.Parameter.empty, "group": None, "sync_grads": False},
+    "lightning_module_state_dict": {"rank_zero_only": False},
+    "reduce": {"tensor": inspect.Parameter.empty, "group": None, "reduce_op": "sum"},
+}
+
+
+def _made(ns: Namespace = LIGHTNING, **arguments: Any) -> Any:
+    import importlib
+
+    return importlib.import_module(ns.home).ColossalAIStrategy(**arguments)
+
+
+@pytest.mark.parametrize("ns", [LIGHTNING, PYTORCH_LIGHTNING], ids=lambda ns: str(ns.pytorch))
+def test_published_signatures(ns: Namespace) -> None:
+    made = _made(ns)
+    assert isinstance(made, ns.load("strategies.DDPStrategy"))
+    found = {
+        name: parameter.default
+        for name, parameter in inspect.signature(type(made)).parameters.items()
+        if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    }
+    assert list(found.items()) == list(PUBLISHED.items())
+    for name, expected in METHODS.items():
+        parameters = inspect.signature(getattr(made, name)).parameters
+        assert {key: value.default for key, value in parameters.items()} == expected
+    assert list(inspect.signature(made.optimizer_step).parameters) == [
+        "optimizer",
+        "opt_idx",
+        "closure",
+        "model",
+        "kwargs",
+    ]
+    for name in ("model_sharded_context", "teardown", "validation_step"):
+        assert callable(getattr(made, name))
+    assert made.restore_checkpoint_after_setup is True
+    assert made.handles_gradient_accumulation is False  # Lightning counts; see docs/lightning.md
+    assert made.root_device == torch.device("cpu")
+
+
+# ---- arguments
+
+
+def _session_facts(arguments: dict[str, Any]) -> dict[str, Any]:
+    made = trainer(_made(**arguments))
+    made.fit(toy(), data(1))
+    session = made.strategy.session
+    report = session.memory()
+    facts = {
+        "chunks": [sum(slot.numel for slot in each.slots) for each in session.engine.layout.chunks],
+        "parameters": report.parameters_bytes,
+        "on host": report.tier_bytes("host") > 0,
+        "on device": report.by_tier.get("device", {}).get("parameters", 0) > 0,
+        "shards": session.mesh.shard.size,
+    }
+    close(made)
+    return facts
+
+
+def _facts(**arguments: Any) -> dict[str, Any]:
+    return run_ranks(RANKS, _session_facts, arguments)[0]
+
+
+SIZES = [96, 16, 256, 16, 48, 3]
+
+
+def test_chunk_arguments_have_effects() -> None:
+    """``chunk_size`` was stored and never used; ``use_chunk=False`` was refused; below 1 MiB the minimum became 0."""
+    assert _facts(use_chunk=False)["chunks"] == SIZES
+    assert _facts()["chunks"] == [sum(SIZES)]
+    assert _facts(chunk_size=120)["chunks"] == [112, 256, 67]
+    assert _facts(chunk_size=300)["chunks"] == [112, 272, 51]
+    # Of 256 to 356 in steps of 1, 50 and 100: 323, 350 and 400 waste least; from 400 to 410 it is 400.
+    searched = {"min_chunk_size": 10, "chunk_search_range": 100}
+    assert _facts(chunk_search_n_grids=100, **searched)["chunks"] == [112, 323]
+    assert _facts(chunk_search_n_grids=1, **searched)["chunks"] == [384, 51]
+    assert _facts(min_chunk_size=400, chunk_search_range=10)["chunks"] == [384, 51]
+
+
+def test_storage_and_placement_have_effects() -> None:
+    """``enable_distributed_storage`` was stored and never used."""
+    shared, whole = _facts(placement_policy="cuda"), _facts(placement_policy="cuda", enable_distributed_storage=False)
+    assert (shared["shards"], whole["shards"]) == (RANKS, 1)
+    assert whole["parameters"] >= sum(SIZES) * 4 > shared["parameters"] > 0
+    assert (shared["on device"], shared["on host"]) == (True, False)
+    for arguments in (
+        {"placement_policy": "cpu"},
+        {},
+        {"placement_policy": "cpu", "enable_distributed_storage": False},
+    ):
+        found = _facts(**arguments)
+        assert (found["on device"], found["on host"]) == (False, True), arguments
+
+
+class _Small(ColossalAI):
+    """On a device of 64 KiB."""
+
+    def _plan(self, module: Any) -> Any:
+        return super()._plan(module).but(device_capacity_bytes=2**16)
+
+
+def _traced(margin: float) -> tuple[dict[str, Tensor], dict[str, bool]]:
+    cls = build(LIGHTNING, _Small, "strategies.ddp.DDPStrategy", "Small")
+    made = trainer(cls(chunk_size=100, gpu_margin_mem_ratio=margin), max_epochs=2)
+    model = toy()
+    made.validate(model, data(1, seed=1), verbose=False)
+    made.fit(model, data(3))
+    session = made.strategy.session
+    on_device = session.memory().by_tier.get("device", {})
+    facts = {"traced": session.memory_stats() is not None, "state moved": on_device.get("optimizer state", 0) > 0}
+    made.predict(model, data(1))
+    return ended(made).weights, facts
+
+
+def test_auto_places_by_the_trace_of_a_first_step_even_after_validation() -> None:
+    """ColossalAI had to train a step before anything else. The numbers are those of a run without limits."""
+    expected = run_ranks(RANKS, run, "colossalai", Recipe(batches=3))[0].weights
+    for margin in (0.0, 1.0):
+        for found, facts in run_ranks(RANKS, _traced, margin):
+            assert facts == {"traced": True, "state moved": margin > 0}
+            assert all(torch.equal(value, found[name]) for name, value in expected.items())
+
+
+class _ShowsOutputs(Toy):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output = self(batch[0])  # type: ignore[operator]
+        loss = nn_loss(output, batch[1])
+        self.seen += [str(batch[0].dtype), str(output.dtype), str(loss.dtype)]
+        return {"loss": loss, "output": output}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen += [str(outputs["loss"].dtype), str(outputs["output"].dtype)]
+
+
+def nn_loss(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+def _outputs(force: bool) -> list[str]:
+    model = toy(body=_ShowsOutputs)
+    made = trainer(_made(force_outputs_fp32=force), precision="bf16-mixed")
+    made.fit(model, data(1))
+    close(made)
+    return [each.removeprefix("torch.") for each in model.seen]
+
+
+def test_force_outputs_fp32_casts_what_a_step_returns() -> None:
+    assert run_ranks(RANKS, _outputs, False) == [["bfloat16"] * 5] * RANKS
+    assert run_ranks(RANKS, _outputs, True) == [["bfloat16"] + ["float32"] * 4] * RANKS
+
+
+def test_what_has_no_effect_is_said_once() -> None:
+    with pytest.warns(UserWarning, match="chunk_size=8 without effect: use_chunk=False") as caught:
+        _made(use_chunk=False, chunk_size=8)
+    assert len(caught) == 1
+    with pytest.warns(UserWarning, match=r"gpu_margin_mem_ratio=0.5 without effect: for placement_policy='auto'"):
+        _made(placement_policy="cuda", gpu_margin_mem_ratio=0.5)
+    with pytest.raises(ValueError, match="placement_policy='const'"):
+        _made(placement_policy="const")
+
+
+def _said(precision: str) -> list[str]:
+    made = trainer(_made(hysteresis=3), precision=precision)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        made.fit(toy(), data(1))
+        made.fit_loop.max_epochs = 2
+        made.fit(toy(), data(1))
+    close(made)
+    return [str(each.message) for each in caught if "without effect" in str(each.message)]
+
+
+def test_scaler_arguments_outside_fp16_are_named_by_rank_0_once() -> None:
+    first, second = run_ranks(RANKS, _said, "bf16-mixed")
+    assert first == ["hysteresis=3 without effect: the loss scale is for fp16, and the precision is bf16-mixed"]
+    assert second == []
+
+
+# ---- fp16
+
+
+def _fp16(steps: int, plugin: str) -> tuple[list[float], bool, str]:
+    import shardwise.lightning as ours
+
+    chosen = _made(
+        initial_scale=2.0**40,
+        max_scale=2.0**40,
+        hysteresis=1,
+        growth_interval=2,
+        backoff_factor=2.0**-8,
+        precision_plugin=ours.ShardedPrecision(plugin),
+    )
+    scales: list[float] = []
+
+    class Watch(LIGHTNING.load("callbacks.Callback")):  # type: ignore[misc]
+        def on_train_batch_end(self, *args: Any) -> None:
+            scaler = chosen.session.optimizer.scaler
+            scales.append(scaler.scale if scaler is not None else 1.0)
+
+    made = trainer(chosen, max_epochs=1, callbacks=[Watch()])
+    made.fit(toy(), data(steps))
+    finite = all(bool(torch.isfinite(value).all()) for value in weights(made).values())
+    dtype = str(chosen.session.plan.precision.param_dtype)
+    close(made)
+    return scales, finite, dtype
+
+
+def test_the_loss_scale_of_fp16_follows_its_arguments() -> None:
+    """Overflows at 2**40 and 2**32, backs off by 2**8 each time, then doubles after every second good step."""
+    for scales, finite, dtype in run_ranks(RANKS, _fp16, 7, "16-mixed"):
+        assert finite and dtype == "torch.float16"
+        lowest = min(scales)
+        at = scales.index(lowest)
+        assert scales[:at] == [2.0 ** (32 - 8 * i) for i in range(at)] and at >= 1
+        after = scales[at:]
+        assert after[:4] == [lowest, lowest, 2 * lowest, 2 * lowest][: len(after)]
+    assert run_ranks(RANKS, _fp16, 2, "16-true") == [([1.0, 1.0], True, "torch.float16")] * RANKS
+
+
+def _double() -> tuple[str, float]:
+    made = trainer(_made(placement_policy="cuda"), precision="64-true")
+    model = toy()
+    made.fit(model, data(2))
+    found = made.strategy.lightning_module_state_dict()
+    dtype = str(found["net.0.weight"].dtype)
+    close(made)
+    return dtype, float(found["net.0.weight"].sum())
+
+
+def test_64_true_trains_in_fp64() -> None:
+    (dtype, one), (_, other) = run_ranks(RANKS, _double)
+    assert dtype == "torch.float64" and one == other
+
+
+# ---- between ranks
+
+
+def _ready(**arguments: Any) -> Any:
+    made = trainer(_made(**arguments))
+    made.fit(toy(), data(1))
+    return made
+
+
+def _gathers() -> dict[str, Any]:
+    made = _ready()
+    rank = dist.get_rank()
+    found: dict[str, Any] = {}
+    part = (torch.arange(6.0).reshape(2, 3) + 10 * rank).requires_grad_()
+    plain = made.strategy.all_gather(part)
+    found["rows"], found["tracked"] = plain.tolist(), plain.requires_grad
+    found["scalar"] = made.strategy.all_gather(torch.tensor(float(rank))).tolist()
+    found["by module"] = made.lightning_module.all_gather(torch.full((1, 2), rank)).tolist()
+    whole = made.strategy.all_gather(part, sync_grads=True)
+    weight = torch.arange(12.0).reshape(4, 3) * (rank + 1)
+    (whole * weight).sum().backward()
+    found["grad"] = None if part.grad is None else part.grad.tolist()
+    found["group"] = made.strategy.all_gather(torch.ones(2), group=dist.group.WORLD).shape
+    close(made)
+    return found
+
+
+def test_all_gather_concatenates_and_lets_gradients_through() -> None:
+    """ColossalAI joined along dimension 0 and refused ``sync_grads``."""
+    for rank, found in enumerate(run_ranks(RANKS, _gathers)):
+        assert found["rows"] == [[0, 1, 2], [3, 4, 5], [10, 11, 12], [13, 14, 15]]
+        assert found["tracked"] is False and found["scalar"] == [0, 1] and found["by module"] == [[0, 0], [1, 1]]
+        # The sum over ranks of what each did to this rank's rows: weights times 1 and times 2.
+        own = torch.arange(12.0).reshape(4, 3)[2 * rank : 2 * rank + 2] * 3
+        assert found["grad"] == own.tolist()
+        assert tuple(found["group"]) == (4,)
+
+
+def _reduces() -> dict[str, Any]:
+    made = _ready()
+    reduce, rank = made.strategy.reduce, dist.get_rank()
+    given = torch.tensor([1.0, 2.0]) * (rank + 1)
+    found = {
+        "default": reduce(given).tolist(),
+        "mean": reduce(given, reduce_op="mean").tolist(),
+        "max": reduce(given, reduce_op="max").tolist(),
+        "op": reduce(given, reduce_op=dist.ReduceOp.SUM).tolist(),
+        "given": given.tolist(),
+        "text": reduce("left"),
+    }
+    close(made)
+    return found
+
+
+def test_reduce_gives_its_result_to_every_rank() -> None:
+    """ColossalAI gave it to rank 0 only."""
+    for rank, found in enumerate(run_ranks(RANKS, _reduces)):
+        assert found["default"] == found["op"] == [3.0, 6.0]
+        assert found["mean"] == [1.5, 3.0] and found["max"] == [2.0, 4.0] and found["text"] == "left"
+        assert found["given"] == [1.0 + rank, 2.0 + 2 * rank], "the input is left as it is"
+
+
+# ---- steps and state
+
+
+class _Calls(Toy):
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        strategy = self.trainer.strategy  # type: ignore[attr-defined]
+        (optimizer,) = strategy.optimizers
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = self.loss(batch)
+            self.manual_backward(loss)  # type: ignore[attr-defined]
+            return loss
+
+        if self.way == "one":
+            strategy.optimizer_step(optimizer, 0, closure)
+        elif self.way == "one, model":
+            strategy.optimizer_step(optimizer, 0, closure, self)
+        elif self.way == "two, model":
+            strategy.optimizer_step(optimizer, closure, self)
+        elif self.way == "named":
+            strategy.optimizer_step(optimizer, closure=closure, model=self)
+        else:
+            strategy.optimizer_step(optimizer, closure)
+
+
+def _called(way: str) -> Any:
+    model = toy(body=_Calls)
+    model.way = way
+    made = trainer(_made())
+    made.fit(model, data(3))
+    return ended(made)
+
+
+def test_optimizer_step_takes_the_arguments_of_lightning_1_and_2() -> None:
+    expected = run_ranks(RANKS, _called, "two")
+    assert float(expected[0].weights["net.0.weight"].abs().sum()) > 0
+    for way in ("one", "one, model", "two, model", "named"):
+        check_same(run_ranks(RANKS, _called, way), expected, 0.0)
+    trained = run_ranks(RANKS, run, "colossalai", Recipe(batches=3, epochs=1))
+    assert torch.equal(trained[0].weights["net.0.weight"], expected[0].weights["net.0.weight"])
+
+
+def _step_without() -> None:
+    made = _ready()
+    with pytest.raises(TypeError, match=re.escape("optimizer_step(closure=None)")):
+        made.strategy.optimizer_step(made.optimizers[0], 0)
+    close(made)
+
+
+def test_optimizer_step_without_a_closure_is_refused() -> None:
+    run_ranks(RANKS, _step_without)
+
+
+def _states() -> tuple[dict[str, list[int]], bool]:
+    made = trainer(_made(chunk_size=100), precision="bf16-mixed")
+    made.fit(toy(), data(1))
+    full = made.strategy.lightning_module_state_dict()
+    first = made.strategy.lightning_module_state_dict(rank_zero_only=True)
+    same = list(full) == list(first) and all(torch.equal(full[name], value) for name, value in first.items())
+    assert all(value.dtype == torch.float32 and value.device.type == "cpu" for value in full.values())
+    close(made)
+    return {name: list(value.shape) for name, value in first.items()}, same
+
+
+def test_the_state_of_rank_0_alone() -> None:
+    (shapes, same), (empty, other) = run_ranks(RANKS, _states)
+    assert same and not other
+    assert shapes["net.0.weight"] == [16, 6] and list(shapes) == list(empty)
+    assert all(shape == [0] for shape in empty.values())
+
+
+def _namesake(ns: Namespace) -> dict[str, Tensor]:
+    made = trainer("colossalai", ns, max_epochs=1)
+    assert type(made.strategy).__module__ == ns.home
+    made.fit(toy(ns), data(2))
+    found = weights(made)
+    close(made)
+    return found
+
+
+def test_by_name_under_both_packages() -> None:
+    import shardwise.lightning
+    import shardwise.pytorch_lightning  # noqa: F401  registers the name
+
+    one, other = run_ranks(RANKS, _namesake_of, "lightning"), run_ranks(RANKS, _namesake_of, "pytorch_lightning")
+    assert all(torch.equal(value, other[0][name]) for name, value in one[0].items())
+
+
+def _namesake_of(package: str) -> dict[str, Tensor]:
+    import importlib
+
+    importlib.import_module(f"shardwise.{package}")
+    return _namesake({"lightning": LIGHTNING, "pytorch_lightning": PYTORCH_LIGHTNING}[package])

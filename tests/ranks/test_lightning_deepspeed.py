@@ -1,0 +1,388 @@
+"""DeepSpeedStrategy under Trainer on two ranks against stock ddp, and faults of the original by name."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import math
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning_deepspeed_setup import BUCKET, RANKS, Options, noted, rank, strategy
+from lightning_setup import OUT, WIDTH, Toy, close, data, fit, stock, toy, trainer, weights, worst
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from shardwise.deepspeed import checkpointing
+from shardwise.deepspeed.clock import StepClock
+from shardwise.strategies.namespace import LIGHTNING, PYTORCH_LIGHTNING, build
+from shardwise.strategies.precision import ShardedPrecision
+from shardwise.testing import run_ranks
+
+# ---- against stock ddp
+
+# accumulate_grad_batches with 4 batches an epoch: 3 leaves one over at the end of each.
+RUNS: dict[str, Options] = {
+    "plain": {},
+    "accumulate 2": {"accumulate_grad_batches": 2},
+    "accumulate 3": {"accumulate_grad_batches": 3},
+    "clip norm": {"gradient_clip_val": 0.05},
+    "clip value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    "accumulate 3, clip": {"accumulate_grad_batches": 3, "gradient_clip_val": 0.05},
+}
+
+
+def against_ddp(runs: list[str], stages: list[int]) -> dict[tuple[str, int], tuple[float, int, int]]:
+    found = {}
+    for run in runs:
+        options = {"max_epochs": 2, **RUNS[run]}
+        oracle = trainer(stock(), **options)
+        oracle.fit(toy(schedule=True), data())
+        expected = weights(oracle)
+        for stage in stages:
+            made = trainer(strategy(stage=stage), **options)
+            made.fit(toy(schedule=True), data())
+            found[run, stage] = worst(weights(made), expected), made.global_step, oracle.global_step
+            close(made)
+    return found
+
+
+def check_against_ddp(runs: list[str], stages: list[int]) -> None:
+    for results in run_ranks(RANKS, against_ddp, runs, stages, timeout=120.0):
+        assert len(results) == len(runs) * len(stages)
+        for (run, stage), (difference, steps, expected) in results.items():
+            assert difference <= 1e-6, f"stage {stage}, {run}: {difference}"
+            assert steps == expected, f"stage {stage}, {run}"
+
+
+def test_every_stage_equals_stock_ddp() -> None:
+    check_against_ddp(["plain", "accumulate 2", "clip norm"], [0, 1, 2, 3])
+
+
+def test_left_over_batches_of_accumulation_are_stepped_alike_at_every_stage() -> None:
+    """DeepSpeed lost them at stages 1 and 3, kept them for a later step at 2, and stepped where Lightning did not."""
+    check_against_ddp(["accumulate 3"], [0, 1, 2, 3])
+
+
+def test_clipping_by_value_and_with_accumulation() -> None:
+    """DeepSpeedStrategy refused to clip by value."""
+    check_against_ddp(["clip value", "accumulate 3, clip"], [1, 3])
+
+
+def other_namespace() -> float:
+    ns = PYTORCH_LIGHTNING
+    again = pickle.loads(pickle.dumps(strategy(ns, stage=3)))  # as spawned processes receive it
+    assert type(again) is type(strategy(ns)) and again.config == strategy(ns, stage=3).config
+    oracle = fit(stock(ns), toy(ns), ns)
+    return worst(fit(strategy(ns, stage=3), toy(ns), ns), oracle)
+
+
+def test_under_pytorch_lightning() -> None:
+    assert max(run_ranks(RANKS, other_namespace, timeout=120.0)) <= 1e-6
+
+
+# ---- homes
+
+OFFLOADED: dict[str, Options] = {
+    "optimizer on the host": {"stage": 2, "offload_optimizer": True},
+    "all on the host": {"stage": 3, "offload_optimizer": True, "offload_parameters": True},
+    "all on a disk": {
+        "stage": 3,
+        "offload_optimizer": True,
+        "offload_parameters": True,
+        "offload_optimizer_device": "nvme",
+        "offload_params_device": "nvme",
+        "remote_device": "nvme",
+        "max_in_cpu": 0,
+        "optimizer_buffer_count": 2,
+        "block_size": 4096,
+    },
+}
+
+
+def offloaded(directory: str) -> dict[str, tuple[bool, dict[str, int]]]:
+    found = {}
+    for name, arguments in OFFLOADED.items():
+        expected = fit(strategy(stage=arguments["stage"]), toy(where="configure_model"))
+        path = {"nvme_path": directory} if "disk" in name else {}
+        made = trainer(strategy(**arguments, **path))
+        made.fit(toy(where="configure_model"), data())
+        equal = all(map(torch.equal, weights(made).values(), expected.values()))
+        memory = made.strategy.session.memory().by_tier
+        found[name] = equal, {str(tier): sum(kinds.values()) for tier, kinds in memory.items()}
+        close(made)
+    return found
+
+
+def test_offloading_to_host_and_disk_changes_no_bit(tmp_path: Path) -> None:
+    for results in run_ranks(RANKS, offloaded, str(tmp_path), timeout=120.0):
+        for name, (equal, by_tier) in results.items():
+            assert equal, name
+            tier = "disk" if "disk" in name else "host"
+            assert any(tier in key.lower() and size > 0 for key, size in by_tier.items()), (name, by_tier)
+
+
+# ---- configurations
+
+CONFIG: Options = {
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 8},
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "train_batch_size": "auto",
+    "bf16": {"enabled": "auto"},
+}
+
+
+def configured(directory: str) -> None:
+    given = json.loads(json.dumps(CONFIG))
+    options: Options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
+    expected = fit(stock(), toy(), **options)
+    for _ in range(2):  # a second strategy of the same dict failed
+        assert worst(fit(strategy(config=given), toy(), **options), expected) <= 1e-6
+        assert given == CONFIG
+    made = trainer(strategy(config=given), **options)
+    made.fit(toy(), data(batch_size=3))
+    assert made.strategy.config == {
+        "zero_optimization": CONFIG["zero_optimization"],
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.05,
+        "bf16": {"enabled": False},
+    }
+    close(made)
+    path = Path(directory) / f"{rank()}.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 1}}))
+    os.environ["PL_DEEPSPEED_CONFIG_PATH"] = str(path)
+    try:
+        with noted() as texts:
+            assert strategy(stage=3).config == {"zero_optimization": {"stage": 1}}
+            assert strategy(config={"zero_optimization": {"stage": 0}}).config["zero_optimization"]["stage"] == 0
+        assert any(text.startswith("stage=3") and "a DeepSpeed config was given" in text for text in texts)
+        path.unlink()
+        with pytest.raises(Exception, match=r"the path does not exist.*PL_DEEPSPEED_CONFIG_PATH") as error:
+            strategy()
+        assert type(error.value).__name__ == "MisconfigurationException"
+    finally:
+        del os.environ["PL_DEEPSPEED_CONFIG_PATH"]
+
+
+def test_a_config_is_never_changed_completed_from_trainer_and_found_by_precedence(tmp_path: Path) -> None:
+    """Lightning changed the dict, so that a second strategy of it failed."""
+    run_ranks(RANKS, configured, str(tmp_path), timeout=120.0)
+
+
+def contradictions() -> None:
+    cases: list[tuple[Options, Options, str]] = [
+        ({"gradient_accumulation_steps": 3}, {}, "gradient_accumulation_steps=3 .*accumulate_grad_batches=1"),
+        ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, {}, "enable one of them"),
+        (
+            {"fp16": {"enabled": True}},
+            {"precision": "bf16-mixed"},
+            "enables fp16 and Trainer has precision='bf16-mixed'",
+        ),
+        (
+            {"fp16": {"enabled": True}},
+            {"precision": "64-true"},
+            "precision='64-true', but the DeepSpeed config enables",
+        ),
+        ({"zero_optimisation": {"stage": 3}}, {}, "did you mean 'zero_optimization'"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 3}}}, {}, "WarmupLR has no such parameter"),
+    ]
+    for config, options, message in cases:
+        with pytest.raises(Exception, match=message):
+            fit(strategy(config=config), toy(), **options)
+    fit(strategy(config={"gradient_accumulation_steps": 2}), toy(), accumulate_grad_batches=2)
+    # A norm of the config goes before Trainer's, which is not applied on top of it.
+    tight = fit(strategy(config={"gradient_clipping": 0.02}), toy())
+    with noted() as texts:
+        both = fit(strategy(config={"gradient_clipping": 0.02}), toy(), gradient_clip_val=0.001)
+    assert all(map(torch.equal, tight.values(), both.values()))
+    assert any("gradient_clip_val=0.001 of Trainer is not applied" in text for text in texts) == (rank() == 0)
+    assert worst(tight, fit(stock(), toy(), gradient_clip_val=0.02)) <= 1e-6 < worst(tight, fit(stock(), toy()))
+
+
+def test_contradictions_are_clear_errors_and_the_norm_of_a_config_wins() -> None:
+    run_ranks(RANKS, contradictions, timeout=120.0)
+
+
+def by_config() -> None:
+    optimizer = {"type": "AdamW", "params": {"lr": 0.05, "weight_decay": 0.1, "eps": 1e-3}}
+    schedule = {"type": "StepLR", "params": {"step_size": 2, "gamma": 0.7}}
+    expected = fit(strategy(stage=2), toy(schedule=True), max_epochs=2)
+
+    class Uncalled(Toy):
+        def configure_optimizers(self) -> Any:
+            raise AssertionError("the configuration has an optimizer")
+
+    config = {
+        "optimizer": optimizer,
+        "scheduler": schedule,
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": BUCKET},
+    }
+    made = trainer(strategy(config=config), max_epochs=2)
+    made.fit(toy(body=Uncalled), data())
+    assert all(map(torch.equal, weights(made).values(), expected.values()))
+    assert made.strategy.lr_scheduler_configs[0].interval == "step"
+    assert made.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.05 * 0.7**4)
+    close(made)
+    # A schedule alone is for the module's own optimizer; the module's own schedule goes before it.
+    alone = fit(strategy(config={k: v for k, v in config.items() if k != "optimizer"}), toy(), max_epochs=2)
+    assert all(map(torch.equal, alone.values(), expected.values()))
+    with noted() as texts:
+        fit(strategy(config={"scheduler": schedule}), toy(schedule=True))
+    assert any("configure_optimizers gave a scheduler" in text for text in texts)
+
+
+def test_optimizer_and_scheduler_of_the_config() -> None:
+    run_ranks(RANKS, by_config, timeout=120.0)
+
+
+# ---- precision
+
+
+def halves() -> None:
+    ours = build(LIGHTNING, ShardedPrecision, "plugins.precision.precision.Precision", "ShardedPrecision")
+    made = trainer(strategy(stage=3, loss_scale=64, precision_plugin=ours("16-mixed")))
+    made.fit(toy(), data())
+    session = made.strategy.session
+    assert session.plan.precision.param_dtype is torch.float16 and session.optimizer.scaler.scale == 64.0
+    reference = fit(stock(), toy())
+    assert worst(weights(made), reference) < 5e-3
+    close(made)
+    mixed = fit(strategy(stage=2), toy(), precision="bf16-mixed")
+    true = fit(strategy(stage=2), toy(), precision="bf16-true")
+    assert worst(mixed, reference) < 5e-2 and worst(true, reference) < 5e-2
+    wide = trainer(strategy(stage=3), precision="64-true")
+    wide.fit(toy(), data())
+    assert all(v.dtype is torch.float64 for v in wide.strategy.lightning_module_state_dict().values())
+    assert worst(weights(wide), fit(stock(), toy(), precision="64-true")) <= 1e-6
+    close(wide)
+
+    class Overflowing(Toy):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.loss(batch) * math.inf
+
+    plugin = ours("16-mixed")
+    lowest = strategy(stage=1, initial_scale_power=1, hysteresis=1, min_loss_scale=1, precision_plugin=plugin)
+    failing = trainer(lowest)
+    with pytest.raises(RuntimeError, match="at its minimum already"):
+        failing.fit(toy(body=Overflowing), data())
+    with noted() as texts:
+        fit(strategy(loss_scale=8), toy())
+    assert any("loss_scale=8 without effect" in text for text in texts) == (rank() == 0)
+
+
+def test_precisions_and_the_lowest_loss_scale() -> None:
+    run_ranks(RANKS, halves, timeout=120.0)
+
+
+# ---- logs
+
+
+def logs() -> dict[str, list[str]]:
+    found = {}
+    config = {"zero_optimization": {"stage": 2}, "steps_per_print": 2, "wall_clock_breakdown": True}
+    cases: dict[str, tuple[Options, Any]] = {
+        "quiet": ({"logging_level": 30}, data()),
+        "throughput": ({}, data(12)),
+        "times": ({"config": config}, data()),
+        "no batch sampler": (
+            {"config": config},
+            DataLoader([(torch.ones(2, WIDTH), torch.ones(2, OUT))] * 8, batch_size=None),
+        ),
+        "told": ({"logging_batch_size_per_gpu": 32}, data(12)),
+    }
+    for name, (arguments, loader) in cases.items():
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output):
+            made = trainer(strategy(**{"logging_level": logging.INFO, **arguments}))
+            made.fit(toy(), loader)
+        found[name] = [line for line in output.getvalue().splitlines() if "step" in line]
+        found[f"{name}, batch"] = [str(made.strategy.config["train_micro_batch_size_per_gpu"])]
+        close(made)
+    counted: list[tuple[int, int]] = []
+    ended = StepClock.step_ended
+    StepClock.step_ended = lambda clock, step, samples, progress: counted.append((step, samples))
+    try:
+        fit(strategy(), toy(), accumulate_grad_batches=3, max_epochs=2)
+    finally:
+        StepClock.step_ended = ended
+    assert counted == [(1, 24), (2, 8), (3, 24), (4, 8)], "batches of 4 on two ranks, one left over in each epoch"
+    with noted() as texts:
+        fit(strategy(config=config), toy())
+    assert any("wall_clock_breakdown=True shows with" in text for text in texts) == (rank() == 0)
+    return found
+
+
+def test_throughput_and_times_are_logged_whatever_the_loader() -> None:
+    """A loader without a batch sampler ended in an AttributeError."""
+    first, second = run_ranks(RANKS, logs, timeout=120.0)
+    assert not any(lines for name, lines in second.items() if "batch" not in name), "rank 0 logs"
+    assert first["quiet"] == []
+    assert len(first["throughput"]) == 1 and first["throughput"][0].startswith("step=10, lr=[0.05], samples/s=")
+    assert [line.split(":")[0].split(",")[0] for line in first["times"]] == [
+        "time of step 1",
+        "step=2",
+        "time of step 2",
+        "time of step 3",
+        "step=4",
+        "time of step 4",
+    ]
+    for line in first["times"]:
+        if line.startswith("time"):
+            parts = [float(part.split()[1]) for part in line.split(": ")[1].split(", ")]
+            assert len(parts) == 3 and all(part > 0 for part in parts), line
+    assert (first["no batch sampler, batch"], first["times, batch"], first["told, batch"]) == (["1"], ["4"], ["32"])
+    assert len(first["no batch sampler"]) == 6
+
+
+# ---- activation checkpointing
+
+
+class Checkpointed(Toy):
+    """Every layer's input is kept as the strategy's arguments say."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        assert isinstance(self.net, nn.Sequential)
+        x = inputs.clone().requires_grad_()
+        for layer in self.net:
+            x = checkpointing.checkpoint(layer, x)
+        return nn.functional.dropout(x, 0.1, self.training)
+
+
+def activations() -> None:
+    class Plain(Checkpointed):
+        def forward(self, inputs: Tensor) -> Tensor:
+            assert self.net is not None
+            return nn.functional.dropout(self.net(inputs), 0.1, self.training)
+
+    def run(body: type, **arguments: Any) -> dict[str, Tensor]:
+        torch.manual_seed(4)
+        return fit(strategy(**arguments), toy(body=body))
+
+    for stage in (1, 3):
+        expected = run(Plain, stage=stage)
+        assert not checkpointing.is_configured()
+        for arguments in ({"cpu_checkpointing": True}, {"contiguous_memory_optimization": True}):
+            found = run(Checkpointed, stage=stage, **arguments)
+            assert checkpointing.is_configured()
+            assert all(map(torch.equal, found.values(), expected.values())), (stage, arguments)
+            assert (checkpointing.held_bytes()["to_host"] > 0) == ("cpu_checkpointing" in arguments)
+        with noted() as texts:
+            found = run(Checkpointed, stage=stage, partition_activations=True, synchronize_checkpoint_boundary=True)
+        assert all(map(torch.equal, found.values(), expected.values()))
+        warned = [text for text in texts if "without a model-parallel group" in text]
+        assert len(warned) == (1 if rank() == 0 and stage == 1 else 0)
+    run(Plain)
+    assert not checkpointing.is_configured(), "a strategy that asks for nothing undoes what another asked for"
+
+
+def test_activation_checkpointing_arguments_change_no_bit() -> None:
+    run_ranks(RANKS, activations, timeout=120.0)

@@ -1,0 +1,209 @@
+"""Checkpoints under DeepSpeedStrategy on two ranks: resuming, other numbers of ranks, single files, DeepSpeed's own."""
+
+from __future__ import annotations
+
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning_deepspeed_setup import RANKS, Options, noted, rank, strategy
+from lightning_setup import Toy, close, data, fit, stock, toy, trainer, weights, worst
+from torch import Tensor, nn
+
+from shardwise.checkpoint.formats import open_checkpoint
+from shardwise.testing import run_ranks
+
+
+def resume(directory: str, stage: int, accumulate: int) -> None:
+    options: Options = {"accumulate_grad_batches": accumulate}
+    first = trainer(strategy(stage=stage), max_epochs=1, **options)
+    first.fit(toy(schedule=True), data())
+    path = f"{directory}/epoch1.ckpt"
+    first.save_checkpoint(path)
+    assert Path(path).is_dir()
+    close(first)
+    straight = fit(strategy(stage=stage), toy(schedule=True), max_epochs=2, **options)
+    again = trainer(strategy(stage=stage), max_epochs=2, **options)
+    again.fit(toy(schedule=True, seed=9), data(), ckpt_path=path)
+    assert all(map(torch.equal, weights(again).values(), straight.values())), (stage, accumulate)
+    close(again)
+    with pytest.raises(TypeError, match="storage_options"):
+        first.strategy.save_checkpoint({}, path, storage_options={"a": 1})
+
+
+def resumes(directory: str) -> None:
+    for stage, accumulate in ((1, 3), (2, 1), (3, 3)):
+        resume(f"{directory}/{stage}", stage, accumulate)
+
+
+def other_ranks(path: str) -> dict[str, Tensor]:
+    made = trainer(strategy(stage=2), max_epochs=1)
+    made.test(toy(seed=9), data(), ckpt_path=path, verbose=False)
+    restored = weights(made)
+    again = trainer(strategy(stage=3), max_epochs=2)
+    again.fit(toy(schedule=True, seed=9), data(), ckpt_path=path)
+    assert again.global_step > 2
+    close(again)
+    close(made)
+    return restored
+
+
+def expected_after_one_epoch() -> dict[str, Tensor]:
+    return fit(strategy(stage=3), toy(schedule=True), max_epochs=1, accumulate_grad_batches=3)
+
+
+def test_a_resumed_run_is_the_straight_run_and_other_numbers_of_ranks_go_on(tmp_path: Path) -> None:
+    """DeepSpeed counted accumulation by itself (another result after a resume) and refused other numbers of ranks."""
+    run_ranks(RANKS, resumes, str(tmp_path), timeout=120.0)
+    expected = run_ranks(RANKS, expected_after_one_epoch)[0]
+    alone = run_ranks(1, other_ranks, str(tmp_path / "3" / "epoch1.ckpt"), timeout=120.0)[0]
+    assert all(map(torch.equal, alone.values(), expected.values()))
+
+
+def save_after_test(directory: str) -> None:
+    model = toy()
+    made = trainer(strategy(stage=3))
+    made.fit(model, data())
+    session = made.strategy.session
+    fitted = weights(made)
+    made.test(model, data(), verbose=False)
+    assert made.strategy.session is session, "one engine, not one more for evaluation"
+    made.validate(model, data(), verbose=False)
+    predicted = made.predict(model, data())
+    path = f"{directory}/after.ckpt"
+    made.save_checkpoint(path)
+    again = trainer(strategy(stage=1))
+    again.test(toy(seed=9), data(), ckpt_path=path, verbose=False)
+    assert all(map(torch.equal, weights(again).values(), fitted.values()))
+    found = again.predict(again.lightning_module, data(), ckpt_path=path)
+    assert all(map(torch.allclose, found, predicted))
+    close(again)
+    made.fit_loop.max_epochs = 2
+    made.fit(model, data())  # and trains on
+    assert made.global_step == 8
+    close(made)
+
+
+def test_saving_after_test_and_one_engine_for_all_of_a_run(tmp_path: Path) -> None:
+    """Lightning made a second engine for evaluation, after which nothing could be saved (its issues 15247, 17523)."""
+    run_ranks(RANKS, save_after_test, str(tmp_path), timeout=120.0)
+
+
+def full_weights(directory: str) -> None:
+    source = trainer(stock())
+    source.fit(toy(), data())
+    expected = weights(source)
+    path = Path(directory) / "whole.ckpt"
+    source.save_checkpoint(path)
+    whole = torch.load(path, weights_only=False)
+
+    def variant(name: str, **changes: Any) -> str:
+        """The file with other entries in its state dict (or without them: None); every rank reads rank 0's."""
+        state = {**whole, "state_dict": {**whole["state_dict"], **changes}}
+        state["state_dict"] = {key: value for key, value in state["state_dict"].items() if value is not None}
+        place = Path(directory) / f"{name}.ckpt"
+        if rank() == 0:
+            torch.save(state["state_dict"] if name == "bare" else state, place)
+        torch.distributed.barrier()
+        return str(place)
+
+    def run(path: str, stage: int = 3, **arguments: Any) -> Any:
+        made = trainer(strategy(stage=stage, load_full_weights=True, **arguments), max_epochs=1)
+        made.test(toy(seed=9), data(), ckpt_path=path, verbose=False)
+        return made
+
+    for place in (str(path), variant("bare")):
+        made = run(place)
+        assert all(map(torch.equal, weights(made).values(), expected.values()))
+        close(made)
+    faults: list[tuple[Options, str]] = [
+        ({"net.0.weight": None}, r"missing \['net.0.weight'\]"),
+        ({"extra": torch.ones(1)}, r"unexpected \['extra'\]"),
+        ({"net.0.bias": torch.ones(3)}, r"net.0.bias: \(3,\) instead of \(16,\)"),
+    ]
+    for number, (changes, message) in enumerate(faults):
+        with pytest.raises(RuntimeError, match=message):
+            run(variant(f"fault-{number}", **changes))
+    # Optimizers go on where the file has their state, and start anew with a warning where it has none.
+    straight = fit(stock(), toy(), max_epochs=2)
+    again = trainer(strategy(stage=3, load_full_weights=True), max_epochs=2)
+    again.fit(toy(seed=9), data(), ckpt_path=str(path))
+    assert worst(weights(again), straight) <= 1e-6
+    close(again)
+    again = trainer(strategy(stage=3, load_full_weights=True), max_epochs=2)
+    del whole["optimizer_states"]
+    with noted() as texts:
+        again.fit(toy(seed=9), data(), ckpt_path=variant("weights"))
+    assert any("optimizer states cannot be restored" in text for text in texts) == (rank() == 0)
+    assert again.global_step == 8 and worst(weights(again), straight) > 1e-6
+    close(again)
+
+
+def test_load_full_weights_raises_for_missing_unexpected_and_wrongly_shaped_entries(tmp_path: Path) -> None:
+    """Lightning collected these errors and never raised them."""
+    run_ranks(RANKS, full_weights, str(tmp_path), timeout=120.0)
+
+
+def deepspeed_directories(root: str) -> None:
+    straight = fit(stock(), toy(schedule=True), max_epochs=2)
+    after_one = fit(stock(), toy(schedule=True), max_epochs=1)
+    for saved, stage in (("stage1", 3), ("stage2", 2), ("stage3", 1)):
+        path = f"{root}/{saved}.ckpt"
+        tested = trainer(strategy(stage=stage))
+        tested.test(toy(seed=9), data(), ckpt_path=f"{path}/checkpoint", verbose=False)
+        assert worst(weights(tested), after_one) <= 1e-6
+        close(tested)
+        made = trainer(strategy(stage=stage), max_epochs=2)
+        model = toy(schedule=True, seed=9)
+        made.fit(model, data(), ckpt_path=path)
+        assert (made.current_epoch, made.global_step) == (2, 8)
+        assert model.lr_schedulers().get_last_lr() == [pytest.approx(0.05 * 0.7**4)]
+        assert worst(weights(made), straight) <= 1e-6, saved
+        close(made)
+    with pytest.raises(FileNotFoundError, match="no checkpoint in"):
+        trainer(strategy()).test(toy(), data(), ckpt_path=f"{root}/../empty", verbose=False)
+
+
+def test_runs_that_deepspeed_saved_go_on(tmp_path: Path) -> None:
+    with tarfile.open(Path(__file__).parents[1] / "data" / "lightning_deepspeed.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    (tmp_path / "empty").mkdir()
+    run_ranks(RANKS, deepspeed_directories, str(tmp_path / "ds"), timeout=120.0)
+
+
+class Partly(Toy):
+    """Its first layer is frozen."""
+
+    def build(self) -> None:
+        super().build()
+        assert isinstance(self.net, nn.Sequential)
+        self.net[0].requires_grad_(False)
+
+
+def frozen(directory: str) -> None:
+    straight = fit(stock(), toy(body=Partly), max_epochs=2)
+    for stage in (1, 3):
+        path = f"{directory}/{stage}.ckpt"
+        made = trainer(strategy(stage=stage, exclude_frozen_parameters=True))
+        made.fit(toy(body=Partly), data())
+        made.save_checkpoint(path)
+        made.save_checkpoint(f"{path}-weights", weights_only=True)
+        close(made)
+        held = {name.removeprefix("model/") for name in open_checkpoint(path).tensors() if name.startswith("model/")}
+        assert held == {f"net.{layer}.{kind}" for layer in (2, 4) for kind in ("weight", "bias")}
+        again = trainer(strategy(stage=stage), max_epochs=2)
+        again.fit(toy(body=Partly), data(), ckpt_path=path)
+        assert worst(weights(again), straight) <= 1e-6
+        close(again)
+        for place in (path, f"{path}-weights"):
+            made = trainer(strategy(stage=stage))
+            made.test(toy(body=Partly), data(), ckpt_path=place, verbose=False)
+            close(made)
+            with pytest.raises(ValueError, match=r"net\.0\.weight"):  # trained here: it may not be missing
+                made.test(toy(), data(), ckpt_path=place, verbose=False)
+
+
+def test_frozen_parameters_can_be_left_out(tmp_path: Path) -> None:
+    run_ranks(RANKS, frozen, str(tmp_path), timeout=120.0)

@@ -1,0 +1,468 @@
+"""DDPFullyShardedStrategy under Lightning's Trainer on two ranks, against Lightning's own ``ddp``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning_setup import OUT, WIDTH, Toy, close, data, fit, stock, toy, trainer, weights, worst
+from torch import Tensor, nn
+
+from shardwise.lightning import DDPFullyShardedStrategy, ShardedPrecision, auto_wrap, wrap
+from shardwise.strategies.namespace import LIGHTNING, PYTORCH_LIGHTNING, Namespace
+from shardwise.testing import run_ranks
+
+RANKS = 2
+TOLERANCE = 1e-6  # fp32: ddp divides before it sums, and sums in another order
+
+
+class Wrapped(Toy):
+    """A model of Lightning 1.x: unit by unit in the hook."""
+
+    def configure_sharded_model(self) -> None:
+        if self.net is None:
+            self.build()
+            assert self.net is not None
+            wrap(self.net[0])
+            wrap(self.net[2])
+
+
+class AutoWrapped(Toy):
+    def configure_sharded_model(self) -> None:
+        if self.net is None:
+            self.build()
+            self.net = auto_wrap(self.net)  # type: ignore[assignment]
+
+
+VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "default": ({}, {}),
+    "by module": ({"bucket_cap_mb": 0}, {"where": "configure_model"}),
+    "not flattened": ({"flatten_parameters": False}, {"where": "configure_sharded_model"}),
+    "kept": ({"reshard_after_forward": False}, {}),
+    "offloaded": ({"cpu_offload": True}, {}),
+    "gradients stay": ({"cpu_offload": True, "move_grads_to_cpu": False}, {}),
+    "wrapped": ({}, {"body": Wrapped, "where": "hook"}),
+    "auto-wrapped": ({"min_num_params": 100}, {"body": AutoWrapped, "where": "hook"}),
+}
+
+
+def parity(ns: Namespace, names: list[str], run: dict[str, Any], of_model: dict[str, Any]) -> dict[str, float]:
+    """By variant, the largest difference to the oracle."""
+    home = __import__(ns.home, fromlist=["x"])
+    run = {**run, "max_epochs": 2}
+    expected = fit(stock(ns), toy(ns, **of_model), ns, data(5), **run)
+    assert worst(expected, fit(stock(ns), toy(ns, **{**of_model, "lr": 0.049}), ns, data(5), **run)) > 1e-4
+    found = {}
+    for name in names:
+        arguments, model = VARIANTS[name]
+        made = home.DDPFullyShardedStrategy(**arguments)
+        found[name] = worst(expected, fit(made, toy(ns, **of_model, **model), ns, data(5), **run))
+    return found
+
+
+def effects(name: str) -> tuple[set[str | None], set[bool], set[str], set[str], int]:
+    """Wrapped units, whether chunks stay gathered, homes of parameters and of state, and the number of chunks."""
+    arguments, model = VARIANTS[name]
+    made = trainer(DDPFullyShardedStrategy(**arguments))
+    made.fit(toy(**model), data(1))
+    engine = made.strategy.session.engine
+    found = (
+        {unit.module for unit in engine.layout.units},
+        {chunk.resident for chunk in engine.chunks},
+        {chunk.source.tier.name for chunk in engine.chunks},
+        {state.tier.name for state in engine.states.values()},
+        len(engine.chunks),
+    )
+    close(made)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "units", "resident", "homes"),
+    [
+        ("default", {None}, False, ("DEVICE", "DEVICE")),
+        ("by module", {f"net.{i}" for i in (0, 2, 4)}, False, ("DEVICE", "DEVICE")),
+        ("kept", {None}, True, ("DEVICE", "DEVICE")),
+        ("offloaded", {None}, False, ("HOST", "HOST")),
+        ("gradients stay", {None}, False, ("HOST", "DEVICE")),
+        ("wrapped", {"net.0", "net.2", None}, False, ("DEVICE", "DEVICE")),
+        ("auto-wrapped", {"net.0", "net.2", None}, False, ("DEVICE", "DEVICE")),
+    ],
+)
+def test_arguments_have_effects(name: str, units: set[str | None], resident: bool, homes: tuple[str, str]) -> None:
+    for found in run_ranks(RANKS, effects, name):
+        assert found[:4] == (units, {resident}, {homes[0]}, {homes[1]})
+
+
+def test_parameters_that_are_not_flattened_travel_alone() -> None:
+    assert [found[-1] for found in run_ranks(RANKS, effects, "not flattened")] == [6] * RANKS
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "norm": {"gradient_clip_val": 0.05},
+    "value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    "accumulate 2": {"accumulate_grad_batches": 2},
+    "accumulate 3, clipped": {"accumulate_grad_batches": 3, "gradient_clip_val": 0.05},
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_weights_equal_those_of_ddp(run: str) -> None:
+    """Five batches an epoch: with 2 and 3 to accumulate, each epoch ends with left-overs."""
+    names = list(VARIANTS) if run == "plain" else ["default", "kept", "wrapped"]
+    for found in run_ranks(RANKS, parity, LIGHTNING, names, RUNS[run], {"schedule": True}):
+        assert all(value <= TOLERANCE for value in found.values()), found
+
+
+def test_the_other_package() -> None:
+    for found in run_ranks(RANKS, parity, PYTORCH_LIGHTNING, ["wrapped"], {"accumulate_grad_batches": 2}, {}):
+        assert found["wrapped"] <= TOLERANCE
+
+
+def both(task: Callable[..., Any]) -> list[tuple[Any, Any]]:
+    """What ``task`` gives with our strategy and with Lightning's, by rank."""
+    return list(zip(*(run_ranks(RANKS, task, make) for make in (DDPFullyShardedStrategy, stock)), strict=True))
+
+
+def clipped_sgd(clip: float, algorithm: str) -> tuple[float, float, float]:
+    """Largest difference to ddp, and the first step's update over the learning rate: its norm and largest element."""
+    run = {"gradient_clip_val": clip, "gradient_clip_algorithm": algorithm, "max_epochs": 1}
+    one = data(1)
+    start = {name: value.clone() for name, value in toy().state_dict().items()}
+    ours = fit(DDPFullyShardedStrategy(), toy(optimizer="sgd", lr=0.5), loader=one, **run)
+    theirs = fit(stock(), toy(optimizer="sgd", lr=0.5), loader=one, **run)
+    update = torch.cat([(ours[name] - start[name]).flatten() for name in start]) / 0.5
+    return worst(ours, theirs), float(update.norm()), float(update.abs().max())
+
+
+def test_clipping_uses_the_global_gradient() -> None:
+    for difference, norm, _ in run_ranks(RANKS, clipped_sgd, 0.02, "norm"):
+        assert difference <= TOLERANCE and norm == pytest.approx(0.02, rel=1e-3)
+    for difference, norm, largest in run_ranks(RANKS, clipped_sgd, 0.003, "value"):
+        assert difference <= TOLERANCE and largest == pytest.approx(0.003, rel=1e-3)
+        assert norm > 0.003
+
+
+class Scheduled(Toy):
+    """``accumulate_grad_batches`` changes in the middle of an epoch.
+
+    Lightning drops gradients before batches that the number divides, so the step after such a change contains those
+    of the step before once more, unless they are dropped where they are used. Ours are.
+    """
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)  # type: ignore[misc]
+        optimizer.zero_grad()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.seen.append(self.trainer.global_step)  # type: ignore[attr-defined]
+        self.trainer.accumulate_grad_batches = 3 if batch_idx >= 2 else 1  # type: ignore[attr-defined]
+
+
+def changing(make: Callable[[], Any]) -> tuple[dict[str, Tensor], list[Any]]:
+    model = toy(body=Scheduled)
+    scheduler = LIGHTNING.load("callbacks.GradientAccumulationScheduler")({0: 1, 1: 4})
+    first = fit(make(), model, loader=data(7), max_epochs=2)
+    second = fit(make(), toy(), loader=data(7), max_epochs=3, callbacks=[scheduler])
+    return {**first, **{f"second.{n}": v for n, v in second.items()}}, model.seen
+
+
+def test_accumulation_that_changes_during_a_run() -> None:
+    for (ours, seen), (theirs, expected) in both(changing):
+        assert seen == expected and worst(ours, theirs) <= TOLERANCE
+
+
+# ---- precision
+
+
+class Watched(Toy):
+    """Notes the dtypes that it computes in."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        assert self.net is not None
+        output: Tensor = self.net(inputs)
+        self.seen = [f"{self.net[0].weight.dtype} {inputs.dtype} {output.dtype}"]
+        return output
+
+
+def precisions(name: str) -> tuple[list[str], float, dict[str, torch.dtype], bool]:
+    """Dtypes of a run, the difference to fp32, dtypes of the saved state, and whether a loss scale was there."""
+    strategy = DDPFullyShardedStrategy(precision_plugin=ShardedPrecision(name))
+    model = toy(body=Watched)
+    made = trainer(strategy, max_epochs=2, gradient_clip_val=1.0)
+    made.fit(model, data())
+    assert made.precision == name
+    scaled = made.optimizers[0].scaler is not None
+    state = {n: v.dtype for n, v in strategy.lightning_module_state_dict().items()}
+    after = weights(made)
+    difference = worst(after, fit(stock(), toy(), max_epochs=2, gradient_clip_val=1.0))
+    seen = model.seen
+    close(made)
+    # The module is an ordinary one again, with nothing of its fp32 copies lost.
+    assert worst(after, {n: v.float() for n, v in model.state_dict().items()}) == 0.0
+    return seen, difference, state, scaled
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "saved", "most"),
+    [
+        ("32-true", torch.float32, torch.float32, 1e-6),
+        ("64-true", torch.float64, torch.float64, 1e-6),
+        ("bf16-mixed", torch.bfloat16, torch.float32, 0.05),
+        ("16-mixed", torch.float16, torch.float32, 0.02),
+        ("bf16-true", torch.bfloat16, torch.bfloat16, 0.2),
+        ("16-true", torch.float16, torch.float16, 0.1),
+    ],
+)
+def test_precision(name: str, dtype: torch.dtype, saved: torch.dtype, most: float) -> None:
+    for seen, difference, state, scaled in run_ranks(RANKS, precisions, name):
+        assert seen == [f"{dtype} {dtype} {dtype}"]
+        assert set(state.values()) == {saved}
+        assert difference <= most and (difference > 1e-5) == (dtype.itemsize == 2)
+        assert scaled == (name == "16-mixed")
+
+
+def by_trainer() -> tuple[str, str]:
+    made = trainer(DDPFullyShardedStrategy(), precision="bf16")
+    model = toy(body=Watched)
+    made.fit(model, data())
+    found = made.precision, model.seen[0]
+    close(made)
+    return found
+
+
+def test_precision_given_to_the_trainer() -> None:
+    for precision, seen in run_ranks(RANKS, by_trainer):
+        assert precision == "bf16-mixed" and seen == "torch.bfloat16 torch.bfloat16 torch.bfloat16"
+
+
+class Overflowing(Toy):
+    """The gradient of a weight is infinite in fp16, and nothing is NaN: a limit on elements would hide it."""
+
+    def build(self) -> None:
+        self.net = nn.Sequential(nn.Linear(WIDTH, OUT))
+
+    def loss(self, batch: Any) -> Tensor:
+        output: Tensor = self(torch.full_like(batch[0], 100.0))  # type: ignore[operator]
+        return output.float().mean()
+
+
+def overflow(algorithm: str) -> tuple[list[bool], float]:
+    strategy = DDPFullyShardedStrategy(precision_plugin=ShardedPrecision("16-mixed"))
+    made = trainer(strategy, gradient_clip_val=0.1, gradient_clip_algorithm=algorithm)
+    made.fit(toy(body=Overflowing), data(1))
+    optimizer = made.optimizers[0]
+    found = [optimizer.last_step_skipped], optimizer.scaler.scale
+    close(made)
+    return found
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_an_overflow_skips_the_step_whatever_clips(algorithm: str) -> None:
+    for skipped, scale in run_ranks(RANKS, overflow, algorithm):
+        assert skipped == [True] and scale == 2.0**15
+
+
+# ---- every entry point
+
+
+def entries(make: Callable[[], Any]) -> dict[str, Any]:
+    """Validation first, then training twice, testing and predicting with one Trainer and one model."""
+    model, found = toy(schedule=True), {}
+    made = trainer(make(), max_epochs=1)
+    found["val first"] = made.validate(model, data(), verbose=False)[0]["val_loss"]
+    made.fit(model, data(), data(seed=1))
+    found["val"] = float(made.callback_metrics["val_loss"])
+    found["train"] = float(made.callback_metrics["train_loss"])
+    found["test"] = made.test(model, data(seed=2), verbose=False)[0]["test_loss"]
+    made.fit_loop.max_epochs = 2
+    made.fit(model, data(), data(seed=1))
+    found["steps"] = made.global_step
+    live = getattr(made.strategy, "_live", None)
+    found["test again"] = made.test(model, data(seed=2), verbose=False)[0]["test_loss"]
+    predicted = made.predict(model, data(seed=2))
+    found["predicted"] = float(sum(part.double().sum() for part in predicted))
+    other = trainer(make())
+    found["other Trainer"] = other.test(model, data(seed=2), verbose=False)[0]["test_loss"]
+    found["one session"] = all(getattr(each.strategy, "_live", None) is live for each in (made, other))
+    found["weights"] = float(sum(value.double().sum() for value in weights(other).values()))
+    close(other)
+    return found
+
+
+def test_every_entry_point() -> None:
+    for ours, theirs in both(entries):
+        assert ours == pytest.approx(theirs, abs=1e-5)
+
+
+def after_inference() -> tuple[float, bool]:
+    """Outside gloo Lightning evaluates in inference mode, whose tensors no later backward pass could read."""
+    utilities = LIGHTNING.load("loops.utilities")
+    seen: list[bool] = []
+
+    class Looking(Toy):
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            seen.append(torch.is_inference_mode_enabled())
+            super().test_step(batch, batch_idx)
+
+    made, model = trainer(DDPFullyShardedStrategy()), toy(body=Looking)
+    made.fit(model, data())
+    before, utilities._distributed_is_initialized = utilities._distributed_is_initialized, lambda: False
+    try:
+        made.test(model, data(), verbose=False)
+    finally:
+        utilities._distributed_is_initialized = before
+    session = made.strategy.session
+    batch = next(iter(data(seed=5)))
+    losses = []
+    for _ in range(20):
+        losses.append(model.loss(batch))
+        session.backward(losses[-1])
+        session.optimizer.step()
+    close(made)
+    return float(losses[-1]) / float(losses[0]), any(seen)
+
+
+def test_training_goes_on_after_inference_mode() -> None:
+    for ratio, inference in run_ranks(RANKS, after_inference):
+        assert ratio < 0.5 and not inference
+
+
+class Manual(Toy):
+    """Two optimizers, the first clipped, the second every other step, each with a schedule."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, second = self.optimizers()  # type: ignore[attr-defined]
+        first.zero_grad()
+        self.manual_backward(self.loss(batch))  # type: ignore[attr-defined]
+        self.clip_gradients(first, 0.05, "norm")  # type: ignore[attr-defined]
+        first.step()
+        if batch_idx % 2:
+            second.step()
+            second.zero_grad()
+        for schedule in self.lr_schedulers():  # type: ignore[attr-defined]
+            schedule.step()
+
+    def configure_optimizers(self) -> Any:
+        assert self.net is not None
+        pair = [
+            torch.optim.SGD(self.net[0].parameters(), lr=0.1),
+            torch.optim.Adam(self.net[2:].parameters(), eps=1e-3),
+        ]
+        return pair, [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in pair]
+
+
+def manual(make: Callable[[], Any]) -> dict[str, Tensor]:
+    return fit(make(), toy(body=Manual), max_epochs=2)
+
+
+def test_manual_optimization_with_two_optimizers() -> None:
+    for ours, theirs in both(manual):
+        assert worst(ours, theirs) <= TOLERANCE
+
+
+class NoOptimizer(Toy):
+    def configure_optimizers(self) -> None:
+        return None
+
+
+class OwnBackward(Toy):
+    def backward(self, loss: Tensor) -> None:
+        (loss * 2.0).backward()  # type: ignore[no-untyped-call]
+
+
+class OwnClipping(Toy):
+    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any, gradient_clip_algorithm: Any) -> None:
+        self.clip_gradients(optimizer, 0.03, "norm")  # type: ignore[attr-defined]
+
+
+def hooks(make: Callable[[], Any]) -> dict[str, dict[str, Tensor]]:
+    stop = LIGHTNING.load("callbacks.EarlyStopping")("val_loss", patience=1, min_delta=10.0)
+    made = trainer(make(), max_epochs=9, callbacks=[stop])
+    made.fit(toy(), data(), data(seed=1))
+    stopped = weights(made)
+    assert made.current_epoch == 2
+    close(made)
+    return {
+        "no optimizer": fit(make(), toy(body=NoOptimizer)),
+        "own backward": fit(make(), toy(body=OwnBackward)),
+        "own clipping": fit(make(), toy(body=OwnClipping)),
+        "stopped": stopped,
+    }
+
+
+def test_hooks_and_early_stopping() -> None:
+    for ours, theirs in both(hooks):
+        for name in theirs:
+            assert worst(ours[name], theirs[name]) <= TOLERANCE, name
+
+
+class Reading(Toy):
+    """Asks other ranks from a step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        rank = self.global_rank  # type: ignore[attr-defined]
+        gathered = self.all_gather(torch.tensor([float(rank)]))  # type: ignore[attr-defined]
+        strategy = self.trainer.strategy  # type: ignore[attr-defined]
+        self.seen = [
+            gathered.tolist(),
+            float(strategy.reduce(torch.tensor(float(rank)), reduce_op="mean")),
+            strategy.broadcast(f"from {rank}"),
+            strategy.reduce_boolean_decision(rank == 0, all=False),
+            strategy.reduce_boolean_decision(rank == 0),
+        ]
+        return super().training_step(batch, batch_idx)
+
+
+def asking() -> list[Any]:
+    model = toy(body=Reading)
+    fit(DDPFullyShardedStrategy(), model)
+    return model.seen
+
+
+def test_ranks_ask_each_other() -> None:
+    for found in run_ranks(RANKS, asking):
+        assert found == [[[0.0], [1.0]], 0.5, "from 0", True, False]
+
+
+class Silent(Toy):
+    """Logs nothing: torch 2.13 cannot compile Lightning's ``log``."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+
+def compiled() -> tuple[float, int]:
+    from torch._dynamo.testing import CompileCounter
+
+    counter = CompileCounter()
+    made = trainer(DDPFullyShardedStrategy())
+    made.fit(torch.compile(toy(body=Silent), backend=counter), data())
+    ours = weights(made)
+    close(made)
+    return worst(ours, fit(stock(), toy())), counter.op_count
+
+
+def test_compiled_module() -> None:
+    for difference, operations in run_ranks(RANKS, compiled):
+        assert difference <= TOLERANCE and operations >= 5
+
+
+def wrong() -> None:
+    with pytest.warns(UserWarning, match="min_num_params=5 is for auto_wrap"):
+        fit(DDPFullyShardedStrategy(min_num_params=5), toy())
+    with pytest.raises(ValueError, match="requires mixed precision"):
+        fit(DDPFullyShardedStrategy(fp32_reduce_scatter=True), toy())
+    with pytest.raises(RuntimeError, match="shards the model when"):
+        trainer(DDPFullyShardedStrategy()).strategy.session  # noqa: B018
+
+
+def test_wrong_uses() -> None:
+    run_ranks(RANKS, wrong)

@@ -1,0 +1,480 @@
+"""Everything that a Trainer does, with each strategy beside Lightning's own ``ddp``.
+
+The wrong results and refusals of the old strategies have tests under their names; those of checkpoints are in
+``test_lightning_checkpoints.py``, those of numbers in ``test_lightning_parity.py``.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning_cases import KINDS, MAIN, STOCK, TWO, Ended, Recipe, check_same, ended, run, strategy
+from lightning_setup import HIDDEN, OUT, WIDTH, Toy, close, data, toy, trainer, weights
+from torch import Tensor, nn
+
+from shardwise.strategies.namespace import LIGHTNING
+from shardwise.testing import run_ranks
+
+RANKS = 2
+
+
+def callback(path: str, **arguments: Any) -> Any:
+    return LIGHTNING.load(f"callbacks.{path}")(**arguments)
+
+
+Scenario = Callable[[str], Ended]
+
+
+def accumulation_changes(kind: str) -> Ended:
+    """1, then 3, then 2 batches a step, 5 batches an epoch."""
+    scheduler = callback("GradientAccumulationScheduler", scheduling={0: 1, 1: 3, 2: 2})
+    return run(kind, Recipe(epochs=3), callbacks=[scheduler])
+
+
+def validation_within_an_accumulation(kind: str) -> Ended:
+    """After every second batch, when three make a step."""
+    return run(kind, Recipe(accumulate=3), val_check_interval=2)
+
+
+def saving_within_an_accumulation(kind: str) -> Ended:
+    """After every second batch, when three make a step: the gradients so far stay."""
+    with tempfile.TemporaryDirectory() as folder:
+        saver = callback("ModelCheckpoint", dirpath=folder, save_top_k=-1, filename="{step}", monitor="val_loss")
+        recipe = Recipe(accumulate=3, clip=0.05)
+        found = run(kind, recipe, callbacks=[saver], enable_checkpointing=True, val_check_interval=2)
+        dist.barrier()
+    assert len(saver.best_k_models) >= 2
+    return found
+
+
+def early_stopping(kind: str) -> Ended:
+    stopping = callback("EarlyStopping", monitor="val_loss", min_delta=1.0, patience=1)
+    found = run(kind, Recipe(epochs=9), callbacks=[stopping])
+    assert stopping.stopped_epoch == 1 and found.global_step == 10
+    return found
+
+
+def fit_twice(kind: str) -> Ended:
+    """The same Trainer goes on; then another begins with the trained model."""
+    model = toy()
+    made = trainer(strategy(kind), max_epochs=1)
+    made.fit(model, data(), data(2, seed=1))
+    made.fit_loop.max_epochs = 2
+    made.fit(model, data(), data(2, seed=1))
+    assert made.global_step == 8
+    if kind != STOCK:
+        close(made)
+    return run(kind, Recipe(epochs=1), model)
+
+
+class _Halved(Toy):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        (loss * 0.5).backward(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+def own_backward(kind: str) -> Ended:
+    """ColossalAI and DeepSpeed ignored the hook, with a warning."""
+    return run(kind, Recipe(), toy(body=_Halved, optimizer="sgd"))
+
+
+class _ClipsItself(Toy):
+    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any, gradient_clip_algorithm: Any) -> None:
+        limit = 0.1 if self.global_step % 2 else 0.02  # type: ignore[attr-defined]
+        self.clip_gradients(optimizer, limit, "norm")  # type: ignore[attr-defined]
+
+
+def own_clipping(kind: str) -> Ended:
+    return run(kind, Recipe(accumulate=2), toy(body=_ClipsItself, optimizer="sgd"))
+
+
+class _WarmsUp(Toy):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.step(closure=optimizer_closure)
+        for group in optimizer.param_groups:
+            group["lr"] = self.lr * min(1.0, (self.global_step + 1) / 4)  # type: ignore[attr-defined]
+
+
+def own_optimizer_step(kind: str) -> Ended:
+    return run(kind, Recipe(), toy(body=_WarmsUp))
+
+
+class _Plateau(Toy):
+    def configure_optimizers(self) -> Any:
+        optimizer = self.make_optimizer()
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5, factor=0.3)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+
+    def on_train_epoch_end(self) -> None:
+        self.log("lr", self.optimizers().param_groups[0]["lr"])  # type: ignore[attr-defined]
+
+
+def a_plateau(kind: str) -> Ended:
+    return run(kind, Recipe(epochs=4), toy(body=_Plateau))
+
+
+class _Adversaries(Toy):
+    """Two networks with an optimizer each; the second is stepped every other batch, with gradients of both."""
+
+    automatic_optimization = False
+
+    def build(self) -> None:
+        super().build()
+        self.critic = nn.Sequential(nn.Linear(OUT, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        made, critic = self.optimizers()  # type: ignore[attr-defined]
+        self.toggle_optimizer(made)  # type: ignore[attr-defined]
+        output = self(batch[0])  # type: ignore[operator]
+        loss = nn.functional.mse_loss(output, batch[1]) - 0.1 * self.critic(output).mean()
+        self.manual_backward(loss)  # type: ignore[attr-defined]
+        self.clip_gradients(made, 0.05, "norm")  # type: ignore[attr-defined]
+        made.step()
+        made.zero_grad()
+        self.untoggle_optimizer(made)  # type: ignore[attr-defined]
+        self.toggle_optimizer(critic)  # type: ignore[attr-defined]
+        score = self.critic(self(batch[0]).detach()) - self.critic(batch[1])  # type: ignore[operator]
+        self.manual_backward(score.square().mean())  # type: ignore[attr-defined]
+        if batch_idx % 2:
+            critic.step()
+            critic.zero_grad()
+        self.untoggle_optimizer(critic)  # type: ignore[attr-defined]
+
+    def configure_optimizers(self) -> Any:
+        assert self.net is not None
+        return [
+            torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.5),
+            torch.optim.AdamW(self.critic.parameters(), lr=0.02, eps=1e-3),
+        ]
+
+
+def two_optimizers_by_hand(kind: str) -> Ended:
+    """ColossalAI and DeepSpeed allowed one optimizer."""
+    changes = {"find_unused_parameters": True} if kind == STOCK else {}
+    made = trainer(strategy(kind, **changes), max_epochs=2)
+    made.fit(toy(body=_Adversaries), data(4), data(2, seed=1))
+    return ended(made)
+
+
+class _Silent(Toy):
+    """Lightning's own ``log`` cannot be traced by every version of torch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.loss(batch)
+
+
+def compiled(kind: str) -> Ended:
+    """The whole LightningModule; for ZeRO-3 and FSDP this was refused or wrong."""
+    model = toy(body=_Silent)
+    return run(kind, Recipe(batches=3, epochs=1), torch.compile(model, backend="eager"))
+
+
+def evaluated_first(kind: str) -> Ended:
+    """Old ColossalAI: "You should run a completed iteration as your warmup iter"."""
+    model = toy(schedule=True)
+    made = trainer(strategy(kind), max_epochs=2)
+    loaders = [data(2, seed=1), data(2, seed=2)]
+    before = made.validate(model, loaders[0], verbose=False)[0]["val_loss"]
+    tested = made.test(model, loaders[1], verbose=False)[0]["test_loss"]
+    guesses = made.predict(model, loaders[1])
+    made.fit(model, data(), loaders[0])
+    trained = weights(made)
+    steps = made.global_step
+    after = made.validate(model, loaders[0], verbose=False)[0]["val_loss"]
+    retested = made.test(model, loaders[1], verbose=False)[0]["test_loss"]
+    metrics = {"before": before, "tested": tested, "after": after, "retested": retested}
+    for name, guess in (("guess", guesses), ("later", made.predict(model, loaders[1]))):
+        metrics[f"{name} 0"], metrics[f"{name} 1"] = (float(each.float().square().mean()) for each in guess)
+    close(made)
+    assert after < before and metrics["guess 0"] != metrics["later 0"]
+    return Ended(trained, steps, float("nan"), metrics)
+
+
+SCENARIOS: dict[str, Scenario] = {
+    each.__name__: each
+    for each in (
+        accumulation_changes,
+        validation_within_an_accumulation,
+        saving_within_an_accumulation,
+        early_stopping,
+        fit_twice,
+        own_backward,
+        own_clipping,
+        own_optimizer_step,
+        a_plateau,
+        two_optimizers_by_hand,
+        compiled,
+        evaluated_first,
+    )
+}
+
+
+def _play(kind: str, name: str) -> Ended:
+    warnings.simplefilter("ignore")
+    return SCENARIOS[name](kind)
+
+
+@pytest.fixture(scope="module")
+def oracle() -> Callable[[str], list[Ended]]:
+    """What the stock strategy gives, each scenario once."""
+
+    @cache
+    def result(name: str) -> list[Ended]:
+        return run_ranks(RANKS, _play, STOCK, name)
+
+    return result
+
+
+ACCUMULATING = {
+    "accumulation_changes",
+    "validation_within_an_accumulation",
+    "saving_within_an_accumulation",
+    "two_optimizers_by_hand",
+}
+DEFAULT = {
+    "colossalai": set(SCENARIOS),
+    "deepspeed_1": ACCUMULATING,  # the only plan here that keeps whole gradients between batches
+    "deepspeed_3": {*ACCUMULATING, "evaluated_first", "own_backward", "own_clipping", "fit_twice"},
+}
+CASES = [
+    pytest.param(kind, name, marks=() if name in DEFAULT.get(kind, ()) else pytest.mark.campaign)
+    for kind in KINDS
+    for name in SCENARIOS
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_as_stock_ddp(kind: str, name: str, oracle: Callable[[str], list[Ended]]) -> None:
+    check_same(run_ranks(RANKS, _play, kind, name), oracle(name))
+
+
+# ---- hooks that build the model
+
+
+class _InHook(Toy):
+    def configure_model(self) -> None:
+        self.seen.append("built" if self.net is None else "kept")
+        self.build()
+
+
+class _InOldHook(_InHook):
+    def configure_sharded_model(self) -> None:
+        super().configure_model()
+
+    configure_model = LIGHTNING.load("LightningModule").configure_model  # as if it were not overridden
+
+
+class _Rebuilds(Toy):
+    def configure_model(self) -> None:
+        self.net = None
+        self.build()
+
+
+HOOKS = {"configure_model": _InHook, "configure_sharded_model": _InOldHook}
+
+
+def _built_in(kind: str, hook: str) -> Ended:
+    warnings.simplefilter("ignore")
+    model = toy(body=HOOKS[hook], where=hook)
+    made = trainer(strategy(kind), max_epochs=2)
+    assert model.net is None
+    made.validate(model, data(2, seed=1), verbose=False)
+    made.fit(model, data())
+    trained = weights(made)
+    loss = made.test(model, data(2, seed=1), verbose=False)[0]["test_loss"]
+    assert model.seen == ["built", "kept", "kept"]
+    assert all(torch.equal(value, trained[name]) for name, value in weights(made).items())
+    close(made)
+    return Ended(trained, made.global_step, float("nan"), {"loss": loss})
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("kind", TWO)
+def test_models_built_in_a_hook(kind: str, hook: str) -> None:
+    """The hook runs at every entry point; the trained model is the one that was built first."""
+    check_same(run_ranks(RANKS, _built_in, kind, hook), run_ranks(RANKS, _built_in, STOCK, hook))
+
+
+def _rebuilt(kind: str) -> tuple[float, list[str]]:
+    model = toy(body=_Rebuilds)
+    made = trainer(strategy(kind), max_epochs=2)
+    made.fit(model, data())
+    trained = weights(made)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        made.test(model, data(2, seed=1), verbose=False)
+    after = weights(made)
+    close(made)
+    kept = max(float((after[name] - value).abs().max()) for name, value in trained.items())
+    return kept, [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize("kind", TWO)
+def test_a_hook_that_builds_again_does_not_lose_the_training(kind: str) -> None:
+    for difference, said in run_ranks(RANKS, _rebuilt, kind):
+        assert difference == 0.0
+        assert any("built modules again" in message for message in said)
+
+
+def _init_module(kind: str) -> tuple[Ended, str]:
+    made = trainer(strategy(kind), precision="bf16-true")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with made.init_module():
+            model = toy()
+    dtype = str(next(model.parameters()).dtype)
+    made.fit(model, data())
+    return ended(made), dtype
+
+
+@pytest.mark.parametrize("kind", TWO)
+def test_init_module(kind: str) -> None:
+    for one, dtype in run_ranks(RANKS, _init_module, kind):
+        assert dtype == "torch.bfloat16" and one.global_step == 4
+
+
+# ---- what a run shows of the model
+
+
+def _summary(kind: str, precision: str) -> tuple[list[int], list[float], list[int]]:
+    summarize = LIGHTNING.load("utilities.model_summary.summarize")
+    seen: list[Any] = []
+
+    class Watch(LIGHTNING.load("callbacks.Callback")):  # type: ignore[misc]
+        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+            seen.append(summarize(pl_module, max_depth=2))
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            seen.append(summarize(args[1], max_depth=2))
+
+    model = toy()
+    seen.append(summarize(model, max_depth=2))
+    run(kind, Recipe(batches=1, epochs=1, precision=precision), model, callbacks=[Watch()], enable_model_summary=True)
+    return [s.total_parameters for s in seen], [s.model_size for s in seen], [max(s.param_nums) for s in seen]
+
+
+@pytest.mark.parametrize("kind", TWO)
+def test_model_summary_counts_whole_parameters(kind: str) -> None:
+    """Under the old strategies it counted shards."""
+    for totals, sizes, largest in run_ranks(RANKS, _summary, kind, "32-true"):
+        numel = WIDTH * HIDDEN + HIDDEN + HIDDEN * HIDDEN + HIDDEN + HIDDEN * OUT + OUT
+        assert totals == [numel] * 3 and largest == [numel] * 3
+        assert sizes == [pytest.approx(numel * 4e-6)] * 3
+
+
+class _LooksAtSteps(Toy):
+    def on_fit_start(self) -> None:
+        self.planned = self.trainer.estimated_stepping_batches  # type: ignore[attr-defined]
+
+
+def _planned(kind: str) -> tuple[float, int, str]:
+    made = trainer(strategy(kind), max_epochs=3, accumulate_grad_batches=3, precision="bf16-mixed")
+    model = toy(body=_LooksAtSteps)
+    made.fit(model, data(5))
+    close(made)
+    return model.planned, made.global_step, made.precision_plugin.precision
+
+
+@pytest.mark.parametrize("kind", MAIN)
+def test_a_schedule_is_as_long_as_the_training(kind: str) -> None:
+    """``estimated_stepping_batches`` rounds up where DeepSpeed's steps were rounded down."""
+    assert run_ranks(RANKS, _planned, kind) == [(6, 6, "bf16-mixed")] * RANKS
+
+
+class _OwnLoader(Toy):
+    def train_dataloader(self) -> Any:
+        return data(2, batch_size=3)
+
+
+def _batch_sizes() -> list[Any]:
+    found = []
+    for model, loader in ((toy(), data(2, batch_size=3)), (toy(body=_OwnLoader), None)):
+        made = trainer(strategy("deepspeed_2"))
+        made.validate(model, data(1, seed=1), verbose=False)
+        made.fit(model, loader)
+        found.append(made.strategy.config["train_micro_batch_size_per_gpu"])
+        close(made)
+    return found
+
+
+def test_the_batch_size_is_known_when_validation_came_first() -> None:
+    """It stayed at the 1 that the first call could see."""
+    assert run_ranks(RANKS, _batch_sizes) == [[3, 3]] * RANKS
+
+
+# ---- decisions that ranks must share
+
+
+def _decisions(kind: str) -> list[bool]:
+    made = trainer(strategy(kind))
+    made.fit(toy(), data(1))
+    mine = dist.get_rank() == 1
+    found = [made.strategy.reduce_boolean_decision(mine, all=each) for each in (True, False)]
+    found += [made.strategy.reduce_boolean_decision(True, all=each) for each in (True, False)]
+    close(made)
+    return found
+
+
+@pytest.mark.parametrize("kind", TWO)
+def test_decisions_reach_every_rank(kind: str) -> None:
+    """``reduce`` of ColossalAI gave its result to rank 0 only, so others stopped and saved at other times."""
+    assert run_ranks(RANKS, _decisions, kind) == [[False, True, True, True]] * RANKS
+
+
+class _OneRankStops(Toy):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        rank = dist.get_rank()
+        self.log("mine", 1.0 - self.current_epoch * (rank == 0), sync_dist=False)  # type: ignore[attr-defined]
+
+
+def _one_stops(kind: str) -> int:
+    warnings.simplefilter("ignore")
+    stopping = callback("EarlyStopping", monitor="mine", patience=1)
+    made = trainer(strategy(kind), max_epochs=9, callbacks=[stopping])
+    made.fit(toy(body=_OneRankStops), data(1), data(1))
+    close(made)
+    return int(made.current_epoch)
+
+
+@pytest.mark.parametrize("kind", TWO)
+def test_early_stopping_of_one_rank_stops_all(kind: str) -> None:
+    """Rank 1's metric stands still, rank 0's falls."""
+    assert run_ranks(RANKS, _one_stops, kind) == [2, 2]
+
+
+# ---- refusals
+
+
+AVERAGING: dict[str, dict[str, Any]] = {
+    "StochasticWeightAveraging": {"swa_lrs": 0.1},
+    "WeightAveraging": {},
+    "EMAWeightAveraging": {},
+}
+
+
+def _averages(kind: str) -> dict[str, str]:
+    said = {}
+    for path, arguments in AVERAGING.items():
+        made = trainer(strategy(kind), callbacks=[callback(path, **arguments)])
+        with pytest.raises(NotImplementedError) as caught:
+            made.fit(toy(), data(1))
+        said[path] = str(caught.value)
+    return said
+
+
+@pytest.mark.parametrize("kind", TWO)
+def test_weight_averaging_is_right_or_refused(kind: str) -> None:
+    """Lightning refuses SWA for DeepSpeed by class, never the other two: they would have averaged shards."""
+    for said in run_ranks(RANKS, _averages, kind):
+        for path, text in said.items():
+            assert re.match(rf"{path} with .*Strategy: it averages and exchanges whole parameters", text)

@@ -1,0 +1,378 @@
+"""The strategies' published signatures, their two packages, their names, and what their arguments mean."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise.lightning
+import shardwise.pytorch_lightning
+from shardwise.chunk.layout import ParamFact, make_layout
+from shardwise.plan import ByModule, ByNumel, ByTensor
+from shardwise.strategies.fully_sharded import FullyShardedArguments, to_plan
+from shardwise.strategies.namespace import LIGHTNING, PYTORCH_LIGHTNING, Namespace
+from shardwise.strategies.precision import PRECISIONS, format_of
+from shardwise.strategies.refusals import REFUSED, check_callbacks
+from shardwise.strategies.saving import pack, unpack
+from shardwise.strategies.wrapping import auto_wrap, default_auto_wrap_policy, enable_wrap, unit_names, wrap
+
+PACKAGES: dict[Namespace, Any] = {LIGHTNING: shardwise.lightning, PYTORCH_LIGHTNING: shardwise.pytorch_lightning}
+NAMES = {ns.pytorch: ns for ns in PACKAGES}
+
+PUBLISHED = {
+    "DDPFullyShardedStrategy": (
+        "accelerator=None, cpu_offload=False, flatten_parameters=True, reshard_after_forward=True, "
+        "move_grads_to_cpu=None, fp32_reduce_scatter=None, compute_dtype=None, bucket_cap_mb=25, "
+        "min_num_params=100000000, state_dict_to_cpu=True, parallel_devices=None, cluster_environment=None, "
+        "checkpoint_io=None, precision_plugin=None, process_group_backend=None"
+    ),
+    "ColossalAIStrategy": (
+        "use_chunk=True, chunk_size=None, enable_distributed_storage=True, placement_policy='auto', "
+        "force_outputs_fp32=False, gpu_margin_mem_ratio=0.0, chunk_search_range=67108864, chunk_search_n_grids=4096, "
+        "min_chunk_size=33554432, initial_scale=65536, min_scale=1, growth_factor=2, backoff_factor=0.5, "
+        "growth_interval=1000, hysteresis=2, max_scale=4294967296, accelerator=None, parallel_devices=None, "
+        "cluster_environment=None, checkpoint_io=None, precision_plugin=None"
+    ),
+    "DeepSpeedStrategy": (
+        "accelerator=None, zero_optimization=True, stage=2, remote_device=None, offload_optimizer=False, "
+        "offload_parameters=False, offload_params_device='cpu', nvme_path='/local_nvme', params_buffer_count=5, "
+        "params_buffer_size=100000000, max_in_cpu=1000000000, offload_optimizer_device='cpu', "
+        "optimizer_buffer_count=4, block_size=1048576, queue_depth=8, single_submit=False, overlap_events=True, "
+        "thread_count=1, pin_memory=False, sub_group_size=1000000000000, contiguous_gradients=True, "
+        "overlap_comm=True, allgather_partitions=True, reduce_scatter=True, allgather_bucket_size=200000000, "
+        "reduce_bucket_size=200000000, zero_allow_untested_optimizer=True, logging_batch_size_per_gpu='auto', "
+        "config=None, logging_level=30, parallel_devices=None, cluster_environment=None, loss_scale=0, "
+        "initial_scale_power=16, loss_scale_window=1000, hysteresis=2, min_loss_scale=1, partition_activations=False, "
+        "cpu_checkpointing=False, contiguous_memory_optimization=False, synchronize_checkpoint_boundary=False, "
+        "load_full_weights=False, precision_plugin=None, process_group_backend=None"
+    ),
+}
+
+
+@pytest.mark.parametrize("package", NAMES)
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_signature_is_the_published_one(package: str, name: str) -> None:
+    cls = getattr(PACKAGES[NAMES[package]], name)
+    found = list(inspect.signature(cls).parameters.values())
+    published = [p for p in found if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    assert ", ".join(f"{p.name}={p.default!r}" for p in published) == PUBLISHED[name]
+    assert {p.name for p in found[len(published) :]} >= {"timeout", "start_method"}
+    assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in found[len(published) :])
+    assert issubclass(cls, NAMES[package].load("strategies.ddp.DDPStrategy"))
+
+
+@pytest.mark.parametrize("package", NAMES)
+@pytest.mark.parametrize("name", [*PUBLISHED, "ShardedPrecision"])
+def test_classes_are_found_by_name(package: str, name: str) -> None:
+    """Spawned processes receive a strategy by the name of its class."""
+    home = PACKAGES[NAMES[package]]
+    made = getattr(home, name)()
+    again = pickle.loads(pickle.dumps(made))
+    assert type(again) is getattr(home, name) and type(made).__module__ == home.__name__
+    assert pickle.loads(pickle.dumps(type(made))) is type(made)
+
+
+def test_packages_have_classes_of_their_own() -> None:
+    one, other = PACKAGES.values()
+    for name in (*PUBLISHED, "ShardedPrecision"):
+        assert getattr(one, name) is not getattr(other, name)
+    base = PYTORCH_LIGHTNING.load("strategies.strategy.Strategy")
+    assert not isinstance(one.DDPFullyShardedStrategy(), base)
+    assert isinstance(other.DDPFullyShardedStrategy(), base)
+
+
+LOADED = """
+import importlib, os, sys
+import shardwise, shardwise.strategies.registering
+assert not {"lightning", "pytorch_lightning"} & set(sys.modules), "the strategies import Lightning by themselves"
+children = {}
+for home, other in ("lightning", "pytorch_lightning"), ("pytorch_lightning", "lightning"):
+    pid = os.fork()
+    if pid == 0:
+        importlib.import_module(f"shardwise.{home}")
+        print(f"shardwise.{home} imports {other}" if other in sys.modules else f"{home} alone", flush=True)
+        os._exit(0)
+    children[pid] = home
+for pid in children:
+    assert os.waitpid(pid, 0)[1] == 0, children[pid]
+"""
+
+
+def test_importing_one_package_leaves_the_other_alone() -> None:
+    done = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["lightning alone", "pytorch_lightning alone"]
+
+
+@pytest.mark.parametrize("package", NAMES)
+def test_names(package: str) -> None:
+    home = PACKAGES[NAMES[package]]
+    registry = NAMES[package].load("strategies.StrategyRegistry")
+    assert isinstance(registry.get("colossalai"), home.ColossalAIStrategy)
+    assert isinstance(registry.get("ddp_fully_sharded"), home.DDPFullyShardedStrategy)
+    for stage in ("1", "2", "2_offload", "3", "3_offload"):
+        made = registry.get(f"shardwise_deepspeed_stage_{stage}")
+        assert isinstance(made, home.DeepSpeedStrategy)
+        zero = made.config["zero_optimization"]
+        assert zero["stage"] == int(stage[0])
+        assert ("offload_optimizer" in zero) == stage.endswith("offload")
+        assert ("offload_param" in zero) == (stage == "3_offload")
+    assert registry["shardwise_deepspeed_stage_3_offload_nvme"]["init_params"]["offload_params_device"] == "nvme"
+    made = NAMES[package].load("Trainer")(
+        strategy="ddp_fully_sharded", accelerator="cpu", devices=1, logger=False, enable_checkpointing=False
+    )
+    assert isinstance(made.strategy, home.DDPFullyShardedStrategy)
+
+
+def test_built_in_names_are_taken_over_on_request_only() -> None:
+    registry = LIGHTNING.load("strategies.StrategyRegistry")
+    before = dict(registry)
+    names = [
+        "deepspeed",
+        *(f"deepspeed_stage_{s}" for s in ("1", "2", "2_offload", "3", "3_offload", "3_offload_nvme")),
+    ]
+    ours = shardwise.lightning.DeepSpeedStrategy
+    assert not any(registry[name]["strategy"] is ours for name in names)
+    try:
+        shardwise.lightning.take_over_deepspeed_names()
+        assert all(registry[name]["strategy"] is ours for name in names)
+        assert registry.get("deepspeed_stage_3").config["zero_optimization"]["stage"] == 3
+        assert registry.get("deepspeed").config["zero_optimization"]["stage"] == 2
+        assert PYTORCH_LIGHTNING.load("strategies.StrategyRegistry")["deepspeed"]["strategy"] is not ours
+    finally:
+        registry.clear()
+        registry.update(before)
+
+
+def test_too_new_a_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import lightning.pytorch
+
+    for version, fits in (("2.1.4", False), ("2.2.0", True), ("2.6.5", True), ("2.7.0", False)):
+        monkeypatch.setattr(lightning.pytorch, "__version__", version)
+        if fits:
+            LIGHTNING.check_version()
+        else:
+            with pytest.raises(ImportError, match=version):
+                LIGHTNING.check_version()
+
+
+# ---- precision
+
+
+def test_plugin_of_lightning_becomes_ours() -> None:
+    strategy = shardwise.lightning.DDPFullyShardedStrategy()
+    assert strategy._precision_plugin is None  # or Lightning would ignore the Trainer's precision
+    assert strategy.precision_plugin.precision == "32-true" and strategy._precision_plugin is None
+    strategy.precision_plugin = LIGHTNING.load("plugins.precision.HalfPrecision")("bf16-true")
+    assert type(strategy.precision_plugin) is shardwise.lightning.ShardedPrecision
+    assert strategy.format == PRECISIONS["bf16-true"]
+
+
+def test_plugins_that_would_be_lost_are_refused() -> None:
+    mixed = LIGHTNING.load("plugins.precision.MixedPrecision")
+    half = LIGHTNING.load("plugins.precision.HalfPrecision")
+    strategy = shardwise.lightning.DDPFullyShardedStrategy
+    with pytest.raises(TypeError, match="precision plugin Own: sharded strategies"):
+        strategy(precision_plugin=type("Own", (half,), {})())
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    with pytest.raises(ValueError, match="'init_scale': 4.0"):
+        strategy(precision_plugin=mixed("16-mixed", "cpu", scaler))
+    given = strategy(precision_plugin=mixed("16-mixed", "cpu", torch.amp.GradScaler("cpu")))
+    assert given.format.name == "16-mixed"
+
+
+@pytest.mark.parametrize(
+    ("given", "name"), [(16, "16-mixed"), ("bf16", "bf16-mixed"), (32, "32-true"), ("16-true",) * 2]
+)
+def test_short_forms(given: Any, name: str) -> None:
+    assert format_of(given).name == name
+
+
+def test_unknown_precision() -> None:
+    with pytest.raises(ValueError, match="transformer-engine"):
+        format_of("transformer-engine")
+
+
+# ---- DDPFullyShardedStrategy's arguments
+
+
+def plan(precision: str = "32-true", units: tuple[str, ...] = (), **arguments: Any) -> Any:
+    return to_plan(FullyShardedArguments(**arguments), format_of(precision), units)
+
+
+def test_precisions_of_fully_sharded() -> None:
+    mixed = plan("bf16-mixed").precision
+    assert (mixed.param_dtype, mixed.master_weights, mixed.scaler, mixed.reduce_dtype) == (
+        torch.bfloat16,
+        True,
+        None,
+        None,
+    )
+    half = plan("16-mixed").precision
+    assert half.param_dtype is torch.float16 and half.master_weights and half.scaler.growth_interval == 2000
+    true = plan("16-true").precision
+    assert true.param_dtype is torch.float16 and not true.master_weights and true.scaler is None
+    plain = plan().precision
+    assert plain.param_dtype is None and not plain.cast_inputs
+    assert plan(compute_dtype=torch.bfloat16).precision.param_dtype is torch.bfloat16
+    assert plan(compute_dtype=torch.bfloat16).precision.master_weights
+    other = plan("16-mixed", compute_dtype=torch.bfloat16).precision
+    assert other.param_dtype is torch.bfloat16 and other.scaler is None
+
+
+def test_fp32_reduce_scatter() -> None:
+    assert plan("bf16-mixed", fp32_reduce_scatter=True).precision.reduce_dtype is torch.float32
+    with pytest.raises(ValueError, match="fp32_reduce_scatter=True requires mixed precision"):
+        plan(fp32_reduce_scatter=True)
+
+
+@pytest.mark.parametrize(
+    ("offload", "grads", "homes"),
+    [(False, None, (0.0, 0.0)), (True, None, (1.0, 1.0)), (True, False, (1.0, 0.0)), (False, True, (0.0, 1.0))],
+)
+def test_homes(offload: bool, grads: bool | None, homes: tuple[float, float]) -> None:
+    tiers = plan(cpu_offload=offload, move_grads_to_cpu=grads).tiers
+    assert (tiers.param_host_fraction, tiers.state_host_fraction) == homes
+
+
+def test_packings() -> None:
+    assert plan().shard.packing == ByNumel(chunk_numel=25 * 2**18, min_chunks=8)
+    assert plan("bf16-mixed", bucket_cap_mb=1).shard.packing == ByNumel(chunk_numel=2**19, min_chunks=8)
+    assert plan(bucket_cap_mb=0).shard.packing == ByModule(unit_classes=())
+    assert plan(flatten_parameters=False).shard.packing == ByTensor(persist_numel=0)
+    wrapped = plan(units=("net.0",), bucket_cap_mb=1).shard.packing
+    assert wrapped == ByModule(unit_classes=(), unit_names=("net.0",), rest_numel=2**18)
+    assert plan(units=("net.0",), bucket_cap_mb=-1).shard.packing.rest_numel is None
+
+
+def test_reshard_after_forward() -> None:
+    assert plan().shard.gathered_fraction == 0.0 and plan(reshard_after_forward=False).shard.gathered_fraction == 1.0
+
+
+@pytest.mark.parametrize("arguments", [{"compute_dtype": torch.int64}, {"compute_dtype": 16}, {"min_num_params": -1}])
+def test_bad_arguments(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(arguments))}="):
+        shardwise.lightning.DDPFullyShardedStrategy(**arguments)
+
+
+# ---- wrap
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 64), nn.Linear(64, 4)), nn.MultiheadAttention(8, 2), nn.ModuleList()
+    )
+
+
+def test_wrap_marks_inside_the_context_only() -> None:
+    model = net()
+    assert wrap(model[0]) is model[0] and unit_names(model) == ()
+    with enable_wrap():
+        assert wrap(model[1][0]) is model[1][0]
+    wrap(model[0])
+    assert unit_names(model) == ("1.0",)
+    assert next(iter(model.state_dict())) == "0.weight"  # names stay
+
+
+def test_auto_wrap_follows_the_policy() -> None:
+    model = net()
+    assert auto_wrap(model) is model and unit_names(model) == ()
+    with enable_wrap(auto_wrap_policy=lambda module, recurse, unwrapped_params: unwrapped_params >= 200):
+        auto_wrap(model)
+    assert unit_names(model) == ("1.0", "1.1", "2")
+    second = net()
+    with enable_wrap():
+        auto_wrap(second)  # 1e8 elements: nothing is that large
+    assert unit_names(second) == ()
+
+
+def test_units_inside_each_other() -> None:
+    """A parameter belongs to the innermost; what none holds is packed by size."""
+    model = nn.Sequential(net(), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    facts = [ParamFact((name,), param.shape, param.dtype, True, 0, 0) for name, param in model.named_parameters()]
+    packing = ByModule(unit_classes=(), unit_names=("0", "0.1", "0.1.0"), rest_numel=40)
+    layout = make_layout(facts, model, packing, 2, 1)
+    held: dict[str | None, list[str]] = {}
+    for unit in layout.units:
+        names = [facts[slot.param].names[0] for chunk in unit.chunks for slot in layout.chunks[chunk].slots]
+        held.setdefault(unit.module, []).append(" ".join(sorted({name.rpartition(".")[0] for name in names})))
+    assert held == {"0": ["0.0 0.2 0.2.out_proj"], "0.1.0": ["0.1.0"], "0.1": ["0.1.1"], None: ["1 2", "3"]}
+    with pytest.raises(ValueError, match=r"unit_names=\['no'\] are no modules"):
+        make_layout(facts, model, ByModule(unit_classes=(), unit_names=("no",)), 2, 1)
+    with pytest.raises(ValueError, match="give one of them"):
+        ByModule(unit_classes=("Linear",), unit_names=("0",))
+
+
+def test_default_policy() -> None:
+    small, attention = nn.Linear(2, 2), nn.MultiheadAttention(8, 2)
+
+    def ask(module: nn.Module, recurse: bool, numel: int, **more: Any) -> bool:
+        return default_auto_wrap_policy(module, recurse, numel, min_num_params=100, **more)
+
+    assert ask(small, False, 100) and not ask(small, False, 99)
+    assert not ask(attention, True, 1000) and ask(attention, False, 1000)
+    assert ask(nn.ModuleList(), True, 1000) and not ask(nn.ModuleList(), False, 1000)
+    assert ask(small, False, 1, module_is_root=True, skip_params_check_for_root=True)
+    assert not ask(small, True, 1000, force_leaf_modules={nn.Linear})
+    assert not ask(small, False, 1000, exclude_wrap_modules={nn.Linear})
+
+
+def test_arguments_of_wrappers_warn() -> None:
+    with (
+        pytest.warns(UserWarning, match="reshard_after_forward"),
+        enable_wrap(wrapper_cls=object, reshard_after_forward=False),
+    ):
+        pass
+    with pytest.warns(UserWarning, match="flatten_parameters"):
+        wrap(nn.Linear(1, 1), flatten_parameters=False)
+
+
+# ---- callbacks and Lightning's own state
+
+
+@pytest.mark.parametrize("path", REFUSED)
+def test_refused_callbacks(path: str) -> None:
+    cls = LIGHTNING.load(path)
+    made = cls.__new__(cls)
+    trainer = SimpleNamespace(state=SimpleNamespace(fn=LIGHTNING.load("trainer.states.TrainerFn").FITTING))
+    trainer.callbacks, trainer.strategy = [made], shardwise.lightning.DDPFullyShardedStrategy()
+    with pytest.raises(NotImplementedError, match=f"{cls.__name__} with DDPFullyShardedStrategy: "):
+        check_callbacks(LIGHTNING, trainer)
+    trainer.state.fn = LIGHTNING.load("trainer.states.TrainerFn").TESTING
+    check_callbacks(LIGHTNING, trainer)
+
+
+class Odd:
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+
+def test_state_beside_the_weights() -> None:
+    given = {
+        "epoch": 3,
+        "loops": {"a": {1: (2, float("inf"))}},
+        "callbacks": {"best": torch.tensor(0.5)},
+        "state_dict": {"w": torch.ones(3)},
+        "optimizer_states": [{}],
+    }
+    packed = pack(given)
+    assert not packed["lightning"]["pickled"]
+    assert unpack(packed) == {key: value for key, value in given.items() if key in ("epoch", "loops", "callbacks")}
+
+
+def test_objects_in_a_checkpoint_need_the_users_word() -> None:
+    packed = pack({"epoch": 3, "hyper_parameters": {"odd": Odd(4)}})
+    with pytest.raises(RuntimeError, match=r"'hyper_parameters'.*Odd"):
+        unpack(packed)
+    assert unpack(packed, weights_only=False)["hyper_parameters"]["odd"].value == 4
+    with torch.serialization.safe_globals([Odd]):
+        assert unpack(packed)["hyper_parameters"]["odd"].value == 4
+    assert unpack({"something": "else"}) == {} == unpack(None)

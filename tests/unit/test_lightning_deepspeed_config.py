@@ -1,0 +1,401 @@
+"""DeepSpeedStrategy's arguments -> DeepSpeed configuration -> Plan, one row an argument, and what Trainer completes."""
+
+# The tables are wider than a line.
+# ruff: noqa: E501
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.deepspeed.config import read_config
+from shardwise.plan import ByNumel, ByTensor, DiskPlan, MeshPlan, Plan, ScalerPlan
+from shardwise.strategies.deepspeed import DeepSpeed
+from shardwise.strategies.deepspeed_config import (
+    DeepSpeedArguments,
+    TrainerFacts,
+    chosen_config,
+    complete,
+    quiet_paths,
+    read,
+    scale_without_effect,
+    to_plan,
+    without_effect,
+)
+
+Tree = dict[str, Any]
+RANKS = 4
+NUMELS = [10, 200_000, 50]
+
+# As Lightning 2.4 printed it for its defaults, and the two blocks of its offloads.
+PRINTED: Tree = {
+    "zero_allow_untested_optimizer": True,
+    "zero_optimization": {
+        "stage": 2,
+        "contiguous_gradients": True,
+        "overlap_comm": True,
+        "allgather_partitions": True,
+        "reduce_scatter": True,
+        "allgather_bucket_size": 200_000_000,
+        "reduce_bucket_size": 200_000_000,
+        "sub_group_size": 1_000_000_000_000,
+    },
+    "activation_checkpointing": {
+        "partition_activations": False,
+        "cpu_checkpointing": False,
+        "contiguous_memory_optimization": False,
+        "synchronize_checkpoint_boundary": False,
+    },
+    "aio": {
+        "block_size": 1048576,
+        "queue_depth": 8,
+        "single_submit": False,
+        "overlap_events": True,
+        "thread_count": 1,
+    },
+}
+OPTIM = {"device": "cpu", "nvme_path": "/local_nvme", "buffer_count": 4, "pin_memory": False}
+PARAM = {
+    "device": "cpu",
+    "nvme_path": "/local_nvme",
+    "buffer_count": 5,
+    "buffer_size": 100_000_000,
+    "max_in_cpu": 1_000_000_000,
+    "pin_memory": False,
+}
+
+
+class Misconfigured(Exception):
+    pass
+
+
+def facts(precision: str = "32-true", **changes: Any) -> TrainerFacts:
+    return TrainerFacts(**{"accumulation": 1, "micro_batch": 4, "clip": 0.0, "precision": precision, **changes})
+
+
+def plan_of(precision: str = "32-true", **arguments: Any) -> Plan:
+    given = DeepSpeedArguments(**arguments)
+    tree = complete(given.to_config(), given, facts(precision), Misconfigured)
+    return to_plan(read(tree, RANKS), RANKS, NUMELS, clip_outside=True)[0]
+
+
+def test_the_dict_is_what_lightning_makes() -> None:
+    assert DeepSpeedArguments().to_config() == PRINTED
+    offloaded = DeepSpeedArguments(stage=3, offload_optimizer=True, offload_parameters=True).to_config()
+    assert offloaded["zero_optimization"] == {**PRINTED["zero_optimization"], "stage": 3, "offload_optimizer": OPTIM, "offload_param": PARAM}  # fmt: skip
+    without = DeepSpeedArguments(zero_optimization=False, stage=7, logging_batch_size_per_gpu=6).to_config()
+    assert without == {"train_micro_batch_size_per_gpu": 6, **{k: PRINTED[k] for k in ("activation_checkpointing", "aio")}}  # fmt: skip
+
+
+SEED = (
+    "accelerator=None, zero_optimization=True, stage=2, remote_device=None, offload_optimizer=False, "
+    "offload_parameters=False, offload_params_device='cpu', nvme_path='/local_nvme', params_buffer_count=5, "
+    "params_buffer_size=100000000, max_in_cpu=1000000000, offload_optimizer_device='cpu', optimizer_buffer_count=4, "
+    "block_size=1048576, queue_depth=8, single_submit=False, overlap_events=True, thread_count=1, pin_memory=False, "
+    "sub_group_size=1000000000000, contiguous_gradients=True, overlap_comm=True, allgather_partitions=True, "
+    "reduce_scatter=True, allgather_bucket_size=200000000, reduce_bucket_size=200000000, "
+    "zero_allow_untested_optimizer=True, logging_batch_size_per_gpu='auto', config=None, logging_level=30, "
+    "parallel_devices=None, cluster_environment=None, loss_scale=0, initial_scale_power=16, loss_scale_window=1000, "
+    "hysteresis=2, min_loss_scale=1, partition_activations=False, cpu_checkpointing=False, "
+    "contiguous_memory_optimization=False, synchronize_checkpoint_boundary=False, load_full_weights=False, "
+    "precision_plugin=None, process_group_backend=None"
+)
+
+
+def test_the_signature_is_the_published_one_and_two_keywords_more() -> None:
+    parameters = list(inspect.signature(DeepSpeed.__init__).parameters.values())[1:]
+    positional = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert ", ".join(f"{p.name}={p.default!r}" for p in positional) == SEED
+    named = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+    assert list(named)[:2] == ["timeout", "exclude_frozen_parameters"] and named["exclude_frozen_parameters"] is False
+    own = {field.name: field.default for field in dataclasses.fields(DeepSpeedArguments)}
+    assert {name: inspect.signature(DeepSpeed.__init__).parameters[name].default for name in own} == own
+
+
+def disk(**changes: Any) -> DiskPlan:
+    fields = {"directory": "/local_nvme", "block_bytes": 2**20, "queue_depth": 8, "threads": 1, "single_submit": False}
+    rest = {"overlap_events": True, "state_buffers": 4, "param_buffers": 5}
+    return DiskPlan(**{**fields, **rest, **changes})
+
+
+def scaler(**changes: float) -> ScalerPlan:
+    fields = {"initial_scale": 2.0**16, "min_scale": 1.0, "growth_factor": 2.0, "backoff_factor": 0.5}
+    rest = {"growth_interval": 1000, "hysteresis": 2, "max_scale": 2.0**126}
+    return ScalerPlan(**{**fields, **rest, **changes})  # type: ignore[arg-type]
+
+
+HOST = {"stage": 3, "offload_optimizer": True, "offload_parameters": True}
+NVME = {**HOST, "offload_optimizer_device": "nvme", "offload_params_device": "nvme"}
+ON_DISK = {"disk": disk(), "state_disk_fraction": 1.0}
+# 100 of the model's 200060 elements stay in the memory of each of four ranks.
+IN_CPU = {"param_host_fraction": pytest.approx(400 / 200_060), "param_disk_fraction": pytest.approx(1 - 400 / 200_060)}
+
+# (arguments, precision, arguments of the plan to compare with, how it differs)
+ROWS: list[tuple[str, Tree, str, Tree, Tree]] = [
+    ("zero_optimization", {"zero_optimization": False}, "32-true", {"stage": 0}, {"packing": ByNumel(chunk_numel=500_000_000, min_chunks=8)}),
+    ("stage", {"stage": 0}, "32-true", {}, {"mesh": MeshPlan(dp_shard=1, dp_replicate=-1), "reduce": "last"}),
+    ("stage", {"stage": 1}, "32-true", {}, {"reduce": "last"}),
+    ("stage", {"stage": 3}, "32-true", {}, {"packing": ByTensor(persist_numel=100_000), "gathered_fraction": 0.0, "gathered_budget_bytes": 4_000_000_000, "prefetch": 1}),
+    ("offload_optimizer", {"offload_optimizer": True}, "32-true", {}, {"state_host_fraction": 1.0}),
+    ("offload_parameters", {"offload_parameters": True, "stage": 3}, "32-true", {"stage": 3}, {"param_host_fraction": 1.0}),
+    ("offload_parameters", {"offload_parameters": True, "stage": 2}, "32-true", {}, {}),
+    ("offload_optimizer_device", {"stage": 3, "offload_optimizer": True, "offload_optimizer_device": "nvme"}, "32-true", {"stage": 3}, ON_DISK),
+    ("offload_params_device", {"stage": 3, "offload_parameters": True, "offload_params_device": "nvme", "max_in_cpu": 0}, "32-true", {"stage": 3}, {"disk": disk(), "param_disk_fraction": 1.0}),
+    ("nvme_path", {**NVME, "nvme_path": "/fast"}, "32-true", NVME, {"disk": disk(directory="/fast")}),
+    ("params_buffer_count", {**NVME, "params_buffer_count": 2}, "32-true", NVME, {"disk": disk(param_buffers=2)}),
+    ("params_buffer_size", {**NVME, "params_buffer_size": 7}, "32-true", NVME, {}),
+    ("max_in_cpu", {**NVME, "max_in_cpu": 100}, "32-true", NVME, IN_CPU),
+    ("optimizer_buffer_count", {**NVME, "optimizer_buffer_count": 3}, "32-true", NVME, {"disk": disk(state_buffers=3)}),
+    ("block_size", {**NVME, "block_size": 8192}, "32-true", NVME, {"disk": disk(block_bytes=8192)}),
+    ("queue_depth", {**NVME, "queue_depth": 2}, "32-true", NVME, {"disk": disk(queue_depth=2)}),
+    ("single_submit", {**NVME, "single_submit": True}, "32-true", NVME, {"disk": disk(single_submit=True)}),
+    ("overlap_events", {**NVME, "overlap_events": False}, "32-true", NVME, {"disk": disk(overlap_events=False)}),
+    ("thread_count", {**NVME, "thread_count": 3}, "32-true", NVME, {"disk": disk(threads=3)}),
+    ("pin_memory", {**HOST, "pin_memory": True}, "32-true", HOST, {"pin_memory": True}),
+    ("overlap_comm", {"overlap_comm": False}, "32-true", {}, {"overlap": False}),
+    ("allgather_bucket_size", {"allgather_bucket_size": 1000}, "32-true", {}, {"packing": ByNumel(chunk_numel=1000, min_chunks=8)}),
+    ("reduce_bucket_size", {"reduce_bucket_size": 2000}, "32-true", {}, {"packing": ByNumel(chunk_numel=2000, min_chunks=8)}),
+    ("loss_scale", {"loss_scale": 128}, "16-mixed", {}, {"scaler": scaler(initial_scale=128, min_scale=128, max_scale=128, hysteresis=1)}),
+    ("initial_scale_power", {"initial_scale_power": 4}, "16-mixed", {}, {"scaler": scaler(initial_scale=16.0)}),
+    ("loss_scale_window", {"loss_scale_window": 5}, "16-mixed", {}, {"scaler": scaler(growth_interval=5)}),
+    ("hysteresis", {"hysteresis": 3}, "16-mixed", {}, {"scaler": scaler(hysteresis=3)}),
+    ("min_loss_scale", {"min_loss_scale": 2}, "16-mixed", {}, {"scaler": scaler(min_scale=2.0)}),
+    *((name, {name: value}, "32-true", {}, {}) for name, value in (
+        ("remote_device", "cpu"), ("sub_group_size", 10), ("contiguous_gradients", False),
+        ("allgather_partitions", False), ("reduce_scatter", False), ("zero_allow_untested_optimizer", False),
+        ("logging_batch_size_per_gpu", 16), ("partition_activations", True), ("cpu_checkpointing", True),
+        ("contiguous_memory_optimization", True), ("synchronize_checkpoint_boundary", True),
+    )),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "precision", "base", "changes"), ROWS, ids=lambda v: v if isinstance(v, str) else ""
+)
+def test_an_argument_changes_the_plan(name: str, arguments: Tree, precision: str, base: Tree, changes: Tree) -> None:
+    expected = plan_of(precision, **base)
+    found = plan_of(precision, **arguments)
+    if IN_CPU is changes:
+        assert (found.tiers.param_host_fraction, found.tiers.param_disk_fraction) == tuple(IN_CPU.values())
+        found, changes = found.but(param_disk_fraction=0.0, param_host_fraction=1.0), {}
+        expected = expected.but(param_disk_fraction=0.0, param_host_fraction=1.0)
+    order = sorted(changes, key=lambda field: field != "disk")  # a share on the disk needs the disk
+    assert found == expected.but(**{field: changes[field] for field in order})
+
+
+def test_every_argument_has_a_row() -> None:
+    assert {field.name for field in dataclasses.fields(DeepSpeedArguments)} == {name for name, *_ in ROWS}
+
+
+def test_activation_arguments_reach_their_block() -> None:
+    names = ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization", "synchronize_checkpoint_boundary")  # fmt: skip
+    for name in names:
+        settings = read_config(DeepSpeedArguments(**{name: True}).to_config())
+        assert {each: settings[f"activation_checkpointing.{each}"] for each in names} == {n: n == name for n in names}
+
+
+PRECISIONS = {
+    "32-true": (None, False, None),
+    "64-true": (None, False, None),
+    "16-mixed": (torch.float16, True, scaler()),
+    "16-true": (torch.float16, True, scaler()),
+    "bf16-mixed": (torch.bfloat16, True, scaler(initial_scale=1.0, min_scale=1.0, max_scale=1.0, hysteresis=1)),
+    "bf16-true": (torch.bfloat16, True, scaler(initial_scale=1.0, min_scale=1.0, max_scale=1.0, hysteresis=1)),
+}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_precision_of_trainer_is_the_format(precision: str) -> None:
+    found = plan_of(precision).precision
+    assert (found.param_dtype, found.cast_inputs, found.scaler) == PRECISIONS[precision] and found.master_weights
+
+
+def test_a_config_goes_before_the_precision() -> None:
+    given = DeepSpeedArguments()
+    tree = {"fp16": {"enabled": False}, "zero_optimization": {"stage": 1}}
+    assert complete(tree, given, facts("16-mixed"), Misconfigured)["fp16"] == {"enabled": False}
+    on = {"fp16": {"enabled": True, "loss_scale": 8}}
+    assert complete(on, DeepSpeedArguments(loss_scale=4), facts("16-mixed"), Misconfigured)["fp16"] == on["fp16"]
+    assert complete(on, given, facts("32-true"), Misconfigured)["fp16"] == on["fp16"]
+    auto = {"fp16": {"enabled": "auto"}, "bfloat16": {"enabled": "auto"}}
+    for precision, expected in (("16-true", (True, False)), ("bf16-mixed", (False, True)), ("32-true", (False, False))):
+        found = complete(auto, given, facts(precision), Misconfigured)
+        assert (found["fp16"]["enabled"], found["bfloat16"]["enabled"]) == expected
+
+
+@pytest.mark.parametrize(("name", "precision"), [("bf16", "16-mixed"), ("bfloat16", "16-true"), ("fp16", "bf16-mixed")])
+def test_fp16_and_bf16_together_are_a_clear_error(name: str, precision: str) -> None:
+    tree = {name: {"enabled": True}}
+    shown = name.replace("bfloat16", "bf16")
+    with pytest.raises(Misconfigured, match=rf"enables {shown} and Trainer has precision='{precision}'.*cannot both"):
+        complete(tree, DeepSpeedArguments(), facts(precision), Misconfigured)
+
+
+def test_a_dict_is_never_changed_and_serves_a_second_strategy() -> None:
+    """Lightning changed the user's dict, so that a second strategy made of it failed (its issue 19891)."""
+    tree: Tree = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}, "train_batch_size": "auto"}
+    before = copy.deepcopy(tree)
+    for _ in range(2):
+        chosen = chosen_config(tree, None, "VARIABLE", Misconfigured)
+        assert chosen == tree and chosen is not tree
+        found = complete(chosen, DeepSpeedArguments(), facts("bf16-mixed", accumulation=3, clip=0.5), Misconfigured)
+        assert tree == before == chosen
+    assert found == {
+        "zero_optimization": {"stage": 2},
+        "bf16": {"enabled": True},
+        "gradient_accumulation_steps": 3,
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_clipping": 0.5,
+    }
+
+
+def test_the_argument_goes_before_the_environment_and_both_before_keywords(tmp_path: Path) -> None:
+    one, two = tmp_path / "one.json", tmp_path / "two.json"
+    one.write_text(json.dumps({"zero_optimization": {"stage": 1}}))
+    two.write_text(json.dumps({"zero_optimization": {"stage": 3}}))
+
+    def stage(config: Any, variable: str | None) -> Any:
+        chosen = chosen_config(config, variable, "VARIABLE", Misconfigured)
+        return None if chosen is None else chosen.get("zero_optimization", {}).get("stage")
+
+    assert stage(one, str(two)) == stage(str(one), str(two)) == 1
+    assert stage(None, str(two)) == 3 and stage(None, None) is None
+    assert stage({"zero_optimization": {"stage": 2}}, str(two)) == 2
+    assert chosen_config({}, str(two), "VARIABLE", Misconfigured) == {}, "an empty dict is a configuration"
+    missing = re.escape(str(tmp_path / "none.json"))
+    with pytest.raises(Misconfigured, match=rf"the path does not exist: {missing}$"):
+        chosen_config(tmp_path / "none.json", str(two), "VARIABLE", Misconfigured)
+    with pytest.raises(Misconfigured, match=rf"{missing} \(it is the value of VARIABLE"):
+        chosen_config(None, str(tmp_path / "none.json"), "VARIABLE", Misconfigured)
+    with pytest.raises(TypeError, match="give a dict"):
+        chosen_config(3, None, "VARIABLE", Misconfigured)
+
+
+def test_accumulation_of_the_config_has_to_be_trainers() -> None:
+    given = DeepSpeedArguments()
+    for value in (2, "auto", None):
+        found = complete({"gradient_accumulation_steps": value}, given, facts(accumulation=2), Misconfigured)
+        assert found["gradient_accumulation_steps"] == 2
+    with pytest.raises(Misconfigured, match=r"gradient_accumulation_steps=4 .*accumulate_grad_batches=2"):
+        complete({"gradient_accumulation_steps": 4}, given, facts(accumulation=2), Misconfigured)
+
+
+def test_auto_values_are_resolved_from_trainer() -> None:
+    """DeepSpeed itself stops at ``"auto"`` outside of some blocks; configurations for other trainers are full of it."""
+    tree = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "fp16": {"enabled": "auto", "loss_scale": 0},
+        "bf16": {"enabled": "auto"},
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"},
+    }
+    found = complete(tree, DeepSpeedArguments(), facts("bf16-mixed", accumulation=2, clip=0.25), Misconfigured)
+    settings = read(found, RANKS)
+    assert (settings["train_micro_batch_size_per_gpu"], settings["gradient_accumulation_steps"]) == (4, 2)
+    assert settings["gradient_clipping"] == 0.25 and settings["bf16.enabled"] and not settings["fp16.enabled"]
+    plan, report = to_plan(settings, RANKS, NUMELS, clip_outside=True)
+    assert plan.grad.max_norm == 0.0 and plan.precision.param_dtype is torch.bfloat16
+    assert plan.shard.packing == ByTensor(persist_numel=100_000) and not any(
+        "auto" in v for v in report.ignored.values()
+    )
+    with pytest.raises(ValueError, match=r"optimizer.params.lr='auto'"):
+        read(found | {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, RANKS)
+
+
+def test_the_norm_of_a_config_goes_before_trainers() -> None:
+    found = complete({"gradient_clipping": 0.7}, DeepSpeedArguments(), facts(clip=0.2), Misconfigured)
+    assert to_plan(read(found, RANKS), RANKS, NUMELS, clip_outside=False)[0].grad.max_norm == 0.7
+
+
+def test_a_batch_size_that_does_not_fit_is_noted_not_fatal() -> None:
+    fits = complete({"train_batch_size": 32}, DeepSpeedArguments(), facts(accumulation=2), Misconfigured)
+    assert not read(fits, RANKS).findings.ignored
+    differs = complete({"train_batch_size": 30}, DeepSpeedArguments(), facts(accumulation=2), Misconfigured)
+    ignored = read(differs, RANKS).findings.ignored
+    assert (
+        list(ignored) == ["train_batch_size"]
+        and "30 is not 4 samples x 2 batches x 4 ranks" in ignored["train_batch_size"]
+    )
+
+
+def test_unknown_keys_are_errors_that_name_the_nearest() -> None:
+    """DeepSpeed ignores them silently at the top: such a typing error trained at stage 0."""
+    with pytest.raises(ValueError, match="did you mean 'zero_optimization'"):
+        read({"zero_optimisation": {"stage": 3}}, RANKS)
+    with pytest.raises(ValueError, match="did you mean 'reduce_bucket_size'"):
+        read({"zero_optimization": {"reduce_bucket_sise": 3}}, RANKS)
+
+
+def test_thread_count_is_not_dead() -> None:
+    """DeepSpeed renamed ``aio.thread_count``, and drops the old name without a word."""
+    for name in ("thread_count", "intra_op_parallelism"):
+        tree = DeepSpeedArguments(**NVME).to_config()
+        tree["aio"] = {name: 3}
+        found = to_plan(read(tree, RANKS), RANKS, NUMELS, clip_outside=True)[0]
+        assert found.tiers.disk is not None and found.tiers.disk.threads == 3
+
+
+WRONG: list[tuple[Tree, str]] = [
+    ({"stage": 7}, "stage=7"),
+    ({"remote_device": "foo"}, "remote_device='foo'"),
+    ({"offload_params_device": "disk"}, "offload_params_device='disk'"),
+    ({"offload_optimizer_device": "gpu"}, "offload_optimizer_device='gpu'"),
+    ({"reduce_bucket_size": 2.5}, "reduce_bucket_size=2.5"),
+    ({"reduce_bucket_size": 0}, "reduce_bucket_size=0"),
+    ({"queue_depth": 0, **NVME}, "queue_depth=0"),
+    ({"logging_batch_size_per_gpu": 0}, "logging_batch_size_per_gpu=0"),
+    ({"logging_batch_size_per_gpu": "many"}, "logging_batch_size_per_gpu='many'"),
+    ({"loss_scale": -1}, "loss_scale=-1"),
+    ({"initial_scale_power": 0, "min_loss_scale": 2}, "min_loss_scale=2"),
+    ({"hysteresis": 0}, "hysteresis=0"),
+    ({"nvme_path": "", **NVME}, "nvme_path='' with"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG, ids=lambda v: v if isinstance(v, str) else "")
+def test_wrong_arguments_are_errors_at_once(arguments: Tree, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        DeepSpeedArguments(**arguments)
+
+
+UNUSED: list[tuple[Tree, bool, list[str]]] = [
+    ({}, False, []),
+    ({"stage": 3, "remote_device": "cpu"}, False, []),
+    ({"remote_device": "cpu"}, False, ["remote_device"]),
+    ({"nvme_path": "/x", "optimizer_buffer_count": 9}, False, ["optimizer_buffer_count", "nvme_path"]),
+    ({"offload_optimizer": True, "nvme_path": "/x", "max_in_cpu": 3}, False, ["max_in_cpu"]),
+    ({"zero_optimization": False, "stage": 3, "offload_optimizer": True}, False, ["stage", "offload_optimizer"]),
+    ({"stage": 3, "cpu_checkpointing": True, "loss_scale": 3, "remote_device": "cpu"}, True, ["stage", "cpu_checkpointing"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "config_given", "names"), UNUSED)
+def test_arguments_that_mean_nothing_are_named(arguments: Tree, config_given: bool, names: list[str]) -> None:
+    found = without_effect(DeepSpeedArguments(**arguments), config_given)
+    assert [name for each in found.values() for name in each] == names
+
+
+def test_the_loss_scale_is_for_16_bits_without_a_config_of_its_own() -> None:
+    changed = DeepSpeedArguments(loss_scale=3.0)
+    for tree, precision, expected in (({}, "16-mixed", ""), ({}, "32-true", "loss_scale=3.0"), ({"fp16": {"enabled": True}}, "16-true", "loss_scale=3.0")):  # fmt: skip
+        completed = complete(tree, changed, facts(precision), Misconfigured)
+        assert scale_without_effect(changed, completed) == expected
+
+
+def test_a_report_is_quiet_about_arguments_nobody_gave() -> None:
+    default, changed = DeepSpeedArguments(stage=3), DeepSpeedArguments(stage=3, sub_group_size=5, reduce_bucket_size=7)
+    for given, expected in ((default, set()), (changed, {"zero_optimization.sub_group_size", "zero_optimization.reduce_bucket_size"})):  # fmt: skip
+        settings = read(complete(given.to_config(), given, facts("16-mixed"), Misconfigured), RANKS)
+        report = to_plan(settings, RANKS, NUMELS, clip_outside=True)[1]
+        assert set(report.ignored) - quiet_paths(given) == expected
+        assert not report.notes
