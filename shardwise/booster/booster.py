@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from shardwise import checkpoint as files
-from shardwise.booster.interface import OptimizerWrapper, parameter_shapes
+from shardwise.booster.interface import OptimizerWrapper, unwrap_model
+from shardwise.booster.lora import ENABLED, adapter_writer, add_lora_parameters, check_quantization, with_adapter
 from shardwise.booster.mixed_precision import MixedPrecision, mixed_precision_factory
-from shardwise.booster.plugin.base import Plugin, refuse
+from shardwise.booster.plugin.base import Plugin
+from shardwise.booster.runs import Runs
+from shardwise.booster.targets import SIZE_PER_SHARD, check_loading, model_writer, optimizer_writer, target
+from shardwise.checkpoint import PortableFiles, Restored, read_lr_scheduler, write_lr_scheduler
 
-__all__ = ["Booster"]
+__all__ = ["Booster", "SaveOptions"]
 
-SIZE_PER_SHARD = 1024
+
+class SaveOptions(TypedDict, total=False):
+    """What :meth:`Booster.save_checkpoint` takes besides the run, all by name.
+
+    ``tag`` (default ``step-<step>``), ``step`` (default: updates so far), ``data_position`` (where this rank is in its
+    data) and ``user_state`` (rank 0's): numbers, strings, tensors and containers of them; ``keep``: how many
+    checkpoints remain; ``use_async``.
+    """
+
+    tag: str
+    step: int
+    data_position: Any
+    user_state: Any
+    keep: int
+    use_async: bool
 
 
 def _is_dataloader(value: object) -> bool:
@@ -65,6 +83,7 @@ class Booster:
         self.plugin = plugin
         self.device = None if device is None else torch.device(device)
         self.mixed_precision = mixed_precision
+        self._runs, self._files = Runs(), PortableFiles()
 
     # -- training
 
@@ -90,6 +109,8 @@ class Booster:
             raise TypeError(f"model={model!r:.80}: give a torch.nn.Module")
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer={optimizer!r:.80}: give a torch.optim.Optimizer, or None")
+        if optimizer is not None and vars(model).get(ENABLED):
+            add_lora_parameters(model, optimizer)
         swapped = _is_dataloader(criterion) and not _is_dataloader(dataloader)
         if swapped:
             criterion, dataloader = dataloader, criterion  # type: ignore[assignment]
@@ -101,6 +122,7 @@ class Booster:
             model, optimizer, criterion = self.mixed_precision.configure(model, optimizer, criterion)
         if optimizer is not None and self.plugin is None and not isinstance(optimizer, OptimizerWrapper):
             optimizer = OptimizerWrapper(optimizer)
+        self._runs.add(model, optimizer)
         if not swapped:
             return model, optimizer, criterion, dataloader, lr_scheduler
         returned = (model, optimizer, dataloader, criterion)
@@ -147,6 +169,8 @@ class Booster:
         """
         return nullcontext() if self.plugin is None else self.plugin.no_sync(model, optimizer)
 
+    # -- adapters
+
     def enable_lora(
         self,
         model: nn.Module,
@@ -155,17 +179,40 @@ class Booster:
         bnb_quantization_config: Any = None,
         quantize: bool = False,
     ) -> nn.Module:
-        """Raises:
-        NotImplementedError: apply ``peft.get_peft_model`` to the model before ``boost`` instead.
-        """
-        refuse("enable_lora", type(model).__name__, "call peft.get_peft_model(model, config) before boost")
-        return model
+        """``model`` with a LoRA adapter of peft: train the result. Call it before boost, under any plugin.
 
-    def save_lora_as_pretrained(self, model: nn.Module, checkpoint: str, use_safetensors: bool = False) -> None:
-        """Raises:
-        NotImplementedError: until ``enable_lora`` exists.
+        Base weights are frozen: they get no gradient, no exchange and no optimizer state. An optimizer that was built
+        before this gets the adapter's parameters at boost.
+
+        Args:
+            model: a plain module.
+            pretrained_dir: load a saved adapter (trainable) instead of a new one.
+            lora_config: a ``peft.LoraConfig`` for a new one.
+            bnb_quantization_config: refused, as ``quantize=True`` is.
+            quantize: see above.
+
+        Raises:
+            ImportError: peft is not installed.
+            NotImplementedError: quantized base weights.
+            ValueError: neither directory nor configuration, or a boosted model.
         """
-        refuse("save_lora_as_pretrained", checkpoint, "save the whole model with save_model")
+        check_quantization(bnb_quantization_config, quantize)
+        if self.plugin is not None and not self.plugin.support_lora():
+            raise ValueError(f"{type(self.plugin).__name__} does not support LoRA; train the whole model")
+        return with_adapter(model, pretrained_dir, lora_config)
+
+    def save_lora_as_pretrained(self, model: nn.Module, checkpoint: str | Path, use_safetensors: bool = False) -> None:
+        """Write the adapter so that ``PeftModel.from_pretrained`` and ``enable_lora(pretrained_dir=...)`` load it.
+
+        Collective: every rank calls, rank 0 writes ``adapter_config.json`` and ``adapter_model.bin`` (or
+        ``.safetensors``) into the directory ``checkpoint``. Base weights are not read.
+
+        Raises:
+            ValueError: the model has no adapter.
+            CheckpointError: on every rank, when rank 0 could not write; what was there still is.
+        """
+        write = adapter_writer(unwrap_model(model), Path(checkpoint), use_safetensors)
+        self._files.save_model(self._runs.of_model(model), write, f"save the adapter to {checkpoint}")
 
     # -- checkpoints
 
@@ -178,41 +225,49 @@ class Booster:
         prefix: str | None = None,
         size_per_shard: int = SIZE_PER_SHARD,
         use_safetensors: bool = False,
+        use_async: bool = False,
     ) -> None:
-        """Write the full model as one safetensors file. Collective: every rank calls, rank 0 writes.
+        """Write the full model. Collective: every rank calls, rank 0 writes what it gathers a piece at a time.
 
         Args:
-            model: a boosted model.
-            checkpoint: the file. It is replaced in one move, so a failure leaves what was there.
-            shard: several files; not yet.
+            model: a boosted model, or a plain one.
+            checkpoint: a file; with ``shard`` a directory that ``from_pretrained`` loads. Either is replaced in one
+                move, so a failure leaves what was there.
+            shard: several safetensors files with an index.
             gather_dtensor: only True.
-            prefix: put before every name.
-            size_per_shard: for ``shard=True``.
+            prefix: put before every name; with ``shard`` into the files' names, as Hugging Face's ``variant``.
+            size_per_shard: MB of 2**20 bytes; a shard is larger only where one tensor is.
             use_safetensors: the format is safetensors either way; True also requires the ending ``.safetensors``.
+            use_async: copy to host memory and return; a thread gathers and writes. A failure is raised by the next
+                ``save_model``, by any load, or by :meth:`wait`.
 
         Raises:
-            NotImplementedError: ``shard=True`` or ``gather_dtensor=False``.
-            ValueError: the path has the ending of a torch pickle.
-            Exception: on rank 0, why the file could not be written; CheckpointError on the others.
+            NotImplementedError: ``gather_dtensor=False``.
+            ValueError: the path has the ending of a torch pickle, or a size that is not positive.
+            CheckpointError: on every rank, when one failed; what was there still is.
         """
-        _check_saving(shard, gather_dtensor, size_per_shard)
-        path = files.target(checkpoint, ".safetensors")
-        if use_safetensors and path.suffix != ".safetensors":
-            raise ValueError(f"checkpoint={str(path)!r} with use_safetensors=True: give a name ending in .safetensors")
-        full = dict(model.state_dict())
-        for names in files.model_names(_unwrap(model)):  # gathering may have made copies of what is one tensor
-            full |= {name: full[names[0]] for name in names if name in full and names[0] in full}
-        state = {f"{prefix or ''}{name}": value for name, value in full.items()}
-        files.on_rank_zero(lambda: files.write_model(state, path), f"save the model to {path}")
+        write = model_writer(
+            unwrap_model(model), checkpoint, shard, gather_dtensor, prefix, size_per_shard, use_safetensors
+        )
+        self._files.save_model(self._runs.of_model(model), write, f"save the model to {checkpoint}", use_async)
 
-    def load_model(self, model: nn.Module, checkpoint: str | Path, strict: bool = True) -> nn.Module:
-        """Load a full model into a boosted one (or a plain one). Collective; every rank reads the file.
+    def load_model(
+        self,
+        model: nn.Module,
+        checkpoint: str | Path,
+        strict: bool = True,
+        low_cpu_mem_mode: bool = True,
+        num_threads: int = 1,
+    ) -> nn.Module:
+        """Load a model of any format into a boosted one (or a plain one). Collective; each rank reads what it needs.
 
         Args:
             model: a boosted model.
-            checkpoint: a safetensors file, a torch file (``.pt``, ``.pth``, ``.bin``, ``.ckpt``; read with
-                ``weights_only=True``), or a directory with ``model.safetensors`` or ``pytorch_model.bin``.
-            strict: refuse missing and unexpected names. A shape that differs is always refused.
+            checkpoint: a file, a directory, or an index; any format of docs/checkpoints.md. Torch files are read with
+                ``weights_only=True``.
+            strict: refuse missing and unexpected names. False loads what fits. A shape that differs is always refused.
+            low_cpu_mem_mode: only True: nothing is read that is not needed.
+            num_threads: only 1.
 
         Returns:
             ``model``.
@@ -220,18 +275,10 @@ class Booster:
         Raises:
             ValueError: it does not fit; lists every name that does not. Nothing was loaded then, on any rank.
             FileNotFoundError: nothing there.
-            CheckpointError: the file is damaged, or another rank failed.
+            CheckpointError: it is damaged or cannot be read, on every rank.
         """
-        plain = _unwrap(model)
-        # Only shapes are wanted; a sharded model has them without gathering anything.
-        layout = getattr(model, "state_layout", plain.state_dict)
-        expected = layout()
-        tied = files.model_names(plain)
-
-        def read() -> dict[str, Any]:
-            return files.align_model_state(files.read_model(checkpoint), expected, tied, strict)
-
-        model.load_state_dict(files.on_every_rank(read, f"load the model from {checkpoint}"), strict=strict)
+        check_loading(low_cpu_mem_mode, num_threads)
+        self._files.load_model(self._runs.of_model(model), os.fspath(checkpoint), strict)
         return model
 
     def save_optimizer(
@@ -242,45 +289,57 @@ class Booster:
         gather_dtensor: bool = True,
         prefix: str | None = None,
         size_per_shard: int = SIZE_PER_SHARD,
+        use_async: bool = False,
     ) -> None:
-        """Write the full optimizer state, its param groups and the loss scaler as one safetensors file. Collective.
+        """Write the full optimizer state, its param groups and the loss scale. Collective; see :meth:`save_model`.
+
+        Args:
+            optimizer: a boosted optimizer, or a plain one.
+            checkpoint: a safetensors file; with ``shard`` a directory in ColossalAI's layout (torch files).
+            shard: several files with an index; names of parameters and loss scale are in the index.
+            gather_dtensor: only True.
+            prefix: in the files' names, with ``shard`` only.
+            size_per_shard: MB of 2**20 bytes.
+            use_async: as in :meth:`save_model`.
 
         Raises:
-            NotImplementedError: ``shard=True``, ``gather_dtensor=False`` or a ``prefix`` (for several files).
-            ValueError: the path has the ending of a torch pickle.
-            Exception: on rank 0, why the file could not be written; CheckpointError on the others.
+            NotImplementedError: ``gather_dtensor=False``.
+            ValueError: the path has the ending of a torch pickle, a size that is not positive, or a prefix without
+                ``shard``.
+            CheckpointError: on every rank, when one failed; what was there still is.
         """
-        _check_saving(shard, gather_dtensor, size_per_shard)
-        if prefix is not None:
-            refuse("prefix", prefix, "optimizer states are stored by parameter index; leave it None")
-        path = files.target(checkpoint, ".safetensors")
-        state = optimizer.state_dict()
-        shapes = parameter_shapes(optimizer)
-        files.on_rank_zero(lambda: files.write_optimizer(state, shapes, path), f"save the optimizer to {path}")
+        write = optimizer_writer(checkpoint, shard, gather_dtensor, prefix, size_per_shard)
+        run, index = self._runs.of_optimizer(optimizer)
+        self._files.save_optimizer(run, index, write, f"save the optimizer to {checkpoint}", use_async)
 
-    def load_optimizer(self, optimizer: torch.optim.Optimizer, checkpoint: str | Path) -> torch.optim.Optimizer:
-        """Load what ``save_optimizer`` wrote (or a torch file of an optimizer's state). Collective.
+    def load_optimizer(
+        self,
+        optimizer: torch.optim.Optimizer,
+        checkpoint: str | Path,
+        low_cpu_mem_mode: bool = True,
+        num_threads: int = 1,
+    ) -> torch.optim.Optimizer:
+        """Load an optimizer's state of any format. Collective; each rank reads what it needs.
+
+        Parameters are matched by name where the checkpoint has names, otherwise by their order in the groups.
+
+        Args:
+            optimizer: a boosted optimizer.
+            checkpoint: a file, a directory, or an index.
+            low_cpu_mem_mode: only True.
+            num_threads: only 1.
 
         Returns:
             ``optimizer``.
 
         Raises:
-            ValueError: other groups or shapes than the optimizer has. Nothing was loaded then, on any rank.
+            ValueError: other groups, names or shapes than the optimizer has. Nothing was loaded then, on any rank.
             FileNotFoundError: nothing there.
-            CheckpointError: the file is damaged, or another rank failed.
+            CheckpointError: it is damaged or cannot be read, on every rank.
         """
-
-        own = parameter_shapes(optimizer)
-
-        def read() -> dict[str, Any]:
-            state, shapes = files.read_optimizer(checkpoint)
-            files.check_optimizer_state(state, shapes, own)
-            return state
-
-        state = files.on_every_rank(read, f"load the optimizer from {checkpoint}")
-        if "scaler" in state and getattr(optimizer, "scaler", None) is None:
-            del state["scaler"]  # written by an fp16 run, read by one that needs no loss scale
-        optimizer.load_state_dict(state)
+        check_loading(low_cpu_mem_mode, num_threads)
+        run, _ = self._runs.of_optimizer(optimizer)
+        self._files.load_optimizer(run, os.fspath(checkpoint))
         return optimizer
 
     def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:
@@ -288,33 +347,102 @@ class Booster:
 
         Raises:
             ValueError: the path has the ending of a torch pickle.
-            Exception: on rank 0, why the file could not be written; CheckpointError on the others.
+            CheckpointError: on every rank, when rank 0 could not write; what was there still is.
         """
-        path = files.target(checkpoint, ".json")
+        path = target(checkpoint, ".json")
         state = lr_scheduler.state_dict()
-        files.on_rank_zero(lambda: files.write_lr_scheduler(state, path), f"save the lr_scheduler to {path}")
+        self._files.on_rank_zero(lambda: write_lr_scheduler(state, path), f"save the lr_scheduler to {path}")
 
     def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:
         """Load what ``save_lr_scheduler`` wrote (or a torch file of a scheduler's state). Collective.
 
         Raises:
             FileNotFoundError: nothing there.
-            CheckpointError: the file is damaged, or another rank failed.
+            CheckpointError: the file is damaged or cannot be read, on every rank.
         """
         what = f"load the lr_scheduler from {checkpoint}"
-        lr_scheduler.load_state_dict(files.on_every_rank(lambda: files.read_lr_scheduler(checkpoint), what))
+        lr_scheduler.load_state_dict(self._files.everywhere(lambda: read_lr_scheduler(checkpoint), what))
+
+    # -- everything at once
+
+    def save_checkpoint(
+        self,
+        directory: str | os.PathLike[str],
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        lr_scheduler: Any = None,
+        **options: Unpack[SaveOptions],
+    ) -> str:
+        """Save everything of a run as ``directory/<tag>``: weights, masters, optimizer state, loss scale, schedulers,
+        every rank's random number generators and place in its data, and what you add. Collective; all ranks write.
+
+        Args:
+            directory: of checkpoints.
+            model: what boost returned.
+            optimizer: what boost returned with it. Its state is saved in any case.
+            lr_scheduler: one, or a list of them.
+            options: see :class:`SaveOptions`.
+
+        Returns:
+            The checkpoint's path.
+
+        Raises:
+            ValueError: model and optimizer were not boosted together, or something that a checkpoint cannot hold.
+            CheckpointError: on every rank, when one failed; earlier checkpoints are as they were.
+        """
+        saver = self._runs.saver(model, optimizer)
+        return saver.save(directory, lr_schedulers=_several(lr_scheduler), **options)
+
+    def load_checkpoint(
+        self,
+        directory: str | os.PathLike[str],
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        lr_scheduler: Any = None,
+        *,
+        tag: str | None = None,
+        resume: Literal["auto"] | None = None,
+        strict: bool = True,
+    ) -> Restored | None:
+        """Restore what :meth:`save_checkpoint` saved, under any plugin and number of ranks. Collective.
+
+        Args:
+            directory: of checkpoints; or one checkpoint, of any format.
+            model: what boost returned.
+            optimizer: what boost returned with it.
+            lr_scheduler: one, or a list of them, as when saving; ``None`` leaves them.
+            tag: which; the newest if not given.
+            resume: ``"auto"``: the newest whole one; damaged ones are skipped with a notice, and ``None`` is returned
+                where there is none, so that one command starts and resumes a run.
+            strict: names that are missing or unexpected are errors. Shapes always are.
+
+        Returns:
+            Where training was: step, user state and this rank's data position.
+
+        Raises:
+            ValueError: it does not fit (nothing was changed), or ``tag`` and ``resume`` are both given.
+            FileNotFoundError: there is no such checkpoint.
+            CheckpointDamage: bytes are missing or wrong, on every rank.
+        """
+        if resume not in (None, "auto") or (resume is not None and tag is not None):
+            raise ValueError(f"resume={resume!r}, tag={tag!r}: give resume='auto', or a tag, or neither")
+        self._files.wait()
+        saver = self._runs.saver(model, optimizer)
+        return saver.load(directory, resume or tag, strict=strict, lr_schedulers=_several(lr_scheduler))
+
+    def wait(self) -> None:
+        """Return when nothing that this Booster saves asynchronously is being written any more.
+
+        Raises:
+            CheckpointError: one of the saves failed, on every rank.
+        """
+        try:
+            self._files.wait()
+        finally:
+            self._runs.wait()
 
 
-def _unwrap(model: nn.Module) -> nn.Module:
-    unwrap = getattr(model, "unwrap", None)
-    plain: nn.Module = model if unwrap is None else unwrap()
-    return plain
-
-
-def _check_saving(shard: bool, gather_dtensor: bool, size_per_shard: int) -> None:
-    if shard:
-        refuse("shard", shard, "leave it False: the state is written as one file")
-    if not gather_dtensor:
-        refuse("gather_dtensor", gather_dtensor, "leave it True: files hold full tensors")
-    if size_per_shard != SIZE_PER_SHARD:
-        warnings.warn(f"size_per_shard={size_per_shard} has no effect: the state is written as one file", stacklevel=3)
+def _several(lr_scheduler: Any) -> list[Any]:
+    if lr_scheduler is None:
+        return []
+    return list(lr_scheduler) if isinstance(lr_scheduler, list | tuple) else [lr_scheduler]

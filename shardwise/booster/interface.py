@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_value_, get_total_norm
 
-__all__ = ["ModelWrapper", "OptimizerWrapper", "parameter_shapes", "parameters_of", "unwrap_optimizer"]
+__all__ = ["ModelWrapper", "OptimizerWrapper", "own_class", "parameters_of", "unwrap_model", "unwrap_optimizer"]
 
 
 class ModelWrapper(nn.Module):
@@ -61,12 +62,16 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def parameter_shapes(optimizer: torch.optim.Optimizer) -> list[list[tuple[int, ...]]]:
-    """By group, the full shape of every parameter; a sharded optimizer's groups hold parts, so it is asked."""
-    asked = getattr(unwrap_optimizer(optimizer), "parameter_shapes", None)
-    if asked is not None:
-        return [[tuple(shape) for shape in shapes] for shapes in asked()]
-    return [[tuple(parameter.shape) for parameter in group["params"]] for group in optimizer.param_groups]
+def unwrap_model(model: nn.Module) -> nn.Module:
+    """The user's own module, of a boosted model or of a plain one."""
+    unwrap = getattr(model, "unwrap", None)
+    plain: nn.Module = model if unwrap is None else unwrap()
+    return plain
+
+
+def own_class(module: nn.Module) -> type:
+    """The user's class: fully_shard gives a module one of its own, made of ``FSDPModule`` and the user's."""
+    return next(each for each in type(module).__mro__ if not issubclass(each, FSDPModule))
 
 
 def unwrap_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

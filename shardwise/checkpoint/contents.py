@@ -10,26 +10,23 @@ import torch
 
 from shardwise.checkpoint import tree
 from shardwise.checkpoint.format import PIECE_BYTES
+from shardwise.checkpoint.formats.small_values import encode_value, group_record
 from shardwise.checkpoint.pieces import PieceLayout, as_bytes
 from shardwise.checkpoint.randomness import read_generators
-from shardwise.engine.engine import Engine
-from shardwise.engine.fragments import Fragment, Held, TensorShape, split
-from shardwise.engine.optimizer import ShardedOptimizer
+from shardwise.checkpoint.run import Holding, Run, Trainer
+from shardwise.engine.fragments import Fragment, TensorShape, split
 from shardwise.memory.disk_checksum import checksum
-from shardwise.mesh import Mesh
 
-__all__ = ["Contents", "Given", "Scheduler", "Trained", "buffer_digests"]
-
-
-class Trained(Protocol):
-    """What of a session is saved."""
-
-    @property
-    def engine(self) -> Engine: ...
-    @property
-    def optimizers(self) -> tuple[ShardedOptimizer, ...]: ...
-    @property
-    def mesh(self) -> Mesh: ...
+__all__ = [
+    "Contents",
+    "Given",
+    "Scheduler",
+    "buffer_digests",
+    "describe_optimizers",
+    "merge_optimizers",
+    "own_state",
+    "pieces_of",
+]
 
 
 class Scheduler(Protocol):
@@ -54,7 +51,7 @@ class Contents:
     """Of one save on one rank. The random number generators are read when this is made.
 
     Args:
-        session: what is saved.
+        run: what is saved.
         given: what the caller adds.
         first_digests: rank 0's :func:`buffer_digests`; buffers that differ are saved for each rank.
 
@@ -68,9 +65,9 @@ class Contents:
         ValueError: a dtype that a checkpoint cannot hold.
     """
 
-    def __init__(self, session: Trained, given: Given, first_digests: Mapping[str, int]) -> None:
-        self._session, self._given = session, given
-        self._held = Held(session.engine, session.optimizers)
+    def __init__(self, run: Run, given: Given, first_digests: Mapping[str, int]) -> None:
+        self._run, self._given = run, given
+        self._held = run.held()
         self.own, self.shapes, self._tensors = self._collect(first_digests)
         self._plan = self._held.plan(PIECE_BYTES)
         self.layout = PieceLayout([*self._plan.fragments, *(fragment for fragment, _ in self._tensors)])
@@ -86,13 +83,12 @@ class Contents:
         self, first_digests: Mapping[str, int]
     ) -> tuple[dict[str, Any], dict[str, TensorShape], list[tuple[Fragment, torch.Tensor]]]:
         """What this rank adds to what the engine's plan holds."""
-        mesh, rank, held = self._session.mesh, self._session.mesh.rank, self._held
+        rank, held = self._run.rank, self._held
         tensors: dict[str, torch.Tensor] = {}
         state: dict[str, Any] = {
-            "rng": tree.encode(read_generators(mesh.device), tensors, f"rng/{rank}"),
+            "rng": tree.encode(read_generators(self._run.device), tensors, f"rng/{rank}"),
             "data_position": tree.encode(self._given.data_position, tensors, f"data_position/{rank}"),
-            "small": [_encode_small(held.small_state(each)) for each in self._session.optimizers],
-            "keys": [_keys(each) for each in self._session.optimizers],
+            **own_state(held, self._run.optimizers),
         }
         differing = [name for name, digest in buffer_digests(held).items() if first_digests.get(name) != digest]
         state["buffers"] = {name: f"buffers/{rank}/{name}" for name in differing}
@@ -108,72 +104,82 @@ class Contents:
         shapes |= {name: TensorShape(tuple(value.shape), value.dtype) for name, value in full.items()}
         if rank == 0:
             full |= {f"model/{name}": value for name, value in held.buffers().items()}
-        parts = []
-        for name, value in full.items():
-            flat = _flat(value)
-            for piece in split(Fragment(name, tuple(value.shape), value.dtype, 0, flat.numel()), PIECE_BYTES):
-                parts.append((piece, flat[piece.start : piece.start + piece.numel]))
-        return state, shapes, parts
+        return state, shapes, pieces_of(full, PIECE_BYTES)
 
     def _describe(self) -> dict[str, Any]:
         """The part of the state that is the same on every rank."""
-        session, held = self._session, self._held
-        optimizers = []
-        for each in session.optimizers:
-            groups = []
-            for names, group in zip(held.group_names(each), each.param_groups, strict=True):
-                tensors: dict[str, torch.Tensor] = {}
-                options = tree.encode({k: v for k, v in group.items() if k != "params"}, tensors)
-                groups.append({"params": names, "options": options, "tensors": tree.inline(tensors)})
-            optimizers.append({"class": type(each.optimizer).__name__, "groups": groups})
-        scaler = session.optimizers[0].scaler if session.optimizers else None
-        mesh = session.mesh
+        run, held = self._run, self._held
+        scaler = run.optimizers[0].scaler if run.optimizers else None
         return {
             "step": self._given.step,
             "updates": self._given.updates,
-            "optimizers": optimizers,
+            "optimizers": describe_optimizers(held, run.optimizers),
             "aliases": held.aliases(),
             "compute_dtype": {n: str(d).removeprefix("torch.") for n, d in held.compute_dtypes().items()},
             "scaler": None if scaler is None else scaler.state_dict(),
-            "world": {"size": mesh.size, "shard": mesh.shard.size, "replicate": mesh.replicate.size},
+            "world": dict(run.world()),
         }
 
     def assemble(self, own: list[dict[str, Any]]) -> dict[str, Any]:
         """The state of the checkpoint from all ranks' ``own``."""
         state = dict(self._common)
-        optimizers = []
-        for index, entry in enumerate(state["optimizers"]):
-            small: dict[str, Any] = {}
-            for part in own:
-                for name, values in part["small"][index].items():
-                    small.setdefault(name, {}).update(values)
-            keys = list(dict.fromkeys(key for part in own for key in part["keys"][index]))
-            optimizers.append({**entry, "small": small, "keys": keys})
+        optimizers = merge_optimizers(state["optimizers"], own)
         first = {key: own[0][key] for key in ("lr_schedulers", "user_state", "extra")}
         by_rank = {key: [part[key] for part in own] for key in ("rng", "data_position", "buffers")}
         return {**state, "optimizers": optimizers, **first, **by_rank}
+
+
+def own_state(held: Holding, optimizers: Sequence[Trainer]) -> dict[str, Any]:
+    """This rank's part of the optimizers' state that is not element-wise, and the keys of all of it, as JSON."""
+    small = []
+    for each in optimizers:
+        found = held.small_state(each)
+        small.append({n: {key: encode_value(value) for key, value in entry.items()} for n, entry in found.items()})
+    return {"small": small, "keys": [_keys(each) for each in optimizers]}
+
+
+def describe_optimizers(held: Holding, optimizers: Sequence[Trainer]) -> list[dict[str, Any]]:
+    """Classes and parameter groups, the same on every rank."""
+    found = []
+    for each in optimizers:
+        groups = zip(held.group_names(each), each.param_groups, strict=True)
+        found.append(
+            {"class": type(each.optimizer).__name__, "groups": [group_record(names, group) for names, group in groups]}
+        )
+    return found
+
+
+def merge_optimizers(described: Sequence[dict[str, Any]], own: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The optimizers' records from :func:`describe_optimizers` and all ranks' :func:`own_state`."""
+    optimizers = []
+    for index, entry in enumerate(described):
+        small: dict[str, Any] = {}
+        for part in own:
+            for name, values in part["small"][index].items():
+                small.setdefault(name, {}).update(values)
+        keys = list(dict.fromkeys(key for part in own for key in part["keys"][index]))
+        optimizers.append({**entry, "small": small, "keys": keys})
+    return optimizers
+
+
+def pieces_of(tensors: Mapping[str, torch.Tensor], most_bytes: int) -> list[tuple[Fragment, torch.Tensor]]:
+    """Whole tensors of this rank as fragments of at most ``most_bytes``, each with its values."""
+    parts = []
+    for name, value in tensors.items():
+        flat = _flat(value)
+        for piece in split(Fragment(name, tuple(value.shape), value.dtype, 0, flat.numel()), most_bytes):
+            parts.append((piece, flat[piece.start : piece.start + piece.numel]))
+    return parts
 
 
 def _flat(value: torch.Tensor) -> torch.Tensor:
     return value.detach().reshape(-1).cpu().contiguous()
 
 
-def buffer_digests(held: Held) -> dict[str, int]:
+def buffer_digests(held: Holding) -> dict[str, int]:
     """By buffer, so that ranks see whose differ."""
     return {name: checksum(as_bytes(_flat(value))) if value.numel() else 0 for name, value in held.buffers().items()}
 
 
-def _keys(optimizer: ShardedOptimizer) -> list[str]:
+def _keys(optimizer: Trainer) -> list[str]:
     return list(dict.fromkeys(key for state in optimizer.state.values() for key in state))
-
-
-def _encode_small(small: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    return {name: {key: _encode_number(value) for key, value in entry.items()} for name, entry in small.items()}
-
-
-def _encode_number(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        values = tree.encode(value.detach().reshape(-1).tolist(), {})
-        packed: dict[str, Any] = {"dtype": str(value.dtype).removeprefix("torch.")}
-        return packed | ({"value": values[0]} if value.dim() == 0 else {"shape": list(value.shape), "value": values})
-    return tree.encode(value, {})

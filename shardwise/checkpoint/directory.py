@@ -16,7 +16,7 @@ from typing import Any
 
 from shardwise.checkpoint.file_system import DISK
 from shardwise.checkpoint.files import CheckpointError
-from shardwise.checkpoint.format import MANIFEST, Head, read_head
+from shardwise.checkpoint.format import MANIFEST, Head, has_pieces, read_head
 from shardwise.checkpoint.source import CheckpointDamage
 from shardwise.memory.disk_errors import explain
 
@@ -28,7 +28,7 @@ _HIDDEN = re.compile(r"\.(?P<tag>.+)\.(?P<kind>saving|replaced|purged)-[0-9a-f]{
 
 @dataclass(frozen=True)
 class Found:
-    """A complete checkpoint; ``head`` is ``None`` (and ``damage`` says why) where its manifest is unreadable."""
+    """A checkpoint; ``head`` is ``None`` (and ``damage`` says why) where its manifest is damaged or gone."""
 
     tag: str
     path: str
@@ -46,7 +46,11 @@ def check_tag(tag: str) -> str:
 
 
 def scan(root: str) -> list[Found]:
-    """The checkpoints in ``root``, newest first; those without a readable head come last. Reads the heads only."""
+    """The checkpoints in ``root``, newest first. Reads the manifests only.
+
+    Those whose manifest is damaged come before all others: each of them may be the newest. Of two with one number the
+    one that is not where it was saved comes first: a copy of the other, or its manifest is not its own.
+    """
     try:
         names = sorted(os.listdir(root))
     except (FileNotFoundError, NotADirectoryError):
@@ -59,13 +63,24 @@ def scan(root: str) -> list[Found]:
     found = []
     for tag, name in places.items():
         path = os.path.join(root, name)
-        if not os.path.isdir(path) or not os.path.exists(os.path.join(path, MANIFEST)):
+        if not _is_ours(path):
             continue
         try:
             found.append(Found(tag, path, read_head(path)))
         except CheckpointDamage as error:
             found.append(Found(tag, path, None, str(error)))
-    return sorted(found, key=lambda each: (each.head is not None, each.head.serial if each.head else 0), reverse=True)
+        except FileNotFoundError:
+            continue  # another process removed it meanwhile
+    return sorted(found, key=_age, reverse=True)
+
+
+def _age(found: Found) -> tuple[bool, int, bool]:
+    return (True, 0, False) if found.head is None else (False, found.head.serial, found.head.tag != found.tag)
+
+
+def _is_ours(path: str) -> bool:
+    """Whether a checkpoint, or what is left of one, is at ``path``."""
+    return os.path.isdir(path) and (os.path.exists(os.path.join(path, MANIFEST)) or has_pieces(path))
 
 
 class CheckpointRoot:
@@ -74,10 +89,11 @@ class CheckpointRoot:
     Args:
         root: made where it is missing.
         files: the file system.
+        latest: whether a file ``latest`` names the newest checkpoint.
     """
 
-    def __init__(self, root: str, files: Any = DISK) -> None:
-        self.root, self._files = root, files
+    def __init__(self, root: str, files: Any = DISK, latest: bool = True) -> None:
+        self.root, self._files, self._latest = root, files, latest
         self._lock: int | None = None
 
     def _hidden(self, tag: str, kind: str) -> str:
@@ -93,14 +109,16 @@ class CheckpointRoot:
         os.makedirs(self.root, exist_ok=True)
         self.recover()
         final = os.path.join(self.root, check_tag(tag))
-        if os.path.lexists(final) and not os.path.exists(os.path.join(final, MANIFEST)):
+        if os.path.lexists(final) and not _is_ours(final):
             raise ValueError(f"{final} exists and is not a checkpoint; choose another tag, or move it away")
-        serials = [each.head.serial for each in scan(self.root) if each.head is not None]
+        there = scan(self.root)
+        serials = [each.head.serial for each in there if each.head is not None]
+        unknown = len(there) - len(serials)  # a manifest that cannot be read today may be tomorrow, and is older then
         hidden = self._hidden(tag, "saving")
         self._files.make_directory(hidden)
         # The lock tells others that this is no leftover; the system drops it when the process ends.
         self._lock = self._files.lock_directory(hidden)
-        return hidden, max(serials, default=0) + 1
+        return hidden, max(serials, default=0) + unknown + 1
 
     def recover(self) -> None:
         """Finish or undo what a killed process left."""
@@ -163,6 +181,8 @@ class CheckpointRoot:
 
     def point_latest(self, tag: str) -> None:
         """``latest`` names ``tag``: for people and scripts; what is newest is found by :func:`scan`."""
+        if not self._latest:
+            return
         partial = os.path.join(self.root, f".{LATEST}.partial")
         self._files.write_file(partial, f"{tag}\n".encode())
         self._files.rename(partial, os.path.join(self.root, LATEST))

@@ -1,13 +1,14 @@
 """The manifest of a checkpoint directory: what is where, and the checksum of each part; docs/checkpoint-format.md.
 
 ``manifest.json`` is one JSON object in three parts by line: the first line holds the head (version, tag, serial, step),
-so that a scan need not read more; the last one holds the checksum of all bytes before it.
+so that a scan need not parse more; the last one holds the checksum of all bytes before it.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,7 @@ __all__ = [
     "PieceFact",
     "decode_manifest",
     "encode_manifest",
+    "has_pieces",
     "hexadecimal",
     "merge_pieces",
     "read_head",
@@ -58,7 +60,7 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.complex64: "C64",
 }
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAMES}
-_HEAD_BYTES = 1 << 16
+_PIECES = re.compile(r"pieces-\d+(-\d+)?\.safetensors")
 
 
 def hexadecimal(data: bytes | memoryview) -> str:
@@ -145,12 +147,7 @@ def _last_line(content: bytes) -> bytes:
 
 def decode_manifest(content: bytes, path: str) -> Manifest:
     """Raises CheckpointDamage naming ``path``, ValueError for a version that this one cannot read."""
-    body = content[: content.rfind(b"\n", 0, -1) + 1]
-    if not body or content[len(body) :] != _last_line(body):
-        raise CheckpointDamage(
-            f"{path}: its {len(content)} bytes do not have the checksum that was written; it is damaged: load another "
-            "checkpoint (resume='auto' finds the newest whole one)"
-        )
+    _check_last_line(content, path)
     data = json.loads(content)
     if data["format"] != FORMAT or data["version"] != VERSION:
         raise ValueError(
@@ -165,39 +162,62 @@ def decode_manifest(content: bytes, path: str) -> Manifest:
     return manifest
 
 
-def read_manifest(directory: str) -> Manifest:
-    """The manifest of a checkpoint directory.
+def _check_last_line(content: bytes, path: str) -> None:
+    body = content[: content.rfind(b"\n", 0, -1) + 1]
+    if not body or content[len(body) :] != _last_line(body):
+        raise CheckpointDamage(
+            f"{path}: its {len(content)} bytes do not have the checksum that was written; it is damaged: load another "
+            "checkpoint (resume='auto' finds the newest whole one)"
+        )
 
-    Raises:
-        FileNotFoundError: there is none.
-        CheckpointDamage: it is damaged, or cannot be read.
-    """
+
+def has_pieces(directory: str) -> bool:
+    """Whether files of a checkpoint lie there, even if its manifest is gone."""
+    try:
+        return any(_PIECES.fullmatch(name) for name in os.listdir(directory))
+    except OSError:
+        return False
+
+
+def _read(directory: str) -> tuple[bytes, str]:
     path = os.path.join(directory, MANIFEST)
     try:
         with open(path, "rb") as file:
-            content = file.read()
+            return file.read(), path
     except (FileNotFoundError, NotADirectoryError):
+        if has_pieces(directory):
+            raise CheckpointDamage(
+                f"{path} is missing, the files that it describes are there: load another checkpoint"
+            ) from None
         raise FileNotFoundError(
             f"{directory} is no checkpoint directory: it has no {MANIFEST}; check the path"
         ) from None
     except OSError as error:
         raise CheckpointDamage(f"{path} cannot be read: {error}") from error
-    return decode_manifest(content, path)
+
+
+def read_manifest(directory: str) -> Manifest:
+    """The manifest of a checkpoint directory.
+
+    Raises:
+        FileNotFoundError: there is none.
+        CheckpointDamage: it is damaged, missing beside the files that it describes, or cannot be read.
+    """
+    return decode_manifest(*_read(directory))
 
 
 def read_head(directory: str) -> Head:
-    """The first line only, not protected by the checksum.
+    """What its first line says; a flipped digit there would make another checkpoint the newest, so all is checked.
 
     Raises:
-        CheckpointDamage: it cannot be read or understood.
+        FileNotFoundError, CheckpointDamage: as :func:`read_manifest` does.
     """
-    path = os.path.join(directory, MANIFEST)
+    content, path = _read(directory)
+    _check_last_line(content, path)
     try:
-        with open(path, "rb") as file:
-            line = file.read(_HEAD_BYTES).split(b"\n")[0]
-        data = json.loads(line.rstrip(b",") + b"}")
+        data = json.loads(content.split(b"\n", 1)[0].rstrip(b",") + b"}")
         return Head(str(data["tag"]), int(data["serial"]), int(data["step"]))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise CheckpointDamage(f"{path} does not begin as a manifest ({type(error).__name__}: {error})") from error
 
 

@@ -3,59 +3,78 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from shardwise.checkpoint import tree
 from shardwise.checkpoint.format import PIECE_BYTES
+from shardwise.checkpoint.formats.small_values import decode_value
 from shardwise.checkpoint.read import NativeSource
+from shardwise.checkpoint.run import Holding
 from shardwise.checkpoint.source import CheckpointSource
-from shardwise.engine.fragments import Held, Stored
+from shardwise.engine.fragments import Stored
 
-__all__ = ["Match"]
+__all__ = ["Match", "Wanted"]
+
+Wanted = Literal["all", "model", "optimizer"]
 
 
 class Match:
-    """How a checkpoint's names fit a session's.
+    """How a checkpoint's names fit a run's.
 
     Args:
         source: the checkpoint.
-        held: the session's names.
+        held: the run's names.
         strict: whether missing and unexpected names are errors.
+        wanted: compare (and then load) everything, or only the model, or only the optimizers.
 
     Raises:
         ValueError: names or shapes do not fit; all of them are listed.
     """
 
-    def __init__(self, source: CheckpointSource, held: Held, strict: bool) -> None:
+    def __init__(self, source: CheckpointSource, held: Holding, strict: bool, wanted: Wanted = "all") -> None:
         self.source, self.held, self.state = source, held, source.state()
+        self.wanted = wanted
         self.facts = source.tensors()
         self.missing: list[str] = []
         self.unexpected: list[str] = []
         self._wrong: list[str] = []
         self._aliases: dict[str, str] = self.state.get("aliases", {})
+        self._shapes = {name: shape.shape for name, shape in held.model_shapes().items()}
+        self._known = self._names_in_source()
         self.stored_name: dict[str, str | None] = {names[0]: self._stored(names) for names in held.names}
         """By the name of a parameter here, that in the checkpoint."""
-        self._match_model()
-        self._entries = self._match_optimizers()
-        self.optimizers = self._match_groups()
+        self._entries: dict[str, dict[str, Any]] = {}
+        self.optimizers: list[int] = []
+        if wanted != "optimizer":
+            self._match_model()
+        if wanted != "model":
+            self._entries = self._match_optimizers()
+            self.optimizers = self._match_groups()
         if self._wrong or (strict and (self.missing or self.unexpected)):
-            lists = [("missing from the checkpoint", self.missing), ("not in the model", self.unexpected)]
+            ours = "optimizer" if wanted == "optimizer" else "model"
+            lists = [("missing from the checkpoint", self.missing), (f"not in the {ours}", self.unexpected)]
             lines = [f"{what}: {', '.join(names)}" for what, names in lists if names and strict]
             listed = "\n  ".join([*lines, *self._wrong])
-            advice = "" if self._wrong else "\npass strict=False to load what fits"
+            advice = "" if self._wrong or wanted == "optimizer" else "\npass strict=False to load what fits"
             raise ValueError(f"the checkpoint does not fit, nothing was loaded:\n  {listed}{advice}")
+
+    def _names_in_source(self) -> set[str]:
+        """Of parameters: of the model, or of the optimizers where only those are wanted."""
+        if self.wanted != "optimizer":
+            return {name.removeprefix("model/") for name in self.facts if name.startswith("model/")}
+        listed = {n for saved in self.state.get("optimizers", []) for g in saved["groups"] for n in g["params"]}
+        return listed | {name.split("/", 2)[2].rpartition("/")[0] for name in self.facts if _is_state(name)}
 
     def _stored(self, names: Sequence[str]) -> str | None:
         known = (self._aliases.get(name, name) for name in names)
-        return next((name for name in known if f"model/{name}" in self.facts), None)
+        return next((name for name in known if name in self._known), None)
 
     def _match_model(self) -> None:
         expected = set()
-        for index, names in enumerate(self.held.names):
+        for names in self.held.names:
             stored = self.stored_name[names[0]]
-            shape = tuple(self.held.engine.layout.facts[index].shape)
+            shape = tuple(self._shapes[names[0]])
             if stored is None:
                 self.missing.append(names[0])
             else:
@@ -75,36 +94,49 @@ class Match:
         there = (name.removeprefix("model/") for name in self.facts if name.startswith("model/"))
         self.unexpected += [name for name in there if name not in expected]
 
-    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+    def _check(self, name: str, shape: tuple[int, ...], owner: str = "model") -> None:
         if self.facts[name].shape != shape:
-            self._wrong.append(f"{name}: {self.facts[name].shape} in the checkpoint, {shape} in the model")
+            self._wrong.append(f"{name}: {self.facts[name].shape} in the checkpoint, {shape} in the {owner}")
 
     def _match_optimizers(self) -> dict[str, dict[str, Any]]:
         """Optimizer state by the parameter's name in the checkpoint."""
         entries: dict[str, dict[str, Any]] = {}
         for saved in self.state.get("optimizers", []):
             for name, small in saved["small"].items():
-                entries.setdefault(name, {}).update({key: _decode_number(value) for key, value in small.items()})
+                entries.setdefault(name, {}).update({key: decode_value(value) for key, value in small.items()})
         for full in self.facts:
-            if full.startswith("optimizer/"):
+            if _is_state(full):
                 name, _, key = full.split("/", 2)[2].rpartition("/")
                 entries.setdefault(name, {})[key] = Stored(full, self.facts[full].dtype)
         if self.held.optimizers:
             own = {}
             for each in self.held.optimizers:
                 for name in (name for names in self.held.group_names(each) for name in names):
-                    own[self.stored_name[name]] = self.held.engine.layout.facts[self._index(name)].shape
+                    own[self.stored_name[name]] = self._shapes[name]
             self.unexpected += [f"optimizer state of {name}" for name in entries if name not in own]
             for name, entry in entries.items():
-                for value in entry.values():
+                for key, value in entry.items():
                     if isinstance(value, Stored) and name in own:
-                        self._check(value.name, tuple(own[name]))
+                        entry[key] = self._fitting(value, name, tuple(own[name]))
         order = list(dict.fromkeys(key for saved in self.state.get("optimizers", []) for key in saved["keys"]))
         place = {key: index for index, key in enumerate(order)}
         return {n: dict(sorted(e.items(), key=lambda item: place.get(item[0], len(place)))) for n, e in entries.items()}
 
-    def _index(self, name: str) -> int:
-        return next(index for index, names in enumerate(self.held.names) if names[0] == name)
+    def _fitting(self, value: Stored, name: str, shape: tuple[int, ...]) -> Any:
+        """State that is element-wise; or, where whole parameters are trained and this one is known to have had the same
+        shape, state of another shape (rows and columns of a factored one), which is read."""
+        fact = self.facts[value.name]
+        if fact.shape != shape and getattr(self.held, "other_shapes", False) and self._shape_then(name) == shape:
+            return self.source.read(value.name, 0, fact.numel).reshape(fact.shape)
+        self._check(value.name, shape, "optimizer")
+        return value
+
+    def _shape_then(self, name: str) -> tuple[int, ...] | None:
+        for saved in self.state.get("optimizers", []):
+            for group in saved["groups"]:
+                if name in group["params"] and "shapes" in group:
+                    return tuple(group["shapes"][group["params"].index(name)])
+        return None
 
     def _match_groups(self) -> list[int]:
         """Indices of the optimizers that the checkpoint has, with the same groups."""
@@ -137,9 +169,9 @@ class Match:
         return None if stored is None else self._entries.get(stored)
 
     def tensor_of(self, name: str) -> str | None:
-        """The tensor that holds a parameter here."""
+        """The tensor that holds a parameter here; ``None`` leaves it as it is."""
         stored = self.stored_name[name]
-        return None if stored is None else f"model/{stored}"
+        return None if stored is None or self.wanted == "optimizer" else f"model/{stored}"
 
     def fill(self, name: str, start: int, out: torch.Tensor) -> None:
         """See :data:`shardwise.engine.fragments.Fill`."""
@@ -155,8 +187,5 @@ class Match:
             at = stop
 
 
-def _decode_number(value: Any) -> Any:
-    if isinstance(value, dict) and "dtype" in value and "value" in value:
-        plain = tree.decode(value["value"], {})
-        return torch.tensor(plain, dtype=getattr(torch, value["dtype"])).reshape(value.get("shape", ()))
-    return tree.decode(value, {})
+def _is_state(name: str) -> bool:
+    return name.startswith("optimizer/")

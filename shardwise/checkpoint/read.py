@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import os
-from collections import OrderedDict
-from collections.abc import Mapping
+from collections import OrderedDict, deque
+from collections.abc import Generator, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -19,14 +21,19 @@ from shardwise.memory.disk_checksum import checksum
 __all__ = ["NativeSource", "verify"]
 
 CACHED_PIECES = 4  # of which a part was asked for; the next part comes soon
-AHEAD_BYTES = 64 << 20
+AHEAD_PIECES = 3  # read by the other thread while one is checked
+THREAD_BYTES = 1 << 18  # smaller pieces are not worth handing over
+
+Part = tuple[str, PieceFact, Bytes]
+"""A whole piece of the tensor of that name, and where its bytes go."""
 
 
 class NativeSource:
     """A directory that :func:`save_checkpoint` wrote; see :class:`shardwise.checkpoint.source.CheckpointSource`.
 
     Only pieces that overlap what is asked for are read, each whole, because a checksum covers a piece: at most two of
-    ``PIECE_BYTES`` beyond the range itself. Those of which only a part was asked for are kept (four at most).
+    ``PIECE_BYTES`` beyond the range itself. Those of which only a part was asked for are kept (four at most). A thread
+    reads the next pieces while one is checked.
 
     Raises:
         FileNotFoundError: no checkpoint there.
@@ -38,12 +45,12 @@ class NativeSource:
         self.manifest: Manifest = read_manifest(self.directory)
         self._files: dict[int, int] = {}
         self._cache: OrderedDict[tuple[int, int], Bytes] = OrderedDict()
-        self._ahead: dict[int, int] = {}
+        self._reader: ThreadPoolExecutor | None = None
         self.bytes_read = 0
-        for number, fact in enumerate(self.manifest.files):
-            problem = self._wrong_size(fact)
-            if problem:
-                raise CheckpointDamage(f"{problem} (it holds {self._first_in(number)}); load another checkpoint")
+        wrong = [(self._wrong_size(fact), self._first_in(number)) for number, fact in enumerate(self.manifest.files)]
+        problems = [f"{problem} (it holds {name})" for problem, name in wrong if problem]
+        if problems:
+            raise CheckpointDamage(f"{'; '.join(problems)}; load another checkpoint")
 
     # ---- the protocol
 
@@ -70,22 +77,28 @@ class NativeSource:
         place, itemsize = as_bytes(out), fact.dtype.itemsize
         pieces = self.manifest.pieces[name]
         index = bisect.bisect_right(pieces, start, key=lambda piece: piece.start) - 1
+        whole: list[Part] = []
         while index < len(pieces) and pieces[index].start < start + numel:
             piece = pieces[index]
             first, last = max(piece.start, start), min(piece.start + piece.numel, start + numel)
             into = place[(first - start) * itemsize : (last - start) * itemsize]
             if last - first == piece.numel:
-                self._read_piece(name, piece, into)
+                whole.append((name, piece, into))
             else:
                 data = self._cached(name, piece, piece.numel * itemsize)
                 into[:] = data[(first - piece.start) * itemsize : (last - piece.start) * itemsize]
             index += 1
+        self._read_all(whole)
 
     def close(self) -> None:
         files, self._files = self._files, {}
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.shutdown()
         self._cache.clear()
         for fd in files.values():
-            os.close(fd)
+            with contextlib.suppress(OSError):  # all that was read was checked; an error here would be one rank's only
+                os.close(fd)
 
     def __enter__(self) -> NativeSource:
         return self
@@ -120,8 +133,11 @@ class NativeSource:
             except OSError as error:
                 raise CheckpointDamage(f"{path} cannot be opened: {error.strerror}") from error
             self._files[file] = fd
+            # The kernel reads further ahead then; to ask it for the next 64 MiB is slower, since that call waits.
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
             header = np.empty(fact.header_bytes, dtype=np.uint8)
             self._fill(file, fd, header, 0, "its header")
+            self.bytes_read += header.nbytes
             if hexadecimal(header.data) != fact.header_checksum:
                 raise CheckpointDamage(
                     f"{path}: the header ({fact.header_bytes} bytes, which name {self._first_in(file)} and others) is "
@@ -139,32 +155,63 @@ class NativeSource:
             if done == 0:
                 raise CheckpointDamage(f"{self._path(file)} ends before {what}; load another checkpoint")
             at += done
+
+    def _read_all(self, parts: Iterable[Part]) -> None:
+        """Raises CheckpointDamage for the first that is not as it was written."""
+        with contextlib.closing(self._read_and_check(parts)) as problems:
+            for problem in problems:
+                if problem is not None:
+                    raise problem
+
+    def _read_and_check(self, parts: Iterable[Part]) -> Generator[CheckpointDamage | None, None, None]:
+        """What is wrong with each of ``parts``, in order; all reads have ended when this has."""
+        pending: deque[tuple[Part, Future[None]]] = deque()
+        try:
+            for part in parts:
+                pending.append((part, self._begin(part)))
+                if len(pending) > AHEAD_PIECES:
+                    yield self._check(*pending.popleft())
+            while pending:
+                yield self._check(*pending.popleft())
+        finally:
+            for _, read in pending:
+                read.exception()  # nothing may still be written into memory that the caller uses again
+
+    def _begin(self, part: Part) -> Future[None]:
+        name, piece, place = part
+        read: Future[None] = Future()
+        try:
+            fd = self._open(piece.file)
+            if place.nbytes >= THREAD_BYTES:
+                if self._reader is None:
+                    self._reader = ThreadPoolExecutor(1, "shardwise checkpoint reader")
+                return self._reader.submit(self._fill, piece.file, fd, place, piece.offset, name)
+            self._fill(piece.file, fd, place, piece.offset, name)
+            read.set_result(None)
+        except CheckpointDamage as error:
+            read.set_exception(error)
+        return read
+
+    def _check(self, part: Part, read: Future[None]) -> CheckpointDamage | None:
+        name, piece, place = part
+        try:
+            read.result()
+        except CheckpointDamage as error:
+            return error
         self.bytes_read += place.nbytes
-
-    def _read_piece(self, name: str, piece: PieceFact, place: Bytes) -> None:
-        fd = self._open(piece.file)
+        if f"{checksum(place):016x}" == piece.checksum:
+            return None
         end = piece.offset + place.nbytes
-        self._read_ahead(piece.file, fd, piece.offset, end)
-        self._fill(piece.file, fd, place, piece.offset, name)
-        if f"{checksum(place):016x}" != piece.checksum:
-            raise CheckpointDamage(
-                f"{self._path(piece.file)}: bytes {piece.offset} to {end} (elements {piece.start} to "
-                f"{piece.start + piece.numel} of {name}) are not what was written; load another checkpoint"
-            )
-
-    def _read_ahead(self, file: int, fd: int, start: int, end: int) -> None:
-        """Let the disk work while pieces are copied and checked; it is told in steps, each byte once."""
-        told = self._ahead.get(file, 0)
-        if told < end + AHEAD_BYTES // 2:
-            first = max(start, told)
-            self._ahead[file] = end + AHEAD_BYTES
-            os.posix_fadvise(fd, first, end + AHEAD_BYTES - first, os.POSIX_FADV_WILLNEED)
+        return CheckpointDamage(
+            f"{self._path(piece.file)}: bytes {piece.offset} to {end} (elements {piece.start} to "
+            f"{piece.start + piece.numel} of {name}) are not what was written; load another checkpoint"
+        )
 
     def _cached(self, name: str, piece: PieceFact, nbytes: int) -> Bytes:
         key = (piece.file, piece.offset)
         if key not in self._cache:
             data = np.empty(nbytes, dtype=np.uint8)
-            self._read_piece(name, piece, data)
+            self._read_all([(name, piece, data)])
             while len(self._cache) >= CACHED_PIECES:
                 self._cache.popitem(last=False)
             self._cache[key] = data
@@ -181,12 +228,12 @@ class NativeSource:
                 self._open(number)
             except CheckpointDamage as error:
                 found.append(str(error))
-        for name, fact in self.manifest.tensors.items():
-            for piece in self.manifest.pieces.get(name, ()):
-                try:
-                    self._read_piece(name, piece, np.empty(piece.numel * fact.dtype.itemsize, dtype=np.uint8))
-                except CheckpointDamage as error:
-                    found.append(str(error))
+        parts = (
+            (name, piece, np.empty(piece.numel * fact.dtype.itemsize, dtype=np.uint8))
+            for name, fact in self.manifest.tensors.items()
+            for piece in self.manifest.pieces.get(name, ())
+        )
+        found += [str(problem) for problem in self._read_and_check(parts) if problem is not None]
         return found
 
 

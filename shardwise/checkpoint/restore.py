@@ -11,16 +11,17 @@ import torch
 
 from shardwise.checkpoint import tree
 from shardwise.checkpoint.directory import scan
-from shardwise.checkpoint.format import MANIFEST
+from shardwise.checkpoint.format import MANIFEST, has_pieces
 from shardwise.checkpoint.formats.detect import detect_format, open_checkpoint
+from shardwise.checkpoint.formats.small_values import group_options
 from shardwise.checkpoint.match import Match
 from shardwise.checkpoint.randomness import restore_generators, spread_generators
 from shardwise.checkpoint.read import NativeSource
+from shardwise.checkpoint.run import Run, as_run
 from shardwise.checkpoint.source import CheckpointDamage, CheckpointSource
 from shardwise.checkpoint.write import agree
-from shardwise.engine.fragments import Held
 
-__all__ = ["Restored", "put_back", "restore"]
+__all__ = ["Restored", "StateTensors", "put_back", "put_options", "read_others", "restore"]
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Restored:
 
 def _candidates(root: str, tag: str | None) -> list[str]:
     """Directories to try, in order. Raises FileNotFoundError, CheckpointDamage (unreadable heads without "auto")."""
-    if os.path.exists(os.path.join(root, MANIFEST)):
+    if os.path.exists(os.path.join(root, MANIFEST)) or has_pieces(root):
         if tag in (None, "auto"):
             return [root]
         raise ValueError(f"{root} is a checkpoint itself, and tag={tag!r} was given: leave the tag out")
@@ -83,9 +84,9 @@ def _candidates(root: str, tag: str | None) -> list[str]:
     return [found[0].path]
 
 
-def restore(session: Any, root: str, tag: str | None, strict: bool, lr_schedulers: Sequence[Any]) -> Restored | None:
+def restore(run: Run, root: str, tag: str | None, strict: bool, lr_schedulers: Sequence[Any]) -> Restored | None:
     """See :meth:`shardwise.checkpoint.session.Checkpointer.load`."""
-    rank, gather = session.mesh.rank, session.mesh.world.exchange_object
+    rank, gather = run.rank, run.gather
 
     def choose() -> list[str]:
         try:
@@ -99,7 +100,7 @@ def restore(session: Any, root: str, tag: str | None, strict: bool, lr_scheduler
     skipped: list[str] = []
     for path in paths:
         try:
-            return _restore_one(session, path, strict, lr_schedulers, tuple(skipped))
+            return _restore_one(run, path, strict, lr_schedulers, tuple(skipped))
         except CheckpointDamage as error:
             if tag != "auto":
                 raise
@@ -111,7 +112,7 @@ def restore(session: Any, root: str, tag: str | None, strict: bool, lr_scheduler
     return None
 
 
-class _StateTensors(Mapping[str, torch.Tensor]):
+class StateTensors(Mapping[str, torch.Tensor]):
     """Tensors that the JSON state refers to, read when asked for."""
 
     def __init__(self, source: CheckpointSource) -> None:
@@ -128,21 +129,19 @@ class _StateTensors(Mapping[str, torch.Tensor]):
         return sum(1 for _ in self)
 
 
-def _restore_one(
-    session: Any, path: str, strict: bool, lr_schedulers: Sequence[Any], skipped: tuple[str, ...]
-) -> Restored:
-    rank, gather = session.mesh.rank, session.mesh.world.exchange_object
+def _restore_one(run: Run, path: str, strict: bool, lr_schedulers: Sequence[Any], skipped: tuple[str, ...]) -> Restored:
+    rank, gather = run.rank, run.gather
     opened: list[CheckpointSource] = []
 
     def look() -> tuple[Match, _Rest]:
         native = os.path.exists(os.path.join(path, MANIFEST))
         opened.append(NativeSource(path) if native else open_checkpoint(path))
-        match = Match(opened[0], Held(session.engine, session.optimizers), strict)
-        return match, _Rest(session, match, lr_schedulers)
+        match = Match(opened[0], run.held(), strict)
+        return match, _Rest(run, match, lr_schedulers)
 
     try:
         (match, rest), _ = agree(gather, rank, f"load {path}", look, share=False)
-        put_back(session, match, path)
+        put_back(run, match, path)
         agree(gather, rank, f"load the rest of {path}", rest.put_back, share=False)
     finally:
         for source in opened:
@@ -154,7 +153,7 @@ def _restore_one(
         head.step if head is not None else int(match.state.get("step", 0) or 0),
         int(match.state.get("updates", 0)),
         rest.user_state,
-        rest.positions[session.mesh.rank if session.mesh.rank < len(rest.positions) else 0],
+        rest.positions[rank if rank < len(rest.positions) else 0],
         tuple(rest.positions),
         tuple(match.missing),
         tuple(match.unexpected),
@@ -163,36 +162,53 @@ def _restore_one(
 
 
 def put_back(session: Any, match: Match, what: str) -> None:
-    """Parameters, masters and optimizer state from any source. Collective.
+    """Parameters, masters and optimizer state from any source into a run or a session. Collective.
 
     Raises:
         CheckpointDamage, CheckpointError: on every rank; some values were replaced already.
     """
-    engine = session.engine
-    engine.zero_grad()
-    for optimizer in session.optimizers:
-        optimizer.zero_grad()
-    engine.before_update()
-    gather = session.mesh.world.exchange_object
-    try:
+    run = as_run(session)
+    with run.taken_over():
         agree(
-            gather,
-            session.mesh.rank,
+            run.gather,
+            run.rank,
             f"load {what}, of which some values were taken over already (load another checkpoint before going on)",
             lambda: match.held.put_back(match.fill, match.tensor_of, match.state_of, match.optimizers),
             share=False,
         )
-    finally:
-        engine.publish(everything=True)
+
+
+def read_others(run: Run, match: Match) -> dict[str, Any]:
+    """Buffers and extra state of this rank, by name."""
+    state, held = match.state, match.held
+    extra = tree.decode(state["extra"], StateTensors(match.source)) if "extra" in state else {}
+    others = {name: value for name, value in extra.items() if name in held.others}
+    buffers = state.get("buffers", [])
+    own = buffers[run.rank] if len(buffers) == run.size else {}
+    for name, value in held.buffers().items():
+        full = f"state/{own[name]}" if name in own else f"model/{name}"
+        if full in match.facts:
+            others[name] = match.source.read(full, 0, value.numel()).reshape(value.shape)
+    return others
+
+
+def put_options(run: Run, match: Match) -> None:
+    """Options of the parameter groups, and the loss scale."""
+    for index in match.optimizers:
+        groups = zip(run.optimizers[index].param_groups, match.state["optimizers"][index]["groups"], strict=True)
+        for group, saved in groups:
+            group.update(group_options(saved))
+    scaler = run.optimizers[0].scaler if run.optimizers else None
+    if scaler is not None and match.state.get("scaler") is not None:
+        scaler.load_state_dict(match.state["scaler"])
 
 
 class _Rest:
     """Everything beside parameters and element-wise state, read and checked before anything is changed."""
 
-    def __init__(self, session: Any, match: Match, lr_schedulers: Sequence[Any]) -> None:
-        self._session, self._match, self._schedulers = session, match, lr_schedulers
-        state, tensors = match.state, _StateTensors(match.source)
-        rank, size = session.mesh.rank, session.mesh.size
+    def __init__(self, run: Run, match: Match, lr_schedulers: Sequence[Any]) -> None:
+        self._run, self._match, self._schedulers = run, match, lr_schedulers
+        state, tensors = match.state, StateTensors(match.source)
         saved = tree.decode(state.get("lr_schedulers", []), tensors) if lr_schedulers else []
         if lr_schedulers and len(saved) != len(lr_schedulers):
             raise ValueError(
@@ -204,35 +220,20 @@ class _Rest:
         self.user_state = tree.decode(state["user_state"], tensors) if "user_state" in state else None
         self.positions = [tree.decode(each, tensors) for each in state.get("data_position", [])] or [None]
         generators = state.get("rng", [])
-        own_generators = generators[rank if rank < len(generators) else 0] if generators else None
+        self._exact = run.rank < len(generators)
+        own_generators = generators[run.rank if self._exact else 0] if generators else None
         self._generators = tree.decode(own_generators, tensors) if generators else None
-        known = match.held.others
-        extra = tree.decode(state["extra"], tensors) if "extra" in state else {}
-        self._others = {n: v for n, v in extra.items() if n in known}
-        buffers = state.get("buffers", [])
-        own = buffers[rank] if len(buffers) == size else {}
-        for name, value in match.held.buffers().items():
-            full = f"state/{own[name]}" if name in own else f"model/{name}"
-            if full in match.facts:
-                self._others[name] = match.source.read(full, 0, value.numel()).reshape(value.shape)
-        self._exact = rank < len(generators)
+        self._others = read_others(run, match)
 
     def put_back(self) -> None:
-        """Change the session."""
-        session, state = self._session, self._match.state
+        """Change the run."""
         self._match.held.put_others(self._others)
-        for index in self._match.optimizers:
-            groups = zip(session.optimizers[index].param_groups, state["optimizers"][index]["groups"], strict=True)
-            for group, saved in groups:
-                group.update(tree.decode(saved["options"], tree.outline(saved["tensors"])))
-        scaler = session.optimizers[0].scaler if session.optimizers else None
-        if scaler is not None and state.get("scaler") is not None:
-            scaler.load_state_dict(state["scaler"])
+        put_options(self._run, self._match)
         for scheduler, saved in zip(self._schedulers, self._saved_schedulers, strict=True):
             scheduler.load_state_dict(saved)
         if self._generators is None:
             return
         if self._exact:
-            restore_generators(self._generators, session.mesh.device)
+            restore_generators(self._generators, self._run.device)
         else:
-            spread_generators(self._generators, session.mesh.rank)
+            spread_generators(self._generators, self._run.rank)

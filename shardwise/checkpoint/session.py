@@ -8,37 +8,40 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.contents import Contents, Given, Scheduler, Trained, buffer_digests
+from shardwise.checkpoint.contents import Contents, Given, Scheduler, buffer_digests
 from shardwise.checkpoint.directory import CheckpointRoot, check_tag
 from shardwise.checkpoint.file_system import DISK
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.format import Head
 from shardwise.checkpoint.pieces import Bytes, as_bytes
+from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.restore import Restored, restore
-from shardwise.checkpoint.snapshot import Background, HostImage, OwnGroup
+from shardwise.checkpoint.run import Run, Trained, as_run
+from shardwise.checkpoint.snapshot import Background, HostImage
 from shardwise.checkpoint.write import SaveJob, agree
-from shardwise.engine.fragments import Held
 
 __all__ = ["Checkpointer"]
 
 
 class Checkpointer:
-    """Saves and restores one session; every method is collective.
+    """Saves and restores one run; every method is collective.
 
     Args:
-        session: what is saved.
+        session: what is saved: a session of our engine, or any :class:`~shardwise.checkpoint.run.Run`.
         files: the file system that saves go through.
     """
 
-    def __init__(self, session: Trained, files: Any = DISK) -> None:
-        self._session, self._files = session, files
+    def __init__(self, session: Trained | Run, files: Any = DISK) -> None:
+        self._run, self._files = as_run(session), files
         self._background = Background()
         self._image: HostImage | None = None
-        self._group: OwnGroup | None = None
+        self._group: Ranks | None = None
         self.steps = 0
         """Updates so far, those before a restored checkpoint included."""
-        if session.optimizers:
-            session.optimizers[0].optimizer.register_step_post_hook(self._count)
+        self.latest = True
+        """Whether saving leaves a file ``latest`` beside the checkpoints, which names the newest."""
+        if self._run.optimizers:
+            self._run.optimizers[0].optimizer.register_step_post_hook(self._count)
 
     def _count(self, *_: object) -> None:
         self.steps += 1
@@ -85,17 +88,15 @@ class Checkpointer:
         step = self.steps if step is None else step
         tag = check_tag(f"step-{step}" if tag is None else tag)
         self.wait()
-        engine, mesh = self._session.engine, self._session.mesh
-        engine.passes.recover()
-        engine.undo_early("a checkpoint")
-        engine.pool.settle()
+        run = self._run
+        run.settle()
         given = Given(step, self.steps, lr_schedulers, data_position, user_state)
-        owner = CheckpointRoot(os.fspath(root), self._files) if mesh.rank == 0 else None
+        owner = CheckpointRoot(os.fspath(root), self._files, self.latest) if run.rank == 0 else None
         hidden, serial, first_digests = self._prepare(owner, os.fspath(root), tag)
         contents: Contents | None = None
         failure: Exception | None = None
         try:
-            contents = Contents(self._session, given, first_digests)
+            contents = Contents(run, given, first_digests)
         except Exception as error:  # the others learn of it when they agree on what was written
             failure = error
 
@@ -104,20 +105,20 @@ class Checkpointer:
                 raise failure or RuntimeError(f"no contents ({contents}); report this")
             return contents.values()
 
-        job = SaveJob(mesh.rank, owner, self._files, hidden, Head(tag, serial, step), contents, keep)
+        job = SaveJob(run.rank, owner, self._files, hidden, Head(tag, serial, step), contents, keep)
         if use_async:
             self._start(job, values)
         else:
-            job.run(lambda: map(as_bytes, values()), mesh.world.exchange_object)
+            job.run(lambda: map(as_bytes, values()), run.gather)
         return os.path.join(os.fspath(root), tag)
 
     def _prepare(self, owner: CheckpointRoot | None, root: str, tag: str) -> tuple[str, int, dict[str, int]]:
         """The hidden directory, the save's number, and what rank 0's buffers are. Collective."""
-        session = self._session
+        run = self._run
         hidden: list[str] = []
 
         def prepare() -> list[Any]:
-            digests = buffer_digests(Held(session.engine, session.optimizers))
+            digests = buffer_digests(run.held())
             if owner is None:
                 return []
             path, serial = owner.prepare(tag)
@@ -125,8 +126,7 @@ class Checkpointer:
             return [path, serial, digests]
 
         try:
-            gather = session.mesh.world.exchange_object
-            _, posts = agree(gather, session.mesh.rank, f"prepare checkpoint {tag!r} in {root}", prepare)
+            _, posts = agree(run.gather, run.rank, f"prepare checkpoint {tag!r} in {root}", prepare)
         except BaseException:
             if owner is not None and hidden:
                 owner.discard(hidden[0])
@@ -136,9 +136,9 @@ class Checkpointer:
 
     def _start(self, job: SaveJob, values: Callable[[], Iterable[torch.Tensor]]) -> None:
         if self._group is None:
-            self._group = OwnGroup()
+            self._group = Ranks(own=True)
         if self._image is None:
-            self._image = HostImage(pin=self._session.mesh.device.type == "cuda")
+            self._image = HostImage(pin=self._run.device.type == "cuda")
         group = self._group
         failure: Exception | None = None
         copied: Any = None
@@ -210,7 +210,7 @@ class Checkpointer:
             ValueError: names or shapes do not fit; nothing was changed.
         """
         self.wait()
-        restored = restore(self._session, os.fspath(root), tag, strict, lr_schedulers)
+        restored = restore(self._run, os.fspath(root), tag, strict, lr_schedulers)
         if restored is not None:
             self.steps = restored.updates
         return restored

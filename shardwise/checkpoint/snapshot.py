@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import datetime
-import json
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from shardwise.checkpoint.pieces import Bytes, PieceLayout, as_bytes
-from shardwise.mesh.mesh import _timeout_s
+from shardwise.checkpoint.pieces import Bytes, PieceLayout
 
-__all__ = ["Background", "HostImage", "OwnGroup"]
+__all__ = ["Background", "HostImage"]
 
 
 class HostImage:
@@ -50,43 +45,6 @@ class HostImage:
         for place, size, value in zip(places, sizes, values, strict=True):
             self._memory[place : place + size].copy_(value.view(torch.uint8))
         return lambda: (whole[place : place + size] for place, size in zip(places, sizes, strict=True))
-
-
-class OwnGroup:
-    """All ranks of the default process group, for one thread beside training. Collective to make.
-
-    Ranks wait for each other (for the slowest to have written) as long as the default group's time-out says.
-    """
-
-    def __init__(self) -> None:
-        self._group: Any = None
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=_timeout_s()))
-
-    def gather(self, value: object) -> list[Any]:
-        """Every rank's JSON-able ``value``. Collective.
-
-        Raises:
-            RuntimeError: a peer died, or did not come in time.
-        """
-        text = json.dumps(value).encode()
-        if self._group is None:
-            return [json.loads(text)]
-        ranks = dist.get_world_size(self._group)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks)]
-        dist.all_gather(sizes, torch.tensor([len(text)]), group=self._group)
-        longest = max(int(size) for size in sizes)
-        mine = torch.zeros(longest, dtype=torch.uint8)
-        mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        rows = [torch.empty(longest, dtype=torch.uint8) for _ in range(ranks)]
-        dist.all_gather(rows, mine, group=self._group)
-        return [json.loads(as_bytes(row)[: int(size)].tobytes()) for row, size in zip(rows, sizes, strict=True)]
-
-    def close(self) -> None:
-        """Give it back. Safe to call twice."""
-        group, self._group = self._group, None
-        if group is not None and dist.is_initialized():
-            dist.destroy_process_group(group)
 
 
 class Background:

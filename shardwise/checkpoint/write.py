@@ -27,8 +27,8 @@ def agree(gather: Gather, rank: int, what: str, action: Callable[[], T], share: 
     """Run ``action`` on every rank; its result here, and everybody's (JSON-able, where ``share``). Collective.
 
     Raises:
-        CheckpointError, CheckpointDamage, ValueError: on every rank, when any failed; the first is named with its
-            message, and damage comes before other errors.
+        CheckpointError, CheckpointDamage, ValueError, FileNotFoundError: on every rank, when any failed; the first is
+            named with its message, and damage comes before other errors.
     """
     result: T | None = None
     failure: Exception | None = None
@@ -37,19 +37,28 @@ def agree(gather: Gather, rank: int, what: str, action: Callable[[], T], share: 
         post: dict[str, object] = {"ok": result if share else None}
     except Exception as error:
         failure = error
-        kind = "damage" if isinstance(error, CheckpointDamage) else "value" if isinstance(error, ValueError) else ""
+        kind = _kind(error)
         post = {"kind": kind, "error": str(error) if kind else describe(error)}
     posts = gather(post)
     failed = [index for index, each in enumerate(posts) if "error" in each]
     if failed:
         first = next((index for index in failed if posts[index]["kind"] == "damage"), failed[0])
         message = f"rank {first} could not {what}: {posts[first]['error']}"
-        if posts[first]["kind"] == "value" and all(posts[i]["kind"] == "value" for i in failed):
-            raise ValueError(message) from failure
+        for kind, raised in (("value", ValueError), ("absent", FileNotFoundError)):
+            if all(posts[index]["kind"] == kind for index in failed):
+                raise raised(message) from failure
         if posts[first]["kind"] == "damage":
             raise CheckpointDamage(message) from failure
         raise CheckpointError(message) from failure
     return result, [each["ok"] for each in posts]  # type: ignore[return-value]
+
+
+def _kind(error: Exception) -> str:
+    if isinstance(error, CheckpointDamage):
+        return "damage"
+    if isinstance(error, FileNotFoundError) and error.errno is None:  # our own words: nothing is there to load
+        return "absent"
+    return "value" if isinstance(error, ValueError) else ""
 
 
 @dataclass

@@ -8,7 +8,7 @@ there anyway. Nothing here communicates.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,18 @@ from shardwise.engine.disk_tiles import is_element_wise
 from shardwise.engine.engine import Engine
 from shardwise.engine.optimizer import ShardedOptimizer
 
-__all__ = ["EXTRA_STATE", "Fill", "Fragment", "FragmentPlan", "Held", "Stored", "TensorShape", "split"]
+__all__ = [
+    "EXTRA_STATE",
+    "Block",
+    "Fill",
+    "Fragment",
+    "FragmentPlan",
+    "FragmentReader",
+    "Held",
+    "Stored",
+    "TensorShape",
+    "split",
+]
 
 EXTRA_STATE = "_extra_state"  # what torch appends to a module's name
 
@@ -56,7 +67,7 @@ class Fragment:
 
 
 @dataclass(frozen=True)
-class _Block:
+class Block:
     """Fragments that come into memory together. Each getter gives its fragment's values while the block is open."""
 
     opened: Callable[[], AbstractContextManager[Any]]
@@ -64,9 +75,15 @@ class _Block:
 
 
 class FragmentPlan:
-    """The fragments that one rank writes, and their values in the same order."""
+    """The fragments that one rank writes, and their values in the same order.
 
-    def __init__(self, blocks: Sequence[_Block], most_bytes: int, replica: int, replicas: int) -> None:
+    Args:
+        blocks: what this rank holds.
+        most_bytes: of a fragment.
+        replica, replicas: which of the ranks that hold the same this is.
+    """
+
+    def __init__(self, blocks: Sequence[Block], most_bytes: int, replica: int, replicas: int) -> None:
         self._blocks = blocks
         cut = [[split(fragment, most_bytes) for fragment, _ in block.parts] for block in blocks]
         total = max(sum(f.nbytes for parts in cut for pieces in parts for f in pieces), 1)
@@ -87,15 +104,48 @@ class FragmentPlan:
 
     def values(self) -> Iterator[torch.Tensor]:
         """1-D tensors, contiguous, on the host, in the order of ``fragments``; each is valid until the next."""
+        reader = self.reader()
+        try:
+            for index in range(len(self.fragments)):
+                yield reader.read(index)
+        finally:
+            reader.close()
+
+    def reader(self) -> FragmentReader:
+        """Values in any order; close it."""
+        places = []
         for block, parts in zip(self._blocks, self._owned, strict=True):
-            if not any(parts):
-                continue
-            with block.opened() as held:
-                for (_, get), pieces in zip(block.parts, parts, strict=True):
-                    if pieces:
-                        value = get(held).detach().reshape(-1)
-                        for piece, offset in pieces:
-                            yield value[offset : offset + piece.numel].cpu().contiguous()
+            for (_, get), pieces in zip(block.parts, parts, strict=True):
+                places += [(block, get, offset) for _, offset in pieces]
+        return FragmentReader(self.fragments, places)
+
+
+class FragmentReader:
+    """Parts of fragments in any order. The block that was read last stays open, since what follows is often there."""
+
+    def __init__(
+        self, fragments: Sequence[Fragment], places: Sequence[tuple[Block, Callable[[Any], torch.Tensor], int]]
+    ) -> None:
+        self.fragments, self._places = fragments, places
+        self._block: Block | None = None
+        self._open = ExitStack()
+        self._held: Any = None
+
+    def read(self, index: int, start: int = 0, numel: int | None = None) -> torch.Tensor:
+        """Elements ``[start, start + numel)`` of a fragment: 1-D, contiguous, on the host, valid until the next."""
+        block, get, offset = self._places[index]
+        if block is not self._block:
+            self.close()
+            self._held = self._open.enter_context(block.opened())
+            self._block = block
+        first = offset + start
+        count = self.fragments[index].numel - start if numel is None else numel
+        return get(self._held).detach().reshape(-1)[first : first + count].cpu().contiguous()
+
+    def close(self) -> None:
+        """Let go of the open block. Safe to call twice."""
+        self._block = self._held = None
+        self._open.close()
 
 
 def split(fragment: Fragment, most_bytes: int) -> list[Fragment]:
@@ -174,13 +224,14 @@ class Held:
 
     # ---- out
 
-    def plan(self, most_bytes: int) -> FragmentPlan:
-        """What this rank writes, in fragments of at most ``most_bytes``; replicas share the work."""
-        mesh = self.engine.mesh
-        blocks = list(self._blocks())
-        return FragmentPlan(blocks, most_bytes, mesh.replicate.rank, mesh.replicate.size)
+    def plan(self, most_bytes: int, shared: bool = True) -> FragmentPlan:
+        """What this rank gives, in fragments of at most ``most_bytes``; replicas share it, or the first gives all."""
+        replicas = self.engine.mesh.replicate
+        if not shared:
+            return FragmentPlan(list(self._blocks()) if replicas.rank == 0 else [], most_bytes, 0, 1)
+        return FragmentPlan(list(self._blocks()), most_bytes, replicas.rank, replicas.size)
 
-    def _blocks(self) -> Iterator[_Block]:
+    def _blocks(self) -> Iterator[Block]:
         for chunk in self.engine.chunks:
             positions = self._positions.get(chunk.spec.index)
             if positions is None:
@@ -188,7 +239,7 @@ class Held:
             for optimizer, position in positions or ():
                 yield self._tile_block(optimizer, position)
 
-    def _chunk_block(self, chunk: Chunk) -> _Block:
+    def _chunk_block(self, chunk: Chunk) -> Block:
         """Parameters that no optimizer has."""
         parts = []
         for slot in chunk.spec.slots:
@@ -197,9 +248,9 @@ class Held:
                 name, first = f"model/{self.names[slot.param][0]}", start - chunk.shard_start
                 fragment = Fragment(name, tuple(slot.shape), chunk.spec.dtype, start - slot.start, end - start)
                 parts.append((fragment, _part_of_shard(first, end - start)))
-        return _Block(chunk.opened, tuple(parts))
+        return Block(chunk.opened, tuple(parts))
 
-    def _tile_block(self, optimizer: ShardedOptimizer, position: int) -> _Block:
+    def _tile_block(self, optimizer: ShardedOptimizer, position: int) -> Block:
         tile = optimizer._updates.tiles[position]
         parts: list[tuple[Fragment, Callable[[Any], torch.Tensor]]] = []
         for piece in tile.pieces:
@@ -211,7 +262,7 @@ class Held:
                     full = f"optimizer/{optimizer.index}/{name}/{key}"
                     state = Fragment(full, shape, value.dtype, piece.offset, piece.end - piece.start)
                     parts.append((state, _state_of(optimizer, piece.value, key)))
-        return _Block(lambda: optimizer._updates.opened(position), tuple(parts))
+        return Block(lambda: optimizer._updates.opened(position), tuple(parts))
 
     def small_state(self, optimizer: ShardedOptimizer) -> dict[str, dict[str, Any]]:
         """By parameter with a piece on this rank and state: what is not element-wise (numbers, one-element tensors)."""
@@ -291,7 +342,7 @@ class Held:
             state: dict[str, Any] = {}
             for key, value in entry.items():
                 if isinstance(value, Stored):
-                    dtype = piece.value.dtype if value.dtype.is_floating_point else value.dtype
+                    dtype = optimizer._updates.dtype_for(key, value.dtype, piece)
                     there = optimizer.state.get(piece.value, {}).get(key)
                     # Memory that holds state already serves again; on a disk's tile it is only a placeholder.
                     reuse = not tile.state.on_disk and is_element_wise(there, piece) and there.dtype == dtype

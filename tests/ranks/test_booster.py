@@ -380,7 +380,7 @@ def _shape_mismatch(name: str, folder: str) -> str:
 def test_defect_5_shape_mismatch_is_not_skipped(name: str, tmp_path: Path) -> None:
     for message in run_ranks(RANKS, _shape_mismatch, name, str(tmp_path)):
         for line in (
-            "first.weight: shape (6, 5) in the checkpoint, (7, 5)",
+            "first.weight: (6, 5) in the checkpoint, (7, 5)",
             "tied.weight",
             "again.bias",
             "last.weight",
@@ -428,9 +428,9 @@ def _failing_save(folder: str) -> tuple[str, str]:
 
 
 def test_a_failure_of_rank_0_reaches_every_rank(tmp_path: Path) -> None:
-    (kind, _), (other, message) = run_ranks(RANKS, _failing_save, str(tmp_path))
-    assert kind in ("FileExistsError", "NotADirectoryError") and other == "CheckpointError"
-    assert "rank 0 could not save the model" in message and kind in message
+    for kind, message in run_ranks(RANKS, _failing_save, str(tmp_path)):
+        assert kind == "CheckpointError"
+        assert "rank 0 could not save the model" in message and str(tmp_path / "file") in message
     assert [item.name for item in tmp_path.iterdir()] == ["file"]
 
 
@@ -444,4 +444,4 @@ def _missing_on_one_rank(folder: str) -> str:
 
 
 def test_a_file_that_one_rank_cannot_read_is_an_error_everywhere(tmp_path: Path) -> None:
-    assert run_ranks(RANKS, _missing_on_one_rank, str(tmp_path)) == ["CheckpointError", "FileNotFoundError"]
+    assert run_ranks(RANKS, _missing_on_one_rank, str(tmp_path)) == ["FileNotFoundError"] * 2

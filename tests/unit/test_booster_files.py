@@ -1,16 +1,18 @@
-"""The Booster's whole-file checkpoints in one process: nothing lost, nothing half-written, every misfit listed."""
+"""The Booster's checkpoints in one process: nothing lost, nothing half-written, every misfit listed."""
 
 from __future__ import annotations
 
 import copy
 import json
 import math
+import tarfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from shardwise import checkpoint
@@ -67,7 +69,11 @@ def test_model_file(tmp_path: Path) -> None:
     assert booster.load_model(other, file) is other
     assert torch.equal(other.head.weight, model.embed.weight) and other.head.weight is other.embed.weight
     booster.save_model(model, tmp_path / "prefixed", prefix="net.")
-    assert "net.embed.weight" in checkpoint.read_model(tmp_path / "prefixed")
+    assert "net.embed.weight" in load_file(tmp_path / "prefixed")
+    holder = nn.Module()
+    holder.add_module("net", Tied())
+    booster.load_model(holder, tmp_path / "prefixed")
+    assert torch.equal(holder.net.head.weight, model.embed.weight)
     torch.save(model.state_dict(), tmp_path / "model.bin")
     booster.load_model(other, tmp_path / "model.bin")
     booster.load_model(other, file.parent)
@@ -76,24 +82,25 @@ def test_model_file(tmp_path: Path) -> None:
 def test_a_tied_name_that_the_file_omits_is_filled_in(tmp_path: Path) -> None:
     model, other = Tied(), Tied()
     state = {name: value for name, value in model.state_dict().items() if name != "head.weight"}
-    checkpoint.write_model(state, tmp_path / "m.safetensors")
-    Booster().load_model(other, tmp_path / "m.safetensors")
+    torch.save(state, tmp_path / "m.pt")
+    Booster().load_model(other, tmp_path / "m.pt")
     assert torch.equal(other.head.weight, model.head.weight)
 
 
 def test_defect_5_shape_mismatch_is_an_error_that_lists_everything(tmp_path: Path) -> None:
     file = tmp_path / "m.safetensors"
-    checkpoint.write_model({"weight": torch.zeros(3, 4), "more": torch.zeros(1)}, file)
+    save_file({"weight": torch.zeros(3, 4), "more": torch.zeros(1)}, file)
     model = nn.Linear(4, 2)
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(ValueError) as error:
         Booster().load_model(model, file)
-    for line in ("weight: shape (3, 4) in the checkpoint, (2, 4)", "bias: missing", "more: not in the model"):
+    misfit = "weight: (3, 4) in the checkpoint, (2, 4)"
+    for line in (misfit, "missing from the checkpoint: bias", "not in the model: more"):
         assert line in str(error.value)
-    with pytest.raises(ValueError, match="shape"):
+    with pytest.raises(ValueError, match=r"weight: \(3, 4\)"):
         Booster().load_model(model, file, strict=False)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    checkpoint.write_model({"weight": torch.ones(2, 4), "more": torch.zeros(1)}, file)
+    save_file({"weight": torch.ones(2, 4), "more": torch.zeros(1)}, file)
     Booster().load_model(model, file, strict=False)
     assert torch.equal(model.weight, torch.ones(2, 4)) and torch.equal(model.bias, before["bias"])
 
@@ -119,18 +126,78 @@ def test_damaged_and_missing_files(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"m\.safetensors"):
         booster.load_model(model, file)
     booster.save_model(model, file)
-    with pytest.raises(checkpoint.CheckpointError, match="not an optimizer's file"):
+    with pytest.raises(checkpoint.CheckpointError, match="holds no optimizer"):
         booster.load_optimizer(optimizer, file)
+    booster.save_optimizer(optimizer, tmp_path / "o")
+    with pytest.raises(checkpoint.CheckpointError, match="holds no model"):
+        booster.load_model(model, tmp_path / "o")
+    (tmp_path / "o").unlink()
     file.write_bytes(file.read_bytes()[:-3])
-    with pytest.raises(checkpoint.CheckpointError, match="not a whole safetensors file"):
+    with pytest.raises(checkpoint.CheckpointDamage, match="where its header says"):
         booster.load_model(model, file)
-    with pytest.raises(IsADirectoryError):
+    with pytest.raises(checkpoint.CheckpointError, match="is a directory"):
         booster.save_model(model, tmp_path)
-    with pytest.raises(FileNotFoundError, match="directory without"):
+    with pytest.raises(checkpoint.CheckpointError, match="is a file"):
+        booster.save_model(model, file, shard=True)
+    with pytest.raises(FileNotFoundError, match="holds no checkpoint"):
         booster.load_model(model, tmp_path / "..")
     (tmp_path / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(NotImplementedError, match="several files"):
+    with pytest.raises(checkpoint.CheckpointError, match="not an index"):
         booster.load_model(model, tmp_path)
+
+
+def test_published_arguments_that_mean_nothing_here(tmp_path: Path) -> None:
+    booster, (model, optimizer) = Booster(), parts()
+    with pytest.raises(NotImplementedError, match="gather_dtensor=False"):
+        booster.save_model(model, tmp_path / "m", gather_dtensor=False)
+    with pytest.raises(ValueError, match="size_per_shard=0"):
+        booster.save_optimizer(optimizer, tmp_path / "o", shard=True, size_per_shard=0)
+    with pytest.raises(ValueError, match="prefix='x'"):
+        booster.save_optimizer(optimizer, tmp_path / "o", prefix="x")
+    with pytest.raises(ValueError, match=r"ending in \.safetensors"):
+        booster.save_model(model, tmp_path / "m", use_safetensors=True)
+    assert not list(tmp_path.iterdir())
+    with pytest.warns(UserWarning, match="size_per_shard=5 has no effect"):
+        booster.save_model(model, tmp_path / "m", size_per_shard=5)
+    with pytest.warns(UserWarning, match="num_threads=4"):
+        booster.load_model(model, tmp_path / "m", num_threads=4)
+    with pytest.warns(UserWarning, match="low_cpu_mem_mode=False"):
+        booster.save_optimizer(optimizer, tmp_path / "o")
+        booster.load_optimizer(optimizer, tmp_path / "o", low_cpu_mem_mode=False)
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_model_and_optimizer_in_one_directory(tmp_path: Path, shard: bool) -> None:
+    """Each is found where both are, also by the path of its index, also with prefixes."""
+    torch.manual_seed(0)
+    model, booster = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), Booster()
+    model, optimizer, *_ = booster.boost(model, torch.optim.Adam(model.parameters(), lr=0.1))
+    booster.backward(model(torch.ones(1, 4)).square().sum(), optimizer)
+    optimizer.step()
+    name = tmp_path if shard else tmp_path / "model.safetensors"
+    booster.save_model(model, name, shard=shard)
+    booster.save_optimizer(optimizer, tmp_path, shard=True, size_per_shard=1e-4)  # type: ignore[arg-type]
+    kept = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    places: list[tuple[Path, Path]] = [(tmp_path, tmp_path), (tmp_path, tmp_path / "pytorch_optim.bin.index.json")]
+    if shard:
+        booster.save_model(model, tmp_path / "two", shard=True, prefix="a")
+        booster.save_model(model, tmp_path / "two", shard=True, prefix="b")
+        booster.save_optimizer(optimizer, tmp_path / "two", shard=True, prefix="a")
+        index = "pytorch_optim.bin.index.a.json"
+        places.append((tmp_path / "two" / "model.safetensors.index.b.json", tmp_path / "two" / index))
+        with pytest.raises(checkpoint.CheckpointError, match="several checkpoints"):
+            booster.load_model(model, tmp_path / "two")
+    for where_model, where_optimizer in places:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        optimizer.optim.state.clear()
+        booster.load_model(model, where_model)
+        booster.load_optimizer(optimizer, where_optimizer)
+        found = optimizer.state_dict()["state"]
+        assert all(torch.equal(value, kept[0][name]) for name, value in model.state_dict().items())
+        for number, entry in kept[1]["state"].items():
+            assert all(torch.equal(found[number][key], value) for key, value in entry.items())
 
 
 def test_a_failed_save_leaves_the_earlier_file(tmp_path: Path) -> None:
@@ -143,7 +210,7 @@ def test_a_failed_save_leaves_the_earlier_file(tmp_path: Path) -> None:
         def get_extra_state(self) -> object:
             return object()
 
-    with pytest.raises(TypeError, match="_extra_state"):
+    with pytest.raises(checkpoint.CheckpointError, match="_extra_state"):
         booster.save_model(Odd(2, 2), file)
     assert file.read_bytes() == before and len(list(tmp_path.iterdir())) == 1
 
@@ -200,6 +267,76 @@ def test_optimizer_file_that_does_not_fit(tmp_path: Path) -> None:
     groups = [{"params": [parameter]} for parameter in model.parameters()]
     with pytest.raises(ValueError, match="1 parameter groups and the optimizer 2"):
         booster.load_optimizer(torch.optim.SGD(groups, lr=1.0), tmp_path / "o")
+
+
+class Hoarder(torch.optim.Optimizer):
+    """State of every kind: other shapes, 0-dim parameters, lists, numbers, None."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "flags": (True, None), "table": {"a": 1}})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p] = {
+                    "step": torch.tensor(2.0),
+                    "moment": torch.randn_like(p),
+                    "rows": torch.randn(3),
+                    "history": [torch.randn(2), 1.5],
+                    "count": 7,
+                    "none": None,
+                }
+
+
+def test_optimizer_state_of_every_kind(tmp_path: Path) -> None:
+    model = nn.ParameterDict({"scalar": nn.Parameter(torch.tensor(1.0)), "matrix": nn.Parameter(torch.randn(4, 2))})
+    model["matrix"] = nn.Parameter(model["matrix"].detach().t())  # not contiguous
+    booster = Booster()
+    model, optimizer, *_ = booster.boost(model, Hoarder(model.parameters()))
+    optimizer.step()
+    for shard in (False, True):
+        booster.save_optimizer(optimizer, tmp_path / str(shard), shard=shard)
+        again = Hoarder(model.parameters())
+        booster.load_optimizer(again, tmp_path / str(shard))
+        for p, entry in optimizer.state.items():
+            found = again.state[p]
+            assert list(found) == list(entry) and found["count"] == 7 and found["none"] is None
+            assert all(torch.equal(found[key], entry[key]) for key in ("step", "moment", "rows"))
+            assert torch.equal(found["history"][0], entry["history"][0]) and found["history"][1] == 1.5
+        assert again.param_groups[0]["flags"] == (True, None) and again.param_groups[0]["table"] == {"a": 1}
+
+
+class Deep(nn.Module):
+    """The module of tests/data/make_deepspeed.py."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 3)
+        self.middle = nn.Linear(3, 5)
+        self.back = nn.Linear(5, 3)
+        self.frozen = nn.Parameter(torch.randn(5), requires_grad=False)
+        self.register_buffer("offset", torch.randn(3))
+        self.register_buffer("count", torch.tensor(3))
+        self.head = nn.Linear(3, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def test_a_directory_of_deepspeed(tmp_path: Path) -> None:
+    with tarfile.open(Path(__file__).parent.parent / "data" / "deepspeed.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    path = tmp_path / "ds" / "zero3-2ranks-fp32"
+    truth, model, booster = load_file(path / "truth.safetensors"), Deep(), Booster()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [{"params": [p for p in trained if p.ndim > 1]}, {"params": [p for p in trained if p.ndim == 1]}]
+    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(groups))
+    booster.load_model(model, path)
+    booster.load_optimizer(optimizer, path)
+    for name, p in model.named_parameters():
+        assert torch.equal(p, truth[f"model/{name}"])
+        entry = optimizer.state.get(p, {})
+        assert all(torch.equal(v, truth[f"optimizer/0/{name}/{k}"]) for k, v in entry.items() if k != "step")
+        assert bool(entry) == p.requires_grad
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
 
 
 @pytest.mark.parametrize(

@@ -140,13 +140,11 @@ def test_what_is_not_there_says_so() -> None:
     model, optimizer, _, criterion = parts()
     with pytest.raises(NotImplementedError, match="HybridParallelPlugin"):
         booster.execute_pipeline(iter([]), model, criterion)
-    with pytest.raises(NotImplementedError, match="enable_lora"):
-        booster.enable_lora(model)
-    with pytest.raises(NotImplementedError, match="shard=True"):
-        booster.save_model(model, "m.safetensors", shard=True)
+    with pytest.raises(NotImplementedError, match="quantize=True"):
+        booster.enable_lora(model, quantize=True)
     with pytest.raises(NotImplementedError, match="gather_dtensor"):
         booster.save_optimizer(optimizer, "o.safetensors", gather_dtensor=False)
-    with pytest.raises(NotImplementedError, match="add_lora"):
+    with pytest.raises(ValueError, match="enable_lora first"):
         LowLevelZeroPlugin().add_lora_params_to_optimizer(model, optimizer)
     with pytest.raises(TypeError, match="boost returned"):
         booster.backward(torch.zeros(()), optimizer)
@@ -367,7 +365,9 @@ def boost_without_engine(
 
     def build(model: nn.Module, optimizer: Any, plan: Plan, mesh: Any) -> Any:
         plans.append(plan)
-        return SimpleNamespace(module=model, optimizer=optimizer, use_memory_stats=traces.append)
+        return SimpleNamespace(
+            module=model, optimizer=optimizer, optimizers=(), use_memory_stats=traces.append, checkpoints=plugin
+        )
 
     monkeypatch.setattr("shardwise.build.build", build)
     Booster(plugin=plugin).boost(nn.Linear(1, 1), optimizer)

@@ -116,6 +116,7 @@ PLUGINS = {
     TorchFSDPPlugin: TORCH_FSDP,
 }
 SAVING = {"shard": False, "gather_dtensor": True, "prefix": None, "size_per_shard": 1024}
+LOADING = {"low_cpu_mem_mode": True, "num_threads": 1}  # as in upstream's current version
 BOOSTER = {
     "__init__": {"device": None, "mixed_precision": None, "plugin": None},
     "boost": {"model": REQUIRED, "optimizer": None, "criterion": None, "dataloader": None, "lr_scheduler": None},
@@ -137,10 +138,16 @@ BOOSTER = {
         "quantize": False,
     },
     "save_lora_as_pretrained": {"model": REQUIRED, "checkpoint": REQUIRED, "use_safetensors": False},
-    "save_model": {"model": REQUIRED, "checkpoint": REQUIRED, **SAVING, "use_safetensors": False},
-    "load_model": {"model": REQUIRED, "checkpoint": REQUIRED, "strict": True},
-    "save_optimizer": {"optimizer": REQUIRED, "checkpoint": REQUIRED, **SAVING},
-    "load_optimizer": {"optimizer": REQUIRED, "checkpoint": REQUIRED},
+    "save_model": {
+        "model": REQUIRED,
+        "checkpoint": REQUIRED,
+        **SAVING,
+        "use_safetensors": False,
+        "use_async": False,
+    },
+    "load_model": {"model": REQUIRED, "checkpoint": REQUIRED, "strict": True, **LOADING},
+    "save_optimizer": {"optimizer": REQUIRED, "checkpoint": REQUIRED, **SAVING, "use_async": False},
+    "load_optimizer": {"optimizer": REQUIRED, "checkpoint": REQUIRED, **LOADING},
     "save_lr_scheduler": {"lr_scheduler": REQUIRED, "checkpoint": REQUIRED},
     "load_lr_scheduler": {"lr_scheduler": REQUIRED, "checkpoint": REQUIRED},
 }

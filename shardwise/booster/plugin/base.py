@@ -17,6 +17,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from shardwise.booster.dataloader import distributed_dataloader, distributed_sampler, require_map_style
+from shardwise.booster.lora import add_lora_parameters
+from shardwise.booster.runs import remember_session
 from shardwise.memory.sizes import parse_size
 from shardwise.plan import DiskPlan, Plan
 
@@ -118,7 +120,16 @@ class Plugin(ABC):
 
     def support_lora(self) -> bool:
         """Whether ``Booster.enable_lora`` can be used."""
-        return False
+        return True
+
+    def add_lora_params_to_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Put what an adapter trains into the optimizer's groups, each parameter into that of the one it adapts.
+
+        Call it before boost, where the optimizer was built before ``enable_lora``; boost does so by itself for a model
+        of ``enable_lora``. Parameters that are in a group already stay there. See
+        :func:`shardwise.booster.lora.add_lora_parameters`.
+        """
+        add_lora_parameters(model, optimizer)
 
     @abstractmethod
     def configure(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Boosted:
@@ -219,6 +230,7 @@ class ShardedPlugin(Plugin):
             take_offload()  # from here on the plan says where state is, not the optimizer
         session = build(model, optimizer, plan, mesh)
         self.prepare(session)
+        remember_session(session)
         if session.optimizer is not None:
             self._module_of[session.optimizer] = session.module
         return session.module, session.optimizer

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import nn
 
 from shardwise.booster.plugin.base import ShardedPlugin, device_bytes, refuse
 from shardwise.booster.plugin.precision import PublishedDefault, precision_plan
@@ -130,9 +129,3 @@ class LowLevelZeroPlugin(ShardedPlugin, LowLevelZeroArguments):
     def support_no_sync(self) -> bool:
         """Stage 1 keeps whole gradients; stage 2 has only the shard after each backward pass."""
         return self.stage == 1
-
-    def add_lora_params_to_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Raises:
-        NotImplementedError: until ``enable_lora`` exists.
-        """
-        refuse("add_lora_params_to_optimizer", type(model).__name__, "apply peft and build the optimizer before boost")

@@ -8,7 +8,7 @@ from shardwise.checkpoint.formats.deepspeed import open_deepspeed
 from shardwise.checkpoint.formats.detect import FORMATS, detect_format, open_checkpoint
 from shardwise.checkpoint.formats.huggingface import open_huggingface, write_huggingface
 from shardwise.checkpoint.formats.peft import open_peft, write_peft
-from shardwise.checkpoint.formats.single import open_single, write_single
+from shardwise.checkpoint.formats.single import open_single, write_single, write_single_optimizer
 from shardwise.checkpoint.formats.torch_file import RefusedPickle
 
 __all__ = [
@@ -28,4 +28,5 @@ __all__ = [
     "write_huggingface",
     "write_peft",
     "write_single",
+    "write_single_optimizer",
 ]

@@ -4,6 +4,9 @@ Model: ``pytorch_model-00001.bin`` (or ``model-00001.safetensors``) with an inde
 MB. Optimizer: ``pytorch_optim-00001.bin`` (number -> state) with ``pytorch_optim.bin.index.json``, whose
 ``metadata.param_groups`` names ``pytorch_optim_group.bin``. Its loader wants exactly one index in a directory, so a
 checkpoint of both has two: ``model`` and ``optimizer`` (``modeling`` is read as well; ColossalAI's examples use it).
+
+The optimizer's index that we write has one entry more in its metadata, ``shardwise``: the parameters' names and shapes
+and the loss scale, for which the layout has no place.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint.files import CheckpointError
+from shardwise.checkpoint.formats.header import HEADER, named_entries
 from shardwise.checkpoint.formats.indexed import Shards, read_index
 from shardwise.checkpoint.formats.lazy import Entry, LazySource, model_entries, whole
 from shardwise.checkpoint.formats.optimizer_state import Shapes, from_numbered, to_numbered
@@ -44,7 +48,12 @@ def _find(directory: Path, pattern: str) -> Path | None:
 
 
 def find_parts(path: Path) -> tuple[Path | None, Path | None]:
-    """The index of the model and that of the optimizer in a directory or in its ``model`` and ``optimizer``."""
+    """The index of the model and that of the optimizer in a directory or in its ``model`` and ``optimizer``.
+
+    An index itself may be given, where a directory has several.
+    """
+    if path.is_file():
+        return (None, path) if path.name.startswith("pytorch_optim") else (path, None)
     model = optimizer = None
     for folder in (path, *(path / name for name in MODEL_FOLDERS)):
         for pattern in MODEL_INDEX:
@@ -60,7 +69,7 @@ def open_colossalai(
     """A model, an optimizer, or both.
 
     Args:
-        path: a directory with either index or both, or with a ``model`` and an ``optimizer`` directory.
+        path: a directory with either index or both, or with a ``model`` and an ``optimizer`` directory; or an index.
         optimizer: the optimizer's directory, where it is somewhere else.
         parameter_names: the names of the optimizer's parameters in its own order; the files have only numbers. Where
             there is a model they are found by order and shape, if only one assignment fits.
@@ -86,15 +95,20 @@ def open_colossalai(
         shards = Shards(model_index.parent)
         closers.append(shards.close)
         found, aliases = shards.entries(read_index(model_index)[1])
-        entries.update({f"model/{name}": entry for name, entry in found.items()})
-        shapes = {name: entry.fact.shape for name, entry in found.items()}
-        state |= {"aliases": aliases} if aliases else {}
+        named, state = named_entries(found, shards.header(), aliases)
+        entries.update(named)
+        shapes = {name: entry.fact.shape for name, entry in found.items() if f"model/{name}" in named}
     if optimizer_index is not None:
         files = _OptimizerShards(optimizer_index)
         where = str(optimizer_index)
-        found, record, more = from_numbered(files.state_dict(), 0, shapes, parameter_names, where)
+        names = parameter_names if parameter_names is not None else files.more.get("names")
+        found, record, more = from_numbered(files.state_dict(), 0, shapes, names, where)
         entries.update(found)
+        for group, own in zip(record.groups, files.more.get("shapes") or [], strict=False):
+            group["shapes"] = own
         state["optimizers"] = [record.to_json()]
+        if files.more.get("scaler") is not None:
+            state["scaler"] = files.more["scaler"]
         notes += more
         closers.append(files.close)
 
@@ -111,6 +125,8 @@ class _OptimizerShards:
     def __init__(self, index: Path) -> None:
         metadata, weight_map = read_index(index)
         self.directory = index.parent
+        more = metadata.get(HEADER)
+        self.more: dict[str, Any] = more if isinstance(more, dict) else {}
         groups = metadata.get("param_groups")
         if not isinstance(groups, str) or Path(groups).name != groups:
             raise CheckpointDamage(f"{index} names no file of parameter groups (metadata.param_groups is {groups!r})")
@@ -199,6 +215,16 @@ def write_colossalai_model(
     return [target / name for name in (*written, index_name)]
 
 
+def _beside(source: CheckpointSource, index: int) -> dict[str, Any]:
+    """Names, shapes and loss scale, for the index."""
+    records = source.state().get("optimizers", [])
+    groups = records[index]["groups"] if index < len(records) else []
+    names = [name for group in groups for name in group["params"]]
+    known = names if len(set(names)) == len(names) and not any(name.startswith("#") for name in names) else None
+    shapes = [group["shapes"] for group in groups] if all("shapes" in group for group in groups) else None
+    return {"names": known, "shapes": shapes, "scaler": source.state().get("scaler")}
+
+
 def write_colossalai_optimizer(
     source: CheckpointSource,
     path: str | Path,
@@ -244,5 +270,6 @@ def write_colossalai_optimizer(
             written.append(file)
         torch.save(groups, directory / group_file)
         total = sum(size for _, size in sizes) / MEGABYTE
-        _write_index(directory / index_name, {"param_groups": group_file, "total_size": total}, weight_map)
+        metadata = {"param_groups": group_file, "total_size": total, HEADER: _beside(source, index)}
+        _write_index(directory / index_name, metadata, weight_map)
     return [target / name for name in (*written, group_file, index_name)]

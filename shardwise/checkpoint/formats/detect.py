@@ -7,7 +7,7 @@ from pathlib import Path
 
 from shardwise.checkpoint.directory import scan
 from shardwise.checkpoint.files import CheckpointError
-from shardwise.checkpoint.format import MANIFEST
+from shardwise.checkpoint.format import MANIFEST, has_pieces
 from shardwise.checkpoint.formats.colossalai import find_parts, open_colossalai
 from shardwise.checkpoint.formats.dcp import open_dcp
 from shardwise.checkpoint.formats.deepspeed import find_step, open_deepspeed
@@ -17,7 +17,7 @@ from shardwise.checkpoint.formats.peft import CONFIG, open_peft
 from shardwise.checkpoint.formats.single import open_single
 from shardwise.checkpoint.formats.torch_file import TORCH_SUFFIXES
 from shardwise.checkpoint.read import NativeSource
-from shardwise.checkpoint.source import CheckpointSource
+from shardwise.checkpoint.source import CheckpointDamage, CheckpointSource
 
 __all__ = ["FORMATS", "detect_format", "open_checkpoint"]
 
@@ -25,7 +25,7 @@ FORMATS = ("native", "huggingface", "single", "dcp", "colossalai", "deepspeed", 
 
 
 def _is_native(path: Path) -> bool:
-    return (path / MANIFEST).is_file() or any(found.head is not None for found in scan(str(path)))
+    return (path / MANIFEST).is_file() or has_pieces(str(path)) or bool(scan(str(path)))
 
 
 def _model_index(path: Path) -> Path | None:
@@ -62,19 +62,28 @@ _TESTS: tuple[tuple[str, Callable[[Path], bool]], ...] = (
 )
 
 
-def detect_format(path: str | Path) -> str:
+def detect_format(path: str | Path, part: str | None = None) -> str:
     """One of :data:`FORMATS`.
+
+    Args:
+        path: a directory or a file.
+        part: ``"model"`` or ``"optimizer"``, where only that is wanted from a directory that has several.
 
     Raises:
         FileNotFoundError: nothing is there, or nothing that is known.
         CheckpointError: several formats are in the directory; they are named.
     """
     place = Path(path)
+    if place.is_file() and not place.name.endswith(".json"):
+        return "single"
     if place.is_file():
-        return detect_format(place.parent) if place.name.endswith(".json") else "single"
+        one_of_several = ".index" in place.name and place.name not in INDEX
+        return "colossalai" if one_of_several else detect_format(place.parent, part)
     if not place.is_dir():
         raise FileNotFoundError(f"{place}: no such file or directory")
     found = [name for name, test in _TESTS if test(place)]
+    if part is not None and found == ["colossalai", "huggingface"]:
+        return "huggingface" if part == "model" else "colossalai"  # the optimizer beside a model in one file
     if len(found) > 1:
         raise CheckpointError(f"{place} holds checkpoints of several formats: {', '.join(found)}; say which (format=)")
     if found:
@@ -116,7 +125,7 @@ def open_checkpoint(
         raise ValueError(f"format={format!r}: known are {', '.join(FORMATS)}")
     place = Path(path)
     name = format or detect_format(place)
-    if place.is_file() and place.name.endswith(".json"):
+    if place.is_file() and place.name.endswith(".json") and name != "colossalai":
         place = place.parent
     if name == "native":
         return NativeSource(_native_directory(place))
@@ -138,9 +147,11 @@ def open_checkpoint(
 
 
 def _native_directory(path: Path) -> Path:
-    if (path / MANIFEST).is_file():
+    if (path / MANIFEST).is_file() or has_pieces(str(path)):
         return path
-    newest = next((found for found in scan(str(path)) if found.head is not None), None)
+    newest = next(iter(scan(str(path))), None)
     if newest is None:
         raise FileNotFoundError(f"{path} holds no complete checkpoint")
+    if newest.head is None:  # which one is the newest cannot be said
+        raise CheckpointDamage(f"{newest.damage}; name one of the checkpoints in {path}")
     return Path(newest.path)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint.files import CheckpointError
+from shardwise.checkpoint.formats.header import extra_entries, model_metadata, named_entries
 from shardwise.checkpoint.formats.indexed import Shards, read_index
 from shardwise.checkpoint.formats.lazy import LazySource, model_entries
 from shardwise.checkpoint.formats.output import output_directory, sizes_of, split_by_size
@@ -27,7 +28,6 @@ __all__ = ["INDEX", "WHOLE", "open_huggingface", "write_huggingface"]
 WHOLE = ("model.safetensors", "pytorch_model.bin")
 INDEX = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 MEGABYTE = 1024**2
-_WEIGHTS = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
 
 
 def open_huggingface(path: str | Path) -> LazySource:
@@ -47,8 +47,7 @@ def open_huggingface(path: str | Path) -> LazySource:
             entries, aliases = shards.entries(read_index(directory / index)[1])
         else:
             continue
-        named = {f"model/{name}": entry for name, entry in entries.items()}
-        state = {"aliases": aliases} if aliases else {}
+        named, state = named_entries(entries, shards.header(), aliases)
         return LazySource("huggingface", named, state, close=shards.close)
     raise FileNotFoundError(f"{directory} has none of {', '.join(WHOLE + INDEX)}; give a directory with a saved model")
 
@@ -60,6 +59,8 @@ def write_huggingface(
     dtype: torch.dtype | None = None,
     config: Any = None,
     generation_config: Any = None,
+    variant: str | None = None,
+    always_index: bool = False,
 ) -> list[Path]:
     """Write the model of ``source`` so that ``from_pretrained(path)`` loads it.
 
@@ -71,6 +72,8 @@ def write_huggingface(
         config: a transformers configuration (or its ``to_dict()``), written as ``config.json``; ``None`` keeps the one
             that the directory has.
         generation_config: the same for ``generation_config.json``.
+        variant: put into the names of the files, for ``from_pretrained(path, variant=...)``.
+        always_index: write an index where there is only one shard, too.
 
     Returns:
         The written files.
@@ -91,24 +94,36 @@ def write_huggingface(
     entries = model_entries(source, dtype, tied=tied)
     if not entries:
         raise CheckpointError(f"nothing to write to {target}: the checkpoint holds no model tensors")
+    extra = extra_entries(source)
+    described = bool(extra or source.state().get("extra"))
+    entries |= extra
     shards = split_by_size(sizes_of(entries), size_per_shard * MEGABYTE)
+    own = f".{variant}" if variant else ""
+    weights = re.compile(
+        rf"(model|pytorch_model){re.escape(own)}(-\d{{5}}(-of-\d{{5}})?)?\.(safetensors|bin)"
+        rf"|(model\.safetensors|pytorch_model\.bin)\.index{re.escape(own)}\.json"
+    )
+    indexed = always_index or len(shards) > 1
 
     def replaced(name: str) -> bool:
-        return _WEIGHTS.fullmatch(name) is not None or name in given
+        return weights.fullmatch(name) is not None or name in given
 
     with output_directory(target, replaced) as directory:
         weight_map: dict[str, str] = {}
         for number, names in enumerate(shards, 1):
-            file = WHOLE[0] if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            numbered = f"-{number:05d}-of-{len(shards):05d}" if indexed else ""
+            file = f"model{own}{numbered}.safetensors"
             held = {name: entries[name] for name in names}
-            write_safetensors_stream(directory / file, held, {"format": "pt"})
+            metadata = model_metadata(source) if described and number == 1 else {"format": "pt"}
+            write_safetensors_stream(directory / file, held, metadata)
             weight_map.update(dict.fromkeys(names, file))
             written.append(file)
-        if len(shards) > 1:
+        if indexed:
             total = sum(entry.nbytes for entry in entries.values())
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-            _write_json(directory / INDEX[0], index)
-            written.append(INDEX[0])
+            name = f"{WHOLE[0]}.index{own}.json"
+            _write_json(directory / name, index)
+            written.append(name)
         for name, content in given.items():
             _write_json(directory / name, content)
             written.append(name)

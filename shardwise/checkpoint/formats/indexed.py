@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint.files import CheckpointError, read_json
+from shardwise.checkpoint.formats.header import read_header
 from shardwise.checkpoint.formats.lazy import Entry
 from shardwise.checkpoint.formats.safetensors_file import SafetensorsFile
 from shardwise.checkpoint.formats.torch_file import load_torch, tensor_entries
@@ -74,6 +75,11 @@ class Shards:
         held, aliases = self._torch(file)
         # The loaded file may be let go of: what stays is the fact, and reading loads (maps) it again.
         return {name: Entry(entry.fact, partial(self._read, file, name)) for name, entry in held.items()}, aliases
+
+    def header(self) -> dict[str, Any]:
+        """What our own files among those opened say beside their tensors."""
+        found = (read_header(opened.metadata) for opened in self._open.values())
+        return next((header for header in found if header), {})
 
     def _torch(self, file: str) -> tuple[dict[str, Entry], dict[str, str]]:
         state = load_torch(self.directory / file)

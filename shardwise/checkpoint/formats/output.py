@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from shardwise.checkpoint.file_system import DISK
 from shardwise.checkpoint.formats.lazy import Entry
 
 __all__ = ["checked_directory", "output_directory", "output_file", "sizes_of", "split_by_size", "sync_path"]
@@ -66,16 +67,18 @@ def output_directory(path: Path, ours: Callable[[str], bool]) -> Iterator[Path]:
         for file in fresh.rglob("*"):
             sync_path(file)
         sync_path(fresh)
-        if target.is_dir():
-            target.rename(old)
-        fresh.rename(target)
+        if not (target.is_dir() and DISK.exchange(str(fresh), str(target))):
+            if target.is_dir():
+                target.rename(old)
+            fresh.rename(target)
         sync_path(target.parent)
     except BaseException:
         if old.exists() and not target.exists():
             old.rename(target)
         shutil.rmtree(fresh, ignore_errors=True)
         raise
-    shutil.rmtree(old, ignore_errors=True)
+    for leftover in (fresh, old):  # what was there before, under one of the two names
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _take_along(target: Path, fresh: Path, ours: Callable[[str], bool]) -> None:

@@ -6,26 +6,34 @@ Of torch files three shapes are known: the state dictionary itself; a dictionary
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from shardwise.checkpoint import tree
 from shardwise.checkpoint.files import CheckpointError
-from shardwise.checkpoint.formats.lazy import Entry, LazySource, model_entries
+from shardwise.checkpoint.formats.header import (
+    extra_entries,
+    model_metadata,
+    named_entries,
+    optimizer_metadata,
+    read_header,
+)
+from shardwise.checkpoint.formats.lazy import Entry, LazySource, entry_of_tensor, model_entries
 from shardwise.checkpoint.formats.optimizer_state import from_numbered
 from shardwise.checkpoint.formats.output import output_file
 from shardwise.checkpoint.formats.safetensors_file import SafetensorsFile, write_safetensors_stream
 from shardwise.checkpoint.formats.torch_file import TORCH_SUFFIXES, load_torch, tensor_entries
 from shardwise.checkpoint.source import CheckpointSource
+from shardwise.engine.fragments import EXTRA_STATE
 
-__all__ = ["open_safetensors", "open_single", "open_torch", "write_single"]
+__all__ = ["open_safetensors", "open_single", "open_torch", "write_single", "write_single_optimizer"]
 
 MODEL_KEYS = ("state_dict", "model", "model_state_dict", "module")
 OPTIMIZER_KEYS = ("optimizer_states", "optimizer", "optimizer_state_dict", "optimizers", "optim")
-HEADER = "shardwise"  # under which the whole-file format of this package keeps other names of tied tensors
 
 
 def open_single(path: str | Path, parameter_names: Sequence[str] | None = None) -> LazySource:
@@ -42,7 +50,7 @@ def open_single(path: str | Path, parameter_names: Sequence[str] | None = None) 
         RefusedPickle: the file holds objects that could run code.
     """
     file = Path(path)
-    if file.suffix == ".safetensors":
+    if file.suffix in (".safetensors", ""):
         return open_safetensors(file)
     if file.suffix in TORCH_SUFFIXES:
         return open_torch(file, parameter_names)
@@ -50,23 +58,13 @@ def open_single(path: str | Path, parameter_names: Sequence[str] | None = None) 
 
 
 def open_safetensors(path: Path) -> LazySource:
-    """The model in one safetensors file."""
+    """The model, or the optimizer that :func:`write_single_optimizer` wrote, in one safetensors file."""
     file = SafetensorsFile(path)
-    header = _header(file.metadata)
+    header = read_header(file.metadata)
     if header.get("kind") == "optimizer":
-        file.close()
-        raise CheckpointError(f"{path} is an optimizer's file of save_optimizer; load it with load_optimizer")
-    entries = {f"model/{name}": entry for name, entry in file.entries.items() if not name.startswith("$extra")}
-    aliases = header.get("aliases") or {}
-    return LazySource("safetensors", entries, {"aliases": aliases} if aliases else {}, close=file.close)
-
-
-def _header(metadata: Mapping[str, str]) -> dict[str, Any]:
-    try:
-        header = json.loads(metadata.get(HEADER, "{}"))
-    except ValueError:
-        return {}
-    return header if isinstance(header, dict) else {}
+        return LazySource("safetensors", file.entries, header.get("state") or {}, close=file.close)
+    named, state = named_entries(file.entries, header, {})
+    return LazySource("safetensors", named, state, close=file.close)
 
 
 def open_torch(path: Path, parameter_names: Sequence[str] | None = None) -> LazySource:
@@ -78,8 +76,13 @@ def open_torch(path: Path, parameter_names: Sequence[str] | None = None) -> Lazy
     alone = "param_groups" in content and "state" in content
     model: Mapping[Any, Any] = {} if alone else content if key is None else content[key]
     entries, aliases, rest = tensor_entries(model, str(path))
-    named = {f"model/{name}": entry for name, entry in entries.items()}
-    notes = [f"{path}: {name} is a {type(value).__name__} and was left out" for name, value in rest.items()]
+    tensors: dict[str, torch.Tensor] = {}
+    kept = {name: value for name, value in rest.items() if name.endswith(EXTRA_STATE)}
+    header = {"extra": {name: tree.encode(value, tensors, f"extra/{name}") for name, value in kept.items()}}
+    named, state = named_entries(entries, header, aliases)
+    named |= {f"state/{name}": entry_of_tensor(value) for name, value in tensors.items()}
+    left = {name: value for name, value in rest.items() if name not in kept}
+    notes = [f"{path}: {name} is a {type(value).__name__} and was left out" for name, value in left.items()]
     if key is not None:
         known = {key, *OPTIMIZER_KEYS}
         notes += [f"{path}: {other!r} beside {key!r} was left out" for other in content if other not in known]
@@ -92,7 +95,6 @@ def open_torch(path: Path, parameter_names: Sequence[str] | None = None) -> Lazy
         notes += more
     if not named and not records:
         raise CheckpointError(f"{path} holds no tensors under names; its keys are {list(content)[:8]!r}")
-    state: dict[str, Any] = {"aliases": aliases} if aliases else {}
     if records:
         state["optimizers"] = records
     return LazySource("torch", named, state, notes)
@@ -111,17 +113,43 @@ def write_single(source: CheckpointSource, path: str | Path, dtype: torch.dtype 
     """Write the model of ``source`` as one safetensors file; other names of tied tensors go into its header.
 
     Raises:
-        ValueError: the name does not end in ``.safetensors``.
+        ValueError: the name ends in something other than ``.safetensors``.
         CheckpointError: the source has no model.
         OSError: the file cannot be written; what stood there is still there.
     """
-    file = Path(path)
-    if file.suffix != ".safetensors":
-        raise ValueError(f"{file}: single files are written as .safetensors; give {file.with_suffix('.safetensors')}")
+    file = _target(path)
     entries: dict[str, Entry] = model_entries(source, dtype)
     if not entries:
         raise CheckpointError(f"nothing to write to {file}: the checkpoint holds no model tensors")
-    header = json.dumps({"kind": "model", "aliases": source.state().get("aliases", {}), "extra": {}})
-    with output_file(file) as partial:
-        write_safetensors_stream(partial, entries, {"format": "pt", HEADER: header})
+    with output_file(file) as unfinished:
+        write_safetensors_stream(unfinished, {**entries, **extra_entries(source)}, model_metadata(source))
+    return file
+
+
+def write_single_optimizer(source: CheckpointSource, path: str | Path, index: int = 0) -> Path:
+    """Write one optimizer of ``source`` as one safetensors file: state by parameter name, the rest in its header.
+
+    Raises:
+        ValueError: the name ends in something other than ``.safetensors``.
+        CheckpointError: the source has no such optimizer.
+        OSError: the file cannot be written; what stood there is still there.
+    """
+    file = _target(path)
+    if index >= len(source.state().get("optimizers", [])):
+        raise CheckpointError(f"nothing to write to {file}: the checkpoint holds no optimizer {index}")
+    start = f"optimizer/{index}/"
+    entries = {
+        f"optimizer/0/{name.removeprefix(start)}": Entry(fact, partial(source.read, name))
+        for name, fact in source.tensors().items()
+        if name.startswith(start)
+    }
+    with output_file(file) as unfinished:
+        write_safetensors_stream(unfinished, entries, optimizer_metadata(source, index))
+    return file
+
+
+def _target(path: str | Path) -> Path:
+    file = Path(path)
+    if file.suffix not in (".safetensors", ""):
+        raise ValueError(f"{file}: single files are written as .safetensors; give {file.with_suffix('.safetensors')}")
     return file

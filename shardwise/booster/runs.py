@@ -1,0 +1,116 @@
+"""To which run a boosted model or optimizer belongs, as checkpoints see runs."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from shardwise.booster.interface import unwrap_model, unwrap_optimizer
+from shardwise.checkpoint import Checkpointer, CheckpointError, EngineRun, Run, TorchRun
+from shardwise.engine.module import ShardedModule
+from shardwise.engine.optimizer import ShardedOptimizer
+
+__all__ = ["Runs", "remember_session"]
+
+SESSION = "_shardwise_session"
+
+
+def remember_session(session: Any) -> None:
+    """Let a session of our engine be found from its module and its optimizers."""
+    for each in (session.module, *session.optimizers):
+        vars(each)[SESSION] = session
+
+
+def _session(boosted: object) -> Any:
+    """The session of what our engine made; ``None`` for what torch runs.
+
+    Raises:
+        ValueError: it was not made by a Booster.
+    """
+    session = vars(boosted).get(SESSION)
+    if session is None and isinstance(boosted, ShardedModule | ShardedOptimizer):
+        raise ValueError(
+            f"{type(boosted).__name__} was not made by a Booster; save and load it with its session's checkpoints"
+        )
+    return session
+
+
+class Runs:
+    """What a Booster has boosted. Nothing is kept alive by being in here."""
+
+    def __init__(self) -> None:
+        self._modules: WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[nn.Module]] = WeakKeyDictionary()
+        self._savers: WeakKeyDictionary[nn.Module, Checkpointer] = WeakKeyDictionary()
+        self._all: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
+
+    def add(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        """What boost returns."""
+        session = _session(model)
+        if session is not None:
+            self._all.add(session.checkpoints)
+            return
+        module = unwrap_model(model)
+        if optimizer is not None:
+            self._modules[unwrap_optimizer(optimizer)] = weakref.ref(module)
+        self._savers[module] = Checkpointer(_torch_run(module, optimizer))  # from the start: it counts the updates
+        self._all.add(self._savers[module])
+
+    def of_model(self, model: nn.Module) -> Run:
+        """The run of a boosted model, or of a plain one."""
+        session = _session(model)
+        return TorchRun(unwrap_model(model)) if session is None else EngineRun(session)
+
+    def of_optimizer(self, optimizer: torch.optim.Optimizer) -> tuple[Run, int]:
+        """The run of a boosted optimizer (or of a plain one, whose parameters are then known by number), and which of
+        the run's optimizers it is."""
+        session = _session(optimizer)
+        if session is not None:
+            return EngineRun(session), session.optimizers.index(optimizer)
+        found = self._modules.get(unwrap_optimizer(optimizer))
+        return _torch_run(None if found is None else found(), optimizer), 0
+
+    def saver(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Checkpointer:
+        """What saves and restores everything of a boosted model's run.
+
+        Raises:
+            ValueError: the optimizer was not boosted with this model.
+        """
+        session = _session(model)
+        if session is not None:
+            if optimizer is not None and all(optimizer is not each for each in session.optimizers):
+                raise ValueError(f"optimizer={optimizer!r:.80} is not the one that boost returned with this model")
+            saver: Checkpointer = session.checkpoints
+            return saver
+        module = unwrap_model(model)
+        own = optimizer is None or self._modules.get(unwrap_optimizer(optimizer), lambda: None)() is module
+        if module not in self._savers or not own:
+            raise ValueError(
+                f"model={type(model).__name__}, optimizer={type(optimizer).__name__} were not boosted together; give "
+                "what one call of boost returned"
+            )
+        return self._savers[module]
+
+    def wait(self) -> None:
+        """Return when no run's checkpoint is being written any more.
+
+        Raises:
+            CheckpointError: the last asynchronous save of one failed.
+        """
+        failures = []
+        for saver in list(self._all):
+            try:
+                saver.wait()
+            except CheckpointError as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
+
+
+def _torch_run(module: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> TorchRun:
+    if optimizer is None:
+        return TorchRun(module)
+    return TorchRun(module, unwrap_optimizer(optimizer), getattr(optimizer, "scaler", None))

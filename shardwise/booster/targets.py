@@ -1,0 +1,136 @@
+"""What the Booster's published arguments of saving and loading mean: a function that writes a source, or an error."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from shardwise.booster.interface import own_class
+from shardwise.checkpoint import CheckpointSource
+from shardwise.checkpoint.formats import (
+    write_colossalai_optimizer,
+    write_huggingface,
+    write_single,
+    write_single_optimizer,
+)
+from shardwise.checkpoint.formats.lazy import LazySource, entries_of
+
+__all__ = ["SIZE_PER_SHARD", "check_loading", "model_writer", "optimizer_writer", "target"]
+
+SIZE_PER_SHARD = 1024
+TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+Write = Callable[[CheckpointSource], object]
+
+
+def target(path: str | Path, suffix: str) -> Path:
+    """The file to write.
+
+    Raises:
+        ValueError: its ending is another one than ``suffix``.
+    """
+    wanted = Path(path)
+    if wanted.suffix not in ("", suffix):
+        read = " (torch's files can still be loaded)" if wanted.suffix in TORCH_SUFFIXES else ""
+        raise ValueError(
+            f"checkpoint={str(wanted)!r}: files are written as {suffix}, not as {wanted.suffix}; "
+            f"give {str(wanted.with_suffix(suffix))!r}{read}"
+        )
+    return wanted
+
+
+def _check(shard: bool, gather_dtensor: bool, size_per_shard: float) -> None:
+    if not gather_dtensor:
+        raise NotImplementedError(f"gather_dtensor={gather_dtensor}: files hold full tensors; leave it True")
+    if not size_per_shard > 0:
+        raise ValueError(f"size_per_shard={size_per_shard}: give a size in MB > 0")
+    if size_per_shard != SIZE_PER_SHARD and not shard:
+        warnings.warn(f"size_per_shard={size_per_shard} has no effect: shard=False writes one file", stacklevel=4)
+
+
+def model_writer(
+    module: nn.Module,
+    checkpoint: str | Path,
+    shard: bool,
+    gather_dtensor: bool,
+    prefix: str | None,
+    size_per_shard: float,
+    use_safetensors: bool,
+) -> Write:
+    """What ``save_model`` does with a source; see there.
+
+    Raises:
+        NotImplementedError, ValueError: an argument that cannot be carried out.
+    """
+    _check(shard, gather_dtensor, size_per_shard)
+    if shard:
+        config, generation = _configurations(module)
+        return lambda source: write_huggingface(
+            source,
+            checkpoint,
+            size_per_shard,
+            config=config,
+            generation_config=generation,
+            variant=prefix,
+            always_index=True,
+        )
+    path = target(checkpoint, ".safetensors")
+    if use_safetensors and path.suffix != ".safetensors":
+        raise ValueError(f"checkpoint={str(path)!r} with use_safetensors=True: give a name ending in .safetensors")
+    return lambda source: write_single(_prefixed(source, prefix), path)
+
+
+def optimizer_writer(
+    checkpoint: str | Path, shard: bool, gather_dtensor: bool, prefix: str | None, size_per_shard: float
+) -> Write:
+    """What ``save_optimizer`` does with a source; see there.
+
+    Raises:
+        NotImplementedError, ValueError: an argument that cannot be carried out.
+    """
+    _check(shard, gather_dtensor, size_per_shard)
+    if shard:
+        return lambda source: write_colossalai_optimizer(source, checkpoint, size_per_shard, prefix)
+    if prefix is not None:
+        raise ValueError(f"prefix={prefix!r} names the files of shard=True; with shard=False leave it None")
+    path = target(checkpoint, ".safetensors")
+    return lambda source: write_single_optimizer(source, path)
+
+
+def check_loading(low_cpu_mem_mode: bool, num_threads: int) -> None:
+    """Warn of arguments that mean nothing here."""
+    if not low_cpu_mem_mode or num_threads != 1:
+        warnings.warn(
+            f"low_cpu_mem_mode={low_cpu_mem_mode}, num_threads={num_threads} have no effect: each rank reads the "
+            "ranges that it needs, straight into their places",
+            stacklevel=3,
+        )
+
+
+def _configurations(module: nn.Module) -> tuple[Any, Any]:
+    """A transformers model's configuration and that of its generation; ``None`` for other modules and adapters."""
+    config = getattr(module, "config", None)
+    if config is None or not hasattr(config, "to_diff_dict") or hasattr(module, "peft_config"):
+        return None, None
+    content = json.loads(config.to_json_string(use_diff=True))
+    content["architectures"] = content.get("architectures") or [own_class(module).__name__]
+    generation = getattr(module, "generation_config", None)
+    return content, generation if hasattr(generation, "to_diff_dict") else None
+
+
+def _prefixed(source: CheckpointSource, prefix: str | None) -> CheckpointSource:
+    if not prefix:
+        return source
+
+    def named(name: str) -> str:
+        return f"model/{prefix}{name.removeprefix('model/')}" if name.startswith("model/") else name
+
+    state = source.state()
+    ties = {f"{prefix}{other}": f"{prefix}{name}" for other, name in state.get("aliases", {}).items()}
+    extra = {f"{prefix}{name}": value for name, value in state.get("extra", {}).items()}
+    entries = {named(name): entry for name, entry in entries_of(source).items()}
+    return LazySource("prefixed", entries, {**state, "aliases": ties, "extra": extra})

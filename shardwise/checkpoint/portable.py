@@ -1,0 +1,276 @@
+"""Models and optimizers alone, in files that other libraries read: what a Booster saves and loads.
+
+Every save is a view of the same stream as a whole checkpoint: rank 0 writes a format from all ranks' tensors
+(:mod:`shardwise.checkpoint.gathered`), and every rank loads the ranges it needs from any format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+
+from shardwise.checkpoint.files import CheckpointError
+from shardwise.checkpoint.formats.detect import detect_format, open_checkpoint
+from shardwise.checkpoint.formats.lazy import Entry, LazySource, entries_of
+from shardwise.checkpoint.gathered import Portion, stream
+from shardwise.checkpoint.match import Match
+from shardwise.checkpoint.pieces import PieceLayout
+from shardwise.checkpoint.ranks import Ranks
+from shardwise.checkpoint.restore import put_back, put_options, read_others
+from shardwise.checkpoint.run import Holding, Run
+from shardwise.checkpoint.snapshot import Background, HostImage
+from shardwise.checkpoint.source import CheckpointSource
+from shardwise.checkpoint.write import agree
+from shardwise.engine.fragments import Fragment
+
+__all__ = ["PortableFiles"]
+
+Write = Callable[[CheckpointSource], object]
+Part = Literal["model", "optimizer"]
+
+
+class _Lane:
+    """Saves of one kind: at most one of them is under way."""
+
+    def __init__(self) -> None:
+        self.background = Background()
+        self.image: HostImage | None = None
+        self.ranks: Ranks | None = None
+
+    def wait(self) -> None:
+        error = self.background.join()
+        if error is not None:
+            raise CheckpointError(f"the asynchronous save failed: {error}") from error
+
+    def close(self) -> None:
+        try:
+            self.wait()
+        finally:
+            self.image = None
+            if self.ranks is not None:
+                self.ranks.close()
+                self.ranks = None
+
+
+class PortableFiles:
+    """Saves and loads of one process; every method is collective."""
+
+    def __init__(self) -> None:
+        self._lanes: dict[str, _Lane] = {}
+        self._ranks: Ranks | None = None
+
+    @property
+    def _world(self) -> Ranks:
+        if self._ranks is None:
+            self._ranks = Ranks(own=False)
+        return self._ranks
+
+    def save_model(self, run: Run, write: Write, what: str, use_async: bool = False) -> None:
+        """Rank 0 calls ``write`` with the model of ``run``.
+
+        Args:
+            run: whose.
+            write: writes a source; it leaves nothing half-done where it raises.
+            what: completes "rank 0 could not ...".
+            use_async: copy to host memory and return; a thread writes. A save of a model that still runs is waited for
+                first.
+
+        Raises:
+            CheckpointError, ValueError: on every rank, when any could not; or an asynchronous save before it failed.
+        """
+        self._save("model", run, lambda: Portion.of_model(run), write, what, use_async)
+
+    def save_optimizer(self, run: Run, index: int, write: Write, what: str, use_async: bool = False) -> None:
+        """The same with optimizer ``index`` of ``run``, which is number 0 of the source."""
+        self._save("optimizer", run, lambda: Portion.of_optimizer(run, index), write, what, use_async)
+
+    def _save(
+        self, kind: Part, run: Run, prepare: Callable[[], Portion], write: Write, what: str, use_async: bool
+    ) -> None:
+        lane = self._lanes.setdefault(kind, _Lane())
+        lane.wait()
+        run.settle()
+        if not use_async:
+            stream(self._world, prepare, write, what)
+            return
+        if lane.ranks is None:
+            lane.ranks = Ranks(own=True)
+        if lane.image is None:
+            lane.image = HostImage(pin=run.device.type == "cuda")
+        ranks, image = lane.ranks, lane.image
+        failure: Exception | None = None
+        portion: Portion | None = None
+        try:
+            portion = prepare()
+            portion.snapshot(lambda fragments, values: _copy(image, fragments, values))
+        except Exception as error:  # the others learn of it in the background
+            failure = error
+
+        def prepared() -> Portion:
+            if failure is not None or portion is None:
+                raise failure or RuntimeError(f"nothing was copied ({portion}); report this")
+            return portion
+
+        lane.background.start(lambda: stream(ranks, prepared, write, what))
+
+    def load_model(self, run: Run, path: str, strict: bool) -> Match:
+        """Weights, buffers and extra state from any format. Collective.
+
+        Raises:
+            ValueError: names (``strict``) or shapes do not fit; all are listed and nothing was changed.
+            FileNotFoundError: nothing is there.
+            CheckpointError: it cannot be read, on every rank.
+        """
+        return self._load(run, path, "model", strict)
+
+    def load_optimizer(self, run: Run, path: str) -> Match:
+        """State, groups and loss scale of the run's optimizer from any format. Collective. Raises as load_model."""
+        return self._load(run, path, "optimizer", True)
+
+    def _load(self, run: Run, path: str, part: Part, strict: bool) -> Match:
+        self.wait()
+        run.settle()
+        opened: list[CheckpointSource] = []
+
+        def look() -> tuple[Match, dict[str, Any]]:
+            source = open_checkpoint(path, detect_format(path, part))
+            opened.append(source)
+            held = run.held()
+            source = _of_part(source, held, part, path)
+            match = Match(source, held, strict, part)
+            return match, read_others(run, match) if part == "model" else {}
+
+        world = self._world
+        try:
+            (match, others), _ = agree(world.gather, world.rank, f"load the {part} from {path}", look, share=False)
+            put_back(run, match, f"the {part} from {path}")
+
+            def rest() -> None:
+                if part == "model":
+                    match.held.put_others(others)
+                else:
+                    put_options(run, match)
+
+            agree(world.gather, world.rank, f"load the rest of the {part} from {path}", rest, share=False)
+        finally:
+            for source in opened:
+                source.close()
+        return match
+
+    def on_rank_zero(self, action: Callable[[], object], what: str) -> None:
+        """Rank 0 acts, and every rank raises where that failed. Collective.
+
+        Raises:
+            CheckpointError, ValueError: as ``action``.
+        """
+        world = self._world
+        agree(world.gather, world.rank, what, action if world.rank == 0 else _nothing, share=False)
+
+    def everywhere(self, action: Callable[[], Any], what: str) -> Any:
+        """Every rank acts, and every rank raises where one failed. Collective."""
+        world = self._world
+        return agree(world.gather, world.rank, what, action, share=False)[0]
+
+    @property
+    def saving(self) -> bool:
+        """Whether an asynchronous save is still being written."""
+        return any(lane.background.running for lane in self._lanes.values())
+
+    def wait(self) -> None:
+        """Return when nothing is being written any more.
+
+        Raises:
+            CheckpointError: an asynchronous save failed.
+        """
+        self._each(_Lane.wait)
+
+    def close(self) -> None:
+        """Wait, and give back memory and communicators. Raises as :meth:`wait` does."""
+        self._each(_Lane.close)
+
+    def _each(self, action: Callable[[_Lane], None]) -> None:
+        failures = []
+        for kind in sorted(self._lanes):
+            try:
+                action(self._lanes[kind])
+            except CheckpointError as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
+
+
+def _nothing() -> None:
+    pass
+
+
+def _copy(image: HostImage, fragments: Sequence[Fragment], values: Any) -> list[torch.Tensor]:
+    copied = image.take(PieceLayout(fragments), values)()
+    return [torch.from_numpy(data).view(each.dtype) for data, each in zip(copied, fragments, strict=True)]
+
+
+def _of_part(source: CheckpointSource, held: Holding, part: Part, path: str) -> CheckpointSource:
+    """``source``, if it has that part; an optimizer's numbers made names.
+
+    Raises:
+        CheckpointError: it has not.
+        ValueError: an optimizer with other groups.
+    """
+    if part == "model":
+        if not any(name.startswith("model/") for name in source.tensors()):
+            raise CheckpointError(f"{path} holds no model; give what save_model wrote, or another library's model")
+        return source
+    saved = source.state().get("optimizers", [])
+    if not saved:
+        raise CheckpointError(f"{path} holds no optimizer; give what save_optimizer wrote")
+    if len(saved) > 1:
+        raise CheckpointError(f"{path} holds {len(saved)} optimizers; load it with load_checkpoint")
+    theirs = [list(group["params"]) for group in saved[0]["groups"]]
+    ours = held.group_names(held.optimizers[0])
+    if len(theirs) != len(ours):
+        raise ValueError(
+            f"the checkpoint has {len(theirs)} parameter groups and the optimizer {len(ours)}; "
+            "build the optimizer with the same groups as when saving"
+        )
+    wrong = [
+        f"group {index}: {len(their)} parameters in the checkpoint, {len(our)} in the optimizer"
+        for index, (their, our) in enumerate(zip(theirs, ours, strict=True))
+        if len(their) != len(our)
+    ]
+    numbered = any(name.startswith("#") for names in (*theirs, *ours) for name in names)
+    if not wrong:
+        wrong = _other_shapes(saved[0]["groups"], ours if numbered else theirs, held)
+    if wrong:
+        listed = "\n  ".join(wrong)
+        raise ValueError(f"the checkpoint does not fit the optimizer, nothing was loaded:\n  {listed}")
+    if not numbered:
+        return source
+    # Numbers, in the order of the groups, as torch has it.
+    pairs = (zip(their, our, strict=True) for their, our in zip(theirs, ours, strict=True))
+    return _renamed(source, {name: own for group in pairs for name, own in group})
+
+
+def _other_shapes(groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]], held: Holding) -> list[str]:
+    """Parameters whose shape was another one when the optimizer was saved, where the checkpoint says so."""
+    own = {name: tuple(shape.shape) for name, shape in held.model_shapes().items()}
+    return [
+        f"group {index}, parameter {place}: shape {tuple(shape)} in the checkpoint, {own[name]} in the optimizer"
+        for index, (group, named) in enumerate(zip(groups, names, strict=True))
+        for place, (shape, name) in enumerate(zip(group.get("shapes", ()), named, strict=False))
+        if name in own and tuple(shape) != own[name]
+    ]
+
+
+def _renamed(source: CheckpointSource, names: dict[str, str]) -> CheckpointSource:
+    """The one optimizer of ``source`` under other parameter names."""
+    entries: dict[str, Entry] = {}
+    for full, entry in entries_of(source).items():
+        if full.startswith("optimizer/0/"):
+            name, _, key = full.removeprefix("optimizer/0/").rpartition("/")
+            entries[f"optimizer/0/{names.get(name, name)}/{key}"] = entry
+    record = source.state()["optimizers"][0]
+    groups = [{**group, "params": [names[name] for name in group["params"]]} for group in record["groups"]]
+    small = {names.get(name, name): values for name, values in record["small"].items()}
+    state = {**source.state(), "optimizers": [{**record, "groups": groups, "small": small}], "aliases": {}}
+    return LazySource("renamed", entries, state)

@@ -1,0 +1,71 @@
+"""All ranks of the default process group by messages on the host, for saves beside training."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.mesh.mesh import _timeout_s
+
+__all__ = ["Ranks"]
+
+
+class Ranks:
+    """Exchanges JSON and bytes between all ranks. Collective to make.
+
+    Ranks wait for each other (for the slowest to have written) as long as the default group's time-out says.
+
+    Args:
+        own: a communicator of its own, for a thread beside training. Otherwise the default group's serves where it
+            takes tensors of the host.
+    """
+
+    def __init__(self, own: bool) -> None:
+        self._group: Any = None
+        self._made = False
+        self.rank, self.size = 0, 1
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+            return
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._made = own or "gloo" not in str(dist.get_backend())
+        if self._made:
+            self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=_timeout_s()))
+        else:
+            self._group = dist.group.WORLD
+
+    def gather(self, value: object) -> list[Any]:
+        """Every rank's JSON-able ``value``. Collective.
+
+        Raises:
+            RuntimeError: a peer died, or did not come in time.
+        """
+        text = json.dumps(value).encode()
+        if self._group is None:
+            return [json.loads(text)]
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([len(text)]), group=self._group)
+        longest = max(int(size) for size in sizes)
+        mine = torch.zeros(longest, dtype=torch.uint8)
+        mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        rows = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(rows, mine, group=self._group)
+        return [json.loads(row[: int(size)].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
+
+    def send(self, tensor: torch.Tensor, rank: int) -> None:
+        """A contiguous tensor of the host to ``rank``, which calls :meth:`receive`."""
+        dist.send(tensor, rank, group=self._group)
+
+    def receive(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+        """What ``rank`` sends, into ``tensor``."""
+        dist.recv(tensor, rank, group=self._group)
+        return tensor
+
+    def close(self) -> None:
+        """Give it back. Safe to call twice."""
+        group, self._group = self._group, None
+        if group is not None and self._made and dist.is_initialized():
+            dist.destroy_process_group(group)

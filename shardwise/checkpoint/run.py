@@ -1,0 +1,169 @@
+"""What a checkpoint needs to know of a training run, and the runs of our engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from shardwise.engine.engine import Engine
+from shardwise.engine.fragments import Fill, Fragment, Held, TensorShape
+from shardwise.engine.optimizer import ShardedOptimizer
+from shardwise.mesh import Mesh
+
+__all__ = ["EngineRun", "Holding", "Plan", "Reader", "Run", "Scaler", "Trained", "Trainer", "as_run"]
+
+
+class Trained(Protocol):
+    """What of an engine's session is saved."""
+
+    @property
+    def engine(self) -> Engine: ...
+    @property
+    def optimizers(self) -> tuple[ShardedOptimizer, ...]: ...
+    @property
+    def mesh(self) -> Mesh: ...
+
+
+class Scaler(Protocol):
+    """A loss scale: ``scale``, ``overflows`` and ``good_steps`` as numbers."""
+
+    def state_dict(self) -> dict[str, float]: ...
+    def load_state_dict(self, state: dict[str, float], /) -> None: ...
+
+
+class Trainer(Protocol):
+    """An optimizer of a run."""
+
+    @property
+    def index(self) -> int: ...
+    @property
+    def optimizer(self) -> torch.optim.Optimizer: ...
+    @property
+    def param_groups(self) -> list[dict[str, Any]]: ...
+    @property
+    def state(self) -> Any: ...
+    @property
+    def scaler(self) -> Scaler | None: ...
+    def zero_grad(self, set_to_none: bool = True) -> None: ...
+
+
+class Reader(Protocol):
+    """See :class:`shardwise.engine.fragments.FragmentReader`."""
+
+    def read(self, index: int, start: int = 0, numel: int | None = None) -> torch.Tensor: ...
+    def close(self) -> None: ...
+
+
+class Plan(Protocol):
+    """See :class:`shardwise.engine.fragments.FragmentPlan`."""
+
+    @property
+    def fragments(self) -> list[Fragment]: ...
+    def values(self) -> Iterator[torch.Tensor]: ...
+    def reader(self) -> Reader: ...
+
+
+class Holding(Protocol):
+    """What one rank holds of every global tensor; see :class:`shardwise.engine.fragments.Held`."""
+
+    names: list[tuple[str, ...]]
+    others: dict[str, Any]
+
+    @property
+    def optimizers(self) -> Sequence[Any]: ...
+    def aliases(self) -> dict[str, str]: ...
+    def model_shapes(self) -> dict[str, TensorShape]: ...
+    def compute_dtypes(self) -> dict[str, torch.dtype]: ...
+    def buffers(self) -> dict[str, torch.Tensor]: ...
+    def extra(self) -> dict[str, Any]: ...
+    def group_names(self, optimizer: Any, /) -> list[list[str]]: ...
+    def small_state(self, optimizer: Any, /) -> dict[str, dict[str, Any]]: ...
+    def plan(self, most_bytes: int, shared: bool = True) -> Plan: ...
+    def put_back(
+        self,
+        fill: Fill,
+        stored: Callable[[str], str | None],
+        state_of: Callable[[str], dict[str, Any] | None],
+        optimizers: Collection[int],
+    ) -> None: ...
+    def put_others(self, values: dict[str, Any]) -> None: ...
+
+
+class Run(Protocol):
+    """One training run on one rank. ``gather``, ``settle`` and ``taken_over`` are collective."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def optimizers(self) -> Sequence[Trainer]: ...
+    def gather(self, value: object, /) -> list[Any]:
+        """Every rank's JSON-able ``value``."""
+
+    def world(self) -> Mapping[str, int]:
+        """The sizes of this run, for information."""
+
+    def settle(self) -> None:
+        """What is under way is finished or taken back: the state is that of the last step."""
+
+    def held(self) -> Holding:
+        """What this rank holds, as it is now."""
+
+    def taken_over(self) -> AbstractContextManager[None]:
+        """Inside the block values and state are replaced; afterwards every rank uses the new ones."""
+
+
+class EngineRun:
+    """A session of our engine."""
+
+    def __init__(self, session: Trained) -> None:
+        self._session = session
+        self.rank, self.size, self.device = session.mesh.rank, session.mesh.size, session.mesh.device
+
+    @property
+    def optimizers(self) -> tuple[ShardedOptimizer, ...]:
+        return self._session.optimizers
+
+    def gather(self, value: object, /) -> list[Any]:
+        """Every rank's JSON-able ``value``. Collective."""
+        return self._session.mesh.world.exchange_object(value)
+
+    def world(self) -> dict[str, int]:
+        """The mesh."""
+        mesh = self._session.mesh
+        return {"size": mesh.size, "shard": mesh.shard.size, "replicate": mesh.replicate.size}
+
+    def settle(self) -> None:
+        """Drop a pass that failed, take back early updates, wait for gathers. Collective."""
+        engine = self._session.engine
+        engine.passes.recover()
+        engine.undo_early("a checkpoint")
+        engine.pool.settle()
+
+    def held(self) -> Held:
+        """What the engine holds."""
+        return Held(self._session.engine, self._session.optimizers)
+
+    @contextmanager
+    def taken_over(self) -> Iterator[None]:
+        """Gradients are dropped; shards are published at the end. Collective."""
+        engine = self._session.engine
+        engine.zero_grad()
+        for optimizer in self._session.optimizers:
+            optimizer.zero_grad()
+        engine.before_update()
+        try:
+            yield
+        finally:
+            engine.publish(everything=True)
+
+
+def as_run(session: Any) -> Run:
+    """A :class:`Run` itself, or that of an engine's session."""
+    return session if hasattr(session, "taken_over") else EngineRun(session)

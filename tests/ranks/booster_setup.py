@@ -1,0 +1,130 @@
+"""What the Booster's checkpoint tests share: plugins, a small odd model, and the calls that users make."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from shardwise.booster import Booster
+from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, Plugin, TorchDDPPlugin, TorchFSDPPlugin
+
+TINY = 1e-4  # MB: about one tensor a shard
+SMALL = {"min_chunk_size_m": 1e-4, "hidden_dim": 8, "search_range_m": 1}
+
+PLUGINS: dict[str, Callable[[], Plugin]] = {
+    "ddp": TorchDDPPlugin,
+    "fsdp": functools.partial(TorchFSDPPlugin, auto_wrap_policy=ModuleWrapPolicy({nn.Linear})),
+    "fsdp-grad-op": functools.partial(TorchFSDPPlugin, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP),
+    "fsdp-hybrid": functools.partial(TorchFSDPPlugin, sharding_strategy=ShardingStrategy.HYBRID_SHARD),
+    "zero1": functools.partial(LowLevelZeroPlugin, stage=1, precision="fp32"),
+    "zero2": functools.partial(LowLevelZeroPlugin, stage=2, precision="fp32"),
+    "gemini": functools.partial(GeminiPlugin, precision="fp32", **SMALL),
+    "gemini-replicas": functools.partial(GeminiPlugin, precision="fp32", extra_dp_size=2, **SMALL),
+}
+
+
+class Net(nn.Module):
+    """Tied weights, a buffer, extra state, a frozen and an empty parameter; rows that two ranks do not share evenly."""
+
+    def __init__(self, hidden: int = 7) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, hidden)
+        self.tied = nn.Linear(hidden, hidden, bias=False)
+        self.again = nn.Linear(hidden, hidden)
+        self.again.weight = self.tied.weight
+        self.last = nn.Linear(hidden, 3)
+        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+        self.register_buffer("seen", torch.zeros(2))
+        self.extra: dict[str, Any] = {"calls": 0, "mark": torch.ones(2)}
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.again(torch.tanh(self.tied(torch.tanh(self.first(inputs))))))
+        self.extra["calls"] += 1
+        output: torch.Tensor = self.last(hidden) + self.frozen
+        return output
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return dict(self.extra)
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.extra = state
+
+
+def start(seed: int = 3, hidden: int = 7) -> tuple[Net, torch.optim.Optimizer, Any]:
+    torch.manual_seed(seed)
+    model = Net(hidden)
+    first = list(model.first.parameters())
+    rest = [p for p in model.parameters() if all(p is not f for f in first) and p.requires_grad]
+    optimizer = torch.optim.AdamW([{"params": first, "lr": 3e-2}, {"params": rest, "weight_decay": 0.1}], lr=1e-2)
+    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    return torch.randn(8, 5, generator=generator), torch.randn(8, 3, generator=generator)
+
+
+def plain(steps: int) -> dict[str, Any]:
+    """The state after ``steps`` in one ordinary process over whole batches."""
+    model, optimizer, scheduler = start()
+    for step in range(steps):
+        inputs, targets = batch(step)
+        nn.functional.mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    return model.state_dict()
+
+
+class Run:
+    """A boosted run with the calls that users make; ``noise`` draws from the generators in every step."""
+
+    def __init__(self, plugin: Plugin | None, seed: int = 3, hidden: int = 7, noise: bool = False) -> None:
+        self.net, self.optimizer, self.scheduler = start(seed, hidden)
+        self.noise = noise
+        self.booster = Booster(plugin=plugin)
+        self.model, self.optimizer, self.criterion, _, self.scheduler = self.booster.boost(  # type: ignore[assignment]
+            self.net, self.optimizer, nn.MSELoss(), lr_scheduler=self.scheduler
+        )
+
+    def steps(self, first: int, last: int) -> list[float]:
+        rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        losses = []
+        for step in range(first, last):
+            inputs, targets = batch(step)
+            loss = self.criterion(self.model(inputs[rank::size]), targets[rank::size])
+            if self.noise:
+                loss = loss * (1 + torch.rand(()))
+            self.booster.backward(loss, self.optimizer)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.scheduler.step()
+            losses.append(loss.item())
+        return losses
+
+
+def assert_same(state: dict[str, Any], expected: dict[str, Any], tolerance: float = 1e-5) -> None:
+    assert list(state) == list(expected)
+    for name, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            torch.testing.assert_close(state[name], value, rtol=tolerance, atol=tolerance, msg=f"{name} differs")
+
+
+def save(run: Run, folder: Path, **how: Any) -> None:
+    run.booster.save_model(run.model, folder / "model", shard=True, size_per_shard=TINY, **how)
+    run.booster.save_optimizer(run.optimizer, folder / "optimizer", shard=True, size_per_shard=TINY, **how)
+    run.booster.save_lr_scheduler(run.scheduler, folder / "scheduler.json")
+
+
+def load(run: Run, folder: Path) -> None:
+    run.booster.load_model(run.model, folder / "model")
+    run.booster.load_optimizer(run.optimizer, folder / "optimizer")
+    run.booster.load_lr_scheduler(run.scheduler, folder / "scheduler.json")

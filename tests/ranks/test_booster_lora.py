@@ -1,0 +1,284 @@
+"""LoRA adapters of peft under every plugin: training equals plain peft in one process, and so do the saved files."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from booster_setup import SMALL
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from shardwise.booster import Booster
+from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, Plugin, TorchDDPPlugin, TorchFSDPPlugin
+from shardwise.checkpoint.formats import open_checkpoint
+from shardwise.testing import run_ranks
+
+RANKS = 2
+PLUGINS: dict[str, Callable[[], Plugin]] = {
+    "ddp": TorchDDPPlugin,
+    "fsdp": functools.partial(TorchFSDPPlugin, auto_wrap_policy=ModuleWrapPolicy({nn.Linear, nn.Embedding})),
+    "zero1": functools.partial(LowLevelZeroPlugin, stage=1, precision="fp32"),
+    "zero2": functools.partial(LowLevelZeroPlugin, stage=2, precision="fp32"),
+    "gemini": functools.partial(GeminiPlugin, precision="fp32", **SMALL),
+}
+FAST = ("embed", "up")  # the group with its own learning rate
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(65, 32)
+        self.up = nn.Linear(32, 127)
+        self.down = nn.Linear(127, 32, bias=False)
+        self.norm = nn.LayerNorm(32)
+        self.head = nn.Linear(32, 65)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(tokens)
+        output: torch.Tensor = self.head(self.norm(hidden + self.down(torch.tanh(self.up(hidden)))))
+        return output
+
+
+def ranks(fn: Callable[..., Any], *args: object) -> list[Any]:
+    return run_ranks(RANKS, fn, *args, timeout=240)  # the first one imports peft, which takes seconds
+
+
+def config(**more: Any) -> LoraConfig:
+    settings = {"target_modules": ["embed", "up", "down"], "modules_to_save": ["head"], **more}
+    return LoraConfig(r=2, lora_alpha=4, **settings)
+
+
+def net() -> Net:
+    torch.manual_seed(3)
+    return Net()
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    named = list(model.named_parameters())
+    fast = [p for name, p in named if any(f".{part}." in f".{name}" for part in FAST)]
+    rest = [p for _, p in named if all(p is not f for f in fast)]
+    return [{"params": fast, "lr": 3e-2}, {"params": rest, "weight_decay": 0.1}]
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randint(0, 65, (4, 5), generator=torch.Generator().manual_seed(step))
+
+
+def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+
+
+def plain(steps: int, model: nn.Module | None = None) -> PeftModel:
+    """peft by itself, in one process over whole batches."""
+    if model is None:
+        model = net()
+        torch.manual_seed(4)
+        model = get_peft_model(model, config())
+    optimizer = torch.optim.AdamW(groups_of(model), lr=1e-2, eps=1e-4)
+    for step in range(steps):
+        loss_of(model, batch(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model  # type: ignore[return-value]
+
+
+class Run:
+    """``early``: the optimizer is built before the adapter, as scripts that only add a line do."""
+
+    def __init__(self, plugin: Plugin, early: bool, pretrained: str | None = None) -> None:
+        self.booster = Booster(plugin=plugin)
+        model = net()
+        optimizer = torch.optim.AdamW(groups_of(model), lr=1e-2, eps=1e-4) if early else None
+        torch.manual_seed(4)
+        given = {"lora_config": config()} if pretrained is None else {"pretrained_dir": pretrained}
+        self.peft = self.booster.enable_lora(model, **given)
+        if optimizer is None:
+            optimizer = torch.optim.AdamW(groups_of(self.peft), lr=1e-2, eps=1e-4)
+        self.model, self.optimizer, *_ = self.booster.boost(self.peft, optimizer)
+
+    def steps(self, first: int, last: int) -> None:
+        for step in range(first, last):
+            tokens = batch(step)[dist.get_rank() :: dist.get_world_size()]
+            self.booster.backward(loss_of(self.model, tokens), self.optimizer)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+def trained(names: Any) -> set[str]:
+    return {name for name in names if ".lora_" in name or ".modules_to_save." in name}
+
+
+def _train(name: str, early: bool, folder: str) -> dict[str, torch.Tensor]:
+    run = Run(PLUGINS[name](), early)
+    run.steps(0, 3)
+    state = {key: value.detach().clone() for key, value in run.model.state_dict().items()}
+    run.booster.save_lora_as_pretrained(run.model, f"{folder}/bin")
+    run.booster.save_lora_as_pretrained(run.model, f"{folder}/safe", use_safetensors=True)
+    run.booster.save_model(run.model, f"{folder}/model.safetensors")
+    run.booster.save_optimizer(run.optimizer, f"{folder}/optimizer.safetensors")
+    assert all(p.grad is None for p in run.peft.parameters() if not p.requires_grad)
+    again = Run(PLUGINS[name](), not early, pretrained=f"{folder}/safe")
+    again.booster.load_optimizer(again.optimizer, f"{folder}/optimizer.safetensors")
+    again.steps(3, 5)
+    run.steps(3, 5)
+    expected = run.model.state_dict()
+    for key, value in again.model.state_dict().items():
+        torch.testing.assert_close(value, expected[key], rtol=1e-6, atol=1e-6, msg=f"{key} differs after a reload")
+    return state
+
+
+@pytest.mark.parametrize(
+    ("name", "early"),
+    [
+        pytest.param("ddp", True, marks=pytest.mark.campaign),
+        ("fsdp", False),
+        pytest.param("fsdp", True, marks=pytest.mark.campaign),
+        pytest.param("zero1", True, marks=pytest.mark.campaign),
+        ("zero2", False),
+        ("gemini", True),
+        pytest.param("gemini", False, marks=pytest.mark.campaign),
+    ],
+)
+def test_training_and_files_equal_plain_peft(name: str, early: bool, tmp_path: Path) -> None:
+    states = ranks(_train, name, early, str(tmp_path))
+    reference = plain(3)
+    expected = reference.state_dict()
+    for state in states:
+        assert list(state) == list(expected)
+        for key, value in expected.items():
+            torch.testing.assert_close(state[key], value, rtol=1e-6, atol=1e-6, msg=lambda m, k=key: f"{k}: {m}")
+        base = dict(net().named_parameters())
+        assert torch.equal(state["base_model.model.up.base_layer.weight"], base["up.weight"]), "base weights are frozen"
+    _same_adapter(tmp_path, reference, states[0])
+
+
+def _same_adapter(folder: Path, reference: PeftModel, state: dict[str, torch.Tensor]) -> None:
+    reference.save_pretrained(folder / "peft")
+    expected = load_file(folder / "peft" / "adapter_model.safetensors")
+    settings = json.loads((folder / "peft" / "adapter_config.json").read_text())
+    saved = {
+        "safe": load_file(folder / "safe" / "adapter_model.safetensors"),
+        "bin": torch.load(folder / "bin" / "adapter_model.bin", weights_only=True),
+    }
+    for kind, tensors in saved.items():
+        assert set(tensors) == set(expected)
+        for key, value in expected.items():
+            torch.testing.assert_close(tensors[key], value, rtol=1e-6, atol=1e-6, msg=f"{key} of {kind} differs")
+        own = json.loads((folder / kind / "adapter_config.json").read_text())
+        assert {k: sorted(v) if isinstance(v, list) else v for k, v in own.items()} == {
+            k: sorted(v) if isinstance(v, list) else v for k, v in settings.items()
+        }
+        loaded = PeftModel.from_pretrained(net(), folder / kind)
+        for key, value in loaded.state_dict().items():
+            assert torch.equal(value, state[key]), f"{key} of {kind} is not what was trained"
+
+
+def _nothing_for_the_base(name: str, early: bool, folder: str) -> dict[str, int]:
+    run = Run(PLUGINS[name](), early)
+    run.steps(0, 1)
+    run.booster.save_optimizer(run.optimizer, f"{folder}/optimizer.safetensors")
+    source = open_checkpoint(f"{folder}/optimizer.safetensors")
+    names = {full.split("/", 2)[2].rpartition("/")[0] for full in source.tensors()}
+    source.close()
+    own = {n: p for n, p in run.peft.named_parameters() if p.requires_grad}
+    assert names == trained(own) == set(own) and names
+    if name in ("ddp", "fsdp"):
+        return {}
+    session = vars(run.model)["_shardwise_session"]
+    session.reset_traffic()
+    run.steps(1, 2)
+    facts = session.engine.layout.facts
+    padded = sum(fact.shape.numel() * 4 + 64 for fact in facts if fact.trainable) + 64 * len(session.engine.chunks)
+    return {"trainable": padded, **session.traffic()}
+
+
+@pytest.mark.parametrize("name", list(PLUGINS))
+def test_base_weights_have_no_state_and_no_exchange(name: str, tmp_path: Path) -> None:
+    for found in ranks(_nothing_for_the_base, name, True, str(tmp_path)):
+        reduced = sum(value for kind, value in found.items() if kind.startswith(("reduce", "all_reduce")))
+        assert reduced <= found.get("trainable", 0)
+        assert reduced > 0 or not found
+
+
+def _half(name: str, folder: str) -> None:
+    plugin = (
+        LowLevelZeroPlugin(stage=2, precision="bf16") if name == "zero2" else GeminiPlugin(precision="bf16", **SMALL)
+    )
+    run = Run(plugin, early=True)
+    run.steps(0, 2)
+    run.booster.save_lora_as_pretrained(run.model, folder, use_safetensors=True)
+    state = run.model.state_dict()
+    saved = open_checkpoint(folder)
+    facts = saved.tensors()
+    assert facts and all(fact.dtype == torch.float32 for fact in facts.values()), "masters, so that nothing is lost"
+    value = saved.read("model/base_model.model.up.lora_B.default.weight", 0, 4)
+    assert (
+        torch.equal(value, state["base_model.model.up.lora_B.default.weight"].flatten()[:4]) and value.abs().sum() > 0
+    )
+    saved.close()
+    base = dict(net().named_parameters())
+    assert torch.equal(state["base_model.model.up.base_layer.weight"].float(), base["up.weight"].bfloat16().float())
+
+
+@pytest.mark.parametrize("name", ["zero2", pytest.param("gemini", marks=pytest.mark.campaign)])
+def test_sixteen_bits(name: str, tmp_path: Path) -> None:
+    ranks(_half, name, str(tmp_path / "adapter"))
+
+
+def _refused() -> None:
+    booster = Booster(plugin=PLUGINS["zero2"]())
+    for how in ({"quantize": True}, {"bnb_quantization_config": {"load_in_4bit": True}}):
+        with pytest.raises(NotImplementedError, match="bitsandbytes"):
+            booster.enable_lora(net(), lora_config=config(), **how)
+    with pytest.raises(ValueError, match="give one of the two"):
+        booster.enable_lora(net())
+    with pytest.raises(TypeError, match=r"peft\.LoraConfig"):
+        booster.enable_lora(net(), lora_config={"r": 2})
+    model, *_ = booster.boost(net())
+    with pytest.raises(ValueError, match="before boost"):
+        booster.enable_lora(model, lora_config=config())
+    with pytest.raises(ValueError, match="has no adapter"):
+        booster.save_lora_as_pretrained(model, "nowhere")
+    with pytest.raises(ValueError, match="has no adapter"):
+        booster.plugin.add_lora_params_to_optimizer(net(), torch.optim.SGD(net().parameters()))  # type: ignore[union-attr]
+
+
+def test_what_cannot_be_is_refused() -> None:
+    ranks(_refused)
+
+
+def test_add_lora_params_to_optimizer() -> None:
+    model = net()
+    optimizer = torch.optim.SGD([{"params": [model.up.weight], "lr": 0.5}, {"params": [model.head.weight]}], lr=0.1)
+    adapted = Booster().enable_lora(model, lora_config=config())
+    with pytest.warns(UserWarning, match="does not train .*down.*lora_A"):
+        LowLevelZeroPlugin().add_lora_params_to_optimizer(adapted, optimizer)
+    named = {id(p): name.removeprefix("base_model.model.") for name, p in adapted.named_parameters()}
+    groups = [[named[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    assert groups[0] == ["up.base_layer.weight", "up.lora_A.default.weight", "up.lora_B.default.weight"]
+    assert groups[1] == ["head.original_module.weight", "head.modules_to_save.default.weight"]
+    with pytest.warns(UserWarning):
+        LowLevelZeroPlugin().add_lora_params_to_optimizer(adapted, optimizer)
+    assert [len(group["params"]) for group in optimizer.param_groups] == [3, 2], "a second call changes nothing"
+
+
+def test_two_adapters_and_a_configuration_without_effect(tmp_path: Path) -> None:
+    booster = Booster()
+    adapted: Any = booster.enable_lora(net(), lora_config=config())
+    adapted.add_adapter("other", config(target_modules=["up"], modules_to_save=None))
+    booster.save_lora_as_pretrained(adapted, tmp_path / "a", use_safetensors=True)
+    assert (tmp_path / "a" / "other" / "adapter_model.safetensors").is_file()
+    other = PeftModel.from_pretrained(net(), tmp_path / "a" / "other")
+    loaded, own = other.base_model.model.up.lora_A["default"], adapted.base_model.model.up.lora_A["other"]
+    assert torch.equal(loaded.weight, own.weight)
+    with pytest.warns(UserWarning, match="lora_config has no effect"):
+        booster.enable_lora(net(), pretrained_dir=str(tmp_path / "a"), lora_config=config())
