@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from shardwise.build import Session
-from shardwise.checkpoint.agreement import on_rank_zero
 from shardwise.checkpoint.directory import scan
 from shardwise.checkpoint.format import MANIFEST
 from shardwise.checkpoint.formats.detect import open_checkpoint
@@ -109,10 +108,12 @@ class Saving:
         path = Path(directory) / filename
 
         def write() -> None:
+            if rank != 0:
+                return
             path.parent.mkdir(parents=True, exist_ok=True)
             torch.save({name: kept[name] for name in module.state_layout() if name in kept}, path)
 
-        on_rank_zero(write, f"write {path}")
+        agree(self._session.mesh.world.exchange_object, rank, f"write {path}", write)
 
     def close(self) -> None:
         """Give back what an unfinished save holds."""

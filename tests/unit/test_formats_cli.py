@@ -134,10 +134,12 @@ def test_convert_refuses(places: dict[str, Path], tmp_path: Path, capsys: pytest
         (["convert", places["dcp"], tmp_path / "x", "--to", "peft"], "configuration"),
         (["diff", places["dcp"], places["dcp"], "--rtol", "-1"], "--rtol -1"),
         (["verify", tmp_path / "nowhere"], "no such file"),
-        (["inspect", tmp_path], "holds"),
+        (["inspect", tmp_path / "several"], "holds"),
+        (["inspect", tmp_path], "manifest.json is missing"),
     ]
+    (tmp_path / "several").mkdir()
     for name in ("second", "third"):
-        (tmp_path / f"{name}.safetensors").touch()
+        (tmp_path / "several" / f"{name}.safetensors").touch()
     (tmp_path / "native" / "manifest.json").unlink()
     for arguments, expected in cases:
         assert _run(*arguments) == 2, arguments
