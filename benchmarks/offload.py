@@ -68,8 +68,8 @@ class Parts:
     update: list[float]
 
 
-def disk_plan(directory: Path) -> DiskPlan:
-    """Eight requests of 1 MiB in flight, four tiles on their way."""
+def disk_plan(directory: Path, tiles: int = 4) -> DiskPlan:
+    """Eight requests of 1 MiB in flight, ``tiles`` in memory."""
     return DiskPlan(
         directory=str(directory),
         block_bytes=MIB,
@@ -77,12 +77,12 @@ def disk_plan(directory: Path) -> DiskPlan:
         threads=1,
         single_submit=False,
         overlap_events=True,
-        state_buffers=4,
+        state_buffers=tiles,
         param_buffers=5,
     )
 
 
-def plan_of(mode: Mode, dtype: torch.dtype | None, directory: Path, update: str) -> Plan:
+def plan_of(mode: Mode, dtype: torch.dtype | None, disk: DiskPlan, update: str) -> Plan:
     """ZeRO-3 with the shares of ``mode``, the next block fetched ahead, updates in ``step()`` or in ``backward``."""
     tiers = replace(
         on_device(),
@@ -91,7 +91,7 @@ def plan_of(mode: Mode, dtype: torch.dtype | None, directory: Path, update: str)
         state_host_fraction=mode.state[0],
         state_disk_fraction=mode.state[1],
         pin_memory=torch.cuda.is_available(),
-        disk=disk_plan(directory) if mode.uses_disk else None,
+        disk=disk if mode.uses_disk else None,
     )
     plan = zero(3, dtype).but(tiers=tiers, prefetch=1)
     return plan if update == "step" else plan.but(update=update)
@@ -105,9 +105,8 @@ class Training:
         model = make_model(size, options.dtype)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         device = torch.device(options.device)
-        self.session: Session = build(
-            model, optimizer, plan_of(mode, dtype, options.directory, options.update), device=device
-        )
+        plan = plan_of(mode, dtype, disk_plan(options.directory, options.tiles), options.update)
+        self.session: Session = build(model, optimizer, plan, device=device)
         self.mode, self.size, self.device = mode, size, device
         self.losses: list[float] = []
         self.disk_bytes = (0, 0)
@@ -329,6 +328,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sequence", type=int, default=128)
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--update", choices=("step", "backward"), default="step", help="when states are updated")
+    parser.add_argument("--tiles", type=int, default=4, help="of a disk, in memory at a time (default 4)")
     parser.add_argument("--modes", nargs="*", choices=[mode.name for mode in MODES], help="default: all")
     parser.add_argument("--repeats", type=int, default=5, help="interleaved (default 5)")
     parser.add_argument("--steps", type=int, default=3, help="timed steps a mode and repeat (default 3)")
@@ -351,7 +351,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     facts = (
         f"{machine()}; {where}; torch {torch.__version__}. {parameters / 1e6:.1f}M parameters, {options.dtype}, "
         f"{options.micro_batch} x {options.sequence} tokens a step, one rank; {options.repeats} interleaved repeats of "
-        f"{options.steps} steps; updates in {options.update}. {'. '.join(remarks)}."
+        f"{options.steps} steps; updates in {options.update}, {options.tiles} tiles of a disk in memory. "
+        f"{'. '.join(remarks)}."
     )
     text = f"{facts}\n\n{table(parts, device.type == 'cpu')}\n"
     print(text)

@@ -108,13 +108,12 @@ class Session:
         """Place by a trace that was made earlier for this model and plan, without a warm-up step (``auto``).
 
         Raises:
-            ValueError: it names units that this model does not have.
+            ValueError: its units have other names or sizes than this model's, or the plan has no device capacity.
         """
-        known = len(self.engine.layout.units)
-        if self.engine.meter is None or any(unit >= known for unit in stats.order):
+        if self.engine.meter is None:
             raise ValueError(
-                f"a trace of units up to {max(stats.order, default=-1)} for a model of {known} units with a device "
-                f"capacity of {self.engine.ledger.capacity_bytes}: give one that the same plan recorded"
+                f"a trace for a plan with a device capacity of {self.engine.ledger.capacity_bytes}: declare one, and "
+                "give a trace that the same plan recorded"
             )
         self.engine.meter.use(stats)
 

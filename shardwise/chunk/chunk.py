@@ -73,6 +73,10 @@ class Chunk:
         """This rank's shard, in memory inside the block; with ``write`` changes to it are kept."""
         return nullcontext(self.shard) if self.resident else self.source.opened(write)
 
+    def renewing(self) -> AbstractContextManager[torch.Tensor]:
+        """Memory for all of a new shard, kept after the block; see :meth:`ShardSource.renewing`."""
+        return nullcontext(self.shard) if self.resident else self.source.renewing()
+
     @property
     def shard_start(self) -> int:
         return self.rank * self.spec.shard_numel

@@ -7,107 +7,27 @@ comes on top of it.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 
 import torch
 
+from shardwise.chunk.arrays import ArrayPool
 from shardwise.chunk.chunk import Chunk
 from shardwise.chunk.layout import UnitSpec
 from shardwise.chunk.policy import Trace, choose_victim, next_units
-from shardwise.comm import Group
-from shardwise.memory.ledger import KEPT, Ledger
+from shardwise.comm import Group, PeerError
+from shardwise.memory.ledger import KEPT, DeviceMemoryError, Ledger
 from shardwise.memory.sizes import size_text
 
-__all__ = ["ArrayPool", "ChunkPool"]
+__all__ = ["ChunkPool"]
 
 DONE = -1.0
+FAILED = -2.0
 
 
 def _ignore(_: object) -> None:
     pass
-
-
-_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
-
-
-def _holders(array: torch.Tensor) -> int:
-    return _use_count(array.untyped_storage()._cdata) if _use_count is not None else 0
-
-
-_UNSHARED = _holders(torch.empty(1))
-"""How many holders torch counts for an array that nobody else reads."""
-
-
-class ArrayPool:
-    """Reuses flat host arrays: a fresh page costs about 2 microseconds per 4 KiB, a reused one nothing.
-
-    An array comes back only when nobody else holds its storage; until then it waits. On CUDA torch's caching allocator
-    does this already, so nothing is kept here.
-    """
-
-    def __init__(self, device: torch.device, limit_bytes: int) -> None:
-        self.device = device
-        self.limit_bytes = limit_bytes
-        self._keeps = device.type == "cpu" and _use_count is not None
-        self._idle: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
-        self._given_up: list[weakref.ref[torch.UntypedStorage]] = []
-
-    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised 1-D array of ``numel`` elements."""
-        idle = self._idle.get((numel, dtype), [])
-        for index, array in enumerate(idle):
-            if _holders(array) == _UNSHARED:
-                return idle.pop(index)
-        return torch.empty(numel, dtype=dtype, device=self.device)
-
-    def give(self, array: torch.Tensor) -> None:
-        """Hand an array back; arrays that autograd still reads are kept apart until it lets go."""
-        if self._keeps:
-            idle = self._idle.setdefault((array.numel(), array.dtype), [])
-            idle.append(array)
-            # Sizes that come up seldom make room for the one that is in use now.
-            for other in list(self._idle):
-                while self.idle_bytes() > self.limit_bytes and self._idle[other]:
-                    self._give_up([self._idle[other].pop(0)])
-
-    def missing_bytes(self, wanted: Iterable[tuple[int, torch.dtype]]) -> int:
-        """What :meth:`take` would have to allocate for these arrays, together."""
-        free = {key: sum(_holders(array) == _UNSHARED for array in idle) for key, idle in self._idle.items()}
-        missing = 0
-        for numel, dtype in wanted:
-            if free.get((numel, dtype), 0):
-                free[numel, dtype] -= 1
-            else:
-                missing += numel * dtype.itemsize
-        return missing
-
-    def _give_up(self, arrays: Iterable[torch.Tensor]) -> None:
-        """Forget arrays; those that are still read elsewhere are watched until their readers free them."""
-        self._given_up += [weakref.ref(a.untyped_storage()) for a in arrays if _holders(a) != _UNSHARED]
-
-    def read_bytes(self) -> int:
-        """Bytes of arrays that are not kept here any more and are still read elsewhere."""
-        alive = [(reference, reference()) for reference in self._given_up]
-        self._given_up = [reference for reference, storage in alive if storage is not None]
-        return sum(storage.nbytes() for _, storage in alive if storage is not None)
-
-    def idle_bytes(self) -> int:
-        """Bytes kept for reuse."""
-        return sum(array.nbytes for idle in self._idle.values() for array in idle)
-
-    def trim(self) -> None:
-        """Forget idle arrays that are still read elsewhere, so that their readers free them."""
-        for key, idle in self._idle.items():
-            self._idle[key] = [array for array in idle if _holders(array) == _UNSHARED]
-            self._give_up(idle)
-
-    def drop(self) -> None:
-        """Free all idle arrays."""
-        for idle in self._idle.values():
-            self._give_up(idle)
-        self._idle.clear()
 
 
 class ChunkPool:
@@ -222,8 +142,21 @@ class ChunkPool:
                 self._bring(unit)
             self.on_ready(unit)
             kept = pin
+        except DeviceMemoryError as error:
+            self.tell(error)
+            raise
         finally:
             self._pins[unit] -= not kept
+
+    def tell(self, error: DeviceMemoryError) -> None:
+        """This rank cannot go on with its pass: the others, which would wait for it, raise as well.
+
+        Waits until they come to what they would gather next, or to the end of the pass.
+        """
+        if self._agrees and not error.told:
+            error.told = True
+            with suppress(PeerError):  # they failed, too
+                self.group.exchange([FAILED] * (1 + self.prefetch), "what to gather")
 
     def _bring(self, unit: int) -> None:
         if unit in self._held and self.ledger.capacity_bytes is not None:
@@ -356,14 +289,61 @@ class ChunkPool:
     def _round(self, wanted: list[int]) -> bool:
         """One agreement: every rank says what it wants, all gather the union in order. False when nobody wants any."""
         width = 1 + self.prefetch
+        if wanted:
+            wanted = self._with_room(wanted)
         posts = self.group.exchange([float(u) for u in wanted] + [DONE] * (width - len(wanted)), "what to gather")
+        if any(FAILED in post for post in posts):
+            raise self._told_of([rank for rank, post in enumerate(posts) if FAILED in post])
         union = sorted({int(u) for post in posts for u in post if u != DONE})
+        if self.ledger.capacity_bytes is not None and len({frozenset(post) for post in posts}) > 1:
+            fits = self._others_fit(set(union) - set(wanted), wanted)
+            posts = self.group.exchange([float(fits)], "whether the device has room for what others gather")
+            if not all(post[0] for post in posts):
+                raise self._told_of([rank for rank, post in enumerate(posts) if not post[0]])
         for unit in union:
             if unit in wanted:
                 self._start(unit)
             else:
                 self._take_part(unit)
         return bool(union)
+
+    def _with_room(self, wanted: list[int]) -> list[int]:
+        """What of ``wanted`` can be gathered; the first must be.
+
+        Raises:
+            DeviceMemoryError: it cannot. Before the others count on this rank.
+        """
+        if self.ledger.capacity_bytes is None:
+            return wanted
+        while len(wanted) > 1 and not self.ledger.fits(self.arrays.missing_bytes(self._arrays(wanted))):
+            wanted = wanted[:-1]
+        if wanted[0] not in self._held:
+            self._require(self._transient[wanted[0]], wanted[0])
+        return wanted
+
+    def _others_fit(self, others: Iterable[int], wanted: Sequence[int]) -> bool:
+        """Whether there is room to take part in gathering each of ``others``, one at a time, beside ``wanted``."""
+        units = [[*wanted, other] for other in others]
+
+        def missing() -> int:
+            return max((self.arrays.missing_bytes(self._arrays(each)) for each in units), default=0)
+
+        if not self.ledger.fits(missing()):
+            self.arrays.drop()
+        return self.ledger.make_room(missing()) and self.ledger.fits(missing())
+
+    def _arrays(self, units: Iterable[int]) -> list[tuple[int, torch.dtype]]:
+        """Sizes of what is to be allocated for them."""
+        chunks = [chunk for unit in units if unit not in self._held for chunk in self._transient[unit]]
+        return [(chunk.spec.padded_numel, chunk.spec.dtype) for chunk in chunks]
+
+    def _told_of(self, ranks: Sequence[int]) -> DeviceMemoryError:
+        error = DeviceMemoryError(
+            f"ranks {list(ranks)} of {self.group.name} have not enough device memory for this pass; see their messages "
+            f"(this rank's {self.ledger.device} has {size_text(self.ledger.free_bytes() or 0)} left)"
+        )
+        error.told = True
+        return error
 
     def _take_part(self, unit: int) -> None:
         """Gather for the others' sake; the array is dropped at once, or overwritten with the same values if held."""

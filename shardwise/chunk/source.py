@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -32,8 +32,15 @@ class ShardSource(Protocol):
     def opened(self, write: bool) -> Iterator[torch.Tensor]:
         """The shard in memory inside the block; with ``write`` changes to it are kept."""
 
+    @contextmanager
+    def renewing(self) -> Iterator[torch.Tensor]:
+        """Memory for a new shard, all of which is written inside the block; :meth:`forget` once it is current."""
+
     def prepare(self) -> None:
         """A gather comes soon: start what can be done without the peers."""
+
+    def forget(self) -> None:
+        """Whatever :meth:`prepare` started is out of date."""
 
     def gather(self, group: Group, out: torch.Tensor) -> Handle:
         """Every rank's shard in rank order into ``out`` (1-D, on the device)."""
@@ -61,7 +68,14 @@ class MemorySource:
     def opened(self, write: bool) -> Iterator[torch.Tensor]:
         yield self._exchange.local
 
+    @contextmanager
+    def renewing(self) -> Iterator[torch.Tensor]:
+        yield self._exchange.local
+
     def prepare(self) -> None:
+        """Nothing to do."""
+
+    def forget(self) -> None:
         """Nothing to do."""
 
     def gather(self, group: Group, out: torch.Tensor) -> Handle:
@@ -111,19 +125,23 @@ class ReadAhead:
 
     Attributes:
         buffer_bytes: what is asked for, whatever a shard needs itself, so that a small one takes no large one's.
-        buffers: how many there are, at least 2.
-        count: how many have been.
+        buffers: how many there are for gathers, reads ahead and changes, at least 1.
+        renewals: how many there are beside them for :meth:`DiskSource.renewing`, which another thread may call then.
+        count: how many have been read ahead.
         gathers: of a single rank, under way, oldest first.
     """
 
     buffer_bytes: int
     buffers: int
+    renewals: int = 0
     count: int = 0
     gathers: deque[_FromDisk] = field(default_factory=deque)
 
 
 class DiskSource:
     """On a disk; one of the store's buffers holds it while it is gathered or changed.
+
+    Gathers give the committed version, so a new one may be written beside them.
 
     Args:
         store: the rank's store, with buffers of at least the shard's size.
@@ -159,7 +177,7 @@ class DiskSource:
     def _view(self, buffer: torch.Tensor) -> torch.Tensor:
         return buffer[: self._nbytes].view(self._dtype)
 
-    def _read(self) -> tuple[torch.Tensor, Handle]:
+    def _read(self, newest: bool = False) -> tuple[torch.Tensor, Handle]:
         started, self._ahead = self._ahead, None
         if started is not None:
             self._shared.count -= 1
@@ -169,7 +187,7 @@ class DiskSource:
             buffer.zero_()
             return buffer, DONE
         try:
-            return buffer, self.store.read(self.record, buffer, newest=True)
+            return buffer, self.store.read(self.record, buffer, newest=newest)
         except BaseException:
             self.store.give(buffer)
             raise
@@ -193,7 +211,7 @@ class DiskSource:
     @contextmanager
     def opened(self, write: bool) -> Iterator[torch.Tensor]:
         # A shard that was read ahead is taken here, so nothing out of date remains after a write.
-        buffer, reading = self._read()
+        buffer, reading = self._read(newest=True)
         try:
             reading.wait()
             yield self._view(buffer)
@@ -203,10 +221,28 @@ class DiskSource:
         finally:
             self.store.give(buffer)
 
+    @contextmanager
+    def renewing(self) -> Iterator[torch.Tensor]:
+        buffer = self.store.buffer(self._shared.buffer_bytes) if self._shared.renewals else self._buffer()
+        try:
+            buffer.zero_()  # what no parameter has of it
+            yield self._view(buffer)
+            self.store.write(self.record, buffer).wait()
+            self._written = True
+        finally:
+            self.store.give(buffer)
+
     def prepare(self) -> None:
         if self._ahead is None and self._written and self._shared.count < self._shared.buffers - 2:
             self._ahead = self._read()
             self._shared.count += 1
+
+    def forget(self) -> None:
+        if self._ahead is not None:
+            buffer, reading = self._read()
+            with suppress(DiskError):
+                reading.wait()
+            self.store.give(buffer)
 
     def gather(self, group: Group, out: torch.Tensor) -> Handle:
         buffer, reading = self._read()

@@ -27,6 +27,7 @@ PURPOSES = (
     "what could not be read back",
     "what to gather",
     "whether a shard could be read from the disk",
+    "whether the device has room for what others gather",
     "whether the disk failed while changed parameters were taken over",
     "whether the disk failed while its file was made",
     "whether the disk failed while its state was put in place",
@@ -122,6 +123,7 @@ class Group(ABC):
         traffic: what this rank has sent in this group.
         one_sided_gather: all-gathers read the peers' memory without their taking part. Peers must not write to what
             is gathered except between two calls of :meth:`fence`.
+        staging: buffers that a user of the group keeps in it, by dtype.
     """
 
     one_sided_gather = False
@@ -132,6 +134,7 @@ class Group(ABC):
         self.size = size
         self.device = device
         self.traffic = Traffic()
+        self.staging: dict[torch.dtype, Buffer] = {}
 
     # Buffers
 

@@ -10,6 +10,7 @@ Source: the pipelined optimizer swapper of ZeRO-Infinity (arXiv 2104.07857, sect
 from __future__ import annotations
 
 import copy
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -21,7 +22,7 @@ import torch
 from shardwise.engine.tiles import Piece, Tile
 from shardwise.memory.disk import DiskError, DiskStore, Handle, Record
 
-__all__ = ["BufferSizes", "DiskTile", "run_tiles"]
+__all__ = ["BufferSizes", "DiskTile", "TileVisits"]
 
 ALIGN_BYTES = 64
 
@@ -147,6 +148,10 @@ class DiskTile:
                 self._store.give(buffer)
             self._buffers = []
 
+    def finished(self) -> bool:
+        """Whether :meth:`finish` would not have to wait."""
+        return all(transfer.finished() for transfer in self._transfers)
+
     def _wait(self) -> None:
         transfers, self._transfers = self._transfers, []
         failure: DiskError | None = None
@@ -203,7 +208,8 @@ class DiskTile:
             return spare
         self._made += 1
         name = f"optimizer state {self._made} of chunk {self.tile.chunk.spec.index}"
-        return self._store.create(f"{name}, elements {self.tile.start} to {self.tile.end}", nbytes)
+        name = f"{name}, elements {self.tile.start} to {self.tile.end}"
+        return self._store.create(name, nbytes, owner=self.tile.chunk.spec.optimizer)
 
     def _bring_in(self) -> None:
         """State that was read moves to memory of its own, because the record will be another one."""
@@ -263,30 +269,110 @@ def _absent(like: torch.Tensor) -> torch.Tensor:
     return torch.full((), fill, dtype=like.dtype).expand(like.shape)
 
 
-def run_tiles(tiles: Sequence[DiskTile], depth: int, update: Callable[[DiskTile], None]) -> None:
-    """Have each tile in memory once, call ``update``, and write it back; at most ``depth`` are in memory.
+class TileVisits:
+    """Brings the tiles of one optimizer into memory one after the other, at most ``depth`` at a time.
 
-    Raises:
-        DiskError: a transfer failed. All transfers have ended and no buffer is held; some tiles have been written.
+    While one is updated the next are read and the previous written. Which are next is taken from the order of the last
+    step, so that the first may be read before it is known that they are needed. Two threads may use it, not at once.
+
+    Args:
+        tiles: all of them, in the order that is expected of the first step.
+        depth: how many may be in memory; the store has as many buffers of either size.
     """
-    waiting, reading, writing = deque(tiles), deque[DiskTile](), deque[DiskTile]()
-    try:
-        while waiting or reading:
-            while waiting and len(reading) + len(writing) < depth:
-                reading.append(waiting.popleft())
-                reading[-1].start()
-            if not reading:
-                writing.popleft().finish()
-                continue
-            tile = reading.popleft()
-            writing.append(tile)
-            tile.bind()
-            update(tile)
-            tile.save()
-        while writing:
-            writing.popleft().finish()
-    finally:
-        for tile in (*reading, *writing):
-            tile.unbind()
-            with suppress(DiskError):
-                tile.finish()
+
+    def __init__(self, tiles: Sequence[DiskTile], depth: int) -> None:
+        self._depth = depth
+        self._expected, self._at = list(tiles), 0
+        self._visited: dict[DiskTile, None] = {}
+        self._reading: deque[DiskTile] = deque()
+        self._writing: deque[DiskTile] = deque()
+        self._lock = threading.RLock()
+
+    def read_ahead(self) -> None:
+        """Begin to read what is expected next, as far as there is room; nothing while another thread visits."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self._read_ahead()
+            finally:
+                self._lock.release()
+
+    def _read_ahead(self) -> None:
+        while self._at < len(self._expected) and len(self._reading) + len(self._writing) < self._depth:
+            tile = self._expected[self._at]
+            self._at += 1
+            if tile not in self._visited:
+                self._reading.append(tile)
+                tile.start()
+
+    def visit(self, tile: DiskTile, update: Callable[[DiskTile], None]) -> None:
+        """Have ``tile`` in memory, call ``update`` and begin to write it back; once a step.
+
+        Raises:
+            DiskError: a transfer failed, of this tile or of one before. All have ended and no buffer is held; some
+                tiles have been written.
+        """
+        with self._lock:
+            try:
+                self._bring(tile)
+                self._read_ahead()
+                tile.bind()
+                update(tile)
+                tile.save()
+                self._visited[tile] = None
+                while self._writing and (len(self._writing) > max(self._depth // 2, 1) or self._writing[0].finished()):
+                    self._writing.popleft().finish()
+                self._read_ahead()
+            except BaseException:
+                self.release()
+                raise
+
+    def _bring(self, tile: DiskTile) -> None:
+        if tile in self._reading:
+            self._reading.remove(tile)
+            self._writing.append(tile)
+            return
+        while len(self._reading) + len(self._writing) >= self._depth:
+            if self._writing:
+                self._writing.popleft().finish()
+            else:
+                _leave(self._reading.pop())  # it is expected, but others come first
+        self._writing.append(tile)
+        tile.start()
+
+    def drain(self) -> None:
+        """Wait until all that was visited is written.
+
+        Raises:
+            DiskError: some of it is not; see :meth:`visit`.
+        """
+        with self._lock:
+            try:
+                while self._writing:
+                    self._writing.popleft().finish()
+            except BaseException:
+                self.release()
+                raise
+
+    def release(self) -> None:
+        """Give all buffers back: for who reads or changes tiles otherwise, and after a failure."""
+        with self._lock:
+            for tile in self._writing:
+                tile.unbind()
+            for tile in (*self._reading, *self._writing):
+                _leave(tile)
+            self._reading.clear()
+            self._writing.clear()
+            self._at = 0
+
+    def end_step(self) -> None:
+        """The step was made, or undone. The next one is expected to be like it."""
+        with self._lock:
+            self.release()
+            if self._visited:
+                self._expected = [*self._visited, *(tile for tile in self._expected if tile not in self._visited)]
+            self._visited.clear()
+
+
+def _leave(tile: DiskTile) -> None:
+    with suppress(DiskError):
+        tile.finish()

@@ -4,6 +4,7 @@ The parameters themselves change at ``step()`` only, since backward still reads 
 nothing about the update depends on other chunks, so it is made in place, and the gradient's memory is used again at
 once: gradients stream. Otherwise it is a guess, that the gradients are finite and the norm is within bounds, and that
 this pass is the step's only one; old values are kept until ``step()`` knows, and put back, exactly, if it was wrong.
+Where a disk is in use it is always a guess, that the disk does not fail, and gradients are kept.
 
 Source: fused backward and optimizer steps (LOMO, arXiv 2306.09782, without its two passes) and the speculative steps of
 SuperOffload (arXiv 2509.21271), with copies in place of its approximate inverse.
@@ -19,14 +20,16 @@ from typing import Any
 
 import torch
 
+from shardwise.engine.early_disk import EarlyDisk
 from shardwise.engine.grads import ChunkGrads
 from shardwise.engine.norm import shard_norm
 from shardwise.engine.tiles import Tile, TileStepper
+from shardwise.memory.disk import DiskError
 from shardwise.memory.tier import Tier
 
 __all__ = ["EarlyObserver", "EarlyUpdates"]
 
-PENDING = 4  # chunks whose update may wait, each with its gradient
+PENDING = 4  # chunks whose update in place may wait, each with its gradient
 
 
 class EarlyUpdates:
@@ -34,39 +37,64 @@ class EarlyUpdates:
 
     Args:
         stepper: updates tiles.
-        tiles: all of the optimizer's; those on a disk, and on a GPU those on it, are left to ``step()``.
-        in_place: nothing needs to be undone: no clipping, no loss scale.
+        tiles: all of the optimizer's in memory; on a GPU those on it are left to ``step()``.
+        disk: its tiles on a disk, or ``None``.
+        in_place: nothing needs to be undone: no clipping, no loss scale, no disk.
         norm_type: p of the norm that ``step()`` reports.
     """
 
-    def __init__(self, stepper: TileStepper, tiles: Sequence[Tile], in_place: bool, norm_type: float) -> None:
+    def __init__(
+        self, stepper: TileStepper, tiles: Sequence[Tile], disk: EarlyDisk | None, in_place: bool, norm_type: float
+    ) -> None:
         self._stepper, self.in_place, self._norm_type = stepper, in_place, norm_type
+        self._disk = disk
         self._tiles: dict[int, list[Tile]] = {}
         for tile in tiles:
-            on_host = tile.pieces[0].value.device.type == "cpu" and tile.state.tier is not Tier.DISK
-            if on_host and tile.state.master is not None:
+            if tile.pieces[0].value.device.type == "cpu" and tile.state.master is not None:
                 self._tiles.setdefault(tile.chunk.spec.index, []).append(tile)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="shardwise-update")
         self._jobs: deque[Future[None]] = deque()
         self._undo: list[Callable[[], None]] = []
+        self._kept_bytes = 0
         self._factor: float | None = None
         self._options: list[dict[str, Any]] = []
         self._failure: BaseException | None = None
+        self._stopped = False
+        """Set by the worker: an update failed, the others that wait are not made."""
         self.updated: set[int] = set()
         """Chunks whose masters are those of the next step already."""
         self.anywhere = False
         """Whether any rank has such chunks, once the ranks have agreed on it (in place only)."""
         self.norms: list[float] = []
         """Norms of gradients whose memory has been used again."""
+        self.fits: Callable[[int], bool] = lambda nbytes: True
+        """Whether so many bytes of copies may be kept on the device."""
 
     def takes(self, state: ChunkGrads) -> bool:
         """Whether the chunk's update can be made now: all of its parameters are known to have a gradient."""
+        index = state.spec.index
         whole = len(state.fired | state.touched) == len(state.spec.slots) and not state.late_filled
-        tiles = self._tiles.get(state.spec.index)
-        if not whole or tiles is None or state.spec.index in self.updated:
+        if not whole or index in self.updated:
             return False
+        if self._disk is not None and self._disk.holds(index):
+            return True
+        tiles = self._tiles.get(index)
         # State may have moved to a GPU since.
-        return tiles[0].pieces[0].value.device.type == "cpu"
+        if tiles is None or tiles[0].pieces[0].value.device.type != "cpu":
+            return False
+        return self.in_place or tiles[0].state.tier is not Tier.DEVICE or self.fits(self._size(tiles))
+
+    def _size(self, tiles: Sequence[Tile]) -> int:
+        """Bytes of values and state."""
+        state = self._stepper.optimizer.state
+        held = [value for tile in tiles for piece in tile.pieces for value in list(state.get(piece.value, {}).values())]
+        values = sum(piece.value.nbytes for tile in tiles for piece in tile.pieces)
+        return values + sum(value.nbytes for value in held if isinstance(value, torch.Tensor))
+
+    @property
+    def device_bytes(self) -> int:
+        """Copies of what is on the device, to go back to."""
+        return self._kept_bytes
 
     def update(self, state: ChunkGrads, factor: float) -> None:
         """Begin to update a chunk, whose gradient is reduced, with ``factor`` times it."""
@@ -74,11 +102,14 @@ class EarlyUpdates:
         reduced = state.reduced
         if reduced is None:
             raise RuntimeError(f"chunk {state.spec.index} has no gradient ({reduced}) to be updated with; report this")
-        while len(self._jobs) >= PENDING:
+        while self.in_place and len(self._jobs) >= PENDING:
             self._wait_for_one()
         if self._failure is not None:
             return  # step() raises it
         self.updated.add(state.spec.index)
+        tiles = self._tiles.get(state.spec.index, ())
+        if not self.in_place and tiles and tiles[0].state.tier is Tier.DEVICE:
+            self._kept_bytes += self._size(tiles)
         self._jobs.append(self._worker.submit(self._run, state, reduced, factor))
 
     def _note_options(self, factor: float) -> None:
@@ -96,17 +127,33 @@ class EarlyUpdates:
         groups = self._stepper.optimizer.param_groups
         return [{k: copy.deepcopy(v) for k, v in group.items() if k != "params"} for group in groups]
 
-    @torch.no_grad()
     def _run(self, state: ChunkGrads, reduced: torch.Tensor, factor: float) -> None:
-        # The user's hooks run in step(), once.
-        with self._stepper.without_hooks(), self._stepper.groups() as groups:
-            for tile in self._tiles[state.spec.index]:
-                if not self.in_place:
-                    self._undo.append(self._keep(tile))
-                self._stepper.step_tile(tile, list(tile.pieces), reduced, None, factor, groups)
+        if self._stopped:
+            return
+        try:
+            self._update_chunk(state, reduced, factor)
+        except BaseException:
+            self._stopped = True
+            raise
         if self.in_place:
             self.norms.append(shard_norm(reduced, self._norm_type))
             state.release()
+
+    @torch.no_grad()
+    def _update_chunk(self, state: ChunkGrads, reduced: torch.Tensor, factor: float) -> None:
+        # The user's hooks run in step(), once.
+        with self._stepper.without_hooks(), self._stepper.groups() as groups:
+
+            def step(tile: Tile, shard: torch.Tensor | None) -> None:
+                self._stepper.step_tile(tile, list(tile.pieces), reduced, shard, factor, groups)
+
+            if self._disk is not None and self._disk.holds(state.spec.index):
+                self._disk.update(state.chunk, step)
+                return
+            for tile in self._tiles[state.spec.index]:
+                if not self.in_place:
+                    self._undo.append(self._keep(tile))
+                step(tile, None)
 
     def _keep(self, tile: Tile) -> Callable[[], None]:
         """What puts a tile's masters and state back as they are now."""
@@ -126,11 +173,19 @@ class EarlyUpdates:
 
     # ---- the step
 
+    @property
+    def disk_failure(self) -> DiskError | None:
+        """The disk failed; ``step()`` raises it on every rank, unless all was taken back before."""
+        return self._failure if isinstance(self._failure, DiskError) else None
+
     def settle(self) -> None:
-        """Wait for all updates that were begun; raises what one of them raised, after all are put back or for good."""
+        """Wait for all updates that were begun; raises what one of them raised, after all are put back or for good.
+
+        What happened on a disk is kept instead (:attr:`disk_failure`), because all ranks have to learn of it.
+        """
         self.wait()
         failure = self._failure
-        if failure is not None:
+        if failure is not None and self.disk_failure is None:
             if not self.in_place:
                 self.rollback()
             raise failure
@@ -139,6 +194,11 @@ class EarlyUpdates:
         """Wait for them; what one of them raised is kept for :meth:`settle`."""
         while self._jobs:
             self._wait_for_one()
+        if self._disk is not None and self._failure is None:
+            try:
+                self._disk.drain()
+            except DiskError as error:
+                self._failure = error
 
     def _wait_for_one(self) -> None:
         error = self._jobs.popleft().exception()
@@ -179,9 +239,12 @@ class EarlyUpdates:
                 "gradients are dropped, or that gave a parameter a second gradient (nested passes), and cannot be put "
                 "back: load a checkpoint, and use update='step' to be safe"
             )
+        if self._disk is not None and self.updated:
+            self._disk.rollback()
         with torch.no_grad():
             for restore in reversed(self._undo):
                 restore()
+        self._stepper.state_changed()
         self.forget()
 
     def undo_for(self, what: str) -> None:
@@ -199,12 +262,23 @@ class EarlyUpdates:
             )
         self.rollback()
 
+    def discard(self) -> None:
+        """Masters are about to be replaced: what was updated ahead of its step no longer matters."""
+        self.wait()
+        if self.in_place:
+            self.forget()
+        else:
+            self.rollback()
+
     def forget(self) -> None:
         """The step is over."""
         self._undo.clear()
+        if self._disk is not None:
+            self._disk.forget()
+        self._kept_bytes = 0
         self.updated.clear()
         self.norms.clear()
-        self._factor, self._failure, self.anywhere = None, None, False
+        self._factor, self._failure, self.anywhere, self._stopped = None, None, False, False
 
     def close(self) -> None:
         """Wait for what was begun and end the worker."""
@@ -241,6 +315,8 @@ class EarlyObserver:
                     "step() before the next one, or use update='step' to accumulate gradients"
                 )
             each.settle()  # a new pass writes where gradients of the last one may be
+            if each.disk_failure is not None:
+                each.rollback()  # step() meets the disk again
 
     def before_result(self, state: ChunkGrads) -> None:
         """A second result for a chunk that is updated already: the guess was wrong."""

@@ -27,6 +27,7 @@ from shardwise.engine.reducer import Reducer
 from shardwise.engine.staging import gather_shards
 from shardwise.engine.storage import Storage
 from shardwise.engine.writer import ValueWriter
+from shardwise.memory.ledger import DeviceMemoryError
 from shardwise.memory.tier import Tier
 from shardwise.mesh import Mesh
 from shardwise.plan import Plan
@@ -54,7 +55,8 @@ class Engine:
         names = _all_names(model)
         self.params = [p for p in _distinct_parameters(model) if p.is_floating_point()]
         facts = _facts(self.params, names, optimizers, plan)
-        self.layout: Layout = make_layout(facts, model, plan.shard.packing, mesh.shard.size, mesh.replicate.size)
+        shard = plan.shard
+        self.layout: Layout = make_layout(facts, model, shard.packing, mesh.shard.size, mesh.replicate.size, shard.kept)
         self.storage = Storage(self.layout, self.params, plan, mesh)
         self.ledger = self.storage.ledger
         self.chunks = self.storage.chunks
@@ -71,11 +73,14 @@ class Engine:
             keep_whole=plan.shard.reduce == "last",
             overlap=plan.comm.overlap,
             same_order=plan.comm.same_order,
+            predivide=plan.comm.predivide,
         )
         self.passes = BackwardPasses(self.pool, self.reducer, self.meter)
         self._state_holders: list[Callable[[Tier], int]] = []
         self._scratch_holders: list[Callable[[Tier], int]] = []
         self._early: dict[int, EarlyUpdates] = {}
+        self.read_ahead: list[Callable[[], None]] = []
+        """Called when an update is to be expected; begin to read what it needs from a disk."""
         self._expected_state_bytes = 0
         self.ledger.watch("masters and optimizer state", self._device_state_bytes)
         self.ledger.watch("update scratch", lambda: self.scratch_bytes(Tier.DEVICE))
@@ -169,19 +174,22 @@ class Engine:
     def update_early(self, optimizer: int, early: EarlyUpdates) -> None:
         """Hand the gradients of ``optimizer``'s chunks to ``early`` as soon as they are reduced."""
         self._early[optimizer] = early
+        early.fits = self.ledger.fits
         if self.reducer.observer is None:
             observer = EarlyObserver(self._early, lambda: 1.0 / self.passes.loss_scale)
             self.reducer.observer, self.passes.before_pass = observer, observer.before_pass
+            kept = lambda: sum(each.device_bytes for each in self._early.values())  # noqa: E731
+            self.ledger.watch("copies to undo updates with", kept)
 
     def undo_early(self, what: str) -> None:
         """Before all values are read or written; see :meth:`EarlyUpdates.undo_for`."""
         for each in self._early.values():
             each.undo_for(what)
 
-    def forget_early(self) -> None:
-        """Masters were replaced: what was updated ahead of its step no longer matters."""
+    def discard_early(self) -> None:
+        """Masters are about to be replaced: what was updated ahead of its step no longer matters."""
         for each in self._early.values():
-            each.forget()
+            each.discard()
 
     # ---- accounts
 
@@ -218,6 +226,8 @@ class Engine:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         self.passes.recover()
         self.pool.begin_forward(torch.is_grad_enabled())
+        if not any(home.param is Tier.DISK for home in self.storage.homes):  # their reads are needed sooner
+            self._read_ahead()
         if self.meter is not None:
             self.meter.enter()
         dtype = self.plan.precision.param_dtype
@@ -226,15 +236,28 @@ class Engine:
         return args, kwargs
 
     def _after_forward(self, _module: nn.Module, _args: object, output: Any) -> Any:
+        if self.meter is not None:
+            self._look_at_peak(self.meter)
         self.pool.finish_phase()
         self.pool.end_forward()
-        if self.meter is not None:
-            self.meter.forward_ended()
+        self._read_ahead()
         dtype = self.plan.precision.output_dtype
         output = cast_floats(output, dtype) if dtype is not None else output
         if torch.is_grad_enabled():
             each_tensor(output, self.passes.watch)
         return output
+
+    def _look_at_peak(self, meter: MemoryMeter) -> None:
+        try:
+            meter.forward_ended()
+        except DeviceMemoryError as error:
+            self.pool.tell(error)  # they wait at the end of their passes
+            raise
+
+    def _read_ahead(self) -> None:
+        if torch.is_grad_enabled():
+            for start in self.read_ahead:
+                start()
 
     # ---- gradients
 
@@ -312,18 +335,19 @@ class Engine:
         self._commit()
         self._renew_resident()
 
-    def _commit(self) -> None:
+    def _commit(self, optimizer: int | None = None) -> None:
         """What was written to the disk is from here on what is read."""
         if self.storage.store is not None:
-            self.storage.store.commit()
+            self.storage.store.commit(optimizer)
 
-    def publish(self, everything: bool = False) -> None:
+    def publish(self, everything: bool = False, optimizer: int | None = None) -> None:
         """After shards were written on every rank: gathered copies are renewed or dropped.
 
         Args:
             everything: frozen parameters were written too.
+            optimizer: it has updated its own; what another one has written ahead of its step does not count yet.
         """
-        self._commit()
+        self._commit(optimizer)
         self._renew_resident()
         self.pool.invalidate(everything)
         if self.meter is not None:

@@ -86,9 +86,13 @@ class ChunkGrads:
         if memory is not None and self.ring is not None:
             self.ring.give(memory)
 
-    def move_to_device(self) -> None:
-        """The reduced shard's home is the device from here on; called while there is none."""
-        self.home, self._take_memory, self.kept_memory = Tier.DEVICE, None, None
+    def move_to_device(self, ring: GradRing | None) -> None:
+        """The reduced shard's home is the device from here on; called while there is none.
+
+        Args:
+            ring: on the device, where gradients stream.
+        """
+        self.home, self._take_memory, self.kept_memory, self.ring = Tier.DEVICE, None, None, ring
 
     def _on_device(self) -> torch.Tensor:
         return torch.empty(self.spec.shard_numel, dtype=self.accumulate_dtype, device=self.chunk.device)
@@ -155,9 +159,13 @@ class GradRing:
         self._device = device
         self._idle: list[torch.Tensor] = []
 
-    @property
-    def idle_bytes(self) -> int:
-        return sum(memory.nbytes for memory in list(self._idle))
+    def idle(self) -> list[torch.Tensor]:
+        """What nobody has, now."""
+        return list(self._idle)
+
+    def drop(self) -> None:
+        """Free what is idle."""
+        self._idle.clear()
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised 1-D tensor."""

@@ -77,7 +77,8 @@ class Guards:
         if transient and not self._naming and not self._pool.all_held:
             raise RuntimeError(
                 f"state_dict() of the sharded {type(self._model).__name__} itself would save parameters that are not "
-                "gathered; call it on the object that boost/build returned, or inside its gathered() block"
+                "gathered; call it on the object that boost/build returned (under Lightning: call the strategy's "
+                "lightning_module_state_dict()), or inside its gathered() block"
             )
 
     def _before_loading(self, *_args: object) -> None:

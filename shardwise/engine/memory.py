@@ -25,6 +25,8 @@ class MemoryReport:
     """Exchange buffers and reduced shards."""
     master_bytes: int
     optimizer_bytes: int
+    waiting_bytes: int
+    """Host memory for parameters whose update, on a disk, is made during backward; they count from ``step()`` on."""
     by_tier: dict[str, dict[str, int]]
     """The same by tier (``"device"``, ``"host"``, ``"disk"``) and kind; only what is not 0."""
     device_capacity_bytes: int | None
@@ -33,7 +35,7 @@ class MemoryReport:
     @property
     def total_bytes(self) -> int:
         kinds = (self.parameters_bytes, self.gathered_bytes, self.idle_bytes, self.gradients_bytes, self.master_bytes)
-        return sum(kinds) + self.optimizer_bytes
+        return sum(kinds) + self.optimizer_bytes + self.waiting_bytes
 
     def tier_bytes(self, tier: str) -> int:
         """All model data in ``tier``."""
@@ -50,6 +52,7 @@ def _in_tier(engine: Engine, tier: Tier) -> dict[str, int]:
         "gradients": engine.reducer.bytes(tier),
         "masters": masters,
         "optimizer state": state,
+        "updated parameters": engine.storage.new_shard_bytes(tier),
     }
     return {kind: size for kind, size in kinds.items() if size}
 
@@ -69,6 +72,7 @@ def memory_report(engine: Engine) -> MemoryReport:
         gradients_bytes=total("gradients"),
         master_bytes=total("masters"),
         optimizer_bytes=total("optimizer state"),
+        waiting_bytes=total("updated parameters"),
         by_tier=by_tier,
         device_capacity_bytes=engine.ledger.capacity_bytes,
     )

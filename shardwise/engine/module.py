@@ -167,6 +167,7 @@ class ShardedModule(nn.Module):
     @torch.no_grad()
     def _load(self, state: Mapping[str, Any], names: StateNames) -> None:
         engine = self._engine
+        engine.discard_early()
         engine.before_update()
         with ValueWriter(engine.storage) as writer:
             for param, own_names in names.of_parameter.items():
@@ -182,4 +183,3 @@ class ShardedModule(nn.Module):
                 owner = name.removesuffix(EXTRA_STATE).rstrip(".")
                 engine.model.get_submodule(owner).set_extra_state(state[name])
         engine.publish(everything=True)
-        engine.forget_early()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.grads import ChunkGrads
 from shardwise.engine.norm import clip_factor, global_norm
 from shardwise.engine.optimizer_state import OptimizerState
-from shardwise.engine.promote import promote
 from shardwise.engine.scaler import LossScaler
 from shardwise.engine.tiles import check_element_wise
 from shardwise.engine.updates import TileUpdates
@@ -23,6 +23,15 @@ from shardwise.plan import HALF_DTYPES
 __all__ = ["ShardedOptimizer"]
 
 TOKEN_UNIT = 1024.0  # token weights are counted in this unit, a power of two, to keep scaled fp16 losses small
+
+
+@dataclass
+class _NextStep:
+    """What the next step has to know. One object, so that wrappers that share our methods (Lightning's) share it."""
+
+    passes_before: int
+    tokens_before: float
+    clip: float = 1.0
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -43,7 +52,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.engine, self.optimizer, self.index, self.scaler = engine, optimizer, index, scaler
         check_element_wise(optimizer)
         self._states: list[ChunkGrads] = [s for s in engine.grads.values() if s.spec.optimizer == index]
-        self._updates = TileUpdates(engine, optimizer, self._states)
+        self._updates = TileUpdates(engine, optimizer, index, self._states)
         self._full = OptimizerState(engine, optimizer, index, self._updates)
         self._full.adopt()
         self._early = self._updates.early() if engine.plan.grad.update == "backward" else None
@@ -53,8 +62,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             engine.expect_state(self._updates.expected_bytes(Tier.DEVICE))
         self._margin_used = False
         self._norm: float | None = None
-        self._clip = 1.0
-        self._passes_before, self._tokens_before = self._progress()
+        self._next = _NextStep(*self._progress())
         self.last_step_skipped = False
         self.skipped_because: str | None = None
         if scaler is not None:
@@ -138,9 +146,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         divisor = engine.passes.loss_scale
         passes, tokens = self._progress()
         if average == "mean":
-            divisor *= max(passes - self._passes_before, 1)
+            divisor *= max(passes - self._next.passes_before, 1)
         elif average == "tokens":
-            posts = engine.mesh.world.exchange([tokens - self._tokens_before], "tokens of the step")
+            posts = engine.mesh.world.exchange([tokens - self._next.tokens_before], "tokens of the step")
             total = math.fsum(post[0] for post in posts)
             # The reduction took the mean over ranks; what is wanted is the sum over the tokens of all ranks.
             divisor *= total / engine.mesh.world.size if total else 1.0
@@ -170,11 +178,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._early.settle()
         known = self._early.norms if self._early is not None else ()
         norm = global_norm(self._reduced(), grad_plan.norm_type, self.engine.mesh.shard, inverse, known)
-        self._norm = norm * self._clip
+        clip = self._next.clip
+        self._norm = norm * clip
         if self.scaler is not None and not math.isfinite(norm):
             self._skip()
             return value
-        self._update(inverse * self._clip * clip_factor(self._norm, grad_plan.max_norm))
+        self._update(inverse * clip * clip_factor(self._norm, grad_plan.max_norm))
         # Only now may the scale move: these gradients were made under the old one.
         if self.scaler is not None:
             self.scaler.update(overflow=False)
@@ -188,12 +197,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         done = early.updated if early is not None and early.confirm(factor) else ()
         self.engine.before_update()
         try:
-            self._updates.run(factor, done)
+            self._updates.run(factor, done, early.disk_failure if early is not None else None)
         except BaseException:
             if early is not None:
                 early.rollback()
             raise
-        self.engine.publish()
+        self.engine.publish(optimizer=self.index)
         if early is not None:
             early.forget()
 
@@ -202,7 +211,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         meter = self.engine.meter
         if meter is not None and meter.stats is not None and not self._margin_used:
             self._margin_used = True
-            promote(self.engine, self.optimizer, self._updates.tiles, meter.margin_bytes())
+            self._updates.promote(meter.margin_bytes())
 
     def _skip(self) -> None:
         name = self._first_non_finite()
@@ -232,8 +241,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of this optimizer's parameters, reduced or not."""
         self.engine.zero_grad(self.index)
-        self._passes_before, self._tokens_before = self._progress()
-        self._clip = 1.0
+        self._next.passes_before, self._next.tokens_before = self._progress()
+        self._next.clip = 1.0
 
     def close(self) -> None:
         """Give the user's optimizer its own ``step`` back; its groups keep the pieces."""
@@ -256,16 +265,46 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         if not max_norm > 0:
             raise ValueError(f"max_norm={max_norm}: give a positive norm")
-        if self.engine.plan.streams_gradients:
+        self._check_kept(f"clip_grad_by_norm({max_norm})")
+        inverse = 1.0 / self.divisor()
+        norm = global_norm(self._reduced(), norm_type, self.engine.mesh.shard, inverse) * self._next.clip
+        if math.isfinite(norm):
+            self._next.clip *= clip_factor(norm, max_norm)
+        return norm
+
+    @torch.no_grad()
+    def clip_grad_by_value(self, clip_value: float) -> None:
+        """Limit every element of the gradients that the next :meth:`step` applies to ``[-clip_value, clip_value]``.
+
+        Averaged over the ranks and unscaled, that is. If one is not finite nothing is limited, so that under a loss
+        scale the step is still skipped. Every rank calls it.
+
+        Raises:
+            ValueError: ``clip_value`` is not positive.
+            RuntimeError: gradients are not kept, or the plan updates during backward.
+        """
+        if not clip_value > 0:
+            raise ValueError(f"clip_value={clip_value}: give a positive value")
+        self._check_kept(f"clip_grad_by_value({clip_value})")
+        if self._early is not None:
             raise RuntimeError(
-                f"clip_grad_by_norm({max_norm}) with update={self.engine.plan.grad.update!r}: gradients may have been "
-                "used already; clip by GradPlan(max_norm=...), or use update='step'"
+                f"clip_grad_by_value({clip_value}) with update={self.engine.plan.grad.update!r}: updates made during "
+                "backward are not limited; use update='step'"
             )
         inverse = 1.0 / self.divisor()
-        norm = global_norm(self._reduced(), norm_type, self.engine.mesh.shard, inverse) * self._clip
-        if math.isfinite(norm):
-            self._clip *= clip_factor(norm, max_norm)
-        return norm
+        gradients = self._reduced()
+        if math.isfinite(global_norm(gradients, math.inf, self.engine.mesh.shard, inverse)):
+            limit = clip_value / (inverse * self._next.clip)
+            for gradient in gradients:
+                bound = min(limit, torch.finfo(gradient.dtype).max)
+                gradient.clamp_(-bound, bound)
+
+    def _check_kept(self, call: str) -> None:
+        if self.engine.plan.streams_gradients:
+            raise RuntimeError(
+                f"{call} with update={self.engine.plan.grad.update!r}: gradients may have been used already; clip by "
+                "GradPlan(max_norm=...), or use update='step'"
+            )
 
     # ---- state
 
@@ -290,6 +329,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         scaler = LossScaler(self.scaler.plan) if self.scaler is not None and "scaler" in state_dict else None
         if scaler is not None:
             scaler.load_state_dict(state_dict["scaler"])  # checked before anything is taken over
+        self.engine.undo_early("loading a state")
         self._full.distribute(state_dict)
         if scaler is not None and self.scaler is not None:
             self.scaler.load_state_dict(scaler.state_dict())

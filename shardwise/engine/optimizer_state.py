@@ -70,7 +70,7 @@ class OptimizerState:
                 )
             elif value.shape == shape and value.dim() > 0:
                 flat = value.detach().reshape(-1)[piece.offset : piece.offset + piece.end - piece.start]
-                dtype = piece.value.dtype if flat.is_floating_point() else flat.dtype
+                dtype = self._updates.dtype_for(key, flat.dtype, piece)
                 cut[key] = flat.to(device=piece.value.device, dtype=dtype, copy=True)
             elif value.dim() == 0 and shape.numel() == 1 and key != "step" and shape == value.shape:
                 cut[key] = value.detach().reshape(1).to(device=piece.value.device, copy=True)

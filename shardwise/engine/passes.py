@@ -13,6 +13,7 @@ from shardwise.chunk.pool import ChunkPool
 from shardwise.engine.hooks import in_backward
 from shardwise.engine.meter import MemoryMeter
 from shardwise.engine.reducer import Reducer
+from shardwise.memory.ledger import DeviceMemoryError
 
 __all__ = ["BackwardPasses"]
 
@@ -111,9 +112,11 @@ class BackwardPasses:
                 yield
             self._finish()
             self.tokens += weight
-        except BaseException:
+        except BaseException as error:
             # Peers may still be in the pass, so nothing waits for them here; see recover().
             self._failed = True
+            if isinstance(error, DeviceMemoryError):
+                self._pool.tell(error)
             raise
         finally:
             self._around = False

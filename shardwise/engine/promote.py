@@ -36,8 +36,11 @@ def promote(engine: Engine, optimizer: torch.optim.Optimizer, tiles: Sequence[Ti
         state, grads = engine.states[index], engine.grads[index]
         size = _size(state, grads, optimizer, own)
         if moved + size <= room_bytes:
-            _move(state, grads, optimizer, own)
+            _move(state, optimizer, own)
+            grads.move_to_device(engine.storage.ring(Tier.DEVICE) if engine.plan.streams_gradients else None)
             moved += size
+    if moved and engine.plan.streams_gradients:
+        engine.storage.ring(Tier.HOST).drop()  # what is still needed of it is taken anew
     return moved
 
 
@@ -50,7 +53,7 @@ def _size(state: ChunkState, grads: ChunkGrads, optimizer: torch.optim.Optimizer
 
 
 @torch.no_grad()
-def _move(state: ChunkState, grads: ChunkGrads, optimizer: torch.optim.Optimizer, tiles: Sequence[Tile]) -> None:
+def _move(state: ChunkState, optimizer: torch.optim.Optimizer, tiles: Sequence[Tile]) -> None:
     chunk = state.chunk
     with chunk.opened() as shard:
         # A copy also where both are the same memory, as on a CPU: what is on the host stays there.
@@ -58,7 +61,6 @@ def _move(state: ChunkState, grads: ChunkGrads, optimizer: torch.optim.Optimizer
         state.master = values.to(chunk.device, copy=True)
     state.dtype = state.master.dtype
     state.home = replace(state.home, state=Tier.DEVICE)
-    grads.move_to_device()
     for tile in tiles:
         for piece in tile.pieces:
             old = optimizer.state.get(piece.value, {})

@@ -97,6 +97,7 @@ class Reducer:
         keep_whole: every chunk has a buffer of its own that accumulates locally (``reduce="last"``).
         overlap: reduce during backward.
         same_order: all ranks use the same parameters, so nothing needs agreement.
+        predivide: gradients are divided by it before their sum, and the rest of the way to the mean after it.
     """
 
     def __init__(
@@ -108,11 +109,12 @@ class Reducer:
         keep_whole: bool,
         overlap: bool,
         same_order: bool,
+        predivide: float = 1.0,
     ) -> None:
         self.states, self.mesh, self._ledger = list(states), mesh, ledger
         self.keep_whole, self.overlap = keep_whole, overlap
         self._agrees = mesh.size > 1 and not same_order
-        self._scale = 1.0 / mesh.size
+        self._predivide, self._scale = predivide, predivide / mesh.size
         self._group = mesh.shard if mesh.shard.size > 1 else mesh.replicate
         self._order = list(reversed(self.states))
         self._ordered_for: list[bool] | None = None
@@ -245,6 +247,8 @@ class Reducer:
             self._before_write(state)
         whole = self._into_buffer(state)
         state.zero_unfilled()
+        if self._predivide != 1.0:
+            whole.local.div_(self._predivide)
         state.launched = True
         self._in_flight.append(state)
         self._ledger.claim(state.late)
@@ -437,7 +441,10 @@ class Reducer:
         own = [state.kept_memory for state in self.states if state.home is tier]
         kept = [memory for memory in own if memory is not None]
         rings = {id(s.ring): s.ring for s in self.states if s.ring is not None and s.home is tier}
-        idle = sum(ring.idle_bytes for ring in rings.values())
+        # What is given back meanwhile is in both.
+        taken = {memory.untyped_storage()._cdata for memory in kept}
+        given = [memory for ring in rings.values() for memory in ring.idle()]
+        idle = sum(memory.nbytes for memory in given if memory.untyped_storage()._cdata not in taken)
         if tier is not Tier.DEVICE:
             return idle + sum(memory.nbytes for memory in kept)
         elsewhere = {id(state.kept_memory) for state in self.states if state.home is not tier}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -28,6 +28,7 @@ class ChunkState:
     Attributes:
         master: this rank's masters, or ``None`` (there are none, or they are on the disk).
         values: the masters' records on the disk, by tile; empty otherwise.
+        before_transfer: called before they are all read or written; has buffers given back that are held in advance.
     """
 
     def __init__(self, chunk: Chunk, home: Home, dtype: torch.dtype | None, memory: torch.Tensor | None) -> None:
@@ -36,6 +37,7 @@ class ChunkState:
         self.store: DiskStore | None = None
         self.values: list[Record] = []
         self.ranges: Sequence[TileRange] = ()
+        self.before_transfer: Callable[[], None] = lambda: None
         self._written = False
 
     @property
@@ -55,11 +57,10 @@ class ChunkState:
         """The masters are written to ``store``, one record a tile."""
         self.store, self.ranges = store, ranges
         itemsize = (self.dtype or self.chunk.spec.dtype).itemsize
-        name = f"chunk {self.chunk.spec.index}"
-        self.values = [
-            store.create(f"master weights of {name}, elements {r.start} to {r.end}", (r.end - r.start) * itemsize)
-            for r in ranges
-        ]
+        name, owner = f"chunk {self.chunk.spec.index}", self.chunk.spec.optimizer
+        for r in ranges:
+            what = f"master weights of {name}, elements {r.start} to {r.end}"
+            self.values.append(store.create(what, (r.end - r.start) * itemsize, owner=owner))
 
     @contextmanager
     def opened(self, write: bool = False) -> Iterator[torch.Tensor | None]:
@@ -70,6 +71,7 @@ class ChunkState:
         if self.store is None:
             yield self.master
             return
+        self.before_transfer()
         whole = torch.zeros(self.chunk.spec.shard_numel, dtype=self.dtype)
         if self._written:
             self._transfer(whole, self.store, write=False)

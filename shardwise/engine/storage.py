@@ -41,6 +41,7 @@ class Storage:
         uses_disk: whether any rank has something on a disk.
         store: this rank's part of the disk, or ``None``.
         value_buffer_bytes: the store's buffers for the values of tiles have this size.
+        new_shards: by chunk index, host memory for parameters whose update, on a disk, is made before ``step()``.
 
     Raises:
         DiskError: on every rank, where one cannot open its file or reserve what it needs.
@@ -61,6 +62,7 @@ class Storage:
         try:
             self._open_store()
             self._arena = HostArena(self._host_bytes(), plan.tiers.pin_memory)
+            self.new_shards = {s.index: self._arena.take(s.shard_numel, s.dtype) for s in specs if self._waits(s)}
             self.chunks = self._make_chunks(params)
             with self._all_reserve():
                 self.states = {s.index: self._make_state(self.chunks[s.index]) for s in specs if trained(s)}
@@ -77,8 +79,12 @@ class Storage:
             self.store = DiskStore(disk, self.mesh.rank) if disk is not None and self.uses_disk else None
         shards = [s for s in self.layout.chunks if self.homes[s.index].param is Tier.DISK]
         largest = max((s.shard_numel * s.dtype.itemsize for s in shards), default=0)
-        # Of the buffers for shards one is in use and one is written; the others gather and read ahead.
-        self._ahead = ReadAhead(largest, max(disk.param_buffers, 2) if disk is not None else 0)
+        # One buffer for each optimizer that writes new shards beside gathers.
+        early = {s.optimizer for s in shards if trained(s) and self.homes[s.index].state is Tier.DISK}
+        renewals = len(early) if self.plan.grad.update == "backward" else 0
+        count = max(disk.param_buffers, 2, 1 + renewals) if disk is not None else 0
+        # Of the others one is in use and one is written, if there are as many; the rest gathers and reads ahead.
+        self._ahead = ReadAhead(largest, count - renewals, renewals)
 
     def _all_reserve(self) -> AbstractContextManager[None]:
         return agreed(self.mesh.world, "space was reserved", REMEDY, needed=self.uses_disk)
@@ -101,6 +107,12 @@ class Storage:
         shared = home.param is home.state and home.param is not Tier.DISK and self.plan.grad.update == "step"
         return None if shared else spec.dtype
 
+    def _waits(self, spec: ChunkSpec) -> bool:
+        """Whether new parameters need memory of their own between their update and ``step()``."""
+        home = self.homes[spec.index]
+        on_disk = home.state is Tier.DISK and home.param is not Tier.DISK
+        return trained(spec) and on_disk and self.plan.grad.update == "backward"
+
     @property
     def _keeps_whole(self) -> bool:
         """Whether whole gradients stay on the device until the step."""
@@ -116,8 +128,8 @@ class Storage:
             kept = not (self.plan.streams_gradients or self._keeps_whole)
             if home.grad is Tier.HOST and spec.trainable and kept:
                 total += HostArena.rounded(spec.shard_numel * self.grad_dtypes(spec)[1].itemsize)
-            if home.param is Tier.HOST and not self._exchanged(spec):
-                total += HostArena.rounded(spec.shard_numel * spec.dtype.itemsize)
+            needed = int(home.param is Tier.HOST and not self._exchanged(spec)) + int(self._waits(spec))
+            total += needed * HostArena.rounded(spec.shard_numel * spec.dtype.itemsize)
         return total
 
     def grad_dtypes(self, spec: ChunkSpec) -> tuple[torch.dtype, torch.dtype]:
@@ -167,15 +179,17 @@ class Storage:
         if self.store is None or disk is None:
             return
         if any(home.param is Tier.DISK for home in self.homes):
-            self.store.reserve(self._ahead.buffers, self._ahead.buffer_bytes)
-        sizes = [0]
+            self.store.reserve(self._ahead.buffers + self._ahead.renewals, self._ahead.buffer_bytes)
+        sizes, optimizers = [0], set()
         for spec in self.layout.chunks:
             if self.homes[spec.index].state is Tier.DISK and trained(spec):
                 itemsize = (self.master_dtype(spec) or spec.dtype).itemsize
                 sizes += [(r.end - r.start) * itemsize for r in self.tile_ranges(spec)]
+                optimizers.add(spec.optimizer)
         self.value_buffer_bytes = max(sizes)
         if self.value_buffer_bytes:
-            self.store.reserve(disk.state_buffers, self.value_buffer_bytes)
+            # Each optimizer may hold tiles while another is updated.
+            self.store.reserve(disk.state_buffers * len(optimizers), self.value_buffer_bytes)
 
     def _source(self, spec: ChunkSpec, buffer: Buffer | None, staging: Buffer | None) -> ShardSource:
         tier = self.homes[spec.index].param
@@ -191,7 +205,7 @@ class Storage:
         if self.store is None:
             raise RuntimeError(f"chunk {spec.index} is at home on a disk without a store ({self.store}); report this")
         nbytes = spec.shard_numel * spec.dtype.itemsize
-        record = self.store.create(f"parameters of chunk {spec.index}", nbytes)
+        record = self.store.create(f"parameters of chunk {spec.index}", nbytes, owner=spec.optimizer)
         return DiskSource(self.store, record, spec.shard_numel, spec.dtype, staging, self._ahead)
 
     # ---- masters
@@ -227,9 +241,7 @@ class Storage:
         home = self.homes[chunk.spec.index].grad
         take: Callable[[], torch.Tensor] | None = None
         if self.plan.streams_gradients:
-            device = torch.device("cpu") if home is Tier.HOST else chunk.device
-            ring = self._rings.setdefault(home, GradRing(device))
-            return ChunkGrads(chunk, travel, accumulate, home, None, ring)
+            return ChunkGrads(chunk, travel, accumulate, home, None, self.ring(home))
         if home is Tier.HOST and self._keeps_whole:
             # Only several reduced passes a step need it, which a plan like that is not for.
             take = partial(torch.empty, chunk.spec.shard_numel, dtype=accumulate)
@@ -238,6 +250,11 @@ class Storage:
             memory = self._arena.take(chunk.spec.shard_numel, accumulate)
             take = lambda: memory  # noqa: E731
         return ChunkGrads(chunk, travel, accumulate, home, take)
+
+    def ring(self, home: Tier) -> GradRing:
+        """Memory of gradients that stream, in the tier where their updates read them."""
+        device = torch.device("cpu") if home is Tier.HOST else self.mesh.device
+        return self._rings.setdefault(home, GradRing(device))
 
     # ---- accounts
 
@@ -257,6 +274,10 @@ class Storage:
             if state.tier is tier and state.dtype is not None:
                 total += state.chunk.spec.shard_numel * state.dtype.itemsize
         return total
+
+    def new_shard_bytes(self, tier: Tier) -> int:
+        """Bytes of :attr:`new_shards` in ``tier``."""
+        return sum(memory.nbytes for memory in self.new_shards.values()) if tier is Tier.HOST else 0
 
     def close(self) -> None:
         """Give the disk back."""

@@ -20,8 +20,9 @@ from torch import nn
 from shardwise.chunk.chunk import Chunk
 from shardwise.engine.grads import ChunkGrads
 from shardwise.engine.states import ChunkState
-from shardwise.engine.tile_plan import TileRange
+from shardwise.engine.tile_plan import PieceRange, TileRange
 from shardwise.memory.tier import Tier
+from shardwise.plan import HALF_DTYPES
 
 __all__ = ["Piece", "Tile", "TileStepper", "check_element_wise", "make_tiles"]
 
@@ -29,20 +30,14 @@ SHAPE_DEPENDENT = ("lbfgs", "muon", "adafactor", "sparseadam", "shampoo", "soap"
 HAS_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 
 
-@dataclass(frozen=True)
-class Piece:
-    """``value`` holds elements ``[start, end)`` of the shard: part of slot ``slot``, i.e. of parameter ``param``."""
+@dataclass(frozen=True, eq=False)
+class Piece(PieceRange):
+    """A range of the shard, and ``value``, which holds its elements."""
 
     value: nn.Parameter
-    slot: int
-    param: int
-    offset: int
-    """Where the piece starts within its parameter, in elements."""
-    start: int
-    end: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Tile:
     """Neighbouring pieces of one chunk and one param group; they span ``[start, end)`` of the shard."""
 
@@ -86,8 +81,7 @@ def make_tiles(grads: ChunkGrads, state: ChunkState, ranges: Sequence[TileRange]
     tiles = []
     for span in ranges:
         pieces = tuple(
-            Piece(nn.Parameter(values[p.start : p.end], requires_grad=True), p.slot, p.param, p.offset, p.start, p.end)
-            for p in span.pieces
+            Piece(**vars(p), value=nn.Parameter(values[p.start : p.end], requires_grad=True)) for p in span.pieces
         )
         tiles.append(Tile(chunk, grads, state, span.group, pieces))
     return tiles
@@ -99,6 +93,10 @@ class TileStepper:
     def __init__(self, optimizer: torch.optim.Optimizer, tiles: Sequence[Tile]) -> None:
         self.optimizer, self.tiles = optimizer, tuple(tiles)
         self._scratch: dict[tuple[torch.dtype, Tier], torch.Tensor] = {}
+        self._kept_dtypes: dict[torch.dtype, dict[str, torch.dtype]] = {}
+        self._generation = 0
+        """Counts what may have changed the amount of state."""
+        self._counted: tuple[int, dict[Tier, int]] = (-1, {})
         # Foreign optimizers may change the gradient they are given, which peers may still read.
         self._own_copy = not type(optimizer).__module__.startswith(("torch.optim", "shardwise.optim", "shardwise.nn"))
         self._step_once = optimizer.step
@@ -182,8 +180,11 @@ class TileStepper:
         if group.get("fused"):
             self._move_steps(live)
         before = {key: value for key, value in group.items() if key != "params"}
+        held = self._bytes_of(live)
         self.optimizer.param_groups = [group]
         self._step_once()
+        if self._bytes_of(live) != held:
+            self.state_changed()
         changed = [key for key, value in group.items() if key != "params" and before.get(key) is not value]
         if changed:
             raise RuntimeError(
@@ -192,18 +193,35 @@ class TileStepper:
             )
 
     def element_bytes(self, like: torch.Tensor) -> int:
-        """Bytes of state that the optimizer keeps for each element of a parameter like ``like``.
+        """Bytes of state that the optimizer keeps for each element of a parameter like ``like``."""
+        return sum(dtype.itemsize for dtype in self.element_dtypes(like).values())
+
+    def element_dtypes(self, like: torch.Tensor) -> dict[str, torch.dtype]:
+        """By key, the state that the optimizer keeps for each element of a parameter like ``like``.
 
         Asked of the optimizer itself: it steps a parameter of two elements, which is then forgotten.
         """
         optimizer = self.optimizer
         probe = nn.Parameter(torch.zeros(2, dtype=like.dtype, device=like.device))
         probe.grad = torch.zeros_like(probe)
-        with self.without_hooks(), self.groups() as groups:
-            self._call(groups[0], [Piece(probe, 0, 0, 0, 0, 2)])
-        kept = optimizer.state.pop(probe, {})
-        entries = [value for value in kept.values() if isinstance(value, torch.Tensor) and value.shape == probe.shape]
-        return sum(value.dtype.itemsize for value in entries)
+        with self.without_hooks(), self.groups() as groups, torch.random.fork_rng(devices=[]):
+            self._call(groups[0], [Piece(slot=0, param=0, offset=0, start=0, end=2, value=probe)])
+        kept = optimizer.state.pop(probe, {}).items()
+        return {k: v.dtype for k, v in kept if isinstance(v, torch.Tensor) and v.shape == probe.shape}
+
+    def dtype_for(self, key: str, stored: torch.dtype, like: torch.Tensor) -> torch.dtype:
+        """In which dtype per-element state that was ``stored`` elsewhere is kept for a parameter like ``like``.
+
+        As torch does, in the parameter's; but in 16 bits only where the optimizer itself keeps it so (CPUAdam has fp32
+        moments for any parameter).
+        """
+        if not stored.is_floating_point:
+            return stored
+        if like.dtype not in HALF_DTYPES or stored == like.dtype:
+            return like.dtype
+        if like.dtype not in self._kept_dtypes:
+            self._kept_dtypes[like.dtype] = self.element_dtypes(like)
+        return self._kept_dtypes[like.dtype].get(key, like.dtype)
 
     def _move_steps(self, live: Sequence[Piece]) -> None:
         """Fused kernels on a GPU want the step count there; a loaded state, or Adagrad's, has it elsewhere."""
@@ -223,12 +241,30 @@ class TileStepper:
         """Memory for gradients in the update's dtype, kept between steps, by the tier of the state they update."""
         return sum(scratch.nbytes for (_, where), scratch in self._scratch.items() if where is tier)
 
+    def _bytes_of(self, pieces: Sequence[Piece]) -> int:
+        state = self.optimizer.state
+        # Another thread may be updating.
+        held = [value for piece in pieces for value in list(state.get(piece.value, {}).values())]
+        return sum(value.nbytes for value in held if isinstance(value, torch.Tensor))
+
+    def state_changed(self) -> None:
+        """State was made, dropped or replaced, or has another home: it is counted again when it is asked for."""
+        self._generation += 1
+
     def state_bytes(self, tier: Tier) -> int:
         """Optimizer state of the tiles whose home is ``tier``."""
-        pieces = [piece for tile in self.tiles if tile.state.tier is tier for piece in tile.pieces]
-        # Another thread may be updating.
-        held = [value for piece in pieces for value in list(self.optimizer.state.get(piece.value, {}).values())]
-        return sum(value.nbytes for value in held if isinstance(value, torch.Tensor))
+        generation, counted = self._counted
+        if generation != self._generation:
+            generation = self._generation  # before counting: another thread may be updating
+            counted = self._count_state()
+            self._counted = generation, counted
+        return counted.get(tier, 0)
+
+    def _count_state(self) -> dict[Tier, int]:
+        counted: dict[Tier, int] = {}
+        for tile in self.tiles:
+            counted[tile.state.tier] = counted.get(tile.state.tier, 0) + self._bytes_of(tile.pieces)
+        return counted
 
     @contextmanager
     def groups(self) -> Iterator[list[dict[str, Any]]]:
@@ -236,14 +272,21 @@ class TileStepper:
         optimizer = self.optimizer
         own = optimizer.param_groups
         work = [dict(group) for group in own]
-        for group in work:
-            free = group.get("fused", False) is None and not group.get("foreach")
+        for index, group in enumerate(work):
+            free = group.get("fused", False) is None and not group.get("foreach") and not self._fuses_wrongly(index)
             if free and isinstance(optimizer, HAS_FUSED) and not isinstance(group.get("lr"), torch.Tensor):
                 group["fused"], group["foreach"] = True, False
         try:
             yield work
         finally:
             optimizer.param_groups = own
+
+    def _fuses_wrongly(self, group: int) -> bool:
+        """Whether torch's kernel is not to be trusted: that of SGD on a CPU gives wrong 16-bit values (torch 2.13)."""
+        if not isinstance(self.optimizer, torch.optim.SGD):
+            return False
+        values = (tile.pieces[0].value for tile in self.tiles if tile.group == group)
+        return any(value.dtype in HALF_DTYPES and value.device.type == "cpu" for value in values)
 
     @contextmanager
     def _hooks_once(self) -> Iterator[None]:

@@ -20,11 +20,13 @@ import torch
 from shardwise.chunk.chunk import Chunk
 from shardwise.chunk.source import DiskSource
 from shardwise.engine.disk_agreement import disk_failures, raise_failures
-from shardwise.engine.disk_tiles import BufferSizes, DiskTile, run_tiles
+from shardwise.engine.disk_tiles import BufferSizes, DiskTile, TileVisits
 from shardwise.engine.early import EarlyUpdates
+from shardwise.engine.early_disk import EarlyDisk
 from shardwise.engine.engine import Engine
 from shardwise.engine.grads import ChunkGrads
-from shardwise.engine.tiles import Tile, TileStepper, make_tiles
+from shardwise.engine.promote import promote
+from shardwise.engine.tiles import Piece, Tile, TileStepper, make_tiles
 from shardwise.memory.disk import DiskError
 from shardwise.memory.tier import Tier
 
@@ -48,11 +50,14 @@ class TileUpdates:
     Args:
         engine: the model side.
         optimizer: the user's own.
+        index: its position among the engine's optimizers.
         grads: gradient states of the chunks that it trains.
     """
 
-    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, grads: Sequence[ChunkGrads]) -> None:
-        self._engine, self.optimizer = engine, optimizer
+    def __init__(
+        self, engine: Engine, optimizer: torch.optim.Optimizer, index: int, grads: Sequence[ChunkGrads]
+    ) -> None:
+        self._engine, self.optimizer, self._index = engine, optimizer, index
         self.tiles: list[Tile] = []
         self._disk: dict[int, DiskTile] = {}
         """By position among the tiles."""
@@ -72,9 +77,19 @@ class TileUpdates:
                 self.tiles += tiles
         self._stepper = TileStepper(optimizer, self.tiles)
         self._roomy = 0
+        disk = engine.plan.tiers.disk
+        by_chunk = [list(own) for _, own in groupby(self._disk.values(), lambda each: each.tile.chunk)]
+        if engine.plan.grad.update == "backward":  # which comes from the last chunk to the first
+            by_chunk.reverse()
+        order = [each for own in by_chunk for each in own]
+        self._visits = TileVisits(order, disk.state_buffers if disk is not None else 1)
         for disk_tile in self._disk.values():
             disk_tile.make_room = self._make_room
+            disk_tile.tile.state.before_transfer = self._visits.release
         engine.hold_state(self.state_bytes, self._stepper.scratch_bytes)
+        if self._disk:
+            engine.read_ahead.append(self._visits.read_ahead)
+        self._early_disk: EarlyDisk | None = None
 
     def state_bytes(self, tier: Tier) -> int:
         """Optimizer state at home in ``tier``."""
@@ -100,6 +115,7 @@ class TileUpdates:
 
     def opened(self, position: int) -> AbstractContextManager[None]:
         """Inside the block the values and state of the tile at ``position`` can be read."""
+        self._visits.release()
         disk_tile = self._disk.get(position)
         return disk_tile.opened() if disk_tile is not None else nullcontext()
 
@@ -107,12 +123,23 @@ class TileUpdates:
         """Give the pieces of the tile at ``position`` this state, ``None`` for pieces that were never stepped."""
         disk_tile = self._disk.get(position)
         if disk_tile is not None:
+            self._visits.release()
             disk_tile.replace(states)
-            return
-        for piece, state in zip(self.tiles[position].pieces, states, strict=True):
-            self.optimizer.state.pop(piece.value, None)
-            if state is not None:
-                self.optimizer.state[piece.value] = state
+        else:
+            for piece, state in zip(self.tiles[position].pieces, states, strict=True):
+                self.optimizer.state.pop(piece.value, None)
+                if state is not None:
+                    self.optimizer.state[piece.value] = state
+        self._stepper.state_changed()
+
+    def dtype_for(self, key: str, stored: torch.dtype, piece: Piece) -> torch.dtype:
+        """Of per-element state that is loaded; see :meth:`TileStepper.dtype_for`."""
+        return self._stepper.dtype_for(key, stored, piece.value)
+
+    def promote(self, room_bytes: int) -> None:
+        """Move state to the device, as much as has room; see :func:`shardwise.engine.promote.promote`."""
+        promote(self._engine, self.optimizer, self.tiles, room_bytes)
+        self._stepper.state_changed()
 
     @contextmanager
     def undone_on_error(self) -> Iterator[None]:
@@ -123,36 +150,43 @@ class TileUpdates:
             yield
         except BaseException:
             if self._engine.storage.store is not None:
-                self._engine.storage.store.rollback()
+                self._engine.storage.store.rollback(self._index)
             self.optimizer.state.clear()
             self.optimizer.state.update(before)
             for restore in undo:
                 restore()
+            self._stepper.state_changed()
             raise
 
     # ---- an update
 
     def early(self) -> EarlyUpdates:
-        """Updates during backward of the tiles that nothing on a disk belongs to."""
-        plan = self._engine.plan
+        """Updates during backward; of parameters on a disk only where their state is there too."""
+        plan, storage = self._engine.plan, self._engine.storage
         # What was done in place could not be undone after the disk failed.
         in_place = plan.streams_gradients and not self.uses_disk
-        own = [tile for tile in self.tiles if tile.chunk.source.tier is not Tier.DISK and not tile.state.on_disk]
-        return EarlyUpdates(self._stepper, own, in_place, plan.grad.norm_type)
+        in_memory = [tile for tile in self.tiles if tile.chunk.source.tier is not Tier.DISK and not tile.state.on_disk]
+        if self._disk and storage.store is not None:
+            by_chunk: dict[int, list[DiskTile]] = {}
+            for each in self._disk.values():
+                by_chunk.setdefault(each.tile.chunk.spec.index, []).append(each)
+            self._early_disk = EarlyDisk(by_chunk, self._visits, storage.new_shards, storage.store, self._index)
+        return EarlyUpdates(self._stepper, in_memory, self._early_disk, in_place, plan.grad.norm_type)
 
-    def run(self, factor: float, updated: Collection[int] = ()) -> None:
+    def run(self, factor: float, updated: Collection[int] = (), failure: DiskError | None = None) -> None:
         """Update with ``factor`` times the gradients. Every rank calls it.
 
         Args:
             factor: gradients are multiplied by it.
             updated: chunks whose masters and state are updated already; only their parameters are renewed.
+            failure: of the disk, while they were.
 
         Raises:
             DiskError: on every rank, when the disk of one failed; nothing has changed, and the gradients are kept.
         """
         with self._stepper.stepping(factor) as update:
             if self.uses_disk:
-                self._update_disk(update)
+                self._update_disk(update, updated, failure)
             rest = [t for i, t in enumerate(self.tiles) if i not in self._disk and t.chunk.source.tier is not Tier.DISK]
             for tile in rest:
                 if tile.chunk.spec.index in updated:
@@ -167,25 +201,24 @@ class TileUpdates:
         live = [tile for tile in tiles if self._stepper.live(tile)]
         return [(chunk, list(own)) for chunk, own in groupby(live, key=lambda tile: tile.chunk)]
 
-    def _update_disk(self, update: Update) -> None:
-        device, disk = self._engine.mesh.device, self._engine.plan.tiers.disk
-        state_on_disk = [each for each in self._disk.values() if self._stepper.live(each.tile)]
+    def _update_disk(self, update: Update, updated: Collection[int], failure: Exception | None) -> None:
+        device = self._engine.mesh.device
+        live = [each for each in self._disk.values() if self._stepper.live(each.tile)]
+        state_on_disk = [each for each in live if each.tile.chunk.spec.index not in updated]
         rest = [tile for index, tile in enumerate(self.tiles) if index not in self._disk]
         params_on_disk = self._live([tile for tile in rest if tile.chunk.source.tier is Tier.DISK])
         undo = [each.snapshot() for each in state_on_disk]
         self._renew()
         before = draws = _random_state(device)
         changed: list[DiskTile] = []
-        failure: Exception | None = None
         try:
-            with _shards() as shard_of:
-                step = partial(_step_disk_tile, update, shard_of, changed)
-                run_tiles(state_on_disk, disk.state_buffers if disk is not None else 1, step)
-            draws = _random_state(device)
-            for chunk, tiles in params_on_disk:
-                with chunk.opened(write=True) as shard:
-                    for tile in tiles:
-                        self._update_copy(update, tile, shard)
+            if failure is None:
+                self._visit_all(state_on_disk, update, changed)
+                draws = _random_state(device)
+                for chunk, tiles in params_on_disk:
+                    with _for_update(chunk, tiles[0].grads) as shard:
+                        for tile in tiles:
+                            self._update_copy(update, tile, shard)
         except Exception as error:
             failure = error
         failures = disk_failures(self._engine.mesh.world, failure, DOING)
@@ -195,6 +228,7 @@ class TileUpdates:
             posts = self._engine.mesh.world.exchange([float(len(self._stale))], "what could not be read back")
             lost = [rank for rank, post in enumerate(posts) if post[0]]
             raise_failures(failures, failure, DOING, LOST.format(ranks=lost) if lost else INTACT)
+        self._visits.end_step()
         # An optimizer that draws random numbers draws the same ones again.
         _set_random_state(device, draws)
         for chunk, tiles in params_on_disk:
@@ -202,6 +236,15 @@ class TileUpdates:
                 with chunk.source.scratch() as shard:
                     for tile in tiles:
                         update(tile, shard)
+        for chunk in dict.fromkeys(each.tile.chunk for each in live):
+            if self._early_disk is not None and chunk.spec.index in updated:
+                self._early_disk.take_over(chunk)
+
+    def _visit_all(self, tiles: Sequence[DiskTile], update: Update, changed: list[DiskTile]) -> None:
+        with _shards() as shard_of:
+            for each in tiles:
+                self._visits.visit(each, partial(_step_disk_tile, update, shard_of, changed))
+            self._visits.drain()
 
     def _update_copy(self, update: Update, tile: Tile, shard: torch.Tensor) -> None:
         """Update copies of the tile's values and state; only ``shard`` changes."""
@@ -226,10 +269,12 @@ class TileUpdates:
 
     def _undo(self, changed: Sequence[DiskTile], undo: Sequence[Callable[[], None]]) -> None:
         store = self._engine.storage.store
+        self._visits.end_step()
         if store is not None:
-            store.rollback()
+            store.rollback(self._index)
         for restore in undo:
             restore()
+        self._stepper.state_changed()
         self._stale += [each for each in changed if each.tile.chunk.source.tier is not Tier.DISK]
         self._renew()
         self._engine.mesh.shard.fence()  # peers read these shards
@@ -238,6 +283,8 @@ class TileUpdates:
     def _renew(self) -> None:
         """Parameters in memory become again what the values on the disk say; NaN where these cannot be read."""
         stale, self._stale = self._stale, []
+        if stale:
+            self._visits.release()
         for each in stale:
             shard = each.tile.chunk.shard
             try:
@@ -255,10 +302,15 @@ class TileUpdates:
 
 
 def _step_disk_tile(
-    update: Update, shard_of: Callable[[Chunk], torch.Tensor], changed: list[DiskTile], each: DiskTile
+    update: Update, shard_of: Callable[[Tile], torch.Tensor], changed: list[DiskTile], each: DiskTile
 ) -> None:
     changed.append(each)
-    update(each.tile, shard_of(each.tile.chunk))
+    update(each.tile, shard_of(each.tile))
+
+
+def _for_update(chunk: Chunk, grads: ChunkGrads) -> AbstractContextManager[torch.Tensor]:
+    """The chunk's shard; where all of it will be written, it is not read."""
+    return chunk.renewing() if len(grads.touched) == len(chunk.spec.slots) else chunk.opened(write=True)
 
 
 def _copy(value: Any) -> Any:
@@ -276,15 +328,15 @@ def _set_random_state(device: torch.device, state: tuple[torch.Tensor, torch.Ten
 
 
 @contextmanager
-def _shards() -> Iterator[Callable[[Chunk], torch.Tensor]]:
-    """A function that opens the shard of the chunk it is asked for, for writing, and closes the one before."""
+def _shards() -> Iterator[Callable[[Tile], torch.Tensor]]:
+    """A function that opens the shard of the tile it is asked for, for writing, and closes the one before."""
     stack = ExitStack()
     current: list[tuple[Chunk, torch.Tensor]] = []
 
-    def shard_of(chunk: Chunk) -> torch.Tensor:
-        if not current or current[0][0] is not chunk:
+    def shard_of(tile: Tile) -> torch.Tensor:
+        if not current or current[0][0] is not tile.chunk:
             stack.close()
-            current[:] = [(chunk, stack.enter_context(chunk.opened(write=True)))]
+            current[:] = [(tile.chunk, stack.enter_context(_for_update(tile.chunk, tile.grads)))]
         return current[0][1]
 
     with stack:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -48,11 +49,15 @@ class _Version:
 
 @dataclass(eq=False)
 class Record:
-    """A named array of ``nbytes`` bytes on disk; ``kind`` is what its traffic is counted under."""
+    """A named array of ``nbytes`` bytes on disk.
+
+    ``kind`` is what its traffic is counted under, ``owner`` with whom it is committed and rolled back.
+    """
 
     name: str
     nbytes: int
     kind: str
+    owner: int
     _versions: tuple[_Version, _Version]
     _committed: int | None = None
     _written: Operation | None = None
@@ -69,7 +74,7 @@ class Record:
 class DiskStore:
     """The records of one rank, in a file of its own under ``plan.directory``, for as long as the process lives.
 
-    One thread may use it; the transfers themselves run in others.
+    Several threads may use it, each its own records and buffers. The transfers themselves run in others.
 
     Args:
         plan: where, and the published knobs of the transfers.
@@ -114,30 +119,38 @@ class DiskStore:
             overlap_events=plan.overlap_events,
         )
         self.path, self.direct, self.removed = self._file.path, self._file.direct, directory.removed
+        self._lock = threading.RLock()
         self._buffers = BufferPool(allocate)
         self._records: dict[str, Record] = {}
         self._pending: dict[Record, Operation] = {}
         # Also runs when the interpreter exits; the threads are daemons, so that they still work then.
         self._finalizer = weakref.finalize(self, _release, self._io, self._file, directory)
 
-    def create(self, name: str, nbytes: int, kind: str = "") -> Record:
+    def create(self, name: str, nbytes: int, kind: str = "", owner: int = -1) -> Record:
         """A new record, with space for both of its versions reserved on the device.
+
+        Args:
+            name: for messages; unique.
+            nbytes: its size.
+            kind: see :meth:`bytes_by_kind`.
+            owner: see :meth:`commit`.
 
         Raises:
             ValueError: the name is taken, or ``nbytes`` is negative.
             DiskError: there is no space (what is needed and what is free is in the message), or the store is closed.
         """
-        self._require_open()
-        if name in self._records:
-            size = self._records[name].nbytes
-            raise ValueError(f"there is a record {name!r} of {size} bytes already: names are unique")
-        if nbytes < 0:
-            raise ValueError(f"nbytes={nbytes} for record {name!r}: give a size >= 0")
-        size = round_up(nbytes)
-        offset = self._file.reserve(2 * size, f"two versions of record {name!r} ({nbytes} bytes)")
-        record = Record(name, nbytes, kind, (_Version(offset), _Version(offset + size)))
-        self._records[name] = record
-        return record
+        with self._lock:
+            self._require_open()
+            if name in self._records:
+                size = self._records[name].nbytes
+                raise ValueError(f"there is a record {name!r} of {size} bytes already: names are unique")
+            if nbytes < 0:
+                raise ValueError(f"nbytes={nbytes} for record {name!r}: give a size >= 0")
+            size = round_up(nbytes)
+            offset = self._file.reserve(2 * size, f"two versions of record {name!r} ({nbytes} bytes)")
+            record = Record(name, nbytes, kind, owner, (_Version(offset), _Version(offset + size)))
+            self._records[name] = record
+            return record
 
     def reserve(self, count: int, nbytes: int) -> None:
         """Adds ``count`` buffers of at least ``nbytes`` to the pool that :meth:`buffer` takes from.
@@ -145,7 +158,8 @@ class DiskStore:
         Raises:
             ValueError: a negative number.
         """
-        self._buffers.reserve(count, nbytes)
+        with self._lock:
+            self._buffers.reserve(count, nbytes)
 
     def buffer(self, nbytes: int) -> Tensor:
         """A free buffer: uint8, one dimension, ``nbytes`` rounded up to 4096, its address a multiple of 4096.
@@ -153,7 +167,8 @@ class DiskStore:
         Raises:
             RuntimeError: all that are large enough are out.
         """
-        return self._buffers.take(nbytes)
+        with self._lock:
+            return self._buffers.take(nbytes)
 
     def give(self, buffer: Tensor) -> None:
         """Gives back what :meth:`buffer` returned (any view with the same start), after the transfers that use it.
@@ -161,11 +176,13 @@ class DiskStore:
         Raises:
             ValueError: it is not out.
         """
-        self._buffers.give(buffer)
+        with self._lock:
+            self._buffers.give(buffer)
 
     def idle_buffers(self, nbytes: int) -> int:
         """How many calls of :meth:`buffer` for ``nbytes`` would succeed now."""
-        return self._buffers.idle(nbytes)
+        with self._lock:
+            return self._buffers.idle(nbytes)
 
     @property
     def buffer_bytes(self) -> int:
@@ -182,18 +199,19 @@ class DiskStore:
             ValueError: ``buffer`` does not fit (see :meth:`write`).
             DiskError: there is no such version.
         """
-        written = record._written if newest else None
-        if written is not None and (not written.waited or written.error is not None):
-            raise DiskError(
-                f"the newest version of {self._what(record)} is not complete: wait() for its write first, "
-                "and write again or rollback() where that failed"
-            )
-        index = record._committed if written is None else record._target()
-        if index is None:
-            state = "was written but not committed" if record._written is not None else "was never written"
-            raise DiskError(f"{self._what(record)} {state}: write(), wait() and commit() come before read()")
-        version = record._versions[index]
-        return self._start(record, version, buffer, version.sums, writing=False)
+        with self._lock:
+            written = record._written if newest else None
+            if written is not None and (not written.waited or written.error is not None):
+                raise DiskError(
+                    f"the newest version of {self._what(record)} is not complete: wait() for its write first, "
+                    "and write again or rollback() where that failed"
+                )
+            index = record._committed if written is None else record._target()
+            if index is None:
+                state = "was written but not committed" if record._written is not None else "was never written"
+                raise DiskError(f"{self._what(record)} {state}: write(), wait() and commit() come before read()")
+            version = record._versions[index]
+            return self._start(record, version, buffer, version.sums, writing=False)
 
     def write(self, record: Record, buffer: Tensor) -> Handle:
         """Starts writing the first ``record.nbytes`` bytes of ``buffer``; the committed version stays as it is.
@@ -205,40 +223,54 @@ class DiskStore:
             ValueError: ``buffer`` does not fit.
             RuntimeError: a transfer that uses the place of the new version still runs.
         """
-        version = record._versions[record._target()]
-        if version.busy():
-            names = ", ".join(operation.name for operation in version.users)
-            raise RuntimeError(f"cannot write {self._what(record)} while {names} runs: wait() for it first")
-        sums = [0] * self._io.segments(record.padded_bytes)
-        handle = self._start(record, version, buffer, sums, writing=True)
-        version.sums = sums
-        record._written = self._pending[record] = version.users[-1]
-        return handle
+        with self._lock:
+            version = record._versions[record._target()]
+            if version.busy():
+                names = ", ".join(operation.name for operation in version.users)
+                raise RuntimeError(f"cannot write {self._what(record)} while {names} runs: wait() for it first")
+            sums = [0] * self._io.segments(record.padded_bytes)
+            handle = self._start(record, version, buffer, sums, writing=True)
+            version.sums = sums
+            record._written = self._pending[record] = version.users[-1]
+            return handle
 
-    def commit(self) -> None:
+    def commit(self, owner: int | None = None) -> None:
         """Makes every version that was written since the last commit the committed one; all of them or none.
+
+        Args:
+            owner: only of this owner's records; ``None``: of all.
 
         Raises:
             DiskError: a write was not waited for, or failed. Nothing changes; write that record again, or rollback.
         """
-        for operation in self._pending.values():
-            if not operation.waited or operation.error is not None:
-                reason = f"failed ({operation.error})" if operation.error else "was not waited for"
-                raise DiskError(
-                    f"cannot commit: {operation.name} {reason}; wait() for it, write it again, or rollback()"
-                )
-        for record in self._pending:
-            record._committed = record._target()
-            record._written = None
-        self._pending.clear()
+        with self._lock:
+            pending = self._pending_of(owner)
+            for operation in pending.values():
+                if not operation.waited or operation.error is not None:
+                    reason = f"failed ({operation.error})" if operation.error else "was not waited for"
+                    raise DiskError(
+                        f"cannot commit: {operation.name} {reason}; wait() for it, write it again, or rollback()"
+                    )
+            for record in pending:
+                record._committed = record._target()
+                record._written = None
+                del self._pending[record]
 
-    def rollback(self) -> None:
-        """Forgets what was written since the last commit, after waiting for the writes that still run."""
-        for record, operation in self._pending.items():
-            with contextlib.suppress(DiskError):
-                self._io.handle(operation).wait()
-            record._written = None
-        self._pending.clear()
+    def rollback(self, owner: int | None = None) -> None:
+        """Forgets what was written since the last commit, after waiting for the writes that still run.
+
+        Args:
+            owner: only in this owner's records; ``None``: in all.
+        """
+        with self._lock:
+            for record, operation in self._pending_of(owner).items():
+                with contextlib.suppress(DiskError):
+                    self._io.handle(operation).wait()
+                record._written = None
+                del self._pending[record]
+
+    def _pending_of(self, owner: int | None) -> dict[Record, Operation]:
+        return {r: operation for r, operation in self._pending.items() if owner is None or r.owner == owner}
 
     @property
     def bytes_read(self) -> int:

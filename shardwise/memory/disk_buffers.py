@@ -17,7 +17,7 @@ Allocate = Callable[[int], Tensor]
 
 
 class BufferPool:
-    """Buffers whose number and sizes :meth:`reserve` fixes. One thread takes and gives them.
+    """Buffers whose number and sizes :meth:`reserve` fixes. One thread at a time takes and gives them.
 
     ``allocate(nbytes)`` makes a one-dimensional uint8 CPU tensor of that many bytes (pinned memory, for example);
     ``None``: anonymous pages of this process.
@@ -54,7 +54,7 @@ class BufferPool:
         """The smallest free buffer that holds ``nbytes``: uint8, one dimension, ``nbytes`` rounded up to 4096.
 
         Raises:
-            RuntimeError: none is free. Waiting would not help: who takes them is who gives them back.
+            RuntimeError: none is free. Whoever takes them keeps within the number that was reserved for it.
         """
         size = max(round_up(nbytes), ALIGNMENT_BYTES)
         for place, buffer in enumerate(self._free):

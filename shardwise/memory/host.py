@@ -38,10 +38,6 @@ class HostArena:
         """What a tensor of ``nbytes`` takes."""
         return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
 
-    @property
-    def taken_bytes(self) -> int:
-        return self._at
-
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A zeroed 1-D tensor of ``numel`` elements.
 

@@ -24,7 +24,13 @@ ADVICE = {
 
 
 class DeviceMemoryError(RuntimeError):
-    """The device's memory does not suffice. The message holds the accounts."""
+    """The device's memory does not suffice. The message holds the accounts.
+
+    Attributes:
+        told: every rank of the group that gathers together raises one, too.
+    """
+
+    told = False
 
 
 class Ledger:
@@ -86,14 +92,22 @@ class Ledger:
         """
         if self.capacity_bytes is None:
             return
+        if not self.make_room(nbytes):
+            total = sum(self.held().values()) + nbytes
+            raise DeviceMemoryError(self._message(f"{what} needs {size_text(nbytes)} more on {self.device}", total))
+
+    def make_room(self, nbytes: int) -> bool:
+        """Whether ``nbytes`` more can be taken, if need be after all that is kept for speed was freed."""
+        if self.capacity_bytes is None:
+            return True
         total = sum(self.held().values()) + nbytes
         if total > self.capacity_bytes:
             for release in self._spare:
                 release()
             total = sum(self.held().values()) + nbytes
-        if total > self.capacity_bytes:
-            raise DeviceMemoryError(self._message(f"{what} needs {size_text(nbytes)} more on {self.device}", total))
-        self.peak_bytes = max(self.peak_bytes, total)
+        if total <= self.capacity_bytes:
+            self.peak_bytes = max(self.peak_bytes, total)
+        return total <= self.capacity_bytes
 
     def check_peak(self, rest_bytes: int, when: str) -> None:
         """At the highest moment since the last look, what is no model data took ``rest_bytes``.

@@ -43,6 +43,9 @@ class Tracker(Protocol):
     def exclude(self, tensor: Tensor) -> None:
         """Its storage is model data."""
 
+    def call_above(self, limit_bytes: int, action: Callable[[], None]) -> None:
+        """Call ``action`` when ``live_bytes`` is above ``limit_bytes``, where that can be noticed."""
+
     def sample(self) -> None:
         """To be called just before model data grows and just after it shrinks."""
 
@@ -92,6 +95,8 @@ class _Count:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.live = self.peak = self.interval = 0
+        self.limit: int | None = None
+        self.on_limit: Callable[[], None] = lambda: None
         self.made: dict[int, _Entry] = {}
         self.excluded: dict[int, _Entry] = {}
 
@@ -102,6 +107,12 @@ class _Count:
         entry.interval, entry.peak_before = self.interval, self.peak
         self.made[entry.key] = entry
         self.live += entry.counted
+        self._grown()
+
+    def _grown(self) -> None:
+        if self.limit is not None and self.live > self.limit:
+            self.limit = None  # what it calls may make tensors
+            self.on_limit()
         if self.live > self.peak:
             self.peak = self.live
 
@@ -111,7 +122,7 @@ class _Count:
         if counted != entry.counted:
             self.live += counted - entry.counted
             entry.counted = counted
-            self.peak = max(self.peak, self.live)
+            self._grown()
 
     def exclude(self, storage: torch.UntypedStorage) -> None:
         """From now on model data, and so taken out of the present interval's peak as well."""
@@ -263,6 +274,10 @@ class TensorTracker:
         """Bytes now, without excluded storages."""
         return self._count.live
 
+    def call_above(self, limit_bytes: int, action: Callable[[], None]) -> None:
+        """Call ``action``, once, as soon as an operation brings ``live_bytes`` above ``limit_bytes``."""
+        self._count.limit, self._count.on_limit = limit_bytes, action
+
     def take_peak(self) -> int:
         """The highest ``live_bytes`` since the last call; the next interval starts at the present value."""
         peak = self._count.peak
@@ -320,6 +335,9 @@ class AllocatorTracker:
         model = max(self._model_at_start, self._model_bytes())
         self._peak = max(self._peak, torch.cuda.max_memory_allocated(self.device) - model)
         self._restart()
+
+    def call_above(self, limit_bytes: int, action: Callable[[], None]) -> None:
+        """Nothing to do: the allocator does not tell."""
 
     def take_peak(self) -> int:
         """The highest ``live_bytes`` since the last call; the next interval starts at the present value."""

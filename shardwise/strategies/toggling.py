@@ -37,9 +37,11 @@ class Toggling:
 
     @staticmethod
     def remove(module: nn.Module) -> None:
-        """Give the module Lightning's methods back."""
+        """Give the module Lightning's methods back, and its parameters what a failed step left toggled."""
         for name in NAMES:
-            module.__dict__.pop(name, None)
+            owner = getattr(module.__dict__.pop(name, None), "__self__", None)
+            if isinstance(owner, Toggling):
+                owner.untoggle()
 
     def toggle(self, optimizer: Any) -> None:
         """Until :meth:`untoggle` only parameters of ``optimizer`` require gradients, of those that an optimizer has.
@@ -56,8 +58,9 @@ class Toggling:
         for (param, holder), before in zip(self._held, self._before, strict=True):
             param.requires_grad_(before and holder == found[0])
 
-    def untoggle(self, optimizer: Any) -> None:
-        """Parameters require gradients as they did before."""
-        for (param, _), before in zip(self._held, self._before or [], strict=bool(self._before)):
-            param.requires_grad_(before)
-        self._before = []
+    def untoggle(self, optimizer: Any = None) -> None:
+        """Parameters require gradients as they did before; there is only one set of them, whoever toggled."""
+        if self._before:
+            for (param, _), before in zip(self._held, self._before, strict=True):
+                param.requires_grad_(before)
+            self._before = []

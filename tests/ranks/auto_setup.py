@@ -174,6 +174,8 @@ def model_data(session: Session) -> int:
         kept = (grads.array, grads.late)
         at_home = (grads.kept_memory, grads.reduced) if grads.home is Tier.DEVICE else ()
         tensors += [t for t in (*kept, *at_home) if t is not None]
+        if grads.ring is not None and grads.home is Tier.DEVICE:
+            tensors += grads.ring.idle()
     for own in session.optimizers:
         for tile in own._updates.tiles:
             if tile.state.tier is Tier.DEVICE:

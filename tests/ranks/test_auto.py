@@ -33,6 +33,7 @@ from shardwise.build import Session, build
 from shardwise.chunk.policy import Trace
 from shardwise.chunk.replay import simulate
 from shardwise.memory.stats import MemStats
+from shardwise.memory.tier import Tier
 from shardwise.plan import TierPlan, zero
 from shardwise.testing import run_ranks
 
@@ -212,6 +213,44 @@ def test_ratios_are_respected() -> None:
     assert found["little margin"].tiers["host"]["optimizer state"] > 0
 
 
+# ---- what the trace did not foresee
+
+
+def more_rows(session: Session, step: int) -> list[Tensor]:
+    return [session.module(x_of(session.mesh.rank, step, rows=50 if step >= 2 else 2)).square().mean()]
+
+
+def grown_batches() -> tuple[Found, Found, Found]:
+    """The first steps leave room for all blocks; what a later step needs itself leaves room for some of them."""
+    model = partial(Stack, PLAIN)
+    plain, roomy = (train(model, plan_of(tiers), None, more_rows) for tiers in (None, auto(ROOMY)))
+    return plain, roomy, train(model, plan_of(auto(roomy.rest + 7 * BLOCK_BYTES)), None, more_rows)
+
+
+def test_a_batch_that_has_grown_makes_room_for_itself() -> None:
+    plain, roomy, found = run_ranks(1, grown_batches)[0]
+    limit = roomy.rest + 7 * BLOCK_BYTES
+    assert found.losses == plain.losses and found.state == plain.state
+    assert found.peak_gathered[1] > found.peak_gathered[3] or found.moved[3] > found.moved[1]
+    assert 0 < found.peak <= limit
+
+
+def streaming() -> tuple[Found, Found, list[bool]]:
+    plan = plan_of(auto(ROOMY, margin=1.0)).but(update="backward")
+    sessions: list[Session] = []
+    found = train(partial(Stack, PLAIN), plan, None, prepare=sessions.append)
+    engine = sessions[0].engine
+    on_device = [grads.ring is engine.storage.ring(Tier.DEVICE) for grads in engine.grads.values()]
+    return train(partial(Stack, PLAIN), plan_of(), None), found, on_device
+
+
+def test_state_that_has_moved_takes_its_gradients_along() -> None:
+    plain, found, on_device = run_ranks(1, streaming)[0]
+    assert found.state == plain.state
+    assert on_device and all(on_device)
+    assert found.tiers["host"].get("optimizer state", 0) == 0 == found.tiers["host"].get("gradients", 0)
+
+
 # ---- saved traces
 
 
@@ -224,11 +263,17 @@ def with_saved_trace(path: str) -> dict[str, Any]:
     second = train(model, plan_of(tiers), None, prepare=lambda session: session.use_memory_stats(saved))
     found: dict[str, Any] = {"first": first, "second": second, "equal": saved == first.stats, "refused": []}
     other = dataclasses.replace(saved, moments=[dataclasses.replace(m, unit=m.unit + 5) for m in saved.moments])
-    for stats, plan in ((other, plan_of(tiers)), (saved, plan_of())):
+    named = [dataclasses.replace(m, name="blocks.9") if m.unit == 3 else m for m in saved.moments]
+    renamed = dataclasses.replace(saved, moments=named)
+    resized = dataclasses.replace(saved, gathered_bytes={**saved.gathered_bytes, 3: BLOCK_BYTES + 4})
+    refused = [(other, plan_of(tiers), "blocks.0"), (saved, plan_of(), "declare one")]
+    refused += [(renamed, plan_of(tiers), "unit 3 is 'blocks.9'"), (resized, plan_of(tiers), str(BLOCK_BYTES + 4))]
+    for stats, plan, word in refused:
         network = model()
         session = build(network, torch.optim.SGD(network.parameters(), lr=0.1), plan)
-        with pytest.raises(ValueError, match="same plan recorded"):
+        with pytest.raises(ValueError, match="same plan recorded") as error:
             session.use_memory_stats(stats)
+        assert word in str(error.value), error.value
         session.close()
         session.mesh.close()
     # A trace of another order is only a bad guess.

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import time
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +15,7 @@ from auto_setup import BLOCK_BYTES, PLAIN, Found, Stack, auto, model_data, plan_
 from engine_setup import one_mesh, sharded
 
 from shardwise.build import Session, build
+from shardwise.engine.hooks import in_backward
 from shardwise.memory.ledger import DeviceMemoryError
 from shardwise.memory.tier import Tier
 from shardwise.plan import TierPlan, on_device, zero
@@ -98,6 +103,85 @@ def test_training_goes_on_with_a_smaller_batch(ranks: int, shared: bool | None) 
     for found in run_ranks(ranks, too_large_a_batch, shared, timeout=40):
         assert found["same"] == [True, True]
         assert "activations and the rest: " in found["message"] and "smaller micro-batch" in found["message"]
+
+
+# ---- one rank only: without shared memory the others would wait for it
+
+
+class Place:
+    """Where one rank finds its memory too small: by the phase and by what the ledger is asked for."""
+
+    def __init__(self, phase: str, when: str) -> None:
+        self.phase, self.when = phase, when
+
+    @contextlib.contextmanager
+    def too_small(self, session: Session) -> Iterator[None]:
+        ledger, pool = session.engine.ledger, session.engine.pool
+        real = ledger.check_peak
+
+        def check(rest_bytes: int, when: str) -> None:
+            phase = "backward" if in_backward() or when == "in the backward pass" else "forward"
+            if (phase, when) == (self.phase, self.when):
+                raise DeviceMemoryError(f"{when}: made up for the test")
+            real(rest_bytes, when)
+
+        with mock.patch.object(ledger, "check_peak", check):
+            others = mock.patch.object(pool, "_others_fit", lambda *_: False)
+            with others if self.when == "what others gather" else contextlib.nullcontext():
+                yield
+
+
+PLACES = [
+    Place("forward", "before the next unit"),
+    Place("forward", "in the forward pass"),
+    Place("forward", "what others gather"),
+    Place("backward", "before the next unit"),
+    Place("backward", "in the backward pass"),
+]
+
+
+def one_rank_alone(prefetch: int) -> dict[str, Any]:
+    """Rank 1 fails in each place in turn, and for its batch; all go on afterwards as if nothing had been."""
+    found: dict[str, Any] = {"messages": [], "seconds": []}
+    limit = EVERYTHING + 8 * BLOCK_BYTES
+    states = []
+    with one_mesh(zero(3).but(shared_memory=False)) as mesh:
+        for disturbed in (False, True):
+            torch.manual_seed(0)
+            model = Stack([range(8), [7, 6, 5, 4, 3, 2, 1, 0]])
+            plan = plan_of(fixed(limit, param=1.0, state=1.0), shared_memory=False, prefetch=prefetch)
+            with sharded(model, torch.optim.AdamW(model.parameters(), lr=1e-2), plan, mesh) as session:
+                for step, place in enumerate([*PLACES, None]):
+                    if disturbed:
+                        began = time.monotonic()
+                        # Ranks in different orders want different units.
+                        model.calls = step + (mesh.rank if place and place.when == "what others gather" else 0)
+                        alone = place is not None and mesh.rank == 1
+                        context = place.too_small(session) if place and alone else contextlib.nullcontext()
+                        with context, pytest.raises(DeviceMemoryError) as error:
+                            one_step(session, step, rows=4 if place or mesh.rank == 0 else 400)
+                        found["messages"].append(str(error.value))
+                        found["seconds"].append(time.monotonic() - began)
+                        del error
+                        session.optimizers[0].zero_grad()
+                    model.calls = step
+                    one_step(session, step, rows=4)
+                states.append({n: v.clone() for n, v in session.module.state_dict().items()})
+    found["same"] = all(torch.equal(states[0][n], states[1][n]) for n in states[0])
+    return found
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_too_little_memory_on_one_rank_reaches_all(prefetch: int) -> None:
+    found = run_ranks(2, one_rank_alone, prefetch, timeout=40)
+    for rank, each in enumerate(found):
+        assert each["same"] and len(each["messages"]) == len(PLACES) + 1
+        assert max(each["seconds"]) < 10.0
+        for place, message in zip([*PLACES, None], each["messages"], strict=True):
+            if rank == 0 or (place and place.when == "what others gather"):
+                assert "ranks [1] of" in message and "not enough device memory" in message, message
+            else:
+                assert ("made up" if place else "activations and the rest: ") in message, message
 
 
 def at_build() -> dict[str, Any]:

@@ -5,8 +5,8 @@ stages 1 and 2, 2 Psi on the device), masters 4 Psi / N, moments 8 Psi / N and a
 gradients 2 Psi / N with the state, but on the host where that is on a disk; exchange buffers on the device.
 
 A record of B bytes moves ``pages(B)``, B rounded up to 4096. In a step with everything on the disk and one tile a unit:
-read: every gather the shard; once the shard, the masters and (from the second step on) the moments;
-written: once the shard, the masters and the moments.
+read: every gather the shard; once the masters and (from the second step on) the moments;
+written: once the shard, the masters and the moments. Also with updates during backward.
 """
 
 from __future__ import annotations
@@ -132,22 +132,24 @@ def test_memory_is_what_the_report_says(mix: str, tmp_path: Path) -> None:
         assert "masters" not in found["by_tier"].get("host", {}) and "masters" not in found["by_tier"]["device"]
 
 
+@pytest.mark.parametrize("update", ["step", "backward"])
 @pytest.mark.parametrize("shared", [None, False], ids=["shared", "gloo"])
-def test_disk_traffic_and_wire_traffic(shared: bool | None, tmp_path: Path) -> None:
+def test_disk_traffic_and_wire_traffic(shared: bool | None, update: str, tmp_path: Path) -> None:
     share = UNIT // 2
     masters, moments, shard = pages(4 * share), pages(2 * 4 * share), pages(2 * share)
     kinds = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
-    plain = run_ranks(2, measure, plan_of(3, "device", "").but(shared_memory=shared))
+    changes: dict[str, Any] = {"shared_memory": shared, "update": update}
+    plain = run_ranks(2, measure, plan_of(3, "device", "").but(**changes))
     assert "disk_read" not in plain[0]["traffic"][0]
     for mix, on_disk in (("s_disk", (0, 1)), ("p_disk", (1, 0)), ("p_disk_s_host", (1, 0)), ("all_disk", (1, 1))):
         params, state = on_disk
-        runs = run_ranks(2, measure, plan_of(3, mix, str(tmp_path)).but(shared_memory=shared))
+        runs = run_ranks(2, measure, plan_of(3, mix, str(tmp_path)).but(**changes))
         for run, other in zip(runs, plain, strict=True):
             for step, (found, wire) in enumerate(zip(run["traffic"], other["traffic"], strict=True)):
                 assert {kind: found[kind] for kind in kinds} == {kind: wire[kind] for kind in kinds}
                 gathers, rest = divmod(found["all_gather"], 2 * share)
                 assert rest == 0 and gathers >= DEPTH
-                read = params * shard * (gathers + DEPTH) + state * DEPTH * (masters + (moments if step else 0))
+                read = params * shard * gathers + state * DEPTH * (masters + (moments if step else 0))
                 written = params * shard * DEPTH + state * DEPTH * (masters + moments)
                 assert (found["disk_read"], found["disk_write"]) == (read, written), (mix, step, found)
 

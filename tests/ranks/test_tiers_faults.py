@@ -220,7 +220,8 @@ def gather_fails(plan: Plan) -> tuple[list[str], bool]:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_gather_that_fails_is_repeated(world_size: int, tmp_path: Path) -> None:
-    plan = with_tiers(zero(3, BF16), "all_disk", str(tmp_path))
+    # Nothing else is read from the disk.
+    plan = with_tiers(zero(3, BF16), "p_disk_s_host", str(tmp_path))
     for messages, same in run_ranks(world_size, gather_fails, plan):
         assert len(messages) >= 4 and same
         assert all("parameters of chunk" in message for message in messages)
@@ -403,7 +404,8 @@ def test_a_killed_rank_leaves_nothing_behind(tmp_path: Path) -> None:
     plan = with_tiers(zero(2, BF16), "all_disk", str(tmp_path))
     with pytest.raises(RankError) as error:
         run_ranks(2, dies_in_a_step, plan)
-    assert error.value.exit_code == -signal.SIGKILL
+    # Or the other rank, which misses it, is the first to be heard of.
+    assert error.value.exit_code == -signal.SIGKILL or "killed by SIGKILL" in str(error.value)
     left = {path.name for path in tmp_path.iterdir()}
     assert len(left) == 2
     # The data had no name any more; what is left is a lock.

@@ -130,8 +130,11 @@ def test_missing_truncated_longer_and_swapped_files_are_found(tmp_path: Path) ->
     assert len(problems) == 2 and all(str(two) in p for p in problems)
     assert "exp_avg" in problems[0] and "exp_avg_sq" in problems[1]
     (tmp_path / "two" / "manifest.json").unlink()
+    assert "manifest.json is missing" in verify(tmp_path / "two")[0]
+    with pytest.raises(CheckpointDamage, match=r"two/manifest.json is missing"):
+        load(tmp_path)
     with pytest.raises(FileNotFoundError):
-        verify(tmp_path / "two")
+        verify(tmp_path)
 
 
 def test_auto_skips_damaged_ones_with_a_notice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from shardwise.chunk.arrays import ArrayPool
 from shardwise.chunk.chunk import Chunk
 from shardwise.chunk.layout import ParamFact, UnitSpec, make_layout
-from shardwise.chunk.pool import ArrayPool, ChunkPool
+from shardwise.chunk.pool import ChunkPool
 from shardwise.chunk.source import MemorySource
 from shardwise.comm import Buffer, Handle
 from shardwise.comm.group import Group, LocalGroup

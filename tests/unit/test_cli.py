@@ -54,6 +54,19 @@ def _status(arguments: list[str]) -> int:
         return int(stopped.code or 0)
 
 
+@pytest.mark.parametrize(
+    ("words", "program"),
+    [("demo --stepz 3", "shardwise demo"), ("checkpoint verify x --y", "shardwise checkpoint verify")],
+)
+def test_an_unknown_option_is_an_error_of_its_command(
+    words: str, program: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as error:
+        main(words.split())
+    text = capsys.readouterr().err
+    assert error.value.code == 2 and text.startswith(f"{program}: error: unrecognized") and f"{program} --help" in text
+
+
 @pytest.mark.parametrize(("options", "expected"), BAD_DEMO)
 def test_demo_refuses_in_one_line(options: str, expected: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert _status(["demo", *options.split()]) == 2

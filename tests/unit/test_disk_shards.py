@@ -60,6 +60,27 @@ def test_what_was_read_ahead_is_not_gathered_after_a_write(tmp_path: Path) -> No
         assert shared.count == 0 and store.idle_buffers(400) == 4
 
 
+@pytest.mark.parametrize("renewals", [0, 1])
+def test_a_new_shard_is_written_beside_gathers_of_the_old_one(renewals: int, tmp_path: Path) -> None:
+    with DiskStore(disk_plan(tmp_path)) as store:
+        shared = ReadAhead(400, 4, renewals)
+        store.reserve(4 + renewals, 400)
+        first = source(store, shared, "first", 100)
+        group, out = LocalGroup("alone", CPU), torch.zeros(100)
+        with first.renewing() as shard:
+            first.prepare()
+            assert not shard.any()  # nothing was read
+            shard.fill_(2.0)
+        first.gather(group, out).wait()
+        assert (out == 1.0).all()
+        first.prepare()
+        store.commit()
+        first.forget()
+        first.gather(group, out).wait()
+        assert (out == 2.0).all()
+        assert shared.count == 0 and store.idle_buffers(400) == 4 + renewals
+
+
 class _NoChunk:
     class spec:
         index = 0

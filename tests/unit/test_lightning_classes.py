@@ -183,7 +183,7 @@ def test_plugins_that_would_be_lost_are_refused() -> None:
     with pytest.raises(TypeError, match="precision plugin Own: sharded strategies"):
         strategy(precision_plugin=type("Own", (half,), {})())
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    with pytest.raises(ValueError, match="'init_scale': 4.0"):
+    with pytest.raises(ValueError, match=r"'init_scale': 4\.0"):
         strategy(precision_plugin=mixed("16-mixed", "cpu", scaler))
     given = strategy(precision_plugin=mixed("16-mixed", "cpu", torch.amp.GradScaler("cpu")))
     assert given.format.name == "16-mixed"

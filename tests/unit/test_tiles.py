@@ -109,6 +109,8 @@ def test_steps_equal_torchs(kind: type[torch.optim.Optimizer], tile_numel: int) 
             grads.reduced, grads.touched = gradient, set(touched)
             step_all(stepper, 0.25)
             assert torch.equal(gradient, kept)  # peers may still read it
+            held = [v for entry in optimizer.state.values() for v in entry.values() if isinstance(v, Tensor)]
+            assert stepper.state_bytes(HOME.state) == sum(value.nbytes for value in held)
         for index, slot in enumerate(chunk.spec.slots):
             start, end = chunk.overlap(slot)
             if start < end:
