@@ -20,7 +20,7 @@ help:
 	@echo "make demo      train a byte-level GPT over 2 ranks (DEMO='--plugin low_level_zero --stage 2' passes options)"
 	@echo "make test      run the tests (TESTS=tests/unit for a part; WORKERS=1 for one file at a time)"
 	@echo "make campaign  run the larger sets, for hours (TESTS=tests/parity for a part)"
-	@echo "make faults    kill ranks during saves (KILLS=1000), and count what was lost"
+	@echo "make faults    kill ranks during saves (KILLS=1000), flip bytes, fail calls, soak; count what was lost"
 	@echo "make lint      ruff        make types   mypy --strict        make arch   layers and budgets"
 	@echo "make bench     compare with the peers (installs them)        make clean  remove .venv and caches"
 
@@ -61,9 +61,10 @@ test: $(VENV)/.dev
 campaign: $(VENV)/.dev
 	$(BIN)/python -m pytest --workers $(WORKERS) -m campaign $(TESTS)
 
-# Ranks killed at random moments of saves, re-saves, purges and asynchronous saves; the last line says what was lost.
+# Ranks killed at random moments of saves, bytes flipped, system calls that fail, a soak; fewer KILLS take a share of
+# all of it. The last line says what was lost.
 faults: $(VENV)/.dev
-	$(BIN)/python -W ignore -m tests.faults.kills $(KILLS)
+	$(BIN)/python -W ignore -m tests.faults $(KILLS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

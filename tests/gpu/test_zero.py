@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gpu.on_device import adamw, device_of_rank, to_device
 from shardwise.testing import MODELS, PlainRecipe, RankPool, assert_close, make_batches, train_plain
 from shardwise.zero import (
     BucketTensorShardStrategy,
@@ -18,7 +19,6 @@ from shardwise.zero import (
     ZeroInitContext,
 )
 from shardwise.zero.sharded_model.reduce_scatter import ReduceScatterBucketer
-from gpu.on_device import adamw, device_of_rank, to_device
 
 CASE, STEPS, SCALE = MODELS["gpt"], 3, 128.0
 OFFLOAD: dict[str, dict[str, Any]] = {

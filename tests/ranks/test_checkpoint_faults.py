@@ -1,147 +1,53 @@
-"""A file system that fails at any call on any rank: all ranks raise, the old checkpoint stays, training goes on."""
+"""A share of the fault campaign (calls that fail, bytes that flip), and a save at its most delicate points."""
 
 from __future__ import annotations
 
-import errno
 import os
+import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from engine_setup import one_mesh
 from torch import nn
 
 from shardwise.build import build
 from shardwise.checkpoint.directory import CheckpointRoot, scan
 from shardwise.checkpoint.file_system import FileSystem
 from shardwise.checkpoint.files import CheckpointError
-from shardwise.checkpoint.read import NativeSource, verify
+from shardwise.checkpoint.read import verify
 from shardwise.checkpoint.session import Checkpointer
 from shardwise.plan import zero
-from shardwise.testing import run_ranks
 
-CALLS = (
-    "make_directory",
-    "create",
-    "allocate",
-    "write",
-    "sync",
-    "close",
-    "sync_directory",
-    "rename",
-    "exchange",
-    "remove",
-    "remove_directory",
-    "lock_directory",
-)
-NUMBERS = (errno.ENOSPC, errno.EACCES, errno.EIO)
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # the campaign is a package beside these tests
+
+from tests.faults import flips, io_errors, soak  # noqa: E402
 
 
-class Failing(FileSystem):
-    """The system's, but for the call number ``at`` from now (None: none), which fails with ``number``."""
-
-    def __init__(self, can_exchange: bool = True) -> None:
-        super().__init__()
-        self.at: int | None = None
-        self.number, self.failed, self.can_exchange = errno.EIO, "", can_exchange
-
-    def arm(self, at: int | None, number: int = errno.EIO) -> None:
-        self.at, self.number, self.failed = at, number, ""
-
-    def reach(self, name: str) -> None:
-        if self.at is not None:
-            self.at -= 1
-            if self.at < 0:
-                self.at, self.failed = None, name
-                raise OSError(self.number, os.strerror(self.number), "a file")
+def test_calls_that_fail_lose_nothing(tmp_path: Path) -> None:
+    """Some of the system calls of each action, on either rank, with each error; ``make faults`` takes them all."""
+    report = io_errors.campaign(12, str(tmp_path))
+    assert report.lost == []
+    kinds = {"open", "pwrite", "fsync of a file", "close of a file", "fsync of a directory", "rename", "preadv"}
+    assert kinds <= report.counts.keys() and report.counts["injected"] > 70, report
 
 
-def _failing(name: str) -> Any:
-    def call(self: Failing, *args: Any) -> Any:
-        self.reach(name)
-        return False if name == "exchange" and not self.can_exchange else getattr(FileSystem, name)(self, *args)
-
-    return call
-
-
-for _name in CALLS:
-    setattr(Failing, _name, _failing(_name))
+def test_damage_of_every_kind_is_found() -> None:
+    """Some bytes of every region, and some of the other faults; ``make faults`` takes them all."""
+    report = flips.campaign(stride=151, bits=1)
+    assert report.lost == []
+    kinds = {"flipped in manifest", "flipped in header", "flipped in data", "swapped files", "missing file"}
+    assert kinds <= report.counts.keys(), report
 
 
-def content(path: str) -> tuple[int, torch.Tensor]:
-    assert verify(path) == [], path
-    with NativeSource(path) as source:
-        fact = source.tensors()["model/weight"]
-        return source.state()["user_state"], source.read("model/weight", 0, fact.numel).reshape(fact.shape)
-
-
-def fail_everywhere(root: str, failing_rank: int, use_async: bool, can_exchange: bool) -> dict[str, int]:
-    """Save the same tag with each call failing in turn, until there is none left to fail; counts by call."""
-    counts: dict[str, int] = {}
-    with one_mesh(zero(3)) as mesh:
-        model = nn.Linear(40, 30)
-        nn.init.normal_(model.weight, generator=torch.Generator().manual_seed(1))
-        session = build(model, torch.optim.AdamW(model.parameters(), lr=0.1), zero(3), mesh)
-        files = Failing(can_exchange)
-        saver = Checkpointer(session, files)
-        version = 0
-
-        def save() -> torch.Tensor:
-            nonlocal version
-            version += 1
-            session.backward(session.module(torch.full((2, 40), 0.1 * version)).square().mean())
-            session.optimizer.step()
-            weight = session.module.state_dict()["weight"]
-            saver.save(root, "same", user_state=version, keep=1, use_async=use_async)
-            saver.wait()
-            return weight
-
-        old = (1, save())
-        for at in range(1000):
-            files.arm(at if mesh.rank == failing_rank else None, NUMBERS[at % len(NUMBERS)])
-            error = ""
-            try:
-                save()
-            except CheckpointError as raised:
-                error = str(raised)
-            called = mesh.world.exchange_object(files.failed)[failing_rank]
-            errors = mesh.world.exchange_object(error)
-            still_armed = mesh.world.exchange_object(files.at is not None)[failing_rank]
-            files.arm(None)
-            if still_armed:
-                assert not error
-                break
-            assert errors[0] == errors[1], "every rank gets the same error"
-            counts[str(called)] = counts.get(str(called), 0) + 1
-            now = content(os.path.join(root, "same"))
-            if error and "is saved and complete" not in error:
-                assert errno.errorcode[NUMBERS[at % len(NUMBERS)]] in error, error
-                assert f"rank {failing_rank}" in error, error
-                assert now[0] == old[0] and torch.equal(now[1], old[1]), (called, at, error)
-            else:  # what failed came after the commit, or did not matter
-                assert now[0] == version
-                assert error or called in ("remove", "remove_directory", "close", "lock_directory", "exchange"), called
-            mesh.world.barrier()
-            old = (version + 1, save())
-            now = content(os.path.join(root, "same"))
-            assert now[0] == old[0] and torch.equal(now[1], old[1])
-            mesh.world.barrier()
-            assert [n for n in os.listdir(root) if n.startswith(".")] == [], "leftovers are removed by the next save"
-            assert [each.tag for each in scan(root)] == ["same"]
-        saver.close()
-        session.close()
-    return counts
-
-
-@pytest.mark.parametrize("failing_rank", [0, 1])
-@pytest.mark.parametrize("use_async", [False, True])
-@pytest.mark.parametrize("can_exchange", [True, False])
-def test_every_call_may_fail(tmp_path: Path, failing_rank: int, use_async: bool, can_exchange: bool) -> None:
-    counts = run_ranks(2, fail_everywhere, str(tmp_path), failing_rank, use_async, can_exchange, timeout=120.0)[0]
-    assert {"create", "allocate", "write", "sync", "close"} <= counts.keys(), counts
-    if failing_rank == 0:
-        assert {"make_directory", "sync_directory", "rename", "remove", "remove_directory"} <= counts.keys(), counts
+def test_a_soak_names_what_grows() -> None:
+    steady = {"memory": 100 << 20, "objects": 1000, **dict.fromkeys(soak.EXACT, 7)}
+    assert soak.judge([steady] * 50) == []
+    for name in steady:
+        step = 50 if name == "objects" else 50 << 10 if name == "memory" else 1
+        (grown,) = soak.judge([{**steady, name: steady[name] + step * cycle // 2} for cycle in range(500)])
+        assert grown.startswith(name), grown
+    early = [{**steady, "memory": steady["memory"] - (50 << 20) // (1 + cycle)} for cycle in range(50)]
+    assert soak.judge(early[10:]) != [], "what still rises in the second fifth is found"
 
 
 def test_a_kill_between_two_renames_loses_nothing(tmp_path: Path) -> None:

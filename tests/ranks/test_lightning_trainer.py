@@ -1,7 +1,6 @@
 """Everything that a Trainer does, with each strategy beside Lightning's own ``ddp``.
 
-The wrong results and refusals of the old strategies have tests under their names; those of checkpoints are in
-``test_lightning_checkpoints.py``, those of numbers in ``test_lightning_parity.py``.
+``tests/unit/test_lightning_faults.py`` says which fault of the old strategies has its test where.
 """
 
 from __future__ import annotations
@@ -175,8 +174,10 @@ class _Silent(Toy):
 
 def compiled(kind: str) -> Ended:
     """The whole LightningModule; for ZeRO-3 and FSDP this was refused or wrong."""
-    model = toy(body=_Silent)
-    return run(kind, Recipe(batches=3, epochs=1), torch.compile(model, backend="eager"))
+    try:
+        return run(kind, Recipe(batches=3, epochs=1), torch.compile(toy(body=_Silent), backend="eager"))
+    finally:
+        torch._dynamo.reset()
 
 
 def evaluated_first(kind: str) -> Ended:
@@ -256,6 +257,25 @@ CASES = [
 @pytest.mark.parametrize(("kind", "name"), CASES)
 def test_as_stock_ddp(kind: str, name: str, oracle: Callable[[str], list[Ended]]) -> None:
     check_same(run_ranks(RANKS, _play, kind, name), oracle(name))
+
+
+class _Fails(_Adversaries):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.toggle_optimizer(self.optimizers()[0])  # type: ignore[attr-defined]
+        raise ArithmeticError(str([param.requires_grad for param in self.critic.parameters()]))
+
+
+def _toggled() -> list[bool]:
+    made = trainer(strategy("colossalai"))
+    model = toy(body=_Fails)
+    with pytest.raises(ArithmeticError, match="False, False, False, False"):
+        made.fit(model, data(1))
+    close(made)
+    return [param.requires_grad for param in model.parameters()]
+
+
+def test_a_step_that_fails_leaves_no_parameter_toggled() -> None:
+    assert run_ranks(RANKS, _toggled) == [[True] * 10] * RANKS
 
 
 # ---- hooks that build the model

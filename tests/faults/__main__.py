@@ -1,0 +1,66 @@
+"""``python -m tests.faults KILLS``: the fault campaign; the last line says what was lost.
+
+``KILLS`` is the number of kills and the scale of the rest: from 1,000 on every byte is flipped, every call fails and
+the soak has 10,000 steps; below, they take a share of about KILLS / 1,000, and the soak at least 300 steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+
+from shardwise.testing import close_pools
+from tests.faults import flips, io_errors, kills, soak
+from tests.faults.report import Report
+
+WHOLE = 1000  # kills
+LEAST_STEPS, STEPS = 300, 10_000
+
+
+def parts(count: int, seed: int, directory: str | None) -> dict[str, Callable[[], Report]]:
+    """By name, in the order in which they run: ranks can be forked only before this process has used pools."""
+    share = min(count / WHOLE, 1.0)
+    whole = share == 1
+    # Of bytes there are some 60,000 and of calls 250 an action, in all numbers of errors.
+    byte_stride, call_stride = (1, 1) if whole else (max(round(3 / share), 2), max(round(0.6 / share), 2))
+    return {
+        "kills": lambda: kills.campaign(count, seed, directory),
+        "flips": lambda: flips.campaign(byte_stride, bits=8 if whole else 1),
+        "errors": lambda: io_errors.campaign(call_stride, directory),
+        "soak": lambda: soak.campaign(max(round(STEPS * share), LEAST_STEPS), directory),
+    }
+
+
+def main() -> int:
+    """Run the parts, print what each counted; the exit status is 1 if anything was lost."""
+    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
+    parser.add_argument("kills", type=int)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", nargs="+", choices=("kills", "flips", "errors", "soak"))
+    parser.add_argument("--directory", help="where checkpoints are written (default: the system's for temporary files)")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    reports, chosen = [], parts(args.kills, args.seed, args.directory)
+    for name in args.only or chosen:
+        start = time.perf_counter()
+        reports.append(chosen[name]())
+        print(f"{reports[-1]}  [{time.perf_counter() - start:.0f} s]", flush=True)
+    close_pools()
+    lost = sum(len(report.lost) for report in reports)
+    print(f"{'; '.join(f'{sum_of(report)} {report.name}' for report in reports)}; lost {lost}")
+    return int(lost > 0)
+
+
+def sum_of(report: Report) -> int:
+    """The number of trials."""
+    if report.name == "flips":
+        return sum(n for what, n in report.counts.items() if not what.startswith(("bytes in", "in what")))
+    return report.counts[{"kills": "kills", "I/O errors": "injected", "soak": "steps"}[report.name]]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,440 @@
+"""Every byte of small checkpoints is changed, cut off, removed or swapped, one fault at a time: each must be found.
+
+For each fault ``shardwise checkpoint verify`` has to fail and name the file and a tensor with bytes there, and a load
+has to refuse the checkpoint; with ``"auto"`` it has to fall back to the one before. Where the bytes of a file lie is
+worked out here from the manifest as docs/checkpoint-format.md describes it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import itertools
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.build import build
+from shardwise.checkpoint import contents
+from shardwise.checkpoint.read import verify
+from shardwise.checkpoint.session import Checkpointer
+from shardwise.checkpoint.source import CheckpointDamage
+from shardwise.cli import checkpoint as command
+from shardwise.plan import zero
+from shardwise.testing import run_ranks
+from tests.faults.report import Report
+
+PIECE_BYTES = 512  # so that tensors have several pieces
+MANIFEST = "manifest.json"
+OLD, NEW = "old", "new"
+
+
+class Small(nn.Module):
+    """Several dtypes, a tied weight, a buffer, an empty parameter, and tensors of several pieces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.second = nn.Linear(7, 30), nn.Linear(7, 30)
+        self.second.weight = self.first.weight
+        self.narrow = nn.Parameter(torch.randn(5, dtype=torch.bfloat16))
+        self.nothing = nn.Parameter(torch.empty(0, 3))
+        self.register_buffer("seen", torch.tensor([7, 8]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.first(x) * self.second(x)).sum() + self.narrow.float().sum() + self.nothing.sum()
+
+
+class Subject:
+    """A run that saves and loads; one rank, or each of several."""
+
+    def __init__(self) -> None:
+        model = Small()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+        self.session = build(model, optimizer, zero(1))
+        self.saver = Checkpointer(self.session)
+
+    def step(self) -> None:
+        self.session.backward(self.session.module(torch.ones(2, 7)))
+        self.session.optimizer.step()
+        self.scheduler.step()
+
+    def save(self, root: str, tag: str) -> None:
+        normal = contents.PIECE_BYTES
+        contents.PIECE_BYTES = PIECE_BYTES  # type: ignore[misc]
+        try:
+            position = {"next": 3, "order": torch.randperm(8)}
+            given = {"lr_schedulers": [self.scheduler], "data_position": position, "user_state": ("mine", torch.eye(2))}
+            self.saver.save(root, tag, **given)  # type: ignore[arg-type]
+        finally:
+            contents.PIECE_BYTES = normal  # type: ignore[misc]
+
+    def load(self, root: str, tag: str | None) -> Any:
+        return self.saver.load(root, tag, lr_schedulers=[self.scheduler])
+
+    def state(self) -> dict[str, torch.Tensor]:
+        found = dict(self.session.module.state_dict())
+        for number, entry in self.session.optimizer.state_dict()["state"].items():
+            found |= {f"{number}/{key}": value for key, value in entry.items()}
+        return {name: value.clone() for name, value in found.items() if isinstance(value, torch.Tensor)}
+
+
+def write_two(root: str) -> dict[str, torch.Tensor]:
+    """Save two checkpoints on this rank; the state in the older one."""
+    subject = Subject()
+    subject.step()
+    subject.save(root, OLD)
+    state = subject.state()
+    subject.step()
+    subject.save(root, NEW)
+    subject.session.close()
+    return state
+
+
+# ---- faults
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that goes wrong; ``tensors``: one of them has to be named (none: the manifest itself is hit)."""
+
+    kind: str
+    what: str
+    files: tuple[str, ...]
+    tensors: tuple[str, ...]
+    apply: Callable[[], None]
+    undo: Callable[[], None]
+    load: bool = True  # a load is tried as well
+
+
+class Place:
+    """A checkpoint directory: what lies where, and ways to damage it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.content = {file.name: file.read_bytes() for file in sorted(directory.iterdir())}
+        data = json.loads(self.content[MANIFEST])
+        self.headers = {name: header for name, _, header, _ in data["files"]}
+        names = [entry[0] for entry in data["files"]]
+        self.pieces: list[tuple[str, int, int, str]] = []  # file, first byte, end, tensor
+        for tensor, entry in data["tensors"].items():
+            width = getattr(torch, entry["dtype"]).itemsize
+            self.pieces += [(names[f], at, at + n * width, tensor) for f, at, _, n, _ in entry["pieces"]]
+        self.pieces.sort()
+        self.fds = {name: os.open(directory / name, os.O_RDWR) for name in self.content}
+        self.check_cover()
+
+    def check_cover(self) -> None:
+        """Header and pieces are all there is in a file: no byte lies between them."""
+        for name, header in self.headers.items():
+            at = header
+            for _, start, end, _ in (piece for piece in self.pieces if piece[0] == name):
+                assert start == at, (name, start, at)
+                at = end
+            assert at == len(self.content[name]), name
+
+    def region(self, file: str, at: int) -> tuple[str, tuple[str, ...]]:
+        """What byte ``at`` is part of, and the tensors of which one has to be named."""
+        if file == MANIFEST:
+            return "manifest", ()
+        if at < self.headers[file]:
+            kind = "header" if self.content[file][at : self.headers[file]].strip() else "padding"
+            return kind, tuple(tensor for name, _, _, tensor in self.pieces if name == file)
+        return "data", tuple(t for name, start, end, t in self.pieces if name == file and start <= at < end)
+
+    def put(self, file: str, at: int, data: bytes) -> None:
+        os.pwrite(self.fds[file], data, at)
+
+    def replace(self, file: str, content: bytes) -> None:
+        os.ftruncate(self.fds[file], len(content))
+        self.put(file, 0, content)
+
+    def restore(self, file: str) -> None:
+        """Undo whatever was done to a file's content."""
+        self.replace(file, self.content[file])
+
+    def resize(self, file: str, nbytes: int) -> None:
+        os.ftruncate(self.fds[file], nbytes)
+
+    def close(self) -> None:
+        for fd in self.fds.values():
+            os.close(fd)
+
+
+def changed_bytes(place: Place, stride: int, bits: int) -> Iterator[Fault]:
+    """One bit of every ``stride``-th byte (each of the first ``bits`` in turn), and all eight of it."""
+    for file, content in place.content.items():
+        for at in range(0, len(content), stride):
+            kind, tensors = place.region(file, at)
+            masks = [1 << (at // stride + bit) % 8 for bit in range(bits)]
+            for mask in [*masks, 0xFF] if bits > 1 else masks:
+                good, bad = content[at : at + 1], bytes([content[at] ^ mask])
+
+                def put(data: bytes, file: str = file, at: int = at) -> None:
+                    place.put(file, at, data)
+
+                yield Fault(
+                    f"flipped in {kind}",
+                    f"byte {at} ^ {mask:#x}",
+                    (file,),
+                    tensors,
+                    lambda put=put, bad=bad: put(bad),  # type: ignore[misc]
+                    lambda put=put, good=good: put(good),  # type: ignore[misc]
+                    load=mask == masks[0],
+                )
+
+
+def cut_and_longer(place: Place) -> Iterator[Fault]:
+    """Each file ends at, before and after each boundary that it has, and is longer than it was."""
+    for file, content in place.content.items():
+        size = len(content)
+        if file == MANIFEST:
+            edges = {0, size, *(at + 1 for at, byte in enumerate(content) if byte == ord("\n"))}
+        else:
+            edges = {0, 8, place.headers[file], size, *(start for name, start, _, _ in place.pieces if name == file)}
+        lengths = {edge + by for edge in edges for by in (-1, 0, 1)} | {size // 2, size + 4096}
+        for length in sorted(length for length in lengths if length >= 0 and length != size):
+            tensors = () if file == MANIFEST else tuple(t for name, _, _, t in place.pieces if name == file)
+            kind = "cut off" if length < size else "longer"
+            yield Fault(
+                kind,
+                f"{length} of {size} bytes",
+                (file,),
+                tensors,
+                lambda file=file, length=length: place.resize(file, length),  # type: ignore[misc]
+                lambda file=file: place.restore(file),  # type: ignore[misc]
+            )
+
+
+def lost_blocks(place: Place, older: Place, block: int = 512) -> Iterator[Fault]:
+    """A block that was never written (zeros), or that still holds what an older file has there."""
+    for file, content in place.content.items():
+        for at in range(0, len(content), block):
+            good = content[at : at + block]
+            before = older.content.get(file, b"")[at : at + block]
+            for kind, bad in (("block of zeros", bytes(len(good))), ("block of an older file", before)):
+                if bad == good or not bad:
+                    continue
+                first, last = place.region(file, at), place.region(file, at + len(good) - 1)
+                inside = [t for n, s, e, t in place.pieces if n == file and s < at + len(good) and e > at]
+                tensors = tuple({*first[1], *last[1], *inside})
+                yield Fault(
+                    kind,
+                    f"bytes from {at}",
+                    (file,),
+                    tensors,
+                    lambda file=file, at=at, bad=bad: place.put(file, at, bad),  # type: ignore[misc]
+                    lambda file=file: place.restore(file),  # type: ignore[misc]
+                )
+
+
+def swapped_pieces(place: Place) -> Iterator[Fault]:
+    """Every two pieces of the same length, in one file or in two, change places."""
+    for one, other in itertools.combinations(place.pieces, 2):
+        (file, start, end, tensor), (file2, start2, end2, tensor2) = one, other
+        data, data2 = place.content[file][start:end], place.content[file2][start2:end2]
+        if len(data) != len(data2) or data == data2:
+            continue
+
+        def swap(one: Any = (file, start, data2), two: Any = (file2, start2, data)) -> None:
+            place.put(*one)
+            place.put(*two)
+
+        def back(files: tuple[str, str] = (file, file2)) -> None:
+            for each in files:
+                place.restore(each)
+
+        yield Fault("swapped pieces", f"{tensor}, {tensor2}", (file, file2), (tensor, tensor2), swap, back)
+
+
+def swapped_and_missing_files(place: Place, older: Place) -> Iterator[Fault]:
+    """Files of one checkpoint change places, are those of the other checkpoint, or are gone."""
+    directory = place.directory
+
+    def tensors(file: str) -> tuple[str, ...]:
+        return tuple(t for name, _, _, t in place.pieces if name == file)
+
+    def exchange(one: Path, other: Path) -> None:
+        aside = one.with_name(".aside")
+        os.rename(one, aside)
+        os.rename(other, one)
+        os.rename(aside, other)
+
+    for file in place.content:
+        gone = directory.parent / "gone"
+        move = (directory / file, gone)
+        yield Fault(
+            "missing file",
+            file,
+            (file,),
+            tensors(file),
+            lambda move=move: os.rename(*move),  # type: ignore[misc]
+            lambda move=move: os.rename(*reversed(move)),  # type: ignore[misc]
+        )
+        named = () if file == MANIFEST else (file,)
+        if file in older.content:
+            yield Fault(
+                "file of the other checkpoint",
+                file,
+                named,
+                tensors(file),
+                lambda file=file: place.replace(file, older.content[file]),  # type: ignore[misc]
+                lambda file=file: place.restore(file),  # type: ignore[misc]
+            )
+    for one, other in itertools.combinations(place.headers, 2):
+        pair = (directory / one, directory / other)
+        swap = lambda pair=pair: exchange(*pair)  # type: ignore[misc]  # noqa: E731
+        yield Fault("swapped files", f"{one}, {other}", (one, other), (*tensors(one), *tensors(other)), swap, swap)
+
+
+# ---- whether they are found
+
+
+class Judge:
+    """Applies faults to the newer of two checkpoints and notes what is not found."""
+
+    def __init__(self, root: Path, report: Report, older: dict[str, torch.Tensor]) -> None:
+        self.root, self.report, self._older = root, report, older
+        self.subject = Subject()
+        self._number = 0
+        parser = argparse.ArgumentParser()
+        command.add_parser(parser.add_subparsers())
+        self._options = [parser.parse_args(["checkpoint", "verify", str(path)]) for path in (root, root / NEW)]
+
+    def named(self, texts: list[str], fault: Fault) -> str:
+        """What is missing from the messages; empty if nothing is."""
+        text = "\n".join(texts)
+        wrong = [f"{file} is not named" for file in fault.files if file not in text]
+        if fault.tensors and not any(tensor in text for tensor in fault.tensors):
+            wrong.append(f"none of {', '.join(fault.tensors[:4])} is named")
+        if fault.kind == "swapped pieces":  # both are wrong
+            wrong += [f"{tensor} is not named" for tensor in fault.tensors if tensor not in text]
+        return "; ".join(wrong)
+
+    def judge(self, fault: Fault) -> None:
+        """Apply, look, undo."""
+        self._number += 1
+        fault.apply()
+        try:
+            self._verify(fault)
+            if fault.load:
+                self._load(fault)
+        except Exception as error:
+            self._lost(fault, f"{type(error).__name__}: {error}")
+        finally:
+            fault.undo()
+        self.report.counts[fault.kind] += 1
+
+    def _lost(self, fault: Fault, why: str) -> None:
+        self.report.lost.append(f"{', '.join(fault.files)}: {fault.kind}, {fault.what}: {why}")
+
+    def _verify(self, fault: Fault) -> None:
+        printed = io.StringIO()
+        if self._number % 2:
+            found = verify(self.root / NEW)
+        else:
+            with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+                code = command.main(self._options[1])
+            found = printed.getvalue().splitlines() if code == 1 else []
+        problem = self.named(found, fault) if found else f"verify does not find it {printed.getvalue()}"
+        if problem:
+            self._lost(fault, f"{problem}: {found}")
+
+    def _load(self, fault: Fault) -> None:
+        if self._number % 4:
+            try:
+                self.subject.load(str(self.root), [None, NEW][self._number % 2])
+            except CheckpointDamage as damage:
+                if str(self.root / NEW) not in str(damage):
+                    self._lost(fault, f"the load names {damage}")
+            else:
+                self._unread(fault, "the load does not find it")
+            return
+        with contextlib.redirect_stdout(io.StringIO()):
+            restored = self.subject.load(str(self.root), "auto")
+        if restored.tag == NEW:
+            self._unread(fault, "'auto' takes it")
+        elif restored.tag != OLD or restored.skipped != (str(self.root / NEW),):
+            self._lost(fault, f"'auto' takes {restored.tag} and skips {restored.skipped}")
+        elif any(not torch.equal(value, self._older[name]) for name, value in self.subject.state().items()):
+            self._lost(fault, "'auto' restores other values than the older one's")
+
+    def _unread(self, fault: Fault, why: str) -> None:
+        """One rank does not read the generators of a second one: then nothing wrong was loaded."""
+        if fault.tensors and all(tensor.startswith("state/rng/1/") for tensor in fault.tensors):
+            self.report.counts["in what one rank does not read"] += 1
+        else:
+            self._lost(fault, why)
+
+    def check_whole(self) -> None:
+        """After the faults everything is as it was."""
+        if verify(self.root / NEW) or verify(self.root / OLD) or self.subject.load(str(self.root), None).tag != NEW:
+            self.report.lost.append("the checkpoints are not what they were: a fault was not undone")
+
+    def latest(self) -> None:
+        """``latest`` is for people: whatever is in it, the newest one is loaded."""
+        latest = self.root / "latest"
+        content = latest.read_bytes()
+        for bad in [*(content[:at] + b"\0" + content[at + 1 :] for at in range(len(content))), b"", b"old\n", None]:
+            latest.unlink()
+            if bad is not None:
+                latest.write_bytes(bad)
+            if self.subject.load(str(self.root), None).tag != NEW or self.subject.load(str(self.root), "auto").skipped:
+                self.report.lost.append(f"with latest {bad!r} another one is loaded")
+            with contextlib.redirect_stdout(io.StringIO()):
+                if command.main(self._options[0]):
+                    self.report.lost.append(f"with latest {bad!r} verify complains")
+            self.report.counts["changes to latest"] += 1
+        latest.write_bytes(content)
+
+
+def _damage(root: Path, older: dict[str, torch.Tensor], report: Report, stride: int, bits: int) -> None:
+    judge = Judge(root, report, older)
+    new, old = Place(root / NEW), Place(root / OLD)
+    faults = [
+        changed_bytes(new, stride, bits),
+        cut_and_longer(new),
+        lost_blocks(new, old),
+        swapped_pieces(new),
+        swapped_and_missing_files(new, old),
+    ]
+    for number, fault in enumerate(itertools.chain(*faults)):
+        if fault.kind.startswith("flipped") or stride == 1 or number % stride == 0 or "file" in fault.kind:
+            judge.judge(fault)
+    judge.check_whole()
+    judge.latest()
+    for place in (new, old):
+        place.close()
+    judge.subject.session.close()
+
+
+def campaign(stride: int = 1, bits: int = 8) -> Report:
+    """Every ``stride``-th byte, ``bits`` single bits of each; 1 and 8 are everything."""
+    report = Report("flips")
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
+        for ranks in (1, 2):
+            root = Path(folder) / f"of-{ranks}"
+            older = run_ranks(ranks, write_two, str(root))[0] if ranks > 1 else write_two(str(root))
+            before = {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
+            report.counts[f"bytes in {ranks} rank's checkpoint"] = sum(
+                len(content) for path, content in before.items() if path.parent.name == NEW
+            )
+            _damage(root, older, report, stride, bits if ranks == 1 else 1)
+            assert before == {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
+            shutil.rmtree(root)
+    return report
+
+
+if __name__ == "__main__":
+    print(campaign())

@@ -1,0 +1,346 @@
+"""Every system call of a save, re-save, purge, asynchronous save and load fails in turn, on either of two ranks.
+
+The modules that change files get a stand-in for ``os`` (and for what else they call), which counts calls and makes
+one of them fail: with EIO, ENOSPC, EACCES or EPERM, after a write of half the bytes, or with a short write that is no
+error. Afterwards all ranks must have the same clear error (or none), every earlier checkpoint must hold the same bits,
+training must go on as that of a twin that never saves, and the next save must succeed and leave nothing behind.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.build import build
+from shardwise.checkpoint import directory, file_system, read
+from shardwise.checkpoint.directory import scan
+from shardwise.checkpoint.files import CheckpointError
+from shardwise.checkpoint.read import NativeSource, verify
+from shardwise.checkpoint.session import Checkpointer
+from shardwise.checkpoint.source import CheckpointDamage
+from shardwise.mesh import Mesh
+from shardwise.plan import Plan, zero
+from shardwise.testing import run_ranks
+from tests.faults.report import Report
+
+SHORT = 0  # a write that takes only a part
+NUMBERS = (errno.EIO, errno.ENOSPC, errno.EACCES, errno.EPERM, SHORT)
+ACTIONS = ("new", "re-save", "re-save without exchange", "asynchronous new", "asynchronous re-save", "load")
+WRITING = ("mkdir", "makedirs", "open", "posix_fallocate", "pwrite", "fsync", "close", "rename", "unlink", "rmdir")
+READING = ("listdir", "stat", "preadv")
+
+HARMLESS = {"listdir", "unlink", "rmdir", "flock", "close of a directory"}
+"""Calls whose failure may go unmentioned: they only tidy up, and what they leave the next save removes."""
+NOT_THERE = {"posix_fallocate", "fsync of a directory", "renameat2"}
+"""Calls that some file systems do not have, which say so with EPERM; the save does without them."""
+
+
+class System:
+    """Stands in for ``os`` and ``fcntl`` in a module. Attribute access gives the real thing, watched."""
+
+    def __init__(self) -> None:
+        self.at: int | None = None
+        self.number, self.failed = errno.EIO, ""
+
+    def arm(self, at: int | None, number: int = errno.EIO) -> None:
+        """The call number ``at`` from now fails (``None``: none does)."""
+        self.at, self.number, self.failed = at, number, ""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "flock":
+            return self._watched(name, fcntl.flock)
+        if name.startswith("LOCK_"):
+            return getattr(fcntl, name)
+        real = getattr(os, name)
+        return self._watched(name, real) if name in WRITING or name in READING else real
+
+    def _watched(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **named: Any) -> Any:
+            return self.fail(name, real, args) if self.reached(name) else real(*args, **named)
+
+        return call
+
+    def reached(self, name: str) -> bool:
+        """Whether the call that is made now is the one."""
+        if self.at is None or (self.number == SHORT and name != "pwrite"):
+            return False
+        self.at -= 1
+        if self.at >= 0:
+            return False
+        self.at = None
+        return True
+
+    def fail(self, name: str, real: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """As the system does it: a close that fails has closed, a full disk took a part of the bytes."""
+        self.failed = name
+        if name in ("fsync", "close"):
+            kind = "directory" if stat.S_ISDIR(os.fstat(args[0]).st_mode) else "file"
+            self.failed = f"{name} of a {kind}"
+        if name == "close":
+            real(*args)
+        if name == "pwrite" and self.number in (SHORT, errno.ENOSPC):
+            fd, data, offset = args
+            done: int = real(fd, data[: (len(data) + 1) // 2], offset)
+            if self.number == SHORT:
+                return done
+        raise OSError(self.number, os.strerror(self.number), args[0] if isinstance(args[0], str) else None)
+
+
+@contextmanager
+def in_place_of_the_system(can_exchange: bool) -> Iterator[System]:
+    """Every module that touches a checkpoint's files calls it."""
+    system, disk = System(), file_system.DISK
+    modules = (file_system, directory, read)
+    renameat2 = disk._renameat2
+
+    def exchange(*args: Any) -> int:
+        if not can_exchange:
+            ctypes.set_errno(errno.ENOSYS)
+            return -1
+        if system.reached("renameat2"):
+            system.failed = "renameat2"
+            ctypes.set_errno(system.number)
+            return -1
+        return int(renameat2(*args))
+
+    for module in modules:
+        module.os = system  # type: ignore[attr-defined]
+    file_system.fcntl = system  # type: ignore[misc, assignment]
+    disk._renameat2 = exchange
+    try:
+        yield system
+    finally:
+        disk._renameat2 = renameat2
+        file_system.fcntl = fcntl  # type: ignore[misc]
+        for module in modules:
+            module.os = os  # type: ignore[attr-defined]
+
+
+class Twins:
+    """A session that is saved, and one that is trained in the same way and never saved."""
+
+    def __init__(self, mesh: Mesh, plan: Plan) -> None:
+        self.sessions = []
+        for _ in range(2):
+            torch.manual_seed(1)
+            model = nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 5))
+            self.sessions.append(build(model, torch.optim.AdamW(model.parameters(), lr=0.1), plan, mesh))
+        self.saver = Checkpointer(self.sessions[0])
+        self.version = 0
+
+    def step(self) -> dict[str, torch.Tensor]:
+        """One more update of both; the weights."""
+        self.version += 1
+        states = []
+        for session in self.sessions:
+            batch = torch.full((2, 40), 0.1 * (self.version % 7) + session.mesh.rank)
+            session.backward(session.module(batch).square().mean())
+            session.optimizer.step()
+            states.append(session.module.state_dict())
+        same = all(torch.equal(states[0][name], value) for name, value in states[1].items())
+        assert same, f"training of version {self.version} went another way than that of the twin"
+        return {name: value.clone() for name, value in states[0].items()}
+
+    def close(self) -> None:
+        self.saver.close()
+        for session in self.sessions:
+            session.close()
+
+
+class Sweep:
+    """One action on this rank, with each of its calls failing in turn; collective."""
+
+    def __init__(self, root: str, action: str, failing_rank: int, mesh: Mesh, system: System) -> None:
+        self.root, self.action, self.failing_rank, self.mesh, self.system = root, action, failing_rank, mesh, system
+        self.twins = Twins(mesh, zero(3))
+        self.saved: dict[str, tuple[int, dict[str, torch.Tensor]]] = {}
+        """By tag the version and weights of what must be there."""
+        self.counts: dict[str, int] = {}
+        self.lost: list[str] = []
+        self._tags = 0
+
+    def tag(self) -> str:
+        if "re-save" in self.action:
+            return "same"
+        self._tags += 1
+        return f"v{self._tags}"
+
+    def save(self, tag: str) -> tuple[str, dict[str, torch.Tensor]]:
+        """Train and save; the error, and the weights."""
+        weights = self.twins.step()
+        saver = self.twins.saver
+        try:
+            saver.save(
+                self.root,
+                tag,
+                user_state=self.twins.version,
+                keep=2,
+                use_async="asynchronous" in self.action,
+            )
+            saver.wait()
+        except CheckpointError as raised:
+            return str(raised), weights
+        return "", weights
+
+    def problem(self, what: str) -> None:
+        self.lost.append(f"{self.action}, rank {self.failing_rank}, version {self.twins.version}: {what}")
+
+    def check(self, expected: dict[str, tuple[int, dict[str, torch.Tensor]]], what: str) -> None:
+        """All of ``expected`` is there, bit for bit (checked by rank 0)."""
+        self.mesh.world.barrier()
+        if self.mesh.rank == 0:
+            places = {each.tag: each.path for each in scan(self.root)}
+            for tag, (version, weights) in expected.items():
+                found = verify(places[tag]) if tag in places else ["it is gone"]
+                if found:
+                    self.problem(f"{what}: {tag}: {found}")
+                    continue
+                with NativeSource(places[tag]) as source:
+                    if source.state()["user_state"] != version:
+                        self.problem(f"{what}: {tag} is {source.state()['user_state']}, not {version}")
+                    for name, value in weights.items():
+                        stored = source.read(f"model/{name}", 0, value.numel()).reshape(value.shape)
+                        if not torch.equal(stored, value):
+                            self.problem(f"{what}: {tag} has other values in {name}")
+        self.mesh.world.barrier()
+
+    def good_save(self) -> None:
+        """One that must succeed, purge what is too much, and leave nothing hidden."""
+        tag = self.tag()
+        error, weights = self.save(tag)
+        if error:
+            self.problem(f"the next save fails: {error}")
+        self.expect(tag, weights)
+        self.check(self.saved, "after the next save")
+        if self.mesh.rank == 0:
+            there = sorted(os.listdir(self.root))
+            if there != sorted([*self.saved, "latest"]) or Path(self.root, "latest").read_text() != f"{tag}\n":
+                self.problem(f"after the next save there are {there}, expected {list(self.saved)} and latest")
+        self.mesh.world.barrier()
+
+    def expect(self, tag: str, weights: dict[str, torch.Tensor]) -> None:
+        """``tag`` is saved now, and the two newest are kept."""
+        self.saved.pop(tag, None)
+        self.saved[tag] = (self.twins.version, weights)
+        self.saved = dict(list(self.saved.items())[-2:])
+
+    def descriptors(self) -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    def inject(self, at: int, number: int) -> bool:
+        """Whether the action has that many calls."""
+        tag, mine = self.tag(), self.mesh.rank == self.failing_rank
+        self.system.arm(at if mine else None, number)
+        error, weights = self.save(tag)
+        armed, called = self.system.at is not None, self.system.failed
+        self.system.arm(None)
+        posts = self.mesh.world.exchange_object([error, armed, called])
+        called = posts[self.failing_rank][2]
+        if posts[0][0] != posts[1][0]:
+            self.problem(f"{called}: ranks say {posts[0][0]!r} and {posts[1][0]!r}")
+        if not error or "is saved and complete" in error:
+            self.expect(tag, weights)
+        if posts[self.failing_rank][1]:
+            return False
+        self.counts[called] = self.counts.get(called, 0) + 1
+        why = f"{called} fails with {errno.errorcode.get(number, 'a short write')}"
+        if not error:
+            fine = called in HARMLESS or number == SHORT or (number == errno.EPERM and called in NOT_THERE)
+            if not fine:
+                self.problem(f"{why} and nobody says so")
+        elif errno.errorcode[number] not in error or f"rank {self.failing_rank} " not in error:
+            self.problem(f"{why}, and the error says {error!r}")
+        self.check(self.saved, why)
+        return True
+
+    def inject_load(self, at: int, number: int) -> bool:
+        """The same for a load: refused as damage on every rank, and the one before is whole."""
+        newest = list(self.saved)[-1]
+        self.system.arm(at if self.mesh.rank == self.failing_rank else None, number)
+        error = ""
+        try:
+            self.twins.saver.load(self.root)
+        except (CheckpointDamage, CheckpointError) as raised:
+            error = str(raised)
+        posts = self.mesh.world.exchange_object([error, self.system.at is not None, self.system.failed])
+        self.system.arm(None)
+        called = posts[self.failing_rank][2]
+        if not posts[self.failing_rank][1]:
+            self.counts[called] = self.counts.get(called, 0) + 1
+            if posts[0][0] != posts[1][0] or not (error or called in {*HARMLESS, "close of a file"}):
+                self.problem(f"{called} fails in a load: ranks say {posts[0][0]!r} and {posts[1][0]!r}")
+        restored = self.twins.saver.load(self.root)
+        assert restored is not None
+        state = self.twins.sessions[0].module.state_dict()
+        if restored.tag != newest or any(not torch.equal(v, state[n]) for n, v in self.saved[newest][1].items()):
+            self.problem(f"after {called} failed in a load, {restored.tag} is restored with other values")
+        return not posts[self.failing_rank][1]
+
+    def run(self, numbers: tuple[int, ...], stride: int) -> None:
+        """Every ``stride``-th call with every one of ``numbers``."""
+        self.good_save()
+        self.good_save()
+        before = self.descriptors()
+        for turn, number in enumerate(numbers):
+            at = (turn * stride // len(numbers) + len(self.action)) % stride
+            while sum(self.mesh.world.exchange_object(len(self.lost))) < 5:
+                if self.action == "load":
+                    if number == SHORT or not self.inject_load(at, number):
+                        break
+                else:
+                    there = self.inject(at, number)
+                    self.good_save()
+                    if not there:
+                        break
+                at += stride
+        after = self.descriptors()
+        if after > before:
+            self.problem(f"{after} descriptors are open, {before} were")
+        self.twins.close()
+
+
+def sweep(root: str, actions: list[str], numbers: tuple[int, ...], stride: int) -> tuple[dict[str, int], list[str]]:
+    """All of it on this rank of two; what rank 0 counted and what either found wrong."""
+    counts: dict[str, int] = {}
+    lost: list[str] = []
+    plan = zero(3)
+    mesh = Mesh.create(plan.mesh, torch.device("cpu"), plan.comm)
+    for action in actions:
+        for failing_rank in range(mesh.size):
+            with in_place_of_the_system("without exchange" not in action) as system:
+                one = Sweep(f"{root}/{action} {failing_rank}", action, failing_rank, mesh, system)
+                one.run(numbers, stride)
+            for name, count in one.counts.items():
+                counts[name] = counts.get(name, 0) + count
+            lost += [each for found in mesh.world.exchange_object(one.lost) for each in found]
+    mesh.close()
+    return counts, lost
+
+
+def campaign(stride: int = 1, directory: str | None = None) -> Report:
+    """Every ``stride``-th call of every action; 1 is everything."""
+    report = Report("I/O errors")
+    with tempfile.TemporaryDirectory(dir=directory) as folder:
+        for action in ACTIONS:
+            counts, lost = run_ranks(2, sweep, folder, [action], NUMBERS, stride, timeout=3600.0)[0]
+            report.counts["injected"] += sum(counts.values())
+            report.counts[f"in {action}"] = sum(counts.values())
+            for call, count in counts.items():
+                report.counts[call] += count
+            report.lost += lost
+    return report
+
+
+if __name__ == "__main__":
+    print(campaign())

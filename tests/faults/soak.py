@@ -1,0 +1,190 @@
+"""A long run with saves, asynchronous saves, loads and evaluations in between: nothing may grow.
+
+After every cycle (a fixed order of all of these) each rank notes what it holds. What is counted (tensors, their bytes,
+descriptors, threads, files in shared memory and on the disk) must be as low again in the last fifth as it was in the
+second one (a message that is under way may add a few for a moment). Memory (resident, of the process's own: not files,
+which other processes share) may not rise by more than ``ALLOWED_BYTES`` over the whole run, measured as a straight line
+through the samples after the first fifth; a leak of one small object (200 bytes) a step would be twice as much over
+10,000 steps. Objects of Python are held to the same line, at 200 bytes each.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import tempfile
+import threading
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from shardwise.build import build
+from shardwise.checkpoint.session import Checkpointer
+from shardwise.mesh import Mesh
+from shardwise.plan import zero
+from shardwise.testing import live_tensor_bytes, run_ranks
+from shardwise.testing.counters import live_tensors
+from tests.faults.report import Report
+
+CYCLE = 20  # steps between two samples
+ALLOWED_BYTES = 1 << 20
+OBJECT_BYTES = 200
+EXACT = ("tensors", "tensor bytes", "descriptors", "threads", "shared-memory files", "disk files")
+
+
+class Net(nn.Module):
+    """Small, with a buffer that changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.Sequential(nn.Linear(24, 48), nn.BatchNorm1d(48), nn.Tanh(), nn.Linear(48, 24))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.layers(x) - x).square().mean()
+
+
+def resident_bytes() -> int:
+    """Memory that is this process's own, and what it has mapped of shared memory."""
+    with open("/proc/self/status") as file:
+        return sum(int(line.split()[1]) * 1024 for line in file if line.startswith(("RssAnon:", "RssShmem:")))
+
+
+def _shared_memory_files() -> int:
+    """Descriptors and mappings of this process in shared memory (others use it as well)."""
+    with open("/proc/self/maps") as file:
+        mapped = {line.split(maxsplit=5)[5] for line in file if "/dev/shm/" in line or "/memfd:" in line}
+    return len(mapped)
+
+
+def sample(root: Path) -> dict[str, int]:
+    """What this process holds now."""
+    gc.collect()
+    return {
+        "memory": resident_bytes(),
+        "objects": len(gc.get_objects()),
+        "tensors": sum(1 for _ in live_tensors()),
+        "tensor bytes": live_tensor_bytes(),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": threading.active_count() + len(os.listdir("/proc/self/task")),
+        "shared-memory files": _shared_memory_files(),
+        "disk files": sum(1 for _ in root.rglob("*")),
+    }
+
+
+class Soak:
+    """The run on this rank."""
+
+    def __init__(self, root: Path, mesh: Mesh) -> None:
+        self.root, self.mesh = root, mesh
+        model = Net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
+        self.session = build(model, optimizer, zero(3), mesh)
+        self.saver = Checkpointer(self.session)
+        self.counts = dict.fromkeys(("steps", "saves", "asynchronous saves", "loads", "evaluations"), 0)
+
+    def step(self) -> float:
+        generator = torch.Generator().manual_seed(2 * self.counts["steps"] + self.mesh.rank)
+        loss = self.session.module(torch.randn(8, 24, generator=generator))
+        self.session.backward(loss)
+        self.session.optimizer.step()
+        self.scheduler.step()
+        self.counts["steps"] += 1
+        return float(loss)
+
+    def evaluate(self) -> float:
+        self.session.module.eval()
+        with torch.no_grad():
+            loss = float(self.session.module(torch.ones(4, 24)))
+        self.session.module.train()
+        self.counts["evaluations"] += 1
+        return loss
+
+    def save(self, tag: str | None, use_async: bool) -> None:
+        given = {"lr_schedulers": [self.scheduler], "data_position": {"batch": self.counts["steps"]}}
+        self.saver.save(self.root, tag, keep=3, use_async=use_async, user_state=[1, "two"], **given)  # type: ignore[arg-type]
+        self.counts["asynchronous saves" if use_async else "saves"] += 1
+
+    def load(self) -> None:
+        """Restoring what was just saved must not change what an evaluation gives."""
+        before = self.evaluate()
+        restored = self.saver.load(self.root, "auto", lr_schedulers=[self.scheduler])
+        assert restored is not None and restored.skipped == () and self.evaluate() == before
+        self.counts["loads"] += 1
+
+    def cycle(self) -> dict[str, int]:
+        """``CYCLE`` steps, two synchronous and two asynchronous saves (one of each again into a tag), a load."""
+        for at in range(CYCLE):
+            loss = self.step()
+            assert loss == loss and loss < 10, loss
+            if at == 3:
+                self.save(None, use_async=True)
+            elif at == 8:
+                self.save("same", use_async=False)
+            elif at == 12:
+                self.evaluate()
+            elif at == 15:
+                self.save("same", use_async=True)
+        self.save(None, use_async=False)
+        self.load()
+        self.mesh.world.barrier()
+        found = sample(self.root)
+        self.mesh.world.barrier()
+        return found
+
+
+def soak(root: str, steps: int) -> tuple[dict[str, int], list[dict[str, int]]]:
+    """What was done, and one sample a cycle, on this rank."""
+    plan = zero(3)
+    mesh = Mesh.create(plan.mesh, torch.device("cpu"), plan.comm)
+    run = Soak(Path(root), mesh)
+    samples = [run.cycle() for _ in range(max(steps // CYCLE, 10))]
+    run.saver.close()
+    run.session.close()
+    mesh.close()
+    return run.counts, samples
+
+
+def rise(values: list[int]) -> float:
+    """Over the length of ``values``, of the straight line (least squares) through all but the first fifth of them."""
+    used = torch.tensor(values[len(values) // 5 :], dtype=torch.float64)
+    x = torch.arange(len(used), dtype=torch.float64)
+    x = x - x.mean()
+    return float((x * (used - used.mean())).sum() / (x * x).sum() * len(values))
+
+
+def judge(samples: list[dict[str, int]]) -> list[str]:
+    """What grew, in words."""
+    fifth = len(samples) // 5
+    grown = []
+    for name in EXACT:
+        first, last = (min(each[name] for each in part) for part in (samples[fifth : 2 * fifth], samples[-fifth:]))
+        if last > first:
+            grown.append(f"{name}: at least {last} in the last fifth, {first} in the second")
+    for name, size in (("memory", 1), ("objects", OBJECT_BYTES)):
+        more = rise([each[name] for each in samples]) * size
+        if not more <= ALLOWED_BYTES:
+            grown.append(f"{name}: rises by {more / 1024:.0f} KiB, {ALLOWED_BYTES / 1024:.0f} KiB are allowed")
+    return grown
+
+
+def campaign(steps: int, directory: str | None = None) -> Report:
+    """``steps`` updates on two ranks."""
+    report = Report("soak")
+    with tempfile.TemporaryDirectory(dir=directory) as folder:
+        ranks = run_ranks(2, soak, folder, steps, timeout=60 + steps * 1.0)
+    report.counts.update(ranks[0][0])
+    for rank, (_, samples) in enumerate(ranks):
+        report.lost += [f"rank {rank}: {each}" for each in judge(samples)]
+        first, last = samples[len(samples) // 5], samples[-1]
+        rises = f"memory rises by {rise([s['memory'] for s in samples]) / 1024:.0f} KiB"
+        rises += f", objects by {rise([s['objects'] for s in samples]):.0f}"
+        ends = ", ".join(f"{name} {first[name]} to {last[name]}" for name in first)
+        report.remarks.append(f"rank {rank}: {rises} over {len(samples)} cycles ({ends})")
+    return report
+
+
+if __name__ == "__main__":
+    print(campaign(10_000))
