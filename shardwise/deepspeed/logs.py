@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-__all__ = ["LOG", "set_level"]
+__all__ = ["LOG", "known_level", "set_level"]
 
 
 class _Printer(logging.Handler):
@@ -25,13 +25,29 @@ def _make() -> logging.Logger:
 LOG = _make()
 
 
-def set_level(level: int | str) -> None:
-    """Log what is at least that important: ``logging.INFO`` is the default, ``logging.WARNING`` silences it.
+def known_level(level: int | str) -> int:
+    """Its number.
 
     Raises:
         ValueError: a name that :mod:`logging` does not know.
     """
     known = logging.getLevelNamesMapping()
-    if isinstance(level, str) and level.upper() not in known:
+    if isinstance(level, int):
+        return level
+    if level.upper() not in known:
         raise ValueError(f"logging_level={level!r}: give one of {', '.join(known)}, or its number")
-    LOG.setLevel(level.upper() if isinstance(level, str) else level)
+    return known[level.upper()]
+
+
+def set_level(level: int | str) -> int:
+    """Log what is at least that important: ``logging.INFO`` is the default, ``logging.WARNING`` silences it.
+
+    Returns:
+        The level until now.
+
+    Raises:
+        ValueError: see :func:`known_level`.
+    """
+    before = LOG.level
+    LOG.setLevel(known_level(level))
+    return before

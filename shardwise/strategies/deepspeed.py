@@ -21,7 +21,7 @@ from shardwise.deepspeed.checkpointing import use_settings
 from shardwise.deepspeed.clock import StepClock
 from shardwise.deepspeed.config import Report, Settings, read_config
 from shardwise.deepspeed.frozen import frozen_ones_are_missing
-from shardwise.deepspeed.logs import LOG, set_level
+from shardwise.deepspeed.logs import LOG, known_level, set_level
 from shardwise.deepspeed.optimizers import make_optimizer
 from shardwise.deepspeed.schedules import make_schedule
 from shardwise.deepspeed.stepping import watched_step
@@ -69,7 +69,7 @@ class DeepSpeed(ShardedStrategy):
 
     Args:
         config: a DeepSpeed configuration; it is never changed.
-        logging_level: of what is logged here (``logging.INFO`` shows throughput).
+        logging_level: of what is logged during its runs (``logging.INFO`` shows throughput).
         load_full_weights: a single file may hold weights alone: optimizers then start anew, with a warning.
         timeout: of the process group.
         exclude_frozen_parameters: checkpoints are written without parameters that do not require gradients.
@@ -138,8 +138,8 @@ class DeepSpeed(ShardedStrategy):
         self.arguments = DeepSpeedArguments(**{field.name: given[field.name] for field in fields(DeepSpeedArguments)})
         self.load_full_weights, self.exclude_frozen_parameters = load_full_weights, exclude_frozen_parameters
         self._choose(config)
-        set_level(logging_level)
-        self._logging_level = logging_level
+        self._logging_level = known_level(logging_level)
+        self._level_outside: int | None = None
         super().__init__(**{name: given[name] for name in OF_LIGHTNING})
         if exclude_frozen_parameters:
             self._saving = SavingWithoutFrozen(self)
@@ -219,7 +219,8 @@ class DeepSpeed(ShardedStrategy):
         return not self._clips_in_step
 
     def _check(self, trainer: Any) -> None:
-        set_level(self._logging_level)  # another strategy may have set another one
+        outside = set_level(self._logging_level)
+        self._level_outside = outside if self._level_outside is None else self._level_outside
         self.config = self._completed(trainer)
         self._settings = settings = read(self.config, self.world_size)
         if trainer.state.fn.value != "fit" or not self.is_global_zero:
@@ -403,6 +404,9 @@ class DeepSpeed(ShardedStrategy):
         if isinstance(self._saving, SavingWithoutFrozen):
             self._saving.wait()
         super().teardown()
+        if self._level_outside is not None:  # what else logs in this process is not this run's
+            set_level(self._level_outside)
+            self._level_outside = None
 
 
 def _batch_size(trainer: Any) -> int:
