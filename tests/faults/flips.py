@@ -114,7 +114,7 @@ class Fault:
     tensors: tuple[str, ...]
     apply: Callable[[], None]
     undo: Callable[[], None]
-    load: bool = True  # a load is tried as well
+    loads: int = 1  # ways to load that are tried: the newest, "auto", by its name; or one of them in turn
 
 
 class Place:
@@ -172,11 +172,15 @@ class Place:
 
 
 def changed_bytes(place: Place, stride: int, bits: int) -> Iterator[Fault]:
-    """One bit of every ``stride``-th byte (each of the first ``bits`` in turn), and all eight of it."""
+    """Every ``stride``-th byte with ``bits`` of its bits in turn, and with all eight.
+
+    The manifest's first line always has all of it: it says which checkpoint is the newest.
+    """
     for file, content in place.content.items():
-        for at in range(0, len(content), stride):
+        head = content.index(b"\n") if file == MANIFEST else 0
+        for at in (at for at in range(len(content)) if at < head or at % stride == 0):
             kind, tensors = place.region(file, at)
-            masks = [1 << (at // stride + bit) % 8 for bit in range(bits)]
+            masks = [1 << (at // stride + bit) % 8 for bit in range(8 if at < head else bits)]
             for mask in [*masks, 0xFF] if bits > 1 else masks:
                 good, bad = content[at : at + 1], bytes([content[at] ^ mask])
 
@@ -190,7 +194,7 @@ def changed_bytes(place: Place, stride: int, bits: int) -> Iterator[Fault]:
                     tensors,
                     lambda put=put, bad=bad: put(bad),  # type: ignore[misc]
                     lambda put=put, good=good: put(good),  # type: ignore[misc]
-                    load=mask == masks[0],
+                    loads=3 if at < head else int(mask == masks[0]),
                 )
 
 
@@ -327,8 +331,9 @@ class Judge:
         fault.apply()
         try:
             self._verify(fault)
-            if fault.load:
-                self._load(fault)
+            ways = range(3) if fault.loads == 3 else [self._number % 3] * fault.loads
+            for way in ways:
+                self._load(fault, (None, "auto", NEW)[way])
         except Exception as error:
             self._lost(fault, f"{type(error).__name__}: {error}")
         finally:
@@ -350,10 +355,10 @@ class Judge:
         if problem:
             self._lost(fault, f"{problem}: {found}")
 
-    def _load(self, fault: Fault) -> None:
-        if self._number % 4:
+    def _load(self, fault: Fault, tag: str | None) -> None:
+        if tag != "auto":
             try:
-                self.subject.load(str(self.root), [None, NEW][self._number % 2])
+                self.subject.load(str(self.root), tag)
             except CheckpointDamage as damage:
                 if str(self.root / NEW) not in str(damage):
                     self._lost(fault, f"the load names {damage}")
