@@ -151,8 +151,8 @@ def _place(root: Path, tag: str | None) -> str | None:
         tag = latest.read_text("utf-8").strip()
     if tag is not None:
         return str(root / tag) if (root / tag).is_dir() else None
-    newest = next((each.path for each in scan(str(root)) if each.head is not None), None) if root.is_dir() else None
-    return None if newest is None else str(newest)
+    found = scan(str(root)) if root.is_dir() else []
+    return str(found[0].path) if found else None  # one that is damaged may be the newest: loading it says so
 
 
 def _rest(session: Session, match: Match, schedules: Sequence[Any]) -> None:

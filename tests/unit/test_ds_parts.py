@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 import shardwise.deepspeed as deepspeed
+from shardwise.checkpoint import CheckpointDamage
 from shardwise.deepspeed.optimizers import make_optimizer
 from shardwise.deepspeed.schedules import make_schedule
 
@@ -145,3 +147,15 @@ def test_one_process_without_a_launcher(capsys: pytest.CaptureFixture[str]) -> N
     with pytest.raises(RuntimeError, match="optimizer=None"):
         inference.step()
     inference.destroy()
+
+
+def test_a_damaged_newest_checkpoint_is_not_passed_over(tmp_path: Path) -> None:
+    engine = deepspeed.initialize(model=nn.Linear(2, 1), config=MINIMAL)[0]
+    for tag in ("older", "newest"):
+        engine.save_checkpoint(str(tmp_path), tag)
+    (tmp_path / "latest").unlink()
+    manifest = tmp_path / "newest" / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes().replace(b"newest", b"mewest"))
+    with pytest.raises(CheckpointDamage, match=r"newest/manifest\.json"):
+        engine.load_checkpoint(str(tmp_path))
+    engine.destroy()
