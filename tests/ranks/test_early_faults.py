@@ -337,6 +337,10 @@ def test_two_optimizers(ranks: int) -> None:
 
 
 def hooks_and_thread() -> dict[str, Any]:
+    def updating() -> set[threading.Thread]:
+        return {each for each in threading.enumerate() if each.name.startswith("shardwise-update")}
+
+    before = updating()  # a task that was broken on purpose may have left one
     model = deep()
     optimizer = torch.optim.Adam(model.parameters())
     calls = {"before": 0, "after": 0}
@@ -350,8 +354,8 @@ def hooks_and_thread() -> dict[str, Any]:
             assert optimizer.param_groups is groups  # not those of an update that still runs
             session.optimizers[0].step()
             scheduler.step()
-        working = [t.name for t in threading.enumerate() if t.name.startswith("shardwise-update")]
-    left = [t.name for t in threading.enumerate() if t.name.startswith("shardwise-update")]
+        working = updating() - before
+    left = updating() - before
     return {**calls, "working": len(working), "left": len(left)}
 
 
