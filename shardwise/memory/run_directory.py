@@ -60,7 +60,7 @@ class RunDirectory:
 
 
 def remove_abandoned(parent: str) -> list[str]:
-    """Removes the run directories in ``parent`` whose process is gone; returns the names of those with a lock.
+    """Removes the run directories in ``parent`` whose process is gone; returns the names of those that had been in use.
 
     Directories of living processes, of other users and with other names stay.
     """
@@ -77,9 +77,11 @@ def remove_abandoned(parent: str) -> list[str]:
             lock = os.open(os.path.join(path, _LOCK), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.fstat(lock).st_nlink:  # else its owner has just closed it
+                found = os.fstat(lock)
+                if found.st_nlink:  # else its owner has just closed it
                     _empty(path)
-                    removed.append(name)
+                    if found.st_size:  # else it is just being made: its maker starts again with another name
+                        removed.append(name)
             finally:
                 os.close(lock)
     return removed
