@@ -1,6 +1,6 @@
 """The parity matrix: sharded training against plain training in one process.
 
-The default run has every model under every main plan at 2 and 3 ranks in fp64, and every pair of values of any two
+The default run has every model under every main plan at 2 ranks in fp64, and every pair of values of any two
 factors somewhere (see :mod:`tests.parity.covering`). ``-m campaign`` runs every model under every plan at every rank
 count in every number format.
 """

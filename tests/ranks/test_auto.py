@@ -121,7 +121,7 @@ def programs(shared: bool | None, names: list[str], changes: dict[str, Any]) -> 
 @pytest.mark.parametrize("ranks, shared, changes", [
     (1, None, {}),
     (2, None, {}),
-    (2, False, {}),
+    pytest.param(2, False, {}, marks=pytest.mark.campaign),
     (2, False, {"prefetch": 2}),
     (4, None, {}),
 ])  # fmt: skip

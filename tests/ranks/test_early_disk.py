@@ -282,6 +282,7 @@ def schedule(directory: str) -> dict[str, float]:
     return found
 
 
+@pytest.mark.campaign
 def test_the_disk_works_while_backward_computes(tmp_path: Path) -> None:
     (found,) = run_ranks(1, schedule, str(tmp_path))
     # One after the other would be 1.5 times the longer; about 1.1 and 1.02 were seen, also on a busy machine.
