@@ -94,6 +94,31 @@ def test_a_full_bucket_makes_room() -> None:
     assert run_ranks(2, buckets) == [["-", "-", "a", "b", "-", "c", "-", "e", "-", "d"]] * 2
 
 
+def chained() -> list[str]:
+    """Callbacks bring more: one refills the bucket that was flushed to make room, one waits for flush."""
+    order: list[str] = []
+    bucketer = ReduceScatterBucketer(bucket_size_mb=8 * 4 * dist.get_world_size() / MIB)
+
+    def bring(name: str, numel: int) -> Callable[[Tensor], None]:
+        def told(result: Tensor) -> None:
+            assert result.tolist() == expected(result.numel())
+            order.append(name)
+            if numel:
+                bucketer.reduce_scatter_async(inputs(numel), callback_fn=bring(name.upper(), 0))
+
+        return told
+
+    bucketer.reduce_scatter_async(inputs(6), callback_fn=bring("a", 7))
+    bucketer.reduce_scatter_async(inputs(5), callback_fn=bring("b", 2))
+    bucketer.flush()
+    bucketer.free()
+    return order
+
+
+def test_callbacks_may_bring_more() -> None:
+    assert run_ranks(2, chained) == [["a", "A", "b", "B"]] * 2
+
+
 def unbucketed(size: float) -> list[int]:
     seen: list[int] = []
     bucketer = ReduceScatterBucketer(bucket_size_mb=size)

@@ -112,17 +112,20 @@ class ReduceScatterBucketer:
             return
         key = (first.dtype, first.device, group if group is not None or not several else dist.group.WORLD)
         bucket = self._buckets.get(key)
-        if bucket is None:
-            bucket = self._buckets[key] = _Bucket(ranks, row_numel, first)
-        if first.numel() > bucket.room:
+        # Callbacks may bring more, or free the buckets, so that one flush need not make room.
+        while bucket is not None and bucket.waiting and first.numel() > bucket.room:
             bucket.flush(group)
+            bucket = self._buckets.get(key)
+        if bucket is None or first.numel() > bucket.room:  # none yet, or made when bucket_size_mb was smaller
+            bucket = self._buckets[key] = _Bucket(ranks, row_numel, first)
         bucket.add(input_list, callback_fn)
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Reduce whatever was collected, and call what waits for it."""
-        for (_, _, group), bucket in list(self._buckets.items()):
-            bucket.flush(group)
+        """Reduce whatever was collected, and call what waits for it, until nothing waits: callbacks may bring more."""
+        while any(bucket.waiting for bucket in self._buckets.values()):
+            for (_, _, group), bucket in list(self._buckets.items()):
+                bucket.flush(group)
 
     def free(self) -> None:
         """Give back the memory of the buckets; the next input takes it again.
