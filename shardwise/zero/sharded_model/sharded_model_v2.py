@@ -300,6 +300,8 @@ def _facts(
 ) -> tuple[ModelFacts, torch.device]:
     first = next(iter(marks.values()), ParameterMark(False, None, torch.device("cpu")))
     device = first.target_device if first.target_device.type == "cuda" else default_device()
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
     sharded = any(mark.param_is_sharded for mark in marks.values())
     several = dist.is_available() and dist.is_initialized()
     facts = ModelFacts(
