@@ -42,11 +42,13 @@ class _Present:
 
     Attributes:
         by_program: whether :func:`configure` set it, not a training configuration.
+        mpu: what :func:`configure` was given last for the model-parallel ranks.
     """
 
     def __init__(self) -> None:
         self.keeper: Keeper | None = None
         self.by_program = False
+        self.mpu: Any = None
         self.synchronize = self.profile = False
         self.warned: set[str] = set()
 
@@ -93,17 +95,18 @@ def configure(
         "profile": profile,
     }
     _use({name: settings[path] if given[name] is None else given[name] for name, path in NAMES.items()}, mpu_)
-    _PRESENT.by_program = True
+    _PRESENT.by_program, _PRESENT.mpu = True, mpu_
 
 
 def use_settings(settings: Settings) -> None:
     """:func:`configure` by the block of a configuration that was read.
 
     One that asks for nothing undoes what another one asked for, and leaves what the program configured itself.
+    The model-parallel ranks, of which it says nothing, stay those that :func:`configure` was given.
     """
     options = {name: settings[path] for name, path in NAMES.items()}
     if any(options.values()):
-        _use(options, None)
+        _use(options, _PRESENT.mpu)
         _PRESENT.by_program = False
     elif not _PRESENT.by_program:
         _PRESENT.keeper, _PRESENT.synchronize, _PRESENT.profile = None, False, False

@@ -10,7 +10,7 @@ import torch
 from shardwise.build import Session
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.formats.detect import open_checkpoint
-from shardwise.checkpoint.match import Match
+from shardwise.checkpoint.match import Match, Wanted
 from shardwise.checkpoint.run import EngineRun
 from shardwise.engine.engine import Engine
 from shardwise.engine.fragments import Block, Held, TensorShape
@@ -51,8 +51,8 @@ class _Trained(Held):
             yield replace(block, parts=tuple(part for part in block.parts if part[0].name not in names))
 
 
-def frozen_ones_are_missing(session: Session, path: str) -> bool:
-    """Whether a checkpoint fits but for frozen parameters that it does not have: they stay as they are."""
+def frozen_ones_are_missing(session: Session, path: str, wanted: Wanted = "all") -> bool:
+    """Whether what is wanted fits but for frozen parameters that the checkpoint lacks: they stay as they are."""
     held = _Trained(session.engine, session.optimizers)
     if not held.left_out:
         return False
@@ -61,7 +61,7 @@ def frozen_ones_are_missing(session: Session, path: str) -> bool:
     except (CheckpointError, OSError, ValueError):
         return False  # whoever loads it says what is wrong, on every rank
     try:
-        match = Match(source, Held(session.engine, session.optimizers), strict=False)
+        match = Match(source, Held(session.engine, session.optimizers), False, wanted)
     except ValueError:
         return False
     finally:

@@ -11,12 +11,15 @@ from typing import Any
 import torch
 
 from shardwise.build import Session
+from shardwise.checkpoint import tree
 from shardwise.checkpoint.directory import scan
 from shardwise.checkpoint.format import MANIFEST
 from shardwise.checkpoint.formats.detect import open_checkpoint
-from shardwise.checkpoint.formats.small_values import decode_value
-from shardwise.checkpoint.match import Match
-from shardwise.checkpoint.restore import put_back
+from shardwise.checkpoint.formats.small_values import decode_value, group_options
+from shardwise.checkpoint.match import Match, Wanted
+from shardwise.checkpoint.read import NativeSource
+from shardwise.checkpoint.restore import StateTensors, put_back, read_others
+from shardwise.checkpoint.run import as_run
 from shardwise.checkpoint.session import Checkpointer
 from shardwise.checkpoint.source import CheckpointSource
 from shardwise.checkpoint.write import agree
@@ -126,19 +129,27 @@ def take_over(session: Session, path: str, strict: bool, optimizer_states: bool,
     """Values from a checkpoint of DeepSpeed, or those of the model alone from our own. Collective."""
     gather, rank = session.mesh.world.exchange_object, session.mesh.rank
     opened: list[CheckpointSource] = []
-    strict = strict and not frozen_ones_are_missing(session, path)
+    wanted: Wanted = "all" if optimizer_states else "model"
+    strict = strict and not frozen_ones_are_missing(session, path, wanted)
 
-    def look() -> Match:
+    def look() -> tuple[Match, list[Any], Found]:
         opened.append(open_checkpoint(path))
-        return Match(opened[0], Held(session.engine, session.optimizers), strict)
+        match = Match(opened[0], Held(session.engine, session.optimizers), strict, wanted)
+        return match, _saved_schedules(match, len(schedules)), _found(path, match)
 
     try:
-        match, _ = agree(gather, rank, f"load {path}", look, share=False)
-        if not optimizer_states:
-            match.optimizers = []
+        (match, saved, found), _ = agree(gather, rank, f"load {path}", look, share=False)
         put_back(session, match, path)
-        agree(gather, rank, f"load the rest of {path}", lambda: _rest(session, match, schedules), share=False)
-        return _found(path, opened[0].state())
+
+        def rest() -> None:
+            _rest(session, match)
+            for schedule, state in zip(schedules, saved, strict=False):  # none where the checkpoint has none
+                schedule.load_state_dict(state)
+            if saved and not optimizer_states:
+                _put_rates(session, match)
+
+        agree(gather, rank, f"load the rest of {path}", rest, share=False)
+        return found
     finally:
         for source in opened:
             source.close()
@@ -155,8 +166,36 @@ def _place(root: Path, tag: str | None) -> str | None:
     return str(found[0].path) if found else None  # one that is damaged may be the newest: loading it says so
 
 
-def _rest(session: Session, match: Match, schedules: Sequence[Any]) -> None:
-    """Buffers, options of the param groups, loss scale and schedule."""
+def _saved_schedules(match: Match, wanted: int) -> list[Any]:
+    """What the checkpoint says of ``wanted`` schedules; of DeepSpeed's one, which need not be there."""
+    if not wanted:
+        return []
+    if isinstance(match.source, NativeSource):
+        saved: list[Any] = tree.decode(match.state.get("lr_schedulers", []), StateTensors(match.source))
+        if len(saved) != wanted:
+            raise ValueError(
+                f"the checkpoint has {len(saved)} learning-rate schedulers and the engine {wanted}; "
+                "leave the schedule out with load_lr_scheduler_states=False"
+            )
+        return saved
+    other = match.state.get("other") or {}
+    saved_schedule = decode_value(other["lr_scheduler"]) if other.get("lr_scheduler") is not None else None
+    return [saved_schedule] * wanted if saved_schedule else []
+
+
+def _put_rates(session: Session, match: Match) -> None:
+    """The learning rates that a schedule had set, which are kept with the optimizers, where those are alike."""
+    for optimizer, record in zip(session.optimizers, match.state.get("optimizers", []), strict=False):
+        if len(optimizer.param_groups) == len(record["groups"]):
+            for group, saved in zip(optimizer.param_groups, record["groups"], strict=True):
+                group.update({key: value for key, value in group_options(saved).items() if key == "lr"})
+
+
+def _rest(session: Session, match: Match) -> None:
+    """Buffers, and where optimizers are wanted the options of their param groups and the loss scale."""
+    if isinstance(match.source, NativeSource):  # of which the model alone is taken over
+        match.held.put_others(read_others(as_run(session), match))
+        return
     others = match.held.others
     found = {}
     for name, value in match.held.buffers().items():
@@ -178,13 +217,13 @@ def _rest(session: Session, match: Match, schedules: Sequence[Any]) -> None:
         good = int(scale.get("cur_iter", 0)) - int(scale.get("last_overflow_iter", -1)) - 1
         good %= scaler.plan.growth_interval
         scaler.load_state_dict({"scale": float(scale["cur_scale"]), "overflows": used, "good_steps": good})
-    saved_schedule = decode_value(other["lr_scheduler"]) if other.get("lr_scheduler") is not None else None
-    for schedule in schedules:
-        if saved_schedule:
-            schedule.load_state_dict(saved_schedule)
 
 
-def _found(path: str, state: Mapping[str, Any]) -> Found:
+def _found(path: str, match: Match) -> Found:
+    state = match.state
+    ours = tree.decode(state["user_state"], StateTensors(match.source)) if "user_state" in state else None
+    if isinstance(ours, Mapping):
+        return Found(path, dict(ours.get("client_state") or {}), dict(ours.get("counters") or {}))
     other = state.get("other") or {}
     client = {k.removeprefix(CLIENT): decode_value(v) for k, v in other.items() if k.startswith(CLIENT)}
     samples = decode_value(other["global_samples"]) if other.get("global_samples") is not None else 0

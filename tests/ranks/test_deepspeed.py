@@ -194,9 +194,25 @@ def checkpoints(directory: str) -> None:
             assert torch.equal(again.module.state_dict()[name], value), (stage, name)
         close(again)
     alone = start(scheduled())
-    alone.load_checkpoint(directory, "global_step2", load_module_only=True)
-    assert alone.global_steps == 0
+    before = alone.get_lr()
+    _, client = alone.load_checkpoint(directory, "global_step2", load_module_only=True)
+    assert client == {"epoch": 4, "names": ["a"]}
+    assert alone.global_steps == 0 and alone.get_lr() == before != rates[0]
     assert not any("exp_avg" in each for each in alone.optimizer.state_dict()["state"].values())  # type: ignore
+    # Another optimizer than the one that was saved: its states are not wanted, nor compared.
+    model = net()
+    other = [{"params": [p]} for p in model.parameters()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        arguments: dict[str, Any] = {"optimizer": torch.optim.SGD(other, lr=0.5), "config": config(3)}
+        second = deepspeed.initialize(model=model, **arguments)[0]
+    for engine, kept in ((alone, rates[0]), (second, [0.5] * len(other))):
+        path, client = engine.load_checkpoint(directory, "global_step2", load_optimizer_states=False)
+        assert path == f"{directory}/global_step2" and client == {"epoch": 4, "names": ["a"]}
+        assert (engine.global_steps, engine.global_samples, engine.get_lr()) == (2, 16, kept)
+    assert alone.lr_scheduler.state_dict() == {"last_batch_iteration": 1}  # type: ignore[union-attr]
+    assert not any("exp_avg" in each for each in alone.optimizer.state_dict()["state"].values())  # type: ignore
+    close(second)
     with pytest.warns(UserWarning, match="nothing was loaded") if rank == 0 else contextlib.nullcontext():
         assert alone.load_checkpoint(directory, "missing") == (None, None)
     assert not alone.save_16bit_model(directory)
@@ -395,6 +411,10 @@ def partitioned() -> None:
         assert checkpointing._PRESENT.keeper.host and checkpointing._PRESENT.by_program is False
         close(start(config(1)))
         assert not checkpointing.is_configured()
+        checkpointing.configure(group)
+        block = {"activation_checkpointing": {"partition_activations": True}}
+        close(start(config(1, **block)))  # the group is still that of the program
+        assert all(map(torch.equal, run(checkpointing.checkpoint), expected)) and held[-1]["device"] == mine
     finally:
         checkpointing._PRESENT.__init__()
 
