@@ -197,15 +197,16 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         """Backward pass of ``loss`` divided by the number of passes of an update, times the loss scale.
 
         Raises:
-            NotImplementedError: several sharded models under a loss scale.
+            NotImplementedError: several sharded models with optimizers under a loss scale.
         """
         loss = loss / self.gradient_accumulation_steps
-        if len(self._sessions) == 1 and self._sessions[0].optimizer is not None:
-            self._sessions[0].optimizer.backward(loss, **kwargs)
+        trained = [session for session in self._sessions if session.optimizer is not None]
+        if len(trained) == 1 and trained[0].optimizer is not None:
+            trained[0].optimizer.backward(loss, **kwargs)
             return
-        if any(session.plan.precision.scaler is not None for session in self._sessions):
+        if any(session.plan.precision.scaler is not None for session in trained):
             raise NotImplementedError(
-                f"backward() through {len(self._sessions)} models with a loss scale is not available: use bf16"
+                f"backward() through {len(trained)} models with a loss scale is not available: use bf16"
             )
         loss.backward(**kwargs)  # type: ignore[no-untyped-call]
 

@@ -33,7 +33,8 @@ class ShardwiseTrainer(Trainer):
 
     Raises:
         ValueError: arguments that do not go with it: FSDP, DeepSpeed, ``auto_find_batch_size``, ``torch_compile``,
-            evaluation in full 16 bits, several GPUs in one process; a plan that does not keep gradients.
+            evaluation in full 16 bits, ``save_on_each_node``, several GPUs in one process; a plan that does not keep
+            gradients.
     """
 
     def __init__(self, *args: Any, plan: Plan, **kwargs: Any) -> None:
@@ -142,6 +143,7 @@ def _check(args: TrainingArguments, plan: Plan) -> None:
         "torch_compile": args.torch_compile,
         "fp16_full_eval": args.fp16_full_eval,
         "bf16_full_eval": args.bf16_full_eval,
+        "save_on_each_node": args.save_on_each_node,
     }
     given = {name: value for name, value in refused.items() if value}
     if given:

@@ -411,6 +411,7 @@ def scaled() -> tuple[bool, bool, float]:
         scaler = replace(plan.precision.scaler, initial_scale=2.0**30)  # type: ignore[type-var]
         prepared = prepare(model, torch.optim.SGD(model.parameters(), lr=1.0), plan=plan.but(scaler=scaler), cpu=True)
         accelerator, sharded, optimizer, _, _ = prepared
+        accelerator.prepare(net())  # a model for inference has no part in the backward pass
         skipped = []
         for _ in range(20):
             accelerator.backward(sharded(torch.ones(1, 4)).sum().float())
@@ -447,6 +448,7 @@ def refusals(folder: str) -> list[str]:
             lambda: ShardwiseAccelerator(plan=zero(3), mixed_precision="fp8", cpu=True),
             lambda: make(folder, zero(3), auto_find_batch_size=True),
             lambda: make(folder, zero(3).but(update="backward")),
+            lambda: make(folder, zero(3), save_on_each_node=True),
         ):
             try:
                 attempt()
@@ -458,7 +460,7 @@ def refusals(folder: str) -> list[str]:
 
 def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
     for said in run_ranks(RANKS, refusals, str(tmp_path)):
-        assert len(said) == 9
+        assert len(said) == 10
         wanted = (
             "parameters of 0 of the 0",
             "SGD alone",
@@ -469,6 +471,7 @@ def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
             "'fp8'",
             "auto_find_batch_size",
             "update='backward'",
+            "save_on_each_node",
         )
         for text, part in zip(said, wanted, strict=True):
             assert part in text
