@@ -125,17 +125,21 @@ class ShardedStrategy(_Base):  # type: ignore[misc]
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn.value == "fit"
         check_callbacks(self.ns, trainer)
+        # Tensors that hooks make in inference mode could not be changed by steps, which are outside of it. The loop
+        # that evaluates during training is never in it.
+        for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+            loop.inference_mode = False
         self._check(trainer)
         self._saving.outline_dumps(trainer)
         module = self.lightning_module
-        if fitting and self._layer_sync:
-            self._layer_sync.apply(module)
         live = live_session(module)
         if live is not None and (fitting or not live.fits(self._plan(module), self.root_device)):
             live.unshard()
             live = None
         if live is None:
             if fitting:
+                if self._layer_sync:
+                    self._layer_sync.apply(module)
                 self.model = module
                 self.setup_optimizers(trainer)
             else:

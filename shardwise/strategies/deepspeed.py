@@ -221,6 +221,11 @@ class DeepSpeed(ShardedStrategy):
     def _check(self, trainer: Any) -> None:
         outside = set_level(self._logging_level)
         self._level_outside = outside if self._level_outside is None else self._level_outside
+        if self.exclude_frozen_parameters and self._saving.one_file:
+            raise self._misconfiguration(
+                f"exclude_frozen_parameters={self.exclude_frozen_parameters} with checkpoint_io="
+                f"{type(self.checkpoint_io).__name__}, which is given whole checkpoints: leave one of them out"
+            )
         self.config = self._completed(trainer)
         self._settings = settings = read(self.config, self.world_size)
         if trainer.state.fn.value != "fit" or not self.is_global_zero:
@@ -320,7 +325,7 @@ class DeepSpeed(ShardedStrategy):
         self._steps += 1
         batches, self._batches = self._batches, 0
         if self._clock is not None:
-            samples = max(batches, 1) * settings[MICRO] * self.world_size
+            samples = batches * settings[MICRO] * self.world_size
             self._clock.step_ended(self._steps, samples, lambda: self._progress(optimizer))
         return result
 
@@ -385,6 +390,8 @@ class DeepSpeed(ShardedStrategy):
             found = {"state_dict": found, "lr_schedulers": [], "epoch": 0, "global_step": 0}
             found["pytorch-lightning_version"] = self.ns.version
         self._lacks_states = not found.get("optimizer_states")
+        if self.load_full_weights and self._lacks_states:
+            found.setdefault("lr_schedulers", [])
         return found
 
     @contextmanager

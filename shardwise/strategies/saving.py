@@ -19,6 +19,7 @@ from shardwise.checkpoint.formats import open_checkpoint
 from shardwise.checkpoint.randomness import read_generators, restore_generators
 from shardwise.checkpoint.restore import Restored
 from shardwise.checkpoint.session import Checkpointer
+from shardwise.checkpoint.write import agree
 
 __all__ = ["ModelOnly", "Saving", "outline", "pack", "unpack"]
 
@@ -134,7 +135,7 @@ class Saving:
 
     @contextmanager
     def _outlining(self) -> Iterator[None]:
-        self._dumping = not self._one_file
+        self._dumping = not self.one_file
         try:
             yield
         finally:
@@ -151,7 +152,8 @@ class Saving:
         return isinstance(self._given_io, self._strategy.ns.load("plugins.io.async_plugin.AsyncCheckpointIO"))
 
     @property
-    def _one_file(self) -> bool:
+    def one_file(self) -> bool:
+        """Whether checkpoints go, whole, through a ``checkpoint_io`` that somebody chose."""
         return self._given_io is not None and not self._asynchronous
 
     def module_state(self) -> dict[str, Any]:
@@ -171,9 +173,10 @@ class Saving:
 
         Raises:
             TypeError: ``storage_options`` without a ``checkpoint_io`` that would use them.
+            CheckpointError: on every rank, where an entry of the checkpoint cannot be saved, or a file not be written.
         """
         path = os.fspath(self._strategy.broadcast(path))
-        if self._one_file:
+        if self.one_file:
             one_file(checkpoint, path, storage_options)
             return
         if storage_options is not None:
@@ -189,6 +192,13 @@ class Saving:
                 stacklevel=2,
             )
         session: Session = self._strategy.session
+        packed, _ = agree(
+            session.mesh.world.exchange_object,
+            session.mesh.rank,
+            f"put together the entries of {path}",
+            lambda: pack(checkpoint) if session.mesh.rank == 0 else None,
+            share=False,
+        )
         writer = self._writer(session, "optimizer_states" in checkpoint)
         root, tag = _place(path)
         writer.latest = False  # the directory is ModelCheckpoint's
@@ -196,7 +206,7 @@ class Saving:
             root,
             tag,
             step=int(checkpoint.get("global_step", 0)),
-            user_state=pack(checkpoint) if session.mesh.rank == 0 else None,
+            user_state=packed,
             use_async=self._asynchronous and writer is session.checkpoints,  # the other is not waited for
         )
 
@@ -227,6 +237,9 @@ class Saving:
             state = {"lr_schedulers": [], "epoch": 0, "global_step": 0}
             if anew:
                 warnings.warn(f"{path} holds weights only: optimizers and counters start anew", stacklevel=2)
+        elif anew and "lr_schedulers" not in state:  # saved with save_weights_only
+            state["lr_schedulers"] = []
+            warnings.warn(f"{path} holds weights only: optimizers and schedulers start anew", stacklevel=2)
         state.setdefault("pytorch-lightning_version", self._strategy.ns.version)
         state["state_dict"] = outline(session)
         return state

@@ -13,6 +13,7 @@ from lightning_setup import Toy, close, data, fit, stock, toy, trainer, weights,
 from torch import Tensor, nn
 
 from shardwise.checkpoint.formats import open_checkpoint
+from shardwise.strategies.namespace import LIGHTNING
 from shardwise.testing import run_ranks
 
 
@@ -139,6 +140,11 @@ def full_weights(directory: str) -> None:
     assert any("optimizer states cannot be restored" in text for text in texts) == (rank() == 0)
     assert again.global_step == 8 and worst(weights(again), straight) > 1e-6
     close(again)
+    again = trainer(strategy(stage=3, load_full_weights=True), max_epochs=2)
+    del whole["lr_schedulers"]  # as save_weights_only leaves it
+    again.fit(toy(seed=9), data(), ckpt_path=variant("only"))
+    assert again.global_step == 8
+    close(again)
 
 
 def test_load_full_weights_raises_for_missing_unexpected_and_wrongly_shaped_entries(tmp_path: Path) -> None:
@@ -203,6 +209,10 @@ def frozen(directory: str) -> None:
             close(made)
             with pytest.raises(ValueError, match=r"net\.0\.weight"):  # trained here: it may not be missing
                 made.test(toy(), data(), ckpt_path=place, verbose=False)
+    whole = type("Whole", (LIGHTNING.load("plugins.io.TorchCheckpointIO"),), {})()
+    made = trainer(strategy(exclude_frozen_parameters=True), plugins=[whole])
+    with pytest.raises(Exception, match="exclude_frozen_parameters=True with checkpoint_io=Whole"):
+        made.fit(toy(body=Partly), data())
 
 
 def test_frozen_parameters_can_be_left_out(tmp_path: Path) -> None:

@@ -304,8 +304,12 @@ def after_inference() -> tuple[float, bool]:
     seen: list[bool] = []
 
     class Looking(Toy):
+        def on_test_epoch_start(self) -> None:
+            self.total = torch.zeros(())
+
         def test_step(self, batch: Any, batch_idx: int) -> None:
             seen.append(torch.is_inference_mode_enabled())
+            self.total += 1  # an inference tensor could not be changed here
             super().test_step(batch, batch_idx)
 
     made, model = trainer(DDPFullyShardedStrategy()), toy(body=Looking)
@@ -313,6 +317,8 @@ def after_inference() -> tuple[float, bool]:
     before, utilities._distributed_is_initialized = utilities._distributed_is_initialized, lambda: False
     try:
         made.test(model, data(), verbose=False)
+        with torch.inference_mode():  # the caller's own
+            made.validate(model, data(), verbose=False)
     finally:
         utilities._distributed_is_initialized = before
     session = made.strategy.session
