@@ -124,6 +124,9 @@ class FileSystem:
     def remove_tree(self, path: str) -> None:
         """A directory of plain files, as far as possible; what remains is for the next save to remove."""
         with contextlib.suppress(OSError):
+            if os.path.islink(path):  # only the name is ours, not what it points to
+                self.remove(path)
+                return
             for name in os.listdir(path):
                 with contextlib.suppress(OSError):
                     self.remove(os.path.join(path, name))

@@ -7,6 +7,7 @@ time: a block of a tensor, or one output shard where a format needs it whole.
 from __future__ import annotations
 
 import bisect
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -184,6 +185,10 @@ def _text(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+_WRITING = threading.Lock()
+"""Two saves, of a model and of its optimizer, may replace one directory; only rank 0 takes it."""
+
+
 def _serve_writer(
     ranks: Ranks,
     portion: Portion,
@@ -191,7 +196,8 @@ def _serve_writer(
     write: Callable[[CheckpointSource], object],
 ) -> None:
     try:
-        write(_Gathered(ranks, portion, posts))
+        with _WRITING:
+            write(_Gathered(ranks, portion, posts))
     finally:
         for rank in range(1, ranks.size):
             ranks.send(torch.tensor([DONE, 0, 0]), rank)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.formats.detect import detect_format, open_checkpoint
@@ -54,6 +55,11 @@ class _Lane:
                 self.ranks = None
 
 
+def _size() -> int:
+    """How many processes there are now; the process group may be made after the first load."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
 class PortableFiles:
     """Saves and loads of one process; every method is collective."""
 
@@ -63,7 +69,7 @@ class PortableFiles:
 
     @property
     def _world(self) -> Ranks:
-        if self._ranks is None:
+        if self._ranks is None or self._ranks.size != _size():
             self._ranks = Ranks(own=False)
         return self._ranks
 
@@ -95,7 +101,7 @@ class PortableFiles:
         if not use_async:
             stream(self._world, prepare, write, what)
             return
-        if lane.ranks is None:
+        if lane.ranks is None or lane.ranks.size != _size():
             lane.ranks = Ranks(own=True)
         if lane.image is None:
             lane.image = HostImage(pin=run.device.type == "cuda")

@@ -154,14 +154,19 @@ class EngineRun:
     def taken_over(self) -> Iterator[None]:
         """Gradients are dropped; shards are published at the end. Collective."""
         engine = self._session.engine
+        engine.discard_early()  # masters and state are about to be replaced
         engine.zero_grad()
         for optimizer in self._session.optimizers:
             optimizer.zero_grad()
         engine.before_update()
         try:
             yield
-        finally:
+        except BaseException:
+            if engine.storage.store is not None:
+                engine.storage.store.rollback()  # a failed write could not be committed, on this rank alone
             engine.publish(everything=True)
+            raise
+        engine.publish(everything=True)
 
 
 def as_run(session: Any) -> Run:

@@ -75,8 +75,8 @@ class Background:
 
     def join(self) -> BaseException | None:
         """Wait for the action, and take its error."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.join()
+        if self._thread is not None:
+            self._thread.join()  # where this is interrupted, the thread is still to be waited for
+        self._thread = None
         error, self._error = self._error, None
         return error

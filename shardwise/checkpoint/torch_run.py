@@ -201,6 +201,7 @@ class TorchHeld:
 
     def small_state(self, optimizer: TorchTrainer, /) -> dict[str, dict[str, Any]]:
         """By parameter what is not element-wise: numbers, and tensors of other shapes."""
+        self.group_names(optimizer)  # names parameters that the model does not have
         small: dict[str, dict[str, Any]] = {}
         for parameter, state in optimizer.state.items():
             own = {key: value for key, value in state.items() if not _is_element_wise(value, parameter, key)}

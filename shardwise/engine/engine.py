@@ -348,6 +348,9 @@ class Engine:
             optimizer: it has updated its own; what another one has written ahead of its step does not count yet.
         """
         self._commit(optimizer)
+        for chunk in self.chunks:
+            if everything or chunk.spec.trainable:
+                chunk.source.forget()  # what was read ahead and not used is the version before
         self._renew_resident()
         self.pool.invalidate(everything)
         if self.meter is not None:

@@ -183,6 +183,7 @@ class OptimizerState:
         renumber: dict[int, int] = {}
         for group, their_group in zip(groups, theirs, strict=True):
             renumber |= dict(zip(group["params"], their_group["params"], strict=True))
+
         def cut(piece: Piece) -> dict[str, Any] | None:
             entry = full["state"].get(renumber[number[piece.param]])
             return None if entry is None else self._cut(piece, entry)

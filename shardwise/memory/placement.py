@@ -59,6 +59,5 @@ def assign_homes(sizes: Sequence[int], fixed: Sequence[bool], plan: TierPlan) ->
     params = _tiers(sizes, plan.param_host_fraction, plan.param_disk_fraction)
     states = _tiers(sizes, plan.state_host_fraction, plan.state_disk_fraction)
     return [
-        Home(Tier.DEVICE if stays else param, state)
-        for stays, param, state in zip(fixed, params, states, strict=True)
+        Home(Tier.DEVICE if stays else param, state) for stays, param, state in zip(fixed, params, states, strict=True)
     ]

@@ -58,7 +58,7 @@ def output_directory(path: Path, ours: Callable[[str], bool]) -> Iterator[Path]:
     if old.exists() and not target.exists():  # a replacement that was cut off between its two renames
         old.rename(target)
     for leftover in (fresh, old):
-        shutil.rmtree(leftover, ignore_errors=True)
+        _remove(leftover)
     fresh.mkdir()
     try:
         yield fresh
@@ -75,10 +75,17 @@ def output_directory(path: Path, ours: Callable[[str], bool]) -> Iterator[Path]:
     except BaseException:
         if old.exists() and not target.exists():
             old.rename(target)
-        shutil.rmtree(fresh, ignore_errors=True)
+        _remove(fresh)
         raise
     for leftover in (fresh, old):  # what was there before, under one of the two names
-        shutil.rmtree(leftover, ignore_errors=True)
+        _remove(leftover)
+
+
+def _remove(path: Path) -> None:
+    if path.is_symlink():  # only the name is ours, not what it points to
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _take_along(target: Path, fresh: Path, ours: Callable[[str], bool]) -> None:
