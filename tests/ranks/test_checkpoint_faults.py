@@ -13,6 +13,7 @@ from shardwise.build import build
 from shardwise.checkpoint.directory import CheckpointRoot, scan
 from shardwise.checkpoint.file_system import FileSystem
 from shardwise.checkpoint.files import CheckpointError
+from shardwise.checkpoint.formats.output import output_directory
 from shardwise.checkpoint.read import verify
 from shardwise.checkpoint.session import Checkpointer
 from shardwise.plan import zero
@@ -84,6 +85,34 @@ def test_a_kill_between_two_renames_loses_nothing(tmp_path: Path) -> None:
     assert sorted(os.listdir(root)) == ["latest", "other", "same"]
     assert verify(tmp_path / "same") == []
     session.close()
+
+
+def test_a_link_to_a_checkpoint_is_replaced_and_what_it_points_to_stays(tmp_path: Path) -> None:
+    session = build(nn.Linear(3, 2), None, zero(3))
+    saver, root, elsewhere = Checkpointer(session), tmp_path / "runs", tmp_path / "elsewhere"
+    saver.save(elsewhere, "best", user_state=1)
+    root.mkdir()
+    for tag in ("resaved", "purged"):
+        (root / tag).symlink_to(elsewhere / "best")
+    saver.save(root, "resaved", user_state=2)
+    saver.save(root, "last", keep=2)
+    assert sorted(os.listdir(root)) == ["last", "latest", "resaved"] and not (root / "resaved").is_symlink()
+    assert verify(elsewhere / "best") == []
+    restored = saver.load(elsewhere, "best")
+    assert restored is not None and restored.user_state == 1
+    session.close()
+
+
+def test_a_link_to_a_model_is_replaced_and_what_it_points_to_stays(tmp_path: Path) -> None:
+    (tmp_path / "best").mkdir()
+    (tmp_path / "best" / "notes").write_text("mine")
+    (tmp_path / "model").symlink_to(tmp_path / "best")
+    for text in ("one", "two"):
+        with output_directory(tmp_path / "model", lambda name: name == "weights") as fresh:
+            (fresh / "weights").write_text(text)
+    assert sorted(os.listdir(tmp_path)) == ["best", "model"] and not (tmp_path / "model").is_symlink()
+    assert sorted(os.listdir(tmp_path / "model")) == ["notes", "weights"]
+    assert os.listdir(tmp_path / "best") == ["notes"]
 
 
 def test_wrong_uses_are_errors(tmp_path: Path) -> None:

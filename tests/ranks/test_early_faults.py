@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -218,6 +219,35 @@ def test_a_backward_pass_that_fails(ranks: int) -> None:
         assert found["speculative"] == found["expected"]
         assert "load a checkpoint" in found["refused"] and "load a checkpoint" in found["still"]
         assert found["in place"] == found["expected"]
+
+
+def loaded_after_a_failed_pass(root: str) -> tuple[list[str], list[int]]:
+    states, counted = [], []
+    with one_mesh(zero(3)) as mesh:
+        for changes in (LOOSE, {}):
+            with counting() as counts, deep_session(mesh, **changes) as session:
+                one_pass(session, 0)
+                session.optimizers[0].step()
+                session.checkpoints.save(root, "one")
+                fail_once(session)
+                session.checkpoints.load(root, "one")
+                one_pass(session, 2)
+                session.optimizers[0].step()
+                states.append(full_state(session))
+                counted.append(counts["updates"])
+        with deep_session(mesh, update="step") as session:
+            for step in (0, 2):
+                one_pass(session, step)
+                session.optimizers[0].step()
+            states.append(full_state(session))
+    return states, counted
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_checkpoint_takes_the_place_of_what_a_failed_pass_left(ranks: int, tmp_path: Path) -> None:
+    for states, counted in run_ranks(ranks, loaded_after_a_failed_pass, str(tmp_path)):
+        assert states[0] == states[1] == states[2]
+        assert min(counted) > 0
 
 
 class Slow(torch.optim.SGD):

@@ -19,6 +19,7 @@ from engine_setup import one_mesh
 from tier_setup import Fault, backward, batch, everything, make_net, small_tiles, with_tiers
 
 from shardwise.build import Session, build
+from shardwise.checkpoint.files import CheckpointError
 from shardwise.engine import disk_tiles
 from shardwise.engine.updates import TileUpdates
 from shardwise.memory import run_directory
@@ -368,6 +369,47 @@ def test_loading_that_fails_can_be_repeated(mix: str, tmp_path: Path) -> None:
         assert "rank 0" in optimizer and "Nothing has changed" in optimizer
         assert "rank 0" in model and "load them again" in model
         assert same
+
+
+def checkpoint_load_fails(plan: Plan, root: str) -> tuple[list[str], bool]:
+    """Every seventh request of a load fails on rank 0, until none is left; then the checkpoint is what is there."""
+    messages = []
+    with small_tiles(), one_mesh(plan) as mesh, Fault().installed() as fault:
+        with session_of(plan, "adamw", mesh) as session:
+            backward(session, 0)
+            session.optimizer.step()
+            session.checkpoints.save(root, "one")
+            expected = everything(session)
+        with session_of(plan, "adamw", mesh) as session:
+            backward(session, 7)
+            session.optimizer.step()
+            for at in range(0, 1000, 7):
+                if mesh.rank == 0:
+                    fault.arm(at)
+                try:
+                    session.checkpoints.load(root, "one")
+                    break
+                except (DiskError, CheckpointError) as error:
+                    messages.append(str(error))
+                finally:
+                    fault.lift()
+            found = everything(session)
+            backward(session, 1)
+            session.optimizer.step()  # nothing is left of the loads that failed
+            after = everything(session)
+        with session_of(plan, "adamw", mesh) as session:
+            session.checkpoints.load(root, "one")
+            backward(session, 1)
+            session.optimizer.step()
+            return messages, found == expected and after == everything(session)
+
+
+@pytest.mark.parametrize("mix", ["all_disk", "p_disk_s_host"])
+def test_a_checkpoint_loads_after_loads_that_failed(mix: str, tmp_path: Path) -> None:
+    plan = with_tiers(zero(3, BF16), mix, str(tmp_path / "disk"))
+    for messages, same in run_ranks(2, checkpoint_load_fails, plan, str(tmp_path / "runs"), timeout=120.0):
+        assert len(messages) >= 2 and same
+        assert all("rank 0" in message and "EIO" in message for message in messages), messages
 
 
 # ---- killed
