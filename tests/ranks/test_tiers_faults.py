@@ -329,6 +329,25 @@ def test_a_disk_that_cannot_be_used_is_known_to_all_when_building(how: str, tmp_
             assert how == "write" or left == []
 
 
+def read_ahead_and_not_used(plan: Plan) -> bool:
+    """Shards are read ahead for gathers that do not come before the update: a second pass may skip layers."""
+    with small_tiles(), one_mesh(plan) as mesh:
+        expected = undisturbed(plan, "adamw", mesh, 3)
+        with session_of(plan, "adamw", mesh) as session:
+            for step in range(3):
+                backward(session, step)
+                for chunk in session.engine.chunks:
+                    chunk.source.prepare()
+                session.optimizer.step()
+            return everything(session) == expected
+
+
+@pytest.mark.parametrize("mix", ["p_disk", "all_disk"])
+def test_what_was_read_ahead_of_an_update_is_not_used_after_it(mix: str, tmp_path: Path) -> None:
+    plan = with_tiers(zero(3, BF16), mix, str(tmp_path), param_buffers=8)
+    assert run_ranks(2, read_ahead_and_not_used, plan) == [True, True]
+
+
 # ---- loading
 
 
