@@ -90,13 +90,16 @@ class Setting:
     def recipe(self) -> PlainRecipe:
         """The same arithmetic, unsharded."""
         precision, grad = self.plan.precision, self.plan.grad
+        scale = precision.scaler.initial_scale if precision.scaler else 1.0
+        # Weights of tokens count in units of 1024, so that their products with a loss scale stay small.
+        scale /= 1024.0 if precision.scaler and grad.average == "tokens" else 1.0
         return PlainRecipe(
             max_norm=grad.max_norm,
             norm_type=grad.norm_type,
             param_dtype=precision.param_dtype,
             reduce_dtype=precision.reduce_dtype,
             accumulate_dtype=precision.accumulate_dtype,
-            loss_scale=precision.scaler.initial_scale if precision.scaler else 1.0,
+            loss_scale=scale,
             mean_over_micro_batches=grad.average == "mean",
             tokens=tokens_of if grad.average == "tokens" else None,
         )
