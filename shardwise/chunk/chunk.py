@@ -34,6 +34,7 @@ class Chunk:
     Attributes:
         full: the gathered array, or ``None``.
         pending: a gather under way into ``full``.
+        joined: ``full`` is the ranks' shards themselves, not a copy.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Chunk:
         self.device = device
         self.full: torch.Tensor | None = source.exchange.local if resident else None
         self.pending: Handle | None = None
+        self.joined = False
         self.generation = 0
         """Counts the updates, so that a graph made before one can be told from one made after."""
         nan = torch.full((), float("nan"), dtype=spec.dtype, device=device)

@@ -16,13 +16,13 @@ from shardwise.chunk.arrays import ArrayPool
 from shardwise.chunk.chunk import Chunk
 from shardwise.chunk.layout import UnitSpec
 from shardwise.chunk.policy import Trace, choose_victim, next_units
-from shardwise.comm import Group, PeerError
+from shardwise.comm import DONE, Group, PeerError
 from shardwise.memory.ledger import KEPT, DeviceMemoryError, Ledger
 from shardwise.memory.sizes import size_text
 
 __all__ = ["ChunkPool"]
 
-DONE = -1.0
+NO_UNIT = -1.0
 FAILED = -2.0
 
 
@@ -66,6 +66,8 @@ class ChunkPool:
         self.by_storage: dict[int, Chunk] = {}
         self.gathered_bytes = 0
         self.peak_gathered_bytes = 0
+        self.copied_bytes = self.peak_copied_bytes = 0
+        """What of the gathered bytes is memory of its own, and not the ranks' shards seen as one array."""
         self._transient = {u.index: [chunks[c] for c in u.chunks if not chunks[c].resident] for u in units}
         # Where everything stays gathered there is nothing to agree on, and passes under no_sync cost nothing.
         agreed = self.has_transient and not (group.one_sided_gather or same_order or group.size == 1)
@@ -83,7 +85,7 @@ class ChunkPool:
         """Whether the last step used the units in the order of the one before."""
         self.moved_bytes = 0
         """Bytes of gathered chunks that acquires had to fetch so far."""
-        ledger.watch("gathered parameters", lambda: self.gathered_bytes)
+        ledger.watch("gathered parameters", lambda: self.copied_bytes)
         ledger.watch(KEPT, self.arrays.idle_bytes)
         ledger.watch("arrays still read", self.arrays.read_bytes)
         ledger.spare(self.arrays.drop)
@@ -291,10 +293,10 @@ class ChunkPool:
         width = 1 + self.prefetch
         if wanted:
             wanted = self._with_room(wanted)
-        posts = self.group.exchange([float(u) for u in wanted] + [DONE] * (width - len(wanted)), "what to gather")
+        posts = self.group.exchange([float(u) for u in wanted] + [NO_UNIT] * (width - len(wanted)), "what to gather")
         if any(FAILED in post for post in posts):
             raise self._told_of([rank for rank, post in enumerate(posts) if FAILED in post])
-        union = sorted({int(u) for post in posts for u in post if u != DONE})
+        union = sorted({int(u) for post in posts for u in post if u != NO_UNIT})
         if self.ledger.capacity_bytes is not None and len({frozenset(post) for post in posts}) > 1:
             fits = self._others_fit(set(union) - set(wanted), wanted)
             posts = self.group.exchange([float(fits)], "whether the device has room for what others gather")
@@ -349,6 +351,8 @@ class ChunkPool:
         """Gather for the others' sake; the array is dropped at once, or overwritten with the same values if held."""
         for chunk in self._transient[unit]:
             held = chunk.full
+            if chunk.joined:
+                continue  # the others read by themselves
             if held is None:
                 self._require([chunk], unit)
             out = held if held is not None else self.arrays.take(chunk.spec.padded_numel, chunk.spec.dtype)
@@ -384,10 +388,17 @@ class ChunkPool:
         self.peak_gathered_bytes = max(self.peak_gathered_bytes, self.gathered_bytes)
         try:
             for chunk in self._transient[unit]:
-                chunk.full = self.arrays.take(chunk.spec.padded_numel, chunk.spec.dtype)
+                whole = chunk.source.joined(self.group)
+                chunk.joined = whole is not None
+                chunk.full = self.arrays.take(chunk.spec.padded_numel, chunk.spec.dtype) if whole is None else whole
                 self.by_storage[chunk.full.untyped_storage()._cdata] = chunk
-                self.ledger.claim(chunk.full)
-                chunk.pending = chunk.source.gather(self.group, chunk.full)
+                if chunk.joined:
+                    chunk.pending = DONE
+                else:
+                    self.copied_bytes += chunk.spec.padded_bytes
+                    self.ledger.claim(chunk.full)
+                    chunk.pending = chunk.source.gather(self.group, chunk.full)
+            self.peak_copied_bytes = max(self.peak_copied_bytes, self.copied_bytes)
         except BaseException:
             self._evict(unit)  # half of a unit must not pass for the whole
             raise
@@ -418,6 +429,11 @@ class ChunkPool:
                 chunk.unpoint_params()
                 del self.by_storage[full.untyped_storage()._cdata]
                 chunk.full = None
-                self.arrays.give(full)
+                if chunk.joined:
+                    chunk.source.disjoin(self.group)
+                    chunk.joined = False
+                else:
+                    self.copied_bytes -= chunk.spec.padded_bytes
+                    self.arrays.give(full)
         self._held.discard(unit)
         self.gathered_bytes -= self._bytes[unit]

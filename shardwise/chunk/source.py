@@ -45,6 +45,12 @@ class ShardSource(Protocol):
     def gather(self, group: Group, out: torch.Tensor) -> Handle:
         """Every rank's shard in rank order into ``out`` (1-D, on the device)."""
 
+    def joined(self, group: Group) -> torch.Tensor | None:
+        """The same without a copy, where the group can; :meth:`disjoin` when it is read no more."""
+
+    def disjoin(self, group: Group) -> None:
+        """See :meth:`joined`."""
+
 
 class MemorySource:
     """In the device's or the host's memory.
@@ -86,6 +92,12 @@ class MemorySource:
             return _Upload(local, out, self._uploads)
         staged = Buffer(local.to(out.device, non_blocking=True))
         return _Keeping(group.all_gather(out, staged), staged)
+
+    def joined(self, group: Group) -> torch.Tensor | None:
+        return group.joined(self._exchange)
+
+    def disjoin(self, group: Group) -> None:
+        group.disjoin(self._exchange)
 
 
 class _Upload:
@@ -269,6 +281,12 @@ class DiskSource:
         group.all_gather(out, self._staging).wait()
         group.fence()
         return DONE
+
+    def joined(self, group: Group) -> torch.Tensor | None:
+        return None
+
+    def disjoin(self, group: Group) -> None:
+        """Nothing to do."""
 
 
 class _FromDisk:

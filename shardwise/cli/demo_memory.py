@@ -41,7 +41,7 @@ def held_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """
     if isinstance(model, ShardedModule):
         report = model.memory()
-        return report.total_bytes - report.gathered_bytes + report.peak_gathered_bytes
+        return report.total_bytes - report.copied_bytes + report.peak_copied_bytes
     parameters = list(model.parameters())
     moments = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
     gradients = (parameter.grad for parameter in parameters)

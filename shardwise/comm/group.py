@@ -149,6 +149,22 @@ class Group(ABC):
                 raise ValueError(f"buffer {index} is {numel} x {dtype}: give >= 0 elements of a floating-point dtype")
         return self._buffers(specs)
 
+    def joint_buffers(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Buffer]:
+        """As :meth:`buffers`, for shards: where the ranks can read them all as one array, :meth:`joined` gives that."""
+        return self.buffers(specs)
+
+    def joined(self, shard: Buffer) -> Tensor | None:
+        """The shards of all ranks in rank order as they are now, without a copy; ``None`` where that is not possible.
+
+        As after an all-gather, nobody may write to the shards while this is read, which ends before the next
+        :meth:`fence`; what is written to it here is this rank's alone, and lost with :meth:`disjoin`.
+        """
+        return None
+
+    def disjoin(self, shard: Buffer) -> None:
+        """What :meth:`joined` gave is read no more."""
+        return
+
     # Collectives
 
     def all_gather(self, out: Tensor, shard: Buffer) -> Handle:

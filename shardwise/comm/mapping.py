@@ -26,6 +26,7 @@ __all__ = [
     "Method",
     "host_facts",
     "is_running",
+    "map_joint",
     "map_segments",
     "start_time",
 ]
@@ -37,6 +38,7 @@ LINE_WORDS = LINE_BYTES // 8
 MAGIC = 0x53_68_61_72_64_77_69_73
 HUGE_PAGE_BYTES = 2 * 1024 * 1024
 SHM_FOLDER = "/dev/shm"
+MAP_NORESERVE = 0x4000  # x86-64; what is private is dropped again soon
 
 
 class MappingError(RuntimeError):
@@ -105,6 +107,46 @@ def map_segments(control: Control, nbytes: int, method: Method) -> list[mmap.mma
     finally:
         own.close()
     return maps
+
+
+def map_joint(control: Control, nbytes: int) -> tuple[mmap.mmap, mmap.mmap]:
+    """One segment of ``nbytes`` that all ranks share, mapped twice: shared, and privately. Collective.
+
+    What is written through the private mapping is this process's alone (copy on write); ``madvise(MADV_DONTNEED)``
+    drops it, and shows what is shared again. The first cache line is taken.
+
+    Raises:
+        MappingError: on every rank, when rank 0 could not make it or any rank not map it.
+    """
+    own = _make(nbytes if control.rank == 0 else 0, "memfd")
+    try:
+        offers, _ = control.exchange_object([own.path, nbytes, own.error])
+        _raise_together("make", [str(offer[2]) for offer in offers])
+        sizes = [offer[1] for offer in offers]
+        if len(set(sizes)) > 1:
+            raise MappingError(f"ranks ask for different sizes: {sizes} bytes by rank; give the same specs everywhere")
+        maps, error = _open_all([str(offers[0][0])], nbytes)
+        private: mmap.mmap | None = None
+        if maps:
+            try:
+                private = _map_privately(str(offers[0][0]), nbytes)
+            except (OSError, ValueError) as failure:
+                error = f"{offers[0][0]} of rank 0, privately: {failure}"
+        errors, _ = control.exchange_object(error)
+        _raise_together("map", [str(error) for error in errors])
+    finally:
+        own.close()
+    if private is None:
+        raise MappingError(f"no segment of {nbytes} bytes was mapped, and no error was told; report this")
+    return maps[0], private
+
+
+def _map_privately(path: str, nbytes: int) -> mmap.mmap:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return mmap.mmap(fd, nbytes, flags=mmap.MAP_PRIVATE | MAP_NORESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    finally:
+        os.close(fd)
 
 
 def _make(nbytes: int, method: Method) -> _Own:

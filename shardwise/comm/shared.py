@@ -20,7 +20,7 @@ from torch import Tensor
 from shardwise.comm.control import Control
 from shardwise.comm.errors import PeerError
 from shardwise.comm.group import DONE, Buffer, Group, Handle
-from shardwise.comm.mapping import LINE_BYTES, LINE_WORDS, Method, is_running, map_segments, start_time
+from shardwise.comm.mapping import LINE_BYTES, LINE_WORDS, Method, is_running, map_joint, map_segments, start_time
 from shardwise.comm.summing import RankSum
 
 __all__ = ["SharedBuffer", "SharedGroup"]
@@ -102,6 +102,33 @@ class SharedBuffer(Buffer):
         self.peers = ()
         self._whole = (self.local, ())
         self._segments = []
+
+
+class JointBuffer(Buffer):
+    """A shard in one array that all ranks map.
+
+    Attributes:
+        group: its group.
+        whole: the array, mapped privately: it shows what is shared where this rank has written nothing.
+    """
+
+    def __init__(self, group: SharedGroup, peers: list[Tensor], whole: Tensor, private: mmap.mmap, start: int) -> None:
+        super().__init__(peers[group.rank], tuple(peers))
+        self.group = group
+        self.whole = whole
+        self._private, self._start = private, start
+
+    def drop_private(self) -> None:
+        """Forget what this rank has written to ``whole``."""
+        if self.whole.nbytes:
+            page = mmap.PAGESIZE
+            self._private.madvise(mmap.MADV_DONTNEED, self._start, -(-self.whole.nbytes // page) * page)
+
+    def release(self) -> None:
+        """Drop the memory; it is unmapped when nobody else holds a tensor of it."""
+        self.local = self.whole = torch.empty(0, dtype=self.local.dtype)
+        self.peers = ()
+        self._whole = (self.local, ())
 
 
 class _Reduction:
@@ -194,7 +221,7 @@ class SharedGroup(Group):
         self._processes = [(int(pid), int(started)) for pid, started in processes]
         self._arrived = 0
         self._unfinished: list[_Reduction] = []
-        self._made: weakref.WeakSet[SharedBuffer] = weakref.WeakSet()
+        self._made: weakref.WeakSet[SharedBuffer | JointBuffer] = weakref.WeakSet()
         self._buffer_count = 0
 
     # Buffers
@@ -220,6 +247,39 @@ class SharedGroup(Group):
             buffers.append(buffer)
         return buffers
 
+    def joint_buffers(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Buffer]:
+        """Shards in one array each, which all ranks map; only where memory is anonymous (see ``Method``)."""
+        if self._method != "memfd" or not specs:
+            return self.buffers(specs)
+        self._agree_on(specs)
+        page = mmap.PAGESIZE
+        offset, offsets = page, []
+        for numel, dtype in specs:
+            offsets.append(offset)
+            offset += -(-self.size * numel * dtype.itemsize // page) * page
+        shared, private = map_joint(self._control, offset)
+        buffers: list[Buffer] = []
+        for (numel, dtype), start in zip(specs, offsets, strict=True):
+            everyone = _tensor(shared, start, self.size * numel, dtype)
+            peers = [self.slice_of(everyone, rank) for rank in range(self.size)]
+            whole = _tensor(private, start, self.size * numel, dtype)
+            buffer = JointBuffer(self, peers, whole, private, start)
+            self._made.add(buffer)
+            buffers.append(buffer)
+        return buffers
+
+    def joined(self, shard: Buffer) -> Tensor | None:
+        """See :meth:`Group.joined`. Counts as an all-gather: the peers' shards are read from their memory."""
+        if not isinstance(shard, JointBuffer):
+            return None
+        self.traffic.add("all_gather", (self.size - 1) * shard.local.nbytes)
+        return shard.whole
+
+    def disjoin(self, shard: Buffer) -> None:
+        """See :meth:`Group.disjoin`."""
+        if isinstance(shard, JointBuffer):
+            shard.drop_private()
+
     def _agree_on(self, specs: Sequence[tuple[int, torch.dtype]]) -> None:
         given, _ = self._control.exchange_object([[numel, str(dtype)] for numel, dtype in specs])
         for rank, other in enumerate(given):
@@ -243,7 +303,8 @@ class SharedGroup(Group):
     # Collectives
 
     def _all_gather(self, out: Tensor, shard: Buffer) -> Handle:
-        self._mine(shard)
+        if not isinstance(shard, JointBuffer) or shard.group is not self:
+            self._mine(shard)
         for rank in self._from_own():
             self.slice_of(out, rank).copy_(shard.peers[rank])
         return DONE

@@ -358,9 +358,8 @@ class Engine:
         for chunk in self.chunks:
             if chunk.spec.trainable:
                 chunk.generation += 1
-                if chunk.resident:
-                    # As if each had been updated in place: autograd then refuses graphs from before the step.
-                    torch.autograd.graph.increment_version(chunk.params)
+                # As if each had been updated in place: autograd then refuses graphs from before the step.
+                torch.autograd.graph.increment_version(chunk.params)
 
     def _renew_resident(self) -> None:
         group = self.mesh.shard
@@ -383,7 +382,7 @@ class Engine:
         return late and chunk.resident and chunk.spec.trainable
 
     def before_update(self) -> None:
-        """All ranks have read what they need of the shards; from here to :meth:`publish` they may be written.
+        """All ranks have read what they need of the shards, and of arrays that show them; from here to :meth:`publish` they may be written.
 
         Raises:
             RuntimeError: inside :meth:`gathered`, whose parameters would become stale.

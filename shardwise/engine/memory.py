@@ -17,8 +17,11 @@ class MemoryReport:
     parameters_bytes: int
     """Shards and, where parameters stay gathered, the whole arrays."""
     gathered_bytes: int
-    """Gathered copies of sharded chunks right now."""
+    """Sharded chunks that are gathered right now."""
     peak_gathered_bytes: int
+    copied_bytes: int
+    """What of ``gathered_bytes`` takes memory: CPU ranks of one host may read each other's shards as one array."""
+    peak_copied_bytes: int
     idle_bytes: int
     """Host arrays kept for the next gather, at most two units and what is fetched ahead."""
     gradients_bytes: int
@@ -34,7 +37,7 @@ class MemoryReport:
 
     @property
     def total_bytes(self) -> int:
-        kinds = (self.parameters_bytes, self.gathered_bytes, self.idle_bytes, self.gradients_bytes, self.master_bytes)
+        kinds = (self.parameters_bytes, self.copied_bytes, self.idle_bytes, self.gradients_bytes, self.master_bytes)
         return sum(kinds) + self.optimizer_bytes + self.waiting_bytes
 
     def tier_bytes(self, tier: str) -> int:
@@ -47,7 +50,7 @@ def _in_tier(engine: Engine, tier: Tier) -> dict[str, int]:
     on_device = tier is Tier.DEVICE
     kinds = {
         "parameters": engine.storage.parameter_bytes(tier),
-        "gathered parameters": engine.pool.gathered_bytes if on_device else 0,
+        "gathered parameters": engine.pool.copied_bytes if on_device else 0,
         "idle arrays": engine.pool.arrays.idle_bytes() if on_device else 0,
         "gradients": engine.reducer.bytes(tier),
         "masters": masters,
@@ -66,8 +69,10 @@ def memory_report(engine: Engine) -> MemoryReport:
 
     return MemoryReport(
         parameters_bytes=total("parameters"),
-        gathered_bytes=total("gathered parameters"),
+        gathered_bytes=engine.pool.gathered_bytes,
         peak_gathered_bytes=engine.pool.peak_gathered_bytes,
+        copied_bytes=engine.pool.copied_bytes,
+        peak_copied_bytes=engine.pool.peak_copied_bytes,
         idle_bytes=total("idle arrays"),
         gradients_bytes=total("gradients"),
         master_bytes=total("masters"),

@@ -150,11 +150,20 @@ class Storage:
         # A frozen resident chunk is never exchanged: plain memory will do.
         return spec.trainable or not self._resident(spec)
 
+    def _joint(self, spec: ChunkSpec) -> bool:
+        """Whether the ranks' shards may be read as one array; under a declared capacity gathers are to take room."""
+        in_place = self.homes[spec.index].param is Tier.DEVICE and self.ledger.capacity_bytes is None
+        return in_place and not self._resident(spec)
+
     def _make_chunks(self, params: Sequence[nn.Parameter]) -> list[Chunk]:
         group = self.mesh.shard
         wanted = [s for s in self.layout.chunks if self._exchanged(s)]
-        sizes = [(s.padded_numel if self._resident(s) else s.shard_numel, s.dtype) for s in wanted]
-        buffers = dict(zip([s.index for s in wanted], group.buffers(sizes), strict=True))
+        joint = [s for s in wanted if self._joint(s)]
+        apart = [s for s in wanted if not self._joint(s)]
+        sizes = [(s.padded_numel if self._resident(s) else s.shard_numel, s.dtype) for s in apart]
+        buffers = dict(zip([s.index for s in apart], group.buffers(sizes), strict=True))
+        shards = group.joint_buffers([(s.shard_numel, s.dtype) for s in joint])
+        buffers |= dict(zip([s.index for s in joint], shards, strict=True))
         staging = self._staging()
         self._reserve_disk_buffers()
         chunks = []
