@@ -358,8 +358,9 @@ class Engine:
         for chunk in self.chunks:
             if chunk.spec.trainable:
                 chunk.generation += 1
-                # As if each had been updated in place: autograd then refuses graphs from before the step.
-                torch.autograd.graph.increment_version(chunk.params)
+                if chunk.resident:
+                    # As if each had been updated in place: autograd then refuses graphs from before the step.
+                    torch.autograd.graph.increment_version(chunk.params)
 
     def _renew_resident(self) -> None:
         group = self.mesh.shard

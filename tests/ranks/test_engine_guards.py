@@ -43,6 +43,48 @@ def told(mistake: Callable[[], object], error: type[Exception] = RuntimeError) -
     return str(raised.value)
 
 
+# ---- writing to gathered parameters
+
+
+class Scribbling(nn.Module):
+    """Writes to its weight in every forward pass, something else on every rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+        self.factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.inner.weight.data.mul_(self.factor)
+        out: Tensor = self.inner(x)
+        return out
+
+
+def scribbling(plan: Plan) -> tuple[State, State, float]:
+    """State after two steps, with and without such writes; and how far the writer's own results were from the other."""
+    states, losses = [], []
+    with one_mesh(plan) as mesh:
+        for writes in (False, True):
+            model = seeded(lambda: nn.Sequential(Scribbling(), nn.Linear(6, 6)))
+            with sharded(model, sgd(model), plan, mesh) as session:
+                for index in range(2):
+                    session.backward(loss_of(session, index))
+                    session.optimizer.step()
+                    model[0].factor = 2.0 + mesh.rank if writes else 1.0
+                    with torch.no_grad():
+                        losses.append(float(loss_of(session)))
+                    model[0].factor = 1.0
+                states.append(session.module.state_dict())
+    return states[0], states[1], abs(losses[0] - losses[2])
+
+
+@pytest.mark.parametrize("name", ["zero3", "zero3_gloo"])
+def test_what_a_module_writes_to_a_gathered_weight_stays_on_its_rank_and_is_lost(name: str) -> None:
+    for plain, written, distance in run_ranks(2, scribbling, PLANS[name]):
+        assert distance > 1e-3  # the write had its effect, there and then
+        assert_close(written, plain, rtol=0.0, what="state after such writes")
+
+
 # ---- wrong uses
 
 
