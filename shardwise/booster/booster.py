@@ -212,6 +212,7 @@ class Booster:
             CheckpointError: on every rank, when rank 0 could not write; what was there still is.
         """
         write = adapter_writer(unwrap_model(model), Path(checkpoint), use_safetensors)
+        self._runs.wait()
         self._files.save_model(self._runs.of_model(model), write, f"save the adapter to {checkpoint}")
 
     # -- checkpoints
@@ -239,7 +240,7 @@ class Booster:
             size_per_shard: MB of 2**20 bytes; a shard is larger only where one tensor is.
             use_safetensors: the format is safetensors either way; True also requires the ending ``.safetensors``.
             use_async: copy to host memory and return; a thread gathers and writes. A failure is raised by the next
-                ``save_model``, by any load, or by :meth:`wait`.
+                ``save_model``, by any load, or by :meth:`wait`. A checkpoint that is being written is waited for.
 
         Raises:
             NotImplementedError: ``gather_dtensor=False``.
@@ -249,6 +250,7 @@ class Booster:
         write = model_writer(
             unwrap_model(model), checkpoint, shard, gather_dtensor, prefix, size_per_shard, use_safetensors
         )
+        self._runs.wait()  # a checkpoint that is being written may be in the directory that is replaced
         self._files.save_model(self._runs.of_model(model), write, f"save the model to {checkpoint}", use_async)
 
     def load_model(
@@ -310,6 +312,7 @@ class Booster:
         """
         write = optimizer_writer(checkpoint, shard, gather_dtensor, prefix, size_per_shard)
         run, index = self._runs.of_optimizer(optimizer)
+        self._runs.wait()
         self._files.save_optimizer(run, index, write, f"save the optimizer to {checkpoint}", use_async)
 
     def load_optimizer(
@@ -390,6 +393,7 @@ class Booster:
             ValueError: model and optimizer were not boosted together, or something that a checkpoint cannot hold.
             CheckpointError: on every rank, when one failed; earlier checkpoints are as they were.
         """
+        self._files.wait()
         saver = self._runs.saver(model, optimizer)
         return saver.save(directory, lr_schedulers=_several(lr_scheduler), **options)
 

@@ -383,8 +383,8 @@ class Engine:
         return late and chunk.resident and chunk.spec.trainable
 
     def before_update(self) -> None:
-        """All ranks have read what they need of the shards and of arrays that show them; until :meth:`publish` they may be
-        written.
+        """All ranks have read what they need of the shards, also where gathered arrays show them; they may be written
+        until :meth:`publish`.
 
         Raises:
             RuntimeError: inside :meth:`gathered`, whose parameters would become stale.

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +16,8 @@ import torch.distributed as dist
 from booster_setup import PLUGINS, TINY, Run, assert_same, load, plain, save
 
 from shardwise.checkpoint import CheckpointError, gathered
-from shardwise.checkpoint.formats import huggingface
+from shardwise.checkpoint.file_system import FileSystem
+from shardwise.checkpoint.formats import huggingface, output
 from shardwise.testing import run_ranks
 
 RANKS = 2
@@ -99,6 +102,35 @@ def test_a_failure_of_another_rank_reaches_every_rank(tmp_path: Path) -> None:
 
 
 # -- asynchronous
+
+
+def _beside(folder: str) -> None:
+    """A model and an optimizer are saved into the directory in which a checkpoint is being written: files that it makes
+    between the copy of what is there and the exchange would be lost."""
+    run = Run(PLUGINS["gemini"]())
+    run.steps(0, 1)
+    create, take_along = FileSystem.create, output._take_along
+
+    def later(self: FileSystem, path: str) -> int:
+        time.sleep(0.2)
+        return create(self, path)
+
+    def slow(*given: Any) -> None:
+        take_along(*given)
+        time.sleep(0.5)
+
+    with mock.patch.object(FileSystem, "create", later), mock.patch.object(output, "_take_along", slow):
+        for tag, write in (("a", run.booster.save_model), ("b", run.booster.save_optimizer)):
+            run.booster.save_checkpoint(folder, run.model, run.optimizer, tag=tag, use_async=True)
+            write(run.model if tag == "a" else run.optimizer, folder, shard=True)
+    run.booster.wait()
+    dist.barrier()
+    for tag in ("a", "b"):
+        assert run.booster.load_checkpoint(folder, run.model, run.optimizer, tag=tag) is not None
+
+
+def test_a_model_saved_beside_a_checkpoint_that_is_being_written(tmp_path: Path) -> None:
+    run_ranks(RANKS, _beside, str(tmp_path / "runs"))
 
 
 def _async(folder: str, name: str) -> None:
