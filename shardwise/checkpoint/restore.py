@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import torch
 
 from shardwise.checkpoint import tree
 from shardwise.checkpoint.directory import scan
+from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.format import MANIFEST, has_pieces
 from shardwise.checkpoint.formats.detect import detect_format, open_checkpoint
 from shardwise.checkpoint.formats.small_values import group_options
@@ -107,6 +109,10 @@ def restore(run: Run, root: str, tag: str | None, strict: bool, lr_schedulers: S
             skipped.append(path)
             if rank == 0:
                 print(f"checkpoint skipped: {error}", flush=True)
+    if not paths and rank == 0:
+        with contextlib.suppress(CheckpointError, OSError, ValueError):
+            found = detect_format(root)
+            print(f"not resumed: {root} holds a checkpoint of format {found}; leave 'auto' out to load it", flush=True)
     if skipped:
         raise CheckpointDamage(f"every checkpoint in {root} is damaged ({', '.join(skipped)}); see the notices above")
     return None

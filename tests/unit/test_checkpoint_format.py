@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from shardwise.build import build
@@ -163,6 +163,15 @@ def _documented_reader() -> dict[str, Any]:
     names: dict[str, Any] = {}
     exec(code, names)
     return names
+
+
+def test_auto_says_what_it_does_not_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_file({"weight": torch.zeros(2)}, tmp_path / "model.safetensors")
+    assert load(tmp_path, "auto")[1] is None
+    assert capsys.readouterr().out == (
+        f"not resumed: {tmp_path} holds a checkpoint of format huggingface; leave 'auto' out to load it\n"
+    )
+    assert load(tmp_path / "nothing", "auto")[1] is None and capsys.readouterr().out == ""
 
 
 def test_the_documented_reader_reads_everything(tmp_path: Path) -> None:
