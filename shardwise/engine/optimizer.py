@@ -308,10 +308,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # ---- state
 
-    def parameter_shapes(self) -> list[list[torch.Size]]:
-        """Full shapes of the parameters, by group, in the order of :meth:`state_dict`."""
-        return self._full.shapes()
-
     def state_dict(self) -> dict[str, Any]:
         """Full state on every rank, keyed as plain torch keys it, and ``scaler`` if there is one. Collective."""
         self.engine.undo_early("a state")

@@ -94,10 +94,6 @@ class OptimizerState:
             groups.append(packed | {"params": [number[p] for p in params]})
         return number, groups
 
-    def shapes(self) -> list[list[torch.Size]]:
-        """Full shapes of the parameters, by group."""
-        return [[self.engine.layout.facts[param].shape for param in params] for params in self._order]
-
     def collect(self) -> dict[str, Any]:
         """The full state_dict on every rank, tensors on the host. Collective."""
         number, groups = self._numbering()

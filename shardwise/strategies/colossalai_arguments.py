@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from shardwise.booster.plugin import gemini
-from shardwise.booster.plugin.precision import scaler_plan
+from shardwise.loss_scale import scaler_plan
 from shardwise.plan import ByTensor, Plan
 
 __all__ = ["ColossalAIArguments", "to_plan", "without_effect"]

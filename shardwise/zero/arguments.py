@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from shardwise.loss_scale import PublishedDefault, scaler_plan
 from shardwise.plan import (
     HALF_DTYPES,
     AutoPlan,
@@ -22,17 +23,12 @@ from shardwise.plan import (
     TierPlan,
 )
 
-__all__ = ["ModelArguments", "ModelFacts", "OptimizerArguments", "PublishedDefault", "to_plan", "without_effect"]
+__all__ = ["ModelArguments", "ModelFacts", "OptimizerArguments", "to_plan", "without_effect"]
 
 MIB = 1024 * 1024
-START_SCALE = 2.0**16
 POLICIES = ("cuda", "cpu", "auto")
 AUTO = {"warmup_non_model_ratio": 0.2, "steady_capacity_ratio": 0.9}
 DEFAULT_BUCKET_MB = 25
-
-
-class PublishedDefault(float):
-    """A default value that can be told from the same number given by the caller."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,20 +102,8 @@ class OptimizerArguments:
         self.scaler()
 
     def scaler(self) -> ScalerPlan:
-        """The loss scale. Left at its default it starts at 2**16 (within the bounds): from 2**32 the first 15 steps or
-        so are certain to overflow and be skipped."""
-        start = float(self.initial_scale)
-        if isinstance(self.initial_scale, PublishedDefault):
-            start = min(max(min(start, START_SCALE), float(self.min_scale)), float(self.max_scale))
-        return ScalerPlan(
-            initial_scale=start,
-            min_scale=float(self.min_scale),
-            growth_factor=float(self.growth_factor),
-            backoff_factor=float(self.backoff_factor),
-            growth_interval=int(self.growth_interval),
-            hysteresis=int(self.hysteresis),
-            max_scale=float(self.max_scale),
-        )
+        """See :func:`~shardwise.loss_scale.scaler_plan`."""
+        return scaler_plan(self)
 
 
 @dataclass(frozen=True, kw_only=True)

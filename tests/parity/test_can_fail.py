@@ -28,7 +28,7 @@ PLAIN_ROW: Row = {
 SETTINGS: dict[str, Row] = {
     "one_reduction_skipped": {"plan": "zero3"},
     "not_unscaled": {"numbers": "fp16"},
-    "stale_gather": {"plan": "roomy"},
+    "stale_gather": {"plan": "roomy", "transport": "gloo"},  # through shared memory there are no copies
     "gradient_of_rank_1_forgotten": {},
     "norm_of_each_rank": {"clip": "p2"},
     "never_clipped": {"clip": "pinf"},

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from shardwise.booster.plugin.base import ShardedPlugin, device_bytes, refuse
-from shardwise.booster.plugin.precision import PublishedDefault, precision_plan
+from shardwise.booster.plugin.precision import precision_plan
+from shardwise.loss_scale import PublishedDefault
 from shardwise.plan import ByNumel, CommPlan, GradPlan, MeshPlan, Plan, ShardPlan, on_device
 
 __all__ = ["LowLevelZeroArguments", "LowLevelZeroPlugin", "to_plan"]

@@ -1,61 +1,15 @@
-"""Published precision and scaler arguments as plans, shared by the plugins on our engine."""
+"""The published precision as a plan, shared by the plugins on our engine."""
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 
-from shardwise.plan import PrecisionPlan, ScalerPlan
+from shardwise.loss_scale import ScalerArguments, scaler_plan
+from shardwise.plan import PrecisionPlan
 
-__all__ = ["PublishedDefault", "ScalerArguments", "precision_plan", "scaler_plan"]
+__all__ = ["precision_plan"]
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": None}
-START_SCALE = 2.0**16
-
-
-class PublishedDefault(float):
-    """A default value that can be told from the same number given by the caller."""
-
-
-class ScalerArguments(Protocol):
-    """The arguments of the dynamic loss scale, as every plugin names them."""
-
-    @property
-    def initial_scale(self) -> float: ...
-    @property
-    def min_scale(self) -> float: ...
-    @property
-    def growth_factor(self) -> float: ...
-    @property
-    def backoff_factor(self) -> float: ...
-    @property
-    def growth_interval(self) -> int: ...
-    @property
-    def hysteresis(self) -> int: ...
-    @property
-    def max_scale(self) -> float: ...
-
-
-def scaler_plan(arguments: ScalerArguments) -> ScalerPlan:
-    """The loss scale. A default ``initial_scale`` above 2**16 that was left alone starts at 2**16 (within the bounds):
-    from 2**32 the first 15 steps or so are certain to overflow and be skipped.
-
-    Raises:
-        ValueError: a value out of range, see :class:`~shardwise.plan.ScalerPlan`.
-    """
-    start = float(arguments.initial_scale)
-    if isinstance(arguments.initial_scale, PublishedDefault):
-        start = min(max(min(start, START_SCALE), float(arguments.min_scale)), float(arguments.max_scale))
-    return ScalerPlan(
-        initial_scale=start,
-        min_scale=float(arguments.min_scale),
-        growth_factor=float(arguments.growth_factor),
-        backoff_factor=float(arguments.backoff_factor),
-        growth_interval=arguments.growth_interval,
-        hysteresis=arguments.hysteresis,
-        max_scale=float(arguments.max_scale),
-    )
 
 
 def precision_plan(

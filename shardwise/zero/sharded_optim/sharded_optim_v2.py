@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.engine.optimizer import ShardedOptimizer
+from shardwise.loss_scale import PublishedDefault
 from shardwise.memory.tier import Tier
-from shardwise.zero.arguments import OptimizerArguments, PublishedDefault
+from shardwise.zero.arguments import OptimizerArguments
 from shardwise.zero.process_groups import require_all_ranks, require_one_rank
 from shardwise.zero.sharded_model import ShardedModelV2
 
