@@ -144,14 +144,13 @@ class Group(ABC):
         Raises:
             ValueError: a size is negative or a dtype is not floating-point.
         """
-        for index, (numel, dtype) in enumerate(specs):
-            if numel < 0 or not dtype.is_floating_point:
-                raise ValueError(f"buffer {index} is {numel} x {dtype}: give >= 0 elements of a floating-point dtype")
+        _check_specs(specs)
         return self._buffers(specs)
 
     def joint_buffers(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Buffer]:
         """As :meth:`buffers`, for shards: where the ranks can read them all as one array, :meth:`joined` gives that."""
-        return self.buffers(specs)
+        _check_specs(specs)
+        return self._joint_buffers(specs)
 
     def joined(self, shard: Buffer) -> Tensor | None:
         """The shards of all ranks in rank order as they are now, without a copy; ``None`` where that is not possible.
@@ -319,6 +318,9 @@ class Group(ABC):
     @abstractmethod
     def _buffers(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Buffer]: ...
 
+    def _joint_buffers(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Buffer]:
+        return self._buffers(specs)
+
     @abstractmethod
     def _all_gather(self, out: Tensor, shard: Buffer) -> Handle: ...
 
@@ -360,6 +362,12 @@ class Group(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, rank {self.rank} of {self.size}, {self.device})"
+
+
+def _check_specs(specs: Sequence[tuple[int, torch.dtype]]) -> None:
+    for index, (numel, dtype) in enumerate(specs):
+        if numel < 0 or not dtype.is_floating_point:
+            raise ValueError(f"buffer {index} is {numel} x {dtype}: give >= 0 elements of a floating-point dtype")
 
 
 def _check_flat(operation: str, name: str, tensor: Tensor) -> None:

@@ -116,18 +116,19 @@ class JointBuffer(Buffer):
         super().__init__(peers[group.rank], tuple(peers))
         self.group = group
         self.whole = whole
-        self._private, self._start = private, start
+        self._private: mmap.mmap | None = private
+        self._start = start
 
     def drop_private(self) -> None:
         """Forget what this rank has written to ``whole``."""
-        if self.whole.nbytes:
+        if self._private is not None and self.whole.nbytes:
             page = mmap.PAGESIZE
             self._private.madvise(mmap.MADV_DONTNEED, self._start, -(-self.whole.nbytes // page) * page)
 
     def release(self) -> None:
         """Drop the memory; it is unmapped when nobody else holds a tensor of it."""
         self.local = self.whole = torch.empty(0, dtype=self.local.dtype)
-        self.peers = ()
+        self.peers, self._private = (), None
         self._whole = (self.local, ())
 
 
@@ -247,10 +248,10 @@ class SharedGroup(Group):
             buffers.append(buffer)
         return buffers
 
-    def joint_buffers(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Buffer]:
-        """Shards in one array each, which all ranks map; only where memory is anonymous (see ``Method``)."""
+    def _joint_buffers(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Buffer]:
+        """In one array each, which all ranks map; a file in /dev/shm, whose size is limited, would be too large."""
         if self._method != "memfd" or not specs:
-            return self.buffers(specs)
+            return self._buffers(specs)
         self._agree_on(specs)
         page = mmap.PAGESIZE
         offset, offsets = page, []

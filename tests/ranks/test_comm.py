@@ -289,6 +289,28 @@ def test_misuse_is_refused_with_the_value() -> None:
     run_ranks(2, misuse)
 
 
+def mapped() -> int:
+    """How many segments of other ranks and of this one are mapped."""
+    with open("/proc/self/maps") as file:
+        return sum("/memfd:shardwise" in line for line in file)
+
+
+def unmaps(kind: str) -> list[int]:
+    counts = [mapped()]
+    with Scope(kind) as group:
+        (kept,) = group.joint_buffers([(5000, torch.float32)])
+        counts.append(mapped())
+    counts.append(mapped())
+    group.disjoin(kept)  # of an array that is gone already
+    return counts
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_shards_seen_as_one_array_are_unmapped_when_the_group_closes(size: int) -> None:
+    for before, during, after in run_ranks(size, unmaps, "shared"):
+        assert during >= before + 2 and after == before
+
+
 def joint(kind: str) -> tuple[bool, list[int]]:
     """Shards seen as one array: what a peer writes between fences is seen, what is written to it is not."""
     with Scope(kind) as group:
