@@ -79,6 +79,7 @@ class ChunkPool:
         self._pins = dict.fromkeys(self._transient, 0)
         self._held: set[int] = set()
         self._renewing: dict[int, list[Chunk]] = {}
+        self._joins = True
         self.all_held = False
         """Inside ``gathered()``: everything stays, and nothing needs the peers."""
         self.followed = False
@@ -89,7 +90,7 @@ class ChunkPool:
         ledger.watch(KEPT, self.arrays.idle_bytes)
         ledger.watch("arrays still read", self.arrays.read_bytes)
         ledger.spare(self.arrays.drop)
-        ledger.spare(self._drop_idle)
+        ledger.spare(self.drop_idle)
 
     @property
     def has_transient(self) -> bool:
@@ -222,13 +223,21 @@ class ChunkPool:
                 chunk.pending = None
 
     def acquire_all(self) -> None:
-        """Gather and pin everything (``gathered()``); :meth:`release_all` undoes it."""
+        """Gather and pin everything (``gathered()``), as copies: views of them may outlive it. :meth:`release_all` ends
+        it."""
         self.settle()
-        for unit in self._transient:
-            self._pins[unit] += 1
-            if unit not in self._held:
-                self._gather(unit, [])
-            self._complete(unit)
+        self._joins = False
+        try:
+            for unit in self._transient:
+                if unit in self._held and not self._pins[unit] and any(chunk.joined for chunk in self._transient[unit]):
+                    self._complete(unit)
+                    self._evict(unit)
+                self._pins[unit] += 1
+                if unit not in self._held:
+                    self._gather(unit, [])
+                self._complete(unit)
+        finally:
+            self._joins = True
         self.finish_phase()
         self.all_held = True
 
@@ -273,7 +282,7 @@ class ChunkPool:
             self._complete(victim)
             self._evict(victim)
 
-    def _drop_idle(self) -> None:
+    def drop_idle(self) -> None:
         """Evict everything that nothing reads."""
         for unit in [u for u in self._held if not self._pins[u]]:
             self._complete(unit)
@@ -388,7 +397,7 @@ class ChunkPool:
         self.peak_gathered_bytes = max(self.peak_gathered_bytes, self.gathered_bytes)
         try:
             for chunk in self._transient[unit]:
-                whole = chunk.source.joined(self.group)
+                whole = chunk.source.joined(self.group) if self._joins else None
                 chunk.joined = whole is not None
                 chunk.full = self.arrays.take(chunk.spec.padded_numel, chunk.spec.dtype) if whole is None else whole
                 self.by_storage[chunk.full.untyped_storage()._cdata] = chunk
@@ -429,11 +438,12 @@ class ChunkPool:
                 chunk.unpoint_params()
                 del self.by_storage[full.untyped_storage()._cdata]
                 chunk.full = None
-                if chunk.joined:
-                    chunk.source.disjoin(self.group)
-                    chunk.joined = False
-                else:
+                if not chunk.joined:
                     self.copied_bytes -= chunk.spec.padded_bytes
                     self.arrays.give(full)
         self._held.discard(unit)
         self.gathered_bytes -= self._bytes[unit]
+        for chunk in self._transient[unit]:
+            if chunk.joined:
+                chunk.joined = False
+                chunk.source.disjoin(self.group)

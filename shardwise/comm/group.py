@@ -15,8 +15,10 @@ from shardwise.comm.errors import PeerError
 from shardwise.comm.summing import RankSum
 from shardwise.comm.traffic import Traffic
 
-__all__ = ["DONE", "Buffer", "Group", "Handle", "LocalGroup"]
+__all__ = ["DONE", "PHASES", "Buffer", "Group", "Handle", "LocalGroup"]
 
+PHASES = ("", "before an update", "after an update")
+"""What a fence may be for."""
 EXCHANGE_QUANTUM = 32  # values; what has a purpose is padded to it, so that ranks which differ still meet
 
 PURPOSES = (
@@ -153,10 +155,10 @@ class Group(ABC):
         return self._joint_buffers(specs)
 
     def joined(self, shard: Buffer) -> Tensor | None:
-        """The shards of all ranks in rank order as they are now, without a copy; ``None`` where that is not possible.
+        """The shards of all ranks in rank order, without a copy; ``None`` where that is not possible.
 
-        As after an all-gather, nobody may write to the shards while this is read, which ends before the next
-        :meth:`fence`; what is written to it here is this rank's alone, and lost with :meth:`disjoin`.
+        Unlike a gathered copy it shows what the shards become: it must not be read after the next :meth:`fence`. What
+        is written to it is this rank's alone, and lost with :meth:`disjoin` and the next call.
         """
         return None
 
@@ -304,9 +306,13 @@ class Group(ABC):
     def barrier(self) -> None:
         """Return when every rank has come here. Host side: it does not wait for device work."""
 
-    def fence(self) -> None:
+    def fence(self, phase: str = "") -> None:
         """Return when all ranks' earlier writes into buffers are visible to all and nobody still reads; nothing to do
-        where memory is not mapped."""
+        where memory is not mapped.
+
+        Args:
+            phase: one of :data:`PHASES`; ranks at different ones have lost each other, and are told so.
+        """
         return
 
     def close(self) -> None:

@@ -19,8 +19,17 @@ from torch import Tensor
 
 from shardwise.comm.control import Control
 from shardwise.comm.errors import PeerError
-from shardwise.comm.group import DONE, Buffer, Group, Handle
-from shardwise.comm.mapping import LINE_BYTES, LINE_WORDS, Method, is_running, map_joint, map_segments, start_time
+from shardwise.comm.group import DONE, PHASES, Buffer, Group, Handle
+from shardwise.comm.mapping import (
+    LINE_BYTES,
+    LINE_WORDS,
+    MappingError,
+    Method,
+    is_running,
+    map_joint,
+    map_segments,
+    start_time,
+)
 from shardwise.comm.summing import RankSum
 
 __all__ = ["SharedBuffer", "SharedGroup"]
@@ -107,27 +116,35 @@ class SharedBuffer(Buffer):
 class JointBuffer(Buffer):
     """A shard in one array that all ranks map.
 
-    Attributes:
+    Args:
         group: its group.
-        whole: the array, mapped privately: it shows what is shared where this rank has written nothing.
+        peers: every rank's part of the array.
+        private: where it is mapped privately: shows what is shared wherever this rank has written nothing.
+        start: in ``private``, bytes, a multiple of the page size.
     """
 
-    def __init__(self, group: SharedGroup, peers: list[Tensor], whole: Tensor, private: mmap.mmap, start: int) -> None:
+    def __init__(self, group: SharedGroup, peers: list[Tensor], private: mmap.mmap, start: int) -> None:
         super().__init__(peers[group.rank], tuple(peers))
         self.group = group
-        self.whole = whole
         self._private: mmap.mmap | None = private
         self._start = start
 
+    def whole(self) -> Tensor:
+        """The array, in a storage of its own: torch may exchange a storage's memory (``share_memory_``)."""
+        if self._private is None:
+            raise RuntimeError(f"{self!r} of group {self.group.name!r} was released: its group is closed")
+        return _tensor(self._private, self._start, self.group.size * self.local.numel(), self.local.dtype)
+
     def drop_private(self) -> None:
-        """Forget what this rank has written to ``whole``."""
-        if self._private is not None and self.whole.nbytes:
+        """Forget what this rank has written to the array."""
+        nbytes = self.group.size * self.local.nbytes
+        if self._private is not None and nbytes:
             page = mmap.PAGESIZE
-            self._private.madvise(mmap.MADV_DONTNEED, self._start, -(-self.whole.nbytes // page) * page)
+            self._private.madvise(mmap.MADV_DONTNEED, self._start, -(-nbytes // page) * page)
 
     def release(self) -> None:
         """Drop the memory; it is unmapped when nobody else holds a tensor of it."""
-        self.local = self.whole = torch.empty(0, dtype=self.local.dtype)
+        self.local = torch.empty(0, dtype=self.local.dtype)
         self.peers, self._private = (), None
         self._whole = (self.local, ())
 
@@ -258,13 +275,15 @@ class SharedGroup(Group):
         for numel, dtype in specs:
             offsets.append(offset)
             offset += -(-self.size * numel * dtype.itemsize // page) * page
-        shared, private = map_joint(self._control, offset)
+        try:
+            shared, private = map_joint(self._control, offset)
+        except MappingError:  # on every rank: under strict overcommitment, for one, a second mapping may be too much
+            return self._buffers(specs)
         buffers: list[Buffer] = []
         for (numel, dtype), start in zip(specs, offsets, strict=True):
             everyone = _tensor(shared, start, self.size * numel, dtype)
             peers = [self.slice_of(everyone, rank) for rank in range(self.size)]
-            whole = _tensor(private, start, self.size * numel, dtype)
-            buffer = JointBuffer(self, peers, whole, private, start)
+            buffer = JointBuffer(self, peers, private, start)
             self._made.add(buffer)
             buffers.append(buffer)
         return buffers
@@ -274,7 +293,8 @@ class SharedGroup(Group):
         if not isinstance(shard, JointBuffer):
             return None
         self.traffic.add("all_gather", (self.size - 1) * shard.local.nbytes)
-        return shard.whole
+        shard.drop_private()  # somebody may have kept a view, and written to it
+        return shard.whole()
 
     def disjoin(self, shard: Buffer) -> None:
         """See :meth:`Group.disjoin`."""
@@ -354,11 +374,11 @@ class SharedGroup(Group):
         """Return when every rank has come here."""
         self._sync(BARRIER, ())
 
-    def fence(self) -> None:
-        """Finish this rank's reductions, then return when every rank has done so too."""
+    def fence(self, phase: str = "") -> None:
+        """Finish this rank's reductions, then return when every rank has done so too, at a fence of this ``phase``."""
         for reduction in list(self._unfinished):
             reduction.wait()
-        self._sync(FENCE, ())
+        self._sync(FENCE, (), PHASES.index(phase))
 
     def _exchange(self, values: Sequence[float]) -> list[list[float]]:
         pieces = [values[start : start + SLOT_VALUES] for start in range(0, len(values), SLOT_VALUES)]
@@ -393,8 +413,8 @@ class SharedGroup(Group):
             if words[slot] != kind or words[slot + 1] != total:
                 self.fail()
                 raise PeerError(
-                    f"group {self.name!r}: rank {self.rank} is at {SYNCS[kind]} ({total} values) and rank {rank} at "
-                    f"{SYNCS[words[slot]]} ({words[slot + 1]} values); all must come to the same operations in order"
+                    f"group {self.name!r}: rank {self.rank} is at {_sync_name(kind, total)} and rank {rank} at "
+                    f"{_sync_name(words[slot], words[slot + 1])}; all must come to the same operations in order"
                 )
         return [list(map(float, row[body : body + len(values)])) for row in self._values]
 
@@ -464,6 +484,12 @@ class SharedGroup(Group):
     def _from_own(self) -> list[int]:
         """All ranks beginning with this one, so that not all ranks read the same memory first."""
         return [(self.rank + step) % self.size for step in range(self.size)]
+
+
+def _sync_name(kind: int, total: int) -> str:
+    if kind == FENCE:
+        return f"{SYNCS[kind]} {PHASES[total]}".rstrip()
+    return f"{SYNCS[kind]} ({total} values)"
 
 
 def _tensor(segment: mmap.mmap, offset: int, numel: int, dtype: torch.dtype) -> Tensor:

@@ -312,13 +312,15 @@ class Engine:
                 self.write_back()
         finally:
             self.pool.release_all()
+            if write_back:
+                self.pool.drop_idle()  # each rank's copy has what that rank wrote, and not what the others did
 
     @torch.no_grad()
     def write_back(self) -> None:
         """Take changed gathered parameters over into shards and masters, each rank its own part of them."""
         self.undo_early("taking over gathered parameters")
         group = self.mesh.shard
-        group.fence()
+        group.fence("before an update")
         for chunk in self.chunks:
             if chunk.resident and not chunk.spec.trainable and group.size > 1:
                 chunk.exchange.local.copy_(gather_shards(group, chunk.shard))
@@ -365,7 +367,7 @@ class Engine:
     def _renew_resident(self) -> None:
         group = self.mesh.shard
         self.pool.settle()
-        group.fence()
+        group.fence("after an update")
         for chunk in self.chunks:
             if not (chunk.resident and chunk.spec.trainable and group.size > 1):
                 continue
@@ -394,7 +396,7 @@ class Engine:
         self.pool.settle()
         if self.mesh.device.type == "cuda" and not self.plan.tiers.all_on_device:
             torch.cuda.synchronize(self.mesh.device)  # uploads still read the shards that the CPU will write
-        self.mesh.shard.fence()
+        self.mesh.shard.fence("before an update")
 
     def __deepcopy__(self, _memo: object) -> Engine:
         raise TypeError(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 import time
+from unittest import mock
 
 import pytest
 import torch
 from scope import CPU, Scope, same, summed, values
 
 from shardwise.comm import Buffer, Group
+from shardwise.comm.mapping import MappingError
 from shardwise.comm.summing import TILE_NUMEL, RankSum
 from shardwise.testing import run_ranks
 
@@ -309,6 +311,22 @@ def unmaps(kind: str) -> list[int]:
 def test_shards_seen_as_one_array_are_unmapped_when_the_group_closes(size: int) -> None:
     for before, during, after in run_ranks(size, unmaps, "shared"):
         assert during >= before + 2 and after == before
+
+
+def no_second_mapping() -> bool:
+    with mock.patch("shardwise.comm.shared.map_joint", side_effect=MappingError("no room")), Scope("shared") as group:
+        (shard,) = group.joint_buffers([(10, torch.float32)])
+        out = torch.empty(10 * group.size)
+        shard.local.fill_(group.rank)
+        group.fence()
+        group.all_gather(out, shard).wait()
+        assert out[::10].tolist() == list(range(group.size))
+        group.fence()
+        return group.joined(shard) is None
+
+
+def test_shards_are_apart_where_they_cannot_be_mapped_twice() -> None:
+    assert run_ranks(2, no_second_mapping) == [True, True]
 
 
 def joint(kind: str) -> tuple[bool, list[int]]:

@@ -137,6 +137,22 @@ def left() -> str:
     return told
 
 
+def out_of_phase() -> str:
+    scope = Scope("shared")
+    told = ""
+    try:
+        scope.group.fence("after an update" if scope.group.rank else "before an update")
+    except PeerError as error:
+        told = str(error)
+    dist.barrier()
+    return told
+
+
+def test_ranks_at_fences_of_different_phases_are_told() -> None:
+    for text in run_ranks(2, out_of_phase):
+        assert "fence before an update" in text and "fence after an update" in text
+
+
 def astray() -> str:
     scope = Scope("shared")
     told = ""
@@ -174,7 +190,7 @@ def test_a_rank_that_left_is_named() -> None:
 
 def test_ranks_at_different_operations_are_told() -> None:
     for text in run_ranks(2, astray):
-        assert "exchange (2 values)" in text and "fence (0 values)" in text
+        assert "exchange (2 values)" in text and "at fence" in text
     first, second = run_ranks(2, other_reduction)
     assert "rank 0: all_reduce of 4, rank 1: reduce_scatter of 4 elements" in first and "rank 0: all_reduce" in second
 

@@ -85,6 +85,99 @@ def test_what_a_module_writes_to_a_gathered_weight_stays_on_its_rank_and_is_lost
         assert_close(written, plain, rtol=0.0, what="state after such writes")
 
 
+class Watched(nn.Module):
+    """Lets ``act`` have its weight in every forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+        self.act: Callable[[nn.Parameter], object] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.act is not None:
+            self.act(self.inner.weight)
+        out: Tensor = self.inner(x)
+        return out
+
+
+def kept_views(plan: Plan) -> tuple[list[State], State, State]:
+    """States after two steps: undisturbed, written to through a view after its pass, with shared storages; and what a
+    view taken inside gathered() says before and after an update."""
+    states: list[State] = []
+    views: list[Tensor] = []
+    with one_mesh(plan) as mesh:
+        for act in (None, lambda weight: views.append(weight.data), lambda weight: weight.share_memory_()):
+            model = seeded(lambda: nn.Sequential(Watched(), nn.Linear(6, 6)))
+            with sharded(model, sgd(model), plan, mesh) as session:
+                for index in range(2):
+                    model[0].act = act
+                    session.backward(loss_of(session, index))
+                    model[0].act = None
+                    for view in views:
+                        view.fill_(7.0 + mesh.rank)
+                    session.optimizer.step()
+                states.append(session.module.state_dict())
+        model = seeded(net)
+        with sharded(model, sgd(model), plan, mesh) as session:
+            with session.module.gathered():
+                inside = {name: value.data for name, value in model.named_parameters()}
+                inside["0.weight"].add_(1.0)
+                then = {name: value.clone() for name, value in inside.items()}
+            session.backward(loss_of(session))
+            session.optimizer.step()
+    return states, inside, then
+
+
+@pytest.mark.parametrize("name", ["zero3", "zero3_gloo"])
+def test_views_that_outlive_a_gather_do_no_harm(name: str) -> None:
+    for (plain, written, shared), inside, then in run_ranks(2, kept_views, PLANS[name]):
+        assert_close(written, plain, rtol=0.0, what="state after writes to views that were kept")
+        assert_close(shared, plain, rtol=0.0, what="state with storages in shared memory")
+        assert_close(inside, then, rtol=0.0, what="views of gathered()")
+
+
+def different_writes(plan: Plan) -> list[float]:
+    model = seeded(net)
+    with sharded(model, sgd(model), plan.but(gathered_budget_bytes=1 << 30)) as session:
+        with session.module.gathered(write_back=True):
+            for param in model.parameters():
+                param.data.fill_(1.0 + session.mesh.rank)
+        return [float(session.module(torch.ones(1, 6, dtype=torch.float64)).sum())]
+
+
+@pytest.mark.parametrize("name", ["zero3", "zero3_gloo"])
+def test_ranks_that_wrote_back_different_values_compute_with_the_same(name: str) -> None:
+    first, second = run_ranks(2, different_writes, PLANS[name])
+    assert first == second
+
+
+def lost(plan: Plan) -> str:
+    """Rank 1 fails in its update, alone, and goes on as if nothing had happened."""
+    model = seeded(net)
+    optimizer = sgd(model)
+    with one_mesh(plan) as mesh, sharded(model, optimizer, plan, mesh) as session:
+        if mesh.rank == 1:
+            optimizer.register_step_pre_hook(_fails)
+        session.backward(loss_of(session))
+        with pytest.raises((ArithmeticError, PeerError)) as first:
+            session.optimizer.step()
+        if mesh.rank == 0:
+            return str(first.value)
+        with pytest.raises(PeerError) as second:
+            session.optimizer.step()
+        return str(second.value)
+
+
+def _fails(*_: object) -> None:
+    raise ArithmeticError("this update fails")
+
+
+def test_ranks_that_lost_each_other_in_an_update_are_told() -> None:
+    first, second = run_ranks(2, lost, PLANS["zero3"], timeout=60)
+    assert "rank 0 is at fence after an update and rank 1 at exchange" in first
+    assert "rank 0 at fence after an update" in second
+
+
 # ---- wrong uses
 
 

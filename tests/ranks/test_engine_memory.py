@@ -42,20 +42,18 @@ class Measured:
 def mapped_bytes(session: Session) -> int:
     """Memory of peers that this rank sees: it is theirs, and counted there."""
     peers: dict[int, int] = {}
-    own: dict[int, int] = {}
     engine = session.engine
     buffers = [chunk.exchange for chunk in engine.chunks] + engine.reducer._slots._buffers
     buffers += [state.buffer for state in engine.reducer.states if state.buffer is not None]
     for buffer in buffers:
-        if isinstance(buffer, JointBuffer):  # this rank's part of one array, and the same array seen again
-            seen = [buffer.peers[0].untyped_storage(), buffer.whole.untyped_storage()]
-            peers |= {storage._cdata: storage.nbytes() for storage in seen}
-            own[seen[0]._cdata] = own.get(seen[0]._cdata, 0) + buffer.local.nbytes
+        if isinstance(buffer, JointBuffer):  # one array, of which a part is this rank's
+            storage = buffer.local.untyped_storage()
+            peers[storage._cdata] = storage.nbytes() - buffer.local.nbytes
             continue
         for whole in (*buffer.peers, *buffer._whole[1]):
             if whole.data_ptr() != buffer.local.data_ptr():
                 peers[whole.untyped_storage()._cdata] = whole.untyped_storage().nbytes()
-    return sum(peers.values()) - sum(own.values())
+    return sum(peers.values())
 
 
 def measure(plan: Plan) -> Measured:
