@@ -142,6 +142,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def divisor(self) -> float:
         """What accumulated gradients are divided by: loss scale, and number or tokens of the passes. Collective."""
         engine = self.engine
+        engine.passes.reduce_rest()
         average = engine.plan.grad.average
         divisor = engine.passes.loss_scale
         passes, tokens = self._progress()

@@ -41,6 +41,7 @@ class BackwardPasses:
         """Called when an outermost pass begins; may refuse it."""
         self._around = False
         self._failed = False
+        self._unreduced = False
         self._tasks: set[int] = set()
 
     def note(self, _gradient: object = None) -> None:
@@ -77,7 +78,7 @@ class BackwardPasses:
         if (self._tasks or self._failed) and not self._around and not in_backward():
             self._tasks.clear()
             self._reducer.abort()
-            self._failed = False
+            self._failed = self._unreduced = False
 
     def _task_ended(self, task: int) -> None:
         self._tasks.discard(task)
@@ -91,6 +92,14 @@ class BackwardPasses:
         with torch.no_grad():
             self._pool.finish_phase()
             self._reducer.finish(self.sync)
+        self._unreduced = not self.sync
+
+    def reduce_rest(self) -> None:
+        """Reduce the gradients of passes under :meth:`no_sync` that no other pass followed. Collective."""
+        if self._unreduced:
+            self._unreduced = False
+            with torch.no_grad():
+                self._reducer.finish(True)
 
     @contextlib.contextmanager
     def around(self, loss_scale: float = 1.0, weight: float = 1.0) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -179,3 +180,30 @@ def test_full_gradients(name: str) -> None:
     mean_loss(model, torch.cat([rows(r, m, 0, True) for r in range(RANKS) for m in range(MICRO)])).backward()
     expected = {n: p.grad for n, p in model.named_parameters()}
     check(run_ranks(RANKS, compared_gradients, PLANS[name]), expected, name)
+
+
+def all_unreduced(plan: Plan) -> list[tuple[dict[str, Tensor], list[float]]]:
+    """Every pass, or every pass but the last, under ``no_sync``."""
+    found = []
+    with one_mesh(plan) as mesh:
+        for synced in (MICRO, MICRO - 1):
+            model = seeded(net)
+            norms = []
+            with sharded(model, adam(model), plan, mesh) as session:
+                for step in range(STEPS):
+                    for micro in range(MICRO):
+                        loss = mean_loss(session.module, rows(mesh.rank, micro, step, True))
+                        with session.no_sync() if micro != synced else nullcontext():
+                            session.backward(loss)
+                    session.optimizer.step()
+                    norms.append(session.optimizer.get_grad_norm())
+                found.append((session.module.state_dict(), norms))
+    return found
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero1"])
+@pytest.mark.parametrize("average", ["sum", "mean"])
+def test_a_step_reduces_what_no_sync_left(name: str, average: str) -> None:
+    for (state, norms), (expected, others) in run_ranks(RANKS, all_unreduced, PLANS[name].but(average=average)):
+        assert norms == pytest.approx(others, rel=1e-12)
+        check([state], expected, "state")
