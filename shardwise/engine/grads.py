@@ -8,6 +8,7 @@ import torch
 
 from shardwise.chunk.chunk import Chunk
 from shardwise.comm import Buffer, Handle
+from shardwise.memory.host import host_block
 from shardwise.memory.tier import Tier
 
 __all__ = ["ChunkGrads", "SlotPool"]
@@ -153,10 +154,15 @@ class ChunkGrads:
 
 
 class GradRing:
-    """Memory of reduced shards that are used one after the other. Two threads use it."""
+    """Memory of reduced shards that are used one after the other. Two threads use it.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    Args:
+        device: where it is.
+        pin: page-lock it; it is on the host.
+    """
+
+    def __init__(self, device: torch.device, pin: bool) -> None:
+        self._device, self._pin = device, pin
         self._idle: list[torch.Tensor] = []
 
     def idle(self) -> list[torch.Tensor]:
@@ -173,6 +179,8 @@ class GradRing:
         for index in range(len(self._idle)):  # the other thread only appends
             if self._idle[index].nbytes >= nbytes:
                 return self._idle.pop(index)[:nbytes].view(dtype)
+        if self._pin:
+            return host_block(nbytes, pin=True).view(dtype)
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device).view(dtype)
 
     def give(self, memory: torch.Tensor) -> None:

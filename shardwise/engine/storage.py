@@ -18,7 +18,7 @@ from shardwise.engine.grads import ChunkGrads, GradRing
 from shardwise.engine.states import ChunkState
 from shardwise.engine.tile_plan import TILE_NUMEL, TileRange, plan_tiles
 from shardwise.memory.disk import DiskStore
-from shardwise.memory.host import HostArena
+from shardwise.memory.host import HostArena, host_block
 from shardwise.memory.ledger import Ledger
 from shardwise.memory.placement import Home, assign_homes
 from shardwise.memory.tier import Tier
@@ -76,7 +76,9 @@ class Storage:
     def _open_store(self) -> None:
         disk = self.plan.tiers.disk
         with agreed(self.mesh.world, "its file was made", REMEDY, needed=self.uses_disk):
-            self.store = DiskStore(disk, self.mesh.rank) if disk is not None and self.uses_disk else None
+            allocate = partial(host_block, pin=True) if self._pins else None
+            disk = disk if self.uses_disk else None
+            self.store = DiskStore(disk, self.mesh.rank, allocate=allocate) if disk is not None else None
         shards = [s for s in self.layout.chunks if self.homes[s.index].param is Tier.DISK]
         largest = max((s.shard_numel * s.dtype.itemsize for s in shards), default=0)
         # One buffer for each optimizer that writes new shards beside gathers.
@@ -88,6 +90,11 @@ class Storage:
 
     def _all_reserve(self) -> AbstractContextManager[None]:
         return agreed(self.mesh.world, "space was reserved", REMEDY, needed=self.uses_disk)
+
+    @property
+    def _pins(self) -> bool:
+        """Whether host memory is page-locked: copies to and from a GPU would else pass through the driver's own."""
+        return self.plan.tiers.pin_memory and self.mesh.device.type == "cuda"
 
     # ---- which memory
 
@@ -263,7 +270,7 @@ class Storage:
     def ring(self, home: Tier) -> GradRing:
         """Memory of gradients that stream, in the tier where their updates read them."""
         device = torch.device("cpu") if home is Tier.HOST else self.mesh.device
-        return self._rings.setdefault(home, GradRing(device))
+        return self._rings.setdefault(home, GradRing(device, self._pins and home is Tier.HOST))
 
     # ---- accounts
 

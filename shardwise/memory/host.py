@@ -10,9 +10,25 @@ import weakref
 
 import torch
 
-__all__ = ["HostArena"]
+__all__ = ["HostArena", "host_block"]
 
 ALIGN_BYTES = 256
+
+
+def host_block(nbytes: int, pin: bool) -> torch.Tensor:
+    """Long-lived host memory: zeroed uint8 of ``nbytes``.
+
+    Args:
+        nbytes: how much.
+        pin: page-lock it; without CUDA it is ordinary memory.
+
+    Raises:
+        RuntimeError: CUDA refuses to page-lock that much.
+    """
+    block = torch.zeros(nbytes, dtype=torch.uint8)
+    if pin and nbytes and torch.cuda.is_available():
+        _register(block)
+    return block
 
 
 class HostArena:
@@ -27,11 +43,9 @@ class HostArena:
     """
 
     def __init__(self, total_bytes: int, pin: bool) -> None:
-        self._block = torch.zeros(total_bytes, dtype=torch.uint8) if total_bytes else torch.empty(0, dtype=torch.uint8)
+        self._block = host_block(total_bytes, pin)
         self._at = 0
-        self.pinned = bool(pin and total_bytes and torch.cuda.is_available())
-        if self.pinned:
-            _register(self._block)
+        self.pinned = self._block.is_pinned()
 
     @staticmethod
     def rounded(nbytes: int) -> int:

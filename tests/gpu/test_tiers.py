@@ -160,13 +160,20 @@ def _pinned(plan: Plan, device_type: str) -> dict[str, bool]:
         with chunk.opened() as shard:
             found[f"shard {chunk.spec.index}"] = shard.is_pinned()
     for index, state in session.engine.states.items():
-        assert state.tier is Tier.HOST
+        assert state.tier is not Tier.DEVICE
         if state.master is not None:
             found[f"master {index}"] = state.master.is_pinned()
     for index, grads in session.engine.grads.items():
-        assert grads.reduced is not None
-        found[f"gradient {index}"] = grads.reduced.is_pinned()
+        if grads.reduced is not None:
+            found[f"gradient {index}"] = grads.reduced.is_pinned()
     session.optimizer.step()
+    for tier, ring in session.engine.storage._rings.items():
+        for block in ring.idle():
+            assert tier is Tier.HOST
+            found[f"ring {len(found)}"] = block.is_pinned()
+    store = session.engine.storage.store
+    for buffer in store._buffers._free if store is not None else ():
+        found[f"buffer {len(found)}"] = buffer.is_pinned()
     session.close()
     session.mesh.close()
     return found
@@ -180,6 +187,15 @@ def test_host_memory_is_page_locked_where_asked(one_rank: RankPool) -> None:
     assert all(found.values()), found
     (plain,) = one_rank.run(_pinned, plan.but(pin_memory=False), "cuda", timeout=240.0)
     assert not any(plain.values()), plain
+    (streamed,) = one_rank.run(_pinned, plan.but(update="backward"), "cuda", timeout=240.0)
+    assert {name.split()[0] for name in streamed} == {"shard", "master", "ring"} and all(streamed.values()), streamed
+
+
+@pytest.mark.gpus(1)
+def test_buffers_of_a_disk_are_page_locked(one_rank: RankPool, tmp_path: Path) -> None:
+    plan = tiered(zero(3, torch.bfloat16), (1.0, 0.0), (0.0, 1.0), tmp_path)
+    (found,) = one_rank.run(_pinned, plan, "cuda", timeout=240.0)
+    assert "buffer" in {name.split()[0] for name in found} and all(found.values()), found
 
 
 @dataclass(frozen=True)
