@@ -498,39 +498,3 @@ def test_weight_averaging_is_right_or_refused(kind: str) -> None:
     for said in run_ranks(RANKS, _averages, kind):
         for path, text in said.items():
             assert re.match(rf"{path} with .*Strategy: it averages and exchanges whole parameters", text)
-
-
-class Skipping(Toy):
-    """Leaves out every second batch."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:  # type: ignore[override]
-        return None if batch_idx % 2 else self.loss(batch)
-
-
-def skipped(kind: str) -> list[Ended]:
-    """Lightning calls the optimizer for those, too, which has no gradients then; also within an accumulation."""
-    found = []
-    for accumulate in (1, 2):
-        recipe = Recipe(accumulate=accumulate)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            found.append(run(kind, recipe, toy(body=Skipping)))
-    return found
-
-
-@pytest.mark.parametrize("kind", MAIN)
-def test_a_training_step_may_return_none_on_one_device(kind: str) -> None:
-    (expected,), (found,) = (run_ranks(1, skipped, each) for each in (STOCK, kind))
-    for ours, plain in zip(found, expected, strict=True):
-        check_same([ours], [plain])
-
-
-def skipped_by_one(kind: str) -> str:
-    with pytest.raises(RuntimeError) as caught:
-        run(kind, Recipe(), toy(body=Skipping))
-    return str(caught.value)
-
-
-def test_a_training_step_may_not_return_none_on_several() -> None:
-    """Lightning's own rule."""
-    assert all("returning None in distributed training" in text for text in run_ranks(RANKS, skipped_by_one, TWO[1]))
