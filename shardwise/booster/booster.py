@@ -268,8 +268,8 @@ class Booster:
             checkpoint: a file, a directory, or an index; any format of docs/checkpoints.md. Torch files are read with
                 ``weights_only=True``.
             strict: refuse missing and unexpected names. False loads what fits. A shape that differs is always refused.
-            low_cpu_mem_mode: only True: nothing is read that is not needed.
-            num_threads: only 1.
+            low_cpu_mem_mode: no effect, False warns: each rank reads what it needs, straight into its place.
+            num_threads: no effect; another number than 1 warns.
 
         Returns:
             ``model``.
@@ -329,8 +329,8 @@ class Booster:
         Args:
             optimizer: a boosted optimizer.
             checkpoint: a file, a directory, or an index.
-            low_cpu_mem_mode: only True.
-            num_threads: only 1.
+            low_cpu_mem_mode: no effect, as in :meth:`load_model`.
+            num_threads: no effect; another number than 1 warns.
 
         Returns:
             ``optimizer``.

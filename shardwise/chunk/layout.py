@@ -15,7 +15,7 @@ from torch import nn
 from shardwise.chunk.search import search_chunk_numel
 from shardwise.plan import ByModule, ByNumel, BySearch, ByTensor, Packing
 
-__all__ = ["ChunkSpec", "Layout", "ParamFact", "Slot", "UnitSpec", "make_layout", "module_units"]
+__all__ = ["ChunkSpec", "Layout", "ParamFact", "Slot", "UnitSpec", "make_layout", "module_units", "search_report"]
 
 ALIGN_BYTES = 64  # a cache line, and what vector and tensor-core kernels want of a weight's address
 
@@ -101,6 +101,8 @@ class Layout:
     units: tuple[UnitSpec, ...]
     chunks: tuple[ChunkSpec, ...]
     where: tuple[tuple[int, Slot], ...]
+    searched_numel: int | None = None
+    """Chunk size in elements that a search chose; ``None`` where there was none."""
 
 
 @dataclass(frozen=True)
@@ -181,14 +183,11 @@ def _bins_by_name(facts: Sequence[ParamFact], model: nn.Module, packing: ByModul
     return sorted([*bins.values(), *others], key=lambda each: each.params[0])
 
 
-def _bins(facts: Sequence[ParamFact], model: nn.Module, packing: Packing) -> list[_Bin]:
+def _bins(facts: Sequence[ParamFact], model: nn.Module, packing: ByNumel | ByTensor | ByModule) -> list[_Bin]:
     if isinstance(packing, ByNumel):
         share = -(-sum(f.numel for f in facts) // packing.min_chunks)
         limit = packing.chunk_numel if packing.min_chunks == 1 else min(packing.chunk_numel, share)
         return _bins_by_numel(facts, limit)
-    if isinstance(packing, BySearch):
-        numel = search_chunk_numel([f.numel for f in facts], packing) if facts else 1
-        return _bins_by_numel(facts, numel)
     if isinstance(packing, ByTensor):
         return [_Bin([i], persistent=0 < f.numel <= packing.persist_numel) for i, f in enumerate(facts)]
     return (_bins_by_name if packing.unit_names else _bins_by_module)(facts, model, packing)
@@ -244,6 +243,10 @@ def make_layout(
     units: list[UnitSpec] = []
     chunks: list[ChunkSpec] = []
     where: dict[int, tuple[int, Slot]] = {}
+    searched: int | None = None
+    if isinstance(packing, BySearch):
+        searched = search_chunk_numel([fact.numel for fact in facts], packing) if facts else 1
+        packing = ByNumel(chunk_numel=searched)
     bins = _bins(facts, model, packing)
     for unit_index, bin_ in enumerate(_keep(bins, facts, kept) if kept else bins):
         keyed: dict[tuple[torch.dtype, bool, int], list[int]] = {}
@@ -269,4 +272,21 @@ def make_layout(
             where.update({slot.param: (spec.index, slot) for slot in slots})
             chunks.append(spec)
         units.append(UnitSpec(unit_index, tuple(range(first, len(chunks))), bin_.module))
-    return Layout(tuple(facts), tuple(units), tuple(chunks), tuple(where[i] for i in range(len(facts))))
+    return Layout(tuple(facts), tuple(units), tuple(chunks), tuple(where[i] for i in range(len(facts))), searched)
+
+
+def search_report(layout: Layout) -> str | None:
+    """One line on what the chunk search chose and what packing by it leaves empty; ``None`` where nothing was searched.
+
+    A chunk is only as long as what it holds: empty is what its ranks' equal shards and aligned starts need beyond that.
+    """
+    if layout.searched_numel is None:
+        return None
+    dtypes = dict.fromkeys(chunk.dtype for chunk in layout.chunks)
+    sizes = ", ".join(f"{layout.searched_numel * d.itemsize} bytes of {str(d).removeprefix('torch.')}" for d in dtypes)
+    held = sum(chunk.padded_bytes for chunk in layout.chunks)
+    empty = sum((end - start) * chunk.dtype.itemsize for chunk in layout.chunks for start, end in chunk.gaps)
+    return (
+        f"chunk search: {layout.searched_numel} elements a chunk ({sizes or 'no parameters'}), chunks: "
+        f"{len(layout.chunks)}, empty: {empty} of {held} bytes ({empty / max(held, 1):.2%})"
+    )

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shardwise.chunk.chunk import Chunk
-from shardwise.chunk.layout import Layout, ParamFact, make_layout
+from shardwise.chunk.layout import Layout, ParamFact, make_layout, search_report
 from shardwise.chunk.pool import ChunkPool
 from shardwise.comm import Handle
 from shardwise.engine.casts import cast_floats, each_tensor
@@ -57,6 +57,9 @@ class Engine:
         facts = _facts(self.params, names, optimizers, plan)
         shard = plan.shard
         self.layout: Layout = make_layout(facts, model, shard.packing, mesh.shard.size, mesh.replicate.size, shard.kept)
+        report = search_report(self.layout)
+        if plan.verbose and report is not None and mesh.rank == 0:
+            print(report, flush=True)
         self.storage = Storage(self.layout, self.params, plan, mesh)
         self.ledger = self.storage.ledger
         self.chunks = self.storage.chunks

@@ -31,11 +31,20 @@ PLUGINS: dict[str, Callable[[], Plugin]] = {
     "fsdp-offload": functools.partial(TorchFSDPPlugin, cpu_offload=CPUOffload(offload_params=True)),
     "zero1": functools.partial(LowLevelZeroPlugin, stage=1, precision="fp32"),
     "zero2": functools.partial(LowLevelZeroPlugin, stage=2, precision="fp32", overlap_communication=False),
+    "zero1-late": functools.partial(LowLevelZeroPlugin, stage=1, precision="fp32", overlap_allgather=True),
+    "zero2-offload": functools.partial(LowLevelZeroPlugin, stage=2, precision="fp32", cpu_offload=True),
     "gemini": functools.partial(GeminiPlugin, precision="fp32", **SMALL),
     "gemini-half": functools.partial(GeminiPlugin, precision="fp32", shard_param_frac=0.5, max_prefetch=1, **SMALL),
     "gemini-replicas": functools.partial(GeminiPlugin, precision="fp32", extra_dp_size=2, **SMALL),
     "gemini-kept": functools.partial(
         GeminiPlugin, precision="fp32", chunk_config_dict={2: {"chunk_size": 64, "keep_gathered": True}}
+    ),
+    "gemini-offload": functools.partial(
+        GeminiPlugin,
+        precision="fp32",
+        offload_optim_frac=0.5,
+        offload_param_frac=0.5,
+        chunk_config_dict={2: {"chunk_size": 40}},
     ),
 }
 

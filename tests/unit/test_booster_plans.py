@@ -44,6 +44,15 @@ SCALER = ScalerPlan(
     hysteresis=2,
     max_scale=2.0**32,
 )
+OTHER_SCALER: dict[str, float] = {
+    "initial_scale": 1024.0,
+    "min_scale": 2.0,
+    "growth_factor": 4.0,
+    "backoff_factor": 0.25,
+    "growth_interval": 10,
+    "hysteresis": 1,
+    "max_scale": 2.0**20,
+}
 FP16 = PrecisionPlan(
     param_dtype=torch.float16,
     buffer_dtype=torch.float16,
@@ -54,6 +63,7 @@ FP16 = PrecisionPlan(
     output_dtype=None,
     scaler=SCALER,
 )
+FP32 = replace(FP16, param_dtype=None, buffer_dtype=None, cast_inputs=False, scaler=None)
 ZERO1 = Plan(
     mesh=MeshPlan(dp_shard=-1, dp_replicate=1),
     shard=ShardPlan(
@@ -101,28 +111,13 @@ LLZ_CASES: list[tuple[dict[str, Any], Plan]] = [
     ({"device_memory": "64MiB"}, ZERO1.but(device_capacity_bytes=64 * M)),
     ({"verbose": True}, ZERO1.but(verbose=True)),
     ({"precision": "bf16"}, ZERO1.but(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16, scaler=None)),
-    ({"precision": "fp32"}, ZERO1.but(param_dtype=None, buffer_dtype=None, cast_inputs=False, scaler=None)),
+    ({"precision": "fp32"}, ZERO1.but(precision=FP32)),
+    (OTHER_SCALER, ZERO1.but(scaler=ScalerPlan(**OTHER_SCALER))),
+    ({"overlap_allgather": True}, ZERO1.but(gather_on_use=True)),
+    ({"update": "backward"}, ZERO1.but(update="backward")),
     (
-        {
-            "initial_scale": 1024,
-            "min_scale": 2,
-            "growth_factor": 4,
-            "backoff_factor": 0.25,
-            "growth_interval": 10,
-            "hysteresis": 1,
-            "max_scale": 4096,
-        },
-        ZERO1.but(
-            scaler=ScalerPlan(
-                initial_scale=1024.0,
-                min_scale=2.0,
-                growth_factor=4.0,
-                backoff_factor=0.25,
-                growth_interval=10,
-                hysteresis=1,
-                max_scale=4096.0,
-            )
-        ),
+        {"update": "backward", "stage": 2, "max_norm": 1.0, "precision": "fp32"},
+        ZERO1.but(update="backward", reduce="every", max_norm=1.0, precision=FP32),
     ),
 ]
 
@@ -158,6 +153,7 @@ def test_defect_9_default_scale_of_fp16_wastes_the_first_steps() -> None:
         {"backoff_factor": 1},
         {"hysteresis": -1},
         {"initial_scale": 0.5},
+        {"update": "never"},
     ],
     ids=str,
 )
@@ -168,7 +164,10 @@ def test_low_level_zero_refuses(given: dict[str, Any]) -> None:
     assert str(value) in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["fp8_communication", "use_fp8"])
+LLZ_NOT_YET = ["fp8_communication", "use_fp8"]
+
+
+@pytest.mark.parametrize("name", LLZ_NOT_YET)
 def test_low_level_zero_not_yet(name: str) -> None:
     with pytest.raises(NotImplementedError, match=name):
         LowLevelZeroPlugin(**{name: True})
@@ -200,8 +199,27 @@ GEMINI_CASES: list[tuple[dict[str, Any], Plan]] = [
     ({"max_norm": 0.5, "norm_type": 1.0}, GEMINI.but(max_norm=0.5, norm_type=1.0)),
     ({"verbose": True}, GEMINI.but(verbose=True)),
     ({"precision": "bf16"}, GEMINI.but(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16, scaler=None)),
-    ({"precision": "fp32"}, GEMINI.but(param_dtype=None, buffer_dtype=None, cast_inputs=False, scaler=None)),
+    ({"precision": "fp32"}, GEMINI.but(precision=FP32)),
     ({"initial_scale": 8}, GEMINI.but(scaler=replace(SCALER, initial_scale=8.0))),
+    (OTHER_SCALER, GEMINI.but(scaler=ScalerPlan(**OTHER_SCALER))),
+    ({"offload_optim_frac": 0.5}, GEMINI.but(state_host_fraction=0.5, pin_memory=True)),
+    ({"offload_param_frac": 0.5}, GEMINI.but(param_host_fraction=0.5, pin_memory=True)),
+    (
+        {"offload_optim_frac": 1.0, "pin_memory": True, "enable_async_reduce": False},
+        GEMINI.but(state_host_fraction=1.0, pin_memory=True, overlap=False),
+    ),
+    (
+        {
+            "placement_policy": "auto",
+            "warmup_non_model_data_ratio": 0.5,
+            "steady_cuda_cap_ratio": 0.75,
+            "gpu_margin_mem_ratio": 0.25,
+        },
+        AUTO.but(auto=AutoPlan(warmup_non_model_ratio=0.5, steady_capacity_ratio=0.75, margin_ratio=0.25)),
+    ),
+    ({"update": "backward"}, GEMINI.but(update="backward")),
+    ({"update": "backward", "enable_gradient_accumulation": True}, GEMINI.but(update="backward")),
+    ({"update": "backward", "precision": "fp32"}, GEMINI.but(update="backward", precision=FP32)),
     (
         {"search_range_m": 2, "hidden_dim": 768, "min_chunk_size_m": 0.5},
         GEMINI.but(packing=BySearch(search_range_numel=2 * M, interval_numel=768, min_chunk_numel=M // 2)),
@@ -272,6 +290,7 @@ def test_chunk_config_dict_with_a_wrong_entry(entry: dict[str, Any]) -> None:
         {"search_range_m": -1},
         {"min_chunk_size_m": 0},
         {"hidden_dim": 0},
+        {"update": "never"},
     ],
     ids=str,
 )
@@ -282,24 +301,30 @@ def test_gemini_refuses(given: dict[str, Any]) -> None:
     assert str(value) in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"tp_size": 2},
-        {"enable_all_optimization": True},
-        {"enable_fused_normalization": True},
-        {"enable_flash_attention": True},
-        {"enable_sequence_parallelism": True},
-        {"enable_jit_fused": True},
-        {"enable_sequence_overlap": True},
-        {"use_fp8": True},
-        {"fp8_communication": True},
-    ],
-    ids=lambda given: next(iter(given)),
-)
-def test_gemini_not_yet(given: dict[str, Any]) -> None:
-    with pytest.raises(NotImplementedError, match=next(iter(given))):
-        GeminiPlugin(**given)
+GEMINI_NOT_YET: dict[str, Any] = {
+    "tp_size": 2,
+    "enable_all_optimization": True,
+    "enable_fused_normalization": True,
+    "enable_flash_attention": True,
+    "enable_sequence_parallelism": True,
+    "enable_jit_fused": True,
+    "enable_sequence_overlap": True,
+    "use_fp8": True,
+    "fp8_communication": True,
+}
+
+
+@pytest.mark.parametrize("name", GEMINI_NOT_YET)
+def test_gemini_not_yet(name: str) -> None:
+    with pytest.raises(NotImplementedError, match=name):
+        GeminiPlugin(**{name: GEMINI_NOT_YET[name]})
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_gradients_that_are_not_kept_cannot_be_accumulated(precision: str) -> None:
+    with pytest.raises(ValueError, match=f"update='backward' with enable_gradient.*'{precision}'.*one backward pass"):
+        GeminiPlugin(update="backward", enable_gradient_accumulation=True, precision=precision)
+    GeminiPlugin(update="backward", enable_gradient_accumulation=True, precision=precision, max_norm=1.0)
 
 
 @pytest.mark.parametrize("given", [{"tp_size": 2}, {"enable_sequence_parallelism": True}], ids=str)
@@ -311,6 +336,15 @@ def test_defect_13_strict_ddp_mode_refuses_other_parallelism(given: dict[str, An
 # -- the two torch plugins
 
 
+DDP_GIVEN: dict[str, Any] = {
+    "broadcast_buffers": False,
+    "bucket_cap_mb": 7,
+    "find_unused_parameters": True,
+    "gradient_as_bucket_view": True,
+    "static_graph": True,
+}
+
+
 def test_ddp_arguments() -> None:
     defaults = {
         "bucket_cap_mb": 25,
@@ -319,17 +353,13 @@ def test_ddp_arguments() -> None:
         "static_graph": False,
     }
     assert ddp_arguments(TorchDDPPlugin()) == defaults
-    given = {
-        "broadcast_buffers": False,
-        "bucket_cap_mb": 7,
-        "find_unused_parameters": True,
-        "gradient_as_bucket_view": True,
-        "static_graph": True,
-    }
-    assert ddp_arguments(TorchDDPPlugin(**given)) == given  # type: ignore[arg-type]
+    assert ddp_arguments(TorchDDPPlugin(**DDP_GIVEN)) == DDP_GIVEN
 
 
-@pytest.mark.parametrize("name", ["fp8_communication", "check_reduction"])
+DDP_NOT_YET = ["fp8_communication", "check_reduction"]
+
+
+@pytest.mark.parametrize("name", DDP_NOT_YET)
 def test_ddp_not_yet(name: str) -> None:
     with pytest.raises(NotImplementedError, match=name):
         TorchDDPPlugin(**{name: True})

@@ -1,13 +1,27 @@
-"""Every published argument in name, order and default."""
+"""Every published argument in name, order and default, and with a case that shows what it does."""
 
 from __future__ import annotations
 
 import inspect
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Any
 
 import pytest
+from test_booster_plans import (
+    DDP_GIVEN,
+    DDP_NOT_YET,
+    FSDP_CASES,
+    GEMINI_CASES,
+    GEMINI_NOT_YET,
+    LLZ_CASES,
+    LLZ_NOT_YET,
+)
 
 from shardwise.booster import Booster
-from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
+from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin, fsdp
+from shardwise.booster.plugin.ddp import ddp_arguments
 
 REQUIRED = inspect.Parameter.empty
 
@@ -154,7 +168,8 @@ BOOSTER = {
 
 
 # Arguments of our own; only by name, so that those published may be given by position.
-EXTENSIONS = {LowLevelZeroPlugin: {"device_memory": None}, GeminiPlugin: {"device_memory": None}}
+OWN = {"device_memory": None, "update": "step"}
+EXTENSIONS = {LowLevelZeroPlugin: OWN, GeminiPlugin: OWN}
 
 
 def signature(function: object, by_name_only: bool = False) -> dict[str, object]:
@@ -187,3 +202,35 @@ def test_arguments_may_be_positional(plugin: type) -> None:
 
 def test_add_lora_params_to_optimizer_exists() -> None:
     assert list(signature(LowLevelZeroPlugin.add_lora_params_to_optimizer)) == ["model", "optimizer"]
+
+
+# -- no argument is forgotten
+
+# No plan holds these: tests of their own show what they do, or what is refused.
+GEMINI_ELSEWHERE = ["enable_gradient_accumulation", "strict_ddp_mode", "chunk_init_device", "memstats"]
+FSDP_ELSEWHERE = ["process_group", "auto_wrap_policy", "ignored_modules", "param_init_fn", "sync_module_states"]
+FSDP_REFUSED = ["backward_prefetch", "fp8_communication"]
+
+
+@pytest.mark.parametrize(
+    ("plugin", "plan_of", "cases", "others"),
+    [
+        (LowLevelZeroPlugin, lambda plugin: plugin.plan(4), LLZ_CASES, LLZ_NOT_YET),
+        (GeminiPlugin, lambda plugin: plugin.plan(4), GEMINI_CASES, [*GEMINI_NOT_YET, *GEMINI_ELSEWHERE]),
+        (TorchDDPPlugin, ddp_arguments, [(DDP_GIVEN, DDP_GIVEN)], DDP_NOT_YET),
+        (TorchFSDPPlugin, fsdp.to_plan, FSDP_CASES, FSDP_ELSEWHERE + FSDP_REFUSED),
+    ],
+    ids=["low_level_zero", "gemini", "ddp", "fsdp"],
+)
+def test_every_argument_is_covered(
+    plugin: Any, plan_of: Callable[[Any], Any], cases: Sequence[tuple[dict[str, Any], Any]], others: Sequence[str]
+) -> None:
+    """A case covers an argument if its plan would be another one without it."""
+    missing = {field.name for field in fields(plugin)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what has no effect without the argument that is taken away
+        for given, plan in cases:
+            for name in given:
+                if plan_of(plugin(**{key: value for key, value in given.items() if key != name})) != plan:
+                    missing.discard(name)
+    assert missing == set(others)

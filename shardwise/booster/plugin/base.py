@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import tempfile
+import warnings
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,11 +19,23 @@ from torch.utils.data import DataLoader, Dataset
 
 from shardwise.booster.dataloader import distributed_dataloader, distributed_sampler, require_map_style
 from shardwise.booster.lora import add_lora_parameters
-from shardwise.booster.runs import remember_session
+from shardwise.booster.runs import SESSION, remember_session
 from shardwise.memory.sizes import parse_size
 from shardwise.plan import DiskPlan, Plan
 
-__all__ = ["Boosted", "Plugin", "ShardedPlugin", "device_bytes", "refuse", "start_ranks", "with_optimizer"]
+if TYPE_CHECKING:
+    from shardwise.build import Session
+
+__all__ = [
+    "Boosted",
+    "Plugin",
+    "ShardedPlugin",
+    "device_bytes",
+    "refuse",
+    "start_ranks",
+    "updates_early",
+    "with_optimizer",
+]
 
 Boosted = tuple[nn.Module, torch.optim.Optimizer | None]
 
@@ -93,6 +106,13 @@ def with_optimizer(plan: Plan, optimizer: torch.optim.Optimizer | None) -> Plan:
             disk=disk,
         )
     )
+
+
+def updates_early(plan: Plan, device: torch.device) -> bool:
+    """Whether something can be updated during backward: on a GPU that is what is at home on the host or a disk."""
+    tiers = plan.tiers
+    elsewhere = tiers.auto is not None or tiers.state_host_fraction + tiers.state_disk_fraction > 0.0
+    return plan.grad.update == "backward" and (device.type == "cpu" or elsewhere)
 
 
 class Plugin(ABC):
@@ -228,12 +248,29 @@ class ShardedPlugin(Plugin):
         take_offload = getattr(optimizer, "take_offload", None)
         if take_offload is not None:
             take_offload()  # from here on the plan says where state is, not the optimizer
+        if plan.grad.update == "backward" and not updates_early(plan, mesh.device):
+            warnings.warn(
+                f"update={plan.grad.update!r} updates nothing during backward: masters and optimizer state are all on "
+                f"{mesh.device}, where step() updates them; put some on the host, or use update='step'",
+                stacklevel=3,
+            )
         session = build(model, optimizer, plan, mesh)
         self.prepare(session)
         remember_session(session)
         if session.optimizer is not None:
             self._module_of[session.optimizer] = session.module
         return session.module, session.optimizer
+
+    def session(self, model: nn.Module) -> Session:
+        """What is under a model that boost returned: its plan, ``memory()``, ``traffic()``, ``full_gradients()``.
+
+        Raises:
+            ValueError: boost did not return it, or a plugin of torch made it.
+        """
+        session: Session | None = vars(model).get(SESSION)
+        if session is None:
+            raise ValueError(f"session({type(model).__name__}): give the model that boost returned under this plugin")
+        return session
 
     def no_sync(
         self, model: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -106,6 +106,11 @@ class GeminiArguments:
         fp8_communication: exchange in 8 bits.
         device_memory: an extension: memory of the device that may be used, in bytes or as a text such as ``"64MiB"``;
             ``None``: what it has, on a CPU no limit.
+        update: an extension: ``"step"``; or ``"backward"``: masters and optimizer state of a chunk are updated as soon
+            as its gradient is reduced, beside the rest of backward. Without clipping and loss scale this is done in
+            place, and gradients are not kept; otherwise it is a guess, which ``step()`` confirms or undoes exactly. On
+            a GPU it is done for what is at home on the host or a disk. In place it does not go with
+            ``enable_gradient_accumulation=True``: each step is one backward pass.
     """
 
     chunk_config_dict: Mapping[int, Mapping[str, Any]] | None = None
@@ -150,10 +155,12 @@ class GeminiArguments:
     verbose: bool = False
     fp8_communication: bool = False
     device_memory: int | str | None = field(default=None, kw_only=True)
+    update: Literal["step", "backward"] = field(default="step", kw_only=True)
 
     def __post_init__(self) -> None:
         _check(self)
-        to_plan(self, next(iter(self.chunk_config_dict)) * self.extra_dp_size if self.chunk_config_dict else None)
+        ranks = next(iter(self.chunk_config_dict)) * self.extra_dp_size if self.chunk_config_dict else None
+        _check_accumulation(self, to_plan(self, ranks))
         _ = self._stats  # a file that is none is an error here, not at the first boost
         for reason, names in _without_effect(self).items():
             given = ", ".join(f"{name}={getattr(self, name)!r:.80}" for name in names)
@@ -221,6 +228,15 @@ def _check(arguments: GeminiArguments) -> None:
     for name, instead in NOT_YET.items():
         if getattr(a, name):
             refuse(name, True, instead)
+
+
+def _check_accumulation(arguments: GeminiArguments, plan: Plan) -> None:
+    if arguments.enable_gradient_accumulation and plan.streams_gradients:
+        raise ValueError(
+            f"update={arguments.update!r} with enable_gradient_accumulation=True, max_norm={arguments.max_norm} and "
+            f"precision={arguments.precision!r}: without clipping and loss scale a gradient is used as soon as it is "
+            "reduced, so each step is one backward pass; give max_norm > 0, or update='step'"
+        )
 
 
 def _packing(arguments: GeminiArguments, shard_ranks: int | None) -> tuple[Packing, float]:
@@ -310,7 +326,7 @@ def to_plan(arguments: GeminiArguments, world_size: int | None = None) -> Plan:
             master_weights=a.master_weights,
             output_dtype=torch.float32 if a.force_outputs_fp32 else None,
         ),
-        grad=GradPlan(max_norm=a.max_norm, norm_type=a.norm_type, average="sum", update="step"),
+        grad=GradPlan(max_norm=a.max_norm, norm_type=a.norm_type, average="sum", update=a.update),
         comm=CommPlan(
             overlap=a.enable_async_reduce,
             shared_memory=None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 
@@ -43,6 +44,10 @@ class LowLevelZeroArguments:
         use_fp8: multiply in 8 bits.
         device_memory: an extension: memory of the device that may be used, in bytes or as a text such as ``"64MiB"``;
             ``None``: what it has, on a CPU no limit.
+        update: an extension: ``"step"``; or ``"backward"``: masters and optimizer state of a chunk are updated as soon
+            as its gradient is reduced, beside the rest of backward. Without clipping and loss scale this is done in
+            place, and gradients are not kept; otherwise it is a guess, which ``step()`` confirms or undoes exactly. On
+            a GPU it is done for what is at home on the host or a disk.
     """
 
     stage: int = 1
@@ -67,6 +72,7 @@ class LowLevelZeroArguments:
     fp8_communication: bool = False
     use_fp8: bool = False
     device_memory: int | str | None = field(default=None, kw_only=True)
+    update: Literal["step", "backward"] = field(default="step", kw_only=True)
 
     def __post_init__(self) -> None:
         to_plan(self)  # every value is checked where it is given, not at the first boost
@@ -103,7 +109,9 @@ def to_plan(arguments: LowLevelZeroArguments) -> Plan:
             reduce_dtype=arguments.communication_dtype,
             cast_inputs=arguments.cast_inputs,
         ),
-        grad=GradPlan(max_norm=arguments.max_norm, norm_type=arguments.norm_type, average="sum", update="step"),
+        grad=GradPlan(
+            max_norm=arguments.max_norm, norm_type=arguments.norm_type, average="sum", update=arguments.update
+        ),
         comm=CommPlan(
             overlap=arguments.overlap_communication,
             shared_memory=None,
