@@ -57,7 +57,8 @@ demo: $(VENV)/.runtime
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest --workers $(WORKERS) $(TESTS)
 
-# The full products of the parity matrix, of tiers and of checkpoints.
+# What is left out of the tests by default: every model x plan x ranks x number format of the parity matrix (its other
+# factors drawn at random by row), every mix of tiers, more random graphs, checkpoints and front-ends.
 campaign: $(VENV)/.dev
 	$(BIN)/python -m pytest --workers $(WORKERS) -m campaign $(TESTS)
 

@@ -1,9 +1,10 @@
-"""The command line without ranks: arguments, one-line errors, schedules, progress, and the launcher's exit status."""
+"""The command line without ranks: arguments, one-line errors, schedules, progress, and launchers."""
 
 from __future__ import annotations
 
 import io
 import os
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -124,6 +125,54 @@ def test_run_returns_the_status_of_the_script(tmp_path: Path, flag: str, status:
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == status, done.stderr
     assert "rank 0 ended with" in done.stderr and "Traceback" not in done.stderr
+
+
+MEETING = """
+import os, pathlib, sys
+import torch, torch.distributed as dist
+from shardwise.mesh.launch import init_distributed, shutdown
+
+init_distributed("cpu")
+total = torch.tensor(2.0 ** dist.get_rank())
+dist.all_reduce(total)
+names = ("GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID")
+facts = [dist.get_rank(), dist.get_world_size(), int(total), *(os.environ[name] for name in names)]
+pathlib.Path(sys.argv[1], f"started-by-{os.getppid()}").write_text(" ".join(map(str, facts)))
+shutdown()
+"""
+
+
+def test_launchers_of_two_hosts_make_one_group(tmp_path: Path) -> None:
+    script, folder = tmp_path / "script.py", tmp_path / "found"
+    script.write_text(MEETING)
+    folder.mkdir()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "shardwise", "run", "--nproc", "1", "--nnodes", "2"]
+    command += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "meeting"]
+    root = Path(__file__).resolve().parents[2]
+    environment = os.environ | {"PYTHONPATH": str(root)}  # of the script too, which is elsewhere
+    launchers = [
+        subprocess.Popen(
+            [*command, "--node-rank", str(host), str(script), str(folder)],
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for host in range(2)
+    ]
+    try:
+        shown = [launcher.communicate(timeout=60)[1] for launcher in launchers]
+    finally:
+        for launcher in launchers:
+            launcher.terminate()  # one that still runs ends its rank
+            launcher.wait(60)
+    assert [launcher.returncode for launcher in launchers] == [0, 0], shown
+    by_rank = sorted(path.read_text() for path in folder.iterdir())
+    assert by_rank == [f"{rank} 2 3 {rank} 2 0 1 meeting" for rank in range(2)]
+    assert {path.name for path in folder.iterdir()} == {f"started-by-{launcher.pid}" for launcher in launchers}
 
 
 def test_learning_rate_warms_up_and_falls() -> None:

@@ -1,0 +1,112 @@
+"""The program that README.md shows, and the examples that no test of their subject runs, each as it is printed."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import runpy
+import warnings
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn.functional import cross_entropy
+
+from shardwise.cli.demo_model import ByteGPT, ModelSize
+from shardwise.testing import assert_close, run_ranks
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+RANKS = 2
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the examples write goes there: ranks work where their caller does."""
+    monkeypatch.chdir(tmp_path)
+
+
+def printed(name: str) -> tuple[str, dict[str, Any]]:
+    """Run an example; what it printed, and its variables. A warning is an error: users would see it."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        names = runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    return out.getvalue(), names
+
+
+def test_the_readme_shows_the_example() -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    _, program = (EXAMPLES / "booster_gpt.py").read_text("utf-8").split('"""\n\n')  # its first line says how to run it
+    assert program in blocks
+
+
+def test_every_example_is_run_by_a_test() -> None:
+    tests = "".join(path.read_text("utf-8") for path in Path(__file__).parent.glob("test_*.py"))
+    names = [path.name for path in EXAMPLES.rglob("*.py")]
+    assert len(names) > 8 and [name for name in names if f'"{name}"' not in tests] == []
+
+
+def _gpt() -> tuple[list[float], dict[str, torch.Tensor]]:
+    text, names = printed("booster_gpt.py")
+    losses = [float(found) for found in re.findall(r"^epoch \d: loss (\S+)$", text, re.MULTILINE)]
+    return losses, names["model"].state_dict()
+
+
+def test_booster_gpt_learns_and_saves_what_it_learnt(tmp_path: Path) -> None:
+    (losses, state), (others, _) = run_ranks(RANKS, _gpt)
+    assert len(losses) == len(others) == 10
+    assert max(losses[-1], others[-1]) < 1.5 < 3.0 < min(losses[0], others[0])
+    (saved,) = tmp_path.iterdir()
+    assert saved.name == "booster_gpt.safetensors"
+    model = ByteGPT(ModelSize(width=64, depth=2, heads=4, context=64))
+    model.load_state_dict(load_file(saved), strict=False)  # a tied weight is stored once
+    assert_close(model.state_dict(), state, rtol=0.0, what="the saved model")
+
+
+def _offload() -> tuple[str, dict[str, dict[str, int]], int]:
+    text, names = printed("offload.py")
+    return text, names["held"].by_tier, names["held"].device_capacity_bytes
+
+
+def _plain_offload() -> tuple[float, int]:
+    """The loss of the last of the ten steps without any offload, and the bytes that this takes."""
+    torch.manual_seed(0)
+    model = ByteGPT(ModelSize(width=256, depth=8, heads=4, context=64))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    text = torch.randint(256, (2, 65))
+    for _ in range(10):
+        loss = cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return loss.item(), 16 * sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_offload_trains_as_without_on_a_third_of_the_memory() -> None:
+    (shown, tiers, capacity), (silent, *_) = run_ranks(RANKS, _offload)
+    loss, unsharded_bytes = _plain_offload()
+    assert float(shown.split()[1]) == pytest.approx(loss, abs=1e-3) and loss < 4.0  # printed to three places
+    assert silent == ""
+    assert capacity == 32 * 2**20 and round(unsharded_bytes / 2**20) == 97  # as its comment says
+    assert 0 < sum(tiers["device"].values()) <= capacity
+    assert sum(tiers["host"].values()) > 0.45 * unsharded_bytes and f"of {capacity >> 20}" in shown
+
+
+def _trace() -> str:
+    return printed("trace_memory.py")[0]
+
+
+def test_trace_memory_draws_and_checkpointing_lowers_the_peak(tmp_path: Path) -> None:
+    (text,) = run_ranks(1, _trace)
+    found = re.search(r"^peak (\S+) MiB, with checkpointing (\S+) MiB$", text, re.MULTILINE)
+    assert found is not None, text
+    plain, frugal = map(float, found.groups())
+    assert 0 < frugal < 0.8 * plain and "◀ peak" in text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["trace.svg", "trace.txt"]
+    assert ElementTree.fromstring((tmp_path / "trace.svg").read_text("utf-8")).tag.endswith("svg")
+    assert (tmp_path / "trace.txt").read_text("utf-8").count("\n") > 20
