@@ -7,6 +7,7 @@ All three are ordinary torch optimizers for parameters on any device, in any mix
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
@@ -14,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from shardwise.memory.host import HostArena
 from shardwise.optim.adam_tiles import AdamRule, AdamSlot, AdamTiles, moment_dtype
 from shardwise.optim.disk import open_disk_moments
 from shardwise.optim.offload import MomentStore, OffloadedMoments
@@ -101,6 +103,7 @@ class _Adam(torch.optim.Optimizer):
                 self._check_gradient(param)
         if self._offload is not None:
             self._offload.place([p for group in self.param_groups for p in group["params"]])
+            live = self._step_offloaded(self._offload, live, scale)
         for group, params in zip(self.param_groups, live, strict=True):
             self._step_group(params, self._rule(group), scale)
         return loss
@@ -132,31 +135,51 @@ class _Adam(torch.optim.Optimizer):
         if steps:
             # A Python number would be made a tensor once for each step count.
             torch._foreach_add_(steps, torch.ones(()), alpha=1.0)
-        slots, elsewhere = [], []
+        slots = []
         for param, state in zip(params, states, strict=True):
             gradient = param.grad
-            if "exp_avg" not in state:
-                elsewhere.append(param)
-            elif gradient is not None:
+            if gradient is not None:
                 slots.append(AdamSlot(param, gradient, state["exp_avg"], state["exp_avg_sq"], state["step"]))
         self._tiles.update(slots, rule, scale)
-        if elsewhere:
-            self._step_offloaded(elsewhere, rule, scale)
 
-    def _step_offloaded(self, params: list[Tensor], rule: AdamRule, scale: float) -> None:
-        if self._offload is None:
-            raise RuntimeError(f"{len(params)} parameters have a step count but no moments: load a complete state")
-        flat = [param.contiguous().view(-1) for param in params]
-        gradients = [param.grad.contiguous().view(-1) for param in params if param.grad is not None]
-        for piece in self._offload.stream(params):
-            part = slice(piece.start, piece.end)
-            step = self.state[params[piece.index]]["step"]
-            exp_avg, exp_avg_sq = piece.moments
-            slot = AdamSlot(flat[piece.index][part], gradients[piece.index][part], exp_avg, exp_avg_sq, step)
-            self._tiles.update([slot], rule, scale)
-        for param, values in zip(params, flat, strict=True):
-            if not param.is_contiguous():
-                param.copy_(values.view(param.shape))
+    def _step_offloaded(self, offload: OffloadedMoments, live: list[list[Tensor]], scale: float) -> list[list[Tensor]]:
+        """Step what of ``live`` (parameters by group) has its moments in the store; what has not is returned.
+
+        All or, where the store fails, none: the new values are in copies until the new moments are stored.
+        """
+        every = [param for group in self.param_groups for param in group["params"]]
+        offload.reserve([param for param in every if param.requires_grad or param.grad is not None])
+        rules = [self._rule(group) for group in self.param_groups]
+        held = [(p, rule) for params, rule in zip(live, rules, strict=True) for p in params if offload.holds(p)]
+        # One block, which goes back to the system when the step ends; many would stay in the allocator, in fragments.
+        copies = HostArena(sum(HostArena.rounded(param.nbytes) for param, _ in held), pin=False)
+        new: list[tuple[Tensor, Tensor]] = []
+        gradient = torch.empty(0)
+        with contextlib.closing(offload.stream([param for param, _ in held])) as pieces:
+            for piece in pieces:
+                param, rule = held[piece.index]
+                if piece.start == 0:
+                    new.append((copies.take(param.numel(), param.dtype), self._next_count(param)))
+                    new[-1][0].view(param.shape).copy_(param)
+                    gradient = _flat_gradient(param)
+                if not self.state.get(param):
+                    # What the store may have for it belongs to a state that was dropped.
+                    piece.moments.zero_()
+                values, count = new[-1]
+                part = slice(piece.start, piece.end)
+                exp_avg, exp_avg_sq = piece.moments
+                self._tiles.update([AdamSlot(values[part], gradient[part], exp_avg, exp_avg_sq, count)], rule, scale)
+        for (param, _), (values, count) in zip(held, new, strict=True):
+            param.copy_(values.view(param.shape))
+            self._state_of(param)["step"].copy_(count)
+        return [[param for param in params if not offload.holds(param)] for params in live]
+
+    def _next_count(self, param: Tensor) -> Tensor:
+        """The step count of the step under way, in a tensor of its own; no state is made for it."""
+        if not self.state.get(param):
+            return torch.ones((), dtype=torch.float32)
+        step: Tensor = self._state_of(param)["step"]
+        return step + 1
 
     def _state_of(self, param: Tensor) -> dict[str, Any]:
         """The state of one parameter, made on first use, and put right where it was loaded from elsewhere."""
@@ -179,14 +202,18 @@ class _Adam(torch.optim.Optimizer):
         return state
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's; offloaded moments are read into host memory, all of them."""
+        """As torch's; offloaded moments are read into host memory, all of them.
+
+        Raises:
+            DiskError: they could not be read. Nothing changes.
+        """
         packed = super().state_dict()
         if self._offload is None:
             return packed
         numbers = [n for group in packed["param_groups"] for n in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]
         for number, param in zip(numbers, params, strict=True):
-            if number in packed["state"] and self._offload.holds(param):
+            if packed["state"].get(number) and self._offload.holds(param):
                 exp_avg, exp_avg_sq = self._offload.read(param)
                 # A new dict: the one there is the live state.
                 packed["state"][number] = packed["state"][number] | {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
@@ -199,6 +226,7 @@ class _Adam(torch.optim.Optimizer):
 
         Raises:
             ValueError: the groups differ, or the state is of the AMSGrad variant.
+            DiskError: offloaded moments could not be stored. The state is the one before, then.
         """
         seen: list[dict[str, Any]] = [state_dict]
 
@@ -212,42 +240,52 @@ class _Adam(torch.optim.Optimizer):
 
         # After the user's own hooks, which may replace the state.
         handle = self.register_load_state_dict_pre_hook(last)
+        before = self.state, self.param_groups
         try:
             super().load_state_dict(state_dict)
+            numbers = [n for group in seen[0]["param_groups"] for n in group["params"]]
+            params = [p for group in self.param_groups for p in group["params"]]
+            self._take_moments(params, [seen[0]["state"].get(number) for number in numbers])
+        except BaseException:
+            self.state, self.param_groups = before
+            raise
         finally:
             handle.remove()
-        numbers = [n for group in seen[0]["param_groups"] for n in group["params"]]
-        params = [p for group in self.param_groups for p in group["params"]]
-        self._take_moments(params, [seen[0]["state"].get(number) for number in numbers])
 
     @torch.no_grad()
     def _take_moments(self, params: list[Tensor], states: list[dict[str, Any] | None]) -> None:
         """Undo torch's cast of the moments to the parameter's dtype, and send to the store what belongs there."""
         if self._offload is not None:
             self._offload.place(params)
+        moving: list[tuple[Tensor, dict[str, Any]]] = []
         for param, state in zip(params, states, strict=True):
-            stored = self._offload is not None and self._offload.holds(param)
-            if state is None:
-                if stored and self._offload is not None:
-                    self._offload.write(param, *[torch.zeros_like(param, dtype=moment_dtype(param))] * 2)
+            if not state:
                 continue
             for key in MOMENTS:
                 if key in state and self.state[param][key].dtype != moment_dtype(param):
                     self.state[param][key] = state[key].to(param.device, moment_dtype(param))
-            if stored and self._offload is not None:
-                own = self._state_of(param)
-                self._offload.write(param, own.pop("exp_avg"), own.pop("exp_avg_sq"))
+            if self._offload is not None and self._offload.holds(param):
+                moving.append((param, self._state_of(param)))
+        if self._offload is not None:
+            self._offload.write([(param, [own.get(key) for key in MOMENTS]) for param, own in moving])
+        for _, own in moving:
+            for key in MOMENTS:
+                own.pop(key, None)
 
     def take_offload(self) -> tuple[float, str | None]:
         """For an engine that places state itself: ``(nvme_offload_fraction, nvme_offload_dir)``, and end our own.
 
         Moments that are in the store come back to host memory first.
+
+        Raises:
+            DiskError: they could not be read. Nothing changes, and it can be called again.
         """
         asked = self.nvme_offload_fraction, self.nvme_offload_dir
         if self._offload is not None:
-            for param, state in self.state.items():
-                if self._offload.holds(param):
-                    state["exp_avg"], state["exp_avg_sq"] = self._offload.read(param)
+            held = [param for param, state in self.state.items() if state and self._offload.holds(param)]
+            # All are read before any is taken over, so that a failed read leaves them where they are.
+            for param, moments in [(param, self._offload.read(param)) for param in held]:
+                self.state[param].update(zip(MOMENTS, moments, strict=True))
             self._offload.store.close()
             self._offload = None
         self.nvme_offload_fraction = 0.0
@@ -270,6 +308,12 @@ class _Adam(torch.optim.Optimizer):
             group.setdefault("bias_correction", self.defaults["bias_correction"])
 
 
+def _flat_gradient(param: Tensor) -> Tensor:
+    gradient = param.grad
+    assert gradient is not None
+    return gradient.contiguous().view(-1)
+
+
 class CPUAdam(_Adam):
     """Adam and AdamW for parameters on the host; those on a GPU are updated there.
 
@@ -287,6 +331,7 @@ class CPUAdam(_Adam):
 
     Raises:
         ValueError: a number is out of range.
+        DiskError: no file can be made in ``nvme_offload_dir``.
     """
 
     def __init__(
@@ -323,6 +368,8 @@ class CPUAdam(_Adam):
         Raises:
             ValueError: ``div_scale`` is neither positive nor -1.
             RuntimeError: a gradient is sparse; nothing is updated then.
+            DiskError: offloaded moments could not be read or stored. Parameters and state are those before the step,
+                and it can be repeated.
         """
         return self._step(closure, div_scale)
 

@@ -9,7 +9,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from shardwise.memory.disk import DiskStore, Handle, Record
+from shardwise.memory.disk import DiskError, DiskStore, Handle, Record
 from shardwise.optim.offload import FetchedMoments, MomentStore
 from shardwise.plan import DiskPlan
 
@@ -44,6 +44,10 @@ class _DiskMoments:
         self._sizes: list[int] = []
         self._writing: deque[tuple[Handle, Tensor]] = deque()
 
+    def reserve(self, key: str, numel: int, dtype: torch.dtype) -> None:
+        if key not in self._records:
+            self._records[key] = self._store.create(key, 2 * numel * dtype.itemsize, "moments")
+
     def fetch(self, key: str, numel: int, dtype: torch.dtype) -> _OnTheWay:
         nbytes = 2 * numel * dtype.itemsize
         buffer = self._take(nbytes)
@@ -55,8 +59,9 @@ class _DiskMoments:
     def _take(self, nbytes: int) -> Tensor:
         while self._store.idle_buffers(nbytes) == 0:
             if sum(size >= nbytes for size in self._sizes) < BUFFERS:
-                self._sizes.append(max(4096, 1 << (nbytes - 1).bit_length()))
-                self._store.reserve(1, self._sizes[-1])
+                size = max(4096, 1 << (nbytes - 1).bit_length())
+                self._store.reserve(1, size)
+                self._sizes.append(size)
             elif self._writing:
                 self._finish_write()
             else:
@@ -73,12 +78,10 @@ class _DiskMoments:
     def put(self, key: str, moments: Tensor | None, fetched: FetchedMoments) -> None:
         assert isinstance(fetched, _OnTheWay)
         if moments is None:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(DiskError):
                 fetched.wait()
             self._store.give(fetched.buffer)
             return
-        if key not in self._records:
-            self._records[key] = self._store.create(key, moments.nbytes, "moments")
         self._writing.append((self._store.write(self._records[key], fetched.buffer), fetched.buffer))
         self._new.add(key)
 
@@ -91,7 +94,7 @@ class _DiskMoments:
 
     def abandon(self) -> None:
         while self._writing:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(DiskError):
                 self._finish_write()
         self._store.rollback()
         self._new.clear()
@@ -106,7 +109,7 @@ def open_disk_moments(directory: str | None) -> MomentStore:
     The file lives as long as the process: a restart goes on from a checkpoint, not from it.
 
     Raises:
-        OSError: the directory cannot be made or written.
+        DiskError: the directory cannot be made or written.
     """
     plan = DiskPlan(
         directory=directory if directory is not None else tempfile.gettempdir(),

@@ -5,10 +5,11 @@ What that place is does not matter here: a :class:`MomentStore` is asked for pie
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -40,17 +41,27 @@ class MomentStore(Protocol):
     @property
     def ahead(self) -> int: ...
 
+    def reserve(self, key: str, numel: int, dtype: torch.dtype) -> None:
+        """Make room for pieces of ``numel`` elements under ``key``, once; what was reserved before stays.
+
+        Raises:
+            DiskError: there is no room, or what would hold it cannot be written.
+        """
+
     def fetch(self, key: str, numel: int, dtype: torch.dtype) -> FetchedMoments:
         """Start reading what was last put under ``key``; zeros where nothing was."""
 
     def put(self, key: str, moments: Tensor | None, fetched: FetchedMoments) -> None:
-        """Take back what ``fetched`` gave: start writing ``moments`` under ``key``, or drop them if ``None``."""
+        """Take back what ``fetched`` gave: start writing ``moments`` under ``key``, or drop them if ``None``.
+
+        Room for them was reserved.
+        """
 
     def flush(self) -> None:
         """Return when all that was put is stored.
 
         Raises:
-            OSError: something could not be stored.
+            DiskError: something could not be stored; :meth:`abandon` then.
         """
 
     def abandon(self) -> None:
@@ -110,16 +121,26 @@ class OffloadedMoments:
         """Elements of the parameters whose moments are in the store."""
         return self._numel
 
-    def stream(self, params: Sequence[Tensor], store_back: bool = True) -> Iterator[MomentPiece]:
+    def reserve(self, params: Sequence[Tensor]) -> None:
+        """Make room for the moments of those of ``params`` whose moments are in the store.
+
+        Raises:
+            DiskError: there is none. No moments change.
+        """
+        held = [param for param in params if self.holds(param)]
+        for index, start, end in _pieces(held):
+            self.store.reserve(self._key(held[index], start), end - start, moment_dtype(held[index]))
+
+    def stream(self, params: Sequence[Tensor], store_back: bool = True) -> Generator[MomentPiece, None, None]:
         """Pieces of the moments of ``params`` in turn, the following ones read meanwhile.
 
-        With ``store_back``, what the caller wrote into a piece is stored when it asks for the next.
+        With ``store_back``, what the caller wrote into a piece is stored when it asks for the next, and counts when the
+        last is stored: whatever fails before (close it then, and at once), the store has the moments it had.
+
+        Raises:
+            DiskError: something could not be read or stored.
         """
-        pieces = [
-            (index, start, min(start + PIECE_NUMEL, param.numel()))
-            for index, param in enumerate(params)
-            for start in range(0, param.numel(), PIECE_NUMEL)
-        ]
+        pieces = list(_pieces(params))
         waiting: deque[FetchedMoments] = deque()
         asked = 0
         try:
@@ -137,7 +158,6 @@ class OffloadedMoments:
             if store_back:
                 self.store.flush()
         except BaseException:
-            # The store has all moments of one step or of the other.
             for fetched in waiting:
                 self.store.put("", None, fetched)
             self.store.abandon()
@@ -153,9 +173,28 @@ class OffloadedMoments:
             moments[:, piece.start : piece.end] = piece.moments
         return moments[0].view(param.shape), moments[1].view(param.shape)
 
-    def write(self, param: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
-        """Store both moments of ``param``."""
-        flat = [exp_avg.reshape(-1), exp_avg_sq.reshape(-1)]
-        for piece in self.stream([param]):
-            for target, source in zip(piece.moments, flat, strict=True):
-                target.copy_(source[piece.start : piece.end])
+    def write(self, entries: Sequence[tuple[Tensor, Sequence[Tensor | None]]]) -> None:
+        """Store both moments of each parameter, zeros for ``None``; on an error those of all stay what they were.
+
+        Raises:
+            DiskError: there is no room, or something could not be stored.
+        """
+        params = [param for param, _ in entries]
+        self.reserve(params)
+        flat: list[Tensor | None] = []
+        with contextlib.closing(self.stream(params)) as pieces:
+            for piece in pieces:
+                if piece.start == 0:
+                    flat = [None if each is None else each.reshape(-1) for each in entries[piece.index][1]]
+                for target, source in zip(piece.moments, flat, strict=True):
+                    if source is None:
+                        target.zero_()
+                    else:
+                        target.copy_(source[piece.start : piece.end])
+
+
+def _pieces(params: Sequence[Tensor]) -> Iterator[tuple[int, int, int]]:
+    """Number of the parameter, first element and the one after the last."""
+    for index, param in enumerate(params):
+        for start in range(0, param.numel(), PIECE_NUMEL):
+            yield index, start, min(start + PIECE_NUMEL, param.numel())

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import copy
+import errno
 import gc
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from disk_setup import MIB, Log, inner_queue, small_disk
 from torch import Tensor, nn
 
+from shardwise.memory import disk
+from shardwise.memory.disk import DiskError
 from shardwise.optim import CPUAdam, HybridAdam, offload
 from shardwise.optim.offload import OffloadedMoments
 
@@ -38,7 +44,11 @@ class FakeStore:
         self.out = 0
         self.log: list[tuple[str, str]] = []
         self.broken: set[str] = set()
+        self.reserved: set[str] = set()
         self.closed = False
+
+    def reserve(self, key: str, numel: int, dtype: torch.dtype) -> None:
+        self.reserved.add(key)
 
     def fetch(self, key: str, numel: int, dtype: torch.dtype) -> FakeFetch:
         self.log.append(("fetch", key))
@@ -50,6 +60,7 @@ class FakeStore:
     def put(self, key: str, moments: Tensor | None, fetched: Any) -> None:
         self.out -= 1
         if moments is not None:
+            assert key in self.reserved
             self.log.append(("put", key))
             self.new[key] = moments.clone()
             moments.fill_(float("nan"))
@@ -80,12 +91,16 @@ def make_params(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(shape).to(dtype)) for shape in SHAPES]
 
 
+def set_gradients(params: list[nn.Parameter], step: int) -> None:
+    torch.manual_seed(100 + step)
+    for index, param in enumerate(params):
+        gradient = torch.randn(param.shape).to(param.dtype)
+        param.grad = None if (index + step) % 5 == 0 else gradient
+
+
 def train(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], steps: range) -> None:
     for step in steps:
-        torch.manual_seed(100 + step)
-        for index, param in enumerate(params):
-            gradient = torch.randn(param.shape).to(param.dtype)
-            param.grad = None if (index + step) % 5 == 0 else gradient
+        set_gradients(params, step)
         optimizer.step()
 
 
@@ -171,7 +186,7 @@ def test_reads_are_ahead_of_updates(tmp_path: Path) -> None:
     assert FakedAdam.store.out == 0
 
 
-def test_a_failed_read_leaves_the_store_as_it_was(tmp_path: Path) -> None:
+def test_a_failed_read_leaves_all_as_it_was(tmp_path: Path) -> None:
     params = make_params()
     optimizer = make("fake", params, 1.0, tmp_path)
     train(optimizer, params, range(3))
@@ -180,8 +195,10 @@ def test_a_failed_read_leaves_the_store_as_it_was(tmp_path: Path) -> None:
     store.broken = {key for key in before if key.startswith("moments5-")}
     assert store.broken
     store.log.clear()
+    values = [param.detach().clone() for param in params]
     with pytest.raises(OSError, match="cannot read moments5"):
         train(optimizer, params, range(3, 4))
+    assert all(torch.equal(param.detach(), value) for param, value in zip(params, values, strict=True))
     assert ("put", "moments0-0") in store.log
     assert store.out == 0
     assert not store.new
@@ -235,3 +252,194 @@ def test_files_are_below_the_directory_and_go_away(tmp_path: Path) -> None:
     del optimizer
     gc.collect()
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size > 0]
+
+
+def bits(value: Any) -> Any:
+    """Nested dicts and lists with each tensor as dtype, shape and bytes, to be compared."""
+    if isinstance(value, Tensor):
+        flat = value.detach().contiguous().view(-1)
+        return value.dtype, tuple(value.shape), flat.view(torch.uint8).numpy().tobytes()
+    if isinstance(value, dict):
+        return {key: bits(entry) for key, entry in value.items()}
+    return [bits(entry) for entry in value] if isinstance(value, list) else value
+
+
+def snapshot(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> dict[str, Any]:
+    """All that a step changes, and the gradients; moments as they are on disk. NaN has no place in it."""
+    assert all(bool(param.isfinite().all()) for param in params)
+    return {"params": bits([*params]), "grads": bits([p.grad for p in params]), "state": bits(optimizer.state_dict())}
+
+
+def mixed(params: list[nn.Parameter]) -> list[dict[str, Any]]:
+    """Two groups with different rules; one parameter has 16 bits, one is not contiguous."""
+    params[4] = nn.Parameter(params[4].detach().to(torch.bfloat16))
+    params[5] = nn.Parameter(params[5].detach().transpose(0, 3))
+    return [{"params": params[::2], "lr": 0.01}, {"params": params[1::2], "weight_decay": 0.1}]
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> Log:
+    """Sees the requests of all stores that the test opens, and can let them fail."""
+    log = Log(inner_queue())
+
+    def queues(threads: int, depth: int, *_: Any) -> tuple[list[Any], str]:
+        return [log.queue(depth) for _ in range(threads)], "given"
+
+    monkeypatch.setattr(disk, "_make_queues", queues)
+    return log
+
+
+def fail_in_turn(log: Log, look: Callable[[], Any], act: Callable[[], Any]) -> list[bool]:
+    """Lets the first request of ``act`` fail, then the second, and so on; ``look`` must see no change each time.
+
+    Ends when all requests of ``act`` have failed once and it has succeeded. For each failure: whether it was a write.
+    """
+    failures: list[bool] = []
+    before = look()
+    while True:
+        log.requests.clear()
+        log.results = {len(failures): -errno.EIO}
+        try:
+            act()
+        except DiskError as error:
+            assert error.errno == errno.EIO
+            assert not log.results
+        else:
+            break
+        failures.append(log.requests[len(failures)].writing)
+        assert look() == before
+    assert len(log.requests) == len(failures)
+    log.results.clear()
+    return failures
+
+
+def pieces(params: list[nn.Parameter]) -> int:
+    return sum(-(-param.numel() // offload.PIECE_NUMEL) for param in params)
+
+
+@pytest.mark.parametrize("fraction", [0.7, 1.0])
+def test_each_request_of_a_step_fails(fraction: float, tmp_path: Path, log: Log) -> None:
+    """Nothing of the step has happened then, and repeated it gives what undisturbed steps give."""
+    params, plain = make_params(), make_params()
+    optimizer = HybridAdam(mixed(params), lr=0.1, nvme_offload_fraction=fraction, nvme_offload_dir=str(tmp_path))
+    expected = HybridAdam(mixed(plain), lr=0.1)
+    for step in range(1, 3):
+        set_gradients(params, step)
+        known = set(optimizer.state)
+        failures = fail_in_turn(log, lambda: snapshot(optimizer, params), optimizer.step)
+        train(expected, plain, range(step, step + 1))
+        assert snapshot(optimizer, params) == snapshot(expected, plain)
+        away = [p for p in params if p.grad is not None and "exp_avg" not in optimizer.state[p]]
+        assert sum(failures) == pieces(away) > 3
+        assert failures.count(False) == pieces([p for p in away if p in known])
+    assert (params[5].grad is not None and "exp_avg" in optimizer.state[params[5]]) == (fraction < 1.0)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
+def test_no_room_at_the_first_step(number: int, tmp_path: Path, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room for everything is made before anything changes or is written, whichever record has none."""
+    params, plain = make_params(), make_params()
+    optimizer = HybridAdam(mixed(params), lr=0.1, nvme_offload_fraction=0.7, nvme_offload_dir=str(tmp_path))
+    expected = HybridAdam(mixed(plain), lr=0.1)
+    real, room = os.posix_fallocate, [0]
+
+    def fallocate(fd: int, offset: int, nbytes: int) -> None:
+        if not room[0]:
+            raise OSError(number, os.strerror(number))
+        room[0] -= 1
+        real(fd, offset, nbytes)
+
+    monkeypatch.setattr(os, "posix_fallocate", fallocate)
+    set_gradients(params, 0)
+    before = snapshot(optimizer, params)
+    assert before["state"]["state"] == {}
+    tries = 0
+    for _ in range(100):
+        try:
+            optimizer.step()
+            break
+        except DiskError as error:
+            assert error.errno == number
+        assert snapshot(optimizer, params) == before
+        assert not log.requests
+        tries, room[0] = tries + 1, 1
+    train(expected, plain, range(1))
+    assert snapshot(optimizer, params) == snapshot(expected, plain)
+    room[0] = 0
+    train(optimizer, params, range(1, 5))
+    train(expected, plain, range(1, 5))
+    assert snapshot(optimizer, params) == snapshot(expected, plain)
+    assert tries == pieces([p for p in params if "exp_avg" not in optimizer.state[p]]) > 3
+
+
+@pytest.mark.parametrize("piece_size", ["whole"], indirect=True)
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real one: the first step fails, and succeeds when somebody has made room."""
+    monkeypatch.setattr(offload, "PIECE_NUMEL", 1 << 16)
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(1 << 18)) for _ in range(2)]
+    plain = copy.deepcopy(params)
+    expected = HybridAdam(plain, lr=0.1)
+    with small_disk(tmp_path, 16 * MIB) as (folder, _):
+        optimizer = HybridAdam(params, lr=0.1, nvme_offload_fraction=1.0, nvme_offload_dir=str(folder))
+        facts = os.statvfs(folder)
+        filler = folder / "filler"
+        filler.write_bytes(bytes(facts.f_bavail * facts.f_frsize - 3 * MIB))
+        set_gradients(params, 1)
+        before = snapshot(optimizer, params)
+        for _ in range(2):
+            with pytest.raises(DiskError, match=r"free: \d+ bytes; ENOSPC"):
+                optimizer.step()
+            assert snapshot(optimizer, params) == before
+        filler.unlink()
+        optimizer.step()
+        train(optimizer, params, range(2, 4))
+        train(expected, plain, range(1, 4))
+        assert snapshot(optimizer, params) == snapshot(expected, plain)
+        optimizer.take_offload()
+
+
+def test_each_request_of_a_load_fails(tmp_path: Path, log: Log) -> None:
+    """The state stays the one before, groups included; then the load is repeated."""
+    params, plain = make_params(), make_params()
+    expected = HybridAdam(mixed(plain), lr=0.1, betas=(0.8, 0.9))
+    train(expected, plain, range(3))
+    loaded = copy.deepcopy(expected.state_dict())
+    optimizer = HybridAdam(mixed(params), lr=0.1, nvme_offload_fraction=0.7, nvme_offload_dir=str(tmp_path))
+    train(optimizer, params, range(2))
+    failures = fail_in_turn(log, lambda: snapshot(optimizer, params), lambda: optimizer.load_state_dict(loaded))
+    assert len(failures) > 3
+    assert snapshot(optimizer, params)["state"] == snapshot(expected, plain)["state"]
+
+
+def test_reading_all_fails(tmp_path: Path, log: Log) -> None:
+    """``state_dict`` and ``take_offload`` change nothing on an error, and can be repeated."""
+    params, plain = make_params(), make_params()
+    optimizer = HybridAdam(mixed(params), lr=0.1, nvme_offload_fraction=0.7, nvme_offload_dir=str(tmp_path))
+    expected = HybridAdam(mixed(plain), lr=0.1)
+    train(optimizer, params, range(3))
+    train(expected, plain, range(3))
+
+    def look() -> dict[str, Any]:
+        return snapshot(optimizer, params) | {"in memory": [sorted(optimizer.state[p]) for p in params]}
+
+    assert not any(fail_in_turn(log, look, optimizer.state_dict))
+    failures = fail_in_turn(log, look, optimizer.take_offload)
+    assert len(failures) > 3
+    assert not any(failures)
+    train(optimizer, params, range(3, 5))
+    train(expected, plain, range(3, 5))
+    assert snapshot(optimizer, params) == snapshot(expected, plain)
+
+
+def test_a_dropped_state_starts_anew(tmp_path: Path) -> None:
+    """What the store has belongs to a state: moments of a parameter without one are zero."""
+    params, plain = make_params(), make_params()
+    optimizer, expected = make("disk", params, 1.0, tmp_path), HybridAdam(plain, lr=0.1)
+    train(optimizer, params, range(2))
+    train(expected, plain, range(2))
+    optimizer.state.clear()
+    expected.state.clear()
+    train(optimizer, params, range(2, 4))
+    train(expected, plain, range(2, 4))
+    assert snapshot(optimizer, params) == snapshot(expected, plain)
