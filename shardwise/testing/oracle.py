@@ -4,13 +4,14 @@ engine.
 :func:`train_plain` follows the numbers of data-parallel training: the gradient of a step is the mean over ranks of
 the sum over micro-batches. With 16-bit parameters it repeats the mixed-precision arithmetic unsharded
 (Micikevicius et al., arXiv 1710.03740): gradients in 16 bits per rank and micro-batch, summed over ranks in fp32 and
-rounded once, accumulated in 16 bits, and an fp32 copy of the weights for the optimizer.
+rounded once, accumulated in 16 bits, and an fp32 copy of the weights for the optimizer. Without that copy the optimizer
+updates the 16-bit parameters themselves, with gradients that were unscaled and clipped in fp32 and rounded once.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +33,7 @@ class PlainRecipe:
         param_dtype: floating parameters, buffers and inputs are cast to it; ``None`` keeps each as it is.
         reduce_dtype: of the mean over ranks; ``None``: the parameter's compute dtype.
         accumulate_dtype: of the sum over micro-batches; ``None``: the reduce dtype.
+        masters: 16-bit parameters have an fp32 copy, which the optimizer updates; otherwise it updates them themselves.
         loss_scale: constant; divides out in fp32 before the norm.
         mean_over_micro_batches: divide by their number (``average="mean"`` of a plan); else they are summed.
         tokens: weight of a rank's batch (``average="tokens"``): the step's gradient is the sum of weighted ones over
@@ -43,6 +45,7 @@ class PlainRecipe:
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     accumulate_dtype: torch.dtype | None = None
+    masters: bool = True
     loss_scale: float = 1.0
     mean_over_micro_batches: bool = False
     tokens: Callable[[Any], float] | None = None
@@ -118,7 +121,8 @@ def train_plain(
     formats = (recipe.param_dtype, recipe.reduce_dtype, recipe.accumulate_dtype)
     if not halves and formats == (None, None, None) and recipe.loss_scale == 1.0:
         return _train_as_is(model, loss, optimizer_factory(model), batches, recipe)
-    return _train_with_masters(model, loss, _masters(model_factory(), recipe), optimizer_factory, batches, recipe)
+    owner = _masters(model_factory(), recipe) if recipe.masters else model
+    return _train_in_formats(model, loss, owner, optimizer_factory, batches, recipe)
 
 
 def _copies(named: Any) -> dict[str, Tensor]:
@@ -129,19 +133,27 @@ def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
 
-def _record_and_step(run: PlainRun, owner: nn.Module, recipe: PlainRecipe) -> None:
-    """Clip and update ``owner``, whose parameters the optimizer has and whose gradients are complete."""
-    graded = [(name, p) for name, p in _trained(owner) if p.grad is not None]
-    run.gradients.append(_copies((name, p.grad) for name, p in graded))
+def _carrier(gradient: Tensor) -> nn.Parameter:
+    """Something that torch's clipping takes for a parameter with this gradient, whose dtype it has."""
+    carrier = nn.Parameter(torch.empty_like(gradient))
+    carrier.grad = gradient
+    return carrier
+
+
+def _record_and_step(run: PlainRun, owner: nn.Module, gradients: Mapping[str, Tensor], recipe: PlainRecipe) -> None:
+    """Clip ``gradients`` in place and update ``owner``, whose parameters the optimizer has."""
+    graded = [(name, p, gradients[name]) for name, p in _trained(owner) if name in gradients]
+    run.gradients.append(_copies((name, gradient) for name, _, gradient in graded))
     # An infinity norm of nothing does not exist, so parameters without elements stay out.
-    counted = [p for _, p in graded if p.numel()]
-    norm = float(torch.nn.utils.get_total_norm([p.grad for p in counted if p.grad is not None], recipe.norm_type))
-    run.norms.append(norm)
+    counted = [gradient for _, _, gradient in graded if gradient.numel()]
+    run.norms.append(float(torch.nn.utils.get_total_norm(counted, recipe.norm_type)))
     if recipe.max_norm:
-        torch.nn.utils.clip_grad_norm_(counted, recipe.max_norm, recipe.norm_type)
-    finite = all(bool(p.grad.isfinite().all()) for p in counted if p.grad is not None)
+        torch.nn.utils.clip_grad_norm_([_carrier(g) for g in counted], recipe.max_norm, recipe.norm_type)
+    finite = all(bool(gradient.isfinite().all()) for gradient in counted)
     skip = recipe.loss_scale != 1.0 and not finite  # without a scale, plain training lets NaN through
     run.skipped.append(skip)
+    for _, parameter, gradient in graded:
+        parameter.grad = gradient.to(parameter.dtype)  # rounds where 16-bit parameters have no masters
     if not skip:
         run.optimizer.step()
     run.optimizer.zero_grad(set_to_none=True)
@@ -175,7 +187,8 @@ def _train_as_is(
         for _, parameter in _trained(model):
             if parameter.grad is not None and divisor != 1.0:
                 parameter.grad /= divisor
-        _record_and_step(run, model, recipe)
+        gradients = {name: p.grad for name, p in _trained(model) if p.grad is not None}
+        _record_and_step(run, model, gradients, recipe)
         _record_values(run, model)
     return run
 
@@ -186,11 +199,14 @@ def _compute_dtype(parameter: Tensor, recipe: PlainRecipe) -> torch.dtype:
     return recipe.param_dtype
 
 
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in _HALF else dtype
+
+
 def _masters(model: nn.Module, recipe: PlainRecipe) -> nn.Module:
     """The module whose parameters the optimizer updates: fp32 wherever the computation has 16 bits."""
     for parameter in model.parameters():
-        compute = _compute_dtype(parameter, recipe)
-        parameter.data = parameter.data.to(torch.float32 if compute in _HALF else compute)
+        parameter.data = parameter.data.to(_wide(_compute_dtype(parameter, recipe)))
     return model
 
 
@@ -255,16 +271,16 @@ def _micro_batch(
     return {name: gradient for name, gradient in reduced.items() if gradient is not None}
 
 
-def _train_with_masters(
+def _train_in_formats(
     model: nn.Module,
     loss: Callable[[nn.Module, Any], Tensor],
-    masters: nn.Module,
+    owner: nn.Module,
     optimizer_factory: Callable[[nn.Module], torch.optim.Optimizer],
     batches: Sequence[Sequence[Sequence[Any]]],
     recipe: PlainRecipe,
 ) -> PlainRun:
     _cast_model(model, recipe)
-    run = PlainRun(model, optimizer_factory(masters))
+    run = PlainRun(model, optimizer_factory(owner))
     computed = dict(model.named_parameters())
     for step in batches:
         run.losses.append([])
@@ -274,12 +290,10 @@ def _train_with_masters(
                 gradient = gradient.to(recipe.accumulate_dtype or gradient.dtype)
                 sums[name] = sums[name] + gradient if name in sums else gradient
         divisor = recipe.loss_scale * recipe.divisor(step)
-        for name, master in masters.named_parameters():
-            if name in sums:
-                master.grad = sums[name].to(master.dtype) / divisor
-        _record_and_step(run, masters, recipe)
+        wide = {n: sums[n].to(_wide(p.dtype)) / divisor for n, p in owner.named_parameters() if n in sums}
+        _record_and_step(run, owner, wide, recipe)
         with torch.no_grad():
-            for name, master in masters.named_parameters():
-                computed[name].copy_(master)
-        _record_values(run, masters)
+            for name, updated in owner.named_parameters():
+                computed[name].copy_(updated)  # into itself where there are no masters
+        _record_values(run, owner)
     return run

@@ -10,12 +10,15 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from shardwise.chunk.chunk import Chunk
+from shardwise.chunk.layout import ChunkSpec
 from shardwise.chunk.pool import ChunkPool
 from shardwise.comm import Group
 from shardwise.engine import optimizer as optimizer_module
 from shardwise.engine.engine import Engine
 from shardwise.engine.grads import ChunkGrads
 from shardwise.engine.hooks import GatherHooks
+from shardwise.engine.module import ShardedModule
 from shardwise.engine.optimizer import ShardedOptimizer
 from shardwise.engine.reducer import Reducer
 from shardwise.engine.storage import Storage
@@ -135,6 +138,21 @@ def _no_masters() -> _Patch:
     return mock.patch.object(Storage, "master_dtype", lambda self, spec: None)
 
 
+@contextlib.contextmanager
+def _masters_kept() -> Iterator[None]:
+    """Although the plan has none. What the ranks report is rounded, so that its dtype does not give it away."""
+
+    def full(self: ShardedModule, chunk: Chunk, masters: bool) -> torch.Tensor:
+        return real(self, chunk, masters=False)
+
+    def kept(self: Storage, spec: ChunkSpec) -> torch.dtype | None:
+        return torch.float32 if spec.trainable else None
+
+    real = ShardedModule._full
+    with mock.patch.object(ShardedModule, "_full", full), mock.patch.object(Storage, "master_dtype", kept):
+        yield
+
+
 def _masters_rounded() -> _Patch:
     """The fp32 weights lose what 16 bits do not hold."""
 
@@ -226,6 +244,7 @@ FAULTS: dict[str, Callable[[], _Patch]] = {
     "earlier_passes_dropped": _earlier_passes_dropped,
     "replicas_not_averaged": _replicas_not_averaged,
     "no_masters": _no_masters,
+    "masters_kept": _masters_kept,
     "masters_rounded": _masters_rounded,
     "groups_mixed_up": _groups_mixed_up,
     "reads_not_noticed": _reads_not_noticed,

@@ -60,7 +60,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "model": tuple(MODELS),
     "plan": tuple(PLANS),
     "ranks": ("1", "2", "3", "4"),
-    "numbers": ("fp64", "fp32", "bf16", "fp16", "bf16_reduce32"),
+    "numbers": ("fp64", "fp32", "bf16", "fp16", "bf16_reduce32", "bf16_no_master"),
     "optimizer": tuple(OPTIMIZERS),
     "micro": tuple(MICRO),
     "clip": tuple(CLIP),
@@ -69,10 +69,16 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "order": ("overlap", "sequence", "same_order", "on_use"),
 }
 
-RTOL = {"fp64": 1e-12, "fp32": 1e-6, "bf16": 2e-2, "fp16": 2e-3, "bf16_reduce32": 2e-2}
+RTOL = {"fp64": 1e-12, "fp32": 1e-6, "bf16": 2e-2, "fp16": 2e-3, "bf16_reduce32": 2e-2, "bf16_no_master": 2e-2}
 """16 bits: five units in the last place of bf16 (2^-8), two of fp16 (2^-10)."""
 SHARE = 0.25
 """See :class:`~tests.parity.sharded.Tolerance`; not in fp64."""
+NO_MASTERS_ROUNDED = 0.05
+"""Share of the elements; with masters that nobody asked for it is about a third."""
+CUT_SHOWS = ("sgd", "rmsprop")
+CUT_ROUNDED = 0.15
+"""The same where torch's loops round the ends of a tensor otherwise than its middle: cutting a plain tensor into four
+changes 3 % (SGD) and 5 % (RMSprop) of its elements in two steps."""
 
 
 KEY_BIASES = ("attention", "gpt", "gpt_checkpointed")
@@ -124,6 +130,7 @@ def make_setting(row: Row) -> Setting:
         plan = plan.but(param_dtype=half, buffer_dtype=half, cast_inputs=True)
         plan = plan.but(scaler=_constant_scale(row["average"])) if numbers == "fp16" else plan
         plan = plan.but(reduce_dtype=torch.float32) if numbers == "bf16_reduce32" else plan
+        plan = plan.but(master_weights=numbers != "bf16_no_master")
     micro_batches, use_no_sync = MICRO[row["micro"]]
     return Setting(
         model=row["model"],
@@ -145,14 +152,23 @@ def tolerance(row: Row) -> Tolerance:
     replicas (hybrid sharding), or what a chunk got after it was reduced, rounded by itself (a rank that used less of
     the mixture in the pass before reduces it too early). Nor where parameters have 16 bits from the start: optimizers
     that make state when they are built (Adagrad) round it as those.
+
+    Without masters the optimizer sees the same 16-bit gradients and parameters as in plain training, bit for bit, and
+    so gives the same ones. What is left: torch's loops round the last elements of a tensor, which do not fill a vector
+    register, now and then otherwise than the rest, and shards end elsewhere; and a factor (clipping, an average) may
+    differ in the last bit of fp32. Either moves rare elements by one unit in the last place, and the next step spreads
+    that a little.
     """
     numbers = row["numbers"]
     if row["model"] == "mixed_bf16":
         return Tolerance(rtol=RTOL["bf16"], share=SHARE)
     too_early = row["model"] == "mixture" and row["micro"] != "1x" and row["order"] != "sequence"
     rounded_twice = row["micro"] == "3x_no_sync" or row["plan"].startswith("hybrid") or too_early
-    exact = numbers in ("bf16", "fp16", "bf16_reduce32") and not rounded_twice
-    return Tolerance(rtol=RTOL[numbers], share=0.0 if numbers == "fp64" else SHARE, first_is_exact=exact)
+    exact = numbers not in ("fp64", "fp32") and not rounded_twice
+    rounded = CUT_ROUNDED if row["optimizer"] in CUT_SHOWS else NO_MASTERS_ROUNDED
+    rounded = rounded if exact and numbers == "bf16_no_master" else None
+    share = 0.0 if numbers == "fp64" else SHARE
+    return Tolerance(rtol=RTOL[numbers], share=share, first_is_exact=exact, rounded=rounded)
 
 
 def label(row: Mapping[str, str]) -> str:

@@ -35,6 +35,7 @@ SETTINGS: dict[str, Row] = {
     "earlier_passes_dropped": {"micro": "3x"},
     "replicas_not_averaged": {"plan": "hybrid2", "ranks": "4"},
     "no_masters": {"numbers": "bf16"},
+    "masters_kept": {"numbers": "bf16_no_master"},
     "masters_rounded": {"numbers": "bf16", "optimizer": "sgd"},
     "groups_mixed_up": {},
     "reads_not_noticed": {"plan": "budget0", "model": "functional"},
@@ -84,3 +85,19 @@ def test_every_part_of_a_run_is_checked(part: str, off_by: float) -> None:
         tensors[name] = tensors[name] * torch.tensor(1 + 1e-11 + off_by, dtype=torch.float64)
     with pytest.raises(AssertionError):
         check_runs(runs, plain(setting), setting, tolerance(row))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "where"),
+    [("sgd", "elements are rounded otherwise"), ("adamw", "gradients of residual step 1"), ("nadam", "step 1")],
+)
+def test_masters_that_nobody_asked_for_are_noticed(optimizer: str, where: str) -> None:
+    """An engine without masters against plain training with them, rounded at the end."""
+    row = {**PLAIN_ROW, "numbers": "bf16_no_master", "optimizer": optimizer}
+    runs, setting = _run("nothing", row)
+    check_runs(runs, plain(setting), setting, tolerance(row))
+    plan = setting.plan.but(master_weights=True)
+    expected = plain(replace(setting, plan=plan))
+    rounded = [{name: value.bfloat16() for name, value in step.items()} for step in expected.masters]
+    with pytest.raises(AssertionError, match=where):
+        check_runs(runs, replace(expected, masters=rounded), setting, tolerance(row))

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from booster_setup import SMALL
 from engine_setup import PLANS, adam, check, seeded, sharded
 from torch import Tensor, nn
 
+from shardwise.booster import Booster
+from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, Plugin
+from shardwise.comm import Buffer
+from shardwise.comm.shared import JointBuffer
 from shardwise.engine.deferred import deferred_init
 from shardwise.engine.writer import ValueWriter
 from shardwise.plan import Plan, zero
@@ -81,57 +90,116 @@ def test_masters_hold_the_unrounded_values() -> None:
 
 
 WIDTH, DEPTH = 256, 40
-UNIT_BYTES = 4 * (WIDTH * WIDTH + WIDTH)
+UNIT = WIDTH * WIDTH + WIDTH
+UNIT_BYTES = 4 * UNIT
 
 
-def peak_while_building(plan: Plan, how: str) -> int:
-    """Peak of live tensor bytes over the start, looked at whenever a whole value is cut up."""
-    peaks: list[int] = []
-    store = ValueWriter.store
+def mapped_bytes() -> int:
+    """Memory of peers that this process sees: it is theirs, and counted there."""
+    peers: dict[int, int] = {}
+    for buffer in [each for each in gc.get_objects() if issubclass(type(each), Buffer)]:
+        if isinstance(buffer, JointBuffer):  # one array, of which a part is this rank's
+            storage = buffer.local.untyped_storage()
+            peers[storage._cdata] = storage.nbytes() - buffer.local.nbytes
+            continue
+        local, whole = buffer._whole
+        for storage in (peer.untyped_storage() for peer in whole if peer.data_ptr() != local.data_ptr()):
+            peers[storage._cdata] = storage.nbytes()
+    return sum(peers.values())
+
+
+def own_bytes() -> int:
+    return live_tensor_bytes("cpu") - mapped_bytes()
+
+
+@dataclass(frozen=True)
+class Building:
+    """Bytes of this rank's live tensors: the most while values are made, after build, and after the first step."""
+
+    making: int
+    built: int
+    trained: int
+
+
+def watch_building(plan: Plan, how: str, depth: int, train: bool) -> Building:
+    """Looks whenever a whole value is about to be cut up."""
+    making: list[int] = []
+    store, trained = ValueWriter.store, 0
 
     def watched(self: ValueWriter, index: int, value: Tensor) -> None:
-        peaks.append(live_tensor_bytes("cpu"))
+        making.append(own_bytes())
         store(self, index, value)
 
-    ValueWriter.store = watched  # type: ignore[method-assign]
-    before = live_tensor_bytes("cpu")
-    try:
+    before = own_bytes()
+    with mock.patch.object(ValueWriter, "store", watched):
         torch.manual_seed(0)
         context: Any = deferred_init() if how == "deferred" else torch.device("meta")
         with context:
-            model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)])
-        with sharded(model, None, plan):
-            peaks.append(live_tensor_bytes("cpu"))
-            return max(peaks) - before
-    finally:
-        ValueWriter.store = store  # type: ignore[method-assign]
+            model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(depth)])
+        with sharded(model, torch.optim.AdamW(model.parameters()) if train else None, plan) as session:
+            built = own_bytes()
+            if train:
+                session.backward(session.module(torch.ones(2, WIDTH)).float().square().mean())
+                session.optimizer.step()
+                trained = own_bytes()
+    return Building(max(making) - before, built - before, trained - before)
+
+
+def generator_bytes(how: str, depth: int) -> int:
+    """A recorded tensor keeps the generator's state, 5 KB, until it has values."""
+    return 2 * depth * torch.get_rng_state().nbytes if how == "deferred" else 0
 
 
 @pytest.mark.parametrize("how", ["deferred", "meta"])
 def test_peak_while_building(how: str) -> None:
-    """model / N + the largest chunk. A recorded tensor also keeps the generator's state, 5 KB, until it has values."""
+    """model / N + the largest chunk."""
     model = DEPTH * UNIT_BYTES
     for world_size in (2, 4):
-        # On gloo no peer's memory is mapped, so what lives here is this rank's. Frozen: no gradient buffers either.
+        # On gloo no peer's memory is mapped at all. Frozen: no gradient buffers either.
         plan = zero(3).but(shared_memory=False)
-        for live in run_ranks(world_size, frozen_peak, plan, how):
-            bound = model // world_size + UNIT_BYTES
-            states = 2 * DEPTH * torch.get_rng_state().nbytes if how == "deferred" else 0
-            assert model // world_size <= live <= bound + states + 8192, (live / bound, how)
+        for found in run_ranks(world_size, frozen_peak, plan, how):
+            for live in (found.making, found.built):
+                bound = model // world_size + UNIT_BYTES + generator_bytes(how, DEPTH) + 8192
+                assert model // world_size <= live <= bound, (found, live / bound, how)
 
 
-def frozen_peak(plan: Plan, how: str) -> int:
+@pytest.mark.parametrize("how", ["deferred", "meta"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+def test_peak_while_building_what_is_trained(dtype: torch.dtype | None, how: str) -> None:
+    """Over shared memory, with an optimizer. With w bytes for each of the Psi parameters, 4 or 2, and m for its
+    master, 0 or 4, in chunks of C elements:
+
+    * while values are made: (w + m) Psi / N, and what one module makes, here 4 C;
+    * after build: (w + m) Psi / N, and the two buffers that whole gradients pass through, 2 w C;
+    * after a step, which makes Adam's state: gradient shards and two moments more, (w + 8) Psi / N. Scratch is at most
+      three times the shard of a chunk in fp32, and Adam counts its steps for each piece.
+    """
+    depth = 16
+    w, m = (4, 0) if dtype is None else (2, 4)
+    for world_size in (2, 3):
+        unit = -(-UNIT // world_size) * world_size
+        share = depth * unit // world_size
+        small = 8192 + 2 * depth * world_size * 4
+        for found in run_ranks(world_size, watch_building, zero(3, dtype), how, depth, True):
+            kept = (w + m) * share
+            making = kept + 4 * unit + generator_bytes(how, depth)
+            assert kept + 4 * WIDTH * WIDTH <= found.making <= making + small, (found, making)
+            built = kept + 2 * w * unit
+            assert built <= found.built <= built + small, (found, built)
+            trained = built + (w + 8) * share
+            scratch = 3 * 4 * unit // world_size
+            assert trained <= found.trained <= trained + scratch + small, (found, trained)
+
+
+def frozen_peak(plan: Plan, how: str) -> Building:
     linear = nn.Linear.__init__
 
     def frozen(self: nn.Linear, *args: Any, **kwargs: Any) -> None:
         linear(self, *args, **kwargs)
         self.requires_grad_(False)
 
-    nn.Linear.__init__ = frozen  # type: ignore[method-assign]
-    try:
-        return peak_while_building(plan, how)
-    finally:
-        nn.Linear.__init__ = linear  # type: ignore[method-assign]
+    with mock.patch.object(nn.Linear, "__init__", frozen):
+        return watch_building(plan, how, DEPTH, False)
 
 
 def different_seeds(plan: Plan) -> dict[str, Tensor]:
@@ -161,3 +229,54 @@ def test_a_real_model_is_freed() -> None:
     whole = 8 * 8 * (64 * 64 + 64)
     for left in run_ranks(2, eager_is_cut_up, PLANS["zero3_gloo"]):
         assert left <= whole // 2 + 2048
+
+
+PLUGINS: dict[str, Callable[[str], Plugin]] = {
+    "gemini": lambda precision: GeminiPlugin(precision=precision, **SMALL),
+    "zero1": lambda precision: LowLevelZeroPlugin(stage=1, precision=precision),
+    "zero2": lambda precision: LowLevelZeroPlugin(stage=2, precision=precision),
+}
+# TinyGpt's own parameter has no reset_parameters.
+DESCRIBED = {"deferred": "gpt", "meta": "convolutions"}
+CONTEXTS: dict[str, Callable[[], Any]] = {
+    "eager": nullcontext,
+    "deferred": deferred_init,
+    "meta": lambda: torch.device("meta"),
+}
+
+
+def boosted(plugin: str, precision: str, builder: str, how: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """State before and after a step."""
+    torch.manual_seed(3)
+    with CONTEXTS[how]():
+        model = BUILDERS[builder]()
+    assert all(p.is_meta or type(p) is not nn.Parameter for p in model.parameters()) == (how != "eager")
+    if how == "meta":
+        torch.manual_seed(3)
+    booster = Booster(plugin=PLUGINS[plugin](precision))
+    model, optimizer, *_ = booster.boost(model, adam(model))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    x = torch.zeros(2, 4, dtype=torch.long) if builder == "gpt" else torch.ones(2, 3, 6)
+    booster.backward(model(x).float().square().mean(), optimizer)
+    optimizer.step()
+    return before, model.state_dict()
+
+
+def all_boosted(plugin: str, builder: str, how: str) -> list[list[tuple[dict[str, Tensor], dict[str, Tensor]]]]:
+    return [[boosted(plugin, precision, builder, kind) for kind in (how, "eager")] for precision in ("fp32", "bf16")]
+
+
+@pytest.mark.parametrize("how", DESCRIBED)
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_through_the_booster(plugin: str, how: str) -> None:
+    """Parameters begin with the values of a normal construction, bit for bit, and training goes the same way."""
+    torch.manual_seed(3)
+    plain = BUILDERS[DESCRIBED[how]]()
+    expected = dict(plain.state_dict())
+    for of_rank in run_ranks(2, all_boosted, plugin, DESCRIBED[how], how):
+        for (before, after), (_, after_eager) in of_rank:
+            # Buffers are in the precision that computes; parameters are their fp32 masters.
+            cast = {name: buffer.to(before[name].dtype) for name, buffer in plain.named_buffers()}
+            check([before], expected | cast, f"{plugin} {how}", rtol=0.0)
+            check([after], after_eager, f"{plugin} {how} after a step", rtol=0.0)
+            assert not torch.equal(next(iter(after.values())), next(iter(before.values())))

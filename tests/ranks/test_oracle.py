@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -107,3 +108,54 @@ def test_token_weights_give_the_mean_over_all_tokens() -> None:
     run = train_plain(factory, case.loss, adam, batches, PlainRecipe(tokens=weighted_count))
     whole = train_plain(factory, case.loss, adam, [[[joined]]])
     assert_close(run.gradients[0], whole.gradients[0], 1e-12, "token-weighted gradients")
+
+
+KINDS = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW, "rmsprop": torch.optim.RMSprop}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_masters_it_is_training_of_the_cast_model(kind: str) -> None:
+    """Written out for two ranks: the model in bf16, gradients summed in fp32 and rounded once, a step in bf16."""
+    case = MODELS["mlp"]
+    batches = make_batches(case, 2, steps=3)
+
+    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        return KINDS[kind](model.parameters(), lr=0.02)
+
+    model = case.factory().bfloat16()
+    own = optimizer(model)
+    for step in batches:
+        by_rank = []
+        for batch in step[0]:
+            output = model(batch["args"][0].bfloat16())
+            loss = (output.float() - batch["target"]).square().mean()
+            by_rank.append(torch.autograd.grad(loss, list(model.parameters())))
+        for parameter, first, second in zip(model.parameters(), *by_rank, strict=True):
+            parameter.grad = ((first.float() + second.float()) / 2).bfloat16()
+        own.step()
+    recipe = PlainRecipe(param_dtype=torch.bfloat16, masters=False)
+    run = train_plain(case.factory, case.loss, optimizer, batches, recipe)
+    expected = dict(model.named_parameters())
+    assert_close(run.parameters[-1], expected, 0.0, kind)
+    assert_close(run.masters[-1], expected, 0.0, kind)
+    kept = train_plain(case.factory, case.loss, optimizer, batches, replace(recipe, masters=True))
+    assert kept.masters[-1].keys() == expected.keys()
+    assert any(not torch.equal(kept.parameters[-1][name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad])
+def test_fused_kernels_are_right_in_16_bits(kind: type[torch.optim.Optimizer]) -> None:
+    """Those that the engine takes on a CPU, and the parity tests with it: of any length, against fp32 arithmetic.
+
+    One unit in the last place (2^-7) for each of three steps: a step rounds the values and the state once each.
+    """
+    for numel in (1, 7, 8, 15, 16, 17, 31, 33, 64, 100):
+        generator = torch.Generator().manual_seed(numel)
+        start, *gradients = torch.randn(4, numel, generator=generator).bfloat16()
+        narrow, wide = nn.Parameter(start.clone()), nn.Parameter(start.float())
+        for parameter, how in ((narrow, {"fused": True}), (wide, {"foreach": False})):
+            optimizer = kind([parameter], lr=0.05, weight_decay=0.1, **how)
+            for gradient in gradients:
+                parameter.grad = gradient.to(parameter.dtype)
+                optimizer.step()
+        assert_close({"p": narrow.float()}, {"p": wide}, 3 * 2.0**-7, f"{kind.__name__} of {numel}")
