@@ -22,7 +22,7 @@ from shardwise.plan import (
     TierPlan,
 )
 
-__all__ = ["plan_of", "to_plan"]
+__all__ = ["home_of_parameters", "number_format", "plan_of", "to_plan"]
 
 ZERO, PARAM, OPTIM = "zero_optimization", "zero_optimization.offload_param", "zero_optimization.offload_optimizer"
 STAGE_3 = tuple(
@@ -154,8 +154,14 @@ def _mesh(s: Settings, world_size: int) -> MeshPlan:
     return MeshPlan(dp_shard=-1, dp_replicate=1)
 
 
+def number_format(settings: Settings) -> torch.dtype | None:
+    """The dtype of 16-bit parameters; ``None``: they keep their own."""
+    half = torch.bfloat16 if settings["bf16.enabled"] else None
+    return torch.float16 if settings["fp16.enabled"] else half
+
+
 def _precision(s: Settings) -> PrecisionPlan:
-    dtype = torch.float16 if s["fp16.enabled"] else torch.bfloat16 if s["bf16.enabled"] else None
+    dtype = number_format(s)
     name, wanted = NAMES[dtype], s["data_types.param_dtype"]
     if wanted is not None and wanted != (dtype or torch.float32):
         raise ValueError(f"data_types.param_dtype={wanted} with {name} parameters: set fp16.enabled or bf16.enabled")
@@ -262,6 +268,12 @@ def _device(s: Settings, block: str) -> str:
     if s.stage == 0 or (s.stage < 3 and block == PARAM):
         return "none"
     return str(s[f"{block}.device"])
+
+
+def home_of_parameters(settings: Settings) -> tuple[str, bool]:
+    """``offload_param.device`` once the stage has its say, and whether host memory for parameters is page-locked."""
+    home = _device(settings, PARAM)
+    return home, home != "none" and bool(settings[f"{PARAM}.pin_memory"])
 
 
 def _tiers(s: Settings, shard_ranks: int, numels: Sequence[int] | None) -> TierPlan:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from shardwise.build import Session
-from shardwise.deepspeed.config import read_config
+from shardwise.deepspeed.config import Settings, read_config
+from shardwise.deepspeed.plan import home_of_parameters, number_format
 from shardwise.engine.deferred import adopt, deferred_init
 from shardwise.engine.deferred_replay import replay, tape_of
 
@@ -29,17 +31,32 @@ def remember(session: Session) -> None:
 class Init:
     """Models built inside have no memory: ``initialize`` makes their values one tensor at a time, the same values.
 
+    Masters keep the values of the construction, unrounded. The arguments are DeepSpeed's, in their order; where one of
+    ``remote_device``, ``pin_memory`` and ``dtype`` asks for something else than the configuration, the configuration
+    decides, and one warning says so.
+
     Args:
         module: nothing is done to one that exists already; ``initialize`` shards it.
-        remote_device: ``None``, ``"cpu"`` or ``"nvme"``; values are made where the configuration puts their shards.
+        data_parallel_group: the group of all ranks, or ``None``.
+        mem_efficient_linear: no effect: linear layers stay as they are, and autograd never holds gathered weights.
+        remote_device: ``None``, ``"cpu"`` or ``"nvme"``; values are made where ``offload_param`` puts their shards.
+        pin_memory: page-lock them in host memory, as ``offload_param.pin_memory`` says.
         config_dict_or_path: checked, where it is given; ``config`` is its older name.
+        config: see ``config_dict_or_path``.
         enabled: ``False``: models are built as usual.
-
-    The other arguments are accepted and have no effect: masters keep the values of the construction in fp32.
+        dtype: of the sharded parameters, as ``bf16.enabled`` or ``fp16.enabled`` says.
+        mpu: not available.
+        zero_param_parallel_group: the group of all ranks, or ``None``.
+        zero_quantized_weights: not available.
+        zero_quantized_nontrainable_weights: not available.
+        sequence_data_parallel_group: the older name of ``data_parallel_group``.
 
     Raises:
         ValueError: another ``remote_device``, or a configuration with a fault.
+        NotImplementedError: ``mpu``, a group that is not that of all ranks, or quantized weights.
     """
+
+    _said: ClassVar[set[str]] = set()
 
     def __init__(
         self,
@@ -64,11 +81,27 @@ class Init:
             raise NotImplementedError(
                 f"{zero_quantized_weights=}, {zero_quantized_nontrainable_weights=} is not available; leave them False"
             )
+        if mpu is not None:
+            raise NotImplementedError(f"mpu={mpu!r:.80} is not available: all ranks are data-parallel; leave it out")
+        groups = {
+            "data_parallel_group": data_parallel_group,
+            "sequence_data_parallel_group": sequence_data_parallel_group,
+            "zero_param_parallel_group": zero_param_parallel_group,
+        }
+        _check_groups(groups)
         given = config_dict_or_path if config_dict_or_path is not None else config
-        if given is not None:
-            read_config(given)
+        settings = read_config(given) if given is not None else None
         self.enabled = enabled
         self._contexts: list[AbstractContextManager[None]] = []
+        for message in _without_effect(settings, remote_device, pin_memory, dtype) if enabled else ():
+            self._say(message)
+
+    def _say(self, message: str) -> None:
+        """A warning of the first rank, once."""
+        first = not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+        if first and message not in self._said:
+            self._said.add(message)
+            warnings.warn(f"zero.Init({message}", stacklevel=3)
 
     def __enter__(self) -> Init:
         if self.enabled:
@@ -79,6 +112,39 @@ class Init:
     def __exit__(self, *failure: Any) -> None:
         if self._contexts:
             self._contexts.pop().__exit__(*failure)
+
+
+def _check_groups(groups: Mapping[str, Any]) -> None:
+    """Sharding over some of the ranks alone would train something else."""
+    for name, group in groups.items():
+        if group is None:
+            continue
+        known = dist.is_available() and dist.is_initialized() and isinstance(group, dist.ProcessGroup)
+        if not known or dist.get_world_size(group) != dist.get_world_size():
+            advice = "all ranks are data-parallel; leave it out"
+            if name == "zero_param_parallel_group":
+                advice = "give zero_optimization.zero_hpz_partition_size in the configuration instead"
+            raise NotImplementedError(f"{name}={group!r:.80} is not the group of all ranks: {advice}")
+
+
+def _without_effect(
+    settings: Settings | None, remote_device: str | None, pin_memory: bool, dtype: torch.dtype | None
+) -> Iterator[str]:
+    """What was asked for and does not happen: the rest of ``zero.Init(...`` for each."""
+    home, pinned = home_of_parameters(settings) if settings is not None else ("none", False)
+    wide = (number_format(settings) if settings is not None else None) or torch.float32
+
+    def why(found: str) -> str:
+        return f"the configuration {found}" if settings is not None else "the configuration of initialize decides"
+
+    if remote_device not in (None, "none", home):
+        found = why(f"has offload_param.device={home!r}")
+        yield f"remote_device={remote_device!r}) has no effect: values are made where their shards live, and {found}"
+    if pin_memory and not pinned:
+        found = why(f"has offload_param.device={home!r} and its own pin_memory")
+        yield f"pin_memory={pin_memory}) has no effect: {found}"
+    if dtype not in (None, wide):
+        yield f"dtype={dtype}) has no effect: {why(f'says {wide}')}, with bf16.enabled and fp16.enabled"
 
 
 def _parameters(params: Any) -> list[nn.Parameter]:

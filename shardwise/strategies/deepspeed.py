@@ -158,7 +158,7 @@ class DeepSpeed(ShardedStrategy):
         self._reported: set[str] = set()
         self._batches, self._steps = 0, 0
         self._lacks_states = False
-        for reason, names in without_effect(self.arguments, self._config_given).items():
+        for reason, names in without_effect(self.arguments, chosen).items():
             values = ", ".join(f"{name}={getattr(self.arguments, name)!r}" for name in names)
             self._warn(f"{values} without effect: {reason}", stacklevel=4)
 
@@ -246,7 +246,7 @@ class DeepSpeed(ShardedStrategy):
             )
 
     def _building(self) -> AbstractContextManager[Any]:
-        return zero.Init(remote_device=self.arguments.remote_device) if self.zero_stage_3 else nullcontext()
+        return zero.Init() if self.zero_stage_3 else nullcontext()
 
     def _built(self, session: Session, trainer: Any) -> None:
         zero.remember(session)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from shardwise.deepspeed.config import Report, Settings, Source, load_config, read_config
-from shardwise.deepspeed.plan import plan_of
+from shardwise.deepspeed.plan import home_of_parameters, plan_of
 from shardwise.plan import Plan
 
 __all__ = [
@@ -27,6 +27,11 @@ MICRO, TOGETHER = "train_micro_batch_size_per_gpu", "train_batch_size"
 ACCUMULATION, CLIPPING = "gradient_accumulation_steps", "gradient_clipping"
 ZERO, PARAM, OPTIM = "zero_optimization", "offload_param", "offload_optimizer"
 DEVICES = ("cpu", "nvme")
+HOMES = {
+    "none": "they are not offloaded: that is the device that trains",
+    "cpu": "they are offloaded to the host ('cpu')",
+    "nvme": "they are offloaded to the disk ('nvme')",
+}
 TOP = ("zero_allow_untested_optimizer",)
 FP16 = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
 ACTIVATIONS = (
@@ -71,7 +76,8 @@ class DeepSpeedArguments:
     Attributes:
         zero_optimization: ``False``: stage 0, and nothing is offloaded.
         stage: 0 replicates, 1 shards the optimizer, 2 gradients too, 3 parameters too.
-        remote_device: ``None``, ``"cpu"`` or ``"nvme"``: where stage 3 parameters are made, see ``zero.Init``.
+        remote_device: ``None``, ``"cpu"`` or ``"nvme"``. Stage 3 parameters are made where their shards live; a warning
+            says so if that is elsewhere.
         offload_optimizer: masters and optimizer state go to ``offload_optimizer_device``.
         offload_parameters: at stage 3 parameters go to ``offload_params_device``.
         offload_params_device: ``"cpu"`` or ``"nvme"``.
@@ -334,20 +340,24 @@ def to_plan(settings: Settings, world_size: int, numels: list[int], clip_outside
     return plan.but(**({"max_norm": 0.0} if clip_outside else {}), cast_inputs=half), settings.findings.report()
 
 
-def without_effect(arguments: DeepSpeedArguments, config_given: bool) -> dict[str, list[str]]:
+def without_effect(arguments: DeepSpeedArguments, config: Mapping[str, Any] | None) -> dict[str, list[str]]:
     """Arguments that differ from their defaults and mean nothing beside the others, by reason.
 
     What only the number format or the stage of a configuration makes meaningless is in the report of :func:`to_plan`.
+
+    Args:
+        arguments: those of the strategy.
+        config: the DeepSpeed configuration that was given instead of them, if one was.
     """
     a = arguments
     apart = ("remote_device", *FP16)
     found: dict[str, tuple[str, ...]] = {}
-    if config_given:
+    if config is not None:
         names = tuple(field.name for field in fields(a) if field.name not in apart)
         found["a DeepSpeed config was given, which says all of this"] = names
     elif not a.zero_optimization:
         offload = ("offload_optimizer", "offload_parameters", *OF_OPTIM.values(), *OF_PARAM.values())
-        found["zero_optimization=False replicates everything"] = (*OF_ZERO, *TOP, *offload, "remote_device")
+        found["zero_optimization=False replicates everything"] = (*OF_ZERO, *TOP, *offload)
     else:
         if not a.offload_optimizer:
             names = ("offload_optimizer_device", "optimizer_buffer_count")
@@ -357,8 +367,12 @@ def without_effect(arguments: DeepSpeedArguments, config_given: bool) -> dict[st
             found["offload_parameters is False"] = names
         if not (a.offload_optimizer or a.offload_parameters):
             found["nothing is offloaded"] = ("nvme_path", "pin_memory")
-        if a.stage != 3:
-            found["parameters are made at stage 3 only"] = ("remote_device",)
+    settings = read_config(a.to_config() if config is None else config)
+    home, _ = home_of_parameters(settings)
+    if settings.stage != 3:
+        found[f"it is for stage 3, and this is stage {settings.stage}"] = ("remote_device",)
+    elif a.remote_device != home:
+        found[f"parameters are made where their shards live, and {HOMES[home]}"] = ("remote_device",)
     defaults = {field.name: field.default for field in fields(a)}
     given = {why: [n for n in dict.fromkeys(names) if getattr(a, n) != defaults[n]] for why, names in found.items()}
     return {why: names for why, names in given.items() if names}

@@ -16,6 +16,7 @@ from pathlib import Path
 import deepspeed
 import torch
 import torch.multiprocessing as mp
+from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from safetensors.torch import save_file
 from torch import nn
@@ -24,7 +25,7 @@ CASES = [
     (stage, ranks, precision)
     for stage in (1, 2, 3)
     for ranks in (1, 2)
-    for precision in (("fp32",) if ranks == 1 else ("fp32", "bf16"))
+    for precision in (("fp32",) if ranks == 1 else ("fp32", "bf16", "fp16"))
 ]
 
 
@@ -63,6 +64,8 @@ def train(rank: int, ranks: int, stage: int, precision: str, out: str, port: int
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
     torch.set_num_threads(1)
+    if precision == "fp16":  # torch has it on every CPU; DeepSpeed asks for its instructions
+        get_accelerator().is_fp16_supported = lambda: True
     deepspeed.init_distributed("gloo")
     torch.manual_seed(0)
     model = Net()
@@ -78,6 +81,8 @@ def train(rank: int, ranks: int, stage: int, precision: str, out: str, port: int
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": precision == "bf16"},
+        # Doubled after the third step: the scale that is saved is neither the first nor a default.
+        "fp16": {"enabled": precision == "fp16", "initial_scale_power": 8, "loss_scale_window": 2},
         "steps_per_print": 10**9,
     }
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, lr_scheduler=scheduler)

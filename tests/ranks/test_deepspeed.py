@@ -247,7 +247,9 @@ class Recorded(nn.Module):
         self.head.weight = self.embed.weight
 
 
-def foreign(directory: str, groups: list[list[str]]) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
+def foreign(
+    directory: str, groups: list[list[str]], ds_config: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
     model = Recorded()
     names = dict(model.named_parameters())
     held = [{"params": [names[name] for name in group]} for group in groups]
@@ -255,11 +257,11 @@ def foreign(directory: str, groups: list[list[str]]) -> tuple[dict[str, Any], di
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-        arguments: dict[str, Any] = {"optimizer": optimizer, "lr_scheduler": schedule, "config": config(3)}
+        arguments: dict[str, Any] = {"optimizer": optimizer, "lr_scheduler": schedule, "config": ds_config}
         engine = deepspeed.initialize(model=model, **arguments)[0]
         path, client = engine.load_checkpoint(directory)
     assert path is not None
-    counted = [engine.global_steps, engine.global_samples, schedule.last_epoch, client]
+    counted = [engine.global_steps, engine.global_samples, schedule.last_epoch, client, engine.loss_scale]
     result = engine.module.state_dict(), engine.optimizer.state_dict(), counted  # type: ignore[union-attr]
     close(engine)
     return result
@@ -272,22 +274,32 @@ def test_checkpoints_of_deepspeed_are_read(tmp_path: Path) -> None:
 
     from shardwise.checkpoint.formats.detect import open_checkpoint
 
-    roots = sorted(each.parent for each in tmp_path.rglob("latest"))
-    assert len(roots) >= 9
-    root = next(each for each in roots if "2" in each.name and "fp32" in each.name)
-    groups = [group["params"] for group in open_checkpoint(root).state()["optimizers"][0]["groups"]]
-    state, optimizer, counted = run_ranks(RANKS, foreign, str(root), groups)[0]
-    truths = [load_file(each) for each in sorted(tmp_path.rglob("*.safetensors")) if root.name in str(each)]
-    assert truths and counted == [3, 6, 3, {"epoch": 4}]
-    expected = {k.removeprefix("model/"): v for k, v in truths[0].items() if k.startswith("model/")}
-    assert expected
-    assert all(torch.equal(state[name], value) for name, value in expected.items())
-    assert len(optimizer["state"]) == sum(map(len, groups)) and optimizer["param_groups"][0]["lr"] != 0.5
+    half = {"fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 2}}
+    cases: dict[str, tuple[dict[str, Any], float]] = {
+        "zero2-2ranks-fp32": (config(3), 1.0),
+        "zero1-2ranks-fp16": (config(3, **half), 512.0),
+        "zero3-2ranks-fp16": (config(2, **half), 512.0),
+    }
+    for case, (ds_config, scale) in cases.items():
+        root = tmp_path / "ds" / case
+        groups = [group["params"] for group in open_checkpoint(root).state()["optimizers"][0]["groups"]]
+        state, optimizer, counted = run_ranks(RANKS, foreign, str(root), groups, ds_config)[0]
+        assert counted == [3, 12, 3, {"epoch": 4}, scale], case
+        truth = load_file(root / "truth.safetensors")
+        expected = {k.removeprefix("model/"): v for k, v in truth.items() if k.startswith("model/")}
+        assert expected
+        assert all(torch.equal(state[name].float(), value.float()) for name, value in expected.items()), case
+        assert len(optimizer["state"]) == sum(map(len, groups)) and optimizer["param_groups"][0]["lr"] != 0.5
 
 
 def zero_contexts() -> None:
     rank = torch.distributed.get_rank()
-    with deepspeed.zero.Init(config_dict_or_path=config(3)):
+    some = [torch.distributed.new_group([each]) for each in range(RANKS)][rank]
+    for name in ("data_parallel_group", "sequence_data_parallel_group", "zero_param_parallel_group"):
+        with pytest.raises(NotImplementedError, match=rf"^{name}=.* is not the group of all ranks"):
+            deepspeed.zero.Init(**{name: some})
+    everyone = torch.distributed.group.WORLD
+    with deepspeed.zero.Init(data_parallel_group=everyone, config_dict_or_path=config(3)):
         model = net()
     assert all(p.is_meta for p in model.parameters())
     with deepspeed.zero.GatheredParameters(model[0].bias, modifier_rank=1):

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -159,3 +161,53 @@ def test_a_damaged_newest_checkpoint_is_not_passed_over(tmp_path: Path) -> None:
     with pytest.raises(CheckpointDamage, match=r"newest/manifest\.json"):
         engine.load_checkpoint(str(tmp_path))
     engine.destroy()
+
+
+INIT_REFUSES: list[tuple[Tree, str]] = [
+    ({"mpu": object()}, "mpu=.*all ranks are data-parallel"),
+    ({"data_parallel_group": "some"}, "data_parallel_group='some' is not the group of all ranks: .*leave it out"),
+    ({"sequence_data_parallel_group": "some"}, "^sequence_data_parallel_group='some'"),
+    ({"zero_param_parallel_group": "some"}, "zero_param_parallel_group='some' .*zero_hpz_partition_size"),
+    ({"zero_quantized_weights": True}, "zero_quantized_weights=True"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), INIT_REFUSES)
+def test_zero_init_refuses_what_would_change_the_training(arguments: Tree, message: str) -> None:
+    for enabled in (True, False):
+        with pytest.raises(NotImplementedError, match=message):
+            deepspeed.zero.Init(**arguments, enabled=enabled)
+
+
+ON_HOST = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
+UNPINNED = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu", "pin_memory": False}}}
+HALF = {"bf16": {"enabled": True}}
+INIT_WARNS: list[tuple[Tree, str]] = [
+    ({}, ""),
+    ({"config_dict_or_path": ON_HOST, "remote_device": "cpu", "pin_memory": True, "dtype": torch.float32}, ""),
+    ({"config": HALF, "remote_device": "none", "dtype": torch.bfloat16}, ""),
+    ({"dtype": torch.float32}, ""),
+    ({"enabled": False, "dtype": torch.float16, "pin_memory": True, "remote_device": "cpu"}, ""),
+    ({"remote_device": "cpu"}, "remote_device='cpu'.*the configuration of initialize decides"),
+    ({"config": ON_HOST, "remote_device": "nvme"}, "remote_device='nvme'.*has offload_param.device='cpu'"),
+    ({"config": {"zero_optimization": {**ON_HOST["zero_optimization"], "stage": 2}}, "remote_device": "cpu"}, "='none'"),
+    ({"pin_memory": True}, "pin_memory=True.*the configuration of initialize decides"),
+    ({"config": UNPINNED, "pin_memory": True}, "pin_memory=True.*='cpu' and its own pin_memory"),
+    ({"dtype": torch.float16}, "dtype=torch.float16.*the configuration of initialize decides"),
+    ({"config": HALF, "dtype": torch.float16}, "dtype=torch.float16.*says torch.bfloat16"),
+    ({"config": HALF, "dtype": torch.float32}, "dtype=torch.float32.*says torch.bfloat16"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "message"), INIT_WARNS)
+def test_zero_init_says_once_what_the_configuration_decides(
+    arguments: Tree, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deepspeed.zero.Init, "_said", set())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            deepspeed.zero.Init(**arguments)
+    texts = [str(each.message) for each in caught]
+    assert len(texts) == bool(message) and all(re.search(message, text) for text in texts), texts
+    assert all(each.filename == __file__ for each in caught), "the warning points at the caller"

@@ -368,21 +368,58 @@ def test_wrong_arguments_are_errors_at_once(arguments: Tree, message: str) -> No
         DeepSpeedArguments(**arguments)
 
 
-UNUSED: list[tuple[Tree, bool, list[str]]] = [
-    ({}, False, []),
-    ({"stage": 3, "remote_device": "cpu"}, False, []),
-    ({"remote_device": "cpu"}, False, ["remote_device"]),
-    ({"nvme_path": "/x", "optimizer_buffer_count": 9}, False, ["optimizer_buffer_count", "nvme_path"]),
-    ({"offload_optimizer": True, "nvme_path": "/x", "max_in_cpu": 3}, False, ["max_in_cpu"]),
-    ({"zero_optimization": False, "stage": 3, "offload_optimizer": True}, False, ["stage", "offload_optimizer"]),
-    ({"stage": 3, "cpu_checkpointing": True, "loss_scale": 3, "remote_device": "cpu"}, True, ["stage", "cpu_checkpointing"]),
+ON_DISK_3 = {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/x"}}}
+UNUSED: list[tuple[Tree, Tree | None, list[str]]] = [
+    ({}, None, []),
+    ({"stage": 3}, None, []),
+    ({"stage": 3, "remote_device": "cpu"}, None, ["remote_device"]),
+    ({**HOST, "remote_device": "cpu"}, None, []),
+    ({**HOST, "remote_device": "nvme"}, None, ["remote_device"]),
+    ({**NVME, "remote_device": "nvme"}, None, []),
+    ({**NVME, "remote_device": "cpu"}, None, ["remote_device"]),
+    ({"remote_device": "cpu"}, None, ["remote_device"]),
+    ({"remote_device": "nvme"}, ON_DISK_3, []),
+    ({"remote_device": "cpu"}, ON_DISK_3, ["remote_device"]),
+    ({"remote_device": "cpu"}, {}, ["remote_device"]),
+    ({"nvme_path": "/x", "optimizer_buffer_count": 9}, None, ["optimizer_buffer_count", "nvme_path"]),
+    ({"offload_optimizer": True, "nvme_path": "/x", "max_in_cpu": 3}, None, ["max_in_cpu"]),
+    ({"zero_optimization": False, "stage": 3, "offload_optimizer": True}, None, ["stage", "offload_optimizer"]),
+    ({"zero_optimization": False, "stage": 3, "remote_device": "cpu"}, None, ["stage", "remote_device"]),
+    ({"stage": 3, "cpu_checkpointing": True, "loss_scale": 3}, {}, ["stage", "cpu_checkpointing"]),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("arguments", "config_given", "names"), UNUSED)
-def test_arguments_that_mean_nothing_are_named(arguments: Tree, config_given: bool, names: list[str]) -> None:
-    found = without_effect(DeepSpeedArguments(**arguments), config_given)
+@pytest.mark.parametrize(("arguments", "config", "names"), UNUSED)
+def test_arguments_that_mean_nothing_are_named(arguments: Tree, config: Tree | None, names: list[str]) -> None:
+    found = without_effect(DeepSpeedArguments(**arguments), config)
     assert [name for each in found.values() for name in each] == names
+
+
+def test_where_parameters_are_made_instead_is_said() -> None:
+    for arguments, where in (({"stage": 3}, "the device"), (NVME, "the disk"), ({"stage": 2}, "this is stage 2")):
+        (reason,) = without_effect(DeepSpeedArguments(**arguments, remote_device="cpu"), None)
+        assert where in reason
+
+
+WITHOUT_EFFECT: dict[str, tuple[Any, str, Tree]] = {
+    "sub_group_size": (5, "tiles of 2**20 elements", {}),
+    "params_buffer_size": (5, "buffers are as large as the largest shard", NVME),
+    "reduce_scatter": (False, "the same sums", {}),
+    "allgather_partitions": (False, "the same values", {}),
+    "contiguous_gradients": (False, "share one array", {}),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_EFFECT)
+def test_an_argument_without_effect_is_listed_once_with_its_reason(name: str) -> None:
+    value, reason, more = WITHOUT_EFFECT[name]
+    given = DeepSpeedArguments(**{"stage": 3, **more, name: value})
+    report = to_plan(read(complete(given.to_config(), given, facts(), Misconfigured), RANKS), RANKS, NUMELS, True)[1]
+    told = {path: why for path, why in report.ignored.items() if path not in quiet_paths(given)}
+    (path,) = told
+    assert path.endswith(name.replace("params_", "offload_param.")) and reason in told[path]
+    assert str(report).count(path) == 1 and path not in report.used and not report.notes
+    assert not any(name in names for names in without_effect(given, None).values())
 
 
 def test_the_loss_scale_is_for_16_bits_without_a_config_of_its_own() -> None:
