@@ -9,8 +9,12 @@ from unittest import mock
 
 import torch
 
+from shardwise.chunk.pool import ChunkPool
+from shardwise.chunk.source import DiskSource
 from shardwise.comm import DONE
 from shardwise.engine.disk_tiles import DiskTile
+from shardwise.engine.early import EarlyUpdates
+from shardwise.engine.early_disk import EarlyDisk
 from shardwise.engine.grads import ChunkGrads
 from shardwise.engine.optimizer import ShardedOptimizer
 from shardwise.engine.reducer import Reducer
@@ -124,6 +128,68 @@ def _small_state_not_undone() -> Any:
     return _wrap(TileUpdates, "_update_copy", make)
 
 
+def _early_state_not_put_back() -> Any:
+    """Of an update during backward that was wrong, only the masters are undone."""
+
+    def make(real: Any) -> Any:
+        def keep(self: EarlyUpdates, tile: Any) -> Callable[[], None]:
+            state = self._stepper.optimizer.state
+            restore = real(self, tile)
+
+            def without_state() -> None:
+                now = [(piece.value, state.get(piece.value)) for piece in tile.pieces]
+                restore()
+                state.update({value: entry for value, entry in now if entry is not None})
+
+            return without_state
+
+        return keep
+
+    return _wrap(EarlyUpdates, "_keep", make)
+
+
+def _early_steps_not_put_back() -> Any:
+    """What the disk held before such an update is read again, but steps are counted twice."""
+
+    def make(real: Any) -> Any:
+        def rollback(self: EarlyDisk) -> None:
+            real(self)
+            for each in (tile for tiles in self._tiles.values() for tile in tiles):
+                for piece in each.tile.pieces:
+                    step = each._optimizer.state.get(piece.value, {}).get("step")
+                    if step is not None:
+                        step.add_(1)
+
+        return rollback
+
+    return _wrap(EarlyDisk, "rollback", make)
+
+
+def _early_parameters_not_taken_over() -> Any:
+    """Parameters stay as before an update during backward whose state is on the disk."""
+    return mock.patch.object(EarlyDisk, "take_over", lambda self, chunk: None)
+
+
+def _not_read_ahead() -> Any:
+    """Nothing is read into the buffers of parameters that are read ahead."""
+
+    def prepare(self: DiskSource) -> None:
+        if self._ahead is None and self._written and self._shared.count < self._shared.buffers - 2:
+            self._ahead = self._buffer().zero_(), DONE
+            self._shared.count += 1
+
+    return mock.patch.object(DiskSource, "prepare", prepare)
+
+
+def _late_renewal_forgotten() -> Any:
+    """Parameters that are to be renewed at their first use never are."""
+
+    def renew_later(self: ChunkPool, chunk: Any) -> None:
+        chunk.pending = None
+
+    return mock.patch.object(ChunkPool, "renew_later", renew_later)
+
+
 @dataclass(frozen=True)
 class Fault:
     """``patch`` makes it; ``shown_by`` is a mix of tiers and a part of a row under which it must be noticed."""
@@ -133,6 +199,7 @@ class Fault:
     steps: int = 4
 
 
+EARLY = {"update": "backward"}
 FAULTS: dict[str, Fault] = {
     "state_not_written": Fault(_not_written("optimizer state"), ("s_disk", {})),
     "masters_not_written": Fault(_not_written("master weights"), ("s_disk", {"plan": "zero3"})),
@@ -145,6 +212,13 @@ FAULTS: dict[str, Fault] = {
     "host_gradients_not_in_the_norm": Fault(_host_gradients_not_in_the_norm, ("s_half_host", {"clip": "p2"})),
     "updated_twice_in_place": Fault(_updated_twice_in_place, ("p_disk_s_host", {"plan": "zero3"})),
     "small_state_not_undone": Fault(_small_state_not_undone, ("p_disk_s_host", {"plan": "zero3"})),
+    "early_state_not_put_back": Fault(_early_state_not_put_back, ("s_host", {**EARLY, "clip": "p2"}), 3),
+    "early_steps_not_put_back": Fault(_early_steps_not_put_back, ("s_disk", {**EARLY, "clip": "p2"}), 3),
+    "early_parameters_not_taken_over": Fault(
+        _early_parameters_not_taken_over, ("s_disk", {**EARLY, "clip": "loose"}), 2
+    ),
+    "not_read_ahead": Fault(_not_read_ahead, ("p_disk", {"plan": "zero3", "prefetch": "three", "knobs": "threads"}), 2),
+    "late_renewal_forgotten": Fault(_late_renewal_forgotten, ("s_host", {"order": "on_use"}), 2),
 }
 
 

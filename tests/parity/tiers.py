@@ -17,10 +17,20 @@ from shardwise.plan import DiskPlan, TierPlan, on_device
 from shardwise.testing import MODELS
 from tests.parity import sharded
 from tests.parity.covering import Row, cover
-from tests.parity.matrix import allowed, make_setting
+from tests.parity.matrix import FACTORS, allowed, make_setting
 from tests.parity.sharded import Run, Setting
 
-__all__ = ["MIXES", "TierRow", "TierRun", "default_rows", "own_optimizers", "setting_of", "tier_plan", "train_tiers"]
+__all__ = [
+    "MIXES",
+    "TierRow",
+    "TierRun",
+    "default_rows",
+    "goes",
+    "own_optimizers",
+    "setting_of",
+    "tier_plan",
+    "train_tiers",
+]
 
 # Shares of parameters on host and disk, of state on host and disk.
 MIXES: dict[str, tuple[float, float, float, float]] = {
@@ -44,18 +54,25 @@ KNOBS: dict[str, dict[str, Any]] = {
     "threads": {"state_buffers": 5, "param_buffers": 5, "threads": 2, "queue_depth": 2},
 }
 STEPS, STEPS_OF_THREE = 10, 4
-"""By default rows of three micro-batches make fewer steps."""
+"""By default rows of three micro-batches make fewer steps, but one for each number format at 1, 2 and 4 ranks."""
+
+PREFETCH = {"own": None, "none": 0, "three": 3}
+LOOSE_NORM = 1e4
+"""Above the norm of every gradient here: nothing is clipped, but only the end of the step shows that."""
 
 BASE: dict[str, tuple[str, ...]] = {
     "plan": ("ddp", "zero1", "zero2", "zero3", "by_tensor", "by_search", "hybrid3"),
     "ranks": ("1", "2", "4"),
     "numbers": ("fp32", "bf16", "fp16"),
     "micro": ("1x", "3x", "3x_no_sync"),
-    "clip": ("unclipped", "p2"),
+    "clip": ("unclipped", "p2", "loose"),
     "transport": ("shared", "gloo"),
     "knobs": tuple(KNOBS),
+    "order": FACTORS["order"],
+    "prefetch": tuple(PREFETCH),
+    "update": ("step", "backward"),
 }
-FILLED = {"average": "sum", "order": "overlap"}
+FILLED = {"average": "sum", "order": "overlap", "prefetch": "own", "update": "step"}
 
 
 class Peculiar(torch.optim.Optimizer):
@@ -113,6 +130,7 @@ class TierRow:
 
     base: tuple[tuple[str, str], ...]
     mixes: tuple[str, ...]
+    steps: int = STEPS
 
     @property
     def row(self) -> Row:
@@ -121,6 +139,12 @@ class TierRow:
     @property
     def label(self) -> str:
         return "-".join(self.row.values())
+
+    @property
+    def norm_rtol(self) -> float:
+        """Of norms. Where gradients stream, they are norms of chunks' norms, in the order in which these came; not so
+        with a disk, whose plans keep gradients. Nothing but what is reported depends on them."""
+        return 1e-12 if setting_of(self.row, None, "").plan.streams_gradients else 0.0
 
 
 def tier_plan(mix: str, directory: str, knobs: str = "usual") -> TierPlan:
@@ -145,30 +169,63 @@ def tier_plan(mix: str, directory: str, knobs: str = "usual") -> TierPlan:
     return replace(on_device(), disk=DiskPlan(**(fields | KNOBS[knobs])), **shares)
 
 
-def setting_of(row: Row, mix: str | None, directory: str, steps: int | None = None) -> Setting:
+def setting_of(row: Row, mix: str | None, directory: str, steps: int = STEPS) -> Setting:
     """What a row trains under ``mix``; ``None``: without offload."""
-    steps = steps or (STEPS if row["micro"] == "1x" else STEPS_OF_THREE)
-    setting = replace(make_setting({**FILLED, **row}), steps=steps)
-    if mix is None:
-        return setting
-    return replace(setting, plan=setting.plan.but(tiers=tier_plan(mix, directory, row["knobs"])))
+    row = {**FILLED, **row}
+    loose = row["clip"] == "loose"
+    setting = replace(make_setting({**row, "clip": "p2"} if loose else row), steps=steps)
+    plan = setting.plan.but(update=row["update"])
+    plan = plan.but(max_norm=LOOSE_NORM) if loose else plan
+    prefetch = PREFETCH[row["prefetch"]]
+    plan = plan if prefetch is None else plan.but(prefetch=prefetch)
+    plan = plan if mix is None else plan.but(tiers=tier_plan(mix, directory, row.get("knobs", "usual")))
+    return replace(setting, plan=plan)
 
 
 # ---- which rows
 
+_LEFT = {"order": "overlap", "prefetch": "own", "update": "step"}
 # 3 ranks divide little evenly.
 _THREE = {"ranks": "3", "clip": "p2", "transport": "shared", "knobs": "threads"}
 THREE_RANKS: list[Row] = [
-    {"plan": "zero1", "numbers": "fp32", "micro": "3x_no_sync", **_THREE},
-    {"plan": "zero3", "numbers": "bf16", "micro": "1x", **_THREE},
+    {"plan": "zero1", "numbers": "fp32", "micro": "3x_no_sync", **_THREE, **_LEFT},
+    {"plan": "zero3", "numbers": "bf16", "micro": "1x", **_THREE, **_LEFT},
 ]
-_JUDGED = ("plan", "ranks", "numbers", "micro", "clip", "transport", "knobs")
+# The others of four ranks are for hybrid sharding, which needs them.
+_FOUR = {"ranks": "4", "micro": "3x", "clip": "p2", "transport": "shared", "knobs": "threads"}
+FOUR_RANKS: list[Row] = [
+    {"plan": "zero2", "numbers": "fp16", **_FOUR, "order": "on_use", "prefetch": "own", "update": "step"},
+    {"plan": "zero3", "numbers": "bf16", **_FOUR, "order": "overlap", "prefetch": "three", "update": "backward"},
+]
+_SEEDS: list[Row] = [
+    {"ranks": ranks, "numbers": numbers, "micro": "3x"}
+    for ranks in BASE["ranks"]
+    for numbers in BASE["numbers"]
+    if not any(row["ranks"] == ranks and row["numbers"] == numbers for row in FOUR_RANKS)
+]
+
+
+def goes(row: Row) -> bool:
+    """Whether values go together, and none of them is idle; ``row`` may lack factors."""
+    if not allowed(row):
+        return False
+    if row.get("prefetch", "own") != "own":
+        # Nothing is fetched ahead in sequence, nor where nothing is fetched.
+        if row.get("order") == "sequence" or row.get("plan") in ("ddp", "zero1", "zero2"):
+            return False
+        if row["prefetch"] == "none" and row.get("plan") == "by_search":
+            return False  # its own
+    if row.get("update") == "backward" and row.get("micro") == "3x":
+        # Updates in place take one reduction a step.
+        return row.get("clip") != "unclipped" or row.get("numbers", "fp16") == "fp16"
+    return True
 
 
 def _goes(row: Row) -> bool:
-    """Like :func:`~tests.parity.matrix.allowed`; by default four ranks are for hybrid sharding, which needs them."""
-    of_four = row.get("plan", "hybrid3") == "hybrid3" and row.get("micro") != "3x_no_sync"
-    return allowed(row) and (row.get("ranks") != "4" or of_four)
+    without_sync = row.get("micro") == "3x_no_sync"
+    of_four = row.get("plan", "hybrid3") == "hybrid3" and not without_sync
+    fetches = row.get("prefetch", "own") != "own"  # and so its plan reduces at every pass
+    return goes(row) and (row.get("ranks") != "4" or of_four) and not (fetches and without_sync)
 
 
 def _kind(mix: str) -> str:
@@ -178,33 +235,68 @@ def _kind(mix: str) -> str:
 
 def _pairs(row: Row, mix: str) -> set[tuple[str, str, str]]:
     """What a run of ``row`` under ``mix`` covers."""
-    pairs = {(factor, row[factor], mix) for factor in _JUDGED if row[factor] in BASE[factor]}
+    pairs = {(factor, row[factor], mix) for factor in BASE if row[factor] in BASE[factor]}
     return pairs | {(factor, row[factor], _kind(mix)) for factor in ("optimizer", "model")}
+
+
+def _complete(bases: Sequence[Row]) -> list[Row]:
+    """With a model and an optimizer each, which take turns."""
+    models, optimizers = list(MODELS), list(OPTIMIZERS)
+    waiting = [models[(7 * index) % len(models)] for index in range(len(models))]
+    rows = []
+    for index, base in enumerate(bases):
+        model = next(model for model in waiting if allowed({**base, "model": model}))
+        waiting.remove(model)
+        waiting.append(model)
+        optimizer = optimizers[index % len(optimizers)]
+        if not allowed({"model": model, "optimizer": optimizer}):
+            optimizer = "adamw"
+        rows.append({**base, "model": model, "optimizer": optimizer})
+    return rows
+
+
+def _steps(rows: Sequence[Row]) -> list[int]:
+    """All of them, but for rows of three micro-batches after the first of each number format at each rank count."""
+    seen: set[tuple[str, str]] = set()
+    steps = []
+    for row in rows:
+        key = row["ranks"], row["numbers"]
+        first = row["micro"] == "3x" and key not in seen
+        steps.append(STEPS if first or row["micro"] == "1x" else STEPS_OF_THREE)
+        seen |= {key} if first else set()
+    return steps
+
+
+def _given(rows: Sequence[Row], steps: Sequence[int]) -> list[list[str]]:
+    """The longest rows have two mixes, with state in memory and on the disk; those of others are to be chosen."""
+    turns = {kind: cycle([mix for mix in MIXES if _kind(mix) == kind]) for kind in ("memory", "disk")}
+    longest = [row["micro"] != "1x" and count == STEPS for row, count in zip(rows, steps, strict=True)]
+    return [[next(turn) for turn in turns.values()] if long else [] for long in longest]
 
 
 def default_rows() -> list[TierRow]:
     """Every pair of values of two base factors; every mix with every such value; every optimizer and every model with
     state in memory and on disk."""
-    models, optimizers = list(MODELS), list(OPTIMIZERS)
-    bases = [*cover(BASE, _goes), *THREE_RANKS]
+    bases = [*cover(BASE, _goes, _SEEDS), *FOUR_RANKS, *THREE_RANKS]
     of_two = cycle(base for base in list(bases) if base["ranks"] == "2")
-    bases += islice(of_two, max(0, len(models) - len(bases)))
-    rows = []
-    for index, base in enumerate(bases):
-        optimizer = optimizers[index % len(optimizers)]
-        model = models[(7 * index) % len(models)]
-        if not allowed({"model": model, "optimizer": optimizer}):
-            optimizer = "adamw"
-        rows.append({**base, "model": model, "optimizer": optimizer})
+    bases += islice(of_two, max(0, len(MODELS) - len(bases)))
+    rows = _complete(bases)
+    steps = _steps(rows)
+    chosen = _given(rows, steps)
+    fixed = [bool(mixes) for mixes in chosen]
     wanted = {pair for row in rows for mix in MIXES for pair in _pairs(row, mix)}
-    chosen: list[list[str]] = [[] for _ in rows]
+    wanted -= {pair for row, mixes in zip(rows, chosen, strict=True) for mix in mixes for pair in _pairs(row, mix)}
     while wanted:
-        for row, mixes in zip(rows, chosen, strict=True):
+        left = len(wanted)
+        for row, mixes, done in zip(rows, chosen, fixed, strict=True):
             gain, mix = max((len(_pairs(row, mix) & wanted), mix) for mix in MIXES if mix not in mixes)
-            if gain:
+            if gain and not done:
                 mixes.append(mix)
                 wanted -= _pairs(row, mix)
-    return [TierRow(tuple(row.items()), tuple(mixes)) for row, mixes in zip(rows, chosen, strict=True) if mixes]
+        if len(wanted) == left:
+            raise ValueError(f"no row is left to run {sorted(wanted)}")
+    found = zip(rows, chosen, steps, strict=True)
+    return [TierRow(tuple(row.items()), tuple(mixes), count) for row, mixes, count in found if mixes]
 
 
 # ---- on the ranks

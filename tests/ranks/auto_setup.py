@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -73,6 +74,7 @@ class Found:
     """One training run on a rank; lists by step."""
 
     losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
     state: str = ""
     moved: list[int] = field(default_factory=list)
     orders: list[list[int]] = field(default_factory=list)
@@ -105,7 +107,9 @@ def train(
     step_of: Step = plain_step,
     steps: int = 4,
     prepare: Callable[[Session], None] | None = None,
+    watched: bool = True,
 ) -> Found:
+    """One run on a rank; ``watched``: with :func:`watch`, which takes several times as long as the training."""
     torch.manual_seed(0)
     model = build_model()
     found = Found()
@@ -114,7 +118,8 @@ def train(
             prepare(session)
         pool = session.engine.pool
         found.sizes = dict(pool.sizes)
-        watch(session, found)
+        if watched:
+            watch(session, found)
         for step in range(steps):
             before, pool.peak_gathered_bytes = pool.moved_bytes, 0
             found.orders.append([])
@@ -123,6 +128,7 @@ def train(
                 session.backward(loss)
                 found.losses.append(float(loss.detach()))
             session.optimizers[0].step()
+            found.norms.append(session.optimizers[0].get_grad_norm() or math.nan)
             found.moved.append(pool.moved_bytes - before)
             found.peak_gathered.append(pool.peak_gathered_bytes)
             stats = session.memory_stats()

@@ -139,6 +139,33 @@ def test_same_bits_within_the_capacity(ranks: int, shared: bool | None, changes:
             assert runs["tight"].stats is not None and runs["tight"].stats.moments
 
 
+MAX_NORM = 0.02
+HALF = {"param_dtype": torch.bfloat16, "buffer_dtype": torch.bfloat16, "cast_inputs": True, "max_norm": MAX_NORM}
+
+
+def in_half_precision() -> tuple[dict[str, Found], int]:
+    """On a rank: without a limit, under a roomy capacity and under one of that many bytes; 2 or 3 passes a step."""
+
+    def run(tiers: TierPlan | None) -> Found:
+        return train(partial(Stack, TWICE), plan_of(tiers, **HALF), None, accumulating, steps=10, watched=False)
+
+    plain, roomy = run(None), run(auto(ROOMY, margin=0.9))
+    limit = tight("accumulation", roomy.rest, 1) + BLOCK_BYTES // 2
+    return {"plain": plain, "margin": roomy, "tight": run(auto(limit))}, limit
+
+
+def test_same_bits_in_half_precision_with_clipping_and_accumulation() -> None:
+    for rank, (runs, limit) in enumerate(run_ranks(2, in_half_precision, timeout=60)):
+        plain = runs["plain"]
+        assert len(plain.norms) == 10 and min(plain.norms) > MAX_NORM  # else clipping was not tested
+        for key in ("tight", "margin"):
+            assert runs[key].losses == plain.losses, f"{key}, rank {rank}"
+            assert runs[key].norms == plain.norms, f"{key}, rank {rank}"
+            assert runs[key].state == plain.state, f"{key}, rank {rank}"
+        assert 0 < runs["tight"].peak <= limit
+        assert sum(runs["tight"].moved) > sum(runs["margin"].moved)  # some blocks had to go
+
+
 # ---- bytes moved
 
 
