@@ -11,7 +11,7 @@ import torch
 
 from shardwise.checkpoint import tree
 from shardwise.checkpoint.files import CheckpointError, read_json
-from shardwise.checkpoint.formats.output import output_file
+from shardwise.checkpoint.formats.output import output_file, write_text
 from shardwise.checkpoint.formats.torch_file import TORCH_SUFFIXES, load_torch
 
 __all__ = ["read_lr_scheduler", "write_lr_scheduler"]
@@ -29,7 +29,7 @@ def write_lr_scheduler(state: Mapping[str, Any], path: str | Path) -> None:
     content = {"kind": "lr_scheduler", "state": encoded, "tensors": tree.inline(tensors)}
     text = json.dumps(content, indent=1, allow_nan=False)
     with output_file(Path(path)) as unfinished:
-        unfinished.write_text(text, encoding="utf-8")
+        write_text(unfinished, text)
 
 
 def read_lr_scheduler(path: str | Path) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from shardwise.checkpoint import tree
 from shardwise.checkpoint.directory import scan
 from shardwise.checkpoint.format import MANIFEST
 from shardwise.checkpoint.formats.detect import open_checkpoint
+from shardwise.checkpoint.formats.output import output_file, write_torch
 from shardwise.checkpoint.formats.small_values import decode_value, group_options
 from shardwise.checkpoint.match import Match, Wanted
 from shardwise.checkpoint.read import NativeSource
@@ -101,7 +102,7 @@ class Saving:
         return take_over(self._session, path, strict, optimizer_states, schedules)
 
     def save_16bit(self, directory: str, filename: str, exclude_frozen: bool) -> None:
-        """One torch file of the model's state, written by rank 0."""
+        """One torch file of the model's state, written by rank 0; it appears whole, and what was there goes then."""
         module, rank = self._session.module, self._session.mesh.rank
         frozen = {n for n, p in module.unwrap().named_parameters(remove_duplicate=False) if not p.requires_grad}
         kept: dict[str, Any] = {}
@@ -113,8 +114,8 @@ class Saving:
         def write() -> None:
             if rank != 0:
                 return
-            path.parent.mkdir(parents=True, exist_ok=True)
-            torch.save({name: kept[name] for name in module.state_layout() if name in kept}, path)
+            with output_file(path) as unfinished:
+                write_torch(unfinished, {name: kept[name] for name in module.state_layout() if name in kept})
 
         agree(self._session.mesh.world.exchange_object, rank, f"write {path}", write)
 
@@ -215,7 +216,8 @@ def _rest(session: Session, match: Match) -> None:
     if scaler is not None and "cur_scale" in scale and scaler.plan.min_scale < scaler.plan.max_scale:
         used = int(scale.get("delayed_shift", 1)) - int(scale.get("cur_hysteresis", 1))
         good = int(scale.get("cur_iter", 0)) - int(scale.get("last_overflow_iter", -1)) - 1
-        good %= scaler.plan.growth_interval
+        # DeepSpeed doubles after the step that follows a whole window of good ones, not in its last.
+        good = (good - 1) % scaler.plan.growth_interval if good > 0 else -1
         scaler.load_state_dict({"scale": float(scale["cur_scale"]), "overflows": used, "good_steps": good})
 
 

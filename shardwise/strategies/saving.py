@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import os
-import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,65 +11,17 @@ from typing import Any
 import torch
 
 from shardwise.build import Session
-from shardwise.checkpoint import tree
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.formats import open_checkpoint
 from shardwise.checkpoint.randomness import read_generators, restore_generators
 from shardwise.checkpoint.restore import Restored
 from shardwise.checkpoint.session import Checkpointer
 from shardwise.checkpoint.write import agree
+from shardwise.strategies.entries import left_out, pack, unpack
 
-__all__ = ["ModelOnly", "Saving", "outline", "pack", "unpack"]
+__all__ = ["ModelOnly", "Saving", "outline"]
 
-OURS, PLAIN, PICKLED = "lightning", "plain", "pickled"
-SHARDED = ("state_dict", "optimizer_states")  # what the session writes itself
 ALONE = "checkpoint"  # the tag below a path that cannot be one
-
-
-def pack(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """Lightning's dictionary as data that a checkpoint holds; entries of other classes as bytes of ``torch.save``."""
-    plain: dict[str, Any] = {}
-    pickled: dict[str, Any] = {}
-    for key, value in checkpoint.items():
-        if key in SHARDED:
-            continue
-        try:
-            tree.encode(value, {}, key)
-        except TypeError:
-            buffer = io.BytesIO()
-            torch.save(value, buffer)
-            pickled[key] = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
-        else:
-            plain[key] = value
-    return {OURS: {PLAIN: plain, PICKLED: pickled}}
-
-
-def unpack(state: Any, weights_only: bool | None = None) -> dict[str, Any]:
-    """What :func:`pack` was given; ``{}`` for a checkpoint that no Trainer wrote.
-
-    Args:
-        state: the checkpoint's user state.
-        weights_only: ``False`` lets entries of any class be unpickled, which runs code that is in them.
-
-    Raises:
-        RuntimeError: an entry holds a class that may not be unpickled; it is named.
-    """
-    ours = state.get(OURS) if isinstance(state, Mapping) else None
-    if not isinstance(ours, Mapping):
-        return {}
-    found = dict(ours.get(PLAIN, {}))
-    for key, data in ours.get(PICKLED, {}).items():
-        buffer = io.BytesIO(data.cpu().numpy().tobytes())
-        try:
-            found[key] = torch.load(buffer, map_location="cpu", weights_only=weights_only is not False)
-        except pickle.UnpicklingError as error:
-            buffer.seek(0)
-            unknown = torch.serialization.get_unsafe_globals_in_checkpoint(buffer)
-            raise RuntimeError(
-                f"the entry {key!r} of the checkpoint holds {', '.join(unknown)}, which is not loaded without your "
-                "word: name it with torch.serialization.add_safe_globals, if you trust the checkpoint"
-            ) from error
-    return found
 
 
 class _Outline(dict[str, Any]):
@@ -117,6 +67,7 @@ class Saving:
         self._strategy = strategy
         self.whole_file = True
         self._dumping = False
+        self._warned: set[str] = set()  # of hyperparameters
 
     # ---- what a checkpoint is made from
 
@@ -192,13 +143,7 @@ class Saving:
                 stacklevel=2,
             )
         session: Session = self._strategy.session
-        packed, _ = agree(
-            session.mesh.world.exchange_object,
-            session.mesh.rank,
-            f"put together the entries of {path}",
-            lambda: pack(checkpoint) if session.mesh.rank == 0 else None,
-            share=False,
-        )
+        packed = self._put_together(checkpoint, path)
         writer = self._writer(session, "optimizer_states" in checkpoint)
         root, tag = _place(path)
         writer.latest = False  # the directory is ModelCheckpoint's
@@ -209,6 +154,26 @@ class Saving:
             user_state=packed,
             use_async=self._asynchronous and writer is session.checkpoints,  # the other is not waited for
         )
+
+    def _put_together(self, checkpoint: dict[str, Any], path: str) -> dict[str, Any] | None:
+        """Lightning's entries as data, on rank 0. Every rank warns, once, of hyperparameters that are none."""
+        world, rank = self._strategy.session.mesh.world, self._strategy.session.mesh.rank
+        packed: list[dict[str, Any]] = []
+
+        def put() -> list[str]:
+            packed.extend([pack(checkpoint)] if rank == 0 else [])
+            return left_out(packed[0]) if packed else []
+
+        _, missing = agree(world.exchange_object, rank, f"put together the entries of {path}", put)
+        new = [name for name in missing[0] if name not in self._warned]
+        if new:
+            self._warned.update(new)
+            warnings.warn(
+                f"checkpoints are without {', '.join(new)}: nothing in them is pickled. Give these hyperparameters to "
+                "load_from_checkpoint, or say save_hyperparameters(ignore=...)",
+                stacklevel=4,
+            )
+        return packed[0] if packed else None
 
     def _writer(self, session: Session, whole: bool) -> Checkpointer:
         """What writes a directory; ``whole``: with the optimizers."""
@@ -232,7 +197,7 @@ class Saving:
             restored = _load_weights(session, path, module.strict_loading)
         if restored is None:
             raise FileNotFoundError(f"no checkpoint in {path}")
-        state = unpack(restored.user_state, weights_only)
+        state = unpack(restored.user_state)
         if not state:  # of the Booster, or of another library: values only
             state = {"lr_schedulers": [], "epoch": 0, "global_step": 0}
             if anew:

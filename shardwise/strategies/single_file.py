@@ -3,37 +3,35 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from shardwise.checkpoint import tree
 from shardwise.checkpoint.formats import open_checkpoint
+from shardwise.checkpoint.formats.output import output_file, write_torch
 from shardwise.checkpoint.restore import StateTensors
-from shardwise.strategies.saving import unpack
+from shardwise.strategies.entries import left_out, unpack
 
 __all__ = ["to_single_file"]
 
 MODEL = "model/"
 
 
-def to_single_file(
-    directory: str | os.PathLike[str], file: str | os.PathLike[str], weights_only: bool | None = None
-) -> dict[str, Any]:
+def to_single_file(directory: str | os.PathLike[str], file: str | os.PathLike[str]) -> dict[str, Any]:
     """Write ``file`` with the full weights and what Lightning keeps beside them; one process, without a Trainer.
 
     Args:
         directory: a checkpoint of a strategy of ours, or of any format that has weights by name.
-        file: replaced in one step if it exists.
-        weights_only: ``False`` lets hyperparameters of any class be unpickled, which runs code that is in them.
+        file: replaced in one step if it exists. It is a file of ``torch.save``, as Lightning's are: a pickle.
 
     Returns:
-        What was written: ``state_dict`` and Lightning's entries, without optimizer states.
+        What was written: ``state_dict`` and Lightning's entries, without optimizer states and without hyperparameters
+        that the directory lacks (a warning names them).
 
     Raises:
-        RuntimeError: an entry holds a class that may not be unpickled.
         CheckpointDamage: a file is damaged.
+        OSError: ``file`` cannot be written; what stood there is still there.
     """
     source = open_checkpoint(os.fspath(directory))
     try:
@@ -45,11 +43,17 @@ def to_single_file(
         }
         weights |= {other: weights[name] for other, name in state.get("aliases", {}).items() if name in weights}
         weights |= {name: tree.decode(value, StateTensors(source)) for name, value in state.get("extra", {}).items()}
-        beside = unpack(tree.decode(state.get("user_state"), StateTensors(source)), weights_only)
+        user_state = tree.decode(state.get("user_state"), StateTensors(source))
     finally:
         source.close()
-    whole = {"pytorch-lightning_version": "2.2.0", **beside, "state_dict": weights}
-    partial = Path(f"{os.fspath(file)}.partial")
-    torch.save(whole, partial)
-    os.replace(partial, file)
+    missing = left_out(user_state)
+    if missing:
+        warnings.warn(
+            f"{os.fspath(directory)} was saved without {', '.join(missing)}: give these hyperparameters to "
+            "load_from_checkpoint",
+            stacklevel=2,
+        )
+    whole = {"pytorch-lightning_version": "2.2.0", **unpack(user_state), "state_dict": weights}
+    with output_file(Path(file)) as unfinished:
+        write_torch(unfinished, whole)
     return whole

@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import stat
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch import nn
 
+from shardwise import deepspeed
 from shardwise.build import build
 from shardwise.checkpoint.directory import CheckpointRoot, scan
 from shardwise.checkpoint.file_system import FileSystem
 from shardwise.checkpoint.files import CheckpointError
-from shardwise.checkpoint.formats.output import output_directory
+from shardwise.checkpoint.formats.output import output_directory, sync_path
 from shardwise.checkpoint.read import verify
 from shardwise.checkpoint.session import Checkpointer
+from shardwise.lightning import to_single_file
 from shardwise.plan import zero
+from shardwise.testing import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the campaign is a package beside these tests
 
 from tests.faults import flips, io_errors, soak  # noqa: E402
+from tests.faults.system import in_place_of_the_system  # noqa: E402
 
 
 def test_calls_that_fail_lose_nothing(tmp_path: Path) -> None:
@@ -146,3 +157,86 @@ def test_wrong_uses_are_errors(tmp_path: Path) -> None:
     assert restored is not None and restored.missing == ("0.weight", "0.bias")
     for each in (session, other, third):
         each.close()
+
+
+def _each_call_fails(save: Callable[[], object], path: Path, failing: bool, closes: bool = False) -> int:
+    """``save`` replaces ``path`` while each of its calls fails in turn, on this rank if ``failing``; how many do.
+
+    ``closes``: it reads files as well, the last of which may fail to close.
+    """
+    count = 0
+    with in_place_of_the_system(True) as system:
+        for number in (errno.EIO, errno.ENOSPC):
+            for at in range(100):
+                if failing:
+                    path.write_bytes(b"old")
+                system.arm(at if failing else None, number)
+                error = ""
+                try:
+                    save()
+                except (OSError, CheckpointError) as raised:
+                    error = str(raised)
+                reached, called = system.at is None, system.failed
+                system.arm(None)
+                posts: list[Any] = [(error, reached, called)]
+                if dist.is_initialized():
+                    dist.broadcast_object_list(posts)
+                    assert (error == "") == (posts[0][0] == "")
+                error, reached, called = posts[0]
+                if not reached:
+                    break
+                count += 1
+                named = errno.errorcode[number] in error or os.strerror(number) in error
+                harmless = called in io_errors.HARMLESS or (closes and called == "close of a file")
+                assert named or (not error and harmless), (called, error)
+                assert os.listdir(path.parent) == [path.name] or called == "unlink", called
+                assert not failing or (path.read_bytes() == b"old") == bool(error), called
+            else:
+                raise AssertionError("more than 100 calls: the loop does not end")
+    save()
+    assert os.listdir(path.parent) == [path.name]
+    return count
+
+
+def _weights_of_deepspeed(folder: str) -> int:
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 2}}
+    engine = deepspeed.initialize(model=nn.Linear(40, 30), config=config)[0]
+    rank = dist.get_rank()
+    count = _each_call_fails(
+        lambda: engine.save_16bit_model(folder, "weights.bin"), Path(folder) / "weights.bin", rank == 0
+    )
+    if rank == 0:
+        assert torch.load(f"{folder}/weights.bin", weights_only=True)["weight"].shape == (30, 40)
+    engine.destroy()
+    return count
+
+
+def test_weights_that_deepspeed_saves_replace_the_old_ones_whole_or_not(tmp_path: Path) -> None:
+    assert run_ranks(2, _weights_of_deepspeed, str(tmp_path))[0] > 15
+
+
+def test_a_single_file_replaces_the_old_one_whole_or_not(tmp_path: Path) -> None:
+    session = build(nn.Linear(40, 30), None, zero(3))
+    Checkpointer(session).save(tmp_path, "a")
+    session.close()
+    (tmp_path / "files").mkdir()
+    file = tmp_path / "files" / "one.ckpt"
+    assert _each_call_fails(lambda: to_single_file(tmp_path / "a", file), file, True, closes=True) > 15
+    assert torch.load(file, weights_only=True)["state_dict"]["weight"].shape == (30, 40)
+
+
+def test_a_directory_that_cannot_be_flushed_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the file system says that it has no such call."""
+
+    def failing(number: int) -> Callable[[int], None]:
+        def sync(fd: int) -> None:
+            if stat.S_ISDIR(os.fstat(fd).st_mode):
+                raise OSError(number, os.strerror(number))
+
+        return sync
+
+    for number in (errno.EINVAL, errno.EOPNOTSUPP, errno.EIO, errno.ENOSPC):
+        monkeypatch.setattr("shardwise.checkpoint.file_system.os.fsync", failing(number))
+        refused = number in (errno.EIO, errno.ENOSPC)
+        with pytest.raises(OSError, match=os.strerror(number)) if refused else contextlib.nullcontext():
+            sync_path(tmp_path)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -83,6 +86,56 @@ def test_single_file_for_load_from_checkpoint(tmp_path: Path) -> None:
     assert written["global_step"] == 4 and written["hyper_parameters"] == {"seed": 8}
     model = type(toy(body=Hyper)).load_from_checkpoint(tmp_path / "one.ckpt")
     assert model.seed == 8 and all(torch.equal(value, found[name]) for name, value in model.state_dict().items())
+
+
+class Described(Toy):
+    """Hyperparameters of many classes, one of which is no data."""
+
+    def __init__(self, act: Any, folder: Path, options: Namespace, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.folder, self.options = folder, options
+        self.save_hyperparameters()  # type: ignore[attr-defined]
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["own"] = {"seen": {1, 2}, "rate": np.float32(0.1), "array": np.arange(3)}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.own = checkpoint["own"]
+
+
+def described() -> Any:
+    return toy(body=Described, act=nn.ReLU(), folder=Path("a"), options=Namespace(sizes={3}, dtype=torch.bfloat16))
+
+
+def save_described(path: str) -> tuple[int, bool]:
+    made = trainer(Strategy())
+    made.fit(described(), data())
+    with pytest.warns(UserWarning, match="checkpoints are without hyper_parameters/act: nothing in them is pickled"):
+        made.save_checkpoint(f"{path}/one.ckpt")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        made.save_checkpoint(f"{path}/one.ckpt")
+    close(made)
+    other, model = trainer(Strategy(), max_epochs=2), described()
+    other.fit(model, data(), ckpt_path=f"{path}/one.ckpt")
+    close(other)
+    own = model.own
+    same = own["seen"] == {1, 2} and type(own["rate"]) is np.float32 and own["array"].tolist() == [0, 1, 2]
+    return sum("are without" in str(each.message) for each in said), same
+
+
+def test_what_is_no_data_is_left_out_of_the_hyperparameters(tmp_path: Path) -> None:
+    assert run_ranks(RANKS, save_described, str(tmp_path)) == [(0, True)] * RANKS
+    files = sorted((tmp_path / "one.ckpt").iterdir())
+    assert [file.suffix for file in files] == [".json", *[".safetensors"] * RANKS]
+    assert not any(mark in file.read_bytes() for file in files for mark in (b"PK\x03\x04", b"ReLU", b"\x80\x02}"))
+    with pytest.warns(UserWarning, match="was saved without hyper_parameters/act: give these hyperparameters"):
+        to_single_file(tmp_path / "one.ckpt", tmp_path / "one")
+    load = type(described()).load_from_checkpoint
+    with pytest.raises(TypeError, match="'act'"):
+        load(tmp_path / "one", weights_only=False)
+    model = load(tmp_path / "one", weights_only=False, act=nn.ReLU())
+    assert model.folder == Path("a") and model.options == Namespace(sizes={3}, dtype=torch.bfloat16)
 
 
 def weights_only(path: str) -> tuple[float, int]:
@@ -228,8 +281,9 @@ def wrong(path: str) -> None:
     close(made)
     made = trainer(Strategy())
     made.fit(toy(body=Unsaveable), data())
-    with pytest.raises(CheckpointError, match="rank 0 could not put together the entries of"):
+    with pytest.raises(CheckpointError, match=r"rank 0 could not put together .*entry entry is a builtins.function"):
         made.save_checkpoint(f"{path}/y.ckpt")
+    assert not Path(f"{path}/y.ckpt").exists()
     close(made)
     with pytest.raises(FileNotFoundError, match="no checkpoint in"):
         trainer(Strategy()).test(toy(), data(), ckpt_path=f"{path}/..", verbose=False)

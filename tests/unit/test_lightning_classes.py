@@ -21,7 +21,6 @@ from shardwise.strategies.fully_sharded import FullyShardedArguments, to_plan
 from shardwise.strategies.namespace import LIGHTNING, PYTORCH_LIGHTNING, Namespace
 from shardwise.strategies.precision import PRECISIONS, format_of
 from shardwise.strategies.refusals import REFUSED, check_callbacks
-from shardwise.strategies.saving import pack, unpack
 from shardwise.strategies.wrapping import auto_wrap, default_auto_wrap_policy, enable_wrap, unit_names, wrap
 
 PACKAGES: dict[Namespace, Any] = {LIGHTNING: shardwise.lightning, PYTORCH_LIGHTNING: shardwise.pytorch_lightning}
@@ -348,31 +347,3 @@ def test_refused_callbacks(path: str) -> None:
         check_callbacks(LIGHTNING, trainer)
     trainer.state.fn = LIGHTNING.load("trainer.states.TrainerFn").TESTING
     check_callbacks(LIGHTNING, trainer)
-
-
-class Odd:
-    def __init__(self, value: int) -> None:
-        self.value = value
-
-
-def test_state_beside_the_weights() -> None:
-    given = {
-        "epoch": 3,
-        "loops": {"a": {1: (2, float("inf"))}},
-        "callbacks": {"best": torch.tensor(0.5)},
-        "state_dict": {"w": torch.ones(3)},
-        "optimizer_states": [{}],
-    }
-    packed = pack(given)
-    assert not packed["lightning"]["pickled"]
-    assert unpack(packed) == {key: value for key, value in given.items() if key in ("epoch", "loops", "callbacks")}
-
-
-def test_objects_in_a_checkpoint_need_the_users_word() -> None:
-    packed = pack({"epoch": 3, "hyper_parameters": {"odd": Odd(4)}})
-    with pytest.raises(RuntimeError, match=r"'hyper_parameters'.*Odd"):
-        unpack(packed)
-    assert unpack(packed, weights_only=False)["hyper_parameters"]["odd"].value == 4
-    with torch.serialization.safe_globals([Odd]):
-        assert unpack(packed)["hyper_parameters"]["odd"].value == 4
-    assert unpack({"something": "else"}) == {} == unpack(None)

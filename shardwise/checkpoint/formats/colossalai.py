@@ -24,7 +24,7 @@ from shardwise.checkpoint.formats.header import HEADER, named_entries
 from shardwise.checkpoint.formats.indexed import Shards, read_index
 from shardwise.checkpoint.formats.lazy import Entry, LazySource, model_entries, whole
 from shardwise.checkpoint.formats.optimizer_state import Shapes, from_numbered, to_numbered
-from shardwise.checkpoint.formats.output import output_directory, sizes_of, split_by_size
+from shardwise.checkpoint.formats.output import output_directory, sizes_of, split_by_size, write_text, write_torch
 from shardwise.checkpoint.formats.safetensors_file import write_safetensors_stream
 from shardwise.checkpoint.formats.torch_file import load_torch
 from shardwise.checkpoint.source import CheckpointDamage, CheckpointSource
@@ -149,7 +149,7 @@ class _OptimizerShards:
 
 
 def _write_index(path: Path, metadata: dict[str, Any], weight_map: dict[Any, str]) -> None:
-    path.write_text(json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2) + "\n", encoding="utf-8")
+    write_text(path, json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2) + "\n")
 
 
 def _named(base: str, prefix: str | None) -> str:
@@ -207,7 +207,7 @@ def write_colossalai_model(
             if use_safetensors:
                 write_safetensors_stream(directory / file, held, {"format": "pt"})
             else:
-                torch.save(_in_memory(held), directory / file)
+                write_torch(directory / file, _in_memory(held))
             weight_map.update(dict.fromkeys(names, file))
             written.append(file)
         total = sum(entry.nbytes for entry in entries.values()) / MEGABYTE
@@ -265,10 +265,10 @@ def write_colossalai_optimizer(
                 }
                 for number in numbers
             }
-            torch.save(held, directory / file)
+            write_torch(directory / file, held)
             weight_map.update(dict.fromkeys(numbers, file))
             written.append(file)
-        torch.save(groups, directory / group_file)
+        write_torch(directory / group_file, groups)
         total = sum(size for _, size in sizes) / MEGABYTE
         metadata = {"param_groups": group_file, "total_size": total, HEADER: _beside(source, index)}
         _write_index(directory / index_name, metadata, weight_map)

@@ -19,7 +19,7 @@ from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.formats.header import extra_entries, model_metadata, named_entries
 from shardwise.checkpoint.formats.indexed import Shards, read_index
 from shardwise.checkpoint.formats.lazy import LazySource, model_entries
-from shardwise.checkpoint.formats.output import output_directory, sizes_of, split_by_size
+from shardwise.checkpoint.formats.output import output_directory, sizes_of, split_by_size, write_text
 from shardwise.checkpoint.formats.safetensors_file import write_safetensors_stream
 from shardwise.checkpoint.source import CheckpointSource
 
@@ -160,4 +160,4 @@ def _ties(config: Mapping[str, Any]) -> bool:
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, sort_keys=path.name == "config.json") + "\n", encoding="utf-8")
+    write_text(path, json.dumps(content, indent=2, sort_keys=path.name == "config.json") + "\n")

@@ -1,4 +1,4 @@
-"""Directories that appear whole: written beside their place under a hidden name, then renamed.
+"""Files and directories that appear whole: written beside their place under a hidden name, then renamed.
 
 Files of another origin in a directory that is replaced (a tokenizer, a README) are taken along.
 """
@@ -11,21 +11,124 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO, Any, cast
 
+import torch
+
+from shardwise.checkpoint.directory import describe
 from shardwise.checkpoint.file_system import DISK
+from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.formats.lazy import Entry
 
-__all__ = ["checked_directory", "output_directory", "output_file", "sizes_of", "split_by_size", "sync_path"]
+__all__ = [
+    "OutputFile",
+    "checked_directory",
+    "new_file",
+    "output_directory",
+    "output_file",
+    "sizes_of",
+    "split_by_size",
+    "sync_path",
+    "write_text",
+    "write_torch",
+]
+
+HELD_BYTES = 1 << 16
+
+
+class OutputFile:
+    """A new file that is written from its beginning, through :data:`~shardwise.checkpoint.file_system.DISK`.
+
+    Attributes:
+        nbytes: on their way to the disk.
+        failure: the first error; every later call repeats it.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd, self.nbytes = fd, 0
+        self._held = bytearray()  # the end of what was written: torch writes a few bytes at a time
+        self.failure: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """All of ``data`` (anything with a buffer); the number of bytes."""
+        view = memoryview(data)
+        if view.nbytes < HELD_BYTES:
+            self._held += view
+            if len(self._held) >= HELD_BYTES:
+                self.flush()
+        else:
+            self.flush()
+            self._put(view.cast("B"))
+        return view.nbytes
+
+    def flush(self) -> None:
+        """Nothing is kept back any more."""
+        held, self._held = self._held, bytearray()
+        self._put(memoryview(held))
+
+    def _put(self, view: memoryview) -> None:
+        if self.failure is not None:
+            raise self.failure
+        try:
+            DISK.write(self._fd, view, self.nbytes)
+        except OSError as error:
+            self.failure = error
+            raise
+        self.nbytes += view.nbytes
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[OutputFile]:
+    """A new, empty file; on the disk when the block ends without an error.
+
+    Raises:
+        OSError: it cannot be written; also where a library that wrote to it reports something else, or nothing.
+    """
+    fd = DISK.create(os.fspath(path))
+    try:
+        file = OutputFile(fd)
+        try:
+            yield file
+        except Exception as error:
+            if file.failure is None or error is file.failure:
+                raise
+            raise file.failure from error
+        file.flush()
+        DISK.sync(fd)
+    finally:
+        DISK.close(fd)
+
+
+def write_text(path: Path, text: str) -> None:
+    """A new file in UTF-8. Raises OSError."""
+    with new_file(path) as file:
+        file.write(text.encode())
+
+
+def write_torch(path: Path, content: object) -> None:
+    """A new file of ``torch.save``, which given a path would call a full disk an iostream error.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with new_file(path) as file:
+        torch.save(content, cast(IO[bytes], file))
 
 
 def sync_path(path: Path) -> None:
-    """Flush a file or directory; a file system that cannot flush directories is left alone."""
+    """Flush a file or directory; a file system that cannot flush directories is left alone.
+
+    Raises:
+        OSError: what was written may not survive a power failure.
+    """
+    if path.is_dir():
+        DISK.sync_directory(os.fspath(path))
+        return
     handle = os.open(path, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError) if path.is_dir() else contextlib.nullcontext():
-            os.fsync(handle)
+        DISK.sync(handle)
     finally:
-        os.close(handle)
+        DISK.close(handle)
 
 
 def checked_directory(path: Path) -> Path:
@@ -52,26 +155,23 @@ def output_directory(path: Path, ours: Callable[[str], bool]) -> Iterator[Path]:
         OSError: nothing can be written there; what stood at ``path`` is still there.
     """
     target = checked_directory(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    os.makedirs(target.parent, exist_ok=True)
     fresh = target.with_name(f".{target.name}.partial")
     old = target.with_name(f".{target.name}.replaced")
     if old.exists() and not target.exists():  # a replacement that was cut off between its two renames
-        old.rename(target)
+        DISK.rename(str(old), str(target))
     for leftover in (fresh, old):
         _remove(leftover)
-    fresh.mkdir()
+    DISK.make_directory(str(fresh))
     try:
         yield fresh
         if target.is_dir():
             _take_along(target, fresh, ours)
         for file in fresh.rglob("*"):
-            sync_path(file)
+            if not file.is_symlink():
+                sync_path(file)
         sync_path(fresh)
-        if not (target.is_dir() and DISK.exchange(str(fresh), str(target))):
-            if target.is_dir():
-                target.rename(old)
-            fresh.rename(target)
-        sync_path(target.parent)
+        _take_place(fresh, target, old)
     except BaseException:
         if old.exists() and not target.exists():
             old.rename(target)
@@ -79,6 +179,22 @@ def output_directory(path: Path, ours: Callable[[str], bool]) -> Iterator[Path]:
         raise
     for leftover in (fresh, old):  # what was there before, under one of the two names
         _remove(leftover)
+
+
+def _take_place(fresh: Path, target: Path, old: Path) -> None:
+    exchanged = target.is_dir() and DISK.exchange(str(fresh), str(target))
+    if not exchanged:
+        if target.is_dir():
+            DISK.rename(str(target), str(old))
+        DISK.rename(str(fresh), str(target))
+    try:
+        sync_path(target.parent)
+    except BaseException:  # the new name may not survive a power failure: what was there before is put back
+        if exchanged:
+            DISK.exchange(str(fresh), str(target))
+        else:
+            DISK.rename(str(target), str(fresh))
+        raise
 
 
 def _remove(path: Path) -> None:
@@ -113,20 +229,47 @@ def output_file(path: Path) -> Iterator[Path]:
 
     Raises:
         IsADirectoryError: ``path`` is a directory.
+        OSError: it cannot be written; what stood there is still there.
+        CheckpointError: it was written and took its place, which may not survive a power failure (only where the
+            system cannot exchange two names).
     """
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a directory; give the name of a file to write")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    os.makedirs(path.absolute().parent, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
+    with contextlib.suppress(FileNotFoundError):  # it may be a link, and what that points to is not ours
+        DISK.remove(str(partial))
     try:
         yield partial
         sync_path(partial)
-        partial.replace(path)
-        sync_path(path.absolute().parent)
+        _replace(partial, path)
     except BaseException:
         with contextlib.suppress(OSError):
             partial.unlink()
         raise
+
+
+def _replace(partial: Path, path: Path) -> None:
+    existed = os.path.lexists(path)
+    exchanged = existed and DISK.exchange(str(partial), str(path))
+    if not exchanged:
+        DISK.rename(str(partial), str(path))
+    try:
+        sync_path(path.absolute().parent)
+    except OSError as error:
+        if exchanged:
+            DISK.exchange(str(partial), str(path))
+        elif not existed:
+            DISK.rename(str(path), str(partial))
+        else:
+            raise CheckpointError(
+                f"{path} is saved and complete, but its directory could not be flushed ({describe(error)}): look at "
+                "the disk before you rely on it"
+            ) from error
+        raise
+    if exchanged:
+        with contextlib.suppress(OSError):
+            DISK.remove(str(partial))
 
 
 def split_by_size(sizes: Sequence[tuple[str, int]], limit_bytes: float) -> list[list[str]]:

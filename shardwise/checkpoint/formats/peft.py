@@ -17,7 +17,7 @@ import torch
 from shardwise.checkpoint.files import CheckpointError, read_json
 from shardwise.checkpoint.formats.indexed import Shards
 from shardwise.checkpoint.formats.lazy import Entry, LazySource, model_entries, whole
-from shardwise.checkpoint.formats.output import output_directory
+from shardwise.checkpoint.formats.output import output_directory, write_text, write_torch
 from shardwise.checkpoint.formats.safetensors_file import write_safetensors_stream
 from shardwise.checkpoint.source import CheckpointSource
 
@@ -117,9 +117,8 @@ def write_peft(
         if use_safetensors:
             write_safetensors_stream(directory / file, entries, {"format": "pt"})
         else:
-            torch.save({name: whole(entry) for name, entry in entries.items()}, directory / file)
-        text = json.dumps(settings, indent=2, sort_keys=True)
-        (directory / CONFIG).write_text(text + "\n", encoding="utf-8")
+            write_torch(directory / file, {name: whole(entry) for name, entry in entries.items()})
+        write_text(directory / CONFIG, json.dumps(settings, indent=2, sort_keys=True) + "\n")
     return [Path(path) / file, Path(path) / CONFIG]
 
 

@@ -19,6 +19,7 @@ import torch
 
 from shardwise.checkpoint.format import DTYPE_NAMES
 from shardwise.checkpoint.formats.lazy import Entry, blocks
+from shardwise.checkpoint.formats.output import new_file
 from shardwise.checkpoint.source import CheckpointDamage, TensorFact
 
 __all__ = ["SafetensorsFile", "as_bytes", "write_safetensors_stream"]
@@ -136,11 +137,9 @@ def write_safetensors_stream(path: Path, entries: Mapping[str, Entry], metadata:
         position += entry.nbytes
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
+    with new_file(path) as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for _, entry in order:
             for start, numel in blocks(entry.fact):
                 file.write(as_bytes(entry.read(start, numel).contiguous()))
-        file.flush()
-        os.fsync(file.fileno())
-        return file.tell()
+    return file.nbytes

@@ -1,0 +1,101 @@
+"""A stand-in for the system's calls, which counts them and makes one of them fail."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from shardwise.checkpoint import directory, file_system, read
+from shardwise.checkpoint.formats import output
+
+SHORT = 0  # a write that takes only a part
+CHANGING = ("mkdir", "makedirs", "open", "close", "link", "rename", "unlink", "rmdir")
+WRITING = (*CHANGING, "posix_fallocate", "pwrite", "fsync")
+READING = ("listdir", "stat", "preadv")
+
+
+class System:
+    """Stands in for ``os`` and ``fcntl`` in a module. Attribute access gives the real thing, watched."""
+
+    def __init__(self) -> None:
+        self.at: int | None = None
+        self.number, self.failed = errno.EIO, ""
+
+    def arm(self, at: int | None, number: int = errno.EIO) -> None:
+        """The call number ``at`` from now fails (``None``: none does)."""
+        self.at, self.number, self.failed = at, number, ""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "flock":
+            return self._watched(name, fcntl.flock)
+        if name.startswith("LOCK_"):
+            return getattr(fcntl, name)
+        real = getattr(os, name)
+        return self._watched(name, real) if name in WRITING or name in READING else real
+
+    def _watched(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **named: Any) -> Any:
+            return self.fail(name, real, args) if self.reached(name) else real(*args, **named)
+
+        return call
+
+    def reached(self, name: str) -> bool:
+        """Whether the call that is made now is the one."""
+        if self.at is None or (self.number == SHORT and name != "pwrite"):
+            return False
+        self.at -= 1
+        if self.at >= 0:
+            return False
+        self.at = None
+        return True
+
+    def fail(self, name: str, real: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """As the system does it: a close that fails has closed, a full disk took a part of the bytes."""
+        self.failed = name
+        if name in ("fsync", "close"):
+            kind = "directory" if stat.S_ISDIR(os.fstat(args[0]).st_mode) else "file"
+            self.failed = f"{name} of a {kind}"
+        if name == "close":
+            real(*args)
+        if name == "pwrite" and self.number in (SHORT, errno.ENOSPC):
+            fd, data, offset = args
+            done: int = real(fd, data[: (len(data) + 1) // 2], offset)
+            if self.number == SHORT:
+                return done
+        raise OSError(self.number, os.strerror(self.number), args[0] if isinstance(args[0], str) else None)
+
+
+@contextmanager
+def in_place_of_the_system(can_exchange: bool) -> Iterator[System]:
+    """Every module that touches a checkpoint's files calls it."""
+    system, disk = System(), file_system.DISK
+    modules = (file_system, directory, read, output)
+    renameat2 = disk._renameat2
+
+    def exchange(*args: Any) -> int:
+        if not can_exchange:
+            ctypes.set_errno(errno.ENOSYS)
+            return -1
+        if system.reached("renameat2"):
+            system.failed = "renameat2"
+            ctypes.set_errno(system.number)
+            return -1
+        return int(renameat2(*args))
+
+    for module in modules:
+        module.os = system  # type: ignore[attr-defined]
+    file_system.fcntl = system  # type: ignore[misc, assignment]
+    disk._renameat2 = exchange
+    try:
+        yield system
+    finally:
+        disk._renameat2 = renameat2
+        file_system.fcntl = fcntl  # type: ignore[misc]
+        for module in modules:
+            module.os = os  # type: ignore[attr-defined]

@@ -1,0 +1,168 @@
+"""Lightning's own entries as data of a native checkpoint: what comes back as it was, what is refused or left out."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from enum import Enum
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from shardwise.checkpoint import tree
+from shardwise.strategies.entries import CLASS, left_out, pack, unpack
+from shardwise.strategies.namespace import LIGHTNING, PYTORCH_LIGHTNING
+
+
+def stored(checkpoint: dict[str, Any]) -> Any:
+    """The user state of a checkpoint, after it was on a disk."""
+    tensors: dict[str, torch.Tensor] = {}
+    data = json.loads(json.dumps(tree.encode(pack(checkpoint), tensors, "user_state"), allow_nan=False))
+    return tree.decode(data, tensors)
+
+
+def restored(value: Any) -> Any:
+    return unpack(stored({"own": {"a": [value]}}))["own"]["a"][0]
+
+
+def test_state_beside_the_weights() -> None:
+    given = {
+        "epoch": 3,
+        "loops": {"a": {1: (2, float("inf"))}},
+        "callbacks": {"best": torch.tensor(0.5)},
+        "state_dict": {"w": torch.ones(3)},
+        "optimizer_states": [{}],
+    }
+    state = stored(given)
+    assert left_out(state) == []
+    assert unpack(state) == {key: value for key, value in given.items() if key in ("epoch", "loops", "callbacks")}
+    assert unpack({"something": "else"}) == {} == unpack(None)
+
+
+VALUES = [
+    {1, (2, "a"), frozenset({3})},
+    frozenset({"x"}),
+    Path("runs/one"),
+    PurePosixPath("a/b"),
+    PureWindowsPath("c:\\d"),
+    b"\0\xff",
+    b"",
+    2 - 1j,
+    np.float32(0.1),
+    np.float64("inf"),
+    np.int64(-7),
+    np.uint8(200),
+    np.bool_(True),
+    torch.bfloat16,
+    torch.device("cuda", 1),
+    argparse.Namespace(lr=0.1, sizes=[1, (2,)], path=Path("x")),
+    SimpleNamespace(a={"b": {3}}),
+    Counter({"a": 2, (1, Path("p")): 3}),
+    {Path("k"): 1, 2: "b", None: {np.int64(3): 4}},
+    {CLASS: "set", "value": [1]},  # a dictionary that looks like a class of ours
+    {"$tensor": "a"},
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: f"{type(value).__name__} {value!r:.20}")
+def test_other_classes_come_back_as_they_were(value: Any) -> None:
+    found = restored(value)
+    assert type(found) is type(value) and found == value
+    if isinstance(value, argparse.Namespace):
+        assert type(found.path) is type(value.path)
+
+
+@pytest.mark.parametrize("ns", [LIGHTNING, PYTORCH_LIGHTNING], ids=lambda ns: str(ns.pytorch))
+def test_the_attribute_dictionary_of_either_package(ns: Any) -> None:
+    kind = ns.load_fabric("utilities.data.AttributeDict")
+    found = restored(kind(width=3, inner=kind(rate=0.5)))
+    assert type(found) is type(found.inner) is kind and found.inner.rate == 0.5
+    assert unpack(stored({"hparams_type": kind}))["hparams_type"] is kind
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (2, 3)], ids=str)
+@pytest.mark.parametrize("kind", ["float32", "float64", "int16", "bool", "complex64"])
+def test_arrays(kind: str, shape: tuple[int, ...]) -> None:
+    value = np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(kind)
+    found = restored(value)
+    assert type(found) is np.ndarray and found.dtype == value.dtype and found.shape == shape
+    assert np.array_equal(found, value)
+
+
+def test_omegaconf(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package is no dependency of ours: a stand-in with its names."""
+
+    class DictConfig(dict[str, Any]):
+        pass
+
+    DictConfig.__module__, DictConfig.__qualname__ = "omegaconf.dictconfig", "DictConfig"
+    given = DictConfig(rate="${other}", sizes=[1, 2])
+    top, inner = ModuleType("omegaconf"), ModuleType("omegaconf.dictconfig")
+
+    def to_container(value: Any, resolve: bool) -> Any:
+        assert value is given and not resolve
+        return dict(value)
+
+    top.OmegaConf = SimpleNamespace(to_container=to_container, create=DictConfig)  # type: ignore[attr-defined]
+    inner.DictConfig = DictConfig  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "omegaconf", top)
+    monkeypatch.setitem(sys.modules, "omegaconf.dictconfig", inner)
+    state = stored({"hyper_parameters": given, "hparams_type": DictConfig})
+    found = unpack(state)
+    assert type(found["hyper_parameters"]) is found["hparams_type"] is DictConfig
+    assert found["hyper_parameters"] == given
+    monkeypatch.setitem(sys.modules, "omegaconf", None)  # not installed
+    monkeypatch.setitem(sys.modules, "omegaconf.dictconfig", None)
+    assert unpack(state) == {"hyper_parameters": {"rate": "${other}", "sizes": [1, 2]}, "hparams_type": None}
+
+
+class Odd(Enum):
+    ONE = 1
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        (Odd.ONE, "Odd"),
+        (nn.Linear(1, 1), "Linear"),
+        (lambda: None, "function"),
+        (nn.ReLU, "type"),
+        (object(), "object"),
+    ],
+    ids=str,
+)
+def test_what_is_no_data_is_refused_or_left_out(value: Any, named: str) -> None:
+    with pytest.raises(TypeError, match=rf"entry callbacks/mine/a/1 is a \S*{named} .*checkpoint_io"):
+        pack({"callbacks": {"mine": {"a": [0, value]}}})
+    with pytest.raises(TypeError, match=rf"entry own/\(key\)/1 is a \S*{named} "):
+        pack({"own": {(1, value): 2}})
+    state = stored({"epoch": 1, "hyper_parameters": {"deep": {"odd": value}, "width": 3}, "hparams_type": Odd})
+    assert unpack(state) == {"epoch": 1, "hyper_parameters": {"width": 3}}
+    assert left_out(state) == ["hyper_parameters/deep", "hparams_type"]
+
+
+def test_strings_have_no_array() -> None:
+    with pytest.raises(TypeError, match="entry own is an array of <U1"):
+        pack({"own": np.array(["a"])})
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {CLASS: "os.system", "value": "true"},
+        {CLASS: "type", "value": "subprocess.Popen"},
+        {CLASS: "torch.dtype", "value": "load"},
+        {CLASS: "numpy", "value": ["object", 1]},
+    ],
+    ids=str,
+)
+def test_a_checkpoint_cannot_name_other_classes(entry: Any) -> None:
+    with pytest.raises(ValueError, match=r"not known here|does not have"):
+        unpack({"lightning": {"plain": {"epoch": [entry]}}})
