@@ -97,7 +97,7 @@ def add_parser(commands: Any) -> None:
         help=f"ranks on this host (default: {DEFAULT_RANKS}, 1 with --device-memory)",
     )
     add("--data", type=Path, help="folder with text files; the Python standard library's source if left out")
-    add("--out", type=Path, default=Path("demo-run"), help="folder for the checkpoint")
+    add("--out", type=Path, default=Path("demo-run"), help="folder for the checkpoints")
     add("--steps", type=int, default=500, help="steps to train; when they are done, the same number again")
     add("--device", default="auto", choices=["auto", "cpu", "cuda"], help="auto: GPUs where every rank has one")
     add("--seed", type=int, default=0, help="of the initial parameters and the order of the text")

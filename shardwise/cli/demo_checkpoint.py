@@ -1,27 +1,23 @@
-"""The demo's checkpoints: a folder a step, made under another name and given its own by one rename when complete.
+"""Where a run of the demo is: what its checkpoints keep beside what :meth:`Booster.save_checkpoint` saves of any run.
 
-``step-000300/`` holds ``model.safetensors``, ``optimizer.safetensors``, ``lr_scheduler.json``, ``state.json`` (where
-the run is) and ``rank-0.json`` ... (each rank's random state). All of it is for any number of ranks and any plugin.
+It is read before the model is built as well, so that other sizes are refused before anything is allocated for them.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from shardwise.booster import Booster
+from shardwise.checkpoint import CheckpointError
+from shardwise.checkpoint.directory import scan
+from shardwise.checkpoint.format import read_manifest
+from shardwise.checkpoint.ranks import Ranks
+from shardwise.checkpoint.write import agree
 from shardwise.cli.errors import BadInput
 
-__all__ = ["RunState", "Trained", "latest", "read_state", "restore", "save"]
-
-PREFIX = "step-"
+__all__ = ["RunState", "newest_state", "told_as_bad_input"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,83 +48,55 @@ class RunState:
     plugin: str
     seed: int
 
+    def user_state(self) -> dict[str, Any]:
+        """What a checkpoint keeps as ``user_state``; ``windows`` is its ``data_position``."""
+        return {name: value for name, value in asdict(self).items() if name != "windows"}
 
-@dataclass(frozen=True)
-class Trained:
-    """What a checkpoint holds: the boosted objects."""
+    @classmethod
+    def of(cls, path: str, user_state: Any, windows: Any) -> RunState:
+        """What a checkpoint at ``path`` says.
 
-    booster: Booster
-    model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
-    lr_scheduler: Any
+        Raises:
+            BadInput: it is not one of the demo's.
+        """
+        try:
+            return cls(**user_state, windows=windows)
+        except TypeError as problem:
+            raise BadInput(
+                f"--out: {path} is not a checkpoint of the demo ({problem}); remove it, or give another"
+            ) from problem
 
 
-def latest(out: Path) -> Path | None:
-    """The newest complete checkpoint in ``out``."""
-    found = [path for path in out.glob(f"{PREFIX}*") if (path / "state.json").is_file()]
-    return max(found, key=lambda path: int(path.name.removeprefix(PREFIX)), default=None)
+@contextmanager
+def told_as_bad_input(out: str) -> Iterator[None]:
+    """What goes wrong inside with the checkpoints in ``out``, on every rank, is a :class:`BadInput` in one line."""
+    try:
+        yield
+    except (CheckpointError, FileNotFoundError, ValueError) as problem:
+        text = " ".join(str(problem).split())
+        raise BadInput(f"--out {out}: {text}; put that right, or give another folder") from problem
 
 
-def read_state(checkpoint: Path) -> RunState:
-    """The state in a checkpoint.
+def newest_state(out: str) -> RunState | None:
+    """What the newest checkpoint in ``out`` says, as far as manifests can be read; ``None`` where there is none.
+
+    Collective. Loading may find that checkpoint damaged and take an older one, so what it says is only a first check.
 
     Raises:
+        CheckpointError: on every rank, when rank 0 cannot read the folder.
         BadInput: it is not one of the demo's.
     """
+    ranks = Ranks(own=False)
+
+    def look() -> tuple[Any, ...] | None:
+        readable = [found.path for found in scan(out) if found.head is not None] if ranks.rank == 0 else []
+        if not readable:
+            return None
+        state = read_manifest(readable[0]).state  # without tensors, so as it was given
+        return readable[0], state.get("user_state"), (state.get("data_position") or [None])[0]
+
     try:
-        return RunState(**json.loads((checkpoint / "state.json").read_text("utf-8")))
-    except (OSError, ValueError, TypeError) as problem:
-        raise BadInput(f"--out: {checkpoint} cannot be read ({problem}); remove it, or give another") from problem
-
-
-def _write_json(path: Path, value: object) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        json.dump(value, file)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
+        found = agree(ranks.gather, ranks.rank, f"read the checkpoints in {out}", look)[1][0]
     finally:
-        os.close(handle)
-
-
-def save(out: Path, state: RunState, trained: Trained) -> Path:
-    """Write a checkpoint, then remove the older ones. Collective: every rank calls it."""
-    rank = dist.get_rank()
-    final = out / f"{PREFIX}{state.step:06d}"
-    making = out / f".making-{final.name}"
-    if rank == 0:
-        shutil.rmtree(making, ignore_errors=True)
-        making.mkdir(parents=True)
-    dist.barrier()
-    trained.booster.save_model(trained.model, making / "model.safetensors", use_safetensors=True)
-    trained.booster.save_optimizer(trained.optimizer, making / "optimizer.safetensors")
-    trained.booster.save_lr_scheduler(trained.lr_scheduler, making / "lr_scheduler.json")
-    _write_json(making / f"rank-{rank}.json", {"cpu_random_state": bytes(torch.get_rng_state().tolist()).hex()})
-    dist.barrier()
-    if rank == 0:
-        _write_json(making / "state.json", asdict(state))
-        _sync_folder(making)
-        if final.exists():  # this very step was saved before
-            shutil.rmtree(final)
-        making.rename(final)
-        _sync_folder(out)
-        for older in [p for p in (*out.glob(f"{PREFIX}*"), *out.glob(f".making-{PREFIX}*")) if p != final]:
-            shutil.rmtree(older, ignore_errors=True)
-    dist.barrier()
-    return final
-
-
-def restore(checkpoint: Path, trained: Trained) -> None:
-    """Load a checkpoint into boosted objects. Collective. A rank that the run did not have keeps its random state."""
-    trained.booster.load_model(trained.model, checkpoint / "model.safetensors")
-    trained.booster.load_optimizer(trained.optimizer, checkpoint / "optimizer.safetensors")
-    trained.booster.load_lr_scheduler(trained.lr_scheduler, checkpoint / "lr_scheduler.json")
-    own = checkpoint / f"rank-{dist.get_rank()}.json"
-    if own.is_file():
-        text = json.loads(own.read_text("utf-8"))["cpu_random_state"]
-        torch.set_rng_state(torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8))
+        ranks.close()
+    return None if found is None else RunState.of(*found)

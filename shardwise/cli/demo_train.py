@@ -19,9 +19,8 @@ from torch.utils.data import DataLoader
 
 from shardwise.booster import Booster
 from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, Plugin, TorchDDPPlugin, TorchFSDPPlugin
-from shardwise.cli import demo_checkpoint
 from shardwise.cli.demo import DemoConfig, text_needed
-from shardwise.cli.demo_checkpoint import RunState, Trained
+from shardwise.cli.demo_checkpoint import RunState, newest_state, told_as_bad_input
 from shardwise.cli.demo_data import ByteWindows, Corpus, load_corpus
 from shardwise.cli.demo_memory import held_bytes, unsharded_bytes
 from shardwise.cli.demo_model import ByteGPT, ModelSize, generate
@@ -193,10 +192,13 @@ class Demo:
         self.progress = Progress(enabled=self.rank == 0)
         self.size = ModelSize(width=config.width, depth=config.depth, heads=config.heads, context=config.context)
         self.corpus: Corpus = load_corpus(Path(config.data), *text_needed(config))
-        self.found = demo_checkpoint.latest(Path(config.out))
-        stored = None if self.found is None else demo_checkpoint.read_state(self.found)
-        self.state, self.opening = starting_state(config, self.size, self.corpus.digest, stored)
+        with told_as_bad_input(config.out):
+            self._start_from(newest_state(config.out))
         self._boost()
+        self._resume()
+
+    def _start_from(self, found: RunState | None) -> None:
+        self.state, self.opening = starting_state(self.config, self.size, self.corpus.digest, found)
 
     def _boost(self) -> None:
         config = self.config
@@ -209,19 +211,28 @@ class Demo:
         model = ByteGPT(self.size)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         optimizer = torch.optim.AdamW(model.parameters(), config.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
-        start, goal = self.state.phase_start, self.state.goal
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, start, goal))
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: learning_rate_factor(step, self.state.phase_start, self.state.goal)
+        )
         dataset = ByteWindows(self.corpus.train, self.size.context)
         loader = plugin.prepare_dataloader(
             dataset, batch_size=config.batch, shuffle=True, seed=config.seed, drop_last=True
         )
-        booster = Booster(plugin=plugin, mixed_precision=mixed)
-        boosted = booster.boost(model, optimizer, _loss, loader, scheduler)
+        self.booster = Booster(plugin=plugin, mixed_precision=mixed)
+        boosted = self.booster.boost(model, optimizer, _loss, loader, scheduler)
         self.model, self.optimizer, self.criterion, self.loader, self.scheduler = boosted
-        self.trained = Trained(booster, self.model, self.optimizer, self.scheduler)
         self.watch = TierWatch(self.model) if config.tiers is not None else None
-        if self.found is not None:
-            demo_checkpoint.restore(self.found, self.trained)
+
+    def _resume(self) -> None:
+        """Load the newest whole checkpoint, if there is one, and start from what it says."""
+        with told_as_bad_input(self.config.out):
+            restored = self.booster.load_checkpoint(
+                self.config.out, self.model, self.optimizer, self.scheduler, resume="auto"
+            )
+        found = None
+        if restored is not None:
+            found = RunState.of(restored.path, restored.user_state, restored.data_position)
+        self._start_from(found)  # an older one than was looked at, where the newest is damaged
 
     def validation_bits(self) -> float:
         """Bits per byte on the held-out text, over the same windows every time."""
@@ -245,7 +256,7 @@ class Demo:
         each tier."""
         batch = batch.to(self.device)
         loss = self.criterion(self.model(batch[:, :-1]), batch[:, 1:])
-        self.trained.booster.backward(loss, self.optimizer)
+        self.booster.backward(loss, self.optimizer)
         held = held_bytes(self.model, self.optimizer)
         in_tiers = [] if self.watch is None else self.watch.look()
         if not self.clips_itself:
@@ -294,7 +305,17 @@ class Demo:
 
     def save(self) -> None:
         """Write the checkpoint and say where."""
-        where = demo_checkpoint.save(Path(self.config.out), self.state, self.trained)
+        with told_as_bad_input(self.config.out):
+            where = self.booster.save_checkpoint(
+                self.config.out,
+                self.model,
+                self.optimizer,
+                self.scheduler,
+                step=self.state.step,
+                user_state=self.state.user_state(),
+                data_position=self.state.windows,
+                keep=2,  # should the newest be damaged one day, the run goes on from the one before
+            )
         self.progress.say(f"saved {where}")
 
     def sample(self) -> tuple[bytes, bytes]:
@@ -348,7 +369,8 @@ def train(config: DemoConfig, stop: StopRequest) -> int:
     """Train, save and print a sample; returns 0, or 128 plus the signal's number after a save on request.
 
     Raises:
-        BadInput: the text or the checkpoint cannot be used, or the training diverged.
+        BadInput: on every rank: the text or the checkpoints cannot be used, no checkpoint can be written, or the
+            training diverged.
     """
     try:
         device = init_distributed(None if config.device == "auto" else config.device)

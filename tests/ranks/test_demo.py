@@ -1,4 +1,4 @@
-"""The demo: it learns, continues, stops on a signal, and prints a sample.
+"""The demo: it learns, continues past a damaged checkpoint, stops on a signal, and prints a sample.
 
 Most runs are in one launch, since a launch takes many seconds; those that get a signal come from the command line, and
 a whole one in test_demo_memory.py.
@@ -6,7 +6,6 @@ a whole one in test_demo_memory.py.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -15,11 +14,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from shardwise.checkpoint.directory import scan
+from shardwise.checkpoint.format import read_manifest
+
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = "--width 32 --depth 2 --heads 2 --context 32 --batch 4 --sample 10 --device cpu"
+LEARNING = "--steps 30 --learning-rate 0.01"
+DAMAGE = {"gemini": "flip", "fsdp": "halve"}  # what happens to the newest checkpoint of which runs
+Runs = tuple[Path, dict[str, list[str]]]
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +51,12 @@ def _output(command: list[str]) -> str:
     return done.stdout
 
 
-def _state(out: Path) -> dict[str, int]:
-    (folder,) = list(out.iterdir())
-    state: dict[str, int] = json.loads((folder / "state.json").read_text("utf-8"))
-    return state
+def _state(out: Path) -> dict[str, Any]:
+    """What the newest checkpoint says that is not damaged; there are at most two."""
+    found = [each for each in scan(str(out)) if each.head is not None]
+    assert 1 <= len(found) <= 2
+    state = read_manifest(found[0].path).state
+    return {**state["user_state"], "windows": state["data_position"][0]}
 
 
 def _bits(output: str) -> list[float]:
@@ -66,10 +74,10 @@ def _continued(second: str, end: float, out: Path) -> None:
     assert "resumed at step 30, which was the last one: training 30 steps further, to 60" in second
     # What was loaded is what was saved: the same held-out text gives the same loss.
     assert _bits(second)[0] == pytest.approx(end, abs=0.002)
-    assert _state(out)["step"] == 60
+    assert f"saved {out}/step-60\n" in second
 
 
-def _stopped(command: list[str], number: signal.Signals, log_path: Path, out: Path) -> tuple[str, dict[str, int]]:
+def _stopped(command: list[str], number: signal.Signals, log_path: Path, out: Path) -> tuple[str, dict[str, Any]]:
     """What is shown and saved by a run that gets a signal at its first line of progress."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     # A file rather than a pipe: nobody reads while the demo runs.
@@ -92,39 +100,83 @@ def _stopped(command: list[str], number: signal.Signals, log_path: Path, out: Pa
 
 
 @pytest.fixture(scope="module")
-def several(text: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, Path]]:
-    """What runs printed, and their folders."""
+def several(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """A folder, and by the name of each run's folder in it what its runs printed, in order."""
     folder = tmp_path_factory.mktemp("several")
-    runs = {name: f"--plugin {name} --steps 30 --learning-rate 0.01" for name in ("gemini", "fsdp", "low_level_zero")}
-    runs |= {"diverging": "--plugin low_level_zero --steps 30 --learning-rate 1e6"}
-    order = ["gemini", "gemini", "fsdp", "fsdp", "low_level_zero", "diverging"]
-    arguments = [shlex.join(_options(text, folder / name, runs[name])) for name in order]
+    order = [(name, f"--plugin {name} {LEARNING}") for name in ("gemini", "gemini", "fsdp", "fsdp", "low_level_zero")]
+    order += [("diverging", "--plugin low_level_zero --steps 30 --learning-rate 1e6")]
+    order += [("full", "--plugin low_level_zero --steps 2")]
+    for name, how in DAMAGE.items():
+        order += [(name, how), (name, f"--plugin {name} --steps 2"), (name, f"--plugin {name} --heads 1")]
+    arguments, runs = [], []
+    for name, options in order:
+        if options in DAMAGE.values():
+            arguments.append(f"{options} {folder / name}")
+            continue
+        runs.append(name)
+        arguments.append("full " * (name == "full") + shlex.join(_options(text, folder / name, options)))
     script = str(Path(__file__).with_name("demo_several.py"))
     printed = _output(_shardwise("run", "--nproc", "2", script, *arguments)).split("== --data")[1:]
-    return [(shown, folder / name) for shown, name in zip(printed, order, strict=True)]
+    shown: dict[str, list[str]] = {}
+    for name, each in zip(runs, printed, strict=True):
+        shown.setdefault(name, []).append(each)
+    return folder, shown
 
 
-@pytest.mark.parametrize(("index", "plugin"), [(0, "gemini"), (2, "fsdp")])
-def test_it_learns_and_continues(several: list[tuple[str, Path]], index: int, plugin: str) -> None:
-    (first, out), (second, _) = several[index : index + 2]
-    assert out.name == plugin and f"parameters; {plugin}, " in first
-    _continued(second, _learned(first), out)
+@pytest.mark.parametrize("plugin", ["gemini", "fsdp"])
+def test_it_learns_and_continues(several: Runs, plugin: str) -> None:
+    folder, shown = several
+    first, second, *_ = shown[plugin]
+    assert f"parameters; {plugin}, " in first
+    _continued(second, _learned(first), folder / plugin)
 
 
-def test_a_training_that_diverges_stops_on_all_ranks_and_saves_nothing(several: list[tuple[str, Path]]) -> None:
-    shown, out = several[5]
-    assert len(re.findall("refused: --learning-rate 1000000.0: the loss is (?:nan|inf) at step", shown)) == 2
-    assert "\nsaved " not in shown and list(out.iterdir()) == []
+@pytest.mark.parametrize("plugin", ["gemini", "fsdp"])
+def test_a_damaged_checkpoint_is_skipped(several: Runs, plugin: str) -> None:
+    """A byte is changed, or half of the files are removed: it says so and goes on from the one before."""
+    folder, shown = several
+    first, second, third, _ = shown[plugin]
+    assert re.search(rf"^checkpoint skipped: rank \d could not load {folder / plugin}/step-60\b", third, re.M), third
+    assert "resumed at step 30, which was the last one: training 2 steps further, to 32" in third
+    loaded = _bits(third)[0]
+    assert loaded == pytest.approx(_bits(first)[1], abs=0.002) and abs(loaded - _bits(second)[1]) > 0.01
+    # The schedule is the checkpoint's, not a new one.
+    assert re.search(r"^step 32/32 .* lr 1\.00e-02$", third, re.M), third
+    assert _state(folder / plugin)["step"] == 32
+
+
+@pytest.mark.parametrize("plugin", ["gemini", "fsdp"])
+def test_a_model_of_other_sizes_is_refused_on_all_ranks(several: Runs, plugin: str) -> None:
+    folder, shown = several
+    holds = rf"refused: --out {folder / plugin} holds a model with {{.*'heads': 2.*}}, not {{.*'heads': 1.*}}; remove"
+    refused = shown[plugin][3]
+    assert len(re.findall(holds, refused)) == 2, refused
+
+
+def test_a_training_that_diverges_stops_on_all_ranks_and_saves_nothing(several: Runs) -> None:
+    folder, shown = several
+    (shown_once,) = shown["diverging"]
+    assert len(re.findall("refused: --learning-rate 1000000.0: the loss is (?:nan|inf) at step", shown_once)) == 2
+    assert "\nsaved " not in shown_once and list((folder / "diverging").iterdir()) == []
+
+
+def test_a_full_disk_of_rank_0_is_told_on_all_ranks(several: Runs) -> None:
+    folder, shown = several
+    (shown_once,) = shown["full"]
+    told = f"refused: --out {folder / 'full'}: rank 0 could not .*ENOSPC"
+    assert len(re.findall(told, shown_once)) == 2, shown_once
+    assert "step 2/2" in shown_once and "\nsaved " not in shown_once and list((folder / "full").iterdir()) == []
 
 
 def test_signals_stop_it_and_other_plugins_and_numbers_of_ranks_continue(
-    several: list[tuple[str, Path]], text: Path, tmp_path: Path
+    several: Runs, text: Path, tmp_path: Path
 ) -> None:
     """What two ranks learned goes on under another plugin on one until SIGTERM, and on two until Ctrl-C."""
-    first, out = several[4]
+    folder, printed = several
+    (first,), out = printed["low_level_zero"], folder / "low_level_zero"
     end = _learned(first)
 
-    def stopped(options: str, number: signal.Signals) -> tuple[str, dict[str, int]]:
+    def stopped(options: str, number: signal.Signals) -> tuple[str, dict[str, Any]]:
         command = _shardwise("demo", *_options(text, out, f"{options} --steps 100000 --learning-rate 0.01"))
         return _stopped(command, number, tmp_path / "log", out)
 
