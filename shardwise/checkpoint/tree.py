@@ -26,6 +26,8 @@ def encode(value: object, tensors: dict[str, torch.Tensor], path: str = "") -> A
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, torch.Tensor):
+        while path in tensors:  # {"a": {"b": ...}, "a/b": ...}, or the keys 1 and "1"
+            path += "~"
         tensors[path] = value.detach().to("cpu", copy=True).contiguous()
         return {"$tensor": path}
     if isinstance(value, numbers.Integral):

@@ -215,10 +215,15 @@ def _rest(session: Session, match: Match) -> None:
     scaler = session.optimizers[0].scaler if session.optimizers and match.optimizers else None
     if scaler is not None and "cur_scale" in scale and scaler.plan.min_scale < scaler.plan.max_scale:
         used = int(scale.get("delayed_shift", 1)) - int(scale.get("cur_hysteresis", 1))
-        good = int(scale.get("cur_iter", 0)) - int(scale.get("last_overflow_iter", -1)) - 1
-        # DeepSpeed doubles after the step that follows a whole window of good ones, not in its last.
-        good = (good - 1) % scaler.plan.growth_interval if good > 0 else -1
+        since = int(scale.get("cur_iter", 0)) - int(scale.get("last_overflow_iter", -1)) - 1
+        good = good_steps(since, scaler.plan.growth_interval)
         scaler.load_state_dict({"scale": float(scale["cur_scale"]), "overflows": used, "good_steps": good})
+
+
+def good_steps(since: int, window: int) -> int:
+    """Our count of good steps where DeepSpeed counts ``since``: it doubles in the step after a whole window of them, we
+    in the window's last."""
+    return (since - 1) % window if since > 0 else -1
 
 
 def _found(path: str, match: Match) -> Found:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from shardwise.build import build
+from shardwise.checkpoint import tree
 from shardwise.checkpoint.read import NativeSource, verify
 from shardwise.checkpoint.session import Checkpointer
 from shardwise.checkpoint.source import CheckpointDamage
@@ -252,6 +253,13 @@ class WithExtra(nn.Linear):
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         self.seen = state
+
+
+def test_tensors_whose_paths_are_alike_stay_apart() -> None:
+    value = {"a": {"b": torch.tensor(1)}, "a/b": torch.tensor(2), 1: torch.tensor(3), "1": torch.tensor(4)}
+    tensors: dict[str, torch.Tensor] = {}
+    found = tree.decode(tree.encode(value, tensors), tensors)
+    assert len(tensors) == 4 and found == value
 
 
 def test_extra_state_comes_back(tmp_path: Path) -> None:

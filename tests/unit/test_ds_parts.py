@@ -18,6 +18,7 @@ from torch import nn
 import shardwise.deepspeed as deepspeed
 from shardwise.checkpoint import CheckpointDamage
 from shardwise.deepspeed.optimizers import make_optimizer
+from shardwise.deepspeed.saving import good_steps
 from shardwise.deepspeed.schedules import make_schedule
 
 Tree = dict[str, Any]
@@ -211,3 +212,14 @@ def test_zero_init_says_once_what_the_configuration_decides(
     texts = [str(each.message) for each in caught]
     assert len(texts) == bool(message) and all(re.search(message, text) for text in texts), texts
     assert all(each.filename == __file__ for each in caught), "the warning points at the caller"
+
+
+@pytest.mark.parametrize("window", [1, 2, 3])
+def test_the_loss_scale_grows_when_deepspeed_s_would(window: int) -> None:
+    """From any point of a run of good steps, against DeepSpeed's rule written out."""
+    for done in range(7):
+        ours, theirs = good_steps(done, window), 0
+        for iteration in range(done, done + 8):
+            theirs += iteration > 0 and iteration % window == 0
+            ours += 1
+            assert (ours // window if ours >= 0 else 0) == theirs, (window, done, iteration)
