@@ -336,7 +336,7 @@ class TierPlan:
         param_disk_fraction: the same for the disk; what neither has is the device's.
         state_host_fraction: share of fp32 masters, optimizer state and reduced gradients whose home is the host.
         state_disk_fraction: share of masters and state whose home is the disk (their gradients are the host's).
-        device_capacity_bytes: memory of the device that may be used; ``None``: no limit, or under ``auto`` all a GPU has.
+        device_capacity_bytes: memory of the device that may be used; ``None``: no limit, under ``auto`` all a GPU has.
         pin_memory: host memory is page-locked (where there is CUDA).
         disk: how to reach the disk; needed where a disk share is not 0.
         auto: place by the memory trace; ``None`` for the fixed shares above.
