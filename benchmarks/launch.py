@@ -11,10 +11,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from benchmarks.job import LOSS_STEPS, Job, RankReport, read_reports
+from benchmarks.pace import machine_pace
 
 __all__ = ["RAISED_MALLOC", "Outcome", "launch", "run_job"]
 
@@ -34,6 +35,7 @@ class Outcome:
         losses: of the first steps, mean over ranks.
         foreign_cores: cores that other processes of the machine kept busy on average while the job ran.
         error: last line of what went wrong; empty where nothing did.
+        pace: the slower of the machine's speeds just before and after (:mod:`benchmarks.pace`); 0: not measured.
     """
 
     job: Job
@@ -49,6 +51,7 @@ class Outcome:
     versions: dict[str, str]
     foreign_cores: float
     error: str
+    pace: float = 0.0
 
     def to_json(self) -> dict[str, object]:
         """Plain data; :meth:`from_json` reads it back."""
@@ -150,6 +153,7 @@ def _summary(job: Job, repeat: int, reports: list[RankReport], foreign_cores: fl
 
 def run_job(job: Job, repeat: int, timeout: float) -> Outcome:
     """Run ``job`` in fresh processes. A failure or time-out becomes ``error``, never an exception."""
+    before = machine_pace()
     watch = _ForeignWatch()
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         folder = Path(name)
@@ -160,7 +164,7 @@ def run_job(job: Job, repeat: int, timeout: float) -> Outcome:
     foreign = watch.cores()
     errors = [f"rank {report.rank}: {report.error}" for report in reports if report.error]
     if not errors and not trouble and len(reports) == job.ranks:
-        return _summary(job, repeat, reports, foreign)
+        return replace(_summary(job, repeat, reports, foreign), pace=min(before, machine_pace()))
     # The first rank's own exception says more than the launcher's exit code; a peer's "connection closed" says less.
     reason = next((e for e in errors if "onnection closed" not in e), errors[0] if errors else trouble)
     reason = reason or f"{len(reports)} of {job.ranks} ranks reported"

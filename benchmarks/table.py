@@ -30,6 +30,8 @@ JUDGED_REPEATS = 3
 QUIET_CORES = 0.3
 """A goal is judged only from so many repeats, with the peer in both malloc settings, on a machine where other
 processes kept at most so many cores busy; otherwise a ratio says little and is printed without a verdict."""
+STEADY = 1.15
+"""Within a repeat two runs are compared only if the machine's own speed beside them differed by at most this factor."""
 PAIRS = {
     "sw_ddp": ("local", "ddp"),
     "sw_zero1": ("local", "ddp", "ds1"),
@@ -57,6 +59,7 @@ class Cell:
 
     Attributes:
         speeds: tokens/s by repeat number, in the malloc setting whose median is higher.
+        paces: the machine's speed beside those runs, where it was measured.
         peak_bytes: the lower of the settings' median peaks.
         settings: malloc settings that were measured.
         foreign_cores: most that others kept busy in any of its runs.
@@ -65,6 +68,7 @@ class Cell:
 
     system: str
     speeds: dict[int, float]
+    paces: dict[int, float]
     speed_malloc: bool
     peak_bytes: float
     peak_malloc: bool
@@ -89,7 +93,7 @@ def losses_differ(losses: Sequence[float], reference: Sequence[float]) -> float:
 def _cell(system: str, outcomes: list[Outcome], reference: list[float]) -> Cell:
     good = [outcome for outcome in outcomes if not outcome.error]
     if not good:
-        return Cell(system, {}, False, math.nan, False, math.nan, 0, 0.0, math.nan, outcomes[0].error)
+        return Cell(system, {}, {}, False, math.nan, False, math.nan, 0, 0.0, math.nan, outcomes[0].error)
     by_malloc: dict[bool, list[Outcome]] = {}
     for outcome in good:
         by_malloc.setdefault(outcome.job.raised_malloc, []).append(outcome)
@@ -100,6 +104,7 @@ def _cell(system: str, outcomes: list[Outcome], reference: list[float]) -> Cell:
     return Cell(
         system=system,
         speeds={outcome.repeat: outcome.tokens_per_second for outcome in by_malloc[fastest]},
+        paces={outcome.repeat: outcome.pace for outcome in by_malloc[fastest] if outcome.pace},
         speed_malloc=fastest,
         peak_bytes=peaks[smallest],
         peak_malloc=smallest,
@@ -124,10 +129,21 @@ def cells(outcomes: Sequence[Outcome]) -> dict[Key, dict[str, Cell]]:
     return table
 
 
+def _comparable(own: Cell, peer: Cell) -> list[int]:
+    """Repeats of both in which the machine was as fast for the one as for the other, as far as that was measured."""
+    found = []
+    for repeat in own.speeds:
+        paces = own.paces.get(repeat, 1.0), peer.paces.get(repeat, 1.0)
+        measured = repeat in own.paces and repeat in peer.paces
+        if repeat in peer.speeds and not (measured and max(paces) > STEADY * min(paces)):
+            found.append(repeat)
+    return found
+
+
 def _ratio(own: Cell, peer: Cell) -> float:
-    """Median over repeats of own/peer: repeats are interleaved, so a ratio within one shares the machine's state."""
-    shared = [own.speeds[repeat] / peer.speeds[repeat] for repeat in own.speeds if repeat in peer.speeds]
-    return statistics.median(shared) if shared else math.nan
+    """Median over comparable repeats of own/peer; over all that both have where none is comparable."""
+    repeats = _comparable(own, peer) or [repeat for repeat in own.speeds if repeat in peer.speeds]
+    return statistics.median(own.speeds[r] / peer.speeds[r] for r in repeats) if repeats else math.nan
 
 
 def _equal(cell: Cell, dtype: str) -> str:
@@ -153,6 +169,8 @@ def _verdict(own: Cell, peer: Cell, reached: bool) -> str:
         return "not judged, one malloc setting"
     if max(own.foreign_cores, peer.foreign_cores) > QUIET_CORES:
         return "not judged, machine busy"
+    if len(_comparable(own, peer)) < JUDGED_REPEATS:
+        return "not judged, the machine changed its speed"
     return "met" if reached and own.peak_bytes < peer.peak_bytes else "missed"
 
 

@@ -48,7 +48,7 @@ PLANS: dict[str, Plan] = {
     "hybrid2": zero(2, dp_replicate=2).but(packing=SMALL),
     "hybrid3": zero(3, dp_replicate=2),
 }
-MAIN_PLANS = ("ddp", "zero1", "zero2", "zero3", "budget0", "budget0.3", "roomy")
+MAIN_PLANS = ("zero1", "zero2", "zero3", "budget0")
 """Under these every model is trained by default."""
 
 MICRO = {"1x": (1, False), "3x": (3, False), "3x_no_sync": (3, True)}

@@ -120,10 +120,10 @@ def programs(shared: bool | None, names: list[str], changes: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("ranks, shared, changes", [
     (1, None, {}),
-    (2, None, {}),
+    pytest.param(2, None, {}, marks=pytest.mark.campaign),
     pytest.param(2, False, {}, marks=pytest.mark.campaign),
     (2, False, {"prefetch": 2}),
-    (4, None, {}),
+    pytest.param(4, None, {}, marks=pytest.mark.campaign),
 ])  # fmt: skip
 def test_same_bits_within_the_capacity(ranks: int, shared: bool | None, changes: dict[str, Any]) -> None:
     some = ["checkpointed twice", "evaluation", "ranks differ"]

@@ -35,6 +35,7 @@ from tests.faults import flips, io_errors, soak  # noqa: E402
 from tests.faults.system import in_place_of_the_system  # noqa: E402
 
 
+@pytest.mark.campaign  # `make faults` has more of it, and .ci/run a share
 def test_calls_that_fail_lose_nothing(tmp_path: Path) -> None:
     """Some of the system calls of each action, on either rank, with each error; ``make faults`` takes them all."""
     report = io_errors.campaign(12, str(tmp_path))
@@ -43,6 +44,7 @@ def test_calls_that_fail_lose_nothing(tmp_path: Path) -> None:
     assert kinds <= report.counts.keys() and report.counts["injected"] > 70, report
 
 
+@pytest.mark.campaign  # the same
 def test_damage_of_every_kind_is_found() -> None:
     """Some bytes of every region, and some of the other faults; ``make faults`` takes them all."""
     report = flips.campaign(stride=151, bits=1)
@@ -189,7 +191,8 @@ def _each_call_fails(save: Callable[[], object], path: Path, failing: bool, clos
                 named = errno.errorcode[number] in error or os.strerror(number) in error
                 harmless = called in io_errors.HARMLESS or (closes and called == "close of a file")
                 assert named or (not error and harmless), (called, error)
-                assert os.listdir(path.parent) == [path.name] or called == "unlink", called
+                # Another rank may look when the next save is under way.
+                assert not failing or os.listdir(path.parent) == [path.name] or called == "unlink", called
                 assert not failing or (path.read_bytes() == b"old") == bool(error), called
             else:
                 raise AssertionError("more than 100 calls: the loop does not end")

@@ -82,7 +82,7 @@ KNOBS: list[dict[str, Any]] = [
 RANKS: list[tuple[int, bool | None]] = [(1, None), (2, None), (2, False)]
 
 
-@pytest.mark.parametrize("ranks, shared", RANKS)
+@pytest.mark.parametrize("ranks, shared", [RANKS[0], RANKS[2]])
 def test_the_same_bits(ranks: int, shared: bool | None, tmp_path: Path) -> None:
     check_bits(CASES[RANKS.index((ranks, shared)) :: 3], ranks, shared, tmp_path)
 

@@ -53,7 +53,7 @@ def several_ways(plan: Plan, backend: str, ways: list[str]) -> dict[str, dict[st
     ("name", "backend", "ways"),
     [
         ("zero2", "eager", ["whole"]),
-        ("zero3", "eager", WAYS[1:]),
+        pytest.param("zero3", "eager", WAYS[1:], marks=pytest.mark.campaign),
         ("zero3_gloo", "eager", ["whole"]),
         ("zero3_tensor", "eager", ["blocks"]),  # no block has a unit of its own
         ("zero3", "aot_eager", ["blocks", "whole"]),

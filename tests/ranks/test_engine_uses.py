@@ -146,7 +146,7 @@ def test_programs(name: str) -> None:
         check([result[program] for result in results], expected(world_size)[program], f"{name} {program}")
 
 
-@pytest.mark.parametrize("name", ["zero2", "zero3_gloo"])
+@pytest.mark.parametrize("name", ["zero2", pytest.param("zero3_gloo", marks=pytest.mark.campaign)])
 def test_programs_on_three_ranks(name: str) -> None:
     results = run_ranks(3, on_rank, PLANS[name])
     for program in PROGRAMS:
