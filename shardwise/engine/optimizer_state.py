@@ -73,7 +73,8 @@ class OptimizerState:
                 dtype = self._updates.dtype_for(key, flat.dtype, piece)
                 cut[key] = flat.to(device=piece.value.device, dtype=dtype, copy=True)
             elif value.dim() == 0 and shape.numel() == 1 and key != "step" and shape == value.shape:
-                cut[key] = value.detach().reshape(1).to(device=piece.value.device, copy=True)
+                dtype = self._updates.dtype_for(key, value.dtype, piece)
+                cut[key] = value.detach().reshape(1).to(device=piece.value.device, dtype=dtype, copy=True)
             elif value.numel() == 1:
                 cut[key] = value.detach().clone()
             else:
