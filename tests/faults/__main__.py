@@ -1,7 +1,8 @@
 """``python -m tests.faults KILLS``: the fault campaign; the last line says what was lost.
 
 ``KILLS`` is the number of kills and the scale of the rest: from 1,000 on every byte is flipped, every call fails and
-the soak has 10,000 steps; below, they take a share of about KILLS / 1,000, and the soak at least 300 steps.
+the soak has 10,000 steps; below, they take a share of about KILLS / 1,000, and the soak at least 5,000 steps, since
+memory takes some to settle.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from tests.faults import flips, io_errors, kills, soak
 from tests.faults.report import Report
 
 WHOLE = 1000  # kills
-LEAST_STEPS, STEPS = 300, 10_000
+LEAST_STEPS, STEPS = 5_000, 10_000
 
 
 def parts(count: int, seed: int, directory: str | None) -> dict[str, Callable[[], Report]]:
