@@ -234,10 +234,13 @@ def two_sessions(plan: Plan, directory: str) -> tuple[list[int], bool, bool]:
             for step in range(3):
                 steps(one, first, step, step + 1)
                 steps(other, second, step, step + 1)
+            mesh.world.barrier()
             counts.append(len(os.listdir(directory)))
             same, differs = everything(one) == expected, everything(other) != expected
+            mesh.world.barrier()  # the other rank counted before any directory goes
         mesh.world.barrier()
         counts.append(len(os.listdir(directory)))
+        mesh.world.barrier()  # and before any directory comes
         with session_of(offloaded, mesh) as (third, scheduler):
             steps(third, scheduler, 0, 3)
             same &= everything(third) == expected
