@@ -94,6 +94,9 @@ class First:
         assert self._second is not None
         if session.testsfailed or self._config.option.collectonly:
             return None
+        unstable = [item.nodeid for item in session.items if " at 0x" in item.nodeid]
+        if unstable:
+            raise pytest.UsageError(f"{unstable[0]}: an address differs in the other process; give ids= without it")
         run(session, Files(self._path, session.items, backwards=False), self._repeat)
         while (code := self._second.poll()) is None:
             time.sleep(0.1)
@@ -146,6 +149,9 @@ class Second:
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
         if session.testsfailed:
             return None
+        unstable = [item.nodeid for item in session.items if " at 0x" in item.nodeid]
+        if unstable:
+            raise pytest.UsageError(f"{unstable[0]}: an address differs in the other process; give ids= without it")
         run(session, Files(self._path, session.items, backwards=True), self._write)
         return True
 

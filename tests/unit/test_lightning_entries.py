@@ -136,7 +136,7 @@ class Odd(Enum):
         (nn.ReLU, "type"),
         (object(), "object"),
     ],
-    ids=str,
+    ids=["enum", "module", "function", "class", "object"],
 )
 def test_what_is_no_data_is_refused_or_left_out(value: Any, named: str) -> None:
     with pytest.raises(TypeError, match=rf"entry callbacks/mine/a/1 is a \S*{named} .*checkpoint_io"):

@@ -67,3 +67,9 @@ def test_stopping_at_the_first_failure_stops_both(tmp_path: Path) -> None:
     wrong = "def test_last(other): assert 0"
     done = run(tmp_path, "--workers", "2", "-x", **{"test_a.py": wrong, "test_d.py": wrong})
     assert done.returncode != 0 and "stopping after" in done.stdout, done.stdout
+
+
+def test_names_that_differ_between_processes_are_refused(tmp_path: Path) -> None:
+    named = "import pytest\n@pytest.mark.parametrize('i', [object()], ids=str)\ndef test_last(i): pass"
+    done = run(tmp_path, "--workers", "2", **{"test_d.py": named})
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR and "give ids= without it" in done.stderr, done.stdout
