@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-__all__ = ["LOSS_STEPS", "SIZES", "Job", "RankReport", "Size", "read_reports"]
+__all__ = [
+    "END",
+    "LOSS_STEPS",
+    "SIZES",
+    "Job",
+    "RankReport",
+    "Size",
+    "TurnReport",
+    "read_reports",
+    "read_turn",
+    "turn_name",
+]
 
+END = "end"
+"""A file of this name in its folder tells a rank that waits for its turn to leave."""
 LOSS_STEPS = 10
 """Losses of this many first steps are compared between systems."""
 
@@ -43,8 +58,9 @@ class Job:
         dtype: ``"fp32"`` or ``"bf16"``.
         raised_malloc: run with glibc's mmap and trim thresholds raised, so that freed memory is reused.
         warmup: steps before timing; memory is sampled during them.
-        steps: timed steps.
+        steps: timed steps a turn.
         data_ranks: ranks whose batches are trained on. Differs from ``ranks`` only for the one-process reference.
+        owner: process that gives the turns; a rank leaves when that is gone.
     """
 
     system: str
@@ -55,15 +71,23 @@ class Job:
     warmup: int
     steps: int
     data_ranks: int
+    owner: int = 0
 
     def label(self) -> str:
         """``small/4/fp32 fsdp2 +malloc``: for progress lines."""
         return f"{self.size}/{self.data_ranks}/{self.dtype} {self.system}{' +malloc' if self.raised_malloc else ''}"
 
 
+def _store(path: Path, data: dict[str, Any]) -> None:
+    """Whole or not there, since others wait for the name to appear."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(data))
+    os.replace(partial, path)
+
+
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank measured. Times in seconds, memory in bytes over the moment before the model was made.
+    """What one rank found until its first turn. Memory in bytes over the moment before the model was made.
 
     Attributes:
         peak_pss: highest sampled proportional set size: a page shared by k processes counts 1/k in each.
@@ -72,7 +96,6 @@ class RankReport:
     """
 
     rank: int
-    step_seconds: list[float]
     losses: list[float]
     peak_pss: int
     peak_rss: int
@@ -85,10 +108,34 @@ class RankReport:
 
     def write(self, folder: Path) -> None:
         """Store as ``rank<N>.json`` in ``folder``."""
-        (folder / f"rank{self.rank}.json").write_text(json.dumps(asdict(self)))
+        _store(folder / f"rank{self.rank}.json", asdict(self))
+
+
+@dataclass(frozen=True)
+class TurnReport:
+    """What one rank measured in one turn: seconds of every step, and CPU seconds of all its threads together."""
+
+    rank: int
+    step_seconds: list[float]
+    cpu_seconds: float
+
+    def write(self, folder: Path, number: int) -> None:
+        """Store as ``turn<number>.rank<N>.json`` in ``folder``."""
+        _store(folder / f"{turn_name(number)}.rank{self.rank}.json", asdict(self))
+
+
+def turn_name(number: int) -> str:
+    """The file whose appearance starts turn ``number``."""
+    return f"turn{number}"
 
 
 def read_reports(folder: Path) -> list[RankReport]:
     """Every rank's report in ``folder``, by rank."""
     found = [RankReport(**json.loads(path.read_text())) for path in folder.glob("rank*.json")]
+    return sorted(found, key=lambda report: report.rank)
+
+
+def read_turn(folder: Path, number: int) -> list[TurnReport]:
+    """What is there of turn ``number``, by rank."""
+    found = [TurnReport(**json.loads(path.read_text())) for path in folder.glob(f"{turn_name(number)}.rank*.json")]
     return sorted(found, key=lambda report: report.rank)

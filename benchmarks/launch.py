@@ -1,57 +1,58 @@
-"""Run jobs in fresh processes through torch's elastic launcher, and summarise what their ranks report."""
+"""Sets of processes that train in turns, and a summary of what their ranks report."""
 
 from __future__ import annotations
 
 import json
 import os
-import resource
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from benchmarks.job import LOSS_STEPS, Job, RankReport, read_reports
-from benchmarks.pace import machine_pace
+from benchmarks.job import END, LOSS_STEPS, Job, RankReport, TurnReport, read_reports, read_turn, turn_name
 
-__all__ = ["RAISED_MALLOC", "Outcome", "launch", "run_job"]
+__all__ = ["RAISED_MALLOC", "JobFailed", "Outcome", "Running", "available_bytes", "launch"]
 
+LEAST_BYTES = 768 << 20
+"""A job that leaves the machine less memory than this is stopped, before the system stops something else."""
+POLL_S = 0.02
 RAISED_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(4 << 30), "MALLOC_TRIM_THRESHOLD_": str(8 << 30)}
 """glibc settings under which freed memory is kept and reused: faster for systems that allocate anew every step."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One finished job.
+    """One job in one turn, or why it came to none.
 
     Attributes:
+        turn: jobs that share this number trained right after one another; -1: no turn (the reference, a failure).
         tokens_per_second: of all ranks together; each rank's tokens a step over its median step time.
         step_seconds: median step time, mean over ranks.
         peak_bytes: highest over ranks of the sampled PSS over the pre-model baseline.
         peak_rss_bytes: the same of the exact RSS high-water mark; counts memory shared between ranks in each.
         losses: of the first steps, mean over ranks.
-        foreign_cores: cores that other processes of the machine kept busy on average while the job ran.
-        error: last line of what went wrong; empty where nothing did.
-        pace: the slower of the machine's speeds just before and after (:mod:`benchmarks.pace`); 0: not measured.
+        foreign_cores: cores that other processes of the machine kept busy on average during the turn.
+        error: what went wrong; empty where nothing did.
     """
 
     job: Job
-    repeat: int
-    tokens_per_second: float
-    step_seconds: float
-    peak_bytes: int
-    peak_rss_bytes: int
-    peak_estimate_bytes: int
-    steady_bytes: int
-    losses: list[float]
-    parameters: int
-    versions: dict[str, str]
-    foreign_cores: float
-    error: str
-    pace: float = 0.0
+    turn: int = -1
+    tokens_per_second: float = 0.0
+    step_seconds: float = 0.0
+    peak_bytes: int = 0
+    peak_rss_bytes: int = 0
+    peak_estimate_bytes: int = 0
+    steady_bytes: int = 0
+    losses: tuple[float, ...] = ()
+    parameters: int = 0
+    versions: tuple[tuple[str, str], ...] = ()
+    foreign_cores: float = 0.0
+    error: str = ""
 
     def to_json(self) -> dict[str, object]:
         """Plain data; :meth:`from_json` reads it back."""
@@ -71,28 +72,33 @@ def _environment(raised_malloc: bool) -> dict[str, str]:
     return plain | threads | {"PYTHONPATH": path} | (RAISED_MALLOC if raised_malloc else {})
 
 
-def launch(arguments: list[str], ranks: int, raised_malloc: bool, log: Path, timeout: float) -> str:
-    """Run ``python -m ARGUMENTS`` as ``ranks`` processes of one thread each, their output in ``log``.
-
-    Returns an empty text, or why they did not finish. ``timeout`` is in seconds.
-    """
+def _start(arguments: list[str], ranks: int, raised_malloc: bool, log: Path) -> subprocess.Popen[bytes]:
+    """``python -m ARGUMENTS`` as ``ranks`` processes of one thread each, through torch's elastic launcher."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
     with log.open("w") as output:
-        process = subprocess.Popen(
+        return subprocess.Popen(
             command + arguments,
             stdout=output,
             stderr=subprocess.STDOUT,
             env=_environment(raised_malloc),
             start_new_session=True,
         )
-        try:
-            code = process.wait(timeout)
-        except BaseException as error:
-            _end(process)
-            if not isinstance(error, subprocess.TimeoutExpired):
-                raise
-            return f"no result within {timeout:.0f} s"
-    return "" if code == 0 else f"exit code {code}: {_last_line(log.read_text())}"
+
+
+def launch(arguments: list[str], ranks: int, raised_malloc: bool, log: Path, timeout: float) -> str:
+    """Run ``python -m ARGUMENTS`` as ``ranks`` processes of one thread each, their output in ``log``.
+
+    Returns an empty text, or why they did not finish. ``timeout`` is in seconds.
+    """
+    process = _start(arguments, ranks, raised_malloc, log)
+    try:
+        code = process.wait(timeout)
+    except BaseException as error:
+        _end(process)
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
+        return f"no result within {timeout:.0f} s"
+    return "" if code == 0 else f"exit code {code}: {_last_line(log)}"
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -105,67 +111,120 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _last_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+def _last_line(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text().splitlines() if line.strip()]
     return lines[-1][:300] if lines else "no output"
 
 
-class _ForeignWatch:
-    """CPU time of the whole machine since construction, less that of our own finished processes."""
-
-    def __init__(self) -> None:
-        self._began = time.monotonic()
-        self._busy, self._own = self._read()
-
-    @staticmethod
-    def _read() -> tuple[float, float]:
-        fields = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
-        busy = sum(fields) - fields[3] - fields[4]  # less idle and waiting for disks
-        children, own = resource.getrusage(resource.RUSAGE_CHILDREN), resource.getrusage(resource.RUSAGE_SELF)
-        used = children.ru_utime + children.ru_stime + own.ru_utime + own.ru_stime
-        return busy / os.sysconf("SC_CLK_TCK"), used
-
-    def cores(self) -> float:
-        """Mean number of cores that others kept busy."""
-        busy, own = self._read()
-        return max(0.0, (busy - self._busy - (own - self._own)) / (time.monotonic() - self._began))
+def available_bytes() -> int:
+    """Memory that processes can still take without swapping."""
+    found = Path("/proc/meminfo").read_text().partition("MemAvailable:")[2].split()
+    return int(found[0]) * 1024
 
 
-def _summary(job: Job, repeat: int, reports: list[RankReport], foreign_cores: float) -> Outcome:
-    medians = [statistics.median(report.step_seconds) for report in reports]
-    losses = [statistics.fmean(step) for step in zip(*(report.losses for report in reports), strict=True)]
-    return Outcome(
-        job=job,
-        repeat=repeat,
-        tokens_per_second=sum(r.tokens_per_step / median for r, median in zip(reports, medians, strict=True)),
-        step_seconds=statistics.fmean(medians),
-        peak_bytes=max(report.peak_pss for report in reports),
-        peak_rss_bytes=max(report.peak_rss for report in reports),
-        peak_estimate_bytes=max(report.peak_estimate for report in reports),
-        steady_bytes=max(report.steady_pss for report in reports),
-        losses=losses[:LOSS_STEPS],
-        parameters=reports[0].parameters,
-        versions=reports[0].versions,
-        foreign_cores=foreign_cores,
-        error="",
-    )
+def _busy_seconds() -> float:
+    """CPU time of the whole machine since it started, less idling and waiting for disks."""
+    fields = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    return (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")
 
 
-def run_job(job: Job, repeat: int, timeout: float) -> Outcome:
-    """Run ``job`` in fresh processes. A failure or time-out becomes ``error``, never an exception."""
-    before = machine_pace()
-    watch = _ForeignWatch()
-    with tempfile.TemporaryDirectory(prefix="bench-") as name:
-        folder = Path(name)
-        (folder / "job").write_text(json.dumps(asdict(job)))
-        arguments = ["benchmarks.worker", str(folder / "job"), str(folder)]
-        trouble = launch(arguments, job.ranks, job.raised_malloc, folder / "log", timeout)
-        reports = read_reports(folder)
-    foreign = watch.cores()
-    errors = [f"rank {report.rank}: {report.error}" for report in reports if report.error]
-    if not errors and not trouble and len(reports) == job.ranks:
-        return replace(_summary(job, repeat, reports, foreign), pace=min(before, machine_pace()))
-    # The first rank's own exception says more than the launcher's exit code; a peer's "connection closed" says less.
-    reason = next((e for e in errors if "onnection closed" not in e), errors[0] if errors else trouble)
-    reason = reason or f"{len(reports)} of {job.ranks} ranks reported"
-    return Outcome(job, repeat, 0.0, 0.0, 0, 0, 0, 0, [], 0, {}, foreign, reason)
+class JobFailed(Exception):
+    """A set of processes ended, exceeded its time, or does not fit; the text says why."""
+
+
+class Running:
+    """One job's processes: they warm up alone, then wait, without a core's time, until a turn is theirs."""
+
+    def __init__(self, job: Job, timeout: float) -> None:
+        """``timeout`` in seconds, for the warm-up and for each turn."""
+        self.job = replace(job, owner=os.getpid())
+        self._timeout = timeout
+        self._turns = 0
+        self._reports: list[RankReport] = []
+        self._place = tempfile.TemporaryDirectory(prefix="bench-")
+        self._folder = Path(self._place.name)
+        (self._folder / "job").write_text(json.dumps(asdict(self.job)))
+        arguments = ["benchmarks.worker", str(self._folder / "job"), str(self._folder)]
+        self._process = _start(arguments, job.ranks, job.raised_malloc, self._folder / "log")
+
+    def warm_up(self) -> Outcome:
+        """Wait for it.
+
+        Raises:
+            JobFailed: it ended, took too long or left too little memory.
+        """
+        self._reports = self._wait_for_reports()
+        losses = tuple(statistics.fmean(s) for s in zip(*(r.losses for r in self._reports), strict=True))[:LOSS_STEPS]
+        first = self._reports[0]
+        return Outcome(
+            job=self.job,
+            peak_bytes=max(report.peak_pss for report in self._reports),
+            peak_rss_bytes=max(report.peak_rss for report in self._reports),
+            peak_estimate_bytes=max(report.peak_estimate for report in self._reports),
+            steady_bytes=max(report.steady_pss for report in self._reports),
+            losses=losses,
+            parameters=first.parameters,
+            versions=tuple(sorted(first.versions.items())),
+        )
+
+    def turn(self, outcome: Outcome, number: int) -> Outcome:
+        """Train the job's steps now; ``outcome`` of the warm-up, with what this turn adds. Raises as there."""
+        busy, began = _busy_seconds(), time.monotonic()
+        (self._folder / turn_name(self._turns)).touch()
+        reports = self._wait_for_turn()
+        self._turns += 1
+        foreign = (_busy_seconds() - busy - sum(r.cpu_seconds for r in reports)) / (time.monotonic() - began)
+        medians = [statistics.median(report.step_seconds) for report in reports]
+        tokens = [report.tokens_per_step for report in self._reports]
+        return replace(
+            outcome,
+            turn=number,
+            tokens_per_second=sum(count / median for count, median in zip(tokens, medians, strict=True)),
+            step_seconds=statistics.fmean(medians),
+            foreign_cores=max(0.0, foreign),
+        )
+
+    def end(self) -> None:
+        """Let the processes leave, or make them. Calling it again does nothing."""
+        if self._folder.exists():
+            (self._folder / END).touch()
+            try:
+                self._process.wait(30)
+            except BaseException as error:
+                _end(self._process)
+                if not isinstance(error, subprocess.TimeoutExpired):
+                    raise
+            finally:
+                self._place.cleanup()
+
+    def _wait_for_reports(self) -> list[RankReport]:
+        for _ in self._polls():
+            reports = read_reports(self._folder)
+            if len(reports) == self.job.ranks and not any(report.error for report in reports):
+                return reports
+        raise JobFailed(f"{len(read_reports(self._folder))} of {self.job.ranks} ranks within {self._timeout:.0f} s")
+
+    def _wait_for_turn(self) -> list[TurnReport]:
+        for _ in self._polls():
+            reports = read_turn(self._folder, self._turns)
+            if len(reports) == self.job.ranks:
+                return reports
+        raise JobFailed(f"turn {self._turns} not done within {self._timeout:.0f} s")
+
+    def _polls(self) -> Iterator[None]:
+        """Until the time is over; the reports are read once more after the processes ended."""
+        until = time.monotonic() + self._timeout
+        while time.monotonic() < until:
+            ended = self._process.poll()
+            yield
+            if ended is not None:
+                raise JobFailed(self._reason(ended))
+            if available_bytes() < LEAST_BYTES:
+                raise JobFailed(f"left the machine less than {LEAST_BYTES >> 20} MiB of memory")
+            time.sleep(POLL_S)
+
+    def _reason(self, code: int) -> str:
+        """The first rank's own exception says more than the launcher's exit code; "connection closed" says less."""
+        errors = [f"rank {report.rank}: {report.error}" for report in read_reports(self._folder) if report.error]
+        own = next((error for error in errors if "onnection closed" not in error), errors[0] if errors else "")
+        return own or f"exit code {code}: {_last_line(self._folder / 'log')}"

@@ -26,18 +26,17 @@ TARGETS = {
     ("sw_zero2", "ddp"): 0.95,
 }
 """Speed ratios to reach on 4 ranks; less peak memory than the peer in each pair."""
-JUDGED_REPEATS = 3
+JUDGED_TURNS = 3
 QUIET_CORES = 0.3
-"""A goal is judged only from so many repeats, with the peer in both malloc settings, on a machine where other
+"""A goal is judged only from so many turns, with the peer in both malloc settings, on a machine where other
 processes kept at most so many cores busy; otherwise a ratio says little and is printed without a verdict."""
-STEADY = 1.15
-"""Within a repeat two runs are compared only if the machine's own speed beside them differed by at most this factor."""
 PAIRS = {
     "sw_ddp": ("local", "ddp"),
     "sw_zero1": ("local", "ddp", "ds1"),
     "sw_zero2": ("local", "ddp", "ds2"),
-    "sw_zero3": ("local", "ddp", "fsdp2", "ds3"),
+    "sw_zero3": ("local", "ddp", "fsdp2", "ds3", "ds3_release"),
 }
+"""With whom each of our plans trains in turns."""
 NAMES = {
     "local": "no communication",
     "ddp": "torch DDP",
@@ -55,33 +54,30 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Cell:
-    """One system under one key: the repeats of each malloc setting, and the better setting of each measure.
+    """One system under one key: the turns of each malloc setting, and the better setting of each measure.
 
     Attributes:
-        speeds: tokens/s by repeat number, in the malloc setting whose median is higher.
-        paces: the machine's speed beside those runs, where it was measured.
+        speeds: tokens/s by turn, of each malloc setting.
+        speed_malloc: the setting whose median is higher.
         peak_bytes: the lower of the settings' median peaks.
-        settings: malloc settings that were measured.
-        foreign_cores: most that others kept busy in any of its runs.
+        foreign_cores: what others kept busy in the median of its turns.
         worst_loss: largest relative difference from the reference, NaN where there is no reference.
     """
 
     system: str
-    speeds: dict[int, float]
-    paces: dict[int, float]
+    speeds: dict[bool, dict[int, float]]
     speed_malloc: bool
     peak_bytes: float
     peak_malloc: bool
     peak_at_speed_bytes: float
-    settings: int
     foreign_cores: float
     worst_loss: float
     error: str
 
     @property
     def speed(self) -> float:
-        """Median tokens/s, 0 where the system failed."""
-        return statistics.median(self.speeds.values()) if self.speeds else 0.0
+        """Median tokens/s in the faster malloc setting, 0 where the system failed."""
+        return statistics.median(self.speeds[self.speed_malloc].values()) if self.speeds else 0.0
 
 
 def losses_differ(losses: Sequence[float], reference: Sequence[float]) -> float:
@@ -90,29 +86,28 @@ def losses_differ(losses: Sequence[float], reference: Sequence[float]) -> float:
     return max((abs(a - b) / abs(b) for a, b in pairs), default=math.nan)
 
 
-def _cell(system: str, outcomes: list[Outcome], reference: list[float]) -> Cell:
+def _cell(system: str, outcomes: list[Outcome], reference: Sequence[float]) -> Cell:
     good = [outcome for outcome in outcomes if not outcome.error]
     if not good:
-        return Cell(system, {}, {}, False, math.nan, False, math.nan, 0, 0.0, math.nan, outcomes[0].error)
+        return Cell(system, {}, False, math.nan, False, math.nan, 0.0, math.nan, outcomes[0].error)
     by_malloc: dict[bool, list[Outcome]] = {}
     for outcome in good:
         by_malloc.setdefault(outcome.job.raised_malloc, []).append(outcome)
-    speeds = {flag: statistics.median(o.tokens_per_second for o in group) for flag, group in by_malloc.items()}
+    speeds = {flag: {o.turn: o.tokens_per_second for o in group} for flag, group in by_malloc.items()}
     peaks = {flag: statistics.median(o.peak_bytes for o in group) for flag, group in by_malloc.items()}
-    fastest, smallest = max(speeds, key=speeds.__getitem__), min(peaks, key=peaks.__getitem__)
-    failed = [outcome.error for outcome in outcomes if outcome.error]
+    fastest = max(speeds, key=lambda flag: statistics.median(speeds[flag].values()))
+    smallest = min(peaks, key=peaks.__getitem__)
+    failed = [f"{'with' if o.job.raised_malloc else 'without'} +m: {o.error}" for o in outcomes if o.error]
     return Cell(
         system=system,
-        speeds={outcome.repeat: outcome.tokens_per_second for outcome in by_malloc[fastest]},
-        paces={outcome.repeat: outcome.pace for outcome in by_malloc[fastest] if outcome.pace},
+        speeds=speeds,
         speed_malloc=fastest,
         peak_bytes=peaks[smallest],
         peak_malloc=smallest,
         peak_at_speed_bytes=peaks[fastest],
-        settings=len(by_malloc),
-        foreign_cores=max(outcome.foreign_cores for outcome in good),
+        foreign_cores=statistics.median(outcome.foreign_cores for outcome in good),
         worst_loss=max((losses_differ(outcome.losses, reference) for outcome in good), default=math.nan),
-        error=f"{len(failed)} of {len(outcomes)} runs failed: {failed[0]}" if failed else "",
+        error=f"{len(failed)} failed, {failed[0]}" if failed else "",
     )
 
 
@@ -124,26 +119,20 @@ def cells(outcomes: Sequence[Outcome]) -> dict[Key, dict[str, Cell]]:
         grouped.setdefault(key, {}).setdefault(outcome.job.system, []).append(outcome)
     table: dict[Key, dict[str, Cell]] = {}
     for key, systems in grouped.items():
-        reference = next((o.losses for o in systems.get("reference", []) if not o.error), [])
+        reference = next((o.losses for o in systems.get("reference", []) if not o.error), ())
         table[key] = {name: _cell(name, group, reference) for name, group in systems.items() if name != "reference"}
     return table
 
 
-def _comparable(own: Cell, peer: Cell) -> list[int]:
-    """Repeats of both in which the machine was as fast for the one as for the other, as far as that was measured."""
-    found = []
-    for repeat in own.speeds:
-        paces = own.paces.get(repeat, 1.0), peer.paces.get(repeat, 1.0)
-        measured = repeat in own.paces and repeat in peer.paces
-        if repeat in peer.speeds and not (measured and max(paces) > STEADY * min(paces)):
-            found.append(repeat)
-    return found
-
-
-def _ratio(own: Cell, peer: Cell) -> float:
-    """Median over comparable repeats of own/peer; over all that both have where none is comparable."""
-    repeats = _comparable(own, peer) or [repeat for repeat in own.speeds if repeat in peer.speeds]
-    return statistics.median(own.speeds[r] / peer.speeds[r] for r in repeats) if repeats else math.nan
+def _ratios(own: Cell, peer: Cell) -> list[float]:
+    """own/peer of every turn that both had, in the peer's malloc setting that is better for the peer; ours is one."""
+    of_settings = []
+    for mine in own.speeds.values():
+        for theirs in peer.speeds.values():
+            found = [mine[turn] / theirs[turn] for turn in mine if turn in theirs]
+            if found:
+                of_settings.append(found)
+    return min(of_settings, key=statistics.median, default=[])
 
 
 def _equal(cell: Cell, dtype: str) -> str:
@@ -155,28 +144,30 @@ def _equal(cell: Cell, dtype: str) -> str:
 def _pair(own: Cell, peer: Cell, ranks: int) -> str:
     if not own.speeds or not peer.speeds:
         return "failed"
-    ratio = _ratio(own, peer)
+    ratios = _ratios(own, peer)
+    if not ratios:
+        return ""
+    ratio = statistics.median(ratios)
     target = TARGETS.get((own.system, peer.system), 0.0) if ranks == 4 else 0.0
-    mark = f" (goal {target:g}: {_verdict(own, peer, ratio >= target)})" if target else ""
-    return f"{ratio:.2f}x{mark} / {own.peak_bytes / peer.peak_bytes:.2f}x"
+    mark = f"; goal {target:g}: {_verdict(own, peer, ratio >= target, len(ratios))}" if target else ""
+    return f"{ratio:.2f}x ({min(ratios):.2f} to {max(ratios):.2f}{mark}) / {own.peak_bytes / peer.peak_bytes:.2f}x"
 
 
-def _verdict(own: Cell, peer: Cell, reached: bool) -> str:
+def _verdict(own: Cell, peer: Cell, reached: bool, turns: int) -> str:
     """Whether speed and memory reach the goal, or why that cannot be said."""
-    if min(len(own.speeds), len(peer.speeds)) < JUDGED_REPEATS:
-        return f"not judged, under {JUDGED_REPEATS} repeats"
-    if peer.settings < 2:
+    if turns < JUDGED_TURNS:
+        return f"not judged, under {JUDGED_TURNS} turns"
+    if len(peer.speeds) < 2:
         return "not judged, one malloc setting"
     if max(own.foreign_cores, peer.foreign_cores) > QUIET_CORES:
         return "not judged, machine busy"
-    if len(_comparable(own, peer)) < JUDGED_REPEATS:
-        return "not judged, the machine changed its speed"
     return "met" if reached and own.peak_bytes < peer.peak_bytes else "missed"
 
 
 def ratio_table(table: dict[Key, dict[str, Cell]]) -> str:
-    """Rows: size, ranks, dtype and one of our plans. Cells: tokens/s and peak memory as multiples of the peer's."""
-    peers = list(dict.fromkeys(peer for row in PAIRS.values() for peer in row))
+    """Rows: size, ranks, dtype and one of our plans. Cells: tokens/s (least to most) and peak memory, as multiples."""
+    measured = {system for row in table.values() for system in row}
+    peers = [peer for peer in dict.fromkeys(p for row in PAIRS.values() for p in row) if peer in measured]
     lines = [
         "| model | ranks | dtype | plan | " + " | ".join(f"vs {NAMES[peer]}" for peer in peers) + " | losses equal |",
         "|---" * (len(peers) + 5) + "|",
@@ -192,7 +183,7 @@ def ratio_table(table: dict[Key, dict[str, Cell]]) -> str:
 
 
 def measured_table(table: dict[Key, dict[str, Cell]]) -> str:
-    """Rows: every system, failed ones with their reason. Medians over repeats; ``+m``: raised malloc thresholds."""
+    """Rows: every system, failed ones with their reason. Medians over turns; ``+m``: raised malloc thresholds."""
     lines = [
         "| model | ranks | dtype | system | tokens/s | of no communication | peak MiB a rank | losses equal | remark |",
         "|---" * 9 + "|",
@@ -203,7 +194,8 @@ def measured_table(table: dict[Key, dict[str, Cell]]) -> str:
             if not cell.speeds:
                 lines.append(f"{head}failed | | | | {cell.error.replace('|', '/')} |")
                 continue
-            share = f"{_ratio(cell, row['local']):.2f}" if "local" in row else ""
+            ratios = _ratios(cell, row["local"]) if "local" in row else []
+            share = f"{statistics.median(ratios):.2f}" if ratios else ""
             equal = "own data" if system == "local" else _equal(cell, dtype)
             speed = f"{cell.speed:.0f}{' +m' if cell.speed_malloc else ''}"
             peak = f"{cell.peak_bytes / MIB:.0f}{' +m' if cell.peak_malloc else ''}"

@@ -1,7 +1,7 @@
 """``python -m benchmarks.training``: train one GPT under every system side by side and print a table of ratios.
 
-Every run is a set of fresh processes with one thread a rank. Within a configuration the systems take turns, and the
-whole turn is repeated, so that a slow moment of the machine meets all of them. See ``docs/benchmarks.md``.
+Every system is a set of processes with one thread a rank. One of our plans and its peers live at the same time and
+train a few steps in turns, so that a slow moment of the machine meets all of them. See ``docs/benchmarks.md``.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.job import LOSS_STEPS, SIZES, Job
-from benchmarks.launch import Outcome, run_job
+from benchmarks.launch import JobFailed, Outcome, Running, available_bytes
 from benchmarks.systems import PEERS, SHARDWISE
-from benchmarks.table import cells, measured_table, ratio_table, replace_section
+from benchmarks.table import PAIRS, cells, measured_table, ratio_table, replace_section
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
-SHORT_WARMUP = 4
-"""Warm-up steps of later repeats, which need no losses."""
+ROOM = 1.25
+"""A further peer starts beside the others if this many times what the largest took is free."""
 
 
 def _listed(text: str, known: Sequence[str], option: str) -> list[str]:
@@ -42,11 +43,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ranks", default="4,2", help="process counts (default 4,2)")
     parser.add_argument("--dtypes", default="fp32,bf16", help="of fp32, bf16 (default both)")
     parser.add_argument("--systems", default=",".join(default), help=f"of {', '.join(systems)}")
-    parser.add_argument("--repeats", type=int, default=3, help="interleaved repeats (default 3)")
-    parser.add_argument("--steps", type=int, default=10, help="timed steps a run (default 10)")
+    parser.add_argument("--turns", type=int, default=5, help="of each system beside the others (default 5)")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps a turn (default 5)")
     parser.add_argument("--malloc", choices=("both", "default", "raised"), default="both", help="for the peers")
-    parser.add_argument("--timeout", type=float, default=900.0, help="seconds until a run counts as failed")
-    parser.add_argument("--json", type=Path, help="write every outcome here, after each run")
+    parser.add_argument("--timeout", type=float, default=900.0, help="seconds for a warm-up or a turn")
+    parser.add_argument("--json", type=Path, help="write every outcome here, after each system")
     parser.add_argument("--render", type=Path, nargs="+", help="measure nothing; print the tables of these JSON files")
     parser.add_argument("--write", action="store_true", help=f"rewrite the tables in {DOCUMENT.name}")
     chosen = parser.parse_args(arguments)
@@ -54,23 +55,102 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     chosen.ranks = [int(part) for part in _listed(chosen.ranks, [str(n) for n in range(1, 65)], "--ranks")]
     chosen.dtypes = _listed(chosen.dtypes, ["fp32", "bf16"], "--dtypes")
     chosen.systems = _listed(chosen.systems, systems, "--systems")
-    if chosen.repeats < 1 or chosen.steps < 1:
-        parser.error(f"--repeats {chosen.repeats} --steps {chosen.steps}: give numbers >= 1")
+    if chosen.turns < 1 or chosen.steps < 1:
+        parser.error(f"--turns {chosen.turns} --steps {chosen.steps}: give numbers >= 1")
+    if not set(chosen.systems) & set(SHARDWISE):
+        parser.error(f"--systems {','.join(chosen.systems)}: add what to compare with, of {', '.join(SHARDWISE)}")
     return chosen
 
 
-def jobs(options: argparse.Namespace) -> Iterator[tuple[int, Job]]:
-    """(repeat, job) in the order they run: configuration, repeat, system, malloc setting."""
-    settings = {"both": (False, True), "default": (False,), "raised": (True,)}[options.malloc]
-    for size in options.sizes:
-        for ranks in options.ranks:
-            for dtype in options.dtypes:
-                yield 0, Job("reference", size, 1, dtype, False, LOSS_STEPS, 1, ranks)
-                for repeat in range(options.repeats):
-                    warmup = LOSS_STEPS if repeat == 0 else SHORT_WARMUP
-                    for system in options.systems:
-                        for raised in settings if system in PEERS else (False,):
-                            yield repeat, Job(system, size, ranks, dtype, raised, warmup, options.steps, ranks)
+class Campaign:
+    """Measures configuration after configuration and says on stderr what it does."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        self._turns = 0
+        self._largest = 0
+        self.outcomes: list[Outcome] = []
+
+    def configuration(self, size: str, ranks: int, dtype: str) -> None:
+        """The reference, then each chosen plan beside its chosen peers."""
+        options = self._options
+        self._end(self._start(Job("reference", size, 1, dtype, False, LOSS_STEPS, options.steps, ranks)))
+        settings = {"both": (False, True), "default": (False,), "raised": (True,)}[options.malloc]
+        for own in [system for system in options.systems if system in SHARDWISE]:
+            peers = [
+                Job(peer, size, ranks, dtype, raised, LOSS_STEPS, options.steps, ranks)
+                for peer in PAIRS[own]
+                if peer in options.systems
+                for raised in settings
+            ]
+            self._plan(Job(own, size, ranks, dtype, False, LOSS_STEPS, options.steps, ranks), peers)
+
+    def _plan(self, job: Job, peers: list[Job]) -> None:
+        """``job`` stays; as many peers as fit beside it at once come and go. Without any it takes its turns alone."""
+        own = self._start(job)
+        more = own is not None
+        try:
+            while own and more:
+                beside: list[tuple[Running, Outcome]] = []
+                try:
+                    while peers and (not beside or available_bytes() > ROOM * self._largest):
+                        started = self._start(peers.pop(0))
+                        beside += [started] if started else []
+                    more = self._take_turns([own, *beside]) and bool(peers)
+                finally:
+                    for one in beside:
+                        self._end(one)
+        finally:
+            self._end(own)
+
+    def _start(self, job: Job) -> tuple[Running, Outcome] | None:
+        before, began = available_bytes(), time.monotonic()
+        running = Running(job, self._options.timeout)
+        try:
+            outcome = running.warm_up()
+        except BaseException as error:
+            running.end()
+            if not isinstance(error, JobFailed):
+                raise
+            outcome = Outcome(job, error=str(error))
+        self._largest = max(self._largest, before - available_bytes())
+        if outcome.error or job.system == "reference":
+            self._keep(outcome)
+        result = outcome.error or f"ready in {time.monotonic() - began:.0f} s, peak {outcome.peak_bytes >> 20} MiB"
+        _progress(f"{job.label():34} {result}")
+        return None if outcome.error else (running, outcome)
+
+    def _take_turns(self, running: list[tuple[Running, Outcome]]) -> bool:
+        """Forwards, then backwards, and so on. False: the first failed, and nothing more can be compared with it."""
+        own = running[0]
+        for turn in range(self._options.turns):
+            for one, outcome in running if turn % 2 == 0 else running[::-1]:
+                try:
+                    found = one.turn(outcome, self._turns)
+                except JobFailed as error:
+                    found = replace(outcome, error=str(error))
+                self._keep(found)
+                if found.error:
+                    running = [other for other in running if other[0] is not one]
+                result = found.error or (
+                    f"{found.tokens_per_second:7.0f} tokens/s {found.step_seconds * 1e3:6.0f} ms a step,"
+                    f" others {found.foreign_cores:.1f} cores"
+                )
+                _progress(f"{one.job.label():34} turn {turn + 1}/{self._options.turns}: {result}")
+            self._turns += 1
+            if own not in running:
+                return False
+        return True
+
+    def _end(self, started: tuple[Running, Outcome] | None) -> None:
+        if started:
+            started[0].end()
+
+    def _keep(self, outcome: Outcome) -> None:
+        self.outcomes.append(outcome)
+        if self._options.json:
+            stored = {"machine": machine(), "outcomes": [o.to_json() for o in self.outcomes]}
+            self._options.json.write_text(json.dumps(stored))
 
 
 def _progress(text: str) -> None:
@@ -78,28 +158,13 @@ def _progress(text: str) -> None:
 
 
 def measure(options: argparse.Namespace) -> list[Outcome]:
-    """Run all jobs, one line each on stderr. A system that failed twice in a configuration is not tried again."""
-    planned = list(jobs(options))
-    outcomes: list[Outcome] = []
-    failures: dict[tuple[str, str, int, str], int] = {}
-    began = time.monotonic()
-    for number, (repeat, job) in enumerate(planned, 1):
-        key = (job.system, job.size, job.data_ranks, job.dtype)
-        if failures.get(key, 0) >= 2:
-            continue
-        outcome = run_job(job, repeat, options.timeout)
-        failures[key] = failures.get(key, 0) + bool(outcome.error)
-        outcomes.append(outcome)
-        spent = time.monotonic() - began
-        left = spent / number * (len(planned) - number) / 60
-        result = outcome.error or (
-            f"{outcome.tokens_per_second:7.0f} tokens/s {outcome.step_seconds * 1e3:6.0f} ms a step"
-            f" {outcome.peak_bytes / 2**20:6.0f} MiB, others {outcome.foreign_cores:.1f} cores"
-        )
-        _progress(f"[{number}/{len(planned)}, {left:.0f} min left] {job.label():34} repeat {repeat}: {result}")
-        if options.json:
-            options.json.write_text(json.dumps({"machine": machine(), "outcomes": [o.to_json() for o in outcomes]}))
-    return outcomes
+    """Every configuration that ``options`` names."""
+    campaign = Campaign(options)
+    for size in options.sizes:
+        for ranks in options.ranks:
+            for dtype in options.dtypes:
+                campaign.configuration(size, ranks, dtype)
+    return campaign.outcomes
 
 
 def machine() -> str:
@@ -114,21 +179,26 @@ def machine() -> str:
 def render(outcomes: Sequence[Outcome], where: str) -> str:
     """Both tables and what they were measured on, as Markdown."""
     table = cells(outcomes)
-    versions = {name: version for outcome in outcomes for name, version in outcome.versions.items()}
-    repeats = max(outcome.repeat for outcome in outcomes) + 1
-    steps = max(outcome.job.steps for outcome in outcomes)
+    versions = {name: version for outcome in outcomes for name, version in outcome.versions}
+    timed = [outcome for outcome in outcomes if outcome.turn >= 0]
+    if not timed:
+        return f"Nothing could be timed: {next((o.error for o in outcomes if o.error), 'no system was chosen')}\n"
+    steps = sorted({outcome.job.steps for outcome in timed})
     sizes = {o.job.size: f"{o.job.size} {o.parameters / 1e6:.1f}M parameters" for o in outcomes if o.parameters}
     facts = [
         f"Machine: {where}.",
         f"Versions: {', '.join(f'{name} {version}' for name, version in sorted(versions.items()))}.",
         f"Models: {', '.join(sizes.values())}.",
-        f"{repeats} interleaved repeats of {steps} timed steps. Other processes kept"
-        f" {min(o.foreign_cores for o in outcomes):.1f} to {max(o.foreign_cores for o in outcomes):.1f} cores busy.",
+        f"Turns of {' or '.join(map(str, steps))} steps. Other processes kept"
+        f" {min(o.foreign_cores for o in timed):.1f} to {max(o.foreign_cores for o in timed):.1f} cores busy.",
     ]
     ratios = ratio_table(table)
     parts = [" ".join(facts)]
     if ratios.count("\n") > 1:
-        parts += ["Ours as multiples of each peer, `tokens/s / peak memory a rank`:", ratios]
+        parts += [
+            "Ours as multiples of each peer, `tokens/s (least to most of the turns) / peak memory a rank`:",
+            ratios,
+        ]
     return "\n\n".join([*parts, "Measured (medians):", measured_table(table)]) + "\n"
 
 

@@ -12,10 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.job import SIZES, Job, RankReport
+from benchmarks.job import END, SIZES, Job, RankReport, TurnReport, turn_name
 from benchmarks.memory import MemoryWatch
 from benchmarks.model import batch, make_model
 from benchmarks.systems import SYSTEMS, Step, prepare
+
+POLL_S = 0.02
 
 
 def _connect(system: str) -> None:
@@ -35,28 +37,39 @@ def _batches(job: Job, rank: int, step: int) -> tuple[Tensor, Tensor]:
     return torch.cat(tokens), torch.cat(targets)
 
 
-def _timed(job: Job, rank: int, step: Step) -> list[float]:
+def _turn(job: Job, rank: int, step: Step, first: int) -> TurnReport:
     seconds = []
     dist.barrier()
-    for index in range(job.warmup, job.warmup + job.steps):
+    cpu = time.process_time()
+    for index in range(first, first + job.steps):
         tokens, targets = _batches(job, rank, index)
         begin = time.perf_counter()
         step(tokens, targets)
         seconds.append(time.perf_counter() - begin)
     dist.barrier()
-    return seconds
+    return TurnReport(rank, seconds, time.process_time() - cpu)
+
+
+def _called(job: Job, folder: Path, number: int) -> bool:
+    """Wait for turn ``number``, without a core's time; false: leave instead."""
+    owner = Path(f"/proc/{job.owner}")
+    while not (folder / turn_name(number)).exists():
+        if (folder / END).exists() or not owner.exists():
+            return False
+        time.sleep(POLL_S)
+    return True
 
 
 def _touch_libraries(dtype: str) -> None:
     """Train a tiny model once, so that torch's own code and work spaces are resident before the baseline is taken."""
-    job = Job(system="local", size="tiny", ranks=1, dtype=dtype, raised_malloc=False, warmup=1, steps=0, data_ranks=1)
+    job = Job("local", "tiny", ranks=1, dtype=dtype, raised_malloc=False, warmup=1, steps=0, data_ranks=1)
     step = SYSTEMS["local"](make_model(SIZES["tiny"], dtype), job)
     for index in range(2):
         step(*batch(SIZES["tiny"], 0, index))
 
 
-def measure(job: Job, rank: int, versions: dict[str, str]) -> RankReport:
-    """Build, warm up under the memory watch, then time; see :class:`benchmarks.job.RankReport` for the units."""
+def measure(job: Job, rank: int, versions: dict[str, str], folder: Path) -> None:
+    """Build and warm up under the memory watch, report, then time steps whenever it is this job's turn."""
     size = SIZES[job.size]
     _touch_libraries(job.dtype)
     dist.barrier()
@@ -70,10 +83,8 @@ def measure(job: Job, rank: int, versions: dict[str, str]) -> RankReport:
         losses.append(step(*_batches(job, rank, index)))
     steady = watch.look()
     watch.stop()
-    seconds = _timed(job, rank, step)
-    return RankReport(
+    report = RankReport(
         rank=rank,
-        step_seconds=seconds,
         losses=[loss.item() for loss in losses],
         peak_pss=watch.peak_pss(),
         peak_rss=watch.peak_rss(),
@@ -83,10 +94,16 @@ def measure(job: Job, rank: int, versions: dict[str, str]) -> RankReport:
         parameters=parameters,
         versions=versions,
     )
+    dist.barrier()
+    report.write(folder)
+    number = 0
+    while _called(job, folder, number):
+        _turn(job, rank, step, job.warmup + number * job.steps).write(folder, number)
+        number += 1
 
 
 def main() -> None:
-    """Run the job and leave ``rank<N>.json`` in the folder, with ``error`` set where it failed."""
+    """Run the job and leave its reports in the folder, ``rank<N>.json`` with ``error`` set where it failed."""
     job = Job(**json.loads(Path(sys.argv[1]).read_text()))
     folder = Path(sys.argv[2])
     rank = int(os.environ["RANK"])
@@ -94,10 +111,10 @@ def main() -> None:
     try:
         versions = prepare(job.system)
         _connect(job.system)
-        measure(job, rank, versions).write(folder)
+        measure(job, rank, versions, folder)
     except BaseException as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        RankReport(rank, [], [], 0, 0, 0, 0, 0, 0, {}, error=reason).write(folder)
+        RankReport(rank, [], 0, 0, 0, 0, 0, 0, {}, error=reason).write(folder)
         raise
     # Peers leave threads and hooks that can take seconds to unwind or fail at exit; the report is already written.
     dist.barrier()
