@@ -16,14 +16,13 @@ import torch
 
 from shardwise.comm import Buffer, Group, Handle
 from shardwise.engine.grads import ChunkGrads, SlotPool
+from shardwise.engine.patience import Patience
 from shardwise.memory.ledger import Ledger
 from shardwise.memory.tier import Tier
 from shardwise.mesh import Mesh
 
 __all__ = ["Reducer"]
 
-PATIENCE_S = 0.05  # how long backward waits for peers before it uses private memory instead of a shared buffer
-PATIENCE_WITHOUT_MEMORY_S = 10.0  # the same where private memory would go over the device's capacity
 BITS = 48  # flags per exchanged number; integers below 2**53 are exact
 
 
@@ -119,6 +118,7 @@ class Reducer:
         self._order = list(reversed(self.states))
         self._ordered_for: list[bool] | None = None
         self._cursor = 0
+        self._patience = Patience()
         self._arrivals: list[ChunkGrads] = []
         self._optimizers = sorted({state.spec.optimizer for state in self.states})
         self._unreduced_passes = dict.fromkeys(self._optimizers, 0)
@@ -147,6 +147,7 @@ class Reducer:
 
     def add(self, state: ChunkGrads, index: int, grad: torch.Tensor, sync: bool) -> None:
         """Take the gradient of slot ``index``; reduce what is complete if this pass is a reduced one."""
+        self._patience.begin()
         if not state.launched:
             if state.array is None:
                 self._assign(state)
@@ -175,15 +176,18 @@ class Reducer:
             self._place(state, buffer)
 
     def _patient_take(self, state: ChunkGrads) -> Buffer | None:
-        """The chunk's exchange buffer, waiting a little for its last user and for peers that still read it.
+        """The chunk's exchange buffer, waiting for its last user and for peers that still read it.
 
         Waiting for ever could deadlock: a peer that does not use these chunks joins in only at the end of backward.
         """
         private_fits = self._ledger.fits(state.spec.padded_numel * state.dtype.itemsize)
-        deadline = time.monotonic() + (PATIENCE_S if private_fits else PATIENCE_WITHOUT_MEMORY_S)
+        deadline = time.monotonic() + self._patience.limit_s(private_fits)
         while not self._slots.free(state):
             user = self._slots.user(state)
-            if (user is not None and user not in self._in_flight) or time.monotonic() > deadline:
+            if user is not None and user not in self._in_flight:
+                return None
+            if time.monotonic() > deadline:
+                self._patience.ran_out()
                 return None
             if self._in_flight and self._oldest_finished():
                 self._complete(self._in_flight[0])
@@ -339,6 +343,7 @@ class Reducer:
                 state.seen.clear()
                 state.launched = False
         self._cursor = 0
+        self._patience.end_pass()
         self._arrivals.clear()
 
     def abort(self) -> None:
@@ -396,8 +401,9 @@ class Reducer:
             posts = self.mesh.world.exchange(counts + pack_bits(marks), "which parameters had gradients")
             first = len(counts)
             counts = [max(post[i] for post in posts) for i in range(first)]
-            flags = zip(*(unpack_bits(post[first:], len(marks)) for post in posts), strict=True)
-            marks = [any(flag) for flag in flags]
+            ranks = list(zip(*(unpack_bits(post[first:], len(marks)) for post in posts), strict=True))
+            self._patience.compared(all(len(set(flag)) == 1 for flag in ranks))
+            marks = [any(flag) for flag in ranks]
         for optimizer, count in zip(self._optimizers, counts, strict=True):
             self.passes[optimizer] += int(count)
             self._unreduced_passes[optimizer] = 0

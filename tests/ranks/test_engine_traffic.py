@@ -25,7 +25,7 @@ import torch
 from engine_setup import PLANS, sharded
 from torch import nn
 
-from shardwise.engine import reducer as reducer_module
+from shardwise.engine import patience
 from shardwise.plan import ByNumel, MeshPlan, Plan, replicated, zero
 from shardwise.testing import run_ranks
 
@@ -294,7 +294,7 @@ def order_of_events(plan: Plan, steps: int) -> list[list[int | str]]:
 
 def orders(plans: list[Plan]) -> list[list[list[int | str]]]:
     # Backward waits only so long for peers before it leaves the rest to the end of the pass; here they always come.
-    with mock.patch.object(reducer_module, "PATIENCE_S", 60.0):
+    with mock.patch.object(patience, "SHORT_S", 60.0):
         return [order_of_events(plan, 3) for plan in plans]
 
 
