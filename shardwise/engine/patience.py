@@ -1,9 +1,9 @@
 """How long backward waits for peers that still use an exchange buffer.
 
-Waiting costs nothing where all ranks use the same chunks: who is behind will come, and a step ends with its slowest rank
-anyway. Going on in private memory instead costs fresh pages, a copy and, with the next buffers as late as this one, the
-overlap of the rest of the pass. But a rank that does not use a chunk joins its reduction only at the end of its pass,
-so waiting for it is in vain. Hence: long as long as the ranks have been alike, in vain once a pass at most.
+Waiting costs nothing where all ranks use the same chunks: who is behind will come, and a step ends with its slowest
+rank anyway. Going on in private memory instead costs fresh pages, a copy and, with the next buffers as late as this
+one, the overlap of the rest of the pass. But a rank that does not use a chunk joins its reduction only at the end of
+its pass, so waiting for it is in vain. Hence: long as long as the ranks have been alike, in vain once a pass at most.
 """
 
 from __future__ import annotations

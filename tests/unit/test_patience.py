@@ -1,4 +1,4 @@
-"""How long backward waits for an exchange buffer: long where waiting is not in vain, at most once a pass where it is."""
+"""How long backward waits for an exchange buffer: long where it is not in vain, once a pass where it is."""
 
 from __future__ import annotations
 
