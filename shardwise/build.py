@@ -15,6 +15,7 @@ from shardwise.engine.module import ShardedModule
 from shardwise.engine.optimizer import ShardedOptimizer
 from shardwise.engine.scaler import LossScaler
 from shardwise.engine.staging import gather_shards
+from shardwise.engine.tiles import check_element_wise
 from shardwise.memory.stats import MemStats
 from shardwise.mesh import Mesh, default_device
 from shardwise.plan import Plan
@@ -152,7 +153,13 @@ def build(
         optimizers = []
     else:
         optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    for each in optimizers:  # before anything of the model changes
+        check_element_wise(each, mesh.device)
     engine = Engine(model, optimizers, plan, mesh)
     scaler = LossScaler(plan.precision.scaler) if plan.precision.scaler is not None else None
-    wrapped = [ShardedOptimizer(engine, each, index, scaler) for index, each in enumerate(optimizers)]
+    try:
+        wrapped = [ShardedOptimizer(engine, each, index, scaler) for index, each in enumerate(optimizers)]
+    except BaseException:
+        engine.close()  # no hooks and no files stay behind
+        raise
     return Session(engine, ShardedModule(engine), wrapped)

@@ -1,4 +1,4 @@
-"""All ranks of the default process group by messages on the host, for saves beside training."""
+"""The ranks of a run by messages on the host, for saves beside training."""
 
 from __future__ import annotations
 
@@ -9,33 +9,37 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.mesh.mesh import _timeout_s
+from shardwise.comm import Members, timeout_s
 
 __all__ = ["Ranks"]
 
 
 class Ranks:
-    """Exchanges JSON and bytes between all ranks. Collective to make.
+    """Exchanges JSON and bytes between all ranks, or those of one process group. Collective over them to make.
 
-    Ranks wait for each other (for the slowest to have written) as long as the default group's time-out says.
+    Ranks wait for each other (for the slowest to have written) as long as that group's time-out says.
 
     Args:
-        own: a communicator of its own, for a thread beside training. Otherwise the default group's serves where it
-            takes tensors of the host.
+        own: a communicator of its own, for a thread beside training. Otherwise the group's serves where it takes
+            tensors of the host.
+        members: the group of the run's mesh; ``None``: all ranks.
     """
 
-    def __init__(self, own: bool) -> None:
+    def __init__(self, own: bool, members: Members | None = None) -> None:
         self._group: Any = None
         self._made = False
         self.rank, self.size = 0, 1
-        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        group = None if members is None else members.process_group
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
             return
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._made = own or "gloo" not in str(dist.get_backend())
-        if self._made:
-            self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=_timeout_s()))
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self._made = own or "gloo" not in str(dist.get_backend(group))
+        if not self._made:
+            self._group = group or dist.group.WORLD
+        elif members is not None:
+            self._group = members.new_group("beside", members.ranks, "gloo")
         else:
-            self._group = dist.group.WORLD
+            self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s()))
 
     def gather(self, value: object) -> list[Any]:
         """Every rank's JSON-able ``value``. Collective.
@@ -57,11 +61,11 @@ class Ranks:
 
     def send(self, tensor: torch.Tensor, rank: int) -> None:
         """A contiguous tensor of the host to ``rank``, which calls :meth:`receive`."""
-        dist.send(tensor, rank, group=self._group)
+        dist.send(tensor, group=self._group, group_dst=rank)
 
     def receive(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
         """What ``rank`` sends, into ``tensor``."""
-        dist.recv(tensor, rank, group=self._group)
+        dist.recv(tensor, group=self._group, group_src=rank)
         return tensor
 
     def close(self) -> None:

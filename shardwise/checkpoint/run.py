@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from shardwise.comm import Members
 from shardwise.engine.engine import Engine
 from shardwise.engine.fragments import Fill, Fragment, Held, TensorShape
 from shardwise.engine.optimizer import ShardedOptimizer
@@ -100,6 +101,8 @@ class Run(Protocol):
     @property
     def size(self) -> int: ...
     @property
+    def members(self) -> Members | None: ...
+    @property
     def device(self) -> torch.device: ...
     @property
     def optimizers(self) -> Sequence[Trainer]: ...
@@ -124,7 +127,8 @@ class EngineRun:
 
     def __init__(self, session: Trained) -> None:
         self._session = session
-        self.rank, self.size, self.device = session.mesh.rank, session.mesh.size, session.mesh.device
+        mesh = session.mesh
+        self.rank, self.size, self.device, self.members = mesh.rank, mesh.size, mesh.device, mesh.members
 
     @property
     def optimizers(self) -> tuple[ShardedOptimizer, ...]:

@@ -92,6 +92,11 @@ class TorchRun:
         self._ranks: Ranks | None = None
 
     @property
+    def members(self) -> None:
+        """All ranks."""
+        return None
+
+    @property
     def rank(self) -> int:
         return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 

@@ -6,6 +6,7 @@ from shardwise.comm.choose import GroupMaker
 from shardwise.comm.errors import PeerError
 from shardwise.comm.gloo import GlooGroup
 from shardwise.comm.group import DONE, Buffer, Group, Handle, LocalGroup
+from shardwise.comm.members import Members, ranks_of, timeout_s
 from shardwise.comm.native import NativeGroup
 from shardwise.comm.shared import SharedGroup
 from shardwise.comm.traffic import Traffic
@@ -18,8 +19,11 @@ __all__ = [
     "GroupMaker",
     "Handle",
     "LocalGroup",
+    "Members",
     "NativeGroup",
     "PeerError",
     "SharedGroup",
     "Traffic",
+    "ranks_of",
+    "timeout_s",
 ]

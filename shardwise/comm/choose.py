@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
 
@@ -9,6 +11,7 @@ from shardwise.comm.control import Control
 from shardwise.comm.gloo import GlooGroup
 from shardwise.comm.group import Group, LocalGroup
 from shardwise.comm.mapping import MappingError, Method, host_facts
+from shardwise.comm.members import Members
 from shardwise.comm.native import NativeGroup
 from shardwise.comm.shared import SharedGroup
 
@@ -16,48 +19,70 @@ __all__ = ["GroupMaker"]
 
 
 class GroupMaker:
-    """Makes groups over parts of the default process group, and keeps the communicators that they use.
+    """Makes groups over parts of some ranks, and keeps the communicators that they use.
 
     Attributes:
         device: where the groups' buffers live.
         shared_memory: use it between CPU ranks of one host: ``None`` where possible, ``True`` must, ``False`` never.
         timeout_s: how long a rank waits for its peers before it gives up.
+        members: the ranks; ``None``: those of the default process group.
     """
 
-    def __init__(self, device: torch.device, shared_memory: bool | None, timeout_s: float) -> None:
+    def __init__(
+        self, device: torch.device, shared_memory: bool | None, timeout_s: float, members: Members | None = None
+    ) -> None:
         self.device = device
         self.shared_memory = shared_memory
         self.timeout_s = timeout_s
+        self.members = members
         self._process_groups: list[dist.ProcessGroup] = []
         self._world: Control | None = None
 
     def make(self, name: str, rank_lists: list[list[int]]) -> Group:
-        """The group of this rank. Collective over the default process group: every rank gives the same lists, which
-        together hold every rank once.
+        """The group of this rank. Collective over all that the lists hold: every rank gives the same lists of world
+        ranks, which together hold every rank of the default process group, or every member, once.
 
         Raises:
             ValueError: ``shared_memory`` is True and it cannot be used.
         """
         if all(len(ranks) == 1 for ranks in rank_lists):
             return LocalGroup(name, self.device)
-        control = Control(name, self._new(name, rank_lists, "gloo"))
+        # Ranks in messages are those of the group, so where these are not all ranks the name says whose they are.
+        called = name if self.members is None else f"{name} of ranks {self._own(rank_lists)}"
+        control = Control(called, self.process_group(name, rank_lists, "gloo"))
         if self.device.type != "cpu":
             # NCCL wants a GPU for each rank; ranks that share one have met over gloo.
-            met_over = dist.get_backend()
+            met_over = dist.get_backend(self.members.process_group if self.members is not None else None)
             backend = met_over if met_over == "gloo" else dist.get_default_backend_for_device(self.device)
-            gather, reduce = (self._new(f"{name}_{part}", rank_lists, backend) for part in ("gather", "reduce"))
-            return NativeGroup(name, self.device, control, gather, reduce)
-        shared, refusal = self._shared(name, control)
+            gather = self.process_group(f"{name}_gather", rank_lists, backend)
+            reduce = self.process_group(f"{name}_reduce", rank_lists, backend)
+            return NativeGroup(called, self.device, control, gather, reduce)
+        shared, refusal = self._shared(called, control)
         if self.shared_memory and shared is None:
             raise ValueError(
-                f"shared_memory=True, but ranks of group {name!r} cannot share memory ({refusal}); give None"
+                f"shared_memory=True, but ranks of group {called!r} cannot share memory ({refusal}); give None"
             )
-        # Making process groups takes all ranks of the world, those of the other groups of this axis too.
         if not self._any(shared is None, rank_lists):
             assert shared is not None
             return shared
-        gather, reduce = (self._new(f"{name}_{part}", rank_lists, "gloo") for part in ("gather", "reduce"))
-        return shared or GlooGroup(name, control, gather, reduce)
+        gather = self.process_group(f"{name}_gather", rank_lists, "gloo")
+        reduce = self.process_group(f"{name}_reduce", rank_lists, "gloo")
+        return shared or GlooGroup(called, control, gather, reduce)
+
+    def process_group(self, name: str, rank_lists: list[list[int]], backend: str) -> dist.ProcessGroup:
+        """The communicator of this rank's list, kept until :meth:`close`. Collective as :meth:`make`."""
+        own: dist.ProcessGroup
+        if self.members is not None:
+            own = self.members.new_group(name, self._own(rank_lists), backend)
+        else:
+            own, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
+                rank_lists,
+                backend=backend,
+                timeout=timedelta(seconds=self.timeout_s),  # torch's default is not that of the ranks' own group
+                group_desc=f"shardwise_{name}",
+            )
+        self._process_groups.append(own)
+        return own
 
     def close(self) -> None:
         """Destroy the communicators of all groups made here."""
@@ -66,6 +91,10 @@ class GroupMaker:
         for process_group in process_groups:
             if dist.is_initialized():
                 dist.destroy_process_group(process_group)
+
+    def _own(self, rank_lists: list[list[int]]) -> list[int]:
+        rank = dist.get_rank()
+        return next(ranks for ranks in rank_lists if rank in ranks)
 
     def _shared(self, name: str, control: Control) -> tuple[SharedGroup | None, str]:
         facts, _ = control.exchange_object([self.shared_memory, host_facts()])
@@ -89,17 +118,13 @@ class GroupMaker:
         return None, "; ".join(reasons)
 
     def _any(self, mine: bool, rank_lists: list[list[int]]) -> bool:
-        """Whether any rank of the world says so; the ranks of one list all say the same."""
-        if len(rank_lists) == 1:
+        """Whether any rank that takes part in the next communicator says so; the ranks of one list all say the same.
+
+        Without ``members`` that is every rank of the run, those of the other lists too.
+        """
+        if len(rank_lists) == 1 or self.members is not None:
             return mine
         if self._world is None:
-            self._world = Control("world", self._new("agree", [list(range(dist.get_world_size()))], "gloo"))
+            everyone = [list(range(dist.get_world_size()))]
+            self._world = Control("world", self.process_group("agree", everyone, "gloo"))
         return any(row[0] for row in self._world.exchange([float(mine)]))
-
-    def _new(self, name: str, rank_lists: list[list[int]], backend: str) -> dist.ProcessGroup:
-        own: dist.ProcessGroup
-        own, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
-            rank_lists, backend=backend, group_desc=f"shardwise_{name}"
-        )
-        self._process_groups.append(own)
-        return own

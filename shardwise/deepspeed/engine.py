@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from shardwise.build import Session
+from shardwise.comm import ranks_of
 from shardwise.deepspeed.clock import StepClock
 from shardwise.deepspeed.config import Batch, Report, Settings
 from shardwise.deepspeed.saving import Saving
@@ -213,8 +214,9 @@ class DeepSpeedEngine(nn.Module):
 
     @property
     def global_rank(self) -> int:
-        """Of this process."""
-        return self.session.mesh.rank
+        """Of this process, among all."""
+        mesh = self.session.mesh
+        return mesh.ranks[mesh.rank]
 
     @property
     def local_rank(self) -> int:
@@ -224,10 +226,13 @@ class DeepSpeedEngine(nn.Module):
 
     @property
     def world_size(self) -> int:
-        """All ranks."""
-        return self.session.mesh.size
+        """Number of all ranks."""
+        return len(ranks_of("all ranks", None))
 
-    dp_world_size = world_size
+    @property
+    def dp_world_size(self) -> int:
+        """Number of those that the model is divided over: all, but for what an ``mpu`` says."""
+        return self.session.mesh.size
 
     @property
     def config(self) -> dict[str, Any]:
@@ -278,7 +283,7 @@ class DeepSpeedEngine(nn.Module):
         Raises:
             ValueError: it is no multiple of the micro-batch over all ranks.
         """
-        together = self._batch.micro * self.world_size
+        together = self._batch.micro * self.dp_world_size
         if train_batch_size <= 0 or train_batch_size % together:
             raise ValueError(f"train_batch_size={train_batch_size}: give a multiple of {together} samples (all ranks')")
         self._batch = Batch(train_batch_size, self._batch.micro, train_batch_size // together)
@@ -288,7 +293,7 @@ class DeepSpeedEngine(nn.Module):
         if micro_batch_size <= 0:
             raise ValueError(f"micro_batch_size={micro_batch_size}: give a number of samples >= 1")
         accumulation = self._batch.accumulation
-        self._batch = Batch(micro_batch_size * accumulation * self.world_size, micro_batch_size, accumulation)
+        self._batch = Batch(micro_batch_size * accumulation * self.dp_world_size, micro_batch_size, accumulation)
 
     def gradient_clipping(self) -> float:
         """The largest norm; 0 is none."""
@@ -342,8 +347,9 @@ class DeepSpeedEngine(nn.Module):
             "drop_last": self.settings["dataloader_drop_last"],
         }
         if not isinstance(dataset, IterableDataset):
+            mesh = self.session.mesh
             options["sampler"] = data_sampler or DistributedSampler(
-                dataset, num_replicas=self.world_size, rank=self.global_rank, shuffle=route == "train"
+                dataset, num_replicas=mesh.size, rank=mesh.rank, shuffle=route == "train"
             )
         return DataLoader(dataset, **options)
 
@@ -358,6 +364,9 @@ class DeepSpeedEngine(nn.Module):
         exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Save everything of this run as ``save_dir/tag``, in shardwise's own format. Every rank calls it.
+
+        Under tensor parallelism each part of the model has a directory of its own, ``save_dir/mp_rank_00`` and so on,
+        which ``load_checkpoint(save_dir)`` finds.
 
         Args:
             save_dir: a directory of checkpoints that all ranks share.

@@ -12,14 +12,16 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from shardwise.build import build
+from shardwise.comm import ranks_of
 from shardwise.deepspeed.checkpointing import use_settings
 from shardwise.deepspeed.config import Batch, Settings, batch_of, read_config
 from shardwise.deepspeed.engine import DeepSpeedEngine
+from shardwise.deepspeed.groups import groups_of, mesh_of
 from shardwise.deepspeed.optimizers import make_optimizer
 from shardwise.deepspeed.plan import plan_of
 from shardwise.deepspeed.schedules import make_schedule
 from shardwise.deepspeed.zero import remember
-from shardwise.mesh import init_distributed
+from shardwise.mesh import default_device, init_distributed
 
 __all__ = ["add_config_arguments", "initialize"]
 
@@ -53,7 +55,9 @@ def initialize(
         training_data: a data loader of micro-batches is made of it.
         lr_scheduler: a scheduler of the optimizer, or a callable that makes one of it; before the configuration's.
         distributed_port: no effect; the launcher's variables say where ranks meet.
-        mpu: not available.
+        mpu: an object with ``get_data_parallel_group()``, the ranks that the model is divided over, and where there is
+            tensor parallelism ``get_model_parallel_group()``, over which the norm of the gradients and overflow are
+            agreed.
         dist_init_required: ``False``: the process group exists already, or this is one process.
         collate_fn: of the data loader.
         config: a dict, which is not changed, or the path of a JSON file; ``config_params`` is its older name.
@@ -66,18 +70,16 @@ def initialize(
     Raises:
         ValueError: no model, no configuration or two, or a fault in it (see
             :func:`~shardwise.deepspeed.config.read_config`).
-        NotImplementedError: something in it, ``mpu`` or ``mesh_param``, that is not available.
+        NotImplementedError: something in it or in ``mpu``, or ``mesh_param``, that is not available.
     """
     if model is None:
         raise ValueError(f"model={model}: give the module to train")
-    for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
-        if value is not None:
-            raise NotImplementedError(
-                f"{name}={value!r:.80} is not available: all ranks are data-parallel; leave it out"
-            )
+    if mesh_param is not None:
+        raise NotImplementedError(f"{mesh_param=!r:.80} is not available: give mpu, or leave it out")
     if dist_init_required is not False:
         init_distributed()
-    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    group, others = groups_of(mpu, model)
+    ranks = len(ranks_of("group", group))
     settings = read_config(_chosen(args, config, config_params))
     batch = _batch(settings, ranks)
     plan = plan_of(settings, ranks, [p.numel() for p in model.parameters()])
@@ -85,7 +87,7 @@ def initialize(
     schedule = _schedule(settings, chosen, lr_scheduler)
     if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
         settings.findings.report().warn()
-    session = build(model, chosen, plan)
+    session = build(model, chosen, plan, mesh_of(plan, default_device(), group, others))
     remember(session)
     use_settings(settings)
     engine = DeepSpeedEngine(session, settings, batch, schedule)

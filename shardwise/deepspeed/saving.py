@@ -72,7 +72,12 @@ class Saving:
         state = {"client_state": dict(client_state), "counters": counters}
         writer = self._without_frozen() if exclude_frozen else self._native
         writer.latest = save_latest
-        writer.save(root, tag, step=counters["global_steps"], lr_schedulers=schedules, user_state=state)
+        writer.save(self._own(root), tag, step=counters["global_steps"], lr_schedulers=schedules, user_state=state)
+
+    def _own(self, root: str) -> str:
+        """``root``, or where other ranks hold other parts of the model a directory in it for this part."""
+        others = self._session.mesh.model_parallel
+        return root if others is None else str(Path(root) / f"mp_rank_{others.rank:02d}")
 
     def _without_frozen(self) -> Checkpointer:
         if self._trained is None:
@@ -84,6 +89,7 @@ class Saving:
         self, root: str, tag: str | None, strict: bool, optimizer_states: bool, schedules: Sequence[Any]
     ) -> Found | None:
         """See :meth:`shardwise.deepspeed.engine.DeepSpeedEngine.load_checkpoint`."""
+        root = self._own(root)
         gather = self._session.mesh.world.exchange_object
         rank = self._session.mesh.rank
         _, places = agree(gather, rank, f"find a checkpoint in {root}", lambda: [_place(Path(root), tag)])
@@ -109,7 +115,7 @@ class Saving:
         for name, value in module.full_state(masters=False):
             if rank == 0 and not (exclude_frozen and name in frozen):
                 kept[name] = value.cpu() if isinstance(value, torch.Tensor) else value
-        path = Path(directory) / filename
+        path = Path(self._own(directory)) / filename
 
         def write() -> None:
             if rank != 0:

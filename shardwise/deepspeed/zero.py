@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +13,10 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.build import Session
+from shardwise.comm import ranks_of
 from shardwise.deepspeed.config import Settings, read_config
+from shardwise.deepspeed.groups import MARK, marking
+from shardwise.deepspeed.groups import data_parallel_group as group_of_mpu
 from shardwise.deepspeed.plan import home_of_parameters, number_format
 from shardwise.engine.deferred import adopt, deferred_init
 from shardwise.engine.deferred_replay import replay, tape_of
@@ -37,7 +40,7 @@ class Init:
 
     Args:
         module: nothing is done to one that exists already; ``initialize`` shards it.
-        data_parallel_group: the group of all ranks, or ``None``.
+        data_parallel_group: the ranks that ``initialize`` divides the model over, a group that this rank belongs to.
         mem_efficient_linear: no effect: linear layers stay as they are, and autograd never holds gathered weights.
         remote_device: ``None``, ``"cpu"`` or ``"nvme"``; values are made where ``offload_param`` puts their shards.
         pin_memory: page-lock them in host memory, as ``offload_param.pin_memory`` says.
@@ -45,15 +48,16 @@ class Init:
         config: see ``config_dict_or_path``.
         enabled: ``False``: models are built as usual.
         dtype: of the sharded parameters, as ``bf16.enabled`` or ``fp16.enabled`` says.
-        mpu: not available.
-        zero_param_parallel_group: the group of all ranks, or ``None``.
+        mpu: an object with ``get_data_parallel_group()``, instead of that; give it to ``initialize`` as well.
+        zero_param_parallel_group: the same group, or ``None``.
         zero_quantized_weights: not available.
         zero_quantized_nontrainable_weights: not available.
         sequence_data_parallel_group: the older name of ``data_parallel_group``.
 
     Raises:
-        ValueError: another ``remote_device``, or a configuration with a fault.
-        NotImplementedError: ``mpu``, a group that is not that of all ranks, or quantized weights.
+        ValueError: another ``remote_device``, a configuration with a fault, or a group that this rank is not in.
+        NotImplementedError: an ``mpu`` with more than data and tensor parallelism, groups that differ, or quantized
+            weights.
     """
 
     _said: ClassVar[set[str]] = set()
@@ -81,18 +85,17 @@ class Init:
             raise NotImplementedError(
                 f"{zero_quantized_weights=}, {zero_quantized_nontrainable_weights=} is not available; leave them False"
             )
-        if mpu is not None:
-            raise NotImplementedError(f"mpu={mpu!r:.80} is not available: all ranks are data-parallel; leave it out")
         groups = {
             "data_parallel_group": data_parallel_group,
             "sequence_data_parallel_group": sequence_data_parallel_group,
+            "mpu.get_data_parallel_group()": group_of_mpu(mpu) if mpu is not None else None,
             "zero_param_parallel_group": zero_param_parallel_group,
         }
-        _check_groups(groups)
+        self._group = _the_group(groups)
         given = config_dict_or_path if config_dict_or_path is not None else config
         settings = read_config(given) if given is not None else None
         self.enabled = enabled
-        self._contexts: list[AbstractContextManager[None]] = []
+        self._contexts: list[ExitStack] = []
         for message in _without_effect(settings, remote_device, pin_memory, dtype) if enabled else ():
             self._say(message)
 
@@ -105,8 +108,11 @@ class Init:
 
     def __enter__(self) -> Init:
         if self.enabled:
-            self._contexts.append(deferred_init())
-            self._contexts[-1].__enter__()
+            with ExitStack() as stack:
+                stack.enter_context(deferred_init())
+                if self._group is not None:
+                    stack.enter_context(marking(self._group))
+                self._contexts.append(stack.pop_all())
         return self
 
     def __exit__(self, *failure: Any) -> None:
@@ -114,17 +120,19 @@ class Init:
             self._contexts.pop().__exit__(*failure)
 
 
-def _check_groups(groups: Mapping[str, Any]) -> None:
-    """Sharding over some of the ranks alone would train something else."""
-    for name, group in groups.items():
-        if group is None:
-            continue
-        known = dist.is_available() and dist.is_initialized() and isinstance(group, dist.ProcessGroup)
-        if not known or dist.get_world_size(group) != dist.get_world_size():
-            advice = "all ranks are data-parallel; leave it out"
-            if name == "zero_param_parallel_group":
+def _the_group(groups: Mapping[str, Any]) -> dist.ProcessGroup | None:
+    """The one group that is given, under whatever names."""
+    ranks = {name: ranks_of(name, group) for name, group in groups.items() if group is not None}
+    wanted = next(iter(ranks.values()), None)
+    for name, found in ranks.items():
+        secondary = name == "zero_param_parallel_group"
+        if found != wanted or (secondary and len(ranks) == 1 and found != ranks_of(name, None)):
+            advice = "give one group"
+            if secondary:
                 advice = "give zero_optimization.zero_hpz_partition_size in the configuration instead"
-            raise NotImplementedError(f"{name}={group!r:.80} is not the group of all ranks: {advice}")
+            raise NotImplementedError(f"{name} has ranks {list(found)}, other than the data-parallel ones: {advice}")
+    given = next((group for group in groups.values() if group is not None), None)
+    return None if given is dist.group.WORLD else given
 
 
 def _without_effect(
@@ -165,7 +173,8 @@ class GatheredParameters:
 
     Args:
         params: one, any nesting of iterables, or a module.
-        modifier_rank: this rank's changes reach all ranks at the end; ``None``: changes to sharded parameters are lost.
+        modifier_rank: changes of this rank of the data-parallel group reach its others at the end; ``None``: changes
+            to sharded parameters are lost.
         fwd_module: no effect: a parameter that another module reads is gathered by the read.
         enabled: ``False`` does nothing.
     """
@@ -199,14 +208,25 @@ class GatheredParameters:
 
     @torch.no_grad()
     def _spread(self, rank: int) -> None:
-        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        for param in self.params if several else ():
+        sessions = list(_sessions_of({id(param) for param in self.params}))
+        mesh_of = {id(param): session.mesh for session in sessions for param in session.engine.params}
+        for param in self.params:
             value = param.detach().contiguous()
-            dist.broadcast(value, src=rank)
+            mesh = mesh_of.get(id(param))
+            if mesh is not None:
+                mesh.world.broadcast(value, rank)
+            else:
+                self._broadcast_alone(param, value, rank)
             if value.data_ptr() != param.data_ptr():
                 param.copy_(value)
-        for session in _sessions_of({id(param) for param in self.params}):
+        for session in sessions:
             session.engine.write_back()
+
+    @staticmethod
+    def _broadcast_alone(param: nn.Parameter, value: torch.Tensor, rank: int) -> None:
+        """A parameter that no engine has yet, over the group that it was built for."""
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            dist.broadcast(value, group=getattr(param, MARK, None), group_src=rank)
 
 
 def _sessions_of(params: set[int]) -> Iterator[Session]:

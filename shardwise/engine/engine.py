@@ -67,7 +67,9 @@ class Engine:
         self._load_initial_values()
         self.grads = self.storage.make_grads()
         limited = self.ledger.capacity_bytes is not None
-        self.meter = MemoryMeter(self.ledger, mesh.device, plan.tiers.auto) if limited else None
+        self._state_holders: list[Callable[[Tier], int]] = []
+        self._expected_state_bytes = 0
+        self.meter = MemoryMeter(self.ledger, mesh.device, plan.tiers.auto, self._foreseen_bytes) if limited else None
         self.pool = self._make_pool()
         self.reducer = Reducer(
             list(self.grads.values()),
@@ -79,12 +81,10 @@ class Engine:
             predivide=plan.comm.predivide,
         )
         self.passes = BackwardPasses(self.pool, self.reducer, self.meter)
-        self._state_holders: list[Callable[[Tier], int]] = []
         self._scratch_holders: list[Callable[[Tier], int]] = []
         self._early: dict[int, EarlyUpdates] = {}
         self.read_ahead: list[Callable[[], None]] = []
         """Called when an update is to be expected; begin to read what it needs from a disk."""
-        self._expected_state_bytes = 0
         self.ledger.watch("masters and optimizer state", self._device_state_bytes)
         self.ledger.watch("update scratch", lambda: self.scratch_bytes(Tier.DEVICE))
         self.hooks: GatherHooks | None = None
@@ -213,6 +213,10 @@ class Engine:
     def _device_state_bytes(self) -> int:
         masters, state = self.state_bytes(Tier.DEVICE)
         return masters + max(state, self._expected_state_bytes)
+
+    def _foreseen_bytes(self) -> int:
+        """Optimizer state on the device that is accounted for and not made yet."""
+        return max(self._expected_state_bytes - self.state_bytes(Tier.DEVICE)[1], 0)
 
     def state_bytes(self, tier: Tier) -> tuple[int, int]:
         """Bytes of masters and of optimizer state in ``tier``."""

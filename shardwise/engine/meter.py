@@ -6,7 +6,7 @@ the first step records, at every use of a unit, how much the rest takes; later s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -29,14 +29,18 @@ class MemoryMeter:
         ledger: the device's accounts; what is measured becomes one of them.
         device: the device.
         auto: placement by what was measured; ``None`` to measure only.
+        foreseen_bytes: model data in the accounts that is not made yet.
 
     Attributes:
         stats: the last step that was recorded whole, or ``None``.
     """
 
-    def __init__(self, ledger: Ledger, device: torch.device, auto: AutoPlan | None) -> None:
+    def __init__(
+        self, ledger: Ledger, device: torch.device, auto: AutoPlan | None, foreseen_bytes: Callable[[], int]
+    ) -> None:
         self._ledger, self._device, self._auto = ledger, device, auto
-        self._tracker = make_tracker(device, ledger.model_bytes)
+        # An allocator does not have what is only foreseen.
+        self._tracker = make_tracker(device, lambda: ledger.model_bytes() - foreseen_bytes())
         self._peaks = _Peaks(self._tracker)
         ledger.measure_rest(self._tracker)
         self.stats: MemStats | None = None
@@ -77,7 +81,7 @@ class MemoryMeter:
 
     def enter(self) -> None:
         """A forward pass begins; :meth:`leave` ends it, and :meth:`leave_all` whatever was not left."""
-        if self._depth == 0:
+        if self._depth == 0 and (self._always or self._recorder is not None):
             # Every pass that ended well was looked at; what is left is of one that failed, or of before.
             self._tracker.take_peak()
         self._tracker.__enter__()
@@ -98,12 +102,14 @@ class MemoryMeter:
         self._check("in the forward pass")
 
     def _check(self, when: str) -> None:
-        """The highest moment since the last use of a unit, which no gather looked at."""
+        """The highest moment since the last use of a unit, which no gather looked at; on a GPU that is not traced now,
+        the present one."""
         if self._recorder is not None:
             self._recorder.end_interval()
         elif self._always:
             self._peaks.take_peak()
-        self._ledger.check_peak(self._peaks.last_bytes, when)
+        looked = self._recorder is not None or self._always
+        self._ledger.check_peak(self._peaks.last_bytes if looked else self._tracker.live_bytes, when)
 
     def leave_all(self) -> None:
         """After a forward pass that was interrupted without running its hooks."""

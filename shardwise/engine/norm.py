@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from shardwise.comm import Group
 
-__all__ = ["clip_factor", "global_norm", "shard_norm"]
+__all__ = ["OtherParts", "clip_factor", "global_norm", "shard_norm"]
 
 
 def _partial(tensors: Sequence[torch.Tensor], p: float, wide: torch.dtype) -> float:
@@ -37,18 +38,50 @@ def shard_norm(tensor: torch.Tensor, p: float) -> float:
     return norm if math.isfinite(norm) else _partial([tensor], p, torch.float64) ** (1.0 / p if p != math.inf else 1.0)
 
 
-def _combined(mine: float, p: float, group: Group) -> float:
+def _over(mine: float, p: float, group: Group) -> float:
+    """The ranks' shares made one."""
     everyone = [post[0] for post in group.exchange([mine], "the gradient norm")]
     if any(math.isnan(value) for value in everyone):
         return math.nan
     if p == math.inf:
         return max(everyone)
-    total = math.fsum(everyone) if all(map(math.isfinite, everyone)) else math.inf
-    return float(total ** (1.0 / p))
+    return math.fsum(everyone) if all(map(math.isfinite, everyone)) else math.inf
+
+
+@dataclass(frozen=True)
+class OtherParts:
+    """Ranks that hold other parts of the model (tensor parallelism).
+
+    Attributes:
+        group: those ranks and this one.
+        counted: of this rank's gradients those that no lower rank of ``group`` has too; ``None``: all.
+    """
+
+    group: Group
+    counted: Sequence[torch.Tensor] | None = None
+
+
+def _combined(
+    tensors: Sequence[torch.Tensor], p: float, wide: torch.dtype, group: Group, others: OtherParts | None
+) -> float:
+    share = _partial(tensors, p, wide)
+    if others is not None:
+        # What does not count must be finite all the same.
+        if others.counted is not None and math.isfinite(share):
+            share = _partial(others.counted, p, wide)
+        share = _over(_over(share, p, group), p, others.group)
+    else:
+        share = _over(share, p, group)
+    return share if p == math.inf else float(share ** (1.0 / p))
 
 
 def global_norm(
-    tensors: Sequence[torch.Tensor], p: float, group: Group, inverse_scale: float, known: Sequence[float] = ()
+    tensors: Sequence[torch.Tensor],
+    p: float,
+    group: Group,
+    inverse_scale: float,
+    known: Sequence[float] = (),
+    others: OtherParts | None = None,
 ) -> float:
     """p-norm of the gradients whose disjoint shards lie over ``group``, each multiplied by ``inverse_scale``.
 
@@ -58,16 +91,17 @@ def global_norm(
         group: the ranks that hold the other shards (replicas are not counted twice).
         inverse_scale: 1 / loss scale, so that the result is the true norm.
         known: norms of further shards of this rank, whose gradients are no longer there.
+        others: the ranks that hold other parts of the model, whose gradients count as well.
 
     Returns:
         The same value on every rank; NaN or infinite if any gradient is.
     """
     extra = [torch.tensor(known, dtype=torch.float64)] if known else []
     everything = [*tensors, *extra]  # the norm of norms is the norm
-    norm = _combined(_partial(everything, p, torch.float32), p, group)
+    norm = _combined(everything, p, torch.float32, group, others)
     if norm == math.inf and p != math.inf:
         # The powers of large finite gradients overflow in fp32; then they are summed again in fp64.
-        norm = _combined(_partial(everything, p, torch.float64), p, group)
+        norm = _combined(everything, p, torch.float64, group, others)
     return norm * inverse_scale
 
 

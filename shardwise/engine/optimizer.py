@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +14,8 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.grads import ChunkGrads
 from shardwise.engine.norm import clip_factor, global_norm
 from shardwise.engine.optimizer_state import OptimizerState
+from shardwise.engine.other_parts import Counting
 from shardwise.engine.scaler import LossScaler
-from shardwise.engine.tiles import check_element_wise
 from shardwise.engine.updates import TileUpdates
 from shardwise.memory.tier import Tier
 from shardwise.plan import HALF_DTYPES
@@ -50,8 +50,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, index: int, scaler: LossScaler | None) -> None:
         # Optimizer.__init__ is not called: it would build param groups of its own.
         self.engine, self.optimizer, self.index, self.scaler = engine, optimizer, index, scaler
-        check_element_wise(optimizer)
         self._states: list[ChunkGrads] = [s for s in engine.grads.values() if s.spec.optimizer == index]
+        self._counting = Counting(engine, self._states) if engine.mesh.model_parallel is not None else None
         self._updates = TileUpdates(engine, optimizer, index, self._states)
         self._full = OptimizerState(engine, optimizer, index, self._updates)
         self._full.adopt()
@@ -158,6 +158,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _reduced(self) -> list[torch.Tensor]:
         return [s.reduced for s in self._states if s.reduced is not None]
 
+    def _global_norm(self, p: float, inverse: float, known: Sequence[float] = ()) -> float:
+        others = self._counting.others() if self._counting is not None else None
+        return global_norm(self._reduced(), p, self.engine.mesh.shard, inverse, known, others)
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update. Every rank calls it.
 
@@ -178,7 +182,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._early is not None:
             self._early.settle()
         known = self._early.norms if self._early is not None else ()
-        norm = global_norm(self._reduced(), grad_plan.norm_type, self.engine.mesh.shard, inverse, known)
+        norm = self._global_norm(grad_plan.norm_type, inverse, known)
         clip = self._next.clip
         self._norm = norm * clip
         if self.scaler is not None and not math.isfinite(norm):
@@ -237,7 +241,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 if start < end and not bool(torch.isfinite(part).all()):
                     first = min(first, float(slot.param))
         first = min(post[0] for post in engine.mesh.shard.exchange([first], "which gradient is not finite"))
-        return engine.layout.facts[int(first)].names[0] if first < nobody else "no single parameter (their norm)"
+        if first < nobody:
+            return engine.layout.facts[int(first)].names[0]
+        elsewhere = ", or of one on another model-parallel rank" if engine.mesh.model_parallel is not None else ""
+        return f"no single parameter (their norm{elsewhere})"
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of this optimizer's parameters, reduced or not."""
@@ -268,7 +275,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise ValueError(f"max_norm={max_norm}: give a positive norm")
         self._check_kept(f"clip_grad_by_norm({max_norm})")
         inverse = 1.0 / self.divisor()
-        norm = global_norm(self._reduced(), norm_type, self.engine.mesh.shard, inverse) * self._next.clip
+        norm = self._global_norm(norm_type, inverse) * self._next.clip
         if math.isfinite(norm):
             self._next.clip *= clip_factor(norm, max_norm)
         return norm
@@ -293,10 +300,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "backward are not limited; use update='step'"
             )
         inverse = 1.0 / self.divisor()
-        gradients = self._reduced()
-        if math.isfinite(global_norm(gradients, math.inf, self.engine.mesh.shard, inverse)):
+        if math.isfinite(self._global_norm(math.inf, inverse)):
             limit = clip_value / (inverse * self._next.clip)
-            for gradient in gradients:
+            for gradient in self._reduced():
                 bound = min(limit, torch.finfo(gradient.dtype).max)
                 gradient.clamp_(-bound, bound)
 

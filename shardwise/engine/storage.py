@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -20,7 +21,7 @@ from shardwise.engine.tile_plan import TILE_NUMEL, TileRange, plan_tiles
 from shardwise.memory.disk import DiskStore
 from shardwise.memory.host import HostArena, host_block
 from shardwise.memory.ledger import Ledger
-from shardwise.memory.placement import Home, assign_homes
+from shardwise.memory.placement import Home, assign_homes, missed_shares
 from shardwise.memory.tier import Tier
 from shardwise.mesh import Mesh
 from shardwise.plan import HALF_DTYPES, Plan
@@ -45,13 +46,19 @@ class Storage:
 
     Raises:
         DiskError: on every rank, where one cannot open its file or reserve what it needs.
+
+    Warns:
+        UserWarning: on rank 0, where chunks are too large for a share to be met.
     """
 
     def __init__(self, layout: Layout, params: Sequence[nn.Parameter], plan: Plan, mesh: Mesh) -> None:
         self.layout, self.plan, self.mesh = layout, plan, mesh
         specs = layout.chunks
         sizes, fixed = [s.padded_bytes for s in specs], [s.persistent for s in specs]
-        self.homes: list[Home] = assign_homes(sizes, fixed, plan.tiers)
+        trainable = [s.trainable for s in specs]
+        self.homes: list[Home] = assign_homes(sizes, fixed, plan.tiers, trainable)
+        for missed in missed_shares(sizes, self.homes, plan.tiers, trainable) if mesh.rank == 0 else ():
+            warnings.warn(missed, stacklevel=4)
         self.ledger = Ledger(mesh.device, _capacity(plan, mesh.device))
         self.uses_disk = any(Tier.DISK in (home.param, home.state) for home in self.homes)
         self.store: DiskStore | None = None

@@ -22,11 +22,14 @@ from shardwise.engine.grads import ChunkGrads
 from shardwise.engine.states import ChunkState
 from shardwise.engine.tile_plan import PieceRange, TileRange
 from shardwise.memory.tier import Tier
+from shardwise.optim.element_wise import couples_elements
 from shardwise.plan import HALF_DTYPES
 
 __all__ = ["Piece", "Tile", "TileStepper", "check_element_wise", "make_tiles"]
 
 SHAPE_DEPENDENT = ("lbfgs", "muon", "adafactor", "sparseadam", "shampoo", "soap", "lamb", "lars", "novograd", "came")
+OF_TORCH_OR_OURS = ("torch.optim", "shardwise.optim", "shardwise.nn")
+"""Modules whose optimizers, but for those above, are known to be element-wise and to leave gradients alone."""
 HAS_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 
 
@@ -56,8 +59,10 @@ class Tile:
         return self.pieces[-1].end
 
 
-def check_element_wise(optimizer: torch.optim.Optimizer) -> None:
+def check_element_wise(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
     """Refuse optimizers whose update of one element depends on others, and modes that shards cannot have.
+
+    Those that are not torch's or ours step a small matrix on ``device`` to find out, and are then as before.
 
     Raises:
         ValueError: the optimizer works on whole matrices, or is ``differentiable`` or ``capturable``.
@@ -69,6 +74,16 @@ def check_element_wise(optimizer: torch.optim.Optimizer) -> None:
         for mode in ("differentiable", "capturable"):
             if group.get(mode):
                 raise ValueError(f"optimizer {name} has {mode}={group[mode]}: shards update in place; set it False")
+    if _is_foreign(optimizer) and couples_elements(optimizer, device):
+        raise ValueError(
+            f"optimizer {name} gives a matrix other values in one piece than in parts that are stepped one by one, as "
+            "shards are: use one whose update of an element depends on nothing else (AdamW); or give it the attribute "
+            "element_wise=True, if it is one, or if the difference is wanted"
+        )
+
+
+def _is_foreign(optimizer: torch.optim.Optimizer) -> bool:
+    return not type(optimizer).__module__.startswith(OF_TORCH_OR_OURS)
 
 
 def make_tiles(grads: ChunkGrads, state: ChunkState, ranges: Sequence[TileRange]) -> list[Tile]:
@@ -98,7 +113,7 @@ class TileStepper:
         """Counts what may have changed the amount of state."""
         self._counted: tuple[int, dict[Tier, int]] = (-1, {})
         # Foreign optimizers may change the gradient they are given, which peers may still read.
-        self._own_copy = not type(optimizer).__module__.startswith(("torch.optim", "shardwise.optim", "shardwise.nn"))
+        self._own_copy = _is_foreign(optimizer)
         self._step_once = optimizer.step
         optimizer.step = self._refuse  # type: ignore[assignment, method-assign]
 

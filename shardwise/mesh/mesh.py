@@ -6,31 +6,43 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardwise.comm import Group, GroupMaker, LocalGroup
+from shardwise.comm import Group, GroupMaker, LocalGroup, Members, ranks_of, timeout_s
 from shardwise.plan import CommPlan, MeshPlan
 
 __all__ = ["REPLICATE_AXIS", "SHARD_AXIS", "Mesh"]
 
 REPLICATE_AXIS = "dp_replicate"
 SHARD_AXIS = "dp_shard"
-DEFAULT_TIMEOUT_S = 300.0
+MODEL_AXIS = "model_parallel"
 
 
 class Mesh:
-    """All data-parallel ranks and the groups among them. World rank = replica index * shard ranks + shard index.
+    """Data-parallel ranks and the groups among them: all ranks, or those of one process group.
+
+    Rank here = replica index * shard ranks + shard index. Meshes over disjoint process groups know nothing of each
+    other: each trains a model of its own, or its part of one (tensor parallelism).
 
     Attributes:
         device: where this rank computes.
         shard: the ranks that hold the parts of one copy of the model.
         replicate: the ranks that hold the same part of different copies.
-        world: all of them. Where one axis has a single rank, this is the other axis' group itself.
-        rank: this process among all.
-        size: number of all.
+        world: all of the mesh. Where one axis has a single rank, this is the other axis' group itself.
+        rank: this process in the mesh.
+        size: number of ranks of the mesh.
+        ranks: their ranks in ``torch.distributed``, by rank in the mesh.
+        members: the process group that the mesh was made over; ``None``: all ranks.
+        model_parallel: the ranks that hold other parts of the same model, see :meth:`join_model_parallel`.
         device_mesh: the torch mesh with axes ``("dp_replicate", "dp_shard")``; ``None`` without torch.distributed.
     """
 
     def __init__(
-        self, shard: Group, replicate: Group, world: Group, maker: GroupMaker | None, device_mesh: DeviceMesh | None
+        self,
+        shard: Group,
+        replicate: Group,
+        world: Group,
+        maker: GroupMaker | None,
+        device_mesh: DeviceMesh | None,
+        ranks: tuple[int, ...],
     ) -> None:
         self.device = world.device
         self.shard = shard
@@ -38,52 +50,96 @@ class Mesh:
         self.world = world
         self.rank = world.rank
         self.size = world.size
+        self.ranks = ranks
+        self.members = maker.members if maker is not None else None
+        self.model_parallel: Group | None = None
+        self._parts: tuple[int, ...] | None = None
         self.device_mesh = device_mesh
-        self._maker = maker
+        self._makers = [] if maker is None else [maker]
 
     @classmethod
-    def create(cls, plan: MeshPlan, device: torch.device, comm: CommPlan) -> Mesh:
-        """Divide the ranks of the default process group by ``plan``. Collective.
+    def create(
+        cls, plan: MeshPlan, device: torch.device, comm: CommPlan, group: dist.ProcessGroup | None = None
+    ) -> Mesh:
+        """Divide the ranks of a process group by ``plan``. Collective over that group alone.
 
-        Without torch.distributed it is a mesh of one rank. Ranks wait for each other as long as the default process
-        group's time-out says (300 s if it does not).
+        Without torch.distributed it is a mesh of one rank. Ranks wait for each other as long as the group's time-out
+        says (300 s if it does not).
+
+        Args:
+            plan: how.
+            device: where this rank computes.
+            comm: how the ranks communicate.
+            group: one that this rank belongs to, in the order of its ranks; other ranks may give others, which this one
+                needs to know nothing of. ``None``: all ranks.
 
         Raises:
-            ValueError: the plan does not fit the number of ranks, or ``comm.shared_memory`` is True where memory
-                cannot be shared.
+            ValueError: this rank is no member of ``group``; the plan does not fit the number of ranks, or differs
+                between them; ``comm.shared_memory`` is True where memory cannot be shared.
         """
         device = torch.device(device)
-        if not (dist.is_available() and dist.is_initialized()):
-            plan.resolve(1)
-            if comm.shared_memory and device.type != "cpu":
-                raise ValueError(f"shared_memory=True with device {device}: it serves CPU ranks; give None or False")
-            one = LocalGroup("world", device)
-            return cls(LocalGroup(SHARD_AXIS, device), LocalGroup(REPLICATE_AXIS, device), one, None, None)
-        size = dist.get_world_size()
-        plan = plan.resolve(size)
+        ranks = ranks_of("group", group)
+        plan = plan.resolve(len(ranks))
         if comm.shared_memory and device.type != "cpu":
             raise ValueError(f"shared_memory=True with device {device}: it serves CPU ranks; give None or False")
-        device_mesh = init_device_mesh(
-            device.type, (plan.dp_replicate, plan.dp_shard), mesh_dim_names=(REPLICATE_AXIS, SHARD_AXIS)
-        )
-        grid: list[list[int]] = device_mesh.mesh.tolist()
-        maker = GroupMaker(device, comm.shared_memory, _timeout_s())
-        shard = maker.make(SHARD_AXIS, grid)
-        replicate = maker.make(REPLICATE_AXIS, [list(column) for column in zip(*grid, strict=True)])
-        if plan.dp_replicate == 1:
-            world = shard
-        elif plan.dp_shard == 1:
-            world = replicate
-        else:
-            world = maker.make("world", [list(range(size))])
-        return cls(shard, replicate, world, maker, device_mesh)
+        if not (dist.is_available() and dist.is_initialized()):
+            one = LocalGroup("world", device)
+            return cls(LocalGroup(SHARD_AXIS, device), LocalGroup(REPLICATE_AXIS, device), one, None, None, ranks)
+        wide = plan.dp_shard
+        grid = [list(ranks[start : start + wide]) for start in range(0, len(ranks), wide)]
+        if group is None or group is dist.group.WORLD:
+            device_mesh = init_device_mesh(
+                device.type, (plan.dp_replicate, plan.dp_shard), mesh_dim_names=(REPLICATE_AXIS, SHARD_AXIS)
+            )
+            maker = GroupMaker(device, comm.shared_memory, timeout_s())
+            return cls(*_axes(maker, grid, ranks), maker, device_mesh, ranks)
+        members = Members(group, "group", {"dp_replicate": plan.dp_replicate, "dp_shard": plan.dp_shard})
+        maker = GroupMaker(device, comm.shared_memory, members.timeout_s, members)
+        try:
+            return cls(*_axes(maker, grid, ranks), maker, _device_mesh(maker, members, grid), ranks)
+        except BaseException:
+            maker.close()
+            raise
+
+    def join_model_parallel(self, group: dist.ProcessGroup, shared_memory: bool | None = None) -> None:
+        """Name the ranks that hold the other parts of this rank's model, one of each of its data-parallel groups.
+
+        Norms of gradients, and with them whether a step overflowed, are agreed with them from here on. Collective over
+        ``group``; every rank of the mesh calls it, each with its own.
+
+        Args:
+            group: those ranks and this one.
+            shared_memory: as in :class:`~shardwise.plan.CommPlan`.
+
+        Raises:
+            ValueError: this rank is no member, or another rank of this mesh is one: it would be counted twice.
+            RuntimeError: it was called with other ranks before.
+        """
+        ranks = ranks_of("model-parallel group", group)
+        if self._parts is not None:
+            if self._parts == ranks:
+                return
+            raise RuntimeError(
+                f"the mesh has the model-parallel group of ranks {list(self._parts)}, not {list(ranks)}: give that one"
+            )
+        shared = sorted({*ranks} & {*self.ranks} - {dist.get_rank()})
+        if shared:
+            raise ValueError(
+                f"the model-parallel group of ranks {list(ranks)} and the data-parallel one of ranks "
+                f"{list(self.ranks)} share ranks {shared} beside rank {dist.get_rank()}: give groups that cross"
+            )
+        members = Members(group, "the model-parallel group", MODEL_AXIS)
+        maker = GroupMaker(self.device, shared_memory, members.timeout_s, members)
+        self.model_parallel = maker.make(MODEL_AXIS, [list(ranks)])
+        self._makers.append(maker)
+        self._parts = ranks
 
     @property
     def groups(self) -> tuple[Group, ...]:
         """The different groups, each once (traffic is summed over these)."""
         found: list[Group] = []
-        for group in (self.shard, self.replicate, self.world):
-            if not any(group is other for other in found):
+        for group in (self.shard, self.replicate, self.world, self.model_parallel):
+            if group is not None and not any(group is other for other in found):
                 found.append(group)
         return tuple(found)
 
@@ -101,27 +157,41 @@ class Mesh:
         """Give back mapped memory and communicators. Calling it again does nothing."""
         for group in self.groups:
             group.close()
-        if self._maker is not None:
-            self._maker.close()
-        if self.device_mesh is not None and dist.is_initialized():
+        for maker in self._makers:
+            maker.close()
+        if self.device_mesh is not None and self.members is None and dist.is_initialized():
             for axis in (REPLICATE_AXIS, SHARD_AXIS):
                 process_group = self.device_mesh.get_group(axis)
                 if process_group is not dist.group.WORLD:
                     dist.destroy_process_group(process_group)
-        self._maker = self.device_mesh = None
+        self._makers = []
+        self.device_mesh = None
 
     def __repr__(self) -> str:
         kinds = ", ".join(f"{group.name}: {type(group).__name__} of {group.size}" for group in self.groups)
         return f"Mesh(rank {self.rank} of {self.size} on {self.device}; {kinds})"
 
 
-def _timeout_s() -> float:
-    """The default process group's time-out, which torch keeps in the backend's options and shows nowhere else."""
-    group = dist.group.WORLD
-    for device_type in ("cpu", "cuda"):
-        try:
-            options = group._get_backend(torch.device(device_type)).options  # type: ignore[union-attr]
-            return float(options._timeout.total_seconds())
-        except (RuntimeError, AttributeError):
-            continue
-    return DEFAULT_TIMEOUT_S
+def _axes(maker: GroupMaker, grid: list[list[int]], ranks: tuple[int, ...]) -> tuple[Group, Group, Group]:
+    """The groups of shards, of replicas, and of all."""
+    shard = maker.make(SHARD_AXIS, grid)
+    replicate = maker.make(REPLICATE_AXIS, _columns(grid))
+    if len(grid) == 1:
+        return shard, replicate, shard
+    if len(grid[0]) == 1:
+        return shard, replicate, replicate
+    return shard, replicate, maker.make("world", [list(ranks)])
+
+
+def _columns(grid: list[list[int]]) -> list[list[int]]:
+    return [list(column) for column in zip(*grid, strict=True)]
+
+
+def _device_mesh(maker: GroupMaker, members: Members, grid: list[list[int]]) -> DeviceMesh:
+    """As ``init_device_mesh`` makes it of all ranks: a group an axis, of the kind that the members' own is."""
+    backend = dist.get_backend(members.process_group)
+    shard = members.process_group if len(grid) == 1 else maker.process_group(f"mesh_{SHARD_AXIS}", grid, backend)
+    replicate = maker.process_group(f"mesh_{REPLICATE_AXIS}", _columns(grid), backend)
+    return DeviceMesh.from_group(
+        [replicate, shard], maker.device.type, mesh=torch.tensor(grid), mesh_dim_names=(REPLICATE_AXIS, SHARD_AXIS)
+    )

@@ -1,31 +1,27 @@
-"""Process groups that the published interface takes: all ranks, or none where they cannot be anything else."""
+"""Process groups that the published interface takes in several places, where they have to be the same."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch.distributed as dist
 
-__all__ = ["require_all_ranks", "require_one_rank"]
+from shardwise.comm import ranks_of
+
+__all__ = ["require_same_ranks"]
 
 
-def require_all_ranks(argument: str, group: dist.ProcessGroup | None) -> None:
-    """Raises:
-    NotImplementedError: ``group`` is a part of the ranks.
+def require_same_ranks(argument: str, group: dist.ProcessGroup | None, ranks: Sequence[int], owner: str) -> None:
+    """``None``, or a group of just the ``ranks`` that ``owner`` is divided over.
+
+    Raises:
+        ValueError: other ranks, or this rank is no member.
     """
     if group is None:
         return
-    if dist.get_process_group_ranks(group) != list(range(dist.get_world_size())):
-        raise NotImplementedError(
-            f"{argument} of ranks {dist.get_process_group_ranks(group)} out of {dist.get_world_size()} is not "
-            "available: all ranks are data-parallel; give None, or a group of all of them in their order"
-        )
-
-
-def require_one_rank(argument: str, group: dist.ProcessGroup | None) -> None:
-    """Raises:
-    NotImplementedError: ``group`` has more than one rank.
-    """
-    if group is not None and group.size() > 1:
-        raise NotImplementedError(
-            f"{argument} of ranks {dist.get_process_group_ranks(group)} is not available: there is no model "
-            "parallelism; give None"
+    given = ranks_of(argument, group)
+    if given != tuple(ranks):
+        raise ValueError(
+            f"{argument} has ranks {list(given)}, and {owner} those of {list(ranks)}: give the same group to both, or "
+            "None here"
         )

@@ -22,7 +22,8 @@ class Scope:
         ranks = [list(range(dist.get_world_size()))]
         self.maker = GroupMaker(CPU, kind == "shared", timeout_s)
         if kind == "native":
-            control, gather, reduce = (self.maker._new(name, ranks, "gloo") for name in ("control", "gather", "reduce"))
+            names = ("control", "gather", "reduce")
+            control, gather, reduce = (self.maker.process_group(name, ranks, "gloo") for name in names)
             self.group: Group = NativeGroup("test", CPU, Control("test", control), gather, reduce)
         else:
             self.group = self.maker.make("test", ranks)

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.comm import choose
+from shardwise.comm import choose, timeout_s
 from shardwise.mesh import LaunchFacts, Mesh, init_distributed
 from shardwise.plan import CommPlan, MeshPlan
 from shardwise.testing import run_ranks
@@ -72,6 +72,17 @@ def test_ranks_divide_into_shards_and_replicas(shared_memory: bool | None) -> No
     for rank, told in enumerate(run_ranks(2, grid, 1, -1, shared_memory)):
         assert told == [rank, 2, ["LocalGroup", kind, kind], [rank], [0, 1], [0, 1], 2, axes]
     assert run_ranks(1, grid, 1, 1, shared_memory)[0][2] == ["LocalGroup"] * 3  # type: ignore[index]
+
+
+def patience() -> None:
+    mesh = create(-1, 1)
+    assert timeout_s(mesh.world._control.process_group) == timeout_s() < 1800.0  # type: ignore[attr-defined]
+    mesh.close()
+
+
+def test_all_communicators_have_the_time_out_of_the_default_group() -> None:
+    """torch gives new groups half an hour."""
+    run_ranks(2, patience)
 
 
 def two_hosts() -> list[str]:

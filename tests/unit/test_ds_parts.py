@@ -119,7 +119,8 @@ MINIMAL = {"train_batch_size": 1, "gradient_clipping": 0.0, "optimizer": {"type"
         ({"config": MINIMAL, "model": None}, ValueError, "model=None"),
         ({}, ValueError, "configurations given: \\[\\]"),
         ({"config": {}}, ValueError, "give at least one of them"),
-        ({"config": MINIMAL, "mpu": 1}, NotImplementedError, "mpu=1"),
+        ({"config": MINIMAL, "mpu": 1}, ValueError, "mpu=1 has no get_data_parallel_group"),
+        ({"config": MINIMAL, "mesh_param": 1}, NotImplementedError, "mesh_param=1"),
         ({"config": {**MINIMAL, "optimizer": None, "scheduler": {"type": "WarmupLR"}}}, ValueError, "without an opt"),
     ],
 )
@@ -164,19 +165,21 @@ def test_a_damaged_newest_checkpoint_is_not_passed_over(tmp_path: Path) -> None:
     engine.destroy()
 
 
-INIT_REFUSES: list[tuple[Tree, str]] = [
-    ({"mpu": object()}, "mpu=.*all ranks are data-parallel"),
-    ({"data_parallel_group": "some"}, "data_parallel_group='some' is not the group of all ranks: .*leave it out"),
-    ({"sequence_data_parallel_group": "some"}, "^sequence_data_parallel_group='some'"),
-    ({"zero_param_parallel_group": "some"}, "zero_param_parallel_group='some' .*zero_hpz_partition_size"),
-    ({"zero_quantized_weights": True}, "zero_quantized_weights=True"),
+INIT_REFUSES: list[tuple[Tree, type[Exception], str]] = [
+    ({"mpu": object()}, ValueError, "mpu=.* has no get_data_parallel_group"),
+    ({"data_parallel_group": "some"}, ValueError, "data_parallel_group='some' without torch.distributed"),
+    ({"sequence_data_parallel_group": "some"}, ValueError, "^sequence_data_parallel_group='some'"),
+    ({"zero_param_parallel_group": "some"}, ValueError, "^zero_param_parallel_group='some'"),
+    ({"zero_quantized_weights": True}, NotImplementedError, "zero_quantized_weights=True"),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "message"), INIT_REFUSES)
-def test_zero_init_refuses_what_would_change_the_training(arguments: Tree, message: str) -> None:
+@pytest.mark.parametrize(("arguments", "error", "message"), INIT_REFUSES)
+def test_zero_init_refuses_what_would_change_the_training(
+    arguments: Tree, error: type[Exception], message: str
+) -> None:
     for enabled in (True, False):
-        with pytest.raises(NotImplementedError, match=message):
+        with pytest.raises(error, match=message):
             deepspeed.zero.Init(**arguments, enabled=enabled)
 
 

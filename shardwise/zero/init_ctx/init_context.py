@@ -6,7 +6,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules import module as module_hooks
 
+from shardwise.comm import ranks_of
 from shardwise.engine.deferred import deferred_init
-from shardwise.zero.process_groups import require_all_ranks
 from shardwise.zero.shard_utils import BaseShardStrategy
 
 __all__ = ["ParameterMark", "ZeroInitContext", "no_shard_zero_context", "no_shard_zero_decrator"]
@@ -33,12 +33,14 @@ class ParameterMark:
         dtype: it will be computed with in this; ``None``: in its own.
         target_device: where it will be between uses.
         is_replicated: every rank has the same values.
+        ranks: which it will be divided over, where the context was given a group.
     """
 
     param_is_sharded: bool
     dtype: torch.dtype | None
     target_device: torch.device
     is_replicated: bool = True
+    ranks: tuple[int, ...] | None = None
 
 
 _ACTIVE: list[ZeroInitContext] = []
@@ -48,7 +50,7 @@ class ZeroInitContext:
     """Modules built inside are for :class:`~shardwise.zero.sharded_model.ShardedModelV2`, which does the rest.
 
     Values stay in the dtype they are made in until the model is sharded, so that the fp32 masters of 16-bit parameters
-    are exact. Every rank must build the same modules from the same seed.
+    are exact. Every rank of a data-parallel group must build the same modules from the same seed.
 
     Args:
         target_device: where parameters are between uses, as a device, a name or the number of a GPU. The CPU, in a run
@@ -60,7 +62,8 @@ class ZeroInitContext:
             ``__init__`` asks for are made for it and forgotten.
         model_numel_tensor: an integer tensor; the number of elements of all parameters, tied ones once, is added to it
             at the end.
-        dp_process_group: ``None``, or a group of all ranks.
+        dp_process_group: the group that the model is given as ``process_group``; ``None``: whatever that is. Nothing is
+            sent here.
         seed: of the initial values, the same on all ranks; the generators are as before afterwards. ``None``: values
             come from the generators as they are.
         default_dtype: of tensors made inside.
@@ -69,8 +72,8 @@ class ZeroInitContext:
 
     Raises:
         TypeError: ``shard_strategy`` is none.
-        ValueError: ``bf16`` with ``convert_fp16=False``; a ``model_numel_tensor`` that is not one integer.
-        NotImplementedError: ``dp_process_group`` is a part of the ranks.
+        ValueError: ``bf16`` with ``convert_fp16=False``; a ``model_numel_tensor`` that is not one integer; a group that
+            this rank does not belong to.
     """
 
     def __init__(
@@ -94,12 +97,12 @@ class ZeroInitContext:
         numel = torch.zeros(1, dtype=torch.long) if model_numel_tensor is None else model_numel_tensor
         if numel.numel() != 1 or numel.is_floating_point() or numel.is_complex():
             raise ValueError(f"model_numel_tensor of {tuple(numel.shape)} x {numel.dtype}: give one integer")
-        require_all_ranks("dp_process_group", dp_process_group)
+        ranks = ranks_of("dp_process_group", dp_process_group) if dp_process_group is not None else None
         self.model_numel_tensor, self.shard_strategy = numel, shard_strategy
         self._rm_on_the_fly, self._seed, self._default_dtype = rm_torch_payload_on_the_fly, seed, default_dtype
         where = torch.device("cuda", target_device) if isinstance(target_device, int) else torch.device(target_device)
         dtype = torch.bfloat16 if bf16 else torch.float16 if convert_fp16 else None
-        self._mark = ParameterMark(shard_param, dtype, where)
+        self._mark = ParameterMark(shard_param, dtype, where, ranks=ranks)
         self._seen: dict[int, weakref.ref[nn.Module]] = {}
         self._stack = ExitStack()
 
@@ -193,7 +196,7 @@ def no_shard_zero_context(is_replicated: bool = True) -> Iterator[None]:
         yield
         return
     context = _ACTIVE[-1]
-    with context.marking(ParameterMark(False, context._mark.dtype, context.target_device)):
+    with context.marking(replace(context._mark, param_is_sharded=False)):
         yield
 
 

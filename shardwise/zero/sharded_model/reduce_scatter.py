@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.comm import ranks_of
+
 __all__ = ["ReduceScatterBucketer"]
 
 MIB = 1024 * 1024
@@ -97,10 +99,10 @@ class ReduceScatterBucketer:
             callback_fn: called with the result, of the inputs' shape, which is its own to keep.
 
         Raises:
-            ValueError: another number of tensors than of ranks, or tensors that differ.
+            ValueError: another number of tensors than of ranks, tensors that differ, or this rank is no member.
         """
         several = dist.is_available() and dist.is_initialized()
-        ranks = dist.get_world_size(group) if several else 1
+        ranks = len(ranks_of("group", group)) if several else 1
         _check(input_list, ranks)
         first = input_list[0]
         row_numel = max(int(self.bucket_size_mb * MIB / first.element_size() // ranks), 0)

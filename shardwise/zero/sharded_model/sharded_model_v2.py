@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.build import Session, build
+from shardwise.comm import ranks_of
 from shardwise.engine.deferred import adopt
 from shardwise.memory.dump import dump_memory_stats
 from shardwise.memory.ledger import REST
@@ -24,7 +25,7 @@ from shardwise.memory.stats import NO_UNIT, MemStats, Moment
 from shardwise.mesh import Mesh, default_device, init_distributed
 from shardwise.zero.arguments import ModelArguments, ModelFacts, OptimizerArguments, to_plan, without_effect
 from shardwise.zero.init_ctx.init_context import ParameterMark, mark_of
-from shardwise.zero.process_groups import require_all_ranks
+from shardwise.zero.process_groups import require_same_ranks
 from shardwise.zero.shard_utils import BaseShardStrategy
 
 __all__ = ["ShardedModelV2"]
@@ -39,8 +40,9 @@ class ShardedModelV2(nn.Module):
     Args:
         module: built inside :class:`~shardwise.zero.init_ctx.ZeroInitContext`.
         shard_strategy: what is gathered together.
-        process_group: ``None``, or a group of all ranks; likewise the next.
-        reduce_scatter_process_group: see above.
+        process_group: the data-parallel ranks that the model is divided over, a group that this rank belongs to;
+            ``None``: all ranks. Other ranks give other groups, which train by themselves.
+        reduce_scatter_process_group: ``None``, or one of the same ranks.
         reduce_scatter_bucket_size_mb: in MiB; gradients of whole parameters (``shard_param=False``) are reduced in
             buckets of that size, at 0 or below one by one. Sharded ones are reduced as they are gathered.
         fp32_reduce_scatter: 16-bit gradients travel in fp32.
@@ -56,9 +58,8 @@ class ShardedModelV2(nn.Module):
 
     Raises:
         ValueError: a parameter was made outside of ``ZeroInitContext``, or parameters are to have different dtypes or
-            devices; an argument out of range.
+            devices; an argument out of range; a group that this rank does not belong to, or groups that differ.
         TypeError: the module is sharded already, or ``shard_strategy`` is none.
-        NotImplementedError: a group of a part of the ranks.
     """
 
     def __init__(
@@ -93,10 +94,11 @@ class ShardedModelV2(nn.Module):
         )
         marks = _marks(module)
         init_distributed()
-        require_all_ranks("process_group", process_group)
-        require_all_ranks("reduce_scatter_process_group", reduce_scatter_process_group)
-        own["shard_strategy"] = shard_strategy
-        own["_facts"], own["_device"] = _facts(module, marks, shard_strategy, fp32_reduce_scatter)
+        ranks = ranks_of("process_group", process_group)
+        require_same_ranks("reduce_scatter_process_group", reduce_scatter_process_group, ranks, "process_group")
+        _check_ranks(marks, ranks)
+        own["shard_strategy"], own["ranks"], own["_group"] = shard_strategy, ranks, process_group
+        own["_facts"], own["_device"] = _facts(module, marks, shard_strategy, fp32_reduce_scatter, len(ranks))
         own["_session"], own["_mesh"], own["_told"] = None, None, set()
         self.module = module
         self._tell(None)
@@ -109,8 +111,15 @@ class ShardedModelV2(nn.Module):
         found: Session | None = self.__dict__["_session"]
         return found if found is not None else self._build(None, None)
 
-    def attach(self, optimizer: torch.optim.Optimizer, arguments: OptimizerArguments) -> Session:
-        """Shard the model with its optimizer. Collective.
+    def attach(
+        self, optimizer: torch.optim.Optimizer, arguments: OptimizerArguments, others: dist.ProcessGroup | None = None
+    ) -> Session:
+        """Shard the model with its optimizer. Collective over the model's ranks, and over the others.
+
+        Args:
+            optimizer: a plain one.
+            arguments: of the sharded one.
+            others: the ranks that hold other parts of the model (``mp_process_group``).
 
         Raises:
             RuntimeError: it has one already.
@@ -120,6 +129,8 @@ class ShardedModelV2(nn.Module):
             raise RuntimeError(f"the model has the optimizer {before.optimizer!r:.80} already: make one for each model")
         to_plan(self.arguments, arguments, self._facts)  # a fault is an error before anything is changed
         self._tell(arguments)
+        if others is not None and ranks_of("mp_process_group", others) != (dist.get_rank(),):
+            self._own_mesh().join_model_parallel(others)
         if before is not None:
             self._whole_again(before)
         return self._build(optimizer, arguments)
@@ -131,14 +142,21 @@ class ShardedModelV2(nn.Module):
                 warnings.warn(f"no effect of {each}", stacklevel=4)
 
     def _build(self, optimizer: torch.optim.Optimizer | None, arguments: OptimizerArguments | None) -> Session:
-        own = self.__dict__
         plan = to_plan(self.arguments, arguments, self._facts)
-        if own["_mesh"] is None:
-            own["_mesh"] = Mesh.create(plan.mesh, self._device, plan.comm)
-        own["_session"] = session = build(self.module, optimizer, plan, own["_mesh"])
+        session = build(self.module, optimizer, plan, self._own_mesh())
+        self.__dict__["_session"] = session
         if self.arguments.reuse_fp16_shard:
             session.engine.passes.before_pass = self._refuse_accumulation
         return session
+
+    def _own_mesh(self) -> Mesh:
+        """Made once: no part of the plan that the optimizer may change matters to it. Collective."""
+        own = self.__dict__
+        if own["_mesh"] is None:
+            plan = to_plan(self.arguments, None, self._facts)
+            own["_mesh"] = Mesh.create(plan.mesh, self._device, plan.comm, self._group)
+        mesh: Mesh = own["_mesh"]
+        return mesh
 
     def _whole_again(self, session: Session) -> None:
         """Give the parameters their values back, to be sharded anew."""
@@ -212,6 +230,9 @@ class ShardedModelV2(nn.Module):
     def dump_memory_stats(self, filename: str | os.PathLike[str] = "dump_mem_stats.log") -> None:
         """Write rank 0's trace of the last step to a file: totals, the highest moments, a row for each use of a unit.
 
+        Of a data-parallel group that begins with another rank, that rank's, and ``.rank`` with its number is added to
+        the name.
+
         Parameters that stay whole (``shard_param=False``) are not gathered for uses: there is one row, of the peak.
         Also after a step that failed (out of memory): then what there was until then. Not collective. Without
         ``use_memory_tracer``, or before a first pass, there is nothing, and a warning says so.
@@ -222,7 +243,8 @@ class ShardedModelV2(nn.Module):
             why = "nothing ran yet" if self.use_memory_tracer else "use_memory_tracer=False"
             warnings.warn(f"{os.fspath(filename)} is not written: {why}", stacklevel=2)
         elif self._mesh.rank == 0:
-            dump_memory_stats(stats, Path(filename))
+            first = self.ranks[0]
+            dump_memory_stats(stats, Path(f"{os.fspath(filename)}.rank{first}" if first else filename))
 
     # ---- state
 
@@ -295,17 +317,25 @@ def _marks(module: nn.Module) -> dict[str, ParameterMark]:
     return found
 
 
+def _check_ranks(marks: Mapping[str, ParameterMark], ranks: tuple[int, ...]) -> None:
+    for name, mark in marks.items():
+        if mark.ranks not in (None, ranks):
+            raise ValueError(
+                f"process_group has ranks {list(ranks)}, but parameter {name!r} was built for {list(mark.ranks or ())} "
+                "(dp_process_group of ZeroInitContext): give the same group to both"
+            )
+
+
 def _facts(
-    module: nn.Module, marks: Mapping[str, ParameterMark], strategy: BaseShardStrategy, fp32: bool
+    module: nn.Module, marks: Mapping[str, ParameterMark], strategy: BaseShardStrategy, fp32: bool, ranks: int
 ) -> tuple[ModelFacts, torch.device]:
     first = next(iter(marks.values()), ParameterMark(False, None, torch.device("cpu")))
     device = first.target_device if first.target_device.type == "cuda" else default_device()
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     sharded = any(mark.param_is_sharded for mark in marks.values())
-    several = dist.is_available() and dist.is_initialized()
     facts = ModelFacts(
-        ranks=dist.get_world_size() if several else 1,
+        ranks=ranks,
         dtype=first.dtype,
         itemsize=4 if fp32 or first.dtype is None else first.dtype.itemsize,
         packing=strategy.packing(module) if sharded else None,

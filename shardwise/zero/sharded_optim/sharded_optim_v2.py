@@ -13,7 +13,7 @@ from shardwise.engine.optimizer import ShardedOptimizer
 from shardwise.loss_scale import PublishedDefault
 from shardwise.memory.tier import Tier
 from shardwise.zero.arguments import OptimizerArguments
-from shardwise.zero.process_groups import require_all_ranks, require_one_rank
+from shardwise.zero.process_groups import require_same_ranks
 from shardwise.zero.sharded_model import ShardedModelV2
 
 __all__ = ["ShardedOptimizerV2"]
@@ -22,8 +22,9 @@ __all__ = ["ShardedOptimizerV2"]
 class ShardedOptimizerV2(torch.optim.Optimizer):
     """Wraps an optimizer of a :class:`~shardwise.zero.sharded_model.ShardedModelV2`, whose parameters it divides.
 
-    Masters are fp32. ``step`` averages over the ranks, takes the loss scale out, and drops the gradients; one that is
-    not finite on any rank has the step skipped on all. ``param_groups`` and ``state`` are the wrapped optimizer's.
+    Masters are fp32. ``step`` averages over the data-parallel ranks, takes the loss scale out, and drops the gradients;
+    one that is not finite on any rank has the step skipped on all. ``param_groups`` and ``state`` are those of the
+    wrapped optimizer.
 
     Args:
         sharded_model: the model.
@@ -41,15 +42,18 @@ class ShardedOptimizerV2(torch.optim.Optimizer):
         hysteresis: number of overflows tolerated before the scale falls.
         max_scale: the scale never rises above it.
         keep_unsharded: both values work: state of parameters that stay whole is sharded all the same.
-        dp_process_group: ``None``, or a group of all ranks.
-        mp_process_group: ``None``, or a group of one rank.
+        dp_process_group: ``None``, or one of the model's own ranks (its ``process_group``).
+        mp_process_group: the ranks that hold the other parts of the model (tensor parallelism), of which no other is in
+            the data-parallel group: whether a step overflowed and the norm of the gradients are agreed with them.
+            Parameters marked ``tensor_model_parallel = True`` (or ``model_parallel``, ``is_tensor_parallel``) are
+            parts; others are the same on all of them and count once in the norm.
         verbose: say when a step is skipped, and why.
 
     Raises:
         TypeError: the model is none, or the optimizer is sharded already.
         RuntimeError: ``cpu_offload`` with a model that does not offload; the model has an optimizer already.
-        ValueError: an argument out of range, or an optimizer with other parameters.
-        NotImplementedError: other groups; state on a disk (``nvme_offload_fraction``).
+        ValueError: an argument out of range, an optimizer with other parameters, or groups that do not fit the model's.
+        NotImplementedError: state on a disk (``nvme_offload_fraction``).
     """
 
     def __init__(
@@ -77,8 +81,7 @@ class ShardedOptimizerV2(torch.optim.Optimizer):
             optimizer, torch.optim.Optimizer
         ):
             raise TypeError(f"optimizer={optimizer!r:.80}: give a plain torch optimizer, an instance")
-        require_all_ranks("dp_process_group", dp_process_group)
-        require_one_rank("mp_process_group", mp_process_group)
+        require_same_ranks("dp_process_group", dp_process_group, sharded_model.ranks, "the model")
         fraction = getattr(optimizer, "nvme_offload_fraction", 0.0)
         if fraction:
             raise NotImplementedError(
@@ -97,7 +100,7 @@ class ShardedOptimizerV2(torch.optim.Optimizer):
             max_scale=max_scale,
             verbose=verbose,
         )
-        inner = sharded_model.attach(optimizer, arguments).optimizer
+        inner = sharded_model.attach(optimizer, arguments, mp_process_group).optimizer
         if inner is None:
             raise RuntimeError(f"the session has no optimizer ({inner}); report this")
         self.model, self.optim, self._inner = sharded_model, optimizer, inner

@@ -1,0 +1,152 @@
+"""The ranks of an existing process group, which make communicators among themselves without the other ranks.
+
+``torch.distributed.new_group`` wants all ranks of the run. Its variant that its members alone can call names the new
+group by the number of groups that each of them has: a number that differs between ranks of which some belong to more
+groups, so that they never meet, and that comes again once a group was destroyed, so that they meet under the addresses
+of dead ones. Here one member draws a name that nobody has had.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from shardwise.comm.errors import PeerError
+
+__all__ = ["DEFAULT_TIMEOUT_S", "Members", "ranks_of", "timeout_s", "unbound"]
+
+DEFAULT_TIMEOUT_S = 300.0
+
+
+def ranks_of(argument: str, group: object) -> tuple[int, ...]:
+    """World ranks of ``group`` by rank in it; ``None``: of all ranks, or of this process by itself.
+
+    Raises:
+        ValueError: this rank is no member of ``group``, or it is no process group of this run; says ``argument``.
+    """
+    several = dist.is_available() and dist.is_initialized()
+    if group is None:
+        return tuple(range(dist.get_world_size())) if several else (0,)
+    if not several:
+        raise ValueError(f"{argument}={group!r:.80} without torch.distributed: start with torchrun, or give None")
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            f"{argument}={group!r}, which torch gives to ranks outside of a group: rank {dist.get_rank()} is no member "
+            "of it; on every rank give the group that the rank belongs to"
+        )
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(f"{argument}={group!r:.80} is no process group: give one of torch.distributed, or None")
+    try:
+        ranks = tuple(dist.get_process_group_ranks(group))
+    except KeyError:
+        raise ValueError(f"{argument}={group!r:.80} was destroyed, or is of another run: give a living group") from None
+    if dist.get_rank() not in ranks:
+        raise ValueError(
+            f"{argument} has ranks {list(ranks)}, and rank {dist.get_rank()} is none of them: on every rank give the "
+            "group that the rank belongs to"
+        )
+    return ranks
+
+
+def timeout_s(group: dist.ProcessGroup | None = None) -> float:
+    """A group's time-out (default: that of all ranks), which torch keeps in the backend's options and shows nowhere
+    else; 300 s where it has none."""
+    group = group or dist.group.WORLD
+    for device_type in ("cpu", "cuda"):
+        try:
+            options = group._get_backend(torch.device(device_type)).options  # type: ignore[union-attr]
+            return float(options._timeout.total_seconds())
+        except (RuntimeError, AttributeError):
+            continue
+    return DEFAULT_TIMEOUT_S
+
+
+@contextmanager
+def unbound(default: Any) -> Iterator[None]:
+    """Inside, the default group is bound to no device: of one that is, all ranks split off a new group."""
+    bound = default.bound_device_id
+    if bound is None:
+        yield
+        return
+    default.bound_device_id = None
+    try:
+        yield
+    finally:
+        default.bound_device_id = bound
+
+
+class Members:
+    """The ranks of a process group that this rank belongs to. Collective over them to make.
+
+    Args:
+        group: theirs.
+        argument: what it was given as, for messages.
+        agreed: what all of them have to want alike, JSON-able.
+
+    Attributes:
+        process_group: theirs.
+        ranks: world ranks, by rank in it.
+        timeout_s: how long they wait for each other, here and in all that is made here.
+
+    Raises:
+        ValueError: this rank is no member; on every member, where they want different things.
+        PeerError: a member died, or did not come in time.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, argument: str = "group", agreed: object = None) -> None:
+        self.ranks = ranks_of(argument, group)
+        self.process_group = group
+        self.timeout_s = timeout_s(group)
+        self._made: Counter[str] = Counter()
+        rows: list[Any] = [None] * len(self.ranks)
+        try:
+            dist.all_gather_object(rows, [uuid.uuid4().hex, agreed], group=group)
+        except RuntimeError as error:
+            raise self._lost("agreeing", error) from error
+        if any(row[1] != rows[0][1] for row in rows):
+            told = "; ".join(f"rank {rank}: {row[1]}" for rank, row in zip(self.ranks, rows, strict=True))
+            raise ValueError(f"the ranks of {argument} want different things ({told}): give the same on all of them")
+        self._token = rows[0][0]
+
+    def new_group(self, name: str, ranks: Sequence[int], backend: str) -> dist.ProcessGroup:
+        """A process group of ``ranks`` (world ranks of members, this rank among them), in that order. Collective over
+        these alone.
+
+        Raises:
+            PeerError: one of them died, or did not come in time.
+        """
+        ranks = list(ranks)
+        called = f"shardwise/{self._token}/{name}/{'_'.join(map(str, ranks))}"
+        self._made[called] += 1
+        unique: Any = f"{called}/{self._made[called]}"
+        try:
+            with unbound(dist.group.WORLD):
+                made, _ = distributed_c10d._new_process_group_helper(
+                    len(ranks),
+                    ranks.index(dist.get_rank()),
+                    ranks,
+                    dist.Backend(backend),
+                    distributed_c10d._get_default_store(),
+                    unique,
+                    timeout=timedelta(seconds=self.timeout_s),
+                    group_desc=f"shardwise_{name}",
+                )
+        except RuntimeError as error:
+            raise self._lost(f"making group {name!r} of ranks {ranks}", error) from error
+        distributed_c10d._world.pg_group_ranks[made] = {rank: index for index, rank in enumerate(ranks)}
+        group: dist.ProcessGroup = made
+        return group
+
+    def _lost(self, what: str, error: Exception) -> PeerError:
+        return PeerError(
+            f"{what} among ranks {list(self.ranks)} failed on rank {dist.get_rank()}: {error}. A rank of the group "
+            "died, or did not come in time; look at the first error of the other ranks"
+        )

@@ -1,0 +1,135 @@
+"""What the tests of process groups share: groups of four ranks, gloo on demand, training in each group, its oracle."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from sharded_setup import STRATEGIES, adam
+from torch import Tensor, nn
+
+from shardwise.comm import choose
+from shardwise.testing import MODELS, make_batches, train_plain
+from shardwise.zero import ShardedModelV2, ShardedOptimizerV2, ZeroInitContext
+
+CPU = torch.device("cpu")
+RANKS, STEPS = 4, 2
+GROUPS = {
+    "pairs": [[0, 1], [2, 3]],
+    "strided": [[0, 2], [1, 3]],
+    "one_and_three": [[1], [0, 2, 3]],
+    "three_and_one": [[0, 1, 3], [2]],
+}
+
+
+def join(lists: list[list[int]], timeout_s: float = 60.0) -> tuple[int, dist.ProcessGroup]:
+    """Number and group of this rank's list. All ranks make all of them, as programs do."""
+    made = [dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), backend="gloo") for ranks in lists]
+    number = next(index for index, ranks in enumerate(lists) if dist.get_rank() in ranks)
+    return number, made[number]
+
+
+@contextlib.contextmanager
+def transport(gloo: bool) -> Iterator[None]:
+    """Inside, what is made uses no shared memory where ``gloo``: hosts say nothing of themselves."""
+    with mock.patch.object(choose, "host_facts", dict) if gloo else contextlib.nullcontext():
+        yield
+
+
+def made(
+    group: dist.ProcessGroup, case: str, strategy: str = "tensor", shard: bool = True, **model: Any
+) -> tuple[ShardedModelV2, ShardedOptimizerV2]:
+    """A model of fp32 and its optimizer in one group."""
+    chosen = STRATEGIES[strategy]()
+    with ZeroInitContext("cpu", chosen, shard_param=shard, dp_process_group=group, convert_fp16=False):
+        module = MODELS[case].factory()
+    sharded = ShardedModelV2(module, chosen, group, group, **model)
+    return sharded, ShardedOptimizerV2(sharded, adam(sharded), dp_process_group=group)
+
+
+def steps_of(case: str, number: int, size: int) -> list[Any]:
+    """Each group has batches of its own, and the second more of them: ``[step][micro-batch][rank]``."""
+    return make_batches(MODELS[case], size, STEPS + number, 1, seed=number)
+
+
+def train(model: ShardedModelV2, optimizer: ShardedOptimizerV2, case: str, steps: list[Any]) -> None:
+    for step in steps:
+        for micro in step:
+            optimizer.backward(MODELS[case].loss(model, micro[model.session.mesh.rank]))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@functools.cache
+def plain(case: str, number: int, size: int) -> dict[str, Tensor]:
+    """Parameters of group ``number`` after its steps, in one process."""
+    steps = steps_of(case, number, size)
+    return train_plain(MODELS[case].factory, MODELS[case].loss, adam, steps).masters[-1]
+
+
+# ---- a model in two parts
+
+
+class Part(nn.Module):
+    """Part ``number`` of a model that two ranks hold, and a layer that both have."""
+
+    def __init__(self, number: int, mark: str = "tensor_model_parallel") -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(number)
+            self.own = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+            torch.manual_seed(9)
+            self.common = nn.Linear(5, 3)
+        for parameter in self.own.parameters():
+            setattr(parameter, mark, True)
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        return self.own(inputs), self.common(inputs)
+
+
+class Whole(nn.Module):
+    """Both parts in one process, and the layer once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(Part(number).own for number in (0, 1))
+        self.common = Part(0).common
+
+
+def _square(output: Tensor, target: Tensor) -> Tensor:
+    return (output.float() - target).square().mean()
+
+
+def part_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    own, common = model(batch[0].to(next(model.parameters()).dtype))
+    return _square(own, batch[1]) + _square(common, batch[1])
+
+
+def whole_loss(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return torch.stack([_square(layer(batch[0]), batch[1]) for layer in (*model.parts, model.common)]).sum()
+
+
+def part_steps() -> list[list[list[tuple[Tensor, Tensor]]]]:
+    """Both parts see the same: ``[step][micro-batch][data-parallel rank]``."""
+    generator = torch.Generator().manual_seed(3)
+
+    def one() -> tuple[Tensor, Tensor]:
+        return torch.randn(4, 5, generator=generator), 3 * torch.randn(4, 3, generator=generator)
+
+    return [[[one() for _ in range(2)]] for _ in range(3)]
+
+
+def of_part(whole: dict[str, Tensor], number: int) -> dict[str, Tensor]:
+    """The values of one part under its own names."""
+    own = {
+        f"own.{name.removeprefix(f'parts.{number}.')}": value
+        for name, value in whole.items()
+        if name.startswith(f"parts.{number}.")
+    }
+    return own | {name: value for name, value in whole.items() if name.startswith("common.")}

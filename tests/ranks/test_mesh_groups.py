@@ -1,0 +1,289 @@
+"""Meshes over some of the ranks: who is in them, what they send, that they end with nothing left, and their errors."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from groups_setup import CPU, GROUPS, join, transport
+
+from shardwise.comm import Members, PeerError, ranks_of
+from shardwise.comm.members import unbound
+from shardwise.mesh import Mesh
+from shardwise.plan import CommPlan, MeshPlan
+from shardwise.testing import run_ranks
+
+
+def comm(shared_memory: bool | None = None) -> CommPlan:
+    return CommPlan(overlap=True, shared_memory=shared_memory, same_order=False, gather_on_use=False, sync_init=True)
+
+
+def create(
+    group: dist.ProcessGroup | None, dp_shard: int = -1, dp_replicate: int = 1, shared: bool | None = None
+) -> Mesh:
+    return Mesh.create(MeshPlan(dp_shard=dp_shard, dp_replicate=dp_replicate), CPU, comm(shared), group)
+
+
+def facts(name: str, shared_memory: bool | None) -> list[object]:
+    lists = GROUPS[name]
+    number, group = join(lists, 17.0)
+    mesh = create(group, shared=shared_memory)
+    own, me = lists[number], dist.get_rank()
+    assert mesh.ranks == tuple(own) and mesh.ranks[mesh.rank] == me and mesh.size == len(own)
+    assert [row[0] for row in mesh.world.exchange([me], "the gradient norm")] == own
+    assert mesh.world.exchange_object({"rank": me}) == [{"rank": rank} for rank in own]
+    value = torch.full((3,), float(me))
+    mesh.world.broadcast(value, len(own) - 1)
+    assert value.tolist() == [float(own[-1])] * 3
+    mesh.reset_traffic()
+    full = mesh.world.buffers([(6, torch.float32)])[0]
+    full.local.fill_(10.0**mesh.rank)
+    mesh.world.all_reduce(full, 1.0).wait()
+    assert full.local.tolist() == [sum(10.0**rank for rank in range(len(own)))] * 6
+    assert mesh.traffic()["all_reduce"] == 2 * (len(own) - 1) * 24 // len(own)
+    shard = mesh.shard.joint_buffers([(2, torch.float32)])[0]
+    shard.local.fill_(float(me))
+    mesh.shard.fence()
+    gathered = torch.empty(2 * len(own))
+    mesh.shard.all_gather(gathered, shard).wait()
+    assert gathered.tolist() == [float(rank) for rank in own for _ in range(2)]
+    mesh.shard.fence()
+    assert mesh.device_mesh is not None and mesh.device_mesh.mesh.tolist() == [own]
+    assert mesh.device_mesh.get_group("dp_shard") is group
+    assert mesh.members is not None and mesh.members.timeout_s == 17.0
+    names = [type(mesh.shard).__name__, str(mesh)]
+    mesh.close()
+    mesh.close()
+    rows = [torch.zeros(1) for _ in own]
+    dist.all_gather(rows, torch.tensor([float(me)]), group=group)  # the program's own group is as it was
+    assert [int(row) for row in rows] == own
+    return names
+
+
+@pytest.mark.parametrize("shared_memory", [None, False])
+def test_ranks_of_a_group_are_a_mesh(shared_memory: bool | None) -> None:
+    for name, lists in GROUPS.items():
+        for rank, (kind, text) in enumerate(run_ranks(4, facts, name, shared_memory)):
+            own = next(ranks for ranks in lists if rank in ranks)
+            expected = "LocalGroup" if len(own) == 1 else "GlooGroup" if shared_memory is False else "SharedGroup"
+            assert kind == expected and (len(own) == 1 or f"of ranks {own}" in str(text))
+
+
+def hybrid() -> None:
+    """Three of four ranks would not divide; all four in a group of their own do, and know the default one no better."""
+    group = dist.new_group(list(range(4)), backend="gloo")
+    mesh, me = create(group, 2, 2), dist.get_rank()
+    assert mesh.shard.exchange([me]) == [[me // 2 * 2], [me // 2 * 2 + 1]]
+    assert mesh.replicate.exchange([me]) == [[me % 2], [me % 2 + 2]]
+    assert mesh.world.exchange([me]) == [[0], [1], [2], [3]] and len(mesh.groups) == 3
+    assert mesh.device_mesh is not None and mesh.device_mesh.mesh.tolist() == [[0, 1], [2, 3]]
+    mesh.close()
+    number, part = join([[0, 2, 3], [1]])
+    if number == 0:
+        with pytest.raises(ValueError, match="3 ranks cannot be divided into groups of 2"):
+            create(part, 2)
+
+
+def test_a_group_is_divided_by_the_plan() -> None:
+    run_ranks(4, hybrid)
+
+
+def often() -> list[int]:
+    """Made again and again, by ranks that have had different numbers of groups."""
+    me, counts = dist.get_rank(), []
+    if me < 2:  # torch's own names for groups made by their members alone count the groups that a rank has
+        for _ in range(me + 1):
+            dist.new_group([me], backend="gloo", use_local_synchronization=True)
+    for turn in range(3):
+        _, group = join(GROUPS["strided"] if turn % 2 else GROUPS["pairs"])
+        for shared in (None, False):
+            for _ in range(2):
+                mesh = create(group, shared=shared)
+                assert len(mesh.world.exchange([me])) == 2
+                mesh.close()
+        dist.destroy_process_group(group)
+        gc.collect()
+        dist.barrier()
+        counts.append(len(os.listdir("/proc/self/fd")))
+    return counts
+
+
+def test_nothing_is_left_and_no_name_comes_twice() -> None:
+    for counts in run_ranks(4, often):
+        assert counts[2] <= counts[0] + 8, counts
+
+
+def at_different_times() -> int:
+    """One group makes meshes while the ranks of the other wait for it in something else."""
+    number, group = join(GROUPS["strided"])
+    for turn in (0, 1):
+        if number == turn:
+            for _ in range(turn + 1):
+                mesh = create(group)
+                assert mesh.world.exchange([number]) == [[number]] * 2
+                mesh.close()
+        dist.barrier()
+    return number
+
+
+def test_groups_do_not_wait_for_each_other() -> None:
+    assert run_ranks(4, at_different_times, timeout=30.0) == [0, 1, 0, 1]
+
+
+# ---- errors
+
+
+def strangers() -> list[str]:
+    said = []
+    alone = dist.new_group([0], backend="gloo")
+    gone = dist.new_group([0, 1], backend="gloo")
+    dist.destroy_process_group(gone)
+    for group in (alone, gone, "data", 3):
+        try:
+            create(group).close()  # type: ignore[arg-type]
+            said.append("made")
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_group_that_this_rank_is_not_in() -> None:
+    member, other = run_ranks(2, strangers)
+    assert member[0] == "made" and "rank 1 is no member" in other[0] and other[0].startswith("group=-100")
+    for said in (member, other):
+        assert "was destroyed" in said[1] and "'data' is no process group" in said[2] and "3 is no process" in said[3]
+
+
+def test_without_torch_distributed_there_are_no_groups() -> None:
+    assert ranks_of("group", None) == (0,)
+    with pytest.raises(ValueError, match=r"without torch\.distributed"):
+        create("some")  # type: ignore[arg-type]
+
+
+def disagreeing() -> str:
+    _, group = join(GROUPS["three_and_one"])
+    if dist.get_rank() == 2:
+        return ""
+    sizes = (3, 1) if dist.get_rank() == 1 else (1, 3)
+    with pytest.raises(ValueError, match="want different things") as caught:
+        create(group, *sizes)
+    with pytest.raises(ValueError, match=r"shared_memory differs between the ranks of group 'dp_shard of ranks"):
+        create(group, shared=dist.get_rank() == 1)
+    return str(caught.value)
+
+
+def test_members_that_want_different_meshes() -> None:
+    said = run_ranks(4, disagreeing)
+    assert said[0] == said[1] == said[3]
+    assert "rank 1: {'dp_replicate': 1, 'dp_shard': 3}" in said[0] and "rank 3: {'dp_replicate': 3" in said[0]
+
+
+def refused() -> list[int]:
+    """Memory that only one group's ranks may not share: that group alone falls back, or fails, and is left clean."""
+    number, group = join(GROUPS["pairs"])
+    before = len(dist.distributed_c10d._world.pg_map)
+    with transport(gloo=number == 1):
+        if number == 1:
+            with pytest.raises(ValueError, match=r"ranks of group 'dp_shard of ranks \[2, 3\]' cannot share memory"):
+                create(group, shared=True)
+            assert len(dist.distributed_c10d._world.pg_map) == before
+        mesh = create(group)
+    kind = type(mesh.shard).__name__
+    assert [row[0] for row in mesh.world.exchange([dist.get_rank()])] == GROUPS["pairs"][number]
+    mesh.close()
+    return [number, int(kind == "GlooGroup")]
+
+
+def test_one_group_may_share_memory_and_another_not() -> None:
+    assert run_ranks(4, refused) == [[0, 0], [0, 0], [1, 1], [1, 1]]
+
+
+def lost(gloo: bool) -> tuple[str, float]:
+    """Rank 2 of the second group does not come; the time-out is that group's, and the first group never knows."""
+    number, group = join(GROUPS["pairs"], 2.0 if dist.get_rank() >= 2 else 60.0)
+    with transport(gloo):
+        mesh = create(group)
+    started, said = time.monotonic(), ""
+    if number == 0:
+        for turn in range(20):
+            assert mesh.world.exchange([turn], "the gradient norm") == [[turn]] * 2
+    elif dist.get_rank() == 3:
+        with pytest.raises(PeerError) as caught:
+            mesh.world.exchange([1.0], "the gradient norm")
+        said = str(caught.value)
+    took = time.monotonic() - started
+    dist.barrier()
+    mesh.close()
+    return said, took
+
+
+@pytest.mark.parametrize("gloo", [False, True])
+def test_a_lost_rank_is_its_own_groups_affair(gloo: bool) -> None:
+    results = run_ranks(4, lost, gloo)
+    said, took = results[3]
+    assert "dp_shard of ranks [2, 3]" in said and took < 20.0
+    assert all(took < 20.0 for _, took in results)
+
+
+def absent() -> str:
+    """A member that never comes to the making of the mesh."""
+    _, group = join(GROUPS["strided"], 1.0 if dist.get_rank() == 1 else 60.0)
+    if dist.get_rank() == 1:
+        with pytest.raises(PeerError, match=r"agreeing among ranks \[1, 3\] failed on rank 1") as caught:
+            create(group)
+        return str(caught.value)
+    if dist.get_rank() != 3:
+        create(group).close()
+    return ""
+
+
+def test_a_member_that_does_not_come() -> None:
+    assert "did not come in time" in run_ranks(4, absent)[1]
+
+
+def crossing() -> None:
+    me = dist.get_rank()
+    _, data = join(GROUPS["strided"])
+    number, parts = join(GROUPS["pairs"])
+    mesh = create(data)
+    with pytest.raises(ValueError, match=rf"share ranks \[{(me + 2) % 4}\] beside rank {me}: give groups that cross"):
+        mesh.join_model_parallel(data)
+    mesh.join_model_parallel(parts)
+    assert mesh.model_parallel is not None and mesh.model_parallel.rank == me % 2
+    assert mesh.model_parallel.exchange([me]) == [[2 * number], [2 * number + 1]]
+    assert len(mesh.groups) == 3 and mesh.traffic()["exchange"] == sum(g.traffic.total() for g in mesh.groups)
+    mesh.join_model_parallel(parts)  # once more changes nothing
+    assert len(mesh.groups) == 3
+    _, others = join([[0, 3], [1, 2]])
+    with pytest.raises(RuntimeError, match="has the model-parallel group of ranks"):
+        mesh.join_model_parallel(others)
+    mesh.close()
+
+
+def test_model_parallel_groups_cross_the_data_parallel_ones() -> None:
+    run_ranks(4, crossing)
+
+
+def named() -> list[str]:
+    _, group = join(GROUPS["pairs"])
+    first, second = Members(group), Members(group)
+    return [str(members.new_group("x", members.ranks, "gloo").group_name) for members in (first, first, second)]
+
+
+def test_all_members_have_the_same_names_and_nobody_else_has() -> None:
+    names = run_ranks(4, named)
+    assert names[0] == names[1] and names[2] == names[3] and len({*names[0], *names[2]}) == 6
+
+
+def test_a_default_group_bound_to_a_device_is_not_split() -> None:
+    """That takes all ranks. The binding comes back, also after an error."""
+    default = SimpleNamespace(bound_device_id="cuda:0")
+    with pytest.raises(KeyError), unbound(default):
+        assert default.bound_device_id is None
+        raise KeyError
+    assert default.bound_device_id == "cuda:0"
