@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -23,6 +24,12 @@ from shardwise.optim.offload import MomentStore, OffloadedMoments
 __all__ = ["CPUAdam", "FusedAdam", "HybridAdam"]
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+NOT_HERE = {
+    "amsgrad": "there is no AMSGrad variant: use torch.optim.AdamW for it",
+    "capturable": "the learning rate is read as a number, so a step cannot be captured in a CUDA graph; leave it out",
+    "differentiable": "updates are made in place; leave it out",
+}
+"""Options of torch's groups that would change what a step does; ``foreach`` and ``fused`` only choose a kernel."""
 
 
 def _check_numbers(lr: float | Tensor, betas: Sequence[float], eps: float, weight_decay: float) -> None:
@@ -72,13 +79,19 @@ class _Adam(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters with options of its own.
 
+        ``maximize`` counts as in torch, and may differ between groups. ``foreach`` and ``fused`` change nothing: there
+        is one kernel for each kind of device.
+
         Raises:
-            ValueError: a number is out of range, or a parameter is complex.
+            ValueError: a number is out of range, a parameter is complex, or the group asks for ``amsgrad``,
+                ``capturable`` or ``differentiable``.
         """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
             _check_numbers(group["lr"], group["betas"], group["eps"], group["weight_decay"])
+            for option in (name for name in NOT_HERE if group.get(name)):
+                raise ValueError(f"{option}={group[option]} in a group of {type(self).__name__}: {NOT_HERE[option]}")
             for param in group["params"]:
                 if not param.is_floating_point():
                     raise ValueError(
@@ -131,10 +144,7 @@ class _Adam(torch.optim.Optimizer):
 
     def _step_group(self, params: list[Tensor], rule: AdamRule, scale: float) -> None:
         states = [self._state_of(param) for param in params]
-        steps = [state["step"] for state in states]
-        if steps:
-            # A Python number would be made a tensor once for each step count.
-            torch._foreach_add_(steps, torch.ones(()), alpha=1.0)
+        _count_step([state["step"] for state in states])
         slots = []
         for param, state in zip(params, states, strict=True):
             gradient = param.grad
@@ -222,7 +232,8 @@ class _Adam(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the state of one of these optimizers, of ``torch.optim.Adam`` or ``AdamW``, or ColossalAI's.
 
-        Moments keep their precision, also those of 16-bit parameters. ``adamw_mode`` stays what it is here.
+        Moments keep their precision, also those of 16-bit parameters. ``adamw_mode`` stays what it is here; a state
+        whose weight decay was made in the other way is taken with a warning.
 
         Raises:
             ValueError: the groups differ, or the state is of the AMSGrad variant.
@@ -243,6 +254,7 @@ class _Adam(torch.optim.Optimizer):
         before = self.state, self.param_groups
         try:
             super().load_state_dict(state_dict)
+            self._drop_torchs_mode()
             numbers = [n for group in seen[0]["param_groups"] for n in group["params"]]
             params = [p for group in self.param_groups for p in group["params"]]
             self._take_moments(params, [seen[0]["state"].get(number) for number in numbers])
@@ -251,6 +263,18 @@ class _Adam(torch.optim.Optimizer):
             raise
         finally:
             handle.remove()
+
+    def _drop_torchs_mode(self) -> None:
+        """torch's groups say whether weight decay is decoupled; here ``adamw_mode`` does."""
+        modes = [group.pop("decoupled_weight_decay", self.adamw_mode) for group in self.param_groups]
+        other = [g["weight_decay"] for g, mode in zip(self.param_groups, modes, strict=True) if mode != self.adamw_mode]
+        if any(other):
+            warnings.warn(
+                f"the state was made with decoupled_weight_decay={not self.adamw_mode} and weight_decay={other}, and "
+                f"this {type(self).__name__} goes on with adamw_mode={self.adamw_mode}: make it with "
+                f"adamw_mode={not self.adamw_mode} to go on alike",
+                stacklevel=3,
+            )
 
     @torch.no_grad()
     def _take_moments(self, params: list[Tensor], states: list[dict[str, Any] | None]) -> None:
@@ -306,6 +330,16 @@ class _Adam(torch.optim.Optimizer):
         self.__dict__.setdefault("_offload", None)
         for group in self.param_groups:
             group.setdefault("bias_correction", self.defaults["bias_correction"])
+
+
+def _count_step(steps: list[Tensor]) -> None:
+    """Add 1 to every step count, in one call for each device."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for step in steps:
+        by_device.setdefault(step.device, []).append(step)
+    for device, several in by_device.items():
+        # A Python number would be made a tensor once for each step count; CUDA wants that tensor where the counts are.
+        torch._foreach_add_(several, torch.ones((), device=device), alpha=1.0)
 
 
 def _flat_gradient(param: Tensor) -> Tensor:

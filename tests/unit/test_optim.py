@@ -11,34 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from optim_setup import KINDS, SHAPES, Kind, assert_close, make_params, set_gradients
 from torch import Tensor, nn
 
 from shardwise.nn import optimizer as front
-from shardwise.optim import AdamRule, AdamSlot, AdamTiles, CPUAdam, FusedAdam, HybridAdam, adam_reference
+from shardwise.optim import AdamRule, AdamSlot, AdamTiles, FusedAdam, HybridAdam, adam_reference
 
-SHAPES = [(3,), (), (0,), (1, 1), (17, 5), (129,), (2, 3, 4), (64, 33)]
-KINDS = [CPUAdam, HybridAdam, FusedAdam]
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
-Kind = Callable[..., Any]
-
-
-def make_params(dtype: torch.dtype, shapes: list[tuple[int, ...]] = SHAPES) -> list[nn.Parameter]:
-    generator = torch.Generator().manual_seed(0)
-    return [nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)) for shape in shapes]
-
-
-def set_gradients(params: list[nn.Parameter], seed: int, skip: int = -1) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for index, param in enumerate(params):
-        value = torch.randn(param.shape, generator=generator, dtype=torch.float64).to(param.dtype)
-        param.grad = None if index == skip else value
-
-
-def assert_close(actual: list[Any], expected: list[Any], tolerance: float) -> None:
-    for index, (a, b) in enumerate(zip(actual, expected, strict=True)):
-        difference = (a.detach().double() - b.detach().double()).abs()
-        # "not all <=" so that NaN fails.
-        assert bool((difference <= tolerance * (1 + b.detach().double().abs())).all()), (index, difference.max())
 
 
 def moments(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> list[Tensor]:
@@ -302,8 +281,9 @@ def test_frozen_and_unused_parameters_have_no_state() -> None:
     assert torch.equal(used.detach(), before)
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("adamw_mode", [True, False])
-def test_state_moves_between_torch_and_here(adamw_mode: bool) -> None:
+def test_state_moves_between_torch_and_here(kind: Kind, adamw_mode: bool) -> None:
     """torch, then ours, then torch, against torch all the way."""
     other = torch.optim.AdamW if adamw_mode else torch.optim.Adam
     options = {"lr": 0.02, "weight_decay": 0.1}
@@ -313,7 +293,7 @@ def test_state_moves_between_torch_and_here(adamw_mode: bool) -> None:
     for step in range(9):
         if step in (3, 6):
             state = copy.deepcopy(current.state_dict())
-            current = HybridAdam(travelling, lr=9.0, adamw_mode=adamw_mode) if step == 3 else other(travelling, lr=9.0)
+            current = kind(travelling, lr=9.0, adamw_mode=adamw_mode) if step == 3 else other(travelling, lr=9.0)
             current.load_state_dict(state)
         for params in (straight, travelling):
             set_gradients(params, step)
