@@ -106,17 +106,22 @@ class Session:
         return self.engine.meter.stats if self.engine.meter is not None else None
 
     def use_memory_stats(self, stats: MemStats) -> None:
-        """Place by a trace that was made earlier for this model and plan, without a warm-up step (``auto``).
+        """Place by a trace that was made earlier, without a warm-up step (``auto``).
+
+        Args:
+            stats: what :meth:`memory_stats` gave for the same model and plan, or
+                :func:`~shardwise.memory.trace.trace_memory` for the same model.
 
         Raises:
-            ValueError: its units have other names or sizes than this model's, or the plan has no device capacity.
+            ValueError: its units or modules have other names or sizes than this model's, or the plan has no device
+                capacity.
         """
         if self.engine.meter is None:
             raise ValueError(
                 f"a trace for a plan with a device capacity of {self.engine.ledger.capacity_bytes}: declare one, and "
                 "give a trace that the same plan recorded"
             )
-        self.engine.meter.use(stats)
+        self.engine.meter.use(self.engine.by_units(stats))
 
     def close(self) -> None:
         """Remove the hooks from the model. Call :meth:`ShardedModule.state_dict` first if it is still needed."""

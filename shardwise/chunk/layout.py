@@ -92,6 +92,11 @@ class UnitSpec:
     chunks: tuple[int, ...]
     module: str | None
 
+    @property
+    def title(self) -> str:
+        """What traces and pictures call it."""
+        return self.module or f"unit {self.index}"
+
 
 @dataclass(frozen=True)
 class Layout:

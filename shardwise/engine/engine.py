@@ -22,12 +22,14 @@ from shardwise.engine.grads import ChunkGrads
 from shardwise.engine.guards import Guards, check_shardable
 from shardwise.engine.hooks import GatherHooks
 from shardwise.engine.meter import MemoryMeter
+from shardwise.engine.outside_trace import of_units
 from shardwise.engine.passes import BackwardPasses
 from shardwise.engine.reducer import Reducer
 from shardwise.engine.staging import gather_shards
 from shardwise.engine.storage import Storage
 from shardwise.engine.writer import ValueWriter
 from shardwise.memory.ledger import DeviceMemoryError
+from shardwise.memory.stats import MemStats
 from shardwise.memory.tier import Tier
 from shardwise.mesh import Mesh
 from shardwise.plan import Plan
@@ -147,11 +149,13 @@ class Engine:
     def _install_hooks(self) -> None:
         unit_of: dict[int, int] = {}
         blocks: dict[str, list[int]] = {}
+        # Where nothing is gathered the trace is all that the hooks are for.
+        traced = self.meter is not None and all(chunk.resident for chunk in self.chunks)
         for chunk in self.chunks:
-            if not chunk.resident or self._renews_late(chunk):
+            if not chunk.resident or self._renews_late(chunk) or traced:
                 unit_of.update({id(param): chunk.spec.unit for param in chunk.params})
         for unit in self.layout.units:
-            if unit.module is not None and any(not self.chunks[c].resident for c in unit.chunks):
+            if unit.module is not None and (traced or any(not self.chunks[c].resident for c in unit.chunks)):
                 blocks.setdefault(unit.module, []).append(unit.index)
         if unit_of:
             self.hooks = GatherHooks(self.model, self.pool, unit_of, blocks, self.passes.note)
@@ -159,8 +163,11 @@ class Engine:
         for chunk_index, state in self.grads.items():
             for slot_index, param in enumerate(self.chunks[chunk_index].params):
                 on_grad = partial(self._on_grad, state, slot_index)
-                handle = param.register_post_accumulate_grad_hook(on_grad)  # type: ignore[no-untyped-call]
-                self._remove.append(handle.remove)
+                handles = [param.register_post_accumulate_grad_hook(on_grad)]  # type: ignore[no-untyped-call]
+                if traced:  # backward gathers nothing, so its moments are those at which a gradient is complete
+                    seen = partial(self._saw_grad, state.spec.unit)
+                    handles += [param.register_post_accumulate_grad_hook(seen)]  # type: ignore[no-untyped-call]
+                self._remove += [handle.remove for handle in handles]
         self.guards = Guards(self.model, self.params, self.chunks, self.layout, self.pool)
         self.model.zero_grad = self._zero_all  # type: ignore[method-assign]
         self._remove += [self.guards.remove, lambda: self.model.__dict__.pop("zero_grad", None) and None]
@@ -171,6 +178,14 @@ class Engine:
             meter = self.meter
             left = self.model.register_forward_hook(lambda *_: meter.leave(), always_call=True)
             self._remove += [left.remove, meter.leave_all]
+
+    def _saw_grad(self, unit: int, _param: torch.Tensor) -> None:
+        self.pool.acquire(unit)
+
+    def by_units(self, stats: MemStats) -> MemStats:
+        """A trace of the model's modules becomes one of the units that these use; any other stays what it is."""
+        units_of = self.hooks.units_of if self.hooks is not None else {}
+        return of_units(stats, self.model, units_of, self.pool) or stats
 
     # ---- updates during backward
 

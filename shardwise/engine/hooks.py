@@ -105,6 +105,8 @@ class GatherHooks:
         self.model, self.pool, self._unit_of = model, pool, unit_of
         self._in_backward_pass = in_backward_pass
         self._names = {id(param): name for name, param in model.named_parameters()}
+        self.units_of: dict[str, list[int]] = {}
+        """By name of a module: what it acquires before its forward pass."""
         self._frames: list[tuple[nn.Module, list[int]]] = []
         self._saved: torch.autograd.graph.saved_tensors_hooks | None = None
         self._saved_hooks = _outside_compile(self._pack), _outside_compile(self._unpack)
@@ -118,6 +120,7 @@ class GatherHooks:
             blocks = units_of_module.get(name, [])
             units = sorted(own | set(blocks))
             around = {u for block, held in units_of_module.items() if name.startswith(block + ".") for u in held}
+            self.units_of[name] = units
             # The root always has a frame: code in its forward may read any parameter.
             if units or module is model:
                 self._install(module, units, covered=bool(units) and around.issuperset(units))

@@ -194,8 +194,7 @@ class MemoryMeter:
                 )
 
     def _name(self, unit: int) -> str:
-        module = self._pool.units[unit].module if self._pool is not None else None
-        return module or f"unit {unit}"
+        return self._pool.units[unit].title if self._pool is not None else f"unit {unit}"
 
     def budget_bytes(self) -> int:
         """Bytes of gathered parameters that may be on the device at the use that begins (``auto`` only)."""

@@ -34,7 +34,8 @@ from shardwise.chunk.policy import Trace
 from shardwise.chunk.replay import simulate
 from shardwise.memory.stats import MemStats
 from shardwise.memory.tier import Tier
-from shardwise.plan import TierPlan, zero
+from shardwise.memory.trace import trace_memory
+from shardwise.plan import TierPlan, on_device, zero
 from shardwise.testing import run_ranks
 
 ROOMY = 100 * BLOCK_BYTES
@@ -319,6 +320,39 @@ def test_a_saved_trace_replaces_the_warm_up_step(tmp_path: Path) -> None:
     assert found["wrong"].state == found["skips"].state
 
 
+def with_a_trace_of_modules() -> dict[str, Any]:
+    """The same from ``trace_memory``, which knows modules and no units."""
+    model, tiers = partial(Stack, PLAIN), auto(12 * BLOCK_BYTES, warmup=1.0)
+    outside = trace_memory(model(), x_of(0, 0), lambda module, x: module(x).square().mean())
+    found: dict[str, Any] = {"first": train(model, plan_of(tiers), None)}
+    orders: list[tuple[int, ...]] = []
+
+    def prepare(session: Session) -> None:
+        session.use_memory_stats(outside)
+        stats = session.memory_stats()
+        assert stats is not None
+        orders.append(stats.order)
+
+    found["second"] = train(model, plan_of(tiers), None, prepare=prepare)
+    found["order"] = orders[0]
+    network = Stack(SKIPS)
+    session = build(network, torch.optim.SGD(network.parameters(), lr=0.1), plan_of(tiers))
+    other = trace_memory(torch.nn.Linear(WIDTH, WIDTH), torch.randn(2, WIDTH))
+    with pytest.raises(ValueError, match="unit 0 is"):
+        session.use_memory_stats(other)
+    session.close()
+    session.mesh.close()
+    return found
+
+
+def test_a_trace_of_modules_replaces_the_warm_up_step() -> None:
+    found = run_ranks(1, with_a_trace_of_modules)[0]
+    first, second = found["first"], found["second"]
+    assert first.state == second.state
+    assert found["order"] == first.stats.order
+    assert first.moved[0] > first.moved[-1] and second.moved == [first.moved[-1]] * 4
+
+
 # ---- through the plugin
 
 
@@ -354,3 +388,20 @@ def test_a_model_far_smaller_than_a_chunk_through_the_plugin(ranks: int, tmp_pat
 
 def test_sizes() -> None:
     assert BLOCK_BYTES == 4 * (8 * WIDTH * WIDTH + 5 * WIDTH)
+
+
+# ---- where nothing is gathered
+
+
+def moments_without_gathers() -> list[tuple[str, str]]:
+    limited = dataclasses.replace(on_device(), device_capacity_bytes=ROOMY)
+    found = train(partial(Stack, PLAIN), plan_of(limited), None, watched=False)
+    assert found.stats is not None and found.stats.peak_non_model_bytes > 0
+    return [(moment.name, moment.phase) for moment in found.stats.moments]
+
+
+def test_a_trace_where_nothing_is_gathered() -> None:
+    seen = run_ranks(1, moments_without_gathers)[0]
+    order = list(dict.fromkeys(name for name, phase in seen if phase == "forward"))
+    back = list(dict.fromkeys(name for name, phase in seen if phase == "backward"))
+    assert len(order) == len(PLAIN[0]) and back == order[::-1]
