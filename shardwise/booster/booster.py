@@ -29,7 +29,7 @@ class SaveOptions(TypedDict, total=False):
 
     ``tag`` (default ``step-<step>``), ``step`` (default: updates so far), ``data_position`` (where this rank is in its
     data) and ``user_state`` (rank 0's): numbers, strings, tensors and containers of them; ``keep``: how many
-    checkpoints remain; ``use_async``.
+    whole checkpoints remain; ``use_async``.
     """
 
     tag: str
@@ -53,7 +53,7 @@ class Booster:
 
     Raises:
         NotImplementedError: ``mixed_precision`` is ``"fp16_apex"``, ``"fp16_naive"`` or ``"fp8"``.
-        ValueError: it is another unknown name.
+        ValueError: it is another unknown name, or ``device`` is no device.
         TypeError: an argument of the wrong kind.
     """
 
@@ -81,7 +81,10 @@ class Booster:
             )
             mixed_precision = None
         self.plugin = plugin
-        self.device = None if device is None else torch.device(device)
+        try:
+            self.device = None if device is None else torch.device(device)
+        except (RuntimeError, TypeError):
+            raise ValueError(f"device={device!r}: give a torch.device or its name, such as 'cpu' or 'cuda:0'") from None
         self.mixed_precision = mixed_precision
         self._runs, self._files = Runs(), PortableFiles()
 

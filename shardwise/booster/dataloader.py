@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -61,6 +62,7 @@ def distributed_dataloader(
     and a run repeats itself. ``options`` are further arguments of ``DataLoader``.
 
     Raises:
+        TypeError: ``seed`` is no number.
         ValueError: ``options`` holds something that the sampler decides.
     """
     clash = sorted({"sampler", "batch_sampler"} & options.keys())
@@ -69,6 +71,8 @@ def distributed_dataloader(
             f"{clash[0]}={options[clash[0]]!r}: prepare_dataloader makes the sampler itself; give "
             "distributed_sampler_cls, or build torch.utils.data.DataLoader yourself and pass it to boost"
         )
+    if not isinstance(seed, Integral):
+        raise TypeError(f"seed={seed!r}: give a whole number")
     if "generator" not in options:
         options = {**options, "generator": torch.Generator().manual_seed(seed + replicas[0])}
     return DataLoader(dataset, batch_size=batch_size, sampler=sampler, **options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +44,13 @@ def target(path: str | Path, suffix: str) -> Path:
     return wanted
 
 
-def _check(shard: bool, gather_dtensor: bool, size_per_shard: float) -> None:
+def _check(shard: bool, gather_dtensor: bool, size_per_shard: float, prefix: str | None) -> None:
     if not gather_dtensor:
         raise NotImplementedError(f"gather_dtensor={gather_dtensor}: files hold full tensors; leave it True")
-    if not size_per_shard > 0:
-        raise ValueError(f"size_per_shard={size_per_shard}: give a size in MB > 0")
+    if not isinstance(size_per_shard, Real) or not size_per_shard > 0:
+        raise ValueError(f"size_per_shard={size_per_shard!r}: give a size in MB > 0")
+    if shard and prefix is not None and (not isinstance(prefix, str) or "/" in prefix):
+        raise ValueError(f"prefix={prefix!r}: give a part of the files' names, without '/'")
     if size_per_shard != SIZE_PER_SHARD and not shard:
         warnings.warn(f"size_per_shard={size_per_shard} has no effect: shard=False writes one file", stacklevel=4)
 
@@ -66,7 +69,7 @@ def model_writer(
     Raises:
         NotImplementedError, ValueError: an argument that cannot be carried out.
     """
-    _check(shard, gather_dtensor, size_per_shard)
+    _check(shard, gather_dtensor, size_per_shard, prefix)
     if shard:
         config, generation = _configurations(module)
         return lambda source: write_huggingface(
@@ -92,7 +95,7 @@ def optimizer_writer(
     Raises:
         NotImplementedError, ValueError: an argument that cannot be carried out.
     """
-    _check(shard, gather_dtensor, size_per_shard)
+    _check(shard, gather_dtensor, size_per_shard, prefix)
     if shard:
         return lambda source: write_colossalai_optimizer(source, checkpoint, size_per_shard, prefix)
     if prefix is not None:

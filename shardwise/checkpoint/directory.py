@@ -16,7 +16,7 @@ from typing import Any
 
 from shardwise.checkpoint.file_system import DISK
 from shardwise.checkpoint.files import CheckpointError
-from shardwise.checkpoint.format import MANIFEST, Head, has_pieces, read_head
+from shardwise.checkpoint.format import MANIFEST, Head, has_pieces, read_files, read_head
 from shardwise.checkpoint.source import CheckpointDamage
 from shardwise.memory.disk_errors import explain
 
@@ -38,7 +38,8 @@ class Found:
 
 def check_tag(tag: str) -> str:
     """Raises ValueError for a name that cannot be a directory's or means something else."""
-    if not tag or tag.startswith(".") or "/" in tag or "\0" in tag or tag in (LATEST, f"{LATEST}.partial", "auto"):
+    plain = isinstance(tag, str) and tag and not tag.startswith(".") and "/" not in tag and "\0" not in tag
+    if not plain or tag in (LATEST, f"{LATEST}.partial", "auto"):
         raise ValueError(
             f"tag {tag!r}: give a plain file name without '/', not starting with '.', not 'latest' or 'auto'"
         )
@@ -90,10 +91,12 @@ class CheckpointRoot:
         root: made where it is missing.
         files: the file system.
         latest: whether a file ``latest`` names the newest checkpoint.
+        damaged: real paths of checkpoints that a load found damaged; those that are replaced are taken out.
     """
 
-    def __init__(self, root: str, files: Any = DISK, latest: bool = True) -> None:
+    def __init__(self, root: str, files: Any = DISK, latest: bool = True, damaged: set[str] | None = None) -> None:
         self.root, self._files, self._latest = root, files, latest
+        self._damaged = set() if damaged is None else damaged
         self._lock: int | None = None
 
     def _hidden(self, tag: str, kind: str) -> str:
@@ -167,6 +170,7 @@ class CheckpointRoot:
             self._take_back(hidden, final, old)
             raise
         self._unlock()
+        self._damaged.discard(os.path.realpath(final))
         if old is not None:
             self._files.remove_tree(old)
 
@@ -189,9 +193,19 @@ class CheckpointRoot:
         self._files.sync_directory(self.root)
 
     def purge(self, keep: int) -> list[str]:
-        """Remove all but the ``keep`` newest, each by one rename before it is deleted; returns their tags."""
-        removed = []
-        for each in [found for found in scan(self.root) if found.head is not None][keep:]:
+        """Remove what is older than the ``keep`` newest whole checkpoints, each by one rename before it is deleted.
+
+        Whole are those whose files are there and as long as they were written. What is in them is not read, but those
+        that a load found damaged do not count either. Returns the tags of what was removed.
+        """
+        removed: list[tuple[str, str]] = []
+        whole = 0
+        for each in scan(self.root):
+            if each.head is None:  # it may be the newest of all: somebody should look at it
+                continue
+            if whole < keep:
+                whole += self._is_whole(each)
+                continue
             gone = self._hidden(each.tag, "purged")
             self._files.rename(each.path, gone)
             removed.append((each.tag, gone))
@@ -200,6 +214,15 @@ class CheckpointRoot:
         for _, gone in removed:
             self._files.remove_tree(gone)
         return [tag for tag, _ in removed]
+
+    def _is_whole(self, found: Found) -> bool:
+        if os.path.realpath(found.path) in self._damaged:
+            return False
+        try:
+            facts = read_files(found.path)
+            return all(os.stat(os.path.join(found.path, fact.name)).st_size == fact.nbytes for fact in facts)
+        except (CheckpointDamage, FileNotFoundError):
+            return False
 
     def discard(self, hidden: str) -> None:
         """Remove what :meth:`prepare` made."""

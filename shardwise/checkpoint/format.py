@@ -32,6 +32,7 @@ __all__ = [
     "has_pieces",
     "hexadecimal",
     "merge_pieces",
+    "read_files",
     "read_head",
     "read_manifest",
 ]
@@ -204,6 +205,17 @@ def read_manifest(directory: str) -> Manifest:
         CheckpointDamage: it is damaged, missing beside the files that it describes, or cannot be read.
     """
     return decode_manifest(*_read(directory))
+
+
+def read_files(directory: str) -> tuple[FileFact, ...]:
+    """The files that its manifest names.
+
+    Raises:
+        FileNotFoundError, CheckpointDamage: as :func:`read_manifest` does.
+    """
+    content, path = _read(directory)
+    _check_last_line(content, path)
+    return tuple(FileFact(*each) for each in json.loads(content)["files"])
 
 
 def read_head(directory: str) -> Head:

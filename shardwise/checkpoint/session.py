@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ class Checkpointer:
         self._background = Background()
         self._image: HostImage | None = None
         self._group: Ranks | None = None
+        self._damaged: set[str] = set()
         self.steps = 0
         """Updates so far, those before a restored checkpoint included."""
         self.latest = True
@@ -71,7 +73,8 @@ class Checkpointer:
             lr_schedulers: anything with ``state_dict``.
             data_position: where this rank is in its data: numbers, strings, tensors, lists, tuples, dicts.
             user_state: the same, of rank 0.
-            keep: remove all but the ``keep`` newest afterwards.
+            keep: remove afterwards what is older than the ``keep`` newest whole ones. One of which a file is missing or
+                cut off does not count, nor one that :meth:`load` skipped as damaged.
             use_async: copy to host memory and return; a thread writes. A save that still runs is waited for first, and
                 its error raised here or in :meth:`wait`.
 
@@ -81,17 +84,20 @@ class Checkpointer:
         Raises:
             CheckpointError: on every rank, when one could not write (no space, no permission, a failed device) or an
                 asynchronous save before this one failed; earlier checkpoints are as they were, training can go on.
-            ValueError: a tag that is no plain name, ``keep`` < 1, or something that a checkpoint cannot hold.
+            ValueError: a tag that is no plain name, ``keep`` < 1, a step that is no number, or something that a
+                checkpoint cannot hold.
         """
-        if keep is not None and keep < 1:
-            raise ValueError(f"keep={keep}: give how many checkpoints remain, at least 1, or None for all")
-        step = self.steps if step is None else step
+        if keep is not None and (not isinstance(keep, Integral) or keep < 1):
+            raise ValueError(f"keep={keep!r}: give how many checkpoints remain, at least 1, or None for all")
+        if step is not None and not isinstance(step, Integral):
+            raise ValueError(f"step={step!r}: give a whole number, or None for the number of updates")
+        step = self.steps if step is None else int(step)
         tag = check_tag(f"step-{step}" if tag is None else tag)
         self.wait()
         run = self._run
         run.settle()
         given = Given(step, self.steps, lr_schedulers, data_position, user_state)
-        owner = CheckpointRoot(os.fspath(root), self._files, self.latest) if run.rank == 0 else None
+        owner = CheckpointRoot(os.fspath(root), self._files, self.latest, self._damaged) if run.rank == 0 else None
         hidden, serial, first_digests = self._prepare(owner, os.fspath(root), tag)
         contents: Contents | None = None
         failure: Exception | None = None
@@ -136,7 +142,7 @@ class Checkpointer:
 
     def _start(self, job: SaveJob, values: Callable[[], Iterable[torch.Tensor]]) -> None:
         if self._group is None:
-            self._group = Ranks(own=True)
+            self._group = Ranks(own=True, members=self._run.members)
         if self._image is None:
             self._image = HostImage(pin=self._run.device.type == "cuda")
         group = self._group
@@ -213,4 +219,6 @@ class Checkpointer:
         restored = restore(self._run, os.fspath(root), tag, strict, lr_schedulers)
         if restored is not None:
             self.steps = restored.updates
+            self._damaged.discard(os.path.realpath(restored.path))
+            self._damaged.update(map(os.path.realpath, restored.skipped))
         return restored

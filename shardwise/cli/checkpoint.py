@@ -193,7 +193,7 @@ def _inspect(options: argparse.Namespace) -> int:
             json.dump({"format": _format_of(source), "tensors": listed, "state_bytes": state_bytes}, sys.stdout)
             print()
             return 0
-        print(f"{options.path}: {_format_of(source)}")
+        print(f"{_place_of(source, options.path)}: {_format_of(source)}")
         width = max((len(name) for name in facts), default=0)
         for name, fact in facts.items():
             shape = "x".join(map(str, fact.shape)) or "scalar"
@@ -211,6 +211,11 @@ def _inspect(options: argparse.Namespace) -> int:
 
 def _format_of(source: CheckpointSource) -> str:
     return str(getattr(source, "format", "native"))
+
+
+def _place_of(source: CheckpointSource, path: Path) -> str:
+    """The checkpoint that is meant where ``path`` is a directory of several."""
+    return str(getattr(source, "directory", path) if _format_of(source) == "native" else path)
 
 
 def _dtype_text(fact: TensorFact) -> str:
@@ -323,7 +328,7 @@ def _verify(options: argparse.Namespace) -> int:
         print(found)
     if not problems:
         how = "every byte is as written" if native else "everything can be read (no checksums in this format)"
-        print(f"{options.path}: {_format_of(source)}, {how}")
+        print(f"{_place_of(source, options.path)}: {_format_of(source)}, {how}")
     return 1 if problems else 0
 
 
@@ -371,7 +376,8 @@ def _diff(options: argparse.Namespace) -> int:
                 differences += 1
         watched.bar.end()
     count = f"{len(common)} tensors"
-    print(f"{differences} differences, {count} in both" if differences else f"equal: {count}")
+    found = f"{differences} difference{'s' if differences > 1 else ''}"
+    print(f"{found}, {count} in both" if differences else f"equal: {count}")
     return 1 if differences else 0
 
 

@@ -77,18 +77,25 @@ class DemoConfig:
         return cls(**values, tiers=None if tiers is None else TierOptions(**tiers))
 
 
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Without a word on defaults that are none."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default is None else super()._get_help_string(action)
+
+
 def add_parser(commands: Any) -> None:
     """Add ``demo`` to the command's subparsers."""
     parser = commands.add_parser(
         "demo",
         help="train a byte-level GPT on text files over several ranks",
         description="Train a byte-level GPT on the text files of a folder; run it again to continue.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_Help,
     )
     add = parser.add_argument
     absent = argparse.SUPPRESS  # their defaults depend on other options
     add("--plugin", choices=list(STAGES), default=absent, help=f"which plugin trains (default: {DEFAULT_PLUGIN})")
-    add("--stage", type=int, help="ZeRO stage of low_level_zero: 1 or 2")
+    add("--stage", type=int, help="ZeRO stage of low_level_zero: 1 or 2 (default: 2)")
     add("--precision", choices=["fp32", "bf16", "fp16"], help="number format; the default suits plugin and device")
     add(
         "--nproc",

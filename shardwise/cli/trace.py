@@ -139,6 +139,9 @@ def _traced(options: argparse.Namespace, capacity: int | None) -> MemStats:
     if options.device is not None:
         try:
             device = torch.device(options.device)
+        except RuntimeError:
+            raise BadInput(f"--device {options.device}: no such device; give cpu, cuda, cuda:1 or meta") from None
+        try:
             model, batch = model.to(device), _move(batch, device)
         except (RuntimeError, AssertionError) as problem:
             raise BadInput(f"--device {options.device}: {str(problem).splitlines()[0]}") from None

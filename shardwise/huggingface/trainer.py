@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,12 +13,20 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from shardwise.build import Session
+from shardwise.checkpoint import EngineRun
+from shardwise.checkpoint.formats.output import output_files
+from shardwise.checkpoint.write import agree
 from shardwise.huggingface.accelerator import ShardwiseAccelerator
 from shardwise.plan import Plan
 
 __all__ = ["ShardwiseTrainer"]
 
 STATE = "shardwise"  # the directory in a checkpoint of the Trainer
+WEIGHTS = re.compile(
+    r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)"
+    r"|(model\.safetensors|pytorch_model\.bin)\.index\.json"
+)
+"""Names that ``save_pretrained`` gives to the weights of a model (an adapter's have one name only)."""
 
 
 class ShardwiseTrainer(Trainer):
@@ -82,22 +92,36 @@ class ShardwiseTrainer(Trainer):
     # ---- saving
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model for ``from_pretrained``. Every rank calls it; the main process writes."""
+        """Write the model for ``from_pretrained``. Every rank calls it; the main process writes.
+
+        A directory that is not there yet appears whole; in one that is there each file is replaced whole, see
+        :func:`shardwise.checkpoint.formats.output.output_files`.
+
+        Raises:
+            CheckpointError, ValueError: on every rank, when the main process could not write; every file that was there
+                is still there.
+        """
         session = self.session
         if session is None:
             super().save_model(output_dir, _internal_call)
             return
-        output_dir = str(output_dir if output_dir is not None else self.args.output_dir)
+        path = Path(str(output_dir if output_dir is not None else self.args.output_dir))
         state = self.accelerator.get_state_dict(self.model)
-        self._save(output_dir, state_dict=state)
-        written = os.path.isfile(os.path.join(output_dir, "config.json"))
-        if self.args.should_save and written and self._own_dtype is not None:
-            # The values are the masters', whatever the model computes in.
-            config: Any = getattr(self.model, "config", None)
-            config.dtype = str(self._own_dtype).removeprefix("torch.")
-            config.save_pretrained(output_dir)
+        run = EngineRun(session)
+        agree(run.gather, run.rank, f"save the model to {path}", lambda: self._write_model(path, state), share=False)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _write_model(self, path: Path, state: dict[str, Any]) -> None:
+        if not self.args.should_save:
+            return
+        with output_files(path, lambda name: WEIGHTS.fullmatch(name) is not None) as fresh:
+            self._save(str(fresh), state_dict=state)
+            if self._own_dtype is not None and (fresh / "config.json").is_file():
+                # The values are the masters', whatever the model computes in.
+                config: Any = getattr(self.model, "config", None)
+                config.dtype = str(self._own_dtype).removeprefix("torch.")
+                config.save_pretrained(str(fresh))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         session = self.session

@@ -120,7 +120,7 @@ def trial(root: Path, number: int, chooser: random.Random, report: Report) -> No
     victims = chooser.sample(range(world_size), chooser.randint(1, world_size))
     for victim in victims:
         os.kill(ranks[victim][0], signal.SIGKILL)
-    late = _reap([pid for pid, _ in ranks], 3 * GRACE_S)  # making a group waits twice
+    late = _reap([pid for pid, _ in ranks], 3 * GRACE_S)  # making a group waits for the store, then for gloo
     for pid in late:
         os.kill(pid, signal.SIGUSR1)
         time.sleep(5.0)  # on a busy machine it takes a while to write
@@ -138,7 +138,7 @@ def trial(root: Path, number: int, chooser: random.Random, report: Report) -> No
 
 
 def _look_at_hangs(root: Path, number: int, late: int, report: Report) -> None:
-    """Torch's gloo waits without a time-out for a peer that dies while a group is made: counted, and not ours."""
+    """Torch's gloo waits five times its time-out for a peer that dies while they connect: counted, and not ours."""
     stacks = [path.read_text() for path in sorted(root.parent.glob(f"stacks-{number}-*"))]
     stacks = [stack for stack in stacks if stack]
     making = [stack for stack in stacks if "_new_process_group_helper" in stack.split("File", 2)[1]]

@@ -100,6 +100,38 @@ def test_a_kill_between_two_renames_loses_nothing(tmp_path: Path) -> None:
     session.close()
 
 
+def test_purging_counts_whole_checkpoints_only(tmp_path: Path) -> None:
+    """A file is missing or cut off, or a load found the damage: none of these is one of those that remain."""
+    session = build(nn.Linear(3, 2), None, zero(3))
+
+    def save(tag: str, keep: int | None = None, saver: Checkpointer | None = None) -> list[str]:
+        (saver or Checkpointer(session)).save(tmp_path, tag, user_state=tag, keep=keep)
+        return sorted(set(os.listdir(tmp_path)) - {"latest"})
+
+    def pieces(tag: str) -> Path:
+        return tmp_path / tag / "pieces-0.safetensors"
+
+    for tag in "abc":
+        save(tag)
+    os.truncate(pieces("c"), 8)
+    assert save("d", 2) == ["b", "c", "d"]
+    pieces("d").unlink()
+    assert save("e", 2) == ["b", "c", "d", "e"]
+    assert save("f", 2) == ["e", "f"]
+    with open(pieces("f"), "r+b") as file:  # a wrong byte, which only a load can find
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)[0]
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last ^ 1]))
+    saver = Checkpointer(session)
+    restored = saver.load(tmp_path, "auto")
+    assert restored is not None and restored.tag == "e"
+    assert save("g", 2, saver) == ["e", "f", "g"]
+    assert save("f", 2, saver) == ["f", "g"], "what is saved again is whole"
+    assert save("h", 2, saver) == ["f", "h"]
+    session.close()
+
+
 def test_a_link_to_a_checkpoint_is_replaced_and_what_it_points_to_stays(tmp_path: Path) -> None:
     session = build(nn.Linear(3, 2), None, zero(3))
     saver, root, elsewhere = Checkpointer(session), tmp_path / "runs", tmp_path / "elsewhere"

@@ -55,6 +55,13 @@ def _status(arguments: list[str]) -> int:
         return int(stopped.code or 0)
 
 
+def test_help_has_no_default_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("demo", "run", "trace", "checkpoint convert", "checkpoint diff"):
+        with pytest.raises(SystemExit):
+            main([*command.split(), "--help"])
+        assert "None" not in capsys.readouterr().out, command
+
+
 @pytest.mark.parametrize(
     ("words", "program"),
     [("demo --stepz 3", "shardwise demo"), ("checkpoint verify x --y", "shardwise checkpoint verify")],

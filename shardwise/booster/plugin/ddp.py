@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.booster.interface import ModelWrapper, OptimizerWrapper
+from shardwise.booster.plugin.argument_types import check_types
 from shardwise.booster.plugin.base import Boosted, Plugin, refuse, start_ranks
 
 __all__ = ["TorchDDPArguments", "TorchDDPModel", "TorchDDPPlugin", "ddp_arguments"]
@@ -40,6 +41,7 @@ class TorchDDPArguments:
     fp8_communication: bool = False
 
     def __post_init__(self) -> None:
+        check_types(TorchDDPArguments, self)
         ddp_arguments(self)
 
 

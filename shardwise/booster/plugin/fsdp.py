@@ -27,6 +27,7 @@ from torch.distributed.fsdp import (
 )
 
 from shardwise.booster.interface import ModelWrapper
+from shardwise.booster.plugin.argument_types import check_types
 from shardwise.booster.plugin.base import Boosted, Plugin, refuse, start_ranks
 from shardwise.booster.plugin.fsdp_state import TorchFSDPOptimizer, full_model_state, load_full_model_state, repoint
 from shardwise.booster.plugin.fsdp_units import materialize, unit_modules
@@ -65,6 +66,13 @@ class TorchFSDPArguments:
     fp8_communication: bool = False
 
     def __post_init__(self) -> None:
+        check_types(TorchFSDPArguments, self, own=("auto_wrap_policy",))
+        policy = self.auto_wrap_policy
+        if policy is not None and not callable(policy) and not hasattr(policy, "_run_policy"):
+            raise TypeError(
+                f"auto_wrap_policy={policy!r:.80}: give a policy of torch.distributed.fsdp.wrap, a function of "
+                "(module, recurse, nonwrapped_numel), or None"
+            )
         to_plan(self)
 
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 
+from shardwise.booster.plugin.argument_types import check_types, fits
 from shardwise.booster.plugin.base import ShardedPlugin, device_bytes, refuse
 from shardwise.booster.plugin.precision import precision_plan
 from shardwise.memory.stats import MemStats
@@ -158,6 +159,7 @@ class GeminiArguments:
     update: Literal["step", "backward"] = field(default="step", kw_only=True)
 
     def __post_init__(self) -> None:
+        check_types(GeminiArguments, self, fractions=("search_range_m",), own=("memstats",))
         _check(self)
         ranks = next(iter(self.chunk_config_dict)) * self.extra_dp_size if self.chunk_config_dict else None
         _check_accumulation(self, to_plan(self, ranks))
@@ -223,11 +225,33 @@ def _check(arguments: GeminiArguments) -> None:
     for name in ("tp_size", "extra_dp_size"):
         if getattr(a, name) < 1:
             raise ValueError(f"{name}={getattr(a, name)}: give a number of ranks >= 1")
+    if a.max_prefetch < 0:
+        raise ValueError(f"max_prefetch={a.max_prefetch}: give a number of chunks >= 0")
+    if a.chunk_config_dict is not None:
+        _check_chunks(a.chunk_config_dict)
     if a.tp_size > 1:
         refuse("tp_size", a.tp_size, "leave it 1")
     for name, instead in NOT_YET.items():
         if getattr(a, name):
             refuse(name, True, instead)
+
+
+def _check_chunks(config: Mapping[int, Mapping[str, Any]]) -> None:
+    """Raises:
+    ValueError: no entries, or one that is none; all are looked at, since another number of ranks takes another.
+    """
+    if not config:
+        raise ValueError(f"chunk_config_dict={config!r}: give {{ranks: {{'chunk_size': elements}}}}, or None to search")
+    for ranks, entry in config.items():
+        where = f"chunk_config_dict[{ranks!r:.40}]={entry!r:.80}"
+        if not fits(ranks, int) or ranks < 1:
+            raise ValueError(f"{where}: give a number of ranks >= 1 as the key")
+        if not isinstance(entry, Mapping) or "chunk_size" not in entry or set(entry) - {"chunk_size", "keep_gathered"}:
+            raise ValueError(f"{where}: give 'chunk_size' (elements), and optionally 'keep_gathered'")
+        if not fits(entry["chunk_size"], int) or entry["chunk_size"] < 1:
+            raise ValueError(f"{where}: give a whole number of elements >= 1 as 'chunk_size'")
+        if not fits(entry.get("keep_gathered", False), bool):
+            raise ValueError(f"{where}: give True or False as 'keep_gathered'")
 
 
 def _check_accumulation(arguments: GeminiArguments, plan: Plan) -> None:
@@ -244,7 +268,8 @@ def _packing(arguments: GeminiArguments, shard_ranks: int | None) -> tuple[Packi
     a = arguments
     fraction = 1.0 - a.shard_param_frac
     if a.chunk_config_dict is None:
-        if a.search_range_m < 0 or a.min_chunk_size_m <= 0 or (a.hidden_dim is not None and a.hidden_dim < 1):
+        sizes = 0 <= a.search_range_m < math.inf and 0 < a.min_chunk_size_m < math.inf  # False for NaN
+        if not sizes or (a.hidden_dim is not None and a.hidden_dim < 1):
             raise ValueError(
                 f"search_range_m={a.search_range_m}, min_chunk_size_m={a.min_chunk_size_m}, hidden_dim={a.hidden_dim}: "
                 "give search_range_m >= 0, min_chunk_size_m > 0 and hidden_dim >= 1 (or None)"
@@ -260,12 +285,6 @@ def _packing(arguments: GeminiArguments, shard_ranks: int | None) -> tuple[Packi
         raise ValueError(
             f"chunk_config_dict has entries for {sorted(a.chunk_config_dict)} ranks, but the model is sharded over "
             f"{shard_ranks}; add an entry {{{shard_ranks}: {{'chunk_size': ..., 'keep_gathered': ...}}}}"
-        )
-    unknown = set(entry) - {"chunk_size", "keep_gathered"}
-    if "chunk_size" not in entry or unknown:
-        raise ValueError(
-            f"chunk_config_dict[{shard_ranks}]={dict(entry)!r}: give 'chunk_size' (elements), and optionally "
-            "'keep_gathered'"
         )
     return ByNumel(chunk_numel=int(entry["chunk_size"])), 1.0 if entry.get("keep_gathered", False) else fraction
 

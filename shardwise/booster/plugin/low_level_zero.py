@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 
+from shardwise.booster.plugin.argument_types import check_types
 from shardwise.booster.plugin.base import ShardedPlugin, device_bytes, refuse
 from shardwise.booster.plugin.precision import precision_plan
 from shardwise.loss_scale import PublishedDefault
@@ -75,6 +77,7 @@ class LowLevelZeroArguments:
     update: Literal["step", "backward"] = field(default="step", kw_only=True)
 
     def __post_init__(self) -> None:
+        check_types(LowLevelZeroArguments, self, fractions=("reduce_bucket_size_in_m",))
         to_plan(self)  # every value is checked where it is given, not at the first boost
 
 
@@ -87,8 +90,11 @@ def to_plan(arguments: LowLevelZeroArguments) -> Plan:
     """
     if arguments.stage not in (1, 2):
         raise ValueError(f"stage={arguments.stage!r}: LowLevelZeroPlugin has stages 1 and 2; GeminiPlugin is stage 3")
-    if arguments.reduce_bucket_size_in_m <= 0:
+    if not 0 < arguments.reduce_bucket_size_in_m < math.inf:  # False for NaN
         raise ValueError(f"reduce_bucket_size_in_m={arguments.reduce_bucket_size_in_m}: give a size > 0")
+    dtype = arguments.communication_dtype
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"communication_dtype={dtype}: give a floating-point torch.dtype, or None")
     if arguments.fp8_communication:
         refuse("fp8_communication", True, "communication_dtype=torch.bfloat16 halves the bytes of fp32")
     if arguments.use_fp8:

@@ -26,6 +26,7 @@ __all__ = [
     "new_file",
     "output_directory",
     "output_file",
+    "output_files",
     "sizes_of",
     "split_by_size",
     "sync_path",
@@ -221,6 +222,76 @@ def _link_or_copy(source: str, place: str) -> str:
     except OSError:
         shutil.copy2(source, place, follow_symlinks=False)
     return place
+
+
+@contextmanager
+def output_files(path: Path, weights: Callable[[str], bool]) -> Iterator[Path]:
+    """A fresh directory to write into; when the block ends without an error what is in it is in ``path``.
+
+    As :func:`output_directory` where there is no ``path`` yet. One that is there stays the directory that it is, since
+    it may be where a volume is mounted or where somebody works, and hold files that are being written: each entry of
+    the fresh one takes its place by one rename, weights after all others, their index last. Weights of an earlier save
+    that are not among them are removed afterwards. A kill in between leaves each file whole and never weights of both
+    under one index; at most the index is missing.
+
+    Args:
+        path: the directory to make or to write into.
+        weights: says of a file name whether weights, or an index of them, have it.
+
+    Raises:
+        NotADirectoryError: ``path`` is a file.
+        OSError: nothing can be written there; every file that was there is still there.
+    """
+    target = checked_directory(path).resolve()
+    if not target.exists():
+        with output_directory(target, weights) as fresh:
+            yield fresh
+        return
+    fresh = target / ".shardwise.partial"
+    _remove(fresh)
+    DISK.make_directory(str(fresh))
+    done: list[tuple[Path, Path, bool]] = []
+    try:
+        yield fresh
+        for file in fresh.rglob("*"):
+            if not file.is_symlink():
+                sync_path(file)
+        for old, new in _moves(fresh, target, weights):
+            exchanged = os.path.lexists(new) and DISK.exchange(str(old), str(new))
+            if os.path.lexists(new) and not exchanged:
+                done.append((new, _aside(new, fresh), False))
+            if not exchanged:
+                DISK.rename(str(old), str(new))
+            done.append((old, new, exchanged))
+        sync_path(target)
+    except BaseException:
+        for old, new, exchanged in reversed(done):
+            with contextlib.suppress(OSError):
+                DISK.exchange(str(old), str(new)) if exchanged else DISK.rename(str(new), str(old))
+        _remove(fresh)
+        raise
+    _remove(fresh)
+
+
+def _aside(path: Path, directory: Path) -> Path:
+    """What is at ``path`` under another name, so that it can be put back; it stays there as well where it may."""
+    place = directory / f".{path.name}.replaced"
+    try:
+        os.link(path, place, follow_symlinks=False)
+    except OSError:
+        DISK.rename(str(path), str(place))
+    return place
+
+
+def _moves(fresh: Path, target: Path, weights: Callable[[str], bool]) -> list[tuple[Path, Path]]:
+    """From where to where entries are renamed, in this order."""
+    index = [name for name in os.listdir(fresh) if weights(name) and name.endswith(".json")]
+    first = [name for name in index if (target / name).exists()]
+    new = sorted((name for name in os.listdir(fresh)), key=lambda name: (name in index, weights(name), name))
+    replaced = any(map(weights, new))
+    gone = [name for name in os.listdir(target) if replaced and weights(name) and name not in new]
+    aside = [(target / name, fresh / f".{name}.old") for name in first]
+    return aside + [(fresh / name, target / name) for name in new] + [(target / n, fresh / n) for n in sorted(gone)]
 
 
 @contextmanager
