@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -215,6 +216,15 @@ def test_verify_finds_damage(places: dict[str, Path], capsys: pytest.CaptureFixt
     assert shard.name in capsys.readouterr().out
     with pytest.raises(CheckpointDamage):
         check_zip(shard)
+
+
+def test_of_several_the_one_that_is_meant_is_named(
+    places: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(places["native"], tmp_path / "runs" / "step-1")
+    for action in ("verify", "inspect"):
+        assert _run(action, tmp_path / "runs") == 0
+        assert capsys.readouterr().out.startswith(f"{tmp_path / 'runs' / 'step-1'}: native")
 
 
 def test_other_ranks_of_a_launcher_are_quiet(
