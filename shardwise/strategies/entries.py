@@ -149,7 +149,7 @@ def _named(value: Any, path: str) -> tuple[str, Any] | None:
         return name, _pairs(value, path)
     if name in OMEGACONF:  # interpolations stay what they are
         return name, _to_data(importlib.import_module("omegaconf").OmegaConf.to_container(value, resolve=False), path)
-    if kind is type and _name(value) in (*ATTRIBUTE_DICTS, *OMEGACONF):
+    if isinstance(value, type) and _name(value) in (*ATTRIBUTE_DICTS, *OMEGACONF):
         return "type", _name(value)
     return None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from abc import ABCMeta
 from collections import Counter
 from enum import Enum
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -99,7 +100,7 @@ def test_arrays(kind: str, shape: tuple[int, ...]) -> None:
 def test_omegaconf(monkeypatch: pytest.MonkeyPatch) -> None:
     """The package is no dependency of ours: a stand-in with its names."""
 
-    class DictConfig(dict[str, Any]):
+    class DictConfig(dict[str, Any], metaclass=ABCMeta):  # theirs has that metaclass
         pass
 
     DictConfig.__module__, DictConfig.__qualname__ = "omegaconf.dictconfig", "DictConfig"

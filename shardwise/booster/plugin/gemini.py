@@ -80,8 +80,8 @@ class GeminiArguments:
         search_range_m: chunk sizes are searched over this many units of 2**20 elements.
         hidden_dim: step of the search in elements; ``None``: 1024.
         min_chunk_size_m: smallest chunk, in units of 2**20 elements.
-        memstats: for ``"auto"`` only: the trace of an earlier run, or what ``trace_memory`` gave for the model, a
-            :class:`~shardwise.memory.stats.MemStats` or the path of a saved one, instead of a first step that is traced.
+        memstats: for ``"auto"`` only: the trace of an earlier run, or what ``trace_memory`` gave for the model (a
+            :class:`~shardwise.memory.stats.MemStats`, or the path of a saved one), instead of a traced first step.
         gpu_margin_mem_ratio: for ``"auto"`` only: share of what remains of the device's memory that optimizer state
             moves into after the first step.
         initial_scale: first loss scale (fp16 only, as the six after it).
