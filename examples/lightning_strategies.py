@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--precision", default="32-true", help="or bf16-mixed, bf16-true")
     args = parser.parse_args()
 
-    pl.seed_everything(0, verbose=False)
+    torch.manual_seed(0)
     saver = ModelCheckpoint(dirpath=args.directory, monitor="val_loss", save_top_k=1)
     trainer = pl.Trainer(
         accelerator="cpu",

@@ -7,6 +7,7 @@ testing or fitting again goes on from it.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
@@ -17,8 +18,8 @@ from shardwise.build import Session
 from shardwise.engine.deferred import deferred_init
 from shardwise.plan import Plan
 from shardwise.strategies.namespace import Namespace, build
-from shardwise.strategies.precision import Format, ShardedPrecision, check_replaceable
-from shardwise.strategies.refusals import check_callbacks
+from shardwise.strategies.precision import Format, ShardedPrecision, check_replaceable, correct_throughput
+from shardwise.strategies.refusals import check_callbacks, check_layer_sync
 from shardwise.strategies.saving import Saving
 from shardwise.strategies.sessions import Live, live_session, shard
 from shardwise.strategies.toggling import Toggling
@@ -40,6 +41,7 @@ class ShardedStrategy(_Base):  # type: ignore[misc]
 
     def __init__(self, **lightning: Any) -> None:
         self._live: Live | None = None
+        self._told_precision = False
         self._saving = Saving(self)
         super().__init__(**{name: value for name, value in lightning.items() if value is not None})
 
@@ -125,6 +127,9 @@ class ShardedStrategy(_Base):  # type: ignore[misc]
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn.value == "fit"
         check_callbacks(self.ns, trainer)
+        if fitting:
+            check_layer_sync(self.ns, self, self.lightning_module)
+        self._tell_precision(trainer)
         # Tensors that hooks make in inference mode could not be changed by steps, which are outside of it. The loop
         # that evaluates during training is never in it.
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
@@ -148,9 +153,22 @@ class ShardedStrategy(_Base):  # type: ignore[misc]
         self._live = live
         self.precision_plugin.clips = self._clips
         self.model = live.session.module
+        correct_throughput(self.ns, trainer, live.session.plan.precision.param_dtype or torch.float32)
         self._built(live.session, trainer)
         self.setup_precision_plugin()
         self.barrier("shardwise.setup")
+
+    def _tell_precision(self, trainer: Any) -> None:
+        """Warn, once, of a precision that Lightning ignores."""
+        asked = getattr(trainer._accelerator_connector, "_precision_flag", None)
+        if asked not in (None, "32-true", self.format.name) and not self._told_precision:
+            self._told_precision = True
+            if self.is_global_zero:
+                warnings.warn(
+                    f"precision={asked!r} of Trainer is not applied: the precision_plugin that was given has "
+                    f"{self.format.name!r}, and goes before it",
+                    stacklevel=3,
+                )
 
     def _shard(self, module: Any, fitting: bool) -> Live:
         mock = self.ns.load("core.optimizer._MockOptimizer")  # what Lightning takes for "no optimizer"
@@ -251,10 +269,21 @@ class ShardedStrategy(_Base):  # type: ignore[misc]
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Restore from a directory or file, of any format that ``open_checkpoint`` reads. Collective."""
-        return self._saving.load(checkpoint_path, weights_only, super().load_checkpoint)
+        return self._restored(self._saving.load(checkpoint_path, weights_only, super().load_checkpoint))
+
+    def _restored(self, found: dict[str, Any]) -> dict[str, Any]:
+        """``found``, which ``on_load_checkpoint`` sees next."""
+        if self._live is not None:
+            self._live.remember()
+        return found
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
-        """Weights of a single file; those of a directory are in place already."""
+        """Weights of a single file; those of a directory are in place already.
+
+        Modules that ``on_load_checkpoint`` built again are dropped with a warning: they would not be sharded.
+        """
+        if self._live is not None:
+            self._live.put_back()
         self._saving.load_model(checkpoint, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:

@@ -383,7 +383,7 @@ class DeepSpeed(ShardedStrategy):
         path = os.fspath(self.broadcast(checkpoint_path))
         if self.broadcast(is_of_deepspeed(path)):
             self._saving.whole_file = False
-            return load_deepspeed(self, path)
+            return self._restored(load_deepspeed(self, path))
         with self._lenient(path):
             found: dict[str, Any] = super().load_checkpoint(path, weights_only)
         if self.load_full_weights and "state_dict" not in found:

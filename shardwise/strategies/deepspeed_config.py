@@ -351,6 +351,8 @@ def without_effect(arguments: DeepSpeedArguments, config: Mapping[str, Any] | No
     """
     a = arguments
     apart = ("remote_device", *FP16)
+    settings = read_config(a.to_config() if config is None else config)
+    stage = settings.stage
     found: dict[str, tuple[str, ...]] = {}
     if config is not None:
         names = tuple(field.name for field in fields(a) if field.name not in apart)
@@ -365,12 +367,15 @@ def without_effect(arguments: DeepSpeedArguments, config: Mapping[str, Any] | No
         if not a.offload_parameters:
             names = ("offload_params_device", "params_buffer_count", "params_buffer_size", "max_in_cpu")
             found["offload_parameters is False"] = names
+        if a.offload_optimizer and stage == 0:
+            found["offloading is for stages 1 to 3, and this is stage 0"] = ("offload_optimizer",)
+        if a.offload_parameters and stage < 3:
+            found[f"parameters leave the device at stage 3 only, and this is stage {stage}"] = ("offload_parameters",)
         if not (a.offload_optimizer or a.offload_parameters):
             found["nothing is offloaded"] = ("nvme_path", "pin_memory")
-    settings = read_config(a.to_config() if config is None else config)
     home, _ = home_of_parameters(settings)
-    if settings.stage != 3:
-        found[f"it is for stage 3, and this is stage {settings.stage}"] = ("remote_device",)
+    if stage != 3:
+        found[f"it is for stage 3, and this is stage {stage}"] = ("remote_device",)
     elif a.remote_device != home:
         found[f"parameters are made where their shards live, and {HOMES[home]}"] = ("remote_device",)
     defaults = {field.name: field.default for field in fields(a)}

@@ -11,7 +11,7 @@ import torch
 
 from shardwise.strategies.namespace import Namespace
 
-__all__ = ["PRECISIONS", "Format", "ShardedPrecision", "check_replaceable", "format_of"]
+__all__ = ["PRECISIONS", "Format", "ShardedPrecision", "check_replaceable", "correct_throughput", "format_of"]
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,21 @@ def check_replaceable(namespace: Namespace, plugin: Any) -> None:
             f"a GradScaler with {settings}: sharded strategies scale by themselves; give the numbers to a strategy "
             "that has arguments for them (ColossalAIStrategy, DeepSpeedStrategy)"
         )
+
+
+def correct_throughput(namespace: Namespace, trainer: Any, dtype: torch.dtype) -> None:
+    """Have ``ThroughputMonitor`` count by the operations a second of ``dtype``.
+
+    It looks the dtype up by the plugin's class, and takes ours for fp32. Its hook ran before.
+    """
+    monitor = namespace.find("callbacks.throughput_monitor.ThroughputMonitor")
+    for callback in trainer.callbacks if monitor is not None else ():
+        if isinstance(callback, monitor):
+            flops = namespace.load_fabric("utilities.throughput").get_available_flops(
+                trainer.strategy.root_device, dtype
+            )
+            for each in (callback, *callback._throughputs.values()):
+                each.available_flops = flops
 
 
 def _always(_value: float, _algorithm: str) -> bool:

@@ -56,6 +56,7 @@ def register(namespace: Namespace) -> None:
     registry, made = _registry(namespace), classes(namespace)
     for name, strategy, meaning in (
         ("colossalai", made["ColossalAIStrategy"], "Gemini: chunks on device and host"),
+        ("shardwise_colossalai", made["ColossalAIStrategy"], "Gemini: chunks on device and host"),
         ("ddp_fully_sharded", made["DDPFullyShardedStrategy"], "Fully sharded data parallel"),
     ):
         registry.register(name, strategy, f"{meaning} (shardwise)", override=True)

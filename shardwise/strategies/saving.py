@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -187,7 +188,7 @@ class Saving:
         session: Session = self._strategy.session
         self.whole_file = bool(self._strategy.broadcast(not os.path.isdir(path)))
         if self.whole_file:
-            return one_file(path) if weights_only is None else one_file(path, weights_only=weights_only)
+            return _read_file(path, weights_only, one_file)
         module = self._strategy.lightning_module
         fitting = module.trainer.state.fn.value == "fit"
         anew = fitting and not self._strategy.broadcast(_has_optimizers(path))
@@ -226,6 +227,19 @@ class Saving:
         if self.whole_file:
             for optimizer, state in zip(self._strategy.optimizers, checkpoint["optimizer_states"], strict=True):
                 optimizer.load_state_dict(state)
+
+
+def _read_file(path: str, weights_only: bool | None, one_file: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+    try:
+        return one_file(path) if weights_only is None else one_file(path, weights_only=weights_only)
+    except pickle.UnpicklingError as error:
+        # Trainer.fit(weights_only=False) of Lightning 2.6 does not reach a strategy that restores after its setup.
+        error.add_note(
+            f"{path} was read with weights_only={weights_only}, which is all that Lightning says to strategies that "
+            "restore after setup: allow the classes by torch.serialization.add_safe_globals, or save the file again "
+            "without them"
+        )
+        raise
 
 
 def _has_optimizers(path: str) -> bool:

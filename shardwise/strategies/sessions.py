@@ -33,23 +33,33 @@ class Live:
 
     def __init__(self, session: Session, module: nn.Module, buffer_dtypes: dict[str, torch.dtype]) -> None:
         self.session, self.module, self._buffer_dtypes = session, module, buffer_dtypes
+        self._before: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
     def __reduce__(self) -> Any:
         raise TypeError(f"{self.session} lives on {self.session.mesh.size} ranks and cannot be pickled or copied")
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Modules and parameters that are replaced inside are put back: the trained ones stay.
+        """Around hooks that build the model, which Lightning calls before every run; see :meth:`put_back`."""
+        self.remember()
+        yield
+        self.put_back()
 
-        For hooks that build the model, which Lightning calls before every run.
-        """
+    def remember(self) -> None:
+        """Which modules and parameters the module has, for :meth:`put_back`."""
         # Through dict itself: reading a parameter of a sharded module may gather it.
         tables: list[dict[str, Any]] = []
         for inner in self.module.modules():
             tables += [inner._modules, inner._parameters]
-        before = [(table, dict(dict.items(table))) for table in tables]
-        yield
-        replaced = False
+        self._before = [(table, dict(dict.items(table))) for table in tables]
+
+    def put_back(self) -> None:
+        """Undo what a hook replaced since :meth:`remember`: the trained modules stay. Warns where there was something.
+
+        Without :meth:`remember` before it does nothing.
+        """
+        replaced, before = False, self._before
+        self._before = []
         for table, then in before:
             if list(table) != list(then) or any(dict.get(table, name) is not value for name, value in then.items()):
                 replaced = True
@@ -60,7 +70,7 @@ class Live:
             warnings.warn(
                 f"a hook of {type(self.module).__name__} built modules again that are sharded already; the sharded "
                 "ones are kept. Build only what is still None there",
-                stacklevel=2,
+                stacklevel=3,
             )
 
     def unshard(self) -> None:

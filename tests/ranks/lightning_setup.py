@@ -58,6 +58,11 @@ def _environment(ns: Namespace) -> Any:
     return PoolEnvironment
 
 
+def since(*version: int) -> bool:
+    """Whether Lightning is of this version or later: tests say so where an older one's own behaviour is another."""
+    return tuple(int(part) for part in LIGHTNING.version.split(".")[: len(version)]) >= version
+
+
 def quiet(ns: Namespace = LIGHTNING) -> None:
     """Lightning says much about a run that is meant to be small."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning_cases import KINDS, MAIN, STOCK, THREE, TWO, strategy
-from lightning_setup import OUT, WIDTH, Toy, close, data, toy, trainer, weights
+from lightning_setup import OUT, WIDTH, Toy, close, data, since, toy, trainer, weights
 from torch import Tensor, nn
 
 from shardwise.strategies.namespace import LIGHTNING
@@ -149,6 +149,8 @@ def _within(kind: str, folder: str) -> list[str]:
 @pytest.mark.parametrize("kind", [*TWO, *(pytest.param(k, marks=pytest.mark.campaign) for k in MAIN if k not in TWO)])
 def test_a_run_resumed_within_an_epoch_goes_on_bit_for_bit(kind: str, tmp_path: Path) -> None:
     """From the second of four steps, the last of which is one left-over batch."""
+    if not since(2, 5) and run_ranks(RANKS, _within, STOCK, str(tmp_path / "stock")) != [[]] * RANKS:
+        pytest.skip("this version of Lightning goes on at another batch, under ddp too")
     assert run_ranks(RANKS, _within, kind, str(tmp_path)) == [[]] * RANKS
 
 

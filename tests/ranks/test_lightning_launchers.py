@@ -1,52 +1,120 @@
-"""The three ways in which Lightning's processes start, each once; they end with the same weights."""
+"""The ways in which Lightning's processes start; they end with the same weights.
+
+An interpreter of its own has Lightning after 7 s of a core, so by default only the processes that a launcher starts as
+such are: the script itself runs in a fork of the server behind the rank pool, which has imported all of it, and so do
+the ranks of torchrun's agent. The campaign starts whole scripts.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import lightning_program
+import lightning_setup  # noqa: F401  has the server import Lightning
 import pytest
 import torch
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-PROGRAM = str(Path(__file__).with_name("lightning_program.py"))
+from shardwise.testing import pool
+
+PROGRAM = lightning_program.__file__
+SECONDS = 120.0
 COMMANDS = {
     "popen": [sys.executable, PROGRAM],
     "spawn": [sys.executable, PROGRAM],
     "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", PROGRAM],
 }
+UNSET = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
+SET = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 
 
-def start(directory: Path, how: str) -> subprocess.Popen[str]:
-    directory.mkdir()
-    unset = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
-    environment = {name: value for name, value in os.environ.items() if name not in unset}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    method = "spawn" if how == "spawn" else "popen"
-    command = [*COMMANDS[how], str(directory), method]
-    return subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
+def method(how: str) -> str:
+    return "spawn" if how == "spawn" else "popen"
 
 
-def check(directory: Path, ways: list[str]) -> None:
+def check(directory: Path, ways: list[str], outputs: Callable[[str], tuple[Any, str]]) -> None:
     results = {}
-    running = {how: start(directory / how, how) for how in ways}
-    for how, process in running.items():
-        output, _ = process.communicate(timeout=120)
-        assert process.returncode == 0, f"{how}:\n{output}"
+    for how in ways:
+        code, output = outputs(how)
+        assert code == 0, f"{how}:\n{output}"
         results[how] = torch.load(directory / how / "result.pt", weights_only=True)
     for how, result in results.items():
         assert result["loss"] < 0.6, (how, result["loss"])
-        for name, value in results["popen"]["state"].items():
+        for name, value in results[ways[0]]["state"].items():
             assert torch.equal(value, result["state"][name]), (how, name)
 
 
-def test_script_that_starts_its_own_ranks(tmp_path: Path) -> None:
-    check(tmp_path, ["popen"])
+# ---- from a process that has imported everything
+
+
+def _program(directory: str, how: str) -> None:
+    os.setsid()  # all that it starts can be ended together
+    with open(f"{directory}/output", "w") as output:
+        for stream in (1, 2):
+            os.dup2(output.fileno(), stream)
+    for name in UNSET:
+        os.environ.pop(name, None)
+    os.environ |= SET
+    sys.argv = [PROGRAM, directory, method(how)]  # of the processes that popen starts
+    if how == "torchrun":
+        config = LaunchConfig(1, 1, 2, rdzv_backend="c10d", rdzv_endpoint="localhost:0", start_method="fork")
+        elastic_launch(config, lightning_program.main)(directory, "popen")
+    else:
+        lightning_program.main(directory, method(how))
+
+
+def test_popen_spawn_and_torchruns_agent_give_the_same_weights(tmp_path: Path) -> None:
+    """After spawned training the main process has the trained model: it writes the weights."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(pool._PRELOAD)
+    running = {}
+    for how in COMMANDS:
+        (tmp_path / how).mkdir()
+        running[how] = context.Process(target=_program, args=(str(tmp_path / how), how))
+        with pool._without_main():
+            running[how].start()
+
+    def ended(how: str) -> tuple[Any, str]:
+        running[how].join(SECONDS)
+        return running[how].exitcode, (tmp_path / how / "output").read_text()
+
+    try:
+        check(tmp_path, list(COMMANDS), ended)
+    finally:
+        for process in running.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid or 0, signal.SIGKILL)
+            process.join()
+
+
+# ---- whole scripts
 
 
 @pytest.mark.campaign
-def test_every_launcher_gives_the_same_weights(tmp_path: Path) -> None:
-    check(tmp_path, list(COMMANDS))
+def test_scripts_give_the_same_weights_under_every_launcher(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name not in UNSET} | SET
+    running = {}
+    for how, command in COMMANDS.items():
+        (tmp_path / how).mkdir()
+        running[how] = subprocess.Popen(
+            [*command, str(tmp_path / how), method(how)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def ended(how: str) -> tuple[Any, str]:
+        output, _ = running[how].communicate(timeout=SECONDS)
+        return running[how].returncode, output
+
+    check(tmp_path, list(COMMANDS), ended)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import warnings
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from lightning_setup import Toy, close, data, fit, stock, toy, trainer, weights, worst
+from lightning_setup import Toy, close, data, fit, since, stock, toy, trainer, weights, worst
 from torch import Tensor, nn
 
 from shardwise.checkpoint.files import CheckpointError
@@ -62,7 +65,8 @@ def resumed(path: str) -> tuple[float, list[float]]:
 
 def test_random_numbers_and_loss_scale_are_restored(tmp_path: Path) -> None:
     for difference, (scale, again, calls) in run_ranks(RANKS, resumed, str(tmp_path)):
-        assert difference == 0.0 and scale == again and calls == 15
+        assert scale == again and calls == 15
+        assert difference == 0.0 or not since(2, 5), "older versions draw once more when a run resumes"
 
 
 class Hyper(Toy):
@@ -132,9 +136,13 @@ def test_what_is_no_data_is_left_out_of_the_hyperparameters(tmp_path: Path) -> N
     with pytest.warns(UserWarning, match="was saved without hyper_parameters/act: give these hyperparameters"):
         to_single_file(tmp_path / "one.ckpt", tmp_path / "one")
     load = type(described()).load_from_checkpoint
+    if "weights_only" in inspect.signature(load).parameters:
+        load = functools.partial(load, weights_only=False)
+    elif not since(2, 4):  # it reads what torch takes for data alone
+        return
     with pytest.raises(TypeError, match="'act'"):
-        load(tmp_path / "one", weights_only=False)
-    model = load(tmp_path / "one", weights_only=False, act=nn.ReLU())
+        load(tmp_path / "one")
+    model = load(tmp_path / "one", act=nn.ReLU())
     assert model.folder == Path("a") and model.options == Namespace(sizes={3}, dtype=torch.bfloat16)
 
 
@@ -240,10 +248,10 @@ def test_asynchronous_saving(tmp_path: Path) -> None:
     assert run_ranks(RANKS, asynchronous, str(tmp_path)) == [(0.0, [True, True])] * RANKS
 
 
-def finder(path: str) -> tuple[list[str], float]:
+def finder(path: str, make: Callable[[], Any]) -> tuple[list[str], dict[str, Tensor]]:
     """The learning-rate finder saves, trains, restores and removes."""
     made = trainer(
-        Strategy(),
+        make(),
         callbacks=[LIGHTNING.load("callbacks.LearningRateFinder")(num_training_steps=5, update_attr=False)],
         default_root_dir=path,
         enable_checkpointing=True,
@@ -251,12 +259,19 @@ def finder(path: str) -> tuple[list[str], float]:
     made.fit(toy(), data(8))
     found = weights(made)
     close(made)
-    return [p.name for p in Path(path).glob(".lr_find*")], worst(found, fit(stock(), toy(), loader=data(8)))
+    return [p.name for p in Path(path).glob(".lr_find*")], found
+
+
+def unsearched() -> dict[str, Tensor]:
+    return fit(stock(), toy(), loader=data(8))
 
 
 def test_learning_rate_finder_leaves_nothing_changed(tmp_path: Path) -> None:
-    for left, difference in run_ranks(RANKS, finder, str(tmp_path)):
-        assert left == [] and difference <= 1e-6
+    expected = run_ranks(RANKS, finder, str(tmp_path), stock)[0][1]
+    for left, found in run_ranks(RANKS, finder, str(tmp_path), Strategy):
+        assert left == [] and worst(found, expected) <= 1e-6
+    # Before 2.5 Lightning goes on after the batches of the search, under ddp too.
+    assert worst(expected, run_ranks(RANKS, unsearched)[0]) <= 1e-6 or not since(2, 5)
 
 
 class Unsaveable(Toy):
