@@ -9,20 +9,17 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
-    "END",
     "LOSS_STEPS",
     "SIZES",
     "Job",
     "RankReport",
     "Size",
     "TurnReport",
+    "calls_name",
     "read_reports",
     "read_turn",
-    "turn_name",
 ]
 
-END = "end"
-"""A file of this name in its folder tells a rank that waits for its turn to leave."""
 LOSS_STEPS = 10
 """Losses of this many first steps are compared between systems."""
 
@@ -60,7 +57,7 @@ class Job:
         warmup: steps before timing; memory is sampled during them.
         steps: timed steps a turn.
         data_ranks: ranks whose batches are trained on. Differs from ``ranks`` only for the one-process reference.
-        owner: process that gives the turns; a rank leaves when that is gone.
+        owner: process that calls the turns; a rank leaves when that is gone.
     """
 
     system: str
@@ -121,12 +118,12 @@ class TurnReport:
 
     def write(self, folder: Path, number: int) -> None:
         """Store as ``turn<number>.rank<N>.json`` in ``folder``."""
-        _store(folder / f"{turn_name(number)}.rank{self.rank}.json", asdict(self))
+        _store(folder / f"turn{number}.rank{self.rank}.json", asdict(self))
 
 
-def turn_name(number: int) -> str:
-    """The file whose appearance starts turn ``number``."""
-    return f"turn{number}"
+def calls_name(rank: int) -> str:
+    """The named pipe in which ``rank`` reads the numbers of its turns, a line each; it ends when the rank may leave."""
+    return f"calls{rank}"
 
 
 def read_reports(folder: Path) -> list[RankReport]:
@@ -137,5 +134,5 @@ def read_reports(folder: Path) -> list[RankReport]:
 
 def read_turn(folder: Path, number: int) -> list[TurnReport]:
     """What is there of turn ``number``, by rank."""
-    found = [TurnReport(**json.loads(path.read_text())) for path in folder.glob(f"{turn_name(number)}.rank*.json")]
+    found = [TurnReport(**json.loads(path.read_text())) for path in folder.glob(f"turn{number}.rank*.json")]
     return sorted(found, key=lambda report: report.rank)

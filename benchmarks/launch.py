@@ -14,13 +14,14 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from benchmarks.job import END, LOSS_STEPS, Job, RankReport, TurnReport, read_reports, read_turn, turn_name
+from benchmarks.job import LOSS_STEPS, Job, RankReport, TurnReport, calls_name, read_reports, read_turn
 
 __all__ = ["RAISED_MALLOC", "JobFailed", "Outcome", "Running", "available_bytes", "launch"]
 
 LEAST_BYTES = 768 << 20
 """A job that leaves the machine less memory than this is stopped, before the system stops something else."""
-POLL_S = 0.02
+POLL_S = 0.25
+"""Seldom, since whatever else runs meanwhile delays the ranks."""
 RAISED_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(4 << 30), "MALLOC_TRIM_THRESHOLD_": str(8 << 30)}
 """glibc settings under which freed memory is kept and reused: faster for systems that allocate anew every step."""
 
@@ -74,7 +75,8 @@ def _environment(raised_malloc: bool) -> dict[str, str]:
 
 def _start(arguments: list[str], ranks: int, raised_malloc: bool, log: Path) -> subprocess.Popen[bytes]:
     """``python -m ARGUMENTS`` as ``ranks`` processes of one thread each, through torch's elastic launcher."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command += ["--monitor-interval=1", "-m"]
     with log.open("w") as output:
         return subprocess.Popen(
             command + arguments,
@@ -144,6 +146,7 @@ class Running:
         self._place = tempfile.TemporaryDirectory(prefix="bench-")
         self._folder = Path(self._place.name)
         (self._folder / "job").write_text(json.dumps(asdict(self.job)))
+        self._calls = [self._pipe(rank) for rank in range(job.ranks)]
         arguments = ["benchmarks.worker", str(self._folder / "job"), str(self._folder)]
         self._process = _start(arguments, job.ranks, job.raised_malloc, self._folder / "log")
 
@@ -170,7 +173,8 @@ class Running:
     def turn(self, outcome: Outcome, number: int) -> Outcome:
         """Train the job's steps now; ``outcome`` of the warm-up, with what this turn adds. Raises as there."""
         busy, began = _busy_seconds(), time.monotonic()
-        (self._folder / turn_name(self._turns)).touch()
+        for calls in self._calls:
+            os.write(calls, f"{self._turns}\n".encode())
         reports = self._wait_for_turn()
         self._turns += 1
         foreign = (_busy_seconds() - busy - sum(r.cpu_seconds for r in reports)) / (time.monotonic() - began)
@@ -187,7 +191,8 @@ class Running:
     def end(self) -> None:
         """Let the processes leave, or make them. Calling it again does nothing."""
         if self._folder.exists():
-            (self._folder / END).touch()
+            while self._calls:
+                os.close(self._calls.pop())
             try:
                 self._process.wait(30)
             except BaseException as error:
@@ -196,6 +201,10 @@ class Running:
                     raise
             finally:
                 self._place.cleanup()
+
+    def _pipe(self, rank: int) -> int:
+        os.mkfifo(self._folder / calls_name(rank))
+        return os.open(self._folder / calls_name(rank), os.O_RDWR)  # so that no one has to be there to read
 
     def _wait_for_reports(self) -> list[RankReport]:
         for _ in self._polls():

@@ -6,18 +6,17 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.job import END, SIZES, Job, RankReport, TurnReport, turn_name
+from benchmarks.job import SIZES, Job, RankReport, TurnReport, calls_name
 from benchmarks.memory import MemoryWatch
 from benchmarks.model import batch, make_model
 from benchmarks.systems import SYSTEMS, Step, prepare
-
-POLL_S = 0.02
 
 
 def _connect(system: str) -> None:
@@ -50,14 +49,11 @@ def _turn(job: Job, rank: int, step: Step, first: int) -> TurnReport:
     return TurnReport(rank, seconds, time.process_time() - cpu)
 
 
-def _called(job: Job, folder: Path, number: int) -> bool:
-    """Wait for turn ``number``, without a core's time; false: leave instead."""
-    owner = Path(f"/proc/{job.owner}")
-    while not (folder / turn_name(number)).exists():
-        if (folder / END).exists() or not owner.exists():
-            return False
-        time.sleep(POLL_S)
-    return True
+def _called(job: Job, rank: int, folder: Path) -> Iterator[int]:
+    """The number of each turn, waited for without disturbing others, until there are no more."""
+    if Path(f"/proc/{job.owner}").exists():
+        with (folder / calls_name(rank)).open() as calls:
+            yield from map(int, calls)
 
 
 def _touch_libraries(dtype: str) -> None:
@@ -96,10 +92,8 @@ def measure(job: Job, rank: int, versions: dict[str, str], folder: Path) -> None
     )
     dist.barrier()
     report.write(folder)
-    number = 0
-    while _called(job, folder, number):
+    for number in _called(job, rank, folder):
         _turn(job, rank, step, job.warmup + number * job.steps).write(folder, number)
-        number += 1
 
 
 def main() -> None:
