@@ -20,7 +20,7 @@ from shardwise.engine.disk_agreement import agreed
 from shardwise.engine.early import EarlyObserver, EarlyUpdates
 from shardwise.engine.grads import ChunkGrads
 from shardwise.engine.guards import Guards, check_shardable
-from shardwise.engine.hooks import GatherHooks
+from shardwise.engine.hooks import GatherHooks, trace_hooks
 from shardwise.engine.meter import MemoryMeter
 from shardwise.engine.outside_trace import of_units
 from shardwise.engine.passes import BackwardPasses
@@ -149,17 +149,18 @@ class Engine:
     def _install_hooks(self) -> None:
         unit_of: dict[int, int] = {}
         blocks: dict[str, list[int]] = {}
-        # Where nothing is gathered the trace is all that the hooks are for.
-        traced = self.meter is not None and all(chunk.resident for chunk in self.chunks)
         for chunk in self.chunks:
-            if not chunk.resident or self._renews_late(chunk) or traced:
+            if not chunk.resident or self._renews_late(chunk):
                 unit_of.update({id(param): chunk.spec.unit for param in chunk.params})
         for unit in self.layout.units:
-            if unit.module is not None and (traced or any(not self.chunks[c].resident for c in unit.chunks)):
+            if unit.module is not None and any(not self.chunks[c].resident for c in unit.chunks):
                 blocks.setdefault(unit.module, []).append(unit.index)
+        traced = self.meter is not None and not unit_of
         if unit_of:
             self.hooks = GatherHooks(self.model, self.pool, unit_of, blocks, self.passes.note)
             self._remove.append(self.hooks.remove)
+        elif traced:
+            self._remove += trace_hooks(self.model, self.pool, self._own_units())
         for chunk_index, state in self.grads.items():
             for slot_index, param in enumerate(self.chunks[chunk_index].params):
                 on_grad = partial(self._on_grad, state, slot_index)
@@ -179,12 +180,18 @@ class Engine:
             left = self.model.register_forward_hook(lambda *_: meter.leave(), always_call=True)
             self._remove += [left.remove, meter.leave_all]
 
+    def _own_units(self) -> dict[str, list[int]]:
+        """By name of a module, the units of its own parameters."""
+        unit_of = {id(param): chunk.spec.unit for chunk in self.chunks for param in chunk.params}
+        own = {name: list(module.parameters(recurse=False)) for name, module in self.model.named_modules()}
+        return {name: sorted({unit_of[id(p)] for p in params if id(p) in unit_of}) for name, params in own.items()}
+
     def _saw_grad(self, unit: int, _param: torch.Tensor) -> None:
         self.pool.acquire(unit)
 
     def by_units(self, stats: MemStats) -> MemStats:
         """A trace of the model's modules becomes one of the units that these use; any other stays what it is."""
-        units_of = self.hooks.units_of if self.hooks is not None else {}
+        units_of = self.hooks.units_of if self.hooks is not None else self._own_units()
         return of_units(stats, self.model, units_of, self.pool) or stats
 
     # ---- updates during backward

@@ -19,7 +19,7 @@ from torch import nn
 from shardwise.chunk.chunk import Chunk
 from shardwise.chunk.pool import ChunkPool
 
-__all__ = ["GatherHooks", "in_backward"]
+__all__ = ["GatherHooks", "in_backward", "trace_hooks"]
 
 
 def in_backward() -> bool:
@@ -36,6 +36,19 @@ class _Note:
     stride: tuple[int, ...]
     offset: int | torch.SymInt
     generation: int
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """Any other saved tensor. Autograd leaves it to hooks to notice that a value was changed after it was saved."""
+
+    tensor: torch.Tensor
+    version: int
+
+
+def _keep(tensor: torch.Tensor) -> _Kept:
+    # Itself it would hold the graph that saves it, which would never be freed; the version counter is shared.
+    return _Kept(tensor.detach(), tensor._version)
 
 
 class _Parameters(dict[str, nn.Parameter | None]):
@@ -199,19 +212,26 @@ class GatherHooks:
             self._saved.__exit__()
             self._saved = None
 
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Note:
+    def _pack(self, tensor: torch.Tensor) -> _Kept | _Note:
         if type(tensor) is not torch.Tensor and type(tensor) is not nn.Parameter:
-            return tensor.detach()  # itself it would hold the graph that saves it, which would never be freed
+            return _keep(tensor)
         if tensor.layout is not torch.strided:
-            return tensor.detach()
+            return _keep(tensor)
         chunk = self.pool.by_storage.get(tensor.untyped_storage()._cdata)
         if chunk is None or tensor.dtype != chunk.spec.dtype:
-            return tensor.detach()
+            return _keep(tensor)
         return _Note(chunk, tensor.size(), tensor.stride(), tensor.storage_offset(), chunk.generation)
 
-    def _unpack(self, saved: torch.Tensor | _Note) -> torch.Tensor:
-        if isinstance(saved, torch.Tensor):
-            return saved
+    def _unpack(self, saved: _Kept | _Note) -> torch.Tensor:
+        if isinstance(saved, _Kept):
+            if saved.tensor._version != saved.version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"a {saved.tensor.dtype} of shape {tuple(saved.tensor.shape)} is at version "
+                    f"{saved.tensor._version} and was saved at version {saved.version}; "
+                    "torch.autograd.set_detect_anomaly(True) names the operation that saved it"
+                )
+            return saved.tensor
         chunk = saved.chunk
         if saved.generation != chunk.generation:
             names = ", ".join(self._names.get(id(param), "?") for param in chunk.params[:3])
@@ -234,6 +254,23 @@ class GatherHooks:
             module._parameters = dict(module._parameters.items())
         self._handles.clear()
         self._swapped.clear()
+
+
+def trace_hooks(model: nn.Module, pool: ChunkPool, units_of: dict[str, list[int]]) -> list[Callable[[], None]]:
+    """Where nothing is gathered, only the memory trace wants to know which units are used when: modules report it.
+
+    A compiled block reports nothing, and stays one graph. Returns what takes the hooks away.
+    """
+    handles = []
+    for name, module in model.named_modules():
+        if units_of.get(name):
+
+            def before(_module: nn.Module, _args: object, units: tuple[int, ...] = tuple(units_of[name])) -> None:
+                for unit in units:
+                    pool.acquire(unit)
+
+            handles.append(module.register_forward_pre_hook(_skipped_in_compile(before)))
+    return [handle.remove for handle in handles]
 
 
 def _probes(pool: ChunkPool) -> dict[int, nn.Parameter | None]:

@@ -1,9 +1,10 @@
 """How long backward waits for peers that still use an exchange buffer.
 
-Waiting costs nothing where all ranks use the same chunks: who is behind will come, and a step ends with its slowest
-rank anyway. Going on in private memory instead costs fresh pages, a copy and, with the next buffers as late as this
-one, the overlap of the rest of the pass. But a rank that does not use a chunk joins its reduction only at the end of
-its pass, so waiting for it is in vain. Hence: long as long as the ranks have been alike, in vain once a pass at most.
+Waiting costs nothing where all ranks do the same: who is behind will come, and a step ends with its slowest rank
+anyway. Going on in private memory instead costs fresh pages, a copy and, with the next buffers as late as this one, the
+overlap of the rest of the pass. But a rank that does not use a chunk, or uses chunks in another order, joins its
+reduction only at the end of its pass, so waiting for it is in vain. Hence: long as long as the ranks have been alike
+and came, in vain once a pass at most, and ever more seldom where that happens again and again.
 """
 
 from __future__ import annotations
@@ -14,18 +15,23 @@ __all__ = ["Patience"]
 
 SHORT_S = 0.05
 FIRST_S = 0.5  # before any pass has shown how long one takes
+LONGEST_S = 20.0  # far below any time-out of a group
 WITHOUT_MEMORY_S = 10.0  # where private memory would go over the device's capacity
 TRUSTED_PASSES = 8  # alike after one that was not, so that ranks which differ now and then wait in vain seldom
+MOST_PASSES = 1024
+NAP_MAX_S = 0.001
 
 
 class Patience:
-    """Of one reducer. Passes are alike when every rank had gradients of the same chunks."""
+    """Of one reducer. Passes are alike when every rank had gradients of the same parameters."""
 
     def __init__(self) -> None:
         self._long_s = FIRST_S
-        self._alike = TRUSTED_PASSES
-        self._in_vain = False
+        self._needed = self._alike = TRUSTED_PASSES
+        self._vain_passes = 0
         self._began: float | None = None
+        self._waited_s = 0.0
+        self._in_vain = False
 
     def begin(self) -> None:
         """A gradient has arrived; the first of a pass starts its clock."""
@@ -38,18 +44,32 @@ class Patience:
             return WITHOUT_MEMORY_S
         if self._in_vain:
             return 0.0
-        return max(SHORT_S, self._long_s) if self._alike >= TRUSTED_PASSES else SHORT_S
+        return max(SHORT_S, self._long_s) if self._alike >= self._needed else SHORT_S
 
-    def ran_out(self) -> None:
-        """It was waited in vain; in this pass not again."""
-        self._in_vain = True
+    def nap(self, waited_s: float) -> None:
+        """Between two looks: those who are waited for may need the core, and this process's other threads the lock."""
+        time.sleep(min(waited_s / 10, NAP_MAX_S))
+
+    def waited(self, seconds: float, in_vain: bool) -> None:
+        """A wait is over; after one in vain there is none in this pass."""
+        self._waited_s += seconds
+        self._in_vain |= in_vain
+
+    def end_backward(self) -> None:
+        """The last gradient has arrived: half of what this rank took, waits aside, is what it waits for another."""
+        if self._began is not None:
+            took_s = (time.monotonic() - self._began - self._waited_s) / 2
+            self._long_s = min(max(took_s, self._long_s) if self._in_vain else took_s, LONGEST_S)
+        self._began, self._waited_s = None, 0.0
 
     def compared(self, alike: bool) -> None:
         """At the end of a reduced pass: whether it was alike."""
+        self._vain_passes = self._vain_passes + 1 if self._in_vain else 0
         self._alike = self._alike + 1 if alike else 0
+        if self._vain_passes > 1:  # once may be a moment of the machine
+            self._vain_passes = self._alike = 0
+            self._needed = min(2 * self._needed, MOST_PASSES)
 
     def end_pass(self) -> None:
-        """Half of what this pass took is what the next waits at most."""
-        if self._began is not None and not self._in_vain:
-            self._long_s = (time.monotonic() - self._began) / 2
-        self._began, self._in_vain = None, False
+        """The next gradient belongs to another pass; whether this one came to its end or failed."""
+        self._began, self._waited_s, self._in_vain = None, 0.0, False

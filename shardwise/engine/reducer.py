@@ -180,20 +180,25 @@ class Reducer:
 
         Waiting for ever could deadlock: a peer that does not use these chunks joins in only at the end of backward.
         """
-        private_fits = self._ledger.fits(state.spec.padded_numel * state.dtype.itemsize)
-        deadline = time.monotonic() + self._patience.limit_s(private_fits)
-        while not self._slots.free(state):
-            user = self._slots.user(state)
-            if user is not None and user not in self._in_flight:
-                return None
-            if time.monotonic() > deadline:
-                self._patience.ran_out()
-                return None
-            if self._in_flight and self._oldest_finished():
-                self._complete(self._in_flight[0])
-            else:
-                time.sleep(0)
-        return self._slots.take(state)
+        if self._slots.free(state):
+            return self._slots.take(state)
+        limit_s = self._patience.limit_s(self._ledger.fits(state.spec.padded_numel * state.dtype.itemsize))
+        began, waited_s, in_vain = time.monotonic(), 0.0, False
+        try:
+            while not self._slots.free(state):
+                user, waited_s = self._slots.user(state), time.monotonic() - began
+                if user is not None and user not in self._in_flight:
+                    return None
+                in_vain = waited_s > limit_s
+                if in_vain:
+                    return None
+                if self._in_flight and self._oldest_finished():
+                    self._complete(self._in_flight[0])
+                else:
+                    self._patience.nap(waited_s)
+            return self._slots.take(state)
+        finally:
+            self._patience.waited(waited_s, in_vain)
 
     def _oldest_finished(self) -> bool:
         handle = self._in_flight[0].handle
@@ -309,6 +314,7 @@ class Reducer:
         """End of a backward pass (every rank calls it). Without ``sync``, gradients stay whole on this rank."""
         for optimizer in {state.spec.optimizer for state in self.states if state.fired}:
             self._unreduced_passes[optimizer] += 1
+        self._patience.end_backward()
         if sync:
             used, late = self._agree()
             for state, anyone in zip(self._order, used, strict=True):

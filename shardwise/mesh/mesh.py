@@ -130,8 +130,8 @@ class Mesh:
             )
         members = Members(group, "the model-parallel group", MODEL_AXIS)
         maker = GroupMaker(self.device, shared_memory, members.timeout_s, members)
+        self._makers.append(maker)  # first: what it made is closed even if the rest fails
         self.model_parallel = maker.make(MODEL_AXIS, [list(ranks)])
-        self._makers.append(maker)
         self._parts = ranks
 
     @property
