@@ -18,8 +18,8 @@ from benchmarks.job import LOSS_STEPS, Job, RankReport, TurnReport, calls_name, 
 
 __all__ = ["RAISED_MALLOC", "JobFailed", "Outcome", "Running", "available_bytes", "launch"]
 
-LEAST_BYTES = 768 << 20
-"""A job that leaves the machine less memory than this is stopped, before the system stops something else."""
+LEAST_BYTES = 1536 << 20
+"""A job whose warm-up leaves the machine less memory than this is stopped, before the system stops something else."""
 POLL_S = 0.25
 """Seldom, since whatever else runs meanwhile delays the ranks."""
 RAISED_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(4 << 30), "MALLOC_TRIM_THRESHOLD_": str(8 << 30)}
@@ -208,6 +208,8 @@ class Running:
 
     def _wait_for_reports(self) -> list[RankReport]:
         for _ in self._polls():
+            if available_bytes() < LEAST_BYTES:
+                raise JobFailed(f"left the machine less than {LEAST_BYTES >> 20} MiB beside ours")
             reports = read_reports(self._folder)
             if len(reports) == self.job.ranks and not any(report.error for report in reports):
                 return reports
@@ -228,8 +230,6 @@ class Running:
             yield
             if ended is not None:
                 raise JobFailed(self._reason(ended))
-            if available_bytes() < LEAST_BYTES:
-                raise JobFailed(f"left the machine less than {LEAST_BYTES >> 20} MiB of memory")
             time.sleep(POLL_S)
 
     def _reason(self, code: int) -> str:

@@ -131,6 +131,7 @@ class Campaign:
                     found = replace(outcome, error=str(error))
                 self._keep(found)
                 if found.error:
+                    one.end()
                     running = [other for other in running if other[0] is not one]
                 result = found.error or (
                     f"{found.tokens_per_second:7.0f} tokens/s {found.step_seconds * 1e3:6.0f} ms a step,"
