@@ -366,7 +366,8 @@ class DeepSpeedEngine(nn.Module):
         """Save everything of this run as ``save_dir/tag``, in shardwise's own format. Every rank calls it.
 
         Under tensor parallelism each part of the model has a directory of its own, ``save_dir/mp_rank_00`` and so on,
-        which ``load_checkpoint(save_dir)`` finds.
+        which ``load_checkpoint(save_dir)`` finds. All parts have written before any appears, and all have appeared
+        before any ``latest`` moves.
 
         Args:
             save_dir: a directory of checkpoints that all ranks share.
@@ -377,11 +378,12 @@ class DeepSpeedEngine(nn.Module):
                 model then.
 
         Raises:
-            CheckpointError: it could not be written; earlier checkpoints are as they were.
+            CheckpointError: on every rank of all parts, when one could not write; earlier checkpoints are as they were.
+                (One of the same tag may have been replaced in other parts; loading says so.)
             ValueError: another tag on another rank, with ``checkpoint.tag_validation="FAIL"``.
         """
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
-        self._saving.check_tag(name, self.settings["checkpoint.tag_validation"])
+        name = self._saving.agreed_tag(name, self.settings["checkpoint.tag_validation"])
         schedules = [self.lr_scheduler] if self.lr_scheduler is not None else []
         counters = self._counters()
         self._saving.save(
@@ -403,7 +405,8 @@ class DeepSpeedEngine(nn.Module):
 
         Args:
             load_dir: what was saved into.
-            tag: by default what ``load_dir/latest`` names, or the newest.
+            tag: by default what ``load_dir/latest`` names, or the newest. Under tensor parallelism what all parts'
+                ``latest`` name, or, with a warning, the newest that all parts have whole and of one step.
             load_module_strict: names that do not fit are errors. Shapes always are.
             load_optimizer_states: also masters' moments and the loss scale.
             load_lr_scheduler_states: also the schedule.
@@ -415,6 +418,8 @@ class DeepSpeedEngine(nn.Module):
 
         Raises:
             CheckpointDamage: bytes are missing or wrong; the file is named.
+            CheckpointError: the parts of the model have no such checkpoint in common. Under tensor parallelism every
+                error is one of all parts.
             ValueError: names or shapes do not fit; nothing was changed.
             NotImplementedError: ``custom_load_fn``.
         """

@@ -11,7 +11,7 @@ from shardwise.build import Session
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.formats.detect import open_checkpoint
 from shardwise.checkpoint.match import Match, Wanted
-from shardwise.checkpoint.run import EngineRun
+from shardwise.deepspeed.parts import PartRun
 from shardwise.engine.engine import Engine
 from shardwise.engine.fragments import Block, Held, TensorShape
 from shardwise.engine.optimizer import ShardedOptimizer
@@ -19,7 +19,7 @@ from shardwise.engine.optimizer import ShardedOptimizer
 __all__ = ["WithoutFrozen", "frozen_ones_are_missing"]
 
 
-class WithoutFrozen(EngineRun):
+class WithoutFrozen(PartRun):
     """A session to be saved without parameters that do not require gradients (those that an optimizer has stay)."""
 
     def held(self) -> Held:

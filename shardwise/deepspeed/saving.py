@@ -12,7 +12,6 @@ import torch
 
 from shardwise.build import Session
 from shardwise.checkpoint import tree
-from shardwise.checkpoint.directory import scan
 from shardwise.checkpoint.format import MANIFEST
 from shardwise.checkpoint.formats.detect import open_checkpoint
 from shardwise.checkpoint.formats.output import output_file, write_torch
@@ -20,11 +19,11 @@ from shardwise.checkpoint.formats.small_values import decode_value, group_option
 from shardwise.checkpoint.match import Match, Wanted
 from shardwise.checkpoint.read import NativeSource
 from shardwise.checkpoint.restore import StateTensors, put_back, read_others
-from shardwise.checkpoint.run import as_run
 from shardwise.checkpoint.session import Checkpointer
 from shardwise.checkpoint.source import CheckpointSource
 from shardwise.checkpoint.write import agree
 from shardwise.deepspeed.frozen import WithoutFrozen, frozen_ones_are_missing
+from shardwise.deepspeed.parts import PartRun
 from shardwise.engine.fragments import Held
 
 __all__ = ["Found", "Saving", "take_over"]
@@ -42,21 +41,23 @@ class Found:
 
 
 class Saving:
-    """Of one session. Every method is collective."""
+    """Of one session. Every method is collective, over all parts of the model: what fails in one is an error in all."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._native = Checkpointer(session)  # from the start: it counts the updates
+        self._run = PartRun(session)
+        self._native = Checkpointer(self._run)  # from the start: it counts the updates
         self._trained: Checkpointer | None = None
 
-    def check_tag(self, tag: str, mode: str) -> None:
-        """Whether all ranks save under one name; ``mode`` is ``checkpoint.tag_validation``."""
-        tags = self._session.mesh.world.exchange_object(tag)
+    def agreed_tag(self, tag: str, mode: str) -> str:
+        """That of the first rank, under which all save; ``mode`` is ``checkpoint.tag_validation``."""
+        tags: list[str] = self._run.everybody(tag)
         if len(set(tags)) > 1 and mode != "IGNORE":
             message = f"tag={tag!r}, but the ranks' tags are {tags}: give the same on every rank"
             if mode == "FAIL":
                 raise ValueError(message)
             warnings.warn(message, stacklevel=3)
+        return tags[0]
 
     def save(
         self,
@@ -72,12 +73,8 @@ class Saving:
         state = {"client_state": dict(client_state), "counters": counters}
         writer = self._without_frozen() if exclude_frozen else self._native
         writer.latest = save_latest
-        writer.save(self._own(root), tag, step=counters["global_steps"], lr_schedulers=schedules, user_state=state)
-
-    def _own(self, root: str) -> str:
-        """``root``, or where other ranks hold other parts of the model a directory in it for this part."""
-        others = self._session.mesh.model_parallel
-        return root if others is None else str(Path(root) / f"mp_rank_{others.rank:02d}")
+        directory, step = self._run.directory(root), counters["global_steps"]
+        writer.save(directory, tag, step=step, lr_schedulers=schedules, user_state=state)
 
     def _without_frozen(self) -> Checkpointer:
         if self._trained is None:
@@ -89,13 +86,9 @@ class Saving:
         self, root: str, tag: str | None, strict: bool, optimizer_states: bool, schedules: Sequence[Any]
     ) -> Found | None:
         """See :meth:`shardwise.deepspeed.engine.DeepSpeedEngine.load_checkpoint`."""
-        root = self._own(root)
-        gather = self._session.mesh.world.exchange_object
-        rank = self._session.mesh.rank
-        _, places = agree(gather, rank, f"find a checkpoint in {root}", lambda: [_place(Path(root), tag)])
-        path = places[0][0]
+        path = self._run.find(root, tag)
         if path is None:
-            if rank == 0:
+            if self._run.speaks:
                 named = "" if tag is None else f" with tag {tag!r}"
                 warnings.warn(f"no checkpoint{named} in {root}: nothing was loaded", stacklevel=3)
             return None
@@ -109,13 +102,13 @@ class Saving:
 
     def save_16bit(self, directory: str, filename: str, exclude_frozen: bool) -> None:
         """One torch file of the model's state, written by rank 0; it appears whole, and what was there goes then."""
-        module, rank = self._session.module, self._session.mesh.rank
+        module, rank = self._session.module, self._run.rank
         frozen = {n for n, p in module.unwrap().named_parameters(remove_duplicate=False) if not p.requires_grad}
         kept: dict[str, Any] = {}
         for name, value in module.full_state(masters=False):
             if rank == 0 and not (exclude_frozen and name in frozen):
                 kept[name] = value.cpu() if isinstance(value, torch.Tensor) else value
-        path = Path(self._own(directory)) / filename
+        path = Path(self._run.directory(directory)) / filename
 
         def write() -> None:
             if rank != 0:
@@ -123,7 +116,7 @@ class Saving:
             with output_file(path) as unfinished:
                 write_torch(unfinished, {name: kept[name] for name in module.state_layout() if name in kept})
 
-        agree(self._session.mesh.world.exchange_object, rank, f"write {path}", write)
+        agree(self._run.gather, rank, f"write {path}", write)
 
     def close(self) -> None:
         """Give back what an unfinished save holds."""
@@ -134,7 +127,7 @@ class Saving:
 
 def take_over(session: Session, path: str, strict: bool, optimizer_states: bool, schedules: Sequence[Any]) -> Found:
     """Values from a checkpoint of DeepSpeed, or those of the model alone from our own. Collective."""
-    gather, rank = session.mesh.world.exchange_object, session.mesh.rank
+    run = PartRun(session)
     opened: list[CheckpointSource] = []
     wanted: Wanted = "all" if optimizer_states else "model"
     strict = strict and not frozen_ones_are_missing(session, path, wanted)
@@ -145,32 +138,21 @@ def take_over(session: Session, path: str, strict: bool, optimizer_states: bool,
         return match, _saved_schedules(match, len(schedules)), _found(path, match)
 
     try:
-        (match, saved, found), _ = agree(gather, rank, f"load {path}", look, share=False)
-        put_back(session, match, path)
+        (match, saved, found), _ = agree(run.gather, run.rank, f"load {path}", look, share=False)
+        put_back(run, match, path)
 
         def rest() -> None:
-            _rest(session, match)
+            _rest(run, session, match)
             for schedule, state in zip(schedules, saved, strict=False):  # none where the checkpoint has none
                 schedule.load_state_dict(state)
             if saved and not optimizer_states:
                 _put_rates(session, match)
 
-        agree(gather, rank, f"load the rest of {path}", rest, share=False)
+        agree(run.gather, run.rank, f"load the rest of {path}", rest, share=False)
         return found
     finally:
         for source in opened:
             source.close()
-
-
-def _place(root: Path, tag: str | None) -> str | None:
-    """The directory of one checkpoint, or ``None``."""
-    latest = root / "latest"
-    if tag is None and latest.is_file():
-        tag = latest.read_text("utf-8").strip()
-    if tag is not None:
-        return str(root / tag) if (root / tag).is_dir() else None
-    found = scan(str(root)) if root.is_dir() else []
-    return str(found[0].path) if found else None  # one that is damaged may be the newest: loading it says so
 
 
 def _saved_schedules(match: Match, wanted: int) -> list[Any]:
@@ -198,10 +180,10 @@ def _put_rates(session: Session, match: Match) -> None:
                 group.update({key: value for key, value in group_options(saved).items() if key == "lr"})
 
 
-def _rest(session: Session, match: Match) -> None:
+def _rest(run: PartRun, session: Session, match: Match) -> None:
     """Buffers, and where optimizers are wanted the options of their param groups and the loss scale."""
     if isinstance(match.source, NativeSource):  # of which the model alone is taken over
-        match.held.put_others(read_others(as_run(session), match))
+        match.held.put_others(read_others(run, match))
         return
     others = match.held.others
     found = {}

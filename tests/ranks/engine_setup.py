@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -101,3 +102,14 @@ def check(actual: list[dict[str, Tensor]], expected: dict[str, Any], what: str, 
     """Every rank has the expected state."""
     for rank, state in enumerate(actual):
         assert_close(state, expected, rtol, f"{what}, rank {rank}")
+
+
+def loss_of(session: Session, index: int = 0) -> Tensor:
+    return session.module(data(session.mesh.rank, 0, index)).square().mean()
+
+
+def told(mistake: Callable[[], object], error: type[Exception] = RuntimeError) -> str:
+    """The message of the error that must come."""
+    with pytest.raises(error) as raised:
+        mistake()
+    return str(raised.value)

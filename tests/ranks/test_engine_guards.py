@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from engine_setup import PLANS, adam, check, data, one_mesh, seeded, sgd, sharded
+from engine_setup import PLANS, adam, check, data, loss_of, one_mesh, seeded, sgd, sharded, told
 from torch import Tensor, nn
 
 from shardwise.build import Session, build
 from shardwise.comm import PeerError
-from shardwise.plan import Plan, on_device, zero
+from shardwise.plan import Plan, zero
 from shardwise.testing import assert_close, run_ranks
 
 STAGES = ["zero2", "zero3", "zero3_gloo"]
@@ -31,17 +30,6 @@ def half_frozen() -> nn.Module:
     model[1].requires_grad_(False)
     model[3].requires_grad_(False)
     return model
-
-
-def loss_of(session: Session, index: int = 0) -> Tensor:
-    return session.module(data(session.mesh.rank, 0, index)).square().mean()
-
-
-def told(mistake: Callable[[], object], error: type[Exception] = RuntimeError) -> str:
-    """The message of the error that must come."""
-    with pytest.raises(error) as raised:
-        mistake()
-    return str(raised.value)
 
 
 # ---- writing to gathered parameters
@@ -263,42 +251,6 @@ def mistakes(plan: Plan) -> list[str]:
             with sharded(model, sgd(model), plan, mesh) as session:
                 messages.append(mistake(session))
     return messages
-
-
-class Overwriting(nn.Module):
-    """Changes what ``exp`` has saved for backward."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x.exp()
-        return y.add_(1.0)
-
-
-def overwritten(plan: Plan) -> str:
-    model = seeded(lambda: nn.Sequential(net(), Overwriting(), net()))
-    with sharded(model, sgd(model), plan) as session:
-        loss = loss_of(session)
-        return told(lambda: session.backward(loss))
-
-
-@pytest.mark.parametrize("name", STAGES)
-def test_saved_values_that_were_changed_are_an_error(name: str) -> None:
-    """As in plain torch, whose own check leaves out what hooks have packed."""
-    for message in run_ranks(2, overwritten, PLANS[name]):
-        assert "modified by an inplace operation" in message
-
-
-def stale_under(plan: Plan) -> str:
-    model = seeded(net)
-    with sharded(model, sgd(model), plan) as session:
-        return stale_graph(session)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_stale_graphs_where_parameters_stay_on_the_device(ranks: int) -> None:
-    limited = dataclasses.replace(on_device(), device_capacity_bytes=1 << 24)
-    for plan in (zero(2).but(tiers=limited), zero(2).but(gather_on_use=True)):
-        for message in run_ranks(ranks, stale_under, plan):
-            assert "modified by an inplace operation" in message
 
 
 @pytest.mark.parametrize("name", STAGES)

@@ -1,0 +1,216 @@
+"""Checkpoints of a model in two tensor-parallel parts on four ranks: both parts load the same, and fail together.
+
+Data-parallel ranks are 0, 2 and 1, 3; the parts of the model are on 0, 1 and on 2, 3.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from groups_setup import GROUPS, Part, join, part_loss, part_steps
+from sharded_setup import adam
+from torch import Tensor
+
+import shardwise.deepspeed as deepspeed
+from shardwise.checkpoint.directory import CheckpointRoot
+from shardwise.checkpoint.file_system import FileSystem
+from shardwise.checkpoint.files import CheckpointError
+from shardwise.checkpoint.source import CheckpointDamage
+from shardwise.deepspeed import parts
+from shardwise.deepspeed.parts import Saved, choose
+from shardwise.testing import assert_close, run_ranks
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+SOON_S = 20.0  # less than the time-out of the groups
+
+
+def started(**changes: Any) -> deepspeed.DeepSpeedEngine:
+    _, data = join(GROUPS["strided"])
+    _, others = join(GROUPS["pairs"])
+    unit = SimpleNamespace(get_data_parallel_group=lambda: data, get_model_parallel_group=lambda: others)
+    module = Part(dist.get_rank() % 2)
+    config = {
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True},
+        **changes,
+    }
+    engine: deepspeed.DeepSpeedEngine = deepspeed.initialize(
+        model=module, optimizer=adam(module), mpu=unit, config=config
+    )[0]
+    return engine
+
+
+def close(engine: deepspeed.DeepSpeedEngine) -> None:
+    engine.destroy()
+    engine.session.mesh.close()
+
+
+def step(engine: deepspeed.DeepSpeedEngine) -> dict[str, Tensor]:
+    engine.backward(part_loss(engine, part_steps()[engine.global_steps][0][dist.get_rank() // 2]))
+    engine.step()
+    return engine.module_state_dict()
+
+
+def error_of(action: Callable[[], object]) -> str:
+    """The type and message of what it raises, in time; else what it returned."""
+    began = time.monotonic()
+    try:
+        said = f"returned {action()}"
+    except (CheckpointError, ValueError) as error:
+        said = f"{type(error).__name__}: {error}"
+    assert time.monotonic() - began < SOON_S, said
+    return said
+
+
+def on_rank(rank: int, action: Callable[[], object]) -> None:
+    """One rank changes files while nobody looks."""
+    dist.barrier()
+    if dist.get_rank() == rank:
+        action()
+    dist.barrier()
+
+
+# ---- loading
+
+
+def parts_that_differ(folder: str) -> dict[str, Any]:
+    own = f"{folder}/mp_rank_0{dist.get_rank() % 2}"
+    engine = started()
+    first = step(engine)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine.save_checkpoint(folder, "uno" if dist.get_rank() == 1 else "one", client_state={"saved": 1})
+    assert any("the ranks' tags are" in str(each.message) for each in caught), "and all save under the first's"
+    step(engine)
+    engine.save_checkpoint(folder, "two", client_state={"saved": 2})
+    assert engine.load_checkpoint(folder) == (f"{own}/two", {"saved": 2})
+
+    def as_before_the_kill() -> None:
+        shutil.rmtree(f"{folder}/mp_rank_01/two")
+        Path(folder, "mp_rank_01", "latest").write_text("one\n")
+
+    on_rank(1, as_before_the_kill)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert engine.load_checkpoint(folder) == (f"{own}/one", {"saved": 1})
+    assert engine.global_steps == 1
+    assert_close(engine.module_state_dict(), first, 0.0, "the older one, on every rank")
+    said: dict[str, Any] = {"warned": [str(each.message) for each in caught if "all parts" in str(each.message)]}
+    said["tag"] = error_of(lambda: engine.load_checkpoint(folder, "two"))
+    on_rank(2, lambda: os.truncate(f"{folder}/mp_rank_00/one/pieces-0.safetensors", 8))
+    said["damaged"] = error_of(lambda: engine.load_checkpoint(folder, "one"))
+    said["nothing common"] = error_of(lambda: engine.load_checkpoint(folder))
+    assert_close(engine.module_state_dict(), first, 0.0, "nothing was taken over")
+    on_rank(3, lambda: shutil.rmtree(f"{folder}/mp_rank_00"))
+    said["one part"] = error_of(lambda: engine.load_checkpoint(folder))
+    with pytest.warns(UserWarning, match="nothing was loaded") if dist.get_rank() == 0 else contextlib.nullcontext():
+        assert engine.load_checkpoint(f"{folder}/nowhere") == (None, None)
+    step(engine)
+    close(engine)
+    return said
+
+
+def test_all_parts_load_the_same_checkpoint_or_none(tmp_path: Path) -> None:
+    results = run_ranks(4, parts_that_differ, str(tmp_path))
+    assert [len(said["warned"]) for said in results] == [1, 0, 0, 0]
+    assert "in mp_rank_00 'two' of step 2, 'one' of step 1; in mp_rank_01 'one' of step 1" in results[0]["warned"][0]
+    for said in results:
+        assert (
+            said["tag"].startswith(f"CheckpointError: {tmp_path}: tag='two'") and "in mp_rank_01 'one'" in said["tag"]
+        )
+        assert said["damaged"].startswith(CheckpointDamage.__name__)
+        assert "in mp_rank_00: " in said["damaged"] and "mp_rank_00/one/pieces-0.safetensors has 8" in said["damaged"]
+        for key, told in (("nothing common", "'one' of step 1 (not whole: "), ("one part", "in mp_rank_00 none; in ")):
+            assert said[key].startswith("CheckpointError: ") and "that all parts of the model have" in said[key], said
+            assert told in said[key], said[key]
+
+
+def saved(*rows: tuple[str, int] | tuple[str, int, str], named: str | None = None) -> parts.Part:
+    return parts.Part(named or (rows[0][0] if rows else None), tuple(Saved(r[0], "", *r[1:]) for r in rows))
+
+
+def test_which_checkpoint_parts_have_in_common() -> None:
+    both = saved(("b", 2), ("a", 1))
+    assert choose("root", [both, both], None) == "b"
+    assert choose("root", [both, both], "a") == "a"
+    assert choose("root", [both, both], "c") is None and choose("root", [saved(), saved()], None) is None
+    older = saved(("b", 2), ("a", 1), named="a")
+    assert choose("root", [older, older], None) == "a", "what every latest names"
+    assert choose("root", [older, both], None) == "b", "every part has it, though one latest had not moved"
+    broken = saved(("b", 2, "cut off"), ("a", 1))
+    assert choose("root", [both, broken], None) == "a"
+    assert choose("root", [both, broken], "b") == "b", "to say what is damaged"
+    other_step = saved(("b", 3), ("a", 1))
+    assert choose("root", [both, other_step], None) == "a"
+    for tag, rows in (("b", [both, other_step]), (None, [saved(("b", 3)), both]), (None, [both, saved()])):
+        with pytest.raises(CheckpointError, match="of step"):
+            choose("root", rows, tag)
+
+
+# ---- saving
+
+
+def parts_that_fail(folder: str) -> dict[str, str]:
+    me = dist.get_rank()
+    engine = started(checkpoint={"tag_validation": "FAIL"})
+    before = step(engine)
+    engine.save_checkpoint(folder, "one")
+    engine.save_16bit_model(folder)
+    after = step(engine)
+    said = {"tags": error_of(lambda: engine.save_checkpoint(folder, "mine" if me == 3 else "two"))}
+
+    def failing(rank: int, owner: type, name: str) -> Any:
+        return mock.patch.object(owner, name, side_effect=FULL) if me == rank else contextlib.nullcontext()
+
+    for key, rank, owner, name in (
+        ("write", 3, FileSystem, "write"),
+        ("commit", 1, CheckpointRoot, "commit"),
+        ("pointer", 1, CheckpointRoot, "point_latest"),
+    ):
+        with failing(rank, owner, name):
+            said[key] = error_of(lambda key=key: engine.save_checkpoint(folder, key))  # type: ignore[misc]
+        dist.barrier()
+        there = [sorted(os.listdir(f"{folder}/mp_rank_0{part}")) for part in (0, 1)]
+        latest = [Path(folder, f"mp_rank_0{part}", "latest").read_text() for part in (0, 1)]
+        assert not any(each.startswith(".") for part in there for each in part), f"something is left over in {there}"
+        assert [key in part for part in there] == [key != "write", key == "pointer"], there
+        if key == "pointer":
+            assert latest == ["pointer\n", "one\n"]
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                path, _ = engine.load_checkpoint(folder)
+            assert path == f"{folder}/mp_rank_0{me % 2}/pointer" and engine.global_steps == 2
+        else:
+            assert latest == ["one\n"] * 2, "none moves before every part has committed"
+            path, _ = engine.load_checkpoint(folder)
+            assert path == f"{folder}/mp_rank_0{me % 2}/one" and engine.global_steps == 1
+            assert_close(engine.module_state_dict(), before, 0.0, "the old one on every rank")
+            assert_close(step(engine), after, 0.0, "training goes on")
+        dist.barrier()
+    with failing(1, FileSystem, "write"):
+        said["16 bit"] = error_of(lambda: engine.save_16bit_model(folder))
+    close(engine)
+    return said
+
+
+def test_a_save_that_fails_in_one_part_fails_in_all(tmp_path: Path) -> None:
+    for said in run_ranks(4, parts_that_fail, str(tmp_path)):
+        assert said.pop("tags").startswith("ValueError: tag=")
+        ranks = {"write": 1, "commit": 0, "pointer": 0, "16 bit": 0}
+        assert said.keys() == ranks.keys()
+        for key, rank in ranks.items():
+            assert said[key].startswith(f"CheckpointError: rank {rank} could not "), said[key]
+            assert "in mp_rank_01: " in said[key] and "ENOSPC" in said[key], said[key]
