@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
 
 import torch
 from torch import nn
@@ -150,21 +151,36 @@ def build(
         device: where parameters live, if no mesh is given; by default this rank's GPU where there is one a rank.
 
     Raises:
-        ValueError: the plan does not fit the number of ranks, or an optimizer cannot be sharded.
+        ValueError: the plan does not fit the number of ranks, or an optimizer cannot be sharded (the model is as before
+            then). A failure after the model was sharded leaves no hooks, files and process groups of its own either,
+            and optimizers with the steps they had.
     """
-    if mesh is None:
-        mesh = Mesh.create(plan.mesh, device or default_device(), plan.comm)
     if optimizer is None:
         optimizers = []
     else:
         optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-    for each in optimizers:  # before anything of the model changes
-        check_element_wise(each, mesh.device)
-    engine = Engine(model, optimizers, plan, mesh)
-    scaler = LossScaler(plan.precision.scaler) if plan.precision.scaler is not None else None
-    try:
-        wrapped = [ShardedOptimizer(engine, each, index, scaler) for index, each in enumerate(optimizers)]
-    except BaseException:
-        engine.close()  # no hooks and no files stay behind
-        raise
-    return Session(engine, ShardedModule(engine), wrapped)
+    for each in optimizers:  # before anything is made or changed; torch's meshes look whether a GPU was used before
+        check_element_wise(each, torch.device("cpu"))
+    with ExitStack() as undo:  # if it fails
+        if mesh is None:
+            mesh = Mesh.create(plan.mesh, device or default_device(), plan.comm)
+            undo.callback(mesh.close)
+        engine = Engine(model, optimizers, plan, mesh)
+        undo.callback(engine.close)  # its hooks and files
+        scaler = LossScaler(plan.precision.scaler) if plan.precision.scaler is not None else None
+        wrapped = []
+        for index, each in enumerate(optimizers):
+            undo.callback(_give_back_step, each, vars(each).get("step"))  # also if it fails half way
+            wrapped.append(ShardedOptimizer(engine, each, index, scaler))
+            undo.callback(wrapped[-1].close)
+        session = Session(engine, ShardedModule(engine), wrapped)
+        undo.pop_all()
+    return session
+
+
+def _give_back_step(optimizer: torch.optim.Optimizer, step: Callable[..., Any] | None) -> None:
+    """``step`` was among its attributes, or nothing was."""
+    if step is None:
+        vars(optimizer).pop("step", None)
+    else:
+        vars(optimizer)["step"] = step

@@ -2,18 +2,21 @@
 
 Of some optimizers the name tells, but anybody may write another whose update needs the parameter's norm, its rows and
 columns, or a count of the calls of ``step()``. Sharded, it would train, and give another result for every number of
-ranks. So it is tried out: a small matrix is stepped whole, and in flat parts, one after the other.
+ranks. So it is tried out: a copy of it steps a small matrix whole, and in flat parts, one after the other.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
+import copy
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 __all__ = ["couples_elements"]
 
@@ -24,78 +27,137 @@ RATE, SLOPE = 0.1, 3.0
 """Learning rate, since that of a warm-up's first step is 0; and the size of gradients, which limits of norms meet."""
 TOLERANCE = 1e-3
 """Of the largest change of any element. Rounding is a thousandth of that."""
+MOST_GROUPS = 8
+"""Some optimizers have a group for every parameter."""
+NOT_COPIED: tuple[type, ...] = (torch.optim.Optimizer, nn.Module, *([dist.ProcessGroup] if dist.is_available() else []))
+"""What an optimizer works through, if it has one: alone, it would do something else, or wait for other ranks."""
+
+
+class _NotTriedError(Exception):
+    """The optimizer cannot be copied, or its copy cannot be stepped."""
 
 
 def couples_elements(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
     """Whether what ``optimizer`` does to an element depends on the others of its parameter, or on how it is called.
 
-    It is asked to step parameters of its own on ``device``, three times, with the options of each of its groups (but a
-    learning rate of 0.1); afterwards its groups, its state, its attributes and torch's random numbers are as before.
-    An attribute ``element_wise`` of the optimizer, True or False, is believed instead.
+    A copy of it steps parameters of its own on ``device``, three times, with the options of each of its groups (of
+    eight at most; but a learning rate of 0.1). Of the optimizer nothing is changed, nor are torch's random numbers; no
+    hooks run. An attribute ``element_wise`` of the optimizer, True or False, is believed instead.
 
     Not found is what shows only later than in the third step, or in other numbers. An optimizer that draws random
-    numbers counts as element-wise, since its steps differ anyway; so does one that cannot be stepped like this at all
-    (that needs a closure, or a GPU): it will fail by itself.
+    numbers counts as element-wise, since its steps differ anyway. So does one that cannot be tried: it wraps another
+    optimizer, holds modules or process groups, cannot be copied, or cannot be stepped like this (it needs a closure, or
+    another device).
     """
     said = getattr(optimizer, "element_wise", None)
     if said is not None:
         return not said
-    groups = _distinct([{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups])
-    try:
-        return any(_differs(optimizer, group, device) for group in groups)
-    except Exception:
+    if not {"param_groups", "state"} <= vars(optimizer).keys():  # they are another optimizer's
         return False
+    with _without_global_hooks():
+        return any(_differs(optimizer, group, device) for group in _distinct(optimizer.param_groups))
 
 
 def _distinct(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Groups that differ in more than the learning rate, which is replaced."""
-    found: dict[str, dict[str, Any]] = {}
+    """Options that differ in more than the learning rate, which is replaced; those that differ in text alone last."""
+    changed = []
     for group in groups:
-        lr = group.get("lr")
-        rate = torch.full_like(lr, RATE) if isinstance(lr, Tensor) else RATE if isinstance(lr, int | float) else lr
-        changed = group | ({"lr": rate} if "lr" in group else {})
-        found.setdefault(repr({k: v for k, v in changed.items() if k not in ("param_names", "initial_lr")}), changed)
-    return list(found.values())
+        options = {key: value for key, value in group.items() if key != "params"}
+        lr = options.get("lr")
+        if isinstance(lr, Tensor):
+            options["lr"] = torch.full_like(lr, RATE)
+        elif isinstance(lr, int | float):
+            options["lr"] = RATE
+        changed.append(options)
+    by_numbers: dict[str, dict[str, Any]] = {}
+    for options in changed:
+        by_numbers.setdefault(_key(options, texts=False), options)
+    found: dict[str, dict[str, Any]] = {}
+    for options in [*by_numbers.values(), *changed]:
+        found.setdefault(_key(options, texts=True), options)
+    return list(found.values())[:MOST_GROUPS]
+
+
+def _key(options: dict[str, Any], texts: bool) -> str:
+    ignored = ("param_names", "initial_lr")
+    return repr({k: v for k, v in options.items() if k not in ignored and (texts or not isinstance(v, str))})
 
 
 @contextlib.contextmanager
-def _as_before(optimizer: torch.optim.Optimizer, device: torch.device) -> Iterator[None]:
-    """Inside the block the optimizer has no state and no hooks; afterwards all is as it was."""
-    attributes = vars(optimizer)
-    before = dict(attributes)
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        try:
-            attributes["state"] = defaultdict(dict)
-            for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-                attributes[hooks] = type(before.get(hooks, {}))()
-            yield
-        finally:
-            attributes.clear()
-            attributes.update(before)
+def _without_global_hooks() -> Iterator[None]:
+    """Inside the block those that torch runs in the step of every optimizer do not run."""
+    registered: tuple[dict[int, Any], ...] = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
+    before = [dict(hooks) for hooks in registered]
+    for hooks in registered:
+        hooks.clear()  # in place: the handles that remove them know this object
+    try:
+        yield
+    finally:
+        for hooks, own in zip(registered, before, strict=True):
+            hooks.update(own)
+
+
+def _stand_in(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> torch.optim.Optimizer:
+    """A copy without state and hooks, whose only group has the options of ``group``."""
+    hooks = {name for name in vars(optimizer) if name.startswith("_optimizer_") and name.endswith("_hooks")}
+    # A step among the attributes was put there by a scheduler or somebody else: it is not the class's.
+    left_out = {"param_groups", "state", "step", *hooks}
+    attributes = {name: value for name, value in vars(optimizer).items() if name not in left_out}
+    trial = object.__new__(type(optimizer))
+    nobody = nn.Parameter(torch.empty(0, device="meta"))  # in place of the model's parameters, wherever they are held
+    memo: dict[int, Any] = {id(param): nobody for own in optimizer.param_groups for param in own["params"]}
+    memo[id(optimizer)] = trial
+    try:
+        if any(isinstance(each, NOT_COPIED) for each in _within(attributes)):
+            raise _NotTriedError
+        copied, options = copy.deepcopy((attributes, group), memo)
+    except Exception as error:
+        raise _NotTriedError from error
+    made = {"param_groups": [options], "state": defaultdict(dict), **{name: OrderedDict() for name in hooks}}
+    vars(trial).update(copied, **made)
+    return trial
+
+
+def _within(value: Any) -> Iterator[Any]:
+    """``value``, and what it contains."""
+    yield value
+    inner = [*value.keys(), *value.values()] if isinstance(value, dict) else value
+    if isinstance(inner, list | tuple | set):
+        for each in inner:
+            yield from _within(each)
 
 
 def _differs(optimizer: torch.optim.Optimizer, group: dict[str, Any], device: torch.device) -> bool:
-    generator = torch.Generator().manual_seed(0)
-    start = torch.randn(SHAPE, generator=generator)
-    slopes = [SLOPE * torch.randn(SHAPE, generator=generator) for _ in range(STEPS)]
-    # The user's step, not what a scheduler or somebody else put in its place.
-    step = type(optimizer).step
+    generator = torch.Generator(device="cpu").manual_seed(0)
+
+    def numbers() -> Tensor:  # wherever torch makes tensors by default
+        return torch.randn(SHAPE, generator=generator, device="cpu", dtype=torch.float32)
+
+    start, slopes = numbers(), [SLOPE * numbers() for _ in range(STEPS)]
 
     def walk(cut: Callable[[Tensor], Sequence[Tensor]], seed: int) -> Tensor:
+        trial = _stand_in(optimizer, group)
+        (options,) = trial.param_groups
         params = [nn.Parameter(part.to(device, copy=True)) for part in cut(start)]
-        with _as_before(optimizer, device):
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             _seed(device, seed)
             for slope in slopes:
                 for param, part in zip(params, cut(slope), strict=True):
                     param.grad = part.to(device, copy=True)
-                    optimizer.param_groups = [group | {"params": [param]}]
-                    step(optimizer)
+                    vars(trial)["param_groups"] = [options | {"params": [param]}]
+                    try:
+                        type(trial).step(trial)
+                    except Exception as error:
+                        raise _NotTriedError from error
         flat = torch.cat([param.detach().reshape(-1).float().cpu() for param in params])
         # What is NaN in both is the same.
         return torch.nan_to_num(flat - start.reshape(-1))
 
-    whole, parts = walk(_whole, 0), walk(_in_parts, 0)
-    return not _alike(whole, parts) and _alike(whole, walk(_whole, 1))
+    try:
+        whole, parts = walk(_whole, 0), walk(_in_parts, 0)
+        return not _alike(whole, parts) and _alike(whole, walk(_whole, 1))
+    except _NotTriedError:
+        return False
 
 
 def _whole(values: Tensor) -> Sequence[Tensor]:

@@ -99,6 +99,44 @@ def test_a_device_that_is_too_small_leaves_no_hooks_and_files(tmp_path: Path) ->
         assert "masters and optimizer state" in message and left == 0
 
 
+class Broken(Normed):
+    """Says so in the first step, which the engine asks for when a device has a capacity."""
+
+    element_wise = True
+
+    def step(self, closure: Any = None) -> None:
+        raise RuntimeError("only on Sundays")
+
+
+def groups() -> int:
+    return len(dist.distributed_c10d._world.pg_map)
+
+
+def none_left(plan: Plan, kinds: tuple[type[Normed], ...], words: str) -> tuple[int, int]:
+    """Process groups before and after, where the optimizers have the steps that they had."""
+    model: Any = net()
+    before = groups()
+    optimizers = [kind(model[2 * i].parameters()) for i, kind in enumerate(kinds)]
+    torch.optim.lr_scheduler.ConstantLR(optimizers[0])  # puts a step of its own into its place
+    steps = [vars(each).get("step") for each in optimizers]
+    with pytest.raises((ValueError, RuntimeError), match=words):
+        build(model, optimizers, plan)
+    assert [vars(each).get("step") for each in optimizers] == steps and steps[0] is not None
+    dist.barrier()
+    return before, groups()
+
+
+@pytest.mark.parametrize(
+    ("kinds", "words"),
+    [((Believed, Normed), "gives a matrix other values"), ((Believed, Broken), "only on Sundays")],
+    ids=["before", "after"],
+)
+def test_no_process_groups_are_left_and_the_steps_given_back(kinds: tuple[type[Normed], ...], words: str) -> None:
+    plan = zero(3, dp_replicate=2).but(device_capacity_bytes=2**30, shared_memory=False)
+    for before, after in run_ranks(4, none_left, plan, kinds, words):
+        assert after == before
+
+
 def believed(plan: Plan) -> bool:
     model = net()
     with one_mesh(plan) as mesh:

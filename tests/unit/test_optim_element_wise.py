@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import threading
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from shardwise.build import build
 from shardwise.engine.tiles import check_element_wise
 from shardwise.optim import CPUAdam, FusedAdam, HybridAdam
-from shardwise.optim.element_wise import couples_elements
+from shardwise.optim.element_wise import MOST_GROUPS, couples_elements
+from shardwise.plan import zero
+from shardwise.testing import assert_close
 
 CPU = torch.device("cpu")
 Rule = Callable[["Own", Tensor, Tensor, dict[str, Any]], None]
@@ -23,6 +29,7 @@ class Own(torch.optim.Optimizer):
     def __init__(self, params: Any, rule: Rule, lr: float | Tensor = 0.01, **options: Any) -> None:
         super().__init__(params, {"lr": lr, **options})
         self.rule, self.calls = rule, 0
+        self.seen: list[Any] = []
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -83,8 +90,29 @@ def late(self: Own, values: Tensor, gradient: Tensor, state: dict[str, Any]) -> 
         trust_ratio(self, values, gradient, state)
 
 
-FINE = [momentum, counted, signs, noise]
-COUPLED = [trust_ratio, clipped, centred, by_rows, decayed_if_a_matrix, counted_by_call, late]
+def remembering(self: Own, values: Tensor, gradient: Tensor, state: dict[str, Any]) -> None:
+    """As older versions of RAdam and Ranger: sizes of steps are kept by the step's number, with the learning rate."""
+    state["step"] = state.get("step", 0) + 1
+    (group,) = self.param_groups
+    buffer = group.get("buffer") or self.__dict__.setdefault("buffer", empty_buffer())
+    kept = buffer[state["step"] % 10]
+    if kept[0] != state["step"]:
+        kept[:] = [state["step"], group["lr"] / state["step"]]
+    assert values.grad is not None
+    values.sub_(kept[1] * values.grad)
+
+
+def empty_buffer() -> list[list[Any]]:
+    return [[None, None] for _ in range(10)]
+
+
+def counted_in_a_list(self: Own, values: Tensor, gradient: Tensor, state: dict[str, Any]) -> None:
+    self.seen.append(1)
+    values.sub_(gradient / len(self.seen))
+
+
+FINE = [momentum, counted, signs, noise, remembering]
+COUPLED = [trust_ratio, clipped, centred, by_rows, decayed_if_a_matrix, counted_by_call, late, counted_in_a_list]
 
 
 def own(rule: Rule, **options: Any) -> Own:
@@ -125,12 +153,21 @@ def test_every_group_is_tried() -> None:
     assert couples_elements(Own(groups, in_some_groups, adapts=False), CPU)
 
 
-@pytest.mark.parametrize("rule", [counted, clipped], ids=lambda rule: rule.__name__)
+def over_its_own_list(self: Any, values: Tensor, gradient: Tensor, state: dict[str, Any]) -> None:
+    for param in self.everything:
+        if param.grad is not None:
+            param.sub_(param.grad)
+
+
+@pytest.mark.parametrize(
+    "rule", [counted, clipped, counted_in_a_list, over_its_own_list], ids=lambda rule: rule.__name__
+)
 def test_the_trial_leaves_nothing_behind(rule: Rule) -> None:
-    optimizer = own(rule)
-    (param,) = optimizer.param_groups[0]["params"]
+    optimizer: Any = own(rule)
+    (param,) = optimizer.everything = optimizer.param_groups[0]["params"]
     param.grad = torch.ones(2, 2)
     optimizer.step()
+    steps_seen = list(optimizer.seen)
     seen: list[str] = []
     optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
     optimizer.register_step_post_hook(lambda *_: seen.append("after"))
@@ -145,6 +182,166 @@ def test_the_trial_leaves_nothing_behind(rule: Rule) -> None:
     assert {p: dict(s) for p, s in optimizer.state.items()} == state
     assert torch.equal(param.detach(), values) and torch.equal(param.grad, torch.ones(2, 2))
     assert torch.equal(torch.get_rng_state(), numbers) and seen == [] and optimizer.calls == 1
+    assert optimizer.seen == steps_seen
+
+
+@pytest.mark.parametrize("where", ["self", "group"])
+def test_the_first_steps_are_plain_ones(where: str) -> None:
+    """What the rule keeps in lists of its own is not that of the trial, which has another learning rate."""
+
+    def trained(sharded: bool) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+        options = {"buffer": empty_buffer()} if where == "group" else {}
+        optimizer: Any = Own(model.parameters(), remembering, **options)
+        optimizer.buffer = empty_buffer()
+        session = build(model, optimizer, zero(1)) if sharded else None
+        for _ in range(4):
+            loss = (model if session is None else session.module)(torch.ones(2, 4)).square().sum()
+            (loss if session is None else session).backward(*([] if session is None else [loss]))
+            (optimizer if session is None else session.optimizer).step()
+            model.zero_grad()
+        if session is None:
+            return dict(model.state_dict())
+        result = session.module.state_dict()
+        session.close()
+        session.mesh.close()
+        return result
+
+    assert_close(trained(sharded=True), trained(sharded=False), 1e-6, where)
+
+
+class Passing(torch.optim.Optimizer):
+    """As accelerate's: everything is the base's."""
+
+    def __init__(self, base: Own) -> None:
+        self.__dict__["of"] = lambda: base
+
+    param_groups = property(lambda self: self.of().param_groups, lambda self, groups: self.pass_on(groups))  # type: ignore[assignment]
+    state = property(lambda self: self.of().state)  # type: ignore[assignment]
+
+    def pass_on(self, groups: list[dict[str, Any]]) -> None:
+        self.of().param_groups = groups
+
+    def step(self, closure: Any = None) -> None:
+        self.of().step()
+
+
+class LookingAhead(torch.optim.Optimizer):
+    """Every second step goes half way back."""
+
+    def __init__(self, base: Own) -> None:
+        self.base, self.param_groups, self.defaults = base, base.param_groups, base.defaults
+        self.state, self.calls = defaultdict(dict), 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.base.step()
+        self.calls += 1
+        for param in self.param_groups[0]["params"]:
+            slow = self.state[param].setdefault("slow", param.clone())
+            if self.calls % 2 == 0:
+                slow.lerp_(param, 0.5)
+                param.copy_(slow)
+
+
+@pytest.mark.parametrize("wrapper", [Passing, LookingAhead])
+def test_one_that_wraps_another_is_not_tried(wrapper: type[Any]) -> None:
+    seen: list[int] = []
+
+    class Noted(Own):
+        def step(self, closure: Any = None) -> None:
+            seen.append(1)
+            super().step(closure)
+
+    param = nn.Parameter(torch.ones(2, 2))
+    base = Noted([param], trust_ratio)
+    groups = base.param_groups
+    param.grad = torch.ones(2, 2)
+    wrapped = wrapper(base)
+    assert not couples_elements(wrapped, CPU)
+    assert seen == [] and base.param_groups is groups and groups[0]["params"][0] is param
+    assert torch.equal(param, torch.ones(2, 2)) and not base.state
+    wrapped.element_wise = False
+    assert couples_elements(wrapped, CPU)
+
+
+@pytest.mark.parametrize(
+    "thing", [threading.Lock(), nn.Linear(1, 1), {"nets": [nn.Linear(1, 1)]}], ids=["lock", "net", "nets"]
+)
+def test_one_that_cannot_be_copied_is_not_tried(thing: object) -> None:
+    seen: list[int] = []
+    optimizer: Any = own(lambda *_: seen.append(1))
+    optimizer.thing = thing
+    assert not couples_elements(optimizer, CPU) and seen == []
+    assert optimizer.thing is thing
+
+
+class Derived(Own):
+    """Its step calls that of its base, which runs torch's hooks for all optimizers as well."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+
+
+@pytest.mark.parametrize("kind", [Own, Derived])
+def test_hooks_of_all_optimizers_do_not_run(kind: type[Own]) -> None:
+    seen: list[str] = []
+    handles = [
+        register_optimizer_step_pre_hook(lambda *_: seen.append("before")),
+        register_optimizer_step_post_hook(lambda *_: seen.append("after")),
+    ]
+    try:
+        own(momentum)  # one of the base's kind exists, so that its step has hooks too
+        optimizer = kind([nn.Parameter(torch.ones(2, 2))], trust_ratio)
+        assert couples_elements(optimizer, CPU) and seen == []
+        optimizer.step()
+        assert seen[0] == "before" and seen[-1] == "after"
+    finally:
+        for handle in handles:
+            handle.remove()
+    del seen[:]
+    optimizer.step()
+    assert seen == []
+
+
+def test_where_torch_makes_tensors_by_default_makes_no_difference() -> None:
+    seen: set[torch.dtype] = set()
+
+    def noted(self: Own, values: Tensor, gradient: Tensor, state: dict[str, Any]) -> None:
+        seen.add(values.dtype)
+        trust_ratio(self, values, gradient, state)
+
+    optimizer = own(noted)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            assert couples_elements(optimizer, CPU)
+    finally:
+        torch.set_default_dtype(before)
+    assert seen == {torch.float32}
+
+
+def test_few_groups_are_tried() -> None:
+    calls: list[int] = []
+
+    def noted(self: Own, values: Tensor, gradient: Tensor, state: dict[str, Any]) -> None:
+        calls.append(1)
+        group = self.param_groups[0]
+        (trust_ratio if group.get("adapts") or group.get("kind") == "lamb" else momentum)(self, values, gradient, state)
+
+    def tried(options: list[dict[str, Any]]) -> bool:
+        calls.clear()
+        return couples_elements(Own([{"params": [nn.Parameter(torch.ones(1))], **o} for o in options], noted), CPU)
+
+    numbered = [{"name": f"layer {i}", "layer_id": i, "lr_scale": 0.9**i} for i in range(30)]
+    assert not tried(numbered) and len(calls) == 9 * MOST_GROUPS
+    # A name does not hide what differs otherwise, and may be what tells rules apart.
+    named = [{"name": f"layer {i}"} for i in range(30)]
+    assert tried([*named, {"name": "last", "adapts": True}])
+    assert tried([{"kind": "adam"}, {"kind": "adam"}, {"kind": "lamb"}])
+    assert not tried([{"kind": "adam"}, {"kind": "adam"}]) and len(calls) == 9
 
 
 def test_one_that_cannot_be_tried_is_left_to_fail_by_itself() -> None:
@@ -175,9 +372,19 @@ ELEMENT_WISE = [
 
 
 @pytest.mark.parametrize("kind", ELEMENT_WISE, ids=lambda kind: kind.__name__)
-def test_torchs_and_ours_pass(kind: Callable[..., torch.optim.Optimizer]) -> None:
+def test_torchs_and_ours_pass(kind: type[torch.optim.Optimizer], monkeypatch: pytest.MonkeyPatch) -> None:
     """They are not asked, but would be found to be what they are."""
-    assert not couples_elements(kind([nn.Parameter(torch.ones(2))], lr=0.1), CPU)
+    optimizer: Any = kind([nn.Parameter(torch.ones(2))], lr=0.1)  # type: ignore[call-arg]
+    steps: list[bool] = []
+    step = kind.step
+
+    def noted(self: Any) -> None:
+        step(self)
+        steps.append(True)
+
+    monkeypatch.setattr(kind, "step", noted)
+    assert not couples_elements(optimizer, CPU)
+    assert len(steps) == 9
 
 
 def test_torchs_adafactor_would_be_found() -> None:
