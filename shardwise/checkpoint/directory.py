@@ -221,7 +221,7 @@ class CheckpointRoot:
         try:
             facts = read_files(found.path)
             return all(os.stat(os.path.join(found.path, fact.name)).st_size == fact.nbytes for fact in facts)
-        except (CheckpointDamage, OSError):  # an older one that cannot be read must not stop a save that succeeded
+        except (CheckpointDamage, FileNotFoundError, NotADirectoryError):
             return False
 
     def discard(self, hidden: str) -> None:

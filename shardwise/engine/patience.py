@@ -14,7 +14,7 @@ import time
 __all__ = ["Patience"]
 
 SHORT_S = 0.05
-FIRST_S = 0.5  # before any pass has shown how long one takes
+FIRST_S = 0.1  # before any pass has shown how long one takes
 LONGEST_S = 20.0  # far below any time-out of a group
 WITHOUT_MEMORY_S = 10.0  # where private memory would go over the device's capacity
 TRUSTED_PASSES = 8  # alike after one that was not, so that ranks which differ now and then wait in vain seldom

@@ -71,12 +71,15 @@ def _program(directory: str, how: str) -> None:
         lightning_program.main(directory, method(how))
 
 
-def test_popen_spawn_and_torchruns_agent_give_the_same_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "launchers", [["popen", "torchrun"], pytest.param(list(COMMANDS), marks=pytest.mark.campaign)], ids=["two", "all"]
+)
+def test_popen_spawn_and_torchruns_agent_give_the_same_weights(tmp_path: Path, launchers: list[str]) -> None:
     """After spawned training the main process has the trained model: it writes the weights."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(pool._PRELOAD)
     running = {}
-    for how in COMMANDS:
+    for how in launchers:
         (tmp_path / how).mkdir()
         running[how] = context.Process(target=_program, args=(str(tmp_path / how), how))
         with pool._without_main():
@@ -87,7 +90,7 @@ def test_popen_spawn_and_torchruns_agent_give_the_same_weights(tmp_path: Path) -
         return running[how].exitcode, (tmp_path / how / "output").read_text()
 
     try:
-        check(tmp_path, list(COMMANDS), ended)
+        check(tmp_path, launchers, ended)
     finally:
         for process in running.values():
             with contextlib.suppress(ProcessLookupError):
