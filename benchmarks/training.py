@@ -208,7 +208,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     if options.render:
         stored = [json.loads(path.read_text()) for path in options.render]
-        outcomes = [Outcome.from_json(data) for part in stored for data in part["outcomes"]]
+        outcomes: list[Outcome] = []
+        for part in stored:  # whose turns were not those of another file
+            first = max((outcome.turn for outcome in outcomes), default=-1) + 1
+            found = [Outcome.from_json(data) for data in part["outcomes"]]
+            outcomes += [replace(one, turn=one.turn + first) if one.turn >= 0 else one for one in found]
         where = stored[0]["machine"]
     else:
         outcomes, where = measure(options), machine()
