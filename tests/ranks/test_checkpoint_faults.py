@@ -60,7 +60,7 @@ def test_a_soak_names_what_grows() -> None:
         step = 50 if name == "objects" else 50 << 10 if name == "memory" else 1
         (grown,) = soak.judge([{**steady, name: steady[name] + step * cycle // 2} for cycle in range(500)])
         assert grown.startswith(name), grown
-    early = [{**steady, "memory": steady["memory"] - (50 << 20) // (1 + cycle)} for cycle in range(50)]
+    early = [{**steady, "memory": steady["memory"] - (100 << 20) // (1 + cycle)} for cycle in range(50)]
     assert soak.judge(early[10:]) != [], "what still rises in the second fifth is found"
 
 
