@@ -160,7 +160,7 @@ def build(
     else:
         optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     for each in optimizers:  # before anything is made or changed; torch's meshes look whether a GPU was used before
-        check_element_wise(each, torch.device("cpu"))
+        check_element_wise(each)
     with ExitStack() as undo:  # if it fails
         if mesh is None:
             mesh = Mesh.create(plan.mesh, device or default_device(), plan.comm)

@@ -59,10 +59,10 @@ class Tile:
         return self.pieces[-1].end
 
 
-def check_element_wise(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+def check_element_wise(optimizer: torch.optim.Optimizer) -> None:
     """Refuse optimizers whose update of one element depends on others, and modes that shards cannot have.
 
-    Those that are not torch's or ours step a small matrix on ``device`` to find out, and are then as before.
+    Those that are not torch's or ours step a small matrix to find out, and are then as before.
 
     Raises:
         ValueError: the optimizer works on whole matrices, or is ``differentiable`` or ``capturable``.
@@ -74,7 +74,7 @@ def check_element_wise(optimizer: torch.optim.Optimizer, device: torch.device) -
         for mode in ("differentiable", "capturable"):
             if group.get(mode):
                 raise ValueError(f"optimizer {name} has {mode}={group[mode]}: shards update in place; set it False")
-    if _is_foreign(optimizer) and couples_elements(optimizer, device):
+    if _is_foreign(optimizer) and couples_elements(optimizer):
         raise ValueError(
             f"optimizer {name} gives a matrix other values in one piece than in parts that are stepped one by one, as "
             "shards are: use one whose update of an element depends on nothing else (AdamW); or give it the attribute "

@@ -37,17 +37,17 @@ class _NotTriedError(Exception):
     """The optimizer cannot be copied, or its copy cannot be stepped."""
 
 
-def couples_elements(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
+def couples_elements(optimizer: torch.optim.Optimizer) -> bool:
     """Whether what ``optimizer`` does to an element depends on the others of its parameter, or on how it is called.
 
-    A copy of it steps parameters of its own on ``device``, three times, with the options of each of its groups (of
+    A copy of it steps parameters of its own on the CPU, three times, with the options of each of its groups (of
     eight at most; but a learning rate of 0.1). Of the optimizer nothing is changed, nor are torch's random numbers; no
     hooks run. An attribute ``element_wise`` of the optimizer, True or False, is believed instead.
 
     Not found is what shows only later than in the third step, or in other numbers. An optimizer that draws random
     numbers counts as element-wise, since its steps differ anyway. So does one that cannot be tried: it wraps another
     optimizer, holds modules or process groups, cannot be copied, or cannot be stepped like this (it needs a closure, or
-    another device).
+    a GPU).
     """
     said = getattr(optimizer, "element_wise", None)
     if said is not None:
@@ -55,7 +55,7 @@ def couples_elements(optimizer: torch.optim.Optimizer, device: torch.device) -> 
     if not {"param_groups", "state"} <= vars(optimizer).keys():  # they are another optimizer's
         return False
     with _without_global_hooks():
-        return any(_differs(optimizer, group, device) for group in _distinct(optimizer.param_groups))
+        return any(_differs(optimizer, group) for group in _distinct(optimizer.param_groups))
 
 
 def _distinct(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -127,7 +127,7 @@ def _within(value: Any) -> Iterator[Any]:
             yield from _within(each)
 
 
-def _differs(optimizer: torch.optim.Optimizer, group: dict[str, Any], device: torch.device) -> bool:
+def _differs(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
     generator = torch.Generator(device="cpu").manual_seed(0)
 
     def numbers() -> Tensor:  # wherever torch makes tensors by default
@@ -138,18 +138,18 @@ def _differs(optimizer: torch.optim.Optimizer, group: dict[str, Any], device: to
     def walk(cut: Callable[[Tensor], Sequence[Tensor]], seed: int) -> Tensor:
         trial = _stand_in(optimizer, group)
         (options,) = trial.param_groups
-        params = [nn.Parameter(part.to(device, copy=True)) for part in cut(start)]
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            _seed(device, seed)
+        params = [nn.Parameter(part.clone()) for part in cut(start)]
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed would change every GPU's
             for slope in slopes:
                 for param, part in zip(params, cut(slope), strict=True):
-                    param.grad = part.to(device, copy=True)
+                    param.grad = part.clone()
                     vars(trial)["param_groups"] = [options | {"params": [param]}]
                     try:
                         type(trial).step(trial)
                     except Exception as error:
                         raise _NotTriedError from error
-        flat = torch.cat([param.detach().reshape(-1).float().cpu() for param in params])
+        flat = torch.cat([param.detach().reshape(-1) for param in params])
         # What is NaN in both is the same.
         return torch.nan_to_num(flat - start.reshape(-1))
 
@@ -171,11 +171,3 @@ def _in_parts(values: Tensor) -> Sequence[Tensor]:
 
 def _alike(one: Tensor, other: Tensor) -> bool:
     return bool((one - other).abs().max() <= TOLERANCE * one.abs().max())
-
-
-def _seed(device: torch.device, seed: int) -> None:
-    """Only of what the optimizer can use here: torch.manual_seed would change every GPU's."""
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            torch.cuda.manual_seed(seed)

@@ -124,12 +124,12 @@ def own(rule: Rule, **options: Any) -> Own:
 def test_found_by_trying(rule: Rule, lr: float | Tensor) -> None:
     """Also where the learning rate of a warm-up is 0 at first."""
     optimizer = own(rule, lr=lr)
-    assert couples_elements(optimizer, CPU) == (rule in COUPLED)
+    assert couples_elements(optimizer) == (rule in COUPLED)
     if rule in COUPLED:
         with pytest.raises(ValueError, match=r"optimizer Own gives a matrix other values.*element_wise=True"):
-            check_element_wise(optimizer, CPU)
+            check_element_wise(optimizer)
     else:
-        check_element_wise(optimizer, CPU)
+        check_element_wise(optimizer)
 
 
 @pytest.mark.parametrize("rule", [momentum, trust_ratio], ids=lambda rule: rule.__name__)
@@ -137,7 +137,7 @@ def test_what_the_optimizer_says_is_believed(rule: Rule) -> None:
     optimizer = own(rule)
     for said in (True, False):
         optimizer.element_wise = said  # type: ignore[attr-defined]
-        assert couples_elements(optimizer, CPU) == (not said)
+        assert couples_elements(optimizer) == (not said)
 
 
 def test_every_group_is_tried() -> None:
@@ -147,10 +147,10 @@ def test_every_group_is_tried() -> None:
     params = [nn.Parameter(torch.ones(2)) for _ in range(3)]
     groups = [{"params": [p], "adapts": False, "lr": 0.1 * i} for i, p in enumerate(params)]
     optimizer = Own(groups, in_some_groups, adapts=False)
-    assert not couples_elements(optimizer, CPU)
+    assert not couples_elements(optimizer)
     assert optimizer.calls == 0
     groups[2] = {"params": [params[2]], "adapts": True}
-    assert couples_elements(Own(groups, in_some_groups, adapts=False), CPU)
+    assert couples_elements(Own(groups, in_some_groups, adapts=False))
 
 
 def over_its_own_list(self: Any, values: Tensor, gradient: Tensor, state: dict[str, Any]) -> None:
@@ -175,7 +175,7 @@ def test_the_trial_leaves_nothing_behind(rule: Rule) -> None:
     attributes, numbers = dict(vars(optimizer)), torch.get_rng_state()
     groups, state = [dict(group) for group in optimizer.param_groups], {p: dict(s) for p, s in optimizer.state.items()}
     values = param.detach().clone()
-    couples_elements(optimizer, CPU)
+    couples_elements(optimizer)
     assert vars(optimizer).keys() == attributes.keys()
     assert all(vars(optimizer)[name] is value for name, value in attributes.items())
     assert [dict(group) for group in optimizer.param_groups] == groups
@@ -259,11 +259,11 @@ def test_one_that_wraps_another_is_not_tried(wrapper: type[Any]) -> None:
     groups = base.param_groups
     param.grad = torch.ones(2, 2)
     wrapped = wrapper(base)
-    assert not couples_elements(wrapped, CPU)
+    assert not couples_elements(wrapped)
     assert seen == [] and base.param_groups is groups and groups[0]["params"][0] is param
     assert torch.equal(param, torch.ones(2, 2)) and not base.state
     wrapped.element_wise = False
-    assert couples_elements(wrapped, CPU)
+    assert couples_elements(wrapped)
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,7 @@ def test_one_that_cannot_be_copied_is_not_tried(thing: object) -> None:
     seen: list[int] = []
     optimizer: Any = own(lambda *_: seen.append(1))
     optimizer.thing = thing
-    assert not couples_elements(optimizer, CPU) and seen == []
+    assert not couples_elements(optimizer) and seen == []
     assert optimizer.thing is thing
 
 
@@ -294,7 +294,7 @@ def test_hooks_of_all_optimizers_do_not_run(kind: type[Own]) -> None:
     try:
         own(momentum)  # one of the base's kind exists, so that its step has hooks too
         optimizer = kind([nn.Parameter(torch.ones(2, 2))], trust_ratio)
-        assert couples_elements(optimizer, CPU) and seen == []
+        assert couples_elements(optimizer) and seen == []
         optimizer.step()
         assert seen[0] == "before" and seen[-1] == "after"
     finally:
@@ -317,7 +317,7 @@ def test_where_torch_makes_tensors_by_default_makes_no_difference() -> None:
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device("meta"):
-            assert couples_elements(optimizer, CPU)
+            assert couples_elements(optimizer)
     finally:
         torch.set_default_dtype(before)
     assert seen == {torch.float32}
@@ -333,7 +333,7 @@ def test_few_groups_are_tried() -> None:
 
     def tried(options: list[dict[str, Any]]) -> bool:
         calls.clear()
-        return couples_elements(Own([{"params": [nn.Parameter(torch.ones(1))], **o} for o in options], noted), CPU)
+        return couples_elements(Own([{"params": [nn.Parameter(torch.ones(1))], **o} for o in options], noted))
 
     numbered = [{"name": f"layer {i}", "layer_id": i, "lr_scale": 0.9**i} for i in range(30)]
     assert not tried(numbered) and len(calls) == 9 * MOST_GROUPS
@@ -349,7 +349,7 @@ def test_one_that_cannot_be_tried_is_left_to_fail_by_itself() -> None:
         raise RuntimeError("only on Sundays")
 
     optimizer = own(fails)
-    assert not couples_elements(optimizer, CPU)
+    assert not couples_elements(optimizer)
     assert optimizer.calls == 0 and len(optimizer.param_groups[0]["params"]) == 1
 
 
@@ -383,9 +383,9 @@ def test_torchs_and_ours_pass(kind: type[torch.optim.Optimizer], monkeypatch: py
         steps.append(True)
 
     monkeypatch.setattr(kind, "step", noted)
-    assert not couples_elements(optimizer, CPU)
+    assert not couples_elements(optimizer)
     assert len(steps) == 9
 
 
 def test_torchs_adafactor_would_be_found() -> None:
-    assert couples_elements(torch.optim.Adafactor([nn.Parameter(torch.ones(2))]), CPU)
+    assert couples_elements(torch.optim.Adafactor([nn.Parameter(torch.ones(2))]))

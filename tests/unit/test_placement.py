@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from placement_setup import shares
 
 from shardwise.memory.placement import Home, assign_homes
 from shardwise.memory.tier import Tier
-from shardwise.plan import AutoPlan, DiskPlan, TierPlan, on_device
+from shardwise.plan import AutoPlan
 
-DISK = DiskPlan(
-    directory="/nowhere",
-    block_bytes=4096,
-    queue_depth=1,
-    threads=1,
-    single_submit=False,
-    overlap_events=True,
-    state_buffers=1,
-    param_buffers=1,
-)
 D, H, S = Tier.DEVICE, Tier.HOST, Tier.DISK
-
-
-def shares(**fields: Any) -> TierPlan:
-    return replace(on_device(), disk=DISK, **fields)
 
 
 def states(sizes: list[int], host: float, disk: float) -> list[Tier]:

@@ -3,30 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from placement_setup import shares
 
 from shardwise.booster.plugin import GeminiPlugin
 from shardwise.memory.placement import assign_homes, missed_shares
 from shardwise.memory.tier import Tier
-from shardwise.plan import AutoPlan, DiskPlan, TierPlan, on_device
-
-DISK = DiskPlan(
-    directory="/nowhere",
-    block_bytes=4096,
-    queue_depth=1,
-    threads=1,
-    single_submit=False,
-    overlap_events=True,
-    state_buffers=1,
-    param_buffers=1,
-)
-
-
-def shares(**fields: Any) -> TierPlan:
-    return replace(on_device(), disk=DISK, **fields)
+from shardwise.plan import AutoPlan
 
 
 def test_frozen_chunks_are_no_part_of_the_state() -> None:

@@ -145,7 +145,7 @@ def test_masters_are_updated_and_rounded_once() -> None:
 def test_optimizers_over_whole_matrices_are_refused(name: str) -> None:
     optimizer = getattr(torch.optim, name)([nn.Parameter(torch.ones(2, 2))])
     with pytest.raises(ValueError, match=f"{name}.*element-wise"):
-        check_element_wise(optimizer, CPU)
+        check_element_wise(optimizer)
 
 
 def test_modes_that_shards_cannot_have_are_refused() -> None:
@@ -153,8 +153,8 @@ def test_modes_that_shards_cannot_have_are_refused() -> None:
         optimizer = torch.optim.Adam([nn.Parameter(torch.ones(2))])
         optimizer.param_groups[0][mode] = True
         with pytest.raises(ValueError, match=f"{mode}=True"):
-            check_element_wise(optimizer, CPU)
-    check_element_wise(torch.optim.AdamW([nn.Parameter(torch.ones(2))]), CPU)
+            check_element_wise(optimizer)
+    check_element_wise(torch.optim.AdamW([nn.Parameter(torch.ones(2))]))
 
 
 def test_a_subclass_is_refused_as_well() -> None:
@@ -164,4 +164,4 @@ def test_a_subclass_is_refused_as_well() -> None:
         pass
 
     with pytest.raises(ValueError, match="Mine needs whole matrices"):
-        check_element_wise(Mine([nn.Parameter(torch.ones(2))]), CPU)
+        check_element_wise(Mine([nn.Parameter(torch.ones(2))]))

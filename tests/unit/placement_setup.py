@@ -1,0 +1,23 @@
+"""What the tests of placement share."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from shardwise.plan import DiskPlan, TierPlan, on_device
+
+DISK = DiskPlan(
+    directory="/nowhere",
+    block_bytes=4096,
+    queue_depth=1,
+    threads=1,
+    single_submit=False,
+    overlap_events=True,
+    state_buffers=1,
+    param_buffers=1,
+)
+
+
+def shares(**fields: Any) -> TierPlan:
+    return replace(on_device(), disk=DISK, **fields)
