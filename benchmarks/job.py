@@ -6,7 +6,7 @@ import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 __all__ = [
     "LOSS_STEPS",
@@ -121,6 +121,9 @@ class TurnReport:
         _store(folder / f"turn{number}.rank{self.rank}.json", asdict(self))
 
 
+Report = TypeVar("Report", RankReport, TurnReport)
+
+
 def calls_name(rank: int) -> str:
     """The named pipe in which ``rank`` reads the numbers of its turns, a line each; it ends when the rank may leave."""
     return f"calls{rank}"
@@ -128,11 +131,14 @@ def calls_name(rank: int) -> str:
 
 def read_reports(folder: Path) -> list[RankReport]:
     """Every rank's report in ``folder``, by rank."""
-    found = [RankReport(**json.loads(path.read_text())) for path in folder.glob("rank*.json")]
-    return sorted(found, key=lambda report: report.rank)
+    return _by_rank(RankReport, folder, "rank*.json")
 
 
 def read_turn(folder: Path, number: int) -> list[TurnReport]:
     """What is there of turn ``number``, by rank."""
-    found = [TurnReport(**json.loads(path.read_text())) for path in folder.glob(f"turn{number}.rank*.json")]
+    return _by_rank(TurnReport, folder, f"turn{number}.rank*.json")
+
+
+def _by_rank(kind: type[Report], folder: Path, pattern: str) -> list[Report]:
+    found = [kind(**json.loads(path.read_text())) for path in folder.glob(pattern)]
     return sorted(found, key=lambda report: report.rank)
