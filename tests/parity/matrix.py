@@ -68,6 +68,8 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "average": ("sum", "mean", "tokens"),
     "order": ("overlap", "sequence", "same_order", "on_use"),
 }
+COSTS = {"gloo": 4.0, "3": 3.0, "4": 4.0}
+"""A message of gloo takes two changes of threads on either side; more ranks than two cores take turns."""
 
 RTOL = {"fp64": 1e-12, "fp32": 1e-6, "bf16": 2e-2, "fp16": 2e-3, "bf16_reduce32": 2e-2, "bf16_no_master": 2e-2}
 """16 bits: five units in the last place of bf16 (2^-8), two of fp16 (2^-10)."""
@@ -189,4 +191,4 @@ def dangerous_product() -> list[Row]:
 
 def default_rows() -> list[Row]:
     """Every model under every main plan at 2 ranks in fp64, and every allowed pair of values of any factors."""
-    return cover(FACTORS, allowed, dangerous_product())
+    return cover(FACTORS, allowed, dangerous_product(), COSTS)

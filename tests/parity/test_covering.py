@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parity.covering import allowed_pairs, cover
+from tests.parity.covering import Row, allowed_pairs, cover
 from tests.parity.matrix import FACTORS, allowed, dangerous_product, default_rows
 
 BITS = dict.fromkeys("abcdefg", ("0", "1"))
@@ -35,3 +35,16 @@ def test_the_matrix_has_every_allowed_pair_and_the_whole_dangerous_product() -> 
     assert not [pair for pair in allowed_pairs(FACTORS, allowed) if pair not in found]
     wanted = {tuple(part.items()) for part in dangerous_product()}
     assert wanted <= {tuple((f, row[f]) for f in ("model", "plan", "ranks", "numbers")) for row in rows}
+
+
+def test_a_value_that_costs_more_is_taken_less_often_and_every_pair_still_occurs() -> None:
+    factors = {"a": tuple("01234"), "b": tuple("01234"), "c": ("cheap", "dear")}
+    rows = cover(factors, costs={"dear": 4.0})
+    assert not [pair for pair in allowed_pairs(factors, lambda row: True) if not _occurs(pair, rows)]
+    dear = sum(row["c"] == "dear" for row in rows)
+    assert dear < sum(row["c"] == "dear" for row in cover(factors)) and dear <= len(rows) / 3
+
+
+def _occurs(pair: tuple[str, str, str, str], rows: list[Row]) -> bool:
+    first, value, second, other = pair
+    return any(row[first] == value and row[second] == other for row in rows)

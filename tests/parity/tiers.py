@@ -17,7 +17,7 @@ from shardwise.plan import DiskPlan, TierPlan, on_device
 from shardwise.testing import MODELS
 from tests.parity import sharded
 from tests.parity.covering import Row, cover
-from tests.parity.matrix import FACTORS, allowed, make_setting
+from tests.parity.matrix import COSTS, FACTORS, allowed, make_setting
 from tests.parity.sharded import Run, Setting
 
 __all__ = [
@@ -277,7 +277,7 @@ def _given(rows: Sequence[Row], steps: Sequence[int]) -> list[list[str]]:
 def default_rows() -> list[TierRow]:
     """Every pair of values of two base factors; every mix with every such value; every optimizer and every model with
     state in memory and on disk."""
-    bases = [*cover(BASE, _goes, _SEEDS), *FOUR_RANKS, *THREE_RANKS]
+    bases = [*cover(BASE, _goes, _SEEDS, COSTS), *FOUR_RANKS, *THREE_RANKS]
     of_two = cycle(base for base in list(bases) if base["ranks"] == "2")
     bases += islice(of_two, max(0, len(MODELS) - len(bases)))
     rows = _complete(bases)
