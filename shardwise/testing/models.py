@@ -45,7 +45,7 @@ class ModelCase:
         """A new module; equal ``dtype`` and ``seed`` give equal weights in every process."""
         before = torch.get_default_dtype()
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)  # the only one that is put back
             torch.set_default_dtype(dtype)
             try:
                 model = self.build(dtype)

@@ -115,7 +115,6 @@ def _prepare(where: Rendezvous) -> io.TextIOWrapper:
     sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
     threading.Thread(target=_leave_with_parent, args=(where.directory,), daemon=True).start()
     torch.set_num_threads(1)
-    gc.freeze()  # what the server process imported is left out of the collection before every task
     timeout = timedelta(seconds=where.timeout_seconds)
     dist.init_process_group(
         where.backend, store=_store(where, timeout), rank=where.rank, world_size=where.world_size, timeout=timeout
@@ -140,10 +139,21 @@ def _store(where: Rendezvous, timeout: timedelta) -> Store:
     return TCPStore("127.0.0.1", int(found.read_text()), is_master=False, timeout=timeout, wait_for_workers=False)
 
 
-def _collect_garbage(modules_before: int) -> None:
-    gc.collect()
-    if len(sys.modules) != modules_before:
-        gc.freeze()  # modules that the task brought stay as well
+class _Garbage:
+    """What is collected before every task: not modules, neither the server process's nor those that tasks brought."""
+
+    def __init__(self) -> None:
+        self._frozen_modules = 0
+        self._freeze()
+
+    def collect(self) -> None:
+        gc.collect()
+        self._freeze()
+
+    def _freeze(self) -> None:
+        if len(sys.modules) != self._frozen_modules:
+            gc.freeze()
+            self._frozen_modules = len(sys.modules)
 
 
 def _failure(error: BaseException) -> Outcome:
@@ -156,9 +166,8 @@ def _failure(error: BaseException) -> Outcome:
     return Outcome(None, pickled, summary, "".join(traceback.format_exception(error)), reusable=False)
 
 
-def _perform(message: bytes) -> Outcome:
+def _perform(message: bytes, garbage: _Garbage) -> Outcome:
     try:
-        modules = len(sys.modules)
         task = load(message)
         if not isinstance(task, Task):
             raise TypeError(f"a rank received {task!r}; it takes only tasks from its pool")
@@ -166,7 +175,7 @@ def _perform(message: bytes) -> Outcome:
             os.chdir(task.cwd)
         function = find_function(task)
         arguments = load(task.arguments)
-        _collect_garbage(modules)
+        garbage.collect()
         reset_state()
         result, _ = dump(function(*arguments))
         return Outcome(result, None, "", "", reusable=dist.is_initialized())
@@ -177,6 +186,7 @@ def _perform(message: bytes) -> Outcome:
 def serve(connection: Connection, where: Rendezvous) -> None:
     """Run tasks from ``connection`` until it is closed. Never returns."""
     try:
+        garbage = _Garbage()
         stacks = _prepare(where)
     except BaseException as error:
         connection.send_bytes(dump(_failure(error))[0])
@@ -187,7 +197,7 @@ def serve(connection: Connection, where: Rendezvous) -> None:
             message = connection.recv_bytes()
         except (EOFError, OSError):
             break
-        outcome = _perform(message)
+        outcome = _perform(message, garbage)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()

@@ -98,7 +98,7 @@ def _limits(examples: int) -> Callable[[Any], Any]:
     )
 
 
-@_limits(60)
+@_limits(25)
 @given(case=cases())
 def test_a_random_graph_under_a_random_plan_trains_as_plain(case: tuple[Graph, Setting]) -> None:
     _check(case)

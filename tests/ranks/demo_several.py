@@ -1,9 +1,7 @@
-"""Several runs of the demo in one launch, since starting ranks takes longer than what they train here.
+"""Several runs of the demo, one after another, on ranks that are there already: each costs what it trains.
 
-Run as ``shardwise run --nproc N demo_several.py OPTIONS OPTIONS ...``, each a run's options in one argument. The runs
-print what the demo prints, each after a line ``== OPTIONS``, and ``refused: ...`` on every rank that refuses. Between
-runs ``flip FOLDER`` changes a byte in the newest checkpoint of a run, ``halve FOLDER`` removes part of its files, and
-``full OPTIONS`` is a run whose rank 0 finds the disk full when it saves.
+Between runs ``flip FOLDER`` changes a byte in the newest checkpoint of a run, ``halve FOLDER`` removes part of its
+files, and ``full OPTIONS`` is a run whose rank 0 finds the disk full when it saves.
 """
 
 from __future__ import annotations
@@ -11,9 +9,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import io
 import os
 import shlex
-import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,6 @@ from shardwise.cli import demo
 from shardwise.cli.demo_train import train
 from shardwise.cli.errors import BadInput
 from shardwise.cli.stop import StopRequest
-from shardwise.mesh import shutdown
 
 
 def _damage(how: str, folder: str) -> None:
@@ -48,37 +45,35 @@ def _full_disk() -> AbstractContextManager[Any]:
     return patch("shardwise.checkpoint.file_system.FileSystem.allocate", side_effect=full)
 
 
-def _run(options: str, first: bool) -> None:
+def _run(options: str, first: bool) -> str:
     full, options = options.startswith("full "), options.removeprefix("full ")
     parser = argparse.ArgumentParser()
     demo.add_parser(parser.add_subparsers())
     config = demo.check(parser.parse_args(["demo", *shlex.split(options)]))
     Path(config.out).mkdir(parents=True, exist_ok=True)
-    if first:
-        print(f"== {options}", flush=True)
-    # The ranks of a launch meet once: torch cannot make a second process group through the same store.
-    with patch("shardwise.cli.demo_train.shutdown"), _full_disk() if full and first else contextlib.nullcontext():
+    shown = io.StringIO()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stdout(shown))
+        stack.enter_context(patch("shardwise.cli.demo_train.shutdown"))  # the group is the pool's
+        if full and first:
+            stack.enter_context(_full_disk())
         try:
-            status = train(config, StopRequest())
+            assert train(config, StopRequest()) == 0
         except BadInput as problem:
-            status = 0
-            print(f"refused: {problem}\n", end="", flush=True)  # in one write: all ranks share one pipe
-    dist.barrier()  # what a rank prints belongs to its run: no one begins the next before
-    if status:
-        sys.exit(status)
+            print(f"refused: {problem}")
+    dist.barrier()  # no rank damages what another still reads or writes
+    return shown.getvalue()
 
 
-def main() -> None:
-    """Run them in order; stop at the first that fails."""
-    first = os.environ["RANK"] == "0"
-    for argument in sys.argv[1:]:
+def trained(arguments: list[str]) -> list[str]:
+    """Run them in order on this rank; what each run printed here, and ``refused: ...`` of one that was refused."""
+    first, shown = dist.get_rank() == 0, []
+    for argument in arguments:
         how, _, folder = argument.partition(" ")
         if how not in ("flip", "halve"):
-            _run(argument, first)
-        elif first:
-            _damage(how, folder)
-    shutdown()
-
-
-if __name__ == "__main__":
-    main()
+            shown.append(_run(argument, first))
+        else:
+            if first:
+                _damage(how, folder)
+            dist.barrier()
+    return shown

@@ -103,33 +103,40 @@ def tight(name: str, rest: int, ranks: int) -> int:
     return rest + (11 if ranks > 1 or name in UNSTEADY else 5) * BLOCK_BYTES
 
 
-def programs(shared: bool | None, names: list[str], changes: dict[str, Any]) -> dict[str, dict[str, Found]]:
+SOME = {"checkpointed twice": 3, "changing": 4, "evaluation": 3, "rows": 4, "forwards": 3, "accumulation": 3}
+"""Steps of each; every model and every kind of step is there: what is left out is a part of one of them, but for "ranks
+differ", which several ranks run."""
+SEVERAL = dict.fromkeys(["checkpointed twice", "evaluation", "ranks differ"], 4)
+
+
+def programs(shared: bool | None, steps: dict[str, int], changes: dict[str, Any]) -> dict[str, dict[str, Found]]:
     """On a rank: each program without a limit, under a tight and under a roomy capacity."""
     found: dict[str, dict[str, Found]] = {}
     with one_mesh(zero(3).but(shared_memory=shared)) as mesh:
-        for name in names:
+        for name in steps:
             build_model, step_of = PROGRAMS[name]
 
             def run(tiers: TierPlan | None) -> Found:
                 plan = plan_of(tiers, shared_memory=shared, **changes)
-                return train(build_model, plan, mesh, step_of)  # noqa: B023
+                return train(build_model, plan, mesh, step_of, steps[name])  # noqa: B023
 
             plain, roomy = run(None), run(auto(ROOMY, margin=0.9))
             found[name] = {"plain": plain, "margin": roomy, "tight": run(auto(tight(name, roomy.rest, mesh.size)))}
     return found
 
 
-@pytest.mark.parametrize("ranks, shared, changes", [
-    (1, None, {}),
-    pytest.param(2, None, {}, marks=pytest.mark.campaign),
-    pytest.param(2, False, {}, marks=pytest.mark.campaign),
-    (2, False, {"prefetch": 2}),
-    pytest.param(4, None, {}, marks=pytest.mark.campaign),
+@pytest.mark.parametrize("ranks, shared, steps, changes", [
+    (1, None, SOME, {}),
+    pytest.param(1, None, dict.fromkeys(PROGRAMS, 4), {}, marks=pytest.mark.campaign),
+    pytest.param(2, None, SEVERAL, {}, marks=pytest.mark.campaign),
+    pytest.param(2, False, SEVERAL, {}, marks=pytest.mark.campaign),
+    (2, False, {"ranks differ": 3}, {"prefetch": 2}),
+    pytest.param(4, None, {"ranks differ": 4}, {}, marks=pytest.mark.campaign),
 ])  # fmt: skip
-def test_same_bits_within_the_capacity(ranks: int, shared: bool | None, changes: dict[str, Any]) -> None:
-    some = ["checkpointed twice", "evaluation", "ranks differ"]
-    names = list(PROGRAMS) if ranks == 1 else ["ranks differ"] if ranks == 4 or changes else some
-    for rank, found in enumerate(run_ranks(ranks, programs, shared, names, changes, timeout=120)):
+def test_same_bits_within_the_capacity(
+    ranks: int, shared: bool | None, steps: dict[str, int], changes: dict[str, Any]
+) -> None:
+    for rank, found in enumerate(run_ranks(ranks, programs, shared, steps, changes, timeout=120)):
         for name, runs in found.items():
             for key in ("tight", "margin"):
                 where = f"{name}, {key}, rank {rank}"
@@ -144,21 +151,22 @@ MAX_NORM = 0.02
 HALF = {"param_dtype": torch.bfloat16, "buffer_dtype": torch.bfloat16, "cast_inputs": True, "max_norm": MAX_NORM}
 
 
-def in_half_precision() -> tuple[dict[str, Found], int]:
+def in_half_precision(steps: int) -> tuple[dict[str, Found], int]:
     """On a rank: without a limit, under a roomy capacity and under one of that many bytes; 2 or 3 passes a step."""
 
     def run(tiers: TierPlan | None) -> Found:
-        return train(partial(Stack, TWICE), plan_of(tiers, **HALF), None, accumulating, steps=10, watched=False)
+        return train(partial(Stack, TWICE), plan_of(tiers, **HALF), None, accumulating, steps, watched=False)
 
     plain, roomy = run(None), run(auto(ROOMY, margin=0.9))
     limit = tight("accumulation", roomy.rest, 1) + BLOCK_BYTES // 2
     return {"plain": plain, "margin": roomy, "tight": run(auto(limit))}, limit
 
 
-def test_same_bits_in_half_precision_with_clipping_and_accumulation() -> None:
-    for rank, (runs, limit) in enumerate(run_ranks(2, in_half_precision, timeout=60)):
+@pytest.mark.parametrize("steps", [4, pytest.param(10, marks=pytest.mark.campaign)])
+def test_same_bits_in_half_precision_with_clipping_and_accumulation(steps: int) -> None:
+    for rank, (runs, limit) in enumerate(run_ranks(2, in_half_precision, steps, timeout=60)):
         plain = runs["plain"]
-        assert len(plain.norms) == 10 and min(plain.norms) > MAX_NORM  # else clipping was not tested
+        assert len(plain.norms) == steps and min(plain.norms) > MAX_NORM  # else clipping was not tested
         for key in ("tight", "margin"):
             assert runs[key].losses == plain.losses, f"{key}, rank {rank}"
             assert runs[key].norms == plain.norms, f"{key}, rank {rank}"
@@ -170,14 +178,18 @@ def test_same_bits_in_half_precision_with_clipping_and_accumulation() -> None:
 # ---- bytes moved
 
 
-def against_lru(name: str, capacity: int) -> Found:
-    return train(PROGRAMS[name][0], plan_of(auto(capacity)), None, steps=5)
+def against_lru(name: str, capacity: int, steps: int = 5) -> Found:
+    return train(PROGRAMS[name][0], plan_of(auto(capacity)), None, steps=steps)
 
 
-@pytest.mark.parametrize("name, strictly", [("plain", False), ("checkpointed twice", True), ("twice", True)])
+@pytest.mark.parametrize("name, strictly", [
+    pytest.param("plain", False, marks=pytest.mark.campaign),
+    ("checkpointed twice", True),
+    ("twice", True),
+])  # fmt: skip
 def test_moves_what_the_replay_predicts_and_less_than_lru(name: str, strictly: bool) -> None:
     less = 0
-    rest = run_ranks(1, against_lru, name, ROOMY)[0].rest
+    rest = run_ranks(1, against_lru, name, ROOMY, 2)[0].rest
     for blocks in (5, 6):
         found = run_ranks(1, against_lru, name, rest + blocks * BLOCK_BYTES)[0]
         for step in range(1, 5):

@@ -2,30 +2,46 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
+import multiprocessing
 import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 
+import pytest
+
+from shardwise.testing import pool
+
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAM = """
-import json, sys
-from tests.faults.kills import campaign
-found = campaign(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
-print(json.dumps({"lost": found.lost, **found.counts}))
-"""
+sys.path.insert(0, str(ROOT))  # the fault campaign is a package beside these tests
+
+from tests.faults.kills import campaign  # noqa: E402
+
+
+def kill(count: int, seed: int, directory: str, answers: Connection) -> None:
+    found = campaign(count, seed, directory)
+    answers.send({"lost": found.lost, **found.counts})
 
 
 def run(count: int, seed: int, directory: Path) -> dict[str, object]:
-    """In a process of its own: ranks are forked, which needs a process without torch's threads."""
-    command = [sys.executable, "-W", "ignore", "-c", PROGRAM, str(count), str(seed), str(directory)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    """In a process of its own: ranks are forked, which needs one that never used torch's threads."""
+    context = multiprocessing.get_context("forkserver")  # there is one, which the pools of ranks use too
+    context.set_forkserver_preload(pool._PRELOAD)
+    answer, answers = context.Pipe(duplex=False)
+    process = context.Process(target=kill, args=(count, seed, str(directory), answers))
+    with pool._without_main():
+        process.start()
+    answers.close()
+    try:
+        assert answer.poll(300), "no answer within 300 s"
+        found: dict[str, object] = answer.recv()
+    finally:
+        process.kill()
+        process.join()
     return found
 
 
-def test_ten_kills_lose_nothing(tmp_path: Path) -> None:
-    found = run(10, 20, tmp_path)
+@pytest.mark.parametrize("count", [6, pytest.param(40, marks=pytest.mark.campaign)])
+def test_kills_lose_nothing(tmp_path: Path, count: int) -> None:
+    found = run(count, 20, tmp_path)
     assert found["lost"] == [], found
-    assert found["kills"] == 10 and int(str(found["saves"])) > 10, found
+    assert found["kills"] == count and int(str(found["saves"])) > count, found

@@ -1,27 +1,27 @@
 """The demo: it learns, continues past a damaged checkpoint, stops on a signal, and prints a sample.
 
-Most runs are in one launch, since a launch takes many seconds; those that get a signal come from the command line, and
-a whole one in test_demo_memory.py.
+Most runs are on ranks that are there already, since a launch takes many seconds; those that get a signal come from the
+command line, in forks by default, and a whole one is in test_demo_memory.py.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
+import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import demo_several
 import pytest
+from launching import started
 
 from shardwise.checkpoint.directory import scan
 from shardwise.checkpoint.format import read_manifest
+from shardwise.testing import run_ranks
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = "--width 32 --depth 2 --heads 2 --context 32 --batch 4 --sample 10 --device cpu"
 LEARNING = "--steps 30 --learning-rate 0.01"
 DAMAGE = {"gemini": "flip", "fsdp": "halve"}  # what happens to the newest checkpoint of which runs
@@ -38,17 +38,6 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _options(text: Path, out: Path, options: str) -> list[str]:
     return ["--data", str(text), "--out", str(out), *SMALL.split(), *options.split()]
-
-
-def _shardwise(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "shardwise", *arguments]
-
-
-def _output(command: list[str]) -> str:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=180, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def _state(out: Path) -> dict[str, Any]:
@@ -77,26 +66,17 @@ def _continued(second: str, end: float, out: Path) -> None:
     assert f"saved {out}/step-60\n" in second
 
 
-def _stopped(command: list[str], number: signal.Signals, log_path: Path, out: Path) -> tuple[str, dict[str, Any]]:
-    """What is shown and saved by a run that gets a signal at its first line of progress."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    # A file rather than a pipe: nobody reads while the demo runs.
-    with log_path.open("w+", encoding="utf-8") as log:
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
-        try:
-            deadline = time.monotonic() + 120
-            while not re.search("^step ", log_path.read_text("utf-8"), re.M) and time.monotonic() < deadline:
-                assert process.poll() is None, log_path.read_text("utf-8")
-                time.sleep(0.2)
-            process.send_signal(number)
-            assert process.wait(60) == 128 + number, log_path.read_text("utf-8")
-        finally:
-            process.kill()
-            process.wait()
-        shown = log_path.read_text("utf-8")
-    state = _state(out)
-    assert f"stopping after step {state['step']}" in shown and "Traceback" not in shown
-    return shown, state
+def _stopped(command: list[str], number: signal.Signals, log: Path, whole: bool) -> str:
+    """What is shown by a run that gets a signal during its first steps."""
+    with started("shardwise", *command, log=log, whole=whole) as process:
+        deadline = time.monotonic() + 120
+        while not re.search("^validation: ", log.read_text("utf-8") if log.exists() else "", re.M):
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text("utf-8")
+            time.sleep(0.05)
+        time.sleep(0.3)
+        process.send_signal(number)
+        assert process.wait(60) == 128 + number, log.read_text("utf-8")
+    return log.read_text("utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -115,11 +95,10 @@ def several(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
             continue
         runs.append(name)
         arguments.append("full " * (name == "full") + shlex.join(_options(text, folder / name, options)))
-    script = str(Path(__file__).with_name("demo_several.py"))
-    printed = _output(_shardwise("run", "--nproc", "2", script, *arguments)).split("== --data")[1:]
+    by_rank = run_ranks(2, demo_several.trained, arguments, timeout=180)
     shown: dict[str, list[str]] = {}
-    for name, each in zip(runs, printed, strict=True):
-        shown.setdefault(name, []).append(each)
+    for name, *each in zip(runs, *by_rank, strict=True):
+        shown.setdefault(name, []).append("".join(each))
     return folder, shown
 
 
@@ -169,17 +148,21 @@ def test_a_full_disk_of_rank_0_is_told_on_all_ranks(several: Runs) -> None:
     assert "step 2/2" in shown_once and "\nsaved " not in shown_once and list((folder / "full").iterdir()) == []
 
 
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.campaign)], ids=["forks", "whole"])
 def test_signals_stop_it_and_other_plugins_and_numbers_of_ranks_continue(
-    several: Runs, text: Path, tmp_path: Path
+    several: Runs, text: Path, tmp_path: Path, whole: bool
 ) -> None:
     """What two ranks learned goes on under another plugin on one until SIGTERM, and on two until Ctrl-C."""
     folder, printed = several
-    (first,), out = printed["low_level_zero"], folder / "low_level_zero"
+    (first,), out = printed["low_level_zero"], tmp_path / "low_level_zero"
+    shutil.copytree(folder / "low_level_zero", out)
     end = _learned(first)
 
     def stopped(options: str, number: signal.Signals) -> tuple[str, dict[str, Any]]:
-        command = _shardwise("demo", *_options(text, out, f"{options} --steps 100000 --learning-rate 0.01"))
-        return _stopped(command, number, tmp_path / "log", out)
+        command = ["demo", *_options(text, out, f"{options} --steps 100000 --learning-rate 0.01")]
+        shown, state = _stopped(command, number, tmp_path / f"log-{number}", whole), _state(out)
+        assert f"stopping after step {state['step']}" in shown and "Traceback" not in shown
+        return shown, state
 
     before = _state(out)
     shown, state = stopped("--plugin ddp --nproc 1", signal.SIGTERM)

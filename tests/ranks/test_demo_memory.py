@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
+import shlex
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
 
+import demo_several
 import pytest
+from launching import finished
 
 from shardwise.cli import demo
 from shardwise.cli.demo_model import ByteGPT, ModelSize
-from shardwise.cli.demo_tiers import Shape, TierOptions, batch_for, context_for, parse_count, shape_for
+from shardwise.cli.demo_tiers import MEMORY_MARKER, Shape, TierOptions, batch_for, context_for, parse_count, shape_for
 from shardwise.cli.errors import BadInput
 from shardwise.cli.main import _parser
+from shardwise.testing import run_ranks
 
-ROOT = Path(__file__).resolve().parents[2]
 MEBI = 2**20
 SMALL = "--size 300K --context 32 --batch 1 --steps 3 --sample 0 --device cpu"
 
@@ -100,18 +100,8 @@ def test_refused(options: str, expected: str) -> None:
     assert "\n" not in str(problem.value)
 
 
-def _start(text: Path, out: Path, options: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "shardwise", "demo", "--data", str(text), "--out", str(out), *SMALL.split()]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [*command, *options.split()],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        encoding="utf-8",
-    )
+def _options(text: Path, out: Path, options: str) -> list[str]:
+    return ["--data", str(text), "--out", str(out), *SMALL.split(), *options.split()]
 
 
 def _facts(out: Path) -> tuple[dict[str, int], list[float]]:
@@ -133,11 +123,15 @@ def test_it_trains_beyond_its_device_and_equals_a_run_that_fits(text: Path, tmp_
     disk = tmp_path / "disk"
     disk.mkdir()
     small, large = tmp_path / "small", tmp_path / "large"
-    beyond = _start(text, small, f"--device-memory 1.5MiB --nvme-dir {disk} --nvme-optim 0.4")
-    fits = _start(text, large, "--device-memory 1GiB --offload-optim 0 --offload-params 0")
-    outputs = [process.communicate(timeout=120) for process in (beyond, fits)]
-    assert beyond.returncode == fits.returncode == 0, outputs
-    shown = outputs[0][0]
+    small.mkdir()
+    stale = small / MEMORY_MARKER  # of a run that was killed; it would silence a rank
+    stale.touch()
+    beyond = _options(text, small, f"--device-memory 1.5MiB --nvme-dir {disk} --nvme-optim 0.4")
+    status, shown = finished("shardwise", "demo", *beyond, log=tmp_path / "log", whole=True)
+    assert status == 0, shown
+    assert not stale.exists()
+    fits = _options(text, large, "--nproc 1 --device-memory 1GiB --offload-optim 0 --offload-params 0")
+    run_ranks(1, demo_several.trained, [shlex.join(fits)])
     held, losses = _facts(small)
     whole, expected = _facts(large)
     assert len(losses) == 3 and all(map(math.isfinite, losses)) and losses == expected
@@ -151,10 +145,12 @@ def test_it_trains_beyond_its_device_and_equals_a_run_that_fits(text: Path, tmp_
     assert not list(disk.iterdir()), "what was on the disk is gone with the run"
 
 
-def test_too_little_memory_is_said_once(text: Path, tmp_path: Path) -> None:
-    process = _start(text, tmp_path / "run", "--nproc 2 --device-memory 600KiB --offload-optim 0 --offload-params 0")
-    shown = process.communicate(timeout=120)[1]
-    assert process.returncode == 1
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.campaign)], ids=["forks", "whole"])
+def test_too_little_memory_is_said_once(text: Path, tmp_path: Path, whole: bool) -> None:
+    options = "--nproc 2 --device-memory 600KiB --offload-optim 0 --offload-params 0"
+    command = ["shardwise", "demo", *_options(text, tmp_path / "run", options)]
+    status, shown = finished(*command, log=tmp_path / "log", whole=whole)
+    assert status == 1
     assert shown.count("too little device memory") == 1 and "Traceback" not in shown, shown
     assert "of a capacity of 600 KiB" in shown and "--offload-params 1" in shown
-    assert not (tmp_path / "run" / ".device-memory").exists()
+    assert not (tmp_path / "run" / MEMORY_MARKER).exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -64,11 +65,12 @@ CASES: list[tuple[str, Case]] = [
 def three(cases: list[tuple[str, Case]], shared: bool | None, directory: str) -> list[tuple[Seen, Seen, Seen, int]]:
     """On a rank: every case without offload, with updates in ``step()``, and during backward."""
     found = []
-    with one_mesh(zero(3).but(shared_memory=shared)) as mesh, small_tiles():
+    with one_mesh(zero(3).but(shared_memory=shared)) as mesh:
         for index, (mix, case) in enumerate(cases):
             plain = case.plan(shared)
             offloaded = plain.but(tiers=tiers(mix, directory, **KNOBS[index % 3]))
-            with disk_updates() as chunks:
+            # Of the largest model a chunk is many tiles as well where they are larger.
+            with disk_updates() as chunks, small_tiles(200 if case.model == "gpt" else 60):
                 runs = [train(case, plan, mesh) for plan in (plain, offloaded, offloaded.but(update="backward"))]
             found.append((*runs, len(chunks)))
     return found
@@ -82,9 +84,16 @@ KNOBS: list[dict[str, Any]] = [
 RANKS: list[tuple[int, bool | None]] = [(1, None), (2, None), (2, False)]
 
 
+def shorter(mix: str, case: Case) -> tuple[str, Case]:
+    """Fewer steps: 16-bit scales need some that overflow and some that do not, the largest model has many tiles."""
+    steps = 6 if "scaler" in case.changes else 2 if case.model == "gpt" else 4
+    return mix, replace(case, steps=steps)
+
+
 @pytest.mark.parametrize("ranks, shared", [RANKS[0], RANKS[2]])
 def test_the_same_bits(ranks: int, shared: bool | None, tmp_path: Path) -> None:
-    check_bits(CASES[RANKS.index((ranks, shared)) :: 3], ranks, shared, tmp_path)
+    cases = CASES[RANKS.index((ranks, shared)) :: 3]
+    check_bits([shorter(*each) for each in cases], ranks, shared, tmp_path)
 
 
 @pytest.mark.campaign
@@ -174,7 +183,7 @@ FAULTY = {
 
 @pytest.mark.parametrize(
     ("name", "steps"),
-    [("loose", 12), *(pytest.param(name, 40, marks=pytest.mark.campaign) for name in FAULTY)],
+    [("loose", 10), *(pytest.param(name, 40, marks=pytest.mark.campaign) for name in FAULTY)],
 )
 def test_a_disk_that_fails_is_known_to_all_and_changes_nothing(name: str, steps: int, tmp_path: Path) -> None:
     mix, plan = FAULTY[name]

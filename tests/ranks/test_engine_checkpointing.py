@@ -67,7 +67,15 @@ def all_kinds(plan: Plan) -> list[dict[str, Tensor]]:
         return found
 
 
-@pytest.mark.parametrize("name", ["ddp", "zero2", "half", "zero3", "zero3_tensor", "zero3_gloo"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "zero2",
+        "half",
+        "zero3_gloo",
+        *[pytest.param(n, marks=pytest.mark.campaign) for n in ("ddp", "zero3", "zero3_tensor")],
+    ],
+)
 def test_both_kinds_inside_and_around(name: str) -> None:
     expected = run_plain(lambda: Nested(None, None), inside, 2, STEPS)
     results = run_ranks(2, all_kinds, PLANS[name])

@@ -131,9 +131,25 @@ def backward_fails(plan: Plan, direct: bool, then_zero_grad: bool) -> dict[str, 
         return session.module.state_dict()
 
 
-@pytest.mark.parametrize("then_zero_grad", [True, False], ids=["zero_grad", "new_forward"])
-@pytest.mark.parametrize("direct", [True, False], ids=["loss.backward", "session.backward"])
-@pytest.mark.parametrize("name", ["ddp", *STAGES])
+CALLS = {True: "loss.backward", False: "session.backward"}
+THEN = {True: "zero_grad", False: "new_forward"}
+
+
+@pytest.mark.parametrize(
+    ("name", "direct", "then_zero_grad"),
+    [
+        pytest.param(
+            name,
+            direct,
+            then,
+            id=f"{name}-{CALLS[direct]}-{THEN[then]}",
+            marks=[] if (direct == then) == (name in ("ddp", "zero3")) else pytest.mark.campaign,
+        )
+        for name in ("ddp", *STAGES)
+        for direct in CALLS
+        for then in THEN
+    ],
+)
 def test_exception_in_backward(name: str, direct: bool, then_zero_grad: bool) -> None:
     results = run_ranks(2, backward_fails, PLANS[name], direct, then_zero_grad)
     check(results, run_plain(Net, one_pass, 2, STEPS), name)
@@ -154,9 +170,21 @@ def forward_fails(plan: Plan, error: type[BaseException], grad: bool) -> dict[st
         return session.module.state_dict()
 
 
-@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
-@pytest.mark.parametrize("error", [KeyboardInterrupt, ArithmeticError])
-@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize(
+    ("name", "error", "grad"),
+    [
+        pytest.param(
+            name,
+            error,
+            grad,
+            id=f"{name}-{error.__name__}-{'grad' if grad else 'no_grad'}",
+            marks=[] if (error is KeyboardInterrupt) == (grad == (name == "zero3")) else pytest.mark.campaign,
+        )
+        for name in STAGES
+        for error in (KeyboardInterrupt, ArithmeticError)
+        for grad in (True, False)
+    ],
+)
 def test_exception_in_forward(name: str, error: type[BaseException], grad: bool) -> None:
     results = run_ranks(2, forward_fails, PLANS[name], error, grad)
     check(results, run_plain(Net, one_pass, 2, STEPS), name)
@@ -280,8 +308,18 @@ def penalties(plan: Plan, direct: bool) -> list[Grads]:
     return found
 
 
-@pytest.mark.parametrize("direct", [True, False], ids=["loss.backward", "session.backward"])
-@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize(
+    ("name", "direct"),
+    [
+        ("zero2", True),
+        ("zero3", False),
+        ("zero3_gloo", True),
+        *[
+            pytest.param(n, d, marks=pytest.mark.campaign)
+            for n, d in (("zero2", False), ("zero3", True), ("zero3_gloo", False))
+        ],
+    ],
+)
 def test_autograd_grad(name: str, direct: bool) -> None:
     """Under ``average="mean"``, so that autograd.grad counted as a pass would show."""
     expected = [

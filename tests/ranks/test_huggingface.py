@@ -174,7 +174,21 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Outcome]:
     return folder, plain_trainer(folder, {})
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[Outcome]]:
+    """A whole run at stage 3, and where its checkpoints are."""
+    folder = str(tmp_path_factory.mktemp("straight"))
+    return folder, run_ranks(RANKS, sharded_trainer, "zero3", folder, {}, timeout=120.0)
+
+
+def test_the_trainer_equals_the_plain_one_at_stage_3(
+    plain: tuple[str, Outcome], straight: tuple[str, list[Outcome]]
+) -> None:
+    for found in straight[1]:
+        check(found, plain[1])
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero1", pytest.param("zero2", marks=pytest.mark.campaign)])
 def test_the_trainer_equals_the_plain_one(name: str, plain: tuple[str, Outcome], tmp_path: Path) -> None:
     norms = [entry["grad_norm"] for entry in plain[1][0] if "grad_norm" in entry]
     assert min(norms) > 0.3  # something is clipped
@@ -182,10 +196,9 @@ def test_the_trainer_equals_the_plain_one(name: str, plain: tuple[str, Outcome],
         check(found, plain[1])
 
 
-def test_resuming_equals_a_straight_run_bit_for_bit(tmp_path: Path) -> None:
-    straight, again = str(tmp_path / "straight"), str(tmp_path / "again")
-    expected = run_ranks(RANKS, sharded_trainer, "zero3", straight, {}, timeout=120.0)[0]
-    checkpoint = os.path.join(straight, "checkpoint-2")
+def test_resuming_equals_a_straight_run_bit_for_bit(straight: tuple[str, list[Outcome]], tmp_path: Path) -> None:
+    again, expected = str(tmp_path / "again"), straight[1][0]
+    checkpoint = os.path.join(straight[0], "checkpoint-2")
     for found in run_ranks(RANKS, sharded_trainer, "zero3", again, {}, checkpoint, timeout=120.0):
         assert_close(found[1], expected[1], 0.0, "resumed")
         assert found[0] == expected[0]  # the history of before is in the checkpoint
@@ -384,7 +397,7 @@ def accelerated(name: str, folder: str) -> tuple[dict[str, Tensor], list[float],
     return state, norms, resumed, gathered
 
 
-@pytest.mark.parametrize("name", ["zero1", "zero3"])
+@pytest.mark.parametrize("name", [pytest.param("zero1", marks=pytest.mark.campaign), "zero3"])
 def test_accelerate_equals_a_plain_loop(name: str, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -18,6 +19,22 @@ from shardwise.strategies.namespace import LIGHTNING
 from shardwise.testing import run_ranks
 
 RANKS = 2
+
+
+def kinds(*default: str) -> list[Any]:
+    """The three; those that are not named here repeat what the common base does, outside of the default run."""
+    return [pytest.param(kind, marks=() if kind in default else pytest.mark.campaign) for kind in THREE]
+
+
+@pytest.fixture(scope="module")
+def oracle() -> Callable[..., list[Any]]:
+    """What a task gives with the stock strategy, each computed once."""
+
+    @cache
+    def result(task: Callable[..., Any], *args: Any) -> list[Any]:
+        return run_ranks(RANKS, task, STOCK, *args)
+
+    return result
 
 
 def told(action: Callable[[], Any]) -> list[str]:
@@ -80,13 +97,13 @@ def _summaries(kind: str, where: str) -> tuple[list[Summary], list[Any]]:
     return seen, shown
 
 
-@pytest.mark.parametrize("kind", THREE)
-def test_model_summary_counts_whole_parameters(kind: str) -> None:
+@pytest.mark.parametrize("kind", kinds("colossalai", "deepspeed_3"))
+def test_model_summary_counts_whole_parameters(kind: str, oracle: Callable[..., list[Any]]) -> None:
     """Under the old strategies it counted shards. Also of a model that has no memory before it is sharded."""
     frozen, numel = WIDTH * HIDDEN + HIDDEN, HIDDEN * HIDDEN + HIDDEN + HIDDEN * OUT + OUT
     for where in ("init", "configure_model"):
-        found, expected = (run_ranks(RANKS, _summaries, each, where) for each in (kind, STOCK))
-        assert found == expected
+        found = run_ranks(RANKS, _summaries, kind, where)
+        assert found == oracle(_summaries, where)
         (seen, shown), (_, other) = found
         assert len(seen) == 4 and len(shown) == 1 and other == [], "rank 0 shows it, once"
         for names, numels, total, trainable, size in seen:
@@ -127,7 +144,7 @@ def _initialised(kind: str, folder: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("kind", THREE)
+@pytest.mark.parametrize("kind", kinds("deepspeed_3", "fully_sharded"))
 def test_init_module(kind: str, tmp_path: Any) -> None:
     """DeepSpeed refused ``empty_init=False`` at stage 3. Empty models are for checkpoints that fill them."""
     for found in run_ranks(RANKS, _initialised, kind, str(tmp_path)):
@@ -162,7 +179,7 @@ def _tuned(kind: str) -> tuple[str, str, float]:
     return str(by_tuner.value), str(by_callback.value), off(ended(after), ended(expected))
 
 
-@pytest.mark.parametrize("kind", THREE)
+@pytest.mark.parametrize("kind", kinds("deepspeed_3"))
 def test_the_batch_size_finder_is_refused_with_its_reason(kind: str) -> None:
     """Lightning's own rule for every distributed strategy, ``ddp`` included."""
     for by_tuner, by_callback, difference in run_ranks(RANKS, _tuned, kind):
@@ -196,7 +213,7 @@ def _normed(kind: str) -> tuple[str, bool, list[str], Ended, Ended]:
     return str(caught.value), before == after, norms, without, with_flag
 
 
-@pytest.mark.parametrize("kind", THREE)
+@pytest.mark.parametrize("kind", kinds("colossalai"))
 def test_sync_batchnorm_is_refused_on_a_cpu_before_training(kind: str) -> None:
     """torch's SyncBatchNorm would end the first step of ``ddp`` there."""
     for said, same, norms, without, with_flag in run_ranks(RANKS, _normed, kind):
@@ -250,21 +267,21 @@ def _synchronised(kind: str, plugin: bool) -> tuple[Ended, bool]:
     return ended(made), type(model.net[1]) is nn.BatchNorm1d
 
 
-@pytest.mark.parametrize("kind", THREE)
-def test_layers_may_be_synchronised_by_a_plugin(kind: str) -> None:
+@pytest.mark.parametrize("kind", kinds("colossalai", "deepspeed_3"))
+def test_layers_may_be_synchronised_by_a_plugin(kind: str, oracle: Callable[..., list[Any]]) -> None:
     """The way that ``sync_batchnorm`` takes on GPUs: layers with collectives in forward and in backward."""
-    found, expected = (run_ranks(RANKS, _synchronised, each, True) for each in (kind, STOCK))
+    found, expected = run_ranks(RANKS, _synchronised, kind, True), oracle(_synchronised, True)
     check_same([one for one, _ in found], [one for one, _ in expected])
     assert all(reverted for _, reverted in found)
-    alone, _ = run_ranks(RANKS, _synchronised, STOCK, False)[0]
+    alone, _ = oracle(_synchronised, False)[0]
     name = "net.0.weight"
     assert float((alone.weights[name] - found[0][0].weights[name]).abs().max()) > 1e-4, "the plugin has an effect"
 
 
-@pytest.mark.parametrize("kind", THREE)
-def test_buffers_are_each_ranks_own(kind: str) -> None:
+@pytest.mark.parametrize("kind", kinds("colossalai", "fully_sharded"))
+def test_buffers_are_each_ranks_own(kind: str, oracle: Callable[..., list[Any]]) -> None:
     """As under DeepSpeed and FairScale. ``ddp`` begins every forward with those of rank 0, which has the same here."""
-    found, expected = (run_ranks(RANKS, _synchronised, each, False) for each in (kind, STOCK))
+    found, expected = run_ranks(RANKS, _synchronised, kind, False), oracle(_synchronised, False)
     (first, _), (second, _) = found
     assert off(first, expected[0][0]) <= 1e-6
     for name, value in second.weights.items():
@@ -293,7 +310,7 @@ def _asked(kind: str) -> list[list[str]]:
     return found
 
 
-@pytest.mark.parametrize("kind", THREE)
+@pytest.mark.parametrize("kind", kinds("deepspeed_3"))
 def test_a_precision_that_lightning_ignores_is_told_once(kind: str) -> None:
     """A plugin in the strategy goes before the flag, which Lightning drops without a word."""
     first, other = run_ranks(RANKS, _asked, kind)
@@ -333,11 +350,17 @@ def _flops(device: torch.device, dtype: torch.dtype) -> int:
     return FLOPS[dtype]
 
 
-@pytest.mark.parametrize("kind", THREE)
-def test_throughput_is_measured_against_what_the_dtype_can_do(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "precision", "flops"),
+    [
+        pytest.param(kind, precision, flops, marks=() if number == place else pytest.mark.campaign)
+        for number, kind in enumerate(THREE)
+        for place, (precision, flops) in enumerate((("32-true", 1), ("bf16-mixed", 2), ("64-true", 3)))
+    ],
+)
+def test_throughput_is_measured_against_what_the_dtype_can_do(kind: str, precision: str, flops: int) -> None:
     """Lightning looks the dtype up by the class of the precision plugin, and took every one of ours for fp32."""
-    for precision, flops in (("32-true", 1), ("bf16-mixed", 2), ("64-true", 3)):
-        assert run_ranks(RANKS, _throughput, kind, precision) == [[flops] * 3] * RANKS
+    assert run_ranks(RANKS, _throughput, kind, precision) == [[flops] * 3] * RANKS
 
 
 def _throughput_in_bf16() -> list[float]:

@@ -1,8 +1,8 @@
 """The ways in which Lightning's processes start; they end with the same weights.
 
-An interpreter of its own has Lightning after 7 s of a core, so by default only the processes that a launcher starts as
-such are: the script itself runs in a fork of the server behind the rank pool, which has imported all of it, and so do
-the ranks of torchrun's agent. The campaign starts whole scripts.
+An interpreter of its own has Lightning after 7 s of a core, so by default none is: the script itself runs in a fork of
+the server behind the rank pool, which has imported all of it, and so do the ranks of torchrun's agent and the command
+with which popen starts the second rank. The campaign starts whole scripts.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning_program
 import lightning_setup  # noqa: F401  has the server import Lightning
 import pytest
 import torch
+from launching import UNSET, Forked, run_as_rank
+from lightning.pytorch.strategies.launchers import subprocess_script
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from shardwise.testing import pool
@@ -32,7 +35,6 @@ COMMANDS = {
     "spawn": [sys.executable, PROGRAM],
     "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", PROGRAM],
 }
-UNSET = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
 SET = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 
 
@@ -55,6 +57,13 @@ def check(directory: Path, ways: list[str], outputs: Callable[[str], tuple[Any, 
 # ---- from a process that has imported everything
 
 
+def _forked(command: list[str], env: dict[str, str], cwd: str | None) -> Forked:
+    """Lightning's command for another rank, in a fork: same arguments, same environment."""
+    assert command[0] == sys.executable and command[1] == PROGRAM and cwd is None, (command, cwd)
+    arguments = (command[1:], env)
+    return Forked(multiprocessing.get_context("fork").Process(target=run_as_rank, args=arguments))
+
+
 def _program(directory: str, how: str) -> None:
     os.setsid()  # all that it starts can be ended together
     with open(f"{directory}/output", "w") as output:
@@ -64,6 +73,7 @@ def _program(directory: str, how: str) -> None:
         os.environ.pop(name, None)
     os.environ |= SET
     sys.argv = [PROGRAM, directory, method(how)]  # of the processes that popen starts
+    subprocess_script.subprocess = SimpleNamespace(Popen=_forked)
     if how == "torchrun":
         config = LaunchConfig(1, 1, 2, rdzv_backend="c10d", rdzv_endpoint="localhost:0", start_method="fork")
         elastic_launch(config, lightning_program.main)(directory, "popen")

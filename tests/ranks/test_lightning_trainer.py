@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning_cases import KINDS, MAIN, STOCK, TWO, Ended, Recipe, check_same, ended, run, strategy
-from lightning_setup import HIDDEN, OUT, Toy, close, data, toy, trainer, weights
+from lightning_setup import HIDDEN, OUT, WIDTH, Toy, close, data, toy, trainer, weights
 from torch import Tensor, nn
 
 from shardwise.strategies.namespace import LIGHTNING
@@ -116,7 +116,9 @@ class _Plateau(Toy):
 
 
 def a_plateau(kind: str) -> Ended:
-    return run(kind, Recipe(epochs=4), toy(body=_Plateau))
+    found = run(kind, Recipe(batches=2, epochs=4), toy(body=_Plateau))
+    assert found.metrics["lr"] < 0.05, "the rate fell"
+    return found
 
 
 class _Adversaries(Toy):
@@ -163,7 +165,11 @@ def two_optimizers_by_hand(kind: str) -> Ended:
 
 
 class _Silent(Toy):
-    """Lightning's own ``log`` cannot be traced by every version of torch."""
+    """Lightning's own ``log`` cannot be traced by every version of torch. One layer less, since each is traced."""
+
+    def build(self) -> None:
+        torch.manual_seed(self.seed)
+        self.net = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, OUT))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.loss(batch)
@@ -173,9 +179,12 @@ class _Silent(Toy):
 
 
 def compiled(kind: str) -> Ended:
-    """The whole LightningModule; for ZeRO-3 and FSDP this was refused or wrong."""
+    """The whole LightningModule; for ZeRO-3 and FSDP this was refused or wrong. The oracle runs what is compiled."""
+    recipe, model = Recipe(batches=3, epochs=1), toy(body=_Silent)
+    if kind == STOCK:
+        return run(kind, recipe, model)
     try:
-        return run(kind, Recipe(batches=3, epochs=1), torch.compile(toy(body=_Silent), backend="eager"))
+        return run(kind, recipe, torch.compile(model, backend="eager"))
     finally:
         torch._dynamo.reset()
 
@@ -236,16 +245,32 @@ def oracle() -> Callable[[str], list[Ended]]:
     return result
 
 
-ACCUMULATING = {
-    "accumulation_changes",
-    "validation_within_an_accumulation",
-    "saving_within_an_accumulation",
-    "two_optimizers_by_hand",
-}
+# Each scenario at least once. Twice and more where an engine plan has a way of its own (gradients between batches, that
+# deepspeed_1 alone keeps whole), and where each of two old strategies was wrong.
 DEFAULT = {
-    "colossalai": set(SCENARIOS),
-    "deepspeed_1": ACCUMULATING,  # the only plan here that keeps whole gradients between batches
-    "deepspeed_3": {*ACCUMULATING, "evaluated_first", "own_backward", "own_clipping", "fit_twice", "compiled"},
+    "colossalai": {
+        "accumulation_changes",
+        "early_stopping",
+        "own_backward",
+        "own_optimizer_step",
+        "a_plateau",
+        "two_optimizers_by_hand",
+        "evaluated_first",
+    },
+    "deepspeed_1": {
+        "validation_within_an_accumulation",
+        "saving_within_an_accumulation",
+        "two_optimizers_by_hand",
+    },
+    "deepspeed_3": {
+        "accumulation_changes",
+        "saving_within_an_accumulation",
+        "fit_twice",
+        "own_backward",
+        "own_clipping",
+        "two_optimizers_by_hand",
+        "compiled",
+    },
 }
 CASES = [
     pytest.param(kind, name, marks=() if name in DEFAULT.get(kind, ()) else pytest.mark.campaign)
@@ -306,20 +331,27 @@ HOOKS = {"configure_model": _InHook, "configure_sharded_model": _InOldHook}
 def _built_in(kind: str, hook: str) -> Ended:
     warnings.simplefilter("ignore")
     model = toy(body=HOOKS[hook], where=hook)
-    made = trainer(strategy(kind), max_epochs=2)
+    made = trainer(strategy(kind))
     assert model.net is None
-    made.validate(model, data(2, seed=1), verbose=False)
+    made.validate(model, data(1, seed=1), verbose=False)
     made.fit(model, data())
     trained = weights(made)
-    loss = made.test(model, data(2, seed=1), verbose=False)[0]["test_loss"]
+    loss = made.test(model, data(1, seed=1), verbose=False)[0]["test_loss"]
     assert model.seen == ["built", "kept", "kept"]
     assert all(torch.equal(value, trained[name]) for name, value in weights(made).items())
     close(made)
     return Ended(trained, made.global_step, float("nan"), {"loss": loss})
 
 
-@pytest.mark.parametrize("hook", HOOKS)
-@pytest.mark.parametrize("kind", TWO)
+@pytest.mark.parametrize(
+    ("kind", "hook"),
+    [
+        ("colossalai", "configure_model"),
+        ("deepspeed_3", "configure_sharded_model"),
+        pytest.param("colossalai", "configure_sharded_model", marks=pytest.mark.campaign),
+        pytest.param("deepspeed_3", "configure_model", marks=pytest.mark.campaign),
+    ],
+)
 def test_models_built_in_a_hook(kind: str, hook: str) -> None:
     """The hook runs at every entry point; the trained model is the one that was built first."""
     check_same(run_ranks(RANKS, _built_in, kind, hook), run_ranks(RANKS, _built_in, STOCK, hook))
@@ -327,12 +359,12 @@ def test_models_built_in_a_hook(kind: str, hook: str) -> None:
 
 def _rebuilt(kind: str) -> tuple[float, list[str]]:
     model = toy(body=_Rebuilds)
-    made = trainer(strategy(kind), max_epochs=2)
-    made.fit(model, data())
+    made = trainer(strategy(kind))
+    made.fit(model, data(2))
     trained = weights(made)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        made.test(model, data(2, seed=1), verbose=False)
+        made.test(model, data(1, seed=1), verbose=False)
     after = weights(made)
     close(made)
     kept = max(float((after[name] - value).abs().max()) for name, value in trained.items())
@@ -352,17 +384,19 @@ class _LooksAtSteps(Toy):
 
 
 def _planned(kind: str) -> tuple[float, int, str]:
-    made = trainer(strategy(kind), max_epochs=3, accumulate_grad_batches=3, precision="bf16-mixed")
+    made = trainer(strategy(kind), max_epochs=2, accumulate_grad_batches=3, precision="bf16-mixed")
     model = toy(body=_LooksAtSteps)
     made.fit(model, data(5))
     close(made)
     return model.planned, made.global_step, made.precision_plugin.precision
 
 
-@pytest.mark.parametrize("kind", MAIN)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=() if k in ("colossalai", "deepspeed_2") else pytest.mark.campaign) for k in MAIN]
+)
 def test_a_schedule_is_as_long_as_the_training(kind: str) -> None:
     """``estimated_stepping_batches`` rounds up where DeepSpeed's steps were rounded down."""
-    assert run_ranks(RANKS, _planned, kind) == [(6, 6, "bf16-mixed")] * RANKS
+    assert run_ranks(RANKS, _planned, kind) == [(4, 4, "bf16-mixed")] * RANKS
 
 
 class _OwnLoader(Toy):

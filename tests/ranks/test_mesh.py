@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from launching import finished
 
 from shardwise.comm import choose, timeout_s
 from shardwise.mesh import LaunchFacts, Mesh, init_distributed
@@ -223,6 +222,7 @@ def test_alone_nothing_is_initialised() -> None:
 
 
 def test_torchrun(tmp_path: Path) -> None:
+    """From the command line, with every process a new Python."""
     script = tmp_path / "train.py"
     script.write_text(
         textwrap.dedent(
@@ -242,8 +242,7 @@ def test_torchrun(tmp_path: Path) -> None:
             """
         )
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    environment = os.environ | {"PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("ranks [[0.0], [1.0]] gloo") == 2
+    command = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    status, shown = finished(*command, log=tmp_path / "log", whole=True)
+    assert status == 0, shown
+    assert shown.count("ranks [[0.0], [1.0]] gloo") == 2

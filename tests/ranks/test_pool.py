@@ -275,9 +275,9 @@ def test_children_of_a_killed_rank_go_too(pool: RankPool, tmp_path: Path) -> Non
 
 
 def test_works_again_after_each_failure(pool: RankPool) -> None:
-    for attempt in range(3):
+    for attempt in range(2):
         with pytest.raises(RankError):
-            pool.run(raise_on, attempt % 2)
+            pool.run(raise_on, attempt)
         assert [rank for rank, _ in pool.run(sum_over_ranks, torch.zeros(1))] == [0, 1]
 
 
@@ -344,7 +344,7 @@ def test_small_tasks_are_cheap(pool: RankPool) -> None:
 
 
 def test_nothing_is_left_after_close() -> None:
-    pool = RankPool(3)
+    pool = RankPool(2)
     pool.run(nothing)
     pids, directory = pool.pids, pool._directory
     assert directory is not None and Path(directory).exists()
@@ -353,7 +353,7 @@ def test_nothing_is_left_after_close() -> None:
     assert pool.pids == ()
     assert gone(pids)
     assert not Path(directory).exists()
-    assert pool.run(echo, 1) == [1, 1, 1], "a closed pool starts again"
+    assert pool.run(echo, 1) == [1, 1], "a closed pool starts again"
     pids = pool.pids
     pool.close()
     assert gone(pids)

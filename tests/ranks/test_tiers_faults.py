@@ -52,8 +52,12 @@ def undisturbed(plan: Plan, kind: str, mesh: Mesh, steps: int) -> dict[str, str]
         return everything(session)
 
 
-def every_request_fails_once(plan: Plan, kind: str, failing_rank: int) -> tuple[int, list[str], bool]:
-    """In the first and the third step each request in turn fails, until none is left to fail.
+def requests_fail(plan: Plan, kind: str, failing_rank: int, every: int) -> tuple[int, list[str], bool]:
+    """In the first and the third step requests fail, one in each try, until none is left to fail.
+
+    Args:
+        every: of so many requests of the third step one fails; 1 for all in turn. In the first step, which makes
+            records as well, one of three times as many.
 
     Returns:
         How many steps failed, their messages, and whether all state was the same after each and at the end.
@@ -66,8 +70,7 @@ def every_request_fails_once(plan: Plan, kind: str, failing_rank: int) -> tuple[
             for step in range(4):
                 backward(session, step)
                 before = everything(session)
-                # All requests in turn; every third in the first step, which makes records as well.
-                for at in range(0, 1000 if step in (0, 2) else 0, 3 if step == 0 else 1):
+                for at in range(0, 1000 if step in (0, 2) else 0, 3 * every if step == 0 else every):
                     if mesh.rank == failing_rank:
                         fault.arm(at)
                     try:
@@ -88,20 +91,29 @@ def every_request_fails_once(plan: Plan, kind: str, failing_rank: int) -> tuple[
 
 
 CASES = [
-    ("s_disk", zero(2, BF16), "adamw"),
-    ("s_disk", zero(1), "adagrad"),
-    ("p_host_s_disk", zero(3, BF16), "sgd"),
-    ("all_disk", zero(3, BF16), "adamw"),
-    ("p_disk", zero(3), "adamw"),
-    ("p_disk_s_host", zero(3, BF16), "adamw"),
-    ("thirds", zero(3, BF16).but(shared_memory=False), "adamw"),
+    ("s_disk", zero(2, BF16), "adamw", 1),
+    ("s_disk", zero(1), "adagrad", 3),
+    ("p_host_s_disk", zero(3, BF16), "sgd", 3),
+    ("all_disk", zero(3, BF16), "adamw", 2),
+    ("p_disk", zero(3), "adamw", 1),
+    ("p_disk_s_host", zero(3, BF16), "adamw", 1),
+    ("thirds", zero(3, BF16).but(shared_memory=False), "adamw", 3),
 ]
+"""With which requests fail: all of them in the first, and where only parameters are on the disk, which has few."""
+ALL_REQUESTS = [pytest.param(*case[:3], 1, marks=pytest.mark.campaign) for case in CASES if case[3] > 1]
+NAMES = [f"{mix}-{kind}" for mix, _, kind, _ in CASES]
 
 
-@pytest.mark.parametrize(("mix", "plan", "kind"), CASES, ids=[f"{mix}-{kind}" for mix, _, kind in CASES])
-def test_a_failed_step_changes_nothing_and_can_be_repeated(mix: str, plan: Plan, kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("mix", "plan", "kind", "every"),
+    [*CASES, *ALL_REQUESTS],
+    ids=[*NAMES, *(f"{name}-all" for name, case in zip(NAMES, CASES, strict=True) if case[3] > 1)],
+)
+def test_a_failed_step_changes_nothing_and_can_be_repeated(
+    mix: str, plan: Plan, kind: str, every: int, tmp_path: Path
+) -> None:
     plan = with_tiers(plan, mix, str(tmp_path))
-    results = run_ranks(2, every_request_fails_once, plan, kind, 1, timeout=120.0)
+    results = run_ranks(2, requests_fail, plan, kind, 1, every, timeout=120.0)
     for count, messages, same in results:
         assert count == results[0][0] >= 4
         assert same
@@ -116,9 +128,10 @@ def test_a_failed_step_changes_nothing_and_can_be_repeated(mix: str, plan: Plan,
     assert not list(tmp_path.iterdir())
 
 
-def test_three_buffers_or_one_make_no_difference(tmp_path: Path) -> None:
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.campaign)])
+def test_three_buffers_or_one_make_no_difference(tmp_path: Path, every: int) -> None:
     plan = with_tiers(zero(3, BF16), "all_disk", str(tmp_path), state_buffers=1, param_buffers=1)
-    for _, _, same in run_ranks(2, every_request_fails_once, plan, "adamw", 0, timeout=120.0):
+    for _, _, same in run_ranks(2, requests_fail, plan, "adamw", 0, every, timeout=120.0):
         assert same
 
 
@@ -145,7 +158,7 @@ def with_broken(how: str, plan: Plan) -> bool:
     """Whether the check finds everything right."""
     with broken(how):
         try:
-            return every_request_fails_once(plan, "adamw", 0)[2]
+            return requests_fail(plan, "adamw", 0, 3)[2]
         except AssertionError:
             return False
 

@@ -24,11 +24,11 @@ from shardwise.testing import run_ranks
 
 MIXES = ("all_host", "s_disk", "p_disk_s_host", "all_disk", "thirds")
 SOME = {
-    "zero1": ("s_disk", "thirds"),
+    "zero1": ("s_disk",),
     "zero2_bf16": ("p_disk_s_host", "all_host"),
-    "zero3_bf16": ("thirds", "all_disk", "s_disk"),
+    "zero3_bf16": ("thirds", "all_disk"),
 }
-"""By default, of each plan; ``-m campaign`` has every mix with every plan."""
+"""By default, each mix with one plan; ``-m campaign`` has every mix with every plan."""
 CASES = [*SOME.items(), *(pytest.param(name, MIXES, marks=pytest.mark.campaign) for name in SOME)]
 PLANS = {"zero1": zero(1), "zero2_bf16": zero(2, torch.bfloat16), "zero3_bf16": zero(3, torch.bfloat16)}
 State = dict[str, Any]
@@ -48,7 +48,7 @@ def session_of(plan: Plan, mesh: Mesh, seed: int = 0) -> Iterator[tuple[Session,
 
 def steps(session: Session, scheduler: Any, first: int, last: int) -> None:
     for step in range(first, last):
-        backward(session, step)
+        backward(session, step, passes=1 + step % 2)
         session.optimizer.step()
         scheduler.step()
 

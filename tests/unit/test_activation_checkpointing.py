@@ -26,6 +26,15 @@ WAYS: dict[str, Options] = {
 }
 
 
+@pytest.fixture(autouse=True, scope="module")
+def frozen() -> Iterator[None]:
+    """What other modules left is no longer listed: each ``gc.collect()`` here would look through all of it."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def unconfigured() -> Iterator[None]:
     yield

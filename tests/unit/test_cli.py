@@ -7,12 +7,14 @@ import os
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+from launching import SECONDS, finished, started
 
 from shardwise.cli import demo, run
 from shardwise.cli.demo_model import ByteGPT, ModelSize, generate
@@ -123,15 +125,17 @@ def test_status_of(code: int, status: int) -> None:
     assert status_of(code) == status
 
 
-@pytest.mark.parametrize(("flag", "status"), [("exit", 5), ("kill", 137)])
-def test_run_returns_the_status_of_the_script(tmp_path: Path, flag: str, status: int) -> None:
+@pytest.mark.parametrize(
+    ("flag", "status", "whole"),
+    [("exit", 5, True), ("kill", 137, False), pytest.param("kill", 137, True, marks=pytest.mark.campaign)],
+)
+def test_run_returns_the_status_of_the_script(tmp_path: Path, flag: str, status: int, whole: bool) -> None:
     script = tmp_path / "script.py"
     script.write_text("import os, sys\nos.kill(os.getpid(), 9) if sys.argv[1] == 'kill' else sys.exit(5)\n")
-    command = [sys.executable, "-m", "shardwise", "run", "--nproc", "1", str(script), flag]
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == status, done.stderr
-    assert "rank 0 ended with" in done.stderr and "Traceback" not in done.stderr
+    command = ["shardwise", "run", "--nproc", "1", str(script), flag]
+    found, shown = finished(*command, log=tmp_path / "log", whole=whole, fork_ranks=False)
+    assert found == status, shown
+    assert "rank 0 ended with" in shown and "Traceback" not in shown
 
 
 MEETING = """
@@ -149,34 +153,25 @@ shutdown()
 """
 
 
-def test_launchers_of_two_hosts_make_one_group(tmp_path: Path) -> None:
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.campaign)], ids=["forks", "whole"])
+def test_launchers_of_two_hosts_make_one_group(tmp_path: Path, whole: bool) -> None:
     script, folder = tmp_path / "script.py", tmp_path / "found"
     script.write_text(MEETING)
     folder.mkdir()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "shardwise", "run", "--nproc", "1", "--nnodes", "2"]
+    command = ["shardwise", "run", "--nproc", "1", "--nnodes", "2"]
     command += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "meeting"]
-    root = Path(__file__).resolve().parents[2]
-    environment = os.environ | {"PYTHONPATH": str(root)}  # of the script too, which is elsewhere
-    launchers = [
-        subprocess.Popen(
-            [*command, "--node-rank", str(host), str(script), str(folder)],
-            env=environment,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for host in range(2)
-    ]
-    try:
-        shown = [launcher.communicate(timeout=60)[1] for launcher in launchers]
-    finally:
-        for launcher in launchers:
-            launcher.terminate()  # one that still runs ends its rank
-            launcher.wait(60)
-    assert [launcher.returncode for launcher in launchers] == [0, 0], shown
+    logs = [tmp_path / f"log-{host}" for host in range(2)]
+    with ExitStack() as stack:
+        hosts = [
+            started(*command, "--node-rank", str(host), str(script), str(folder), log=log, whole=whole)
+            for host, log in enumerate(logs)
+        ]
+        launchers = [stack.enter_context(host) for host in hosts]
+        statuses = [launcher.wait(SECONDS) for launcher in launchers]
+    assert statuses == [0, 0], [log.read_text() for log in logs]
     by_rank = sorted(path.read_text() for path in folder.iterdir())
     assert by_rank == [f"{rank} 2 3 {rank} 2 0 1 meeting" for rank in range(2)]
     assert {path.name for path in folder.iterdir()} == {f"started-by-{launcher.pid}" for launcher in launchers}

@@ -8,6 +8,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import disk_setup
@@ -27,9 +28,17 @@ def store(tmp_path: Path) -> Iterator[DiskStore]:
         yield made
 
 
-@pytest.mark.parametrize("backend", ["kernel", "threads", "buffered"])
+BLOCKS = ((4 * KIB, 32, 2), (12 * KIB, 3, 1), (MIB, 8, 3), (8 * MIB, 1, 1))
+# By default every backend, and every block with one that is direct; the campaign has the other pairs.
+FIRST = [("kernel", BLOCKS[0]), ("kernel", BLOCKS[3]), ("threads", BLOCKS[1]), ("threads", BLOCKS[2])]
+FIRST += [("buffered", BLOCKS[1])]
+LATER = [pair for pair in product(("kernel", "threads", "buffered"), BLOCKS) if pair not in FIRST]
+
+
 @pytest.mark.parametrize(
-    ("block", "depth", "threads"), [(4 * KIB, 32, 2), (12 * KIB, 3, 1), (MIB, 8, 3), (8 * MIB, 1, 1)]
+    ("backend", "block", "depth", "threads"),
+    [(backend, *block) for backend, block in FIRST]
+    + [pytest.param(backend, *block, marks=pytest.mark.campaign) for backend, block in LATER],
 )
 def test_odd_sizes_round_trip(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, block: int, depth: int, threads: int

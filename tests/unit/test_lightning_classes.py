@@ -146,6 +146,8 @@ LOADED = """
 import importlib, os, sys
 import shardwise, shardwise.strategies.registering
 assert not {"lightning", "pytorch_lightning"} & set(sys.modules), "the strategies import Lightning by themselves"
+import torchmetrics  # what both import for most of their time, once
+assert not {"lightning", "pytorch_lightning"} & set(sys.modules), "then nothing would be found below"
 children = {}
 for home, other in ("lightning", "pytorch_lightning"), ("pytorch_lightning", "lightning"):
     pid = os.fork()

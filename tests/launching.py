@@ -1,0 +1,145 @@
+"""Command lines that start ranks: as a shell starts them, or in forks of a process that has imported torch already.
+
+A launcher and each of its ranks import torch for three to six seconds of a core, which most tests of them learn nothing
+from. So the launcher is forked from the server behind the rank pool, and runs the command line as ``python -m`` does;
+torch's elastic agent in it is the real one, except that it forks its ranks from itself instead of starting Python anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from shardwise.testing import pool
+
+ROOT = Path(__file__).resolve().parents[1]
+UNSET = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
+SECONDS = 120.0
+
+
+class Forked:
+    """What torch's agent, and a test, use of ``subprocess.Popen``."""
+
+    def __init__(self, process: BaseProcess) -> None:
+        with pool._without_main(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # that a process with threads forks
+            process.start()
+        self._process = process
+        self.pid = process.pid or 0
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(self._process.name, timeout or 0.0)
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self._process.exitcode is None:
+            os.kill(self.pid, number)
+
+
+Started = Forked | subprocess.Popen[bytes]
+
+
+def run_as_rank(arguments: list[str], environment: dict[str, str]) -> None:
+    """In a new process, ``python [-m] NAME ...`` of a launcher."""
+    import torch
+
+    os.setsid()
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+    module = arguments[0] == "-m"
+    sys.argv = arguments[module:]
+    if module:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, os.path.dirname(sys.argv[0]))
+        runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def _fork_rank(_handler: object, command: tuple[str, ...], environment: dict[str, str]) -> Forked:
+    assert command[:2] == (sys.executable, "-u"), command
+    process = multiprocessing.get_context("fork").Process(target=run_as_rank, args=(list(command[2:]), environment))
+    return Forked(process)
+
+
+def _run_as_launcher(command: list[str], log: str, environment: Mapping[str, str], fork_ranks: bool) -> None:
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+    with open(log, "w") as output:
+        for stream in (1, 2):
+            os.dup2(output.fileno(), stream)
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(ROOT)
+    if fork_ranks:
+        SubprocessHandler._popen = _fork_rank  # type: ignore[method-assign,assignment]
+    sys.argv = command
+    runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+
+
+@contextlib.contextmanager
+def started(*command: str, log: Path, whole: bool = False, fork_ranks: bool = True) -> Iterator[Started]:
+    """``python -m COMMAND`` in the repository, which writes into ``log``; it ends with the block.
+
+    ``whole``: every process is a new Python. ``fork_ranks=False``: only the ranks are.
+    """
+    environment = {name: value for name, value in os.environ.items() if name not in UNSET}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    environment["PYTHONPATH"] = str(ROOT)  # of scripts too, which are elsewhere
+    process: Started
+    if whole:
+        # A file rather than a pipe: nobody reads meanwhile.
+        with log.open("wb") as output:
+            whole_command = [sys.executable, "-m", *command]
+            process = subprocess.Popen(
+                whole_command,
+                cwd=ROOT,
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+    else:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(pool._PRELOAD)
+        arguments = (list(command), str(log), environment, fork_ranks)
+        process = Forked(context.Process(target=_run_as_launcher, args=arguments))
+    try:
+        yield process
+    finally:
+        process.send_signal(signal.SIGTERM)  # one that still runs ends its ranks
+        try:
+            process.wait(40)
+        finally:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+
+
+def finished(*command: str, log: Path, whole: bool = False, fork_ranks: bool = True) -> tuple[int, str]:
+    """The exit status of ``python -m COMMAND``, and what it wrote."""
+    with started(*command, log=log, whole=whole, fork_ranks=fork_ranks) as process:
+        status = process.wait(SECONDS)
+    return status, log.read_text("utf-8")
