@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,10 @@ def run(session: pytest.Session, files: Files, between: Callable[[], None]) -> N
         items = following
 
 
+def _file(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
+
+
 class First:
     """The process that was called: starts the second, runs its share, and reports both."""
 
@@ -77,7 +82,7 @@ class First:
         self._folder = tempfile.TemporaryDirectory(prefix="pytest-side-by-side-")
         self._path = Path(self._folder.name)
         self._repeated = 0
-        self._finished: set[str] = set()
+        self._finished: Counter[str] = Counter()  # tests by file: names may hold what differs between processes
         self._second: subprocess.Popen[bytes] | None = None
 
     @pytest.hookimpl(tryfirst=True)
@@ -94,9 +99,6 @@ class First:
         assert self._second is not None
         if session.testsfailed or self._config.option.collectonly:
             return None
-        unstable = [item.nodeid for item in session.items if " at 0x" in item.nodeid]
-        if unstable:
-            raise pytest.UsageError(f"{unstable[0]}: an address differs in the other process; give ids= without it")
         run(session, Files(self._path, session.items, backwards=False), self._repeat)
         while (code := self._second.poll()) is None:
             time.sleep(0.1)
@@ -104,15 +106,16 @@ class First:
         self._repeat()
         if session.shouldfail:  # by what the second reported, and it has stopped there
             raise session.Failed(session.shouldfail)
-        lost = [item.nodeid for item in session.items if item.nodeid not in self._finished]
+        lost = Counter(_file(item.nodeid) for item in session.items) - self._finished
         if lost or code not in OK_CODES:
             output = (self._path / "output").read_text(errors="replace")[-4000:]
-            told = f"{lost[0]} and {len(lost) - 1} more were not finished by it" if lost else "it finished its tests"
+            tests = ", ".join(f"{count} of {file}" for file, count in lost.items())
+            told = f"{tests} were not finished by it" if lost else "it finished its tests"
             raise session.Interrupted(f"the second process ended with code {code}; {told}:\n{output}")
         return True
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        self._finished.add(nodeid)
+        self._finished[_file(nodeid)] += 1
 
     def _repeat(self) -> None:
         """What the second reported of the files that it has finished since the last time."""
@@ -149,9 +152,6 @@ class Second:
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
         if session.testsfailed:
             return None
-        unstable = [item.nodeid for item in session.items if " at 0x" in item.nodeid]
-        if unstable:
-            raise pytest.UsageError(f"{unstable[0]}: an address differs in the other process; give ids= without it")
         run(session, Files(self._path, session.items, backwards=True), self._write)
         return True
 

@@ -72,7 +72,7 @@ VALUES = [
 ]
 
 
-@pytest.mark.parametrize("value", VALUES, ids=lambda value: f"{type(value).__name__} {value!r:.20}")
+@pytest.mark.parametrize("value", VALUES, ids=[f"{type(value).__name__}-{n}" for n, value in enumerate(VALUES)])
 def test_other_classes_come_back_as_they_were(value: Any) -> None:
     found = restored(value)
     assert type(found) is type(value) and found == value
