@@ -68,18 +68,9 @@ class Parts:
     update: list[float]
 
 
-def disk_plan(directory: Path, tiles: int = 4) -> DiskPlan:
-    """Eight requests of 1 MiB in flight, ``tiles`` in memory."""
-    return DiskPlan(
-        directory=str(directory),
-        block_bytes=MIB,
-        queue_depth=8,
-        threads=1,
-        single_submit=False,
-        overlap_events=True,
-        state_buffers=tiles,
-        param_buffers=5,
-    )
+def disk_plan(directory: Path, tiles: int = 8) -> DiskPlan:
+    """``tiles`` in memory, the rest as the Booster has it."""
+    return DiskPlan(directory=str(directory), state_buffers=tiles)
 
 
 def plan_of(mode: Mode, dtype: torch.dtype | None, disk: DiskPlan, update: str) -> Plan:
@@ -328,7 +319,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sequence", type=int, default=128)
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--update", choices=("step", "backward"), default="step", help="when states are updated")
-    parser.add_argument("--tiles", type=int, default=4, help="of a disk, in memory at a time (default 4)")
+    parser.add_argument("--tiles", type=int, default=8, help="of a disk, in memory at a time (default 8)")
     parser.add_argument("--modes", nargs="*", choices=[mode.name for mode in MODES], help="default: all")
     parser.add_argument("--repeats", type=int, default=5, help="interleaved (default 5)")
     parser.add_argument("--steps", type=int, default=3, help="timed steps a mode and repeat (default 3)")

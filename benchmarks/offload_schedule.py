@@ -102,16 +102,7 @@ class Found:
 
 def measure(shares: str, update: str, bytes_per_s: float, buffers: int, directory: str, steps: int = 5) -> Found:
     """Train; the first step, which makes the optimizer's state, does not count."""
-    given = DiskPlan(
-        directory=directory,
-        block_bytes=2**16,
-        queue_depth=8,
-        threads=1,
-        single_submit=False,
-        overlap_events=True,
-        state_buffers=buffers,
-        param_buffers=5,
-    )
+    given = DiskPlan(directory=directory, block_bytes=2**16, threads=1, state_buffers=buffers)
     plan = zero(3).but(tiers=replace(on_device(), disk=given, **SHARES[shares]), prefetch=1, update=update)
 
     def queues(threads: int, *_: object) -> tuple[list[RequestQueue], str]:

@@ -283,7 +283,7 @@ class DiskPlan:
         directory: per-run directories are made in it.
         block_bytes: largest single request, a multiple of 4096.
         queue_depth: requests in flight for each thread.
-        threads: submitting threads.
+        threads: submitting threads; while one makes checksums the others' requests go on.
         single_submit: submit requests one by one, not up to ``queue_depth`` at once.
         overlap_events: collect completions while further requests are in flight.
         state_buffers: host buffers for optimizer tiles; three overlap a read, an update and a write.
@@ -291,13 +291,13 @@ class DiskPlan:
     """
 
     directory: str
-    block_bytes: int
-    queue_depth: int
-    threads: int
-    single_submit: bool
-    overlap_events: bool
-    state_buffers: int
-    param_buffers: int
+    block_bytes: int = 2**20
+    queue_depth: int = 2
+    threads: int = 4
+    single_submit: bool = False
+    overlap_events: bool = True
+    state_buffers: int = 8
+    param_buffers: int = 5
 
     def __post_init__(self) -> None:
         _require(bool(self.directory), f"directory={self.directory!r}: name a directory on the disk to use")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -63,3 +64,12 @@ def rank_pools() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def frozen() -> Iterator[None]:
+    """What other modules left is no longer listed: each ``gc.collect()`` of this one would look through all of it."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()

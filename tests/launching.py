@@ -15,9 +15,10 @@ import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 from shardwise.testing import pool
 
@@ -26,14 +27,27 @@ UNSET = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE
 SECONDS = 120.0
 
 
+def forked(target: Callable[..., None], *args: Any) -> BaseProcess:
+    """A process, not yet started, that the server behind the rank pool will fork: it has imported torch."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(pool._PRELOAD)
+    return context.Process(target=target, args=args)
+
+
+def start(process: BaseProcess) -> BaseProcess:
+    """Without importing pytest in it, as the main module would be."""
+    with pool._without_main():
+        process.start()
+    return process
+
+
 class Forked:
     """What torch's agent, and a test, use of ``subprocess.Popen``."""
 
     def __init__(self, process: BaseProcess) -> None:
-        with pool._without_main(), warnings.catch_warnings():
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # that a process with threads forks
-            process.start()
-        self._process = process
+            self._process = start(process)
         self.pid = process.pid or 0
 
     @property
@@ -57,7 +71,7 @@ class Forked:
 Started = Forked | subprocess.Popen[bytes]
 
 
-def run_as_rank(arguments: list[str], environment: dict[str, str]) -> None:
+def _run_as_rank(arguments: list[str], environment: dict[str, str]) -> None:
     """In a new process, ``python [-m] NAME ...`` of a launcher."""
     import torch
 
@@ -78,10 +92,15 @@ def run_as_rank(arguments: list[str], environment: dict[str, str]) -> None:
         runpy.run_path(sys.argv[0], run_name="__main__")
 
 
+def fork_rank(arguments: list[str], environment: dict[str, str]) -> Forked:
+    """A rank in a fork of this process, for a launcher that would start Python with ``arguments``."""
+    process = multiprocessing.get_context("fork").Process(target=_run_as_rank, args=(arguments, environment))
+    return Forked(process)
+
+
 def _fork_rank(_handler: object, command: tuple[str, ...], environment: dict[str, str]) -> Forked:
     assert command[:2] == (sys.executable, "-u"), command
-    process = multiprocessing.get_context("fork").Process(target=run_as_rank, args=(list(command[2:]), environment))
-    return Forked(process)
+    return fork_rank(list(command[2:]), environment)
 
 
 def _run_as_launcher(command: list[str], log: str, environment: Mapping[str, str], fork_ranks: bool) -> None:
@@ -123,10 +142,7 @@ def started(*command: str, log: Path, whole: bool = False, fork_ranks: bool = Tr
                 start_new_session=True,
             )
     else:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(pool._PRELOAD)
-        arguments = (list(command), str(log), environment, fork_ranks)
-        process = Forked(context.Process(target=_run_as_launcher, args=arguments))
+        process = Forked(forked(_run_as_launcher, list(command), str(log), environment, fork_ranks))
     try:
         yield process
     finally:
@@ -141,5 +157,13 @@ def started(*command: str, log: Path, whole: bool = False, fork_ranks: bool = Tr
 def finished(*command: str, log: Path, whole: bool = False, fork_ranks: bool = True) -> tuple[int, str]:
     """The exit status of ``python -m COMMAND``, and what it wrote."""
     with started(*command, log=log, whole=whole, fork_ranks=fork_ranks) as process:
-        status = process.wait(SECONDS)
-    return status, log.read_text("utf-8")
+        try:
+            status = process.wait(SECONDS)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"not at its end after {SECONDS} s:\n{written(log)}") from None
+    return status, written(log)
+
+
+def written(log: Path) -> str:
+    """What a launcher has written so far."""
+    return log.read_text("utf-8") if log.exists() else ""

@@ -54,17 +54,9 @@ class _DiskGemini(GeminiPlugin):
         plan = super().plan(world_size)
         if self.options.disk_directory is None:
             return plan
-        disk = DiskPlan(
-            directory=self.options.disk_directory,
-            block_bytes=2**20,
-            queue_depth=8,
-            threads=1,
-            single_submit=False,
-            overlap_events=True,
-            state_buffers=4,
-            param_buffers=5,
+        return plan.but(
+            disk=DiskPlan(directory=self.options.disk_directory), state_disk_fraction=self.options.optim_disk
         )
-        return plan.but(disk=disk, state_disk_fraction=self.options.optim_disk)
 
 
 def _tiered_gemini(config: DemoConfig, tiers: TierOptions, precision: str) -> GeminiPlugin:

@@ -111,14 +111,6 @@ def open_disk_moments(directory: str | None) -> MomentStore:
     Raises:
         DiskError: the directory cannot be made or written.
     """
-    plan = DiskPlan(
-        directory=directory if directory is not None else tempfile.gettempdir(),
-        block_bytes=1 << 20,
-        queue_depth=32,
-        threads=1,
-        single_submit=False,
-        overlap_events=True,
-        state_buffers=BUFFERS,
-        param_buffers=1,
-    )
+    directory = directory if directory is not None else tempfile.gettempdir()
+    plan = DiskPlan(directory=directory, state_buffers=BUFFERS, param_buffers=1)
     return _DiskMoments(DiskStore(plan))

@@ -174,8 +174,8 @@ def _perform(message: bytes, garbage: _Garbage) -> Outcome:
         if os.getcwd() != task.cwd:
             os.chdir(task.cwd)
         function = find_function(task)
-        arguments = load(task.arguments)
         garbage.collect()
+        arguments = load(task.arguments)
         reset_state()
         result, _ = dump(function(*arguments))
         return Outcome(result, None, "", "", reusable=dist.is_initialized())

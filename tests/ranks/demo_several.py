@@ -1,4 +1,4 @@
-"""Several runs of the demo, one after another, on ranks that are there already: each costs what it trains.
+"""Several runs of the demo, one after another, on ranks of one pool: each costs what it trains.
 
 Between runs ``flip FOLDER`` changes a byte in the newest checkpoint of a run, ``halve FOLDER`` removes part of its
 files, and ``full OPTIONS`` is a run whose rank 0 finds the disk full when it saves.

@@ -189,6 +189,21 @@ def toy(ns: Namespace = LIGHTNING, body: type | None = None, **arguments: Any) -
 Toy = _Toy
 
 
+class Silent(Toy):
+    """Logs nothing: Lightning's ``log`` cannot be traced by every version of torch. One layer less, since each is
+    traced."""
+
+    def build(self) -> None:
+        torch.manual_seed(self.seed)
+        self.net = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, OUT))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.loss(batch)
+
+
 def data(batches: int = 4, batch_size: int = 4, seed: int = 0) -> DataLoader[Any]:
     """A loader of ``batches`` batches a rank (Lightning divides it over the ranks)."""
     generator = torch.Generator().manual_seed(seed)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
+import os
+import signal
 import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
-
-from shardwise.testing import pool
+from launching import forked, start
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the fault campaign is a package beside these tests
@@ -18,24 +20,22 @@ from tests.faults.kills import campaign  # noqa: E402
 
 
 def kill(count: int, seed: int, directory: str, answers: Connection) -> None:
+    os.setsid()  # its ranks end with it
     found = campaign(count, seed, directory)
     answers.send({"lost": found.lost, **found.counts})
 
 
 def run(count: int, seed: int, directory: Path) -> dict[str, object]:
     """In a process of its own: ranks are forked, which needs one that never used torch's threads."""
-    context = multiprocessing.get_context("forkserver")  # there is one, which the pools of ranks use too
-    context.set_forkserver_preload(pool._PRELOAD)
-    answer, answers = context.Pipe(duplex=False)
-    process = context.Process(target=kill, args=(count, seed, str(directory), answers))
-    with pool._without_main():
-        process.start()
+    answer, answers = multiprocessing.Pipe(duplex=False)
+    process = start(forked(kill, count, seed, str(directory), answers))
     answers.close()
     try:
         assert answer.poll(300), "no answer within 300 s"
         found: dict[str, object] = answer.recv()
     finally:
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid or 0, signal.SIGKILL)
         process.join()
     return found
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from launching import forked, start
 from scope import Scope
 
 import shardwise
@@ -34,16 +35,12 @@ def _rank(fn: Callable[[], str], store: str, rank: int, size: int, connection: C
 
 def survivors(fn: Callable[[], str], size: int, tmp_path: Path) -> list[str | None]:
     """What ``fn`` returned on each rank; ``None`` where the rank died first."""
-    run_ranks(1, dist.get_rank)  # whichever comes first starts the server, and a pool's has imported torch
-    context = multiprocessing.get_context("forkserver")
     ends, processes = [], []
     for rank in range(size):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_rank, args=(fn, str(tmp_path / "store"), rank, size, theirs), daemon=True)
-        process.start()
+        ours, theirs = multiprocessing.Pipe()
+        processes.append(start(forked(_rank, fn, str(tmp_path / "store"), rank, size, theirs)))
         theirs.close()
         ends.append(ours)
-        processes.append(process)
     told: list[str | None] = []
     try:
         for end in ends:

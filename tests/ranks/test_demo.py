@@ -1,6 +1,6 @@
 """The demo: it learns, continues past a damaged checkpoint, stops on a signal, and prints a sample.
 
-Most runs are on ranks that are there already, since a launch takes many seconds; those that get a signal come from the
+Most runs are on ranks of one pool, since a launch takes many seconds; those that get a signal come from the
 command line, in forks by default, and a whole one is in test_demo_memory.py.
 """
 
@@ -16,11 +16,11 @@ from typing import Any
 
 import demo_several
 import pytest
-from launching import started
+from launching import started, written
 
 from shardwise.checkpoint.directory import scan
 from shardwise.checkpoint.format import read_manifest
-from shardwise.testing import run_ranks
+from shardwise.testing import RankPool
 
 SMALL = "--width 32 --depth 2 --heads 2 --context 32 --batch 4 --sample 10 --device cpu"
 LEARNING = "--steps 30 --learning-rate 0.01"
@@ -70,8 +70,8 @@ def _stopped(command: list[str], number: signal.Signals, log: Path, whole: bool)
     """What is shown by a run that gets a signal during its first steps."""
     with started("shardwise", *command, log=log, whole=whole) as process:
         deadline = time.monotonic() + 120
-        while not re.search("^validation: ", log.read_text("utf-8") if log.exists() else "", re.M):
-            assert process.poll() is None and time.monotonic() < deadline, log.read_text("utf-8")
+        while not re.search("^validation: ", written(log), re.M):
+            assert process.poll() is None and time.monotonic() < deadline, written(log)
             time.sleep(0.05)
         time.sleep(0.3)
         process.send_signal(number)
@@ -95,7 +95,8 @@ def several(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
             continue
         runs.append(name)
         arguments.append("full " * (name == "full") + shlex.join(_options(text, folder / name, options)))
-    by_rank = run_ranks(2, demo_several.trained, arguments, timeout=180)
+    with RankPool(2) as ranks:  # which keep the groups of all these runs
+        by_rank = ranks.run(demo_several.trained, arguments, timeout=180)
     shown: dict[str, list[str]] = {}
     for name, *each in zip(runs, *by_rank, strict=True):
         shown.setdefault(name, []).append("".join(each))

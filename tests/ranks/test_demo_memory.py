@@ -18,7 +18,7 @@ from shardwise.cli.demo_model import ByteGPT, ModelSize
 from shardwise.cli.demo_tiers import MEMORY_MARKER, Shape, TierOptions, batch_for, context_for, parse_count, shape_for
 from shardwise.cli.errors import BadInput
 from shardwise.cli.main import _parser
-from shardwise.testing import run_ranks
+from shardwise.testing import RankPool
 
 MEBI = 2**20
 SMALL = "--size 300K --context 32 --batch 1 --steps 3 --sample 0 --device cpu"
@@ -131,7 +131,8 @@ def test_it_trains_beyond_its_device_and_equals_a_run_that_fits(text: Path, tmp_
     assert status == 0, shown
     assert not stale.exists()
     fits = _options(text, large, "--nproc 1 --device-memory 1GiB --offload-optim 0 --offload-params 0")
-    run_ranks(1, demo_several.trained, [shlex.join(fits)])
+    with RankPool(1) as ranks:
+        ranks.run(demo_several.trained, [shlex.join(fits)])
     held, losses = _facts(small)
     whole, expected = _facts(large)
     assert len(losses) == 3 and all(map(math.isfinite, losses)) and losses == expected

@@ -158,7 +158,8 @@ def kept_units(budget_units: int, prefetch: int, known: bool) -> int:
     return max(1 + prefetch if known else 1, budget_units)
 
 
-# (shared memory, prefetch, whether the input needs a gradient): all pairs at 2 ranks, and all single values at 3 and 4.
+# (shared memory, prefetch, whether the input needs a gradient): all pairs at 2 ranks; at 3 and 4 both
+# values of the first and of the last, with a prefetch of 1.
 PAIRS = [(None, 0, True), (False, 0, False), (None, 1, False), (False, 1, True), (None, 2, True), (False, 2, False)]
 REST = [(False, 0, True), (None, 0, False), (False, 1, False), (None, 1, True), (False, 2, True), (None, 2, False)]
 

@@ -23,6 +23,7 @@ RANKS = 2
 
 def kinds(*default: str) -> list[Any]:
     """The three; those that are not named here repeat what the common base does, outside of the default run."""
+    assert {*default} <= {*THREE}
     return [pytest.param(kind, marks=() if kind in default else pytest.mark.campaign) for kind in THREE]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning_setup import HIDDEN, OUT, WIDTH, Toy, close, data, fit, stock, toy, trainer, weights, worst
+from lightning_setup import OUT, WIDTH, Silent, Toy, close, data, fit, stock, toy, trainer, weights, worst
 from torch import Tensor, nn
 
 from shardwise.lightning import DDPFullyShardedStrategy, ShardedPrecision, auto_wrap, wrap
@@ -455,17 +455,6 @@ def asking() -> list[Any]:
 def test_ranks_ask_each_other() -> None:
     for found in run_ranks(RANKS, asking):
         assert found == [[[0.0], [1.0]], 0.5, "from 0", True, False]
-
-
-class Silent(Toy):
-    """Logs nothing: torch 2.13 cannot compile Lightning's ``log``. One layer less, since each is traced."""
-
-    def build(self) -> None:
-        torch.manual_seed(self.seed)
-        self.net = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, OUT))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.loss(batch)
 
 
 def compiled() -> tuple[float, int]:

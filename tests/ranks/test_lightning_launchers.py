@@ -1,14 +1,13 @@
 """The ways in which Lightning's processes start; they end with the same weights.
 
-An interpreter of its own has Lightning after 7 s of a core, so by default none is: the script itself runs in a fork of
-the server behind the rank pool, which has imported all of it, and so do the ranks of torchrun's agent and the command
-with which popen starts the second rank. The campaign starts whole scripts.
+An interpreter of its own has Lightning after 7 s of a core, so by default none is started: the script itself runs in a
+fork of the server behind the rank pool, which has imported all of it, and so do the ranks of torchrun's agent and the
+command with which popen starts the second rank. The campaign starts whole scripts.
 """
 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -22,11 +21,9 @@ import lightning_program
 import lightning_setup  # noqa: F401  has the server import Lightning
 import pytest
 import torch
-from launching import UNSET, Forked, run_as_rank
+from launching import UNSET, Forked, fork_rank, forked, start
 from lightning.pytorch.strategies.launchers import subprocess_script
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-from shardwise.testing import pool
 
 PROGRAM = lightning_program.__file__
 SECONDS = 120.0
@@ -60,8 +57,7 @@ def check(directory: Path, ways: list[str], outputs: Callable[[str], tuple[Any, 
 def _forked(command: list[str], env: dict[str, str], cwd: str | None) -> Forked:
     """Lightning's command for another rank, in a fork: same arguments, same environment."""
     assert command[0] == sys.executable and command[1] == PROGRAM and cwd is None, (command, cwd)
-    arguments = (command[1:], env)
-    return Forked(multiprocessing.get_context("fork").Process(target=run_as_rank, args=arguments))
+    return fork_rank(command[1:], env)
 
 
 def _program(directory: str, how: str) -> None:
@@ -86,14 +82,10 @@ def _program(directory: str, how: str) -> None:
 )
 def test_popen_spawn_and_torchruns_agent_give_the_same_weights(tmp_path: Path, launchers: list[str]) -> None:
     """After spawned training the main process has the trained model: it writes the weights."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(pool._PRELOAD)
     running = {}
     for how in launchers:
         (tmp_path / how).mkdir()
-        running[how] = context.Process(target=_program, args=(str(tmp_path / how), how))
-        with pool._without_main():
-            running[how].start()
+        running[how] = start(forked(_program, str(tmp_path / how), how))
 
     def ended(how: str) -> tuple[Any, str]:
         running[how].join(SECONDS)

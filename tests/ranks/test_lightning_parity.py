@@ -46,6 +46,7 @@ DEFAULT = {
     "deepspeed_3": {"accumulate_3", "clip_value"},
     "fully_sharded": {"accumulate_2", "clip_norm"},
 }
+assert set().union(*DEFAULT.values()) == set(RECIPES)
 CASES = [
     pytest.param(kind, name, marks=() if name in DEFAULT.get(kind, {"accumulate_3_clip_norm"}) else MORE)
     for kind in KINDS
@@ -136,6 +137,7 @@ def _true_bf16(batches: list[Any]) -> dict[str, torch.Tensor]:
 # Each plan once, and each way of the engine (with masters or without) with both.
 HALVES = {("colossalai", "bf16-true"), ("deepspeed_1", "bf16-mixed"), ("deepspeed_2", "bf16-true")}
 HALVES |= {("deepspeed_3", "bf16-mixed"), ("fully_sharded", "bf16-mixed"), ("fully_sharded", "bf16-true")}
+assert {kind for kind, _ in HALVES} == set(MAIN)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning_cases import KINDS, MAIN, STOCK, TWO, Ended, Recipe, check_same, ended, run, strategy
-from lightning_setup import HIDDEN, OUT, WIDTH, Toy, close, data, toy, trainer, weights
+from lightning_setup import HIDDEN, OUT, Silent, Toy, close, data, toy, trainer, weights
 from torch import Tensor, nn
 
 from shardwise.strategies.namespace import LIGHTNING
@@ -164,23 +164,9 @@ def two_optimizers_by_hand(kind: str) -> Ended:
     return ended(made)
 
 
-class _Silent(Toy):
-    """Lightning's own ``log`` cannot be traced by every version of torch. One layer less, since each is traced."""
-
-    def build(self) -> None:
-        torch.manual_seed(self.seed)
-        self.net = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, OUT))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.loss(batch)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.loss(batch)
-
-
 def compiled(kind: str) -> Ended:
     """The whole LightningModule; for ZeRO-3 and FSDP this was refused or wrong. The oracle runs what is compiled."""
-    recipe, model = Recipe(batches=3, epochs=1), toy(body=_Silent)
+    recipe, model = Recipe(batches=3, epochs=1), toy(body=Silent)
     if kind == STOCK:
         return run(kind, recipe, model)
     try:
@@ -272,6 +258,7 @@ DEFAULT = {
         "compiled",
     },
 }
+assert set().union(*DEFAULT.values()) == set(SCENARIOS)
 CASES = [
     pytest.param(kind, name, marks=() if name in DEFAULT.get(kind, ()) else pytest.mark.campaign)
     for kind in KINDS

@@ -26,13 +26,7 @@ WAYS: dict[str, Options] = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def frozen() -> Iterator[None]:
-    """What other modules left is no longer listed: each ``gc.collect()`` here would look through all of it."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
+pytestmark = pytest.mark.usefixtures("frozen")
 
 
 @pytest.fixture(autouse=True)

@@ -303,11 +303,11 @@ def on_disk(directory: str) -> DiskPlan:
     return DiskPlan(
         directory=directory,
         block_bytes=2**20,
-        queue_depth=8,
-        threads=1,
+        queue_depth=2,
+        threads=4,
         single_submit=False,
         overlap_events=True,
-        state_buffers=4,
+        state_buffers=8,
         param_buffers=5,
     )
 

@@ -97,7 +97,7 @@ def flip_bytes(directory: Path, stride: int) -> int:
 
 @pytest.mark.parametrize("stride", [43, pytest.param(1, marks=pytest.mark.campaign)])
 def test_every_flipped_byte_is_found_and_named(tmp_path: Path, stride: int) -> None:
-    """A share of the bytes of every region."""
+    """By default a share of the bytes, and the ends, of every region."""
     saved(tmp_path)
     assert [file.name for file in sorted((tmp_path / "one").iterdir())] == ["manifest.json", "pieces-0.safetensors"]
     assert flip_bytes(tmp_path / "one", stride) > 17000 // stride

@@ -12,10 +12,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 from disk_setup import disk_plan, holds, put
+from launching import forked, start
 
 from shardwise.memory.disk import DiskStore
 from shardwise.memory.run_directory import RunDirectory, remove_abandoned
@@ -70,28 +72,26 @@ def test_killed_processes_are_cleaned_up_after(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def write_without_end(parent: Path, told: int) -> None:
+def write_without_end(parent: Path, told: Connection) -> None:
     """In a process of its own: says how many names the data file has, and writes until it is killed."""
     store = DiskStore(disk_plan(parent, block_bytes=4096, threads=2))
     store.reserve(1, 2**24)
     record, buffer = store.create("weights", 2**24), store.buffer(2**24)
     store.write(record, buffer).wait()
-    os.write(told, b"%d\n" % os.fstat(store._file.fd).st_nlink)
+    told.send(os.fstat(store._file.fd).st_nlink)
     while True:
         store.write(record, buffer).wait()
 
 
 def test_a_store_killed_in_a_transfer_leaves_only_an_empty_directory(tmp_path: Path) -> None:
-    hear, tell = os.pipe()
-    process = multiprocessing.get_context("fork").Process(target=write_without_end, args=(tmp_path, tell))
-    process.start()
-    os.close(tell)
+    hear, tell = multiprocessing.Pipe(duplex=False)
+    process = start(forked(write_without_end, tmp_path, tell))
+    tell.close()
     try:
-        assert os.read(hear, 100) == b"0\n"  # the system takes the space back by itself
+        assert hear.poll(60) and hear.recv() == 0  # the system takes the space back by itself
     finally:
         process.kill()
         process.join()
-        os.close(hear)
     assert process.exitcode == -signal.SIGKILL
     (left,) = tmp_path.iterdir()
     assert [path.name for path in left.iterdir()] == ["lock"]

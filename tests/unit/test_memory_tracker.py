@@ -7,7 +7,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,7 @@ CPU = torch.device("cpu")
 F32 = 4
 
 
-@pytest.fixture(autouse=True, scope="module")
-def frozen() -> Iterator[None]:
-    """What other modules left is no longer listed: each ``gc.collect()`` here would look through all of it."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
+pytestmark = pytest.mark.usefixtures("frozen")
 
 
 def tracker() -> TensorTracker:

@@ -87,23 +87,14 @@ def with_optimizer(plan: Plan, optimizer: torch.optim.Optimizer | None) -> Plan:
     tiers = plan.tiers
     if tiers.auto is not None:
         refuse("nvme_offload_fraction", fraction, "use placement_policy='static', or an optimizer without it")
-    disk = DiskPlan(
-        directory=os.fspath(getattr(optimizer, "nvme_offload_dir", None) or tempfile.gettempdir()),
-        block_bytes=2**20,
-        queue_depth=8,
-        threads=1,
-        single_submit=False,
-        overlap_events=True,
-        state_buffers=4,
-        param_buffers=5,
-    )
+    directory = os.fspath(getattr(optimizer, "nvme_offload_dir", None) or tempfile.gettempdir())
     return plan.but(
         tiers=replace(
             tiers,
             state_disk_fraction=float(fraction),
             state_host_fraction=min(tiers.state_host_fraction, 1.0 - fraction),
             pin_memory=tiers.pin_memory or plan.comm.overlap,
-            disk=disk,
+            disk=DiskPlan(directory=directory),
         )
     )
 
