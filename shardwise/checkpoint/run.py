@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -164,7 +164,10 @@ class EngineRun:
             optimizer.zero_grad()
         engine.before_update()
         try:
-            yield
+            with ExitStack() as stack:
+                for optimizer in self._session.optimizers:
+                    stack.enter_context(optimizer.undone_on_error())  # no state may be left that is not on the disk
+                yield
         except BaseException:
             if engine.storage.store is not None:
                 engine.storage.store.rollback()  # a failed write could not be committed, on this rank alone

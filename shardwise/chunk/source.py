@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -199,7 +199,7 @@ class DiskSource:
             buffer.zero_()
             return buffer, DONE
         try:
-            return buffer, self.store.read(self.record, buffer, newest=newest)
+            return buffer, self.store.read(self.record, buffer, newest=newest, urgent=True)  # compute waits for it
         except BaseException:
             self.store.give(buffer)
             raise
@@ -208,7 +208,8 @@ class DiskSource:
         """A free buffer; gathers of other chunks that hold the last ones are finished."""
         gathers = self._shared.gathers
         while gathers and (gathers[0].filled or len(gathers) + self._shared.count >= self._shared.buffers):
-            gathers.popleft().fill()
+            gathers[0].fill()
+            gathers.popleft()
         return self.store.buffer(self._shared.buffer_bytes)
 
     @contextmanager
@@ -251,9 +252,7 @@ class DiskSource:
 
     def forget(self) -> None:
         if self._ahead is not None:
-            buffer, reading = self._read()
-            with suppress(DiskError):
-                reading.wait()
+            buffer, _ = self._read()
             self.store.give(buffer)
 
     def gather(self, group: Group, out: torch.Tensor) -> Handle:
@@ -307,19 +306,26 @@ class _FromDisk:
         return self.filled or self._reading.finished()
 
     def fill(self) -> None:
-        """Finish and give the buffer back; a failure is kept for :meth:`wait`."""
+        """Finish and give the buffer back; a failure is kept for :meth:`wait`. Interrupted, it is as it was."""
         if self._copy is not None:
-            (out, shard), self._copy = self._copy, None
+            out, shard = self._copy
             try:
                 self._reading.wait()
                 out.copy_(shard)
             except DiskError as error:
                 self._failure = error
-            finally:
-                self._store.give(self._buffer)
+            self._end()
+
+    def _end(self) -> None:
+        if self._copy is not None:
+            self._copy = None
+            self._store.give(self._buffer)
 
     def wait(self) -> None:
-        self.fill()
+        try:
+            self.fill()
+        finally:
+            self._end()  # also after an interrupt: the array has another use from here on
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure

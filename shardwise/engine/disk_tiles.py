@@ -144,9 +144,9 @@ class DiskTile:
         try:
             self._wait()
         finally:
-            for buffer in self._buffers:
-                self._store.give(buffer)
-            self._buffers = []
+            while self._buffers:
+                self._store.give(self._buffers[0])  # waits for transfers whose handle was lost
+                del self._buffers[0]
 
     def finished(self) -> bool:
         """Whether :meth:`finish` would not have to wait."""
@@ -289,10 +289,15 @@ class TileVisits:
         self._lock = threading.RLock()
 
     def read_ahead(self) -> None:
-        """Begin to read what is expected next, as far as there is room; nothing while another thread visits."""
+        """Begin to read what is expected next, as far as there is room; nothing while another thread visits.
+
+        What cannot be read is no error yet, in a pass, where peers would wait for this rank; :meth:`visit` meets it.
+        """
         if self._lock.acquire(blocking=False):
             try:
                 self._read_ahead()
+            except DiskError:
+                self._forget_reads()
             finally:
                 self._lock.release()
 
@@ -358,11 +363,15 @@ class TileVisits:
         with self._lock:
             for tile in self._writing:
                 tile.unbind()
-            for tile in (*self._reading, *self._writing):
                 _leave(tile)
-            self._reading.clear()
             self._writing.clear()
-            self._at = 0
+            self._forget_reads()
+
+    def _forget_reads(self) -> None:
+        for tile in self._reading:
+            _leave(tile)
+        self._reading.clear()
+        self._at = 0
 
     def end_step(self) -> None:
         """The step was made, or undone. The next one is expected to be like it."""

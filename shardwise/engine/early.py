@@ -3,8 +3,9 @@
 The parameters themselves change at ``step()`` only, since backward still reads them. Without clipping and loss scale
 nothing about the update depends on other chunks, so it is made in place, and the gradient's memory is used again at
 once: gradients stream. Otherwise it is a guess, that the gradients are finite and the norm is within bounds, and that
-this pass is the step's only one; old values are kept until ``step()`` knows, and put back, exactly, if it was wrong.
-Where a disk is in use it is always a guess, that the disk does not fail, and gradients are kept.
+the step has as many passes as the one before; it is made in the last of them. Old values are kept until ``step()``
+knows, and put back, exactly, if it was wrong. Where a disk is in use it is always a guess, that the disk does not fail,
+and gradients are kept.
 
 Source: fused backward and optimizer steps (LOMO, arXiv 2306.09782, without its two passes) and the speculative steps of
 SuperOffload (arXiv 2509.21271), with copies in place of its approximate inverse.
@@ -23,6 +24,7 @@ import torch
 from shardwise.engine.early_disk import EarlyDisk
 from shardwise.engine.grads import ChunkGrads
 from shardwise.engine.norm import shard_norm
+from shardwise.engine.passes import BackwardPasses
 from shardwise.engine.tiles import Tile, TileStepper
 from shardwise.memory.disk import DiskError
 from shardwise.memory.tier import Tier
@@ -61,6 +63,12 @@ class EarlyUpdates:
         self._failure: BaseException | None = None
         self._stopped = False
         """Set by the worker: an update failed, the others that wait are not made."""
+        self._passes_before = 0
+        """Of earlier steps."""
+        self.passes = 1
+        """Of this step, the running one included."""
+        self._expected_passes: int | None = None
+        """Those of the step before."""
         self.updated: set[int] = set()
         """Chunks whose masters are those of the next step already."""
         self.anywhere = False
@@ -70,6 +78,28 @@ class EarlyUpdates:
         self.fits: Callable[[int], bool] = lambda nbytes: True
         """Whether so many bytes of copies may be kept on the device."""
 
+    # ---- the passes of a step
+
+    def begin_pass(self, done: int) -> None:
+        """A pass begins; ``done`` have reached parameters of this optimizer so far."""
+        self.passes = done - self._passes_before + 1
+
+    def begin_step(self, done: int) -> None:
+        """The gradients of all ``done`` passes so far have been used or dropped."""
+        passes, self._passes_before = done - self._passes_before, done
+        if passes > 0:  # otherwise they were dropped once more
+            self._expected_passes = passes
+            if self._disk is not None:
+                self._disk.end_step()
+
+    def expects_no_other(self, first: bool) -> bool:
+        """Whether the running pass is likely to be the step's last. ``first``: nothing is added to the gradient."""
+        if self.in_place or self._expected_passes is None:  # in place it must be: a second one is refused
+            return first
+        return self.passes == self._expected_passes
+
+    # ---- updates
+
     def takes(self, state: ChunkGrads) -> bool:
         """Whether the chunk's update can be made now: all of its parameters are known to have a gradient."""
         index = state.spec.index
@@ -77,7 +107,7 @@ class EarlyUpdates:
         if not whole or index in self.updated:
             return False
         if self._disk is not None and self._disk.holds(index):
-            return True
+            return self._disk.ready
         tiles = self._tiles.get(index)
         # State may have moved to a GPU since.
         if tiles is None or tiles[0].pieces[0].value.device.type != "cpu":
@@ -223,8 +253,15 @@ class EarlyUpdates:
                 f"{self._options}, but step() now wants {factor} and {self._read_options()}: change learning rates "
                 "before backward, or use update='step'"
             )
-        self.rollback()
+        self.take_back()
         return False
+
+    def take_back(self) -> None:
+        """The guess was wrong: :meth:`rollback`, and make fewer of them on the disk."""
+        self.wait()
+        if self._disk is not None and self.disk_failure is None:
+            self._disk.was_wrong()
+        self.rollback()
 
     def rollback(self) -> None:
         """Put everything back as it was before this pass.
@@ -260,7 +297,7 @@ class EarlyUpdates:
                 f"{what} between backward() and step(): {len(self.updated)} chunks have the next step's values already "
                 f"(update='backward'); {advice}"
             )
-        self.rollback()
+        self.take_back()
 
     def discard(self) -> None:
         """Masters are about to be replaced: what was updated ahead of its step no longer matters."""
@@ -296,19 +333,32 @@ class EarlyObserver:
 
     Args:
         by_optimizer: early updates by index of the optimizer.
-        factor: what gradients of a step's only pass are multiplied by, unclipped.
+        passes_so_far: how many have reached parameters of an optimizer.
+        passes: has the loss scale.
+        average: over the passes of a step, as in :class:`~shardwise.plan.GradPlan`.
     """
 
-    def __init__(self, by_optimizer: Mapping[int, EarlyUpdates], factor: Callable[[], float]) -> None:
-        self._by_optimizer, self._factor = by_optimizer, factor
+    def __init__(
+        self,
+        by_optimizer: Mapping[int, EarlyUpdates],
+        passes_so_far: Callable[[int], int],
+        passes: BackwardPasses,
+        average: str,
+    ) -> None:
+        self._by_optimizer, self._passes_so_far, self._passes = by_optimizer, passes_so_far, passes
+        self._divides = average == "mean"
         self._is_first = False
         """Whether the result that is about to be added is the chunk's first since the last step."""
+
+    def _factor(self, early: EarlyUpdates) -> float:
+        """What ``step()`` multiplies gradients by if the running pass is its last and nothing is clipped."""
+        return 1.0 / (self._passes.loss_scale * (early.passes if self._divides else 1))
 
     def before_pass(self) -> None:
         """Raises:
         RuntimeError: updates were made in place, to which another pass cannot add.
         """
-        for each in self._by_optimizer.values():
+        for index, each in self._by_optimizer.items():
             if each.in_place and (each.updated or each.anywhere):
                 raise RuntimeError(
                     f"{len(each.updated)} chunks were updated during the last backward pass (update='backward'): call "
@@ -317,19 +367,20 @@ class EarlyObserver:
             each.settle()  # a new pass writes where gradients of the last one may be
             if each.disk_failure is not None:
                 each.rollback()  # step() meets the disk again
+            each.begin_pass(self._passes_so_far(index))
 
     def before_result(self, state: ChunkGrads) -> None:
         """A second result for a chunk that is updated already: the guess was wrong."""
         self._is_first = state.reduced is None
         early = self._by_optimizer.get(state.spec.optimizer)
         if early is not None and state.spec.index in early.updated:
-            early.rollback()
+            early.take_back()
 
     def after_result(self, state: ChunkGrads) -> None:
         """Update the chunk if that can be done now."""
         early = self._by_optimizer.get(state.spec.optimizer)
-        if early is not None and self._is_first and early.takes(state):
-            early.update(state, self._factor())
+        if early is not None and early.expects_no_other(self._is_first) and early.takes(state):
+            early.update(state, self._factor(early))
 
     def wait(self) -> list[float]:
         """After a pass: nothing runs beside the caller any more. For each optimizer, whether something of it was
@@ -347,10 +398,10 @@ class EarlyObserver:
     def agreed(self, anywhere: Sequence[bool]) -> None:
         """What any rank said."""
         for each, some in zip(self._by_optimizer.values(), anywhere, strict=True):
-            each.agree(some, self._factor())
+            each.agree(some, self._factor(each))
 
     def dropped(self, optimizer: int | None) -> None:
         """Gradients that were used already are dropped: undo what was done with them."""
         for index, each in self._by_optimizer.items():
             if optimizer in (None, index) and (each.updated or each.anywhere):
-                each.rollback()
+                each.take_back()

@@ -2,6 +2,7 @@
 
 Values and state are written to the version that is not committed, so taking them back costs no copies. The parameters
 that follow from them wait until ``step()``: in the host's memory, or, where they are at home on the disk, there too.
+A wrong guess costs the transfers of a whole step and wears the disk, so after wrong ones it rests for some steps.
 
 Source: the pipelined optimizer swapper of ZeRO-Infinity (arXiv 2104.07857, section 6.3), begun before the step.
 """
@@ -19,6 +20,8 @@ from shardwise.engine.tiles import Tile
 from shardwise.memory.disk import DiskStore
 
 __all__ = ["EarlyDisk"]
+
+PAUSE_GROWTH, LONGEST_PAUSE = 2, 16  # in steps: k wrong guesses in a row are followed by min(2**k, 16) without one
 
 
 class EarlyDisk:
@@ -43,10 +46,29 @@ class EarlyDisk:
         self._tiles, self._visits, self._new_shards = tiles, visits, new_shards
         self._store, self._owner = store, owner
         self._undo: list[Callable[[], None]] = []
+        self._begun = False
+        """Whether something was updated, or half of it, since the last step."""
+        self._pause, self._waits = 1, 0
+        """Steps, and how many ends of a step are to come before the next guess."""
 
     def holds(self, chunk: int) -> bool:
         """Whether this rank has tiles of the chunk."""
         return bool(self._tiles.get(chunk))
+
+    @property
+    def ready(self) -> bool:
+        """Whether a guess may be made. Ranks may differ in it."""
+        return not self._waits
+
+    def was_wrong(self) -> None:
+        """What was begun is about to be rolled back, and another guess would have been better."""
+        if self._begun:
+            self._pause = min(self._pause * PAUSE_GROWTH, LONGEST_PAUSE)
+            self._waits = 1 + self._pause  # this step's end, too
+
+    def end_step(self) -> None:
+        """The gradients of a step were used or dropped."""
+        self._waits = max(self._waits - 1, 0)
 
     def update(self, chunk: Chunk, step: Callable[[Tile, torch.Tensor], None]) -> None:
         """Call ``step`` with each tile of ``chunk``, in memory, and memory for the chunk's new shard.
@@ -54,6 +76,7 @@ class EarlyDisk:
         Raises:
             DiskError: a transfer failed, not necessarily one of this chunk; :meth:`rollback` is due.
         """
+        self._begun = True
         index = chunk.spec.index
         memory = self._new_shards.get(index)
         with chunk.renewing() if memory is None else nullcontext(memory) as shard:
@@ -81,12 +104,17 @@ class EarlyDisk:
 
     def rollback(self) -> None:
         """Everything is as it was after the last step."""
+        if not self._begun:
+            return  # what was read ahead is still of use
         self._visits.end_step()
         self._store.rollback(self._owner)
         for restore in reversed(self._undo):
             restore()
         self._undo.clear()
+        self._begun = False
 
     def forget(self) -> None:
-        """The step was made."""
+        """The step was made, with what was begun and not rolled back."""
         self._undo.clear()
+        if self._begun:
+            self._pause, self._begun = 1, False

@@ -201,7 +201,7 @@ class Engine:
         self._early[optimizer] = early
         early.fits = self.ledger.fits
         if self.reducer.observer is None:
-            observer = EarlyObserver(self._early, lambda: 1.0 / self.passes.loss_scale)
+            observer = EarlyObserver(self._early, self.reducer.passes_so_far, self.passes, self.plan.grad.average)
             self.reducer.observer, self.passes.before_pass = observer, observer.before_pass
             kept = lambda: sum(each.device_bytes for each in self._early.values())  # noqa: E731
             self.ledger.watch("copies to undo updates with", kept)
@@ -255,8 +255,7 @@ class Engine:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         self.passes.recover()
         self.pool.begin_forward(torch.is_grad_enabled())
-        if not any(home.param is Tier.DISK for home in self.storage.homes):  # their reads are needed sooner
-            self._read_ahead()
+        self._read_ahead()
         if self.meter is not None:
             self.meter.enter()
         dtype = self.plan.precision.param_dtype

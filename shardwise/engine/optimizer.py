@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -179,8 +179,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         inverse = 1.0 / self.divisor()
         grad_plan = self.engine.plan.grad
-        if self._early is not None:
-            self._early.settle()
+        failure = self._settle_early()
         known = self._early.norms if self._early is not None else ()
         norm = self._global_norm(grad_plan.norm_type, inverse, known)
         clip = self._next.clip
@@ -188,7 +187,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self.scaler is not None and not math.isfinite(norm):
             self._skip()
             return value
-        self._update(inverse * clip * clip_factor(self._norm, grad_plan.max_norm))
+        self._update(inverse * clip * clip_factor(self._norm, grad_plan.max_norm), failure)
         # Only now may the scale move: these gradients were made under the old one.
         if self.scaler is not None:
             self.scaler.update(overflow=False)
@@ -197,12 +196,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._use_margin()
         return value
 
-    def _update(self, factor: float) -> None:
+    def _settle_early(self) -> Exception | None:
+        """What an update during backward raised, where the ranks will meet once more to agree on what a disk did."""
+        if self._early is not None:
+            try:
+                self._early.settle()
+            except Exception as error:
+                if not self._updates.uses_disk:
+                    raise
+                return error
+        return None
+
+    def _update(self, factor: float, failure: Exception | None) -> None:
         early = self._early
         done = early.updated if early is not None and early.confirm(factor) else ()
         self.engine.before_update()
         try:
-            self._updates.run(factor, done, early.disk_failure if early is not None else None)
+            self._updates.run(factor, done, failure or (early.disk_failure if early is not None else None))
         except BaseException:
             if early is not None:
                 early.rollback()
@@ -251,6 +261,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.engine.zero_grad(self.index)
         self._next.passes_before, self._next.tokens_before = self._progress()
         self._next.clip = 1.0
+        if self._early is not None:
+            self._early.begin_step(self._next.passes_before)
 
     def close(self) -> None:
         """Give the user's optimizer its own ``step`` back; its groups keep the pieces."""
@@ -322,6 +334,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self.scaler is not None:
             full["scaler"] = self.scaler.state_dict()
         return full
+
+    def undone_on_error(self) -> AbstractContextManager[None]:
+        """See :meth:`TileUpdates.undone_on_error`."""
+        return self._updates.undone_on_error()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a full state (ours or plain torch's for the same parameters); each rank keeps its part.

@@ -310,6 +310,10 @@ class Reducer:
 
     # ---- the end of a pass
 
+    def passes_so_far(self, optimizer: int) -> int:
+        """As :attr:`passes`, with those of this rank that are not reduced yet."""
+        return self.passes.get(optimizer, 0) + self._unreduced_passes.get(optimizer, 0)
+
     def finish(self, sync: bool) -> None:
         """End of a backward pass (every rank calls it). Without ``sync``, gradients stay whole on this rank."""
         for optimizer in {state.spec.optimizer for state in self.states if state.fired}:

@@ -33,6 +33,7 @@ from shardwise.memory.tier import Tier
 __all__ = ["TileUpdates"]
 
 Update = Callable[[Tile, torch.Tensor], None]
+RandomState = tuple[torch.Tensor, torch.Tensor | None]
 DOING = "the optimizer updated"
 INTACT = (
     "Everything is as it was after the previous step and the gradients are kept: save a checkpoint, or repair the disk "
@@ -173,13 +174,13 @@ class TileUpdates:
             self._early_disk = EarlyDisk(by_chunk, self._visits, storage.new_shards, storage.store, self._index)
         return EarlyUpdates(self._stepper, in_memory, self._early_disk, in_place, plan.grad.norm_type)
 
-    def run(self, factor: float, updated: Collection[int] = (), failure: DiskError | None = None) -> None:
+    def run(self, factor: float, updated: Collection[int] = (), failure: Exception | None = None) -> None:
         """Update with ``factor`` times the gradients. Every rank calls it.
 
         Args:
             factor: gradients are multiplied by it.
             updated: chunks whose masters and state are updated already; only their parameters are renewed.
-            failure: of the disk, while they were.
+            failure: of the disk, while they were, or another in its stead.
 
         Raises:
             DiskError: on every rank, when the disk of one failed; nothing has changed, and the gradients are kept.
@@ -208,23 +209,22 @@ class TileUpdates:
         rest = [tile for index, tile in enumerate(self.tiles) if index not in self._disk]
         params_on_disk = self._live([tile for tile in rest if tile.chunk.source.tier is Tier.DISK])
         undo = [each.snapshot() for each in state_on_disk]
-        self._renew()
+        unreadable = self._renew()
+        failure = failure or unreadable
         before = draws = _random_state(device)
         changed: list[DiskTile] = []
         try:
             if failure is None:
-                self._visit_all(state_on_disk, update, changed)
-                draws = _random_state(device)
-                for chunk, tiles in params_on_disk:
-                    with _for_update(chunk, tiles[0].grads) as shard:
-                        for tile in tiles:
-                            self._update_copy(update, tile, shard)
-        except Exception as error:
-            failure = error
-        failures = disk_failures(self._engine.mesh.world, failure, DOING)
+                failure, draws = self._try_disk(update, state_on_disk, params_on_disk, changed)
+            failures = disk_failures(self._engine.mesh.world, failure, DOING)
+        except BaseException:  # an interrupt, or a peer is gone: nobody agrees on anything any more
+            _set_random_state(device, before)
+            self._undo(changed, undo)
+            raise
         if failures:
             _set_random_state(device, before)
             self._undo(changed, undo)
+            self._engine.mesh.shard.fence()  # peers read the shards that were put back
             posts = self._engine.mesh.world.exchange([float(len(self._stale))], "what could not be read back")
             lost = [rank for rank, post in enumerate(posts) if post[0]]
             raise_failures(failures, failure, DOING, LOST.format(ranks=lost) if lost else INTACT)
@@ -240,11 +240,32 @@ class TileUpdates:
             if self._early_disk is not None and chunk.spec.index in updated:
                 self._early_disk.take_over(chunk)
 
+    def _try_disk(
+        self,
+        update: Update,
+        state_on_disk: Sequence[DiskTile],
+        params_on_disk: Sequence[tuple[Chunk, list[Tile]]],
+        changed: list[DiskTile],
+    ) -> tuple[Exception | None, RandomState]:
+        """What was wrong, if anything, and the random state between the updates of the two."""
+        draws = _random_state(self._engine.mesh.device)
+        try:
+            self._visit_all(state_on_disk, update, changed)
+            draws = _random_state(self._engine.mesh.device)
+            for chunk, tiles in params_on_disk:
+                with _for_update(chunk, tiles[0].grads) as shard:
+                    for tile in tiles:
+                        self._update_copy(update, tile, shard)
+        except Exception as error:
+            return error, draws
+        return None, draws
+
     def _visit_all(self, tiles: Sequence[DiskTile], update: Update, changed: list[DiskTile]) -> None:
         with _shards() as shard_of:
             for each in tiles:
                 self._visits.visit(each, partial(_step_disk_tile, update, shard_of, changed))
-            self._visits.drain()
+        # Out here, since the last parameters are written when the block ends, and beside these tiles.
+        self._visits.drain()
 
     def _update_copy(self, update: Update, tile: Tile, shard: torch.Tensor) -> None:
         """Update copies of the tile's values and state; only ``shard`` changes."""
@@ -277,24 +298,25 @@ class TileUpdates:
         self._stepper.state_changed()
         self._stale += [each for each in changed if each.tile.chunk.source.tier is not Tier.DISK]
         self._renew()
-        self._engine.mesh.shard.fence()  # peers read these shards
 
     @torch.no_grad()
-    def _renew(self) -> None:
-        """Parameters in memory become again what the values on the disk say; NaN where these cannot be read."""
-        stale, self._stale = self._stale, []
-        if stale:
+    def _renew(self) -> DiskError | None:
+        """Parameters in memory become again what the values on the disk say; NaN, and the error, where that fails."""
+        failure: DiskError | None = None
+        if self._stale:
             self._visits.release()
-        for each in stale:
+        for each in tuple(self._stale):
             shard = each.tile.chunk.shard
             try:
                 with each.opened():
                     for piece in each.tile.pieces:
                         shard[piece.start : piece.end].copy_(piece.value)
-            except DiskError:
-                self._stale.append(each)
+                self._stale.remove(each)
+            except DiskError as error:
+                failure = failure or error
                 for piece in each.tile.pieces:
                     shard[piece.start : piece.end].fill_(float("nan"))
+        return failure
 
     def close(self) -> None:
         """Give the user's optimizer its own ``step`` back."""
@@ -317,11 +339,11 @@ def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
-def _random_state(device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _random_state(device: torch.device) -> RandomState:
     return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
 
-def _set_random_state(device: torch.device, state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+def _set_random_state(device: torch.device, state: RandomState) -> None:
     torch.set_rng_state(state[0])
     if state[1] is not None:
         torch.cuda.set_rng_state(state[1], device)

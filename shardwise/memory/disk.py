@@ -40,11 +40,6 @@ __all__ = ["DiskError", "DiskStore", "Handle", "Record"]
 class _Version:
     offset: int
     sums: list[int] = field(default_factory=list)
-    users: list[Operation] = field(default_factory=list)
-
-    def busy(self) -> bool:
-        self.users = [operation for operation in self.users if not operation.over.is_set()]
-        return bool(self.users)
 
 
 @dataclass(eq=False)
@@ -123,6 +118,8 @@ class DiskStore:
         self._buffers = BufferPool(allocate)
         self._records: dict[str, Record] = {}
         self._pending: dict[Record, Operation] = {}
+        self._running: list[tuple[_Version, Operation]] = []
+        """What may not be over yet, and the version that it reads or writes; see :meth:`_unfinished`."""
         # Also runs when the interpreter exits; the threads are daemons, so that they still work then.
         self._finalizer = weakref.finalize(self, _release, self._io, self._file, directory)
 
@@ -171,11 +168,17 @@ class DiskStore:
             return self._buffers.take(nbytes)
 
     def give(self, buffer: Tensor) -> None:
-        """Gives back what :meth:`buffer` returned (any view with the same start), after the transfers that use it.
+        """Gives back what :meth:`buffer` returned (any view with the same start), once no transfer uses it any more.
 
         Raises:
             ValueError: it is not out.
         """
+        with self._lock:
+            using = [one for _, one in self._unfinished() if one.memory.ctypes.data == buffer.data_ptr()]
+        # Whoever was interrupted while it waited comes here, too, and the next user must not have it overwritten.
+        for operation in using:
+            with contextlib.suppress(DiskError):
+                self._io.handle(operation).wait()
         with self._lock:
             self._buffers.give(buffer)
 
@@ -189,8 +192,10 @@ class DiskStore:
         """Memory of all buffers."""
         return self._buffers.reserved_bytes
 
-    def read(self, record: Record, buffer: Tensor, *, newest: bool = False) -> Handle:
+    def read(self, record: Record, buffer: Tensor, *, newest: bool = False, urgent: bool = False) -> Handle:
         """Starts reading the committed version into ``buffer``; ``newest``: what was written since, where there is.
+
+        ``urgent``: before all transfers that are not and that wait for their turn.
 
         After ``wait()`` the first ``record.nbytes`` bytes of ``buffer`` are the record's; what follows, up to
         ``record.padded_bytes``, is undefined.
@@ -211,7 +216,8 @@ class DiskStore:
                 state = "was written but not committed" if record._written is not None else "was never written"
                 raise DiskError(f"{self._what(record)} {state}: write(), wait() and commit() come before read()")
             version = record._versions[index]
-            return self._start(record, version, buffer, version.sums, writing=False)
+            operation = self._start(record, version, buffer, version.sums, urgent=urgent)
+            return self._io.handle(operation)
 
     def write(self, record: Record, buffer: Tensor) -> Handle:
         """Starts writing the first ``record.nbytes`` bytes of ``buffer``; the committed version stays as it is.
@@ -225,14 +231,13 @@ class DiskStore:
         """
         with self._lock:
             version = record._versions[record._target()]
-            if version.busy():
-                names = ", ".join(operation.name for operation in version.users)
+            if names := ", ".join(operation.name for used, operation in self._unfinished() if used is version):
                 raise RuntimeError(f"cannot write {self._what(record)} while {names} runs: wait() for it first")
             sums = [0] * self._io.segments(record.padded_bytes)
-            handle = self._start(record, version, buffer, sums, writing=True)
+            operation = self._start(record, version, buffer, sums, writing=True)
             version.sums = sums
-            record._written = self._pending[record] = version.users[-1]
-            return handle
+            record._written = self._pending[record] = operation
+            return self._io.handle(operation)
 
     def commit(self, owner: int | None = None) -> None:
         """Makes every version that was written since the last commit the committed one; all of them or none.
@@ -301,6 +306,7 @@ class DiskStore:
         self._finalizer()
         self._buffers.close()
         self._pending.clear()
+        self._running.clear()
 
     def __enter__(self) -> DiskStore:
         return self
@@ -315,7 +321,21 @@ class DiskStore:
         if not self._finalizer.alive:
             raise DiskError(f"the store in {self.path} is closed: make a new one")
 
-    def _start(self, record: Record, version: _Version, buffer: Tensor, sums: list[int], *, writing: bool) -> Handle:
+    def _unfinished(self) -> list[tuple[_Version, Operation]]:
+        """What runs; the rest is forgotten, so that reads of what is never written again do not pile up."""
+        self._running = [each for each in self._running if not each[1].over.is_set()]
+        return self._running
+
+    def _start(
+        self,
+        record: Record,
+        version: _Version,
+        buffer: Tensor,
+        sums: list[int],
+        *,
+        writing: bool = False,
+        urgent: bool = False,
+    ) -> Operation:
         self._require_open()
         if self._records.get(record.name) is not record:
             raise ValueError(f"record {record.name!r} belongs to another store, not to the one in {self.path}")
@@ -323,15 +343,17 @@ class DiskStore:
             what=self._what(record),
             kind=record.kind,
             writing=writing,
+            urgent=urgent,
             fd=self._file.fd,
             offset=version.offset,
             nbytes=record.nbytes,
             memory=_bytes_of(buffer, record),
             sums=sums,
         )
-        handle = self._io.start(operation)
-        version.users.append(operation)
-        return handle
+        running = self._unfinished()
+        self._io.start(operation)
+        running.append((version, operation))
+        return operation
 
 
 def _bytes_of(buffer: Tensor, record: Record) -> npt.NDArray[np.uint8]:

@@ -64,6 +64,7 @@ class Operation:
         offset: in the file, bytes. The transfer covers ``memory``; the first ``nbytes`` of it are the record's.
         memory: uint8, the caller's buffer; held until the transfer is over.
         sums: one checksum a segment: made by a write, expected by a read.
+        urgent: goes before others that wait for their turn.
         error: why it failed.
         over: set when nothing will touch ``memory`` any more.
     """
@@ -76,6 +77,7 @@ class Operation:
     nbytes: int
     memory: npt.NDArray[np.uint8]
     sums: list[int]
+    urgent: bool = False
     error: DiskError | None = None
     over: threading.Event = field(default_factory=threading.Event)
     waited: bool = False
@@ -226,7 +228,7 @@ class _Worker:
         self._knobs = knobs
         self._traffic = traffic
         self._inbox: queue.SimpleQueue[_Part | None] = queue.SimpleQueue()
-        self._parts: deque[_Part] = deque()  # with requests to submit, oldest first
+        self._parts: deque[_Part] = deque()  # with requests to submit, urgent ones first, then oldest first
         self._live: set[_Part] = set()
         self._to_check: list[tuple[_Part, int]] = []
         self._in_flight = 0
@@ -274,8 +276,13 @@ class _Worker:
             if part is None:
                 self._closing = True
             else:
-                self._parts.append(part)
+                self._queue_up(part)
                 self._live.add(part)
+
+    def _queue_up(self, part: _Part) -> None:
+        urgent = part.operation.urgent
+        later = (at for at, other in enumerate(self._parts) if urgent and not other.operation.urgent)
+        self._parts.insert(next(later, len(self._parts)), part)
 
     def _step(self) -> None:
         touched = self._collect() if self._in_flight else set()
@@ -375,7 +382,7 @@ class DiskIO:
         """Whether every thread runs; a forked process has none of them."""
         return all(worker.thread.is_alive() for worker in self._workers)
 
-    def start(self, operation: Operation) -> Handle:
+    def start(self, operation: Operation) -> None:
         """Hands ``operation`` to the threads.
 
         Raises:
@@ -391,7 +398,6 @@ class DiskIO:
             part = _Part(operation, first, last, self._knobs.block_bytes, self.segment_bytes)
             self._workers[(self._turn + index) % len(self._workers)].post(part)
         self._turn += parts
-        return self.handle(operation)
 
     def handle(self, operation: Operation) -> Handle:
         """Waits for an operation that was started here."""

@@ -213,7 +213,7 @@ FAULTS: dict[str, Fault] = {
     "updated_twice_in_place": Fault(_updated_twice_in_place, ("p_disk_s_host", {"plan": "zero3"})),
     "small_state_not_undone": Fault(_small_state_not_undone, ("p_disk_s_host", {"plan": "zero3"})),
     "early_state_not_put_back": Fault(_early_state_not_put_back, ("s_host", {**EARLY, "clip": "p2"}), 3),
-    "early_steps_not_put_back": Fault(_early_steps_not_put_back, ("s_disk", {**EARLY, "clip": "p2"}), 3),
+    "early_steps_not_put_back": Fault(_early_steps_not_put_back, ("s_disk", {**EARLY, "clip": "p2"}), 4),
     "early_parameters_not_taken_over": Fault(
         _early_parameters_not_taken_over, ("s_disk", {**EARLY, "clip": "loose"}), 2
     ),

@@ -165,6 +165,8 @@ def check_equal(ranks: list[list[tuple[Seen, Seen]]], cases: list[Case]) -> None
             assert early.state == plain.state, where
             assert early.losses == plain.losses, where
             assert early.skipped == plain.skipped, where
+            if "scaler" in case.changes:
+                assert 0 < plain.skipped < case.steps, f"{where}: {plain.skipped} of {case.steps} steps were skipped"
             for ours, theirs in zip(early.norms, plain.norms, strict=True):
                 # Written so that NaN fails; both are not finite where the step was skipped.
                 same = abs(ours - theirs) <= 1e-6 * theirs or (plain.skipped and str(ours) == str(theirs))

@@ -107,7 +107,8 @@ def check_bits(cases: list[tuple[str, Case]], ranks: int, shared: bool | None, t
     check_equal([[(plain, early) for plain, _, early, _ in rank] for rank in results], [case for _, case in cases])
     for index, (mix, case) in enumerate(cases):
         assert all(rank[index][0].state == rank[index][1].state for rank in results), (mix, case)
-        assert sum(rank[index][3] for rank in results) >= case.steps, f"{mix} {case}: nothing of the disk was early"
+        least = case.steps if case.rollbacks is False else 1  # wrong guesses are followed by steps without one
+        assert sum(rank[index][3] for rank in results) >= least, f"{mix} {case}: nothing of the disk was early"
     assert not list(tmp_path.iterdir())
 
 
@@ -191,7 +192,7 @@ def test_a_disk_that_fails_is_known_to_all_and_changes_nothing(name: str, steps:
     results = run_ranks(2, every_request_fails_once, plan, 1, steps, steps // 4, timeout=120.0)
     assert [m is None for m in results[0]] == [m is None for m in results[1]]
     told = [message for message in results[0] if message is not None]
-    assert len(told) >= 10
+    assert len(told) >= 8  # of 11: nobody misses a tile that was read ahead in vain
     for message in told:
         assert "\n  rank 1: DiskError" in message and "rank 0" not in message, message
         assert "record '" in message and "EIO" in message and "call step() again" in message, message
@@ -235,9 +236,15 @@ def dropped_after_a_failure(plan: Plan) -> tuple[str, str]:
     return states[0], states[1]
 
 
+def without_pauses(plan: Plan) -> tuple[str, str]:
+    """What is dropped is a wrong guess, too, after which none would be made for a while."""
+    with mock.patch.object(EarlyDisk, "ready", True):
+        return dropped_after_a_failure(plan)
+
+
 def test_a_guess_that_failed_is_dropped_with_its_pass(tmp_path: Path) -> None:
     plan = with_tiers(zero(2).but(update="backward", **LOOSE), "s_disk", str(tmp_path))
-    for undisturbed, found in run_ranks(2, dropped_after_a_failure, plan):
+    for undisturbed, found in run_ranks(2, without_pauses, plan):
         assert found == undisturbed
 
 

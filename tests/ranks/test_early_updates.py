@@ -64,7 +64,7 @@ def test_equal_to_updates_in_step(ranks: int, shared: bool | None) -> None:
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("ranks, shared", [(2, None), (2, False), (3, None), (4, None), (4, False)])
+@pytest.mark.parametrize("ranks, shared", [(1, None), (2, None), (2, False), (3, None), (4, None), (4, False)])
 def test_every_case_on_several_ranks(ranks: int, shared: bool | None) -> None:
     check_equal(run_ranks(ranks, both, CASES, shared, timeout=600.0), CASES)
 

@@ -7,7 +7,7 @@ import errno
 import os
 import resource
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,40 +16,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from engine_setup import one_mesh
-from tier_setup import Fault, backward, batch, everything, make_net, small_tiles, with_tiers
+from tier_setup import Fault, backward, batch, everything, make_net, session_of, small_tiles, undisturbed, with_tiers
 
-from shardwise.build import Session, build
+from shardwise.build import build
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.engine import disk_tiles
 from shardwise.engine.updates import TileUpdates
 from shardwise.memory import run_directory
 from shardwise.memory.disk import DiskError, DiskStore
-from shardwise.mesh import Mesh
 from shardwise.plan import Plan, zero
 from shardwise.testing import RankError, run_ranks
 
 BF16, FP32 = torch.bfloat16, None
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2),
-    "adagrad": lambda params: torch.optim.Adagrad(params, lr=1e-2),  # has state before the first step
-    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
-}
-
-
-@contextlib.contextmanager
-def session_of(plan: Plan, kind: str, mesh: Mesh) -> Iterator[Session]:
-    model = make_net()
-    session = build(model, OPTIMIZERS[kind]([p for p in model.parameters() if p.requires_grad]), plan, mesh)
-    yield session
-    session.close()
-
-
-def undisturbed(plan: Plan, kind: str, mesh: Mesh, steps: int) -> dict[str, str]:
-    with session_of(plan, kind, mesh) as session:
-        for step in range(steps):
-            backward(session, step)
-            session.optimizer.step()
-        return everything(session)
 
 
 def requests_fail(plan: Plan, kind: str, failing_rank: int, every: int) -> tuple[int, list[str], bool]:

@@ -6,7 +6,7 @@ import contextlib
 import errno
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -14,10 +14,11 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from shardwise.build import Session
+from shardwise.build import Session, build
 from shardwise.engine.tile_plan import TILE_NUMEL
 from shardwise.memory import disk
 from shardwise.memory.disk_queues import Request, RequestQueue
+from shardwise.mesh import Mesh
 from shardwise.plan import DiskPlan, Plan, TierPlan, on_device
 
 SHARES: dict[str, tuple[float, float, float, float]] = {
@@ -191,3 +192,28 @@ def backward(session: Session, step: int, passes: int = 2) -> list[float]:
         session.backward(loss)
         losses.append(float(loss.detach()))
     return losses
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=1e-2),  # has state before the first step
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+}
+
+
+@contextlib.contextmanager
+def session_of(plan: Plan, kind: str, mesh: Mesh) -> Iterator[Session]:
+    """A session of :func:`make_net`; not closed if the test fails, since peers are gone then."""
+    model = make_net()
+    session = build(model, OPTIMIZERS[kind]([p for p in model.parameters() if p.requires_grad]), plan, mesh)
+    yield session
+    session.close()
+
+
+def undisturbed(plan: Plan, kind: str, mesh: Mesh, steps: int) -> dict[str, str]:
+    """What so many steps lead to."""
+    with session_of(plan, kind, mesh) as session:
+        for step in range(steps):
+            backward(session, step)
+            session.optimizer.step()
+        return everything(session)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -166,6 +168,35 @@ def test_a_version_in_use_is_not_overwritten(tmp_path: Path) -> None:
         log.gate.set()
         reading.wait()
         assert torch.equal(first, torch.full_like(first, 2))
+
+
+def test_a_buffer_goes_back_once_its_transfers_are_over(tmp_path: Path) -> None:
+    """Also where nobody waited for them: an interrupt may come in between, and the next user wants it untouched."""
+    log = Log(disk_setup.inner_queue())
+    with DiskStore(disk_plan(tmp_path), queues=log.queue) as store:
+        store.reserve(1, 8 * KIB)
+        record = store.create("weights", 8 * KIB)
+        put(store, record, 1)
+        for start in (store.read, store.write):
+            buffer = store.buffer(8 * KIB)
+            log.gate.clear()
+            threading.Timer(0.2, log.gate.set).start()
+            handle = start(record, buffer)
+            store.give(buffer)
+            assert handle.finished()
+
+
+def test_reads_of_what_is_not_written_again_leave_nothing(store: DiskStore) -> None:
+    record, operations = store.create("weights", 5000), []
+    put(store, record, 1)
+    buffer = store.buffer(5000)
+    for _ in range(20):
+        handle = store.read(record, buffer)
+        handle.wait()
+        operations.append(weakref.ref(handle._operation))
+    del handle
+    gc.collect()
+    assert sum(operation() is not None for operation in operations) <= 2
 
 
 def test_arguments_are_checked(store: DiskStore, tmp_path: Path) -> None:

@@ -84,6 +84,26 @@ def test_overlapping_events_keep_the_queue_full(tmp_path: Path, log: Log) -> Non
     assert max(seen[True]) > 0
 
 
+def test_urgent_reads_go_before_what_waits(tmp_path: Path, log: Log) -> None:
+    with DiskStore(disk_plan(tmp_path, block_bytes=4 * KIB, queue_depth=1), queues=log.queue) as store:
+        store.reserve(3, 64 * KIB)
+        records = [store.create(name, 64 * KIB) for name in ("patient", "urgent", "urgent, too")]
+        for seed, record in enumerate(records):
+            put(store, record, seed)
+        log.requests.clear()
+        log.gate.clear()
+        buffers = [store.buffer(64 * KIB) for _ in records]
+        pairs = zip(records, buffers, strict=True)
+        handles = [store.read(record, buffer, urgent="urgent" in record.name) for record, buffer in pairs]
+        log.gate.set()
+        for seed, (handle, buffer) in enumerate(zip(handles, buffers, strict=True)):
+            handle.wait()
+            assert torch.equal(buffer, pattern(64 * KIB, seed))
+        read = [request.owner.operation.what for request in log.requests]
+        last = [max(at for at, what in enumerate(read) if repr(record.name) in what) for record in records]
+        assert last[1] < last[2] < last[0]
+
+
 def test_kernel_queue_returns_errors_as_results() -> None:
     if inner_queue() is not KernelQueue:
         pytest.skip("the kernel's asynchronous I/O is refused here")

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import random
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from disk_setup import disk_plan
+from disk_setup import Log, disk_plan, inner_queue
 
 from shardwise.chunk.source import DiskSource, ReadAhead
 from shardwise.comm.group import LocalGroup
 from shardwise.engine.disk_tiles import BufferSizes, DiskTile, TileVisits
 from shardwise.engine.tiles import Piece, Tile
-from shardwise.memory.disk import DiskStore
+from shardwise.memory.disk import DiskError, DiskStore, Handle, Record
 
 CPU = torch.device("cpu")
 
@@ -81,10 +87,56 @@ def test_a_new_shard_is_written_beside_gathers_of_the_old_one(renewals: int, tmp
         assert shared.count == 0 and store.idle_buffers(400) == 4 + renewals
 
 
+@contextlib.contextmanager
+def interrupted_wait() -> Iterator[None]:
+    """Ctrl-C in the first wait for a transfer."""
+    real, count = Handle.wait, itertools.count()
+
+    def wait(self: Handle) -> None:
+        if next(count) == 0:
+            raise KeyboardInterrupt
+        real(self)
+
+    with mock.patch.object(Handle, "wait", wait), pytest.raises(KeyboardInterrupt):
+        yield
+
+
+def test_a_gather_is_finished_although_another_was_interrupted(tmp_path: Path) -> None:
+    with DiskStore(disk_plan(tmp_path)) as store:
+        shared = ReadAhead(400, 2)
+        store.reserve(2, 400)
+        first, second, third = (source(store, shared, name, 100) for name in ("first", "second", "third"))
+        group, outs = LocalGroup("alone", CPU), torch.full((3, 100), float("nan"))
+        handles = [first.gather(group, outs[0]), second.gather(group, outs[1])]
+        with interrupted_wait():
+            third.gather(group, outs[2])  # waits for the first, whose buffer it needs
+        handles.append(third.gather(group, outs[2]))
+        with interrupted_wait():
+            handles[2].wait()
+        for handle in handles[:2]:
+            handle.wait()
+        assert (outs[:2] == 1.0).all()
+        third.gather(group, outs[2]).wait()
+        assert (outs[2] == 1.0).all() and store.idle_buffers(400) == 2
+
+
 class _NoChunk:
     class spec:
         index = 0
         optimizer = 0
+
+
+def tile_of(store: DiskStore, value: torch.nn.Parameter, index: int, optimizer: Any, room: BufferSizes) -> DiskTile:
+    """One piece, whose values are zero on the disk."""
+    record = store.create(f"values {index}", value.nbytes)
+    buffer = store.buffer(value.nbytes)
+    buffer.zero_()
+    store.write(record, buffer).wait()
+    store.give(buffer)
+    start = index * 10_000
+    piece = Piece(0, index, 0, start, start + value.numel(), value)
+    tile = Tile(_NoChunk(), None, None, 0, (piece,))  # type: ignore[arg-type]
+    return DiskTile(tile, store, record, optimizer, room)
 
 
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.int8, torch.float64])
@@ -105,14 +157,8 @@ def test_tiles_of_any_sizes_find_their_buffers(depth: int, state_dtype: torch.dt
                 store.reserve(depth, room.state_bytes)
 
         tiles = []
-        for i, (value, n) in enumerate(zip(values, sizes, strict=True)):
-            record = store.create(f"values {i}", 4 * n)
-            buffer = store.buffer(4 * n)
-            buffer.zero_()
-            store.write(record, buffer).wait()
-            store.give(buffer)
-            tile = Tile(_NoChunk(), None, None, 0, (Piece(0, i, 0, i * 10_000, i * 10_000 + n, value),))  # type: ignore[arg-type]
-            tiles.append(DiskTile(tile, store, record, optimizer, room))
+        for i, value in enumerate(values):
+            tiles.append(tile_of(store, value, i, optimizer, room))
             tiles[-1].make_room = make_room
         store.commit()
 
@@ -139,3 +185,50 @@ def test_tiles_of_any_sizes_find_their_buffers(depth: int, state_dtype: torch.dt
             with each.opened():
                 assert (value == 3).all() and (optimizer.state[value]["kept"] == 3).all()
         assert store.idle_buffers(1) == 2 * depth
+
+
+@pytest.mark.parametrize("how", ["read interrupted", "second write refused"])
+def test_a_visit_that_fails_ends_its_transfers(how: str, tmp_path: Path) -> None:
+    """They would go on in buffers that somebody else has by then."""
+    log, handles = Log(inner_queue()), []
+
+    def noted(start: Callable[..., Handle]) -> Callable[..., Handle]:
+        def call(*arguments: Any, **named: Any) -> Handle:
+            handles.append(start(*arguments, **named))
+            return handles[-1]
+
+        return call
+
+    def hold_results() -> None:
+        log.gate.clear()
+        threading.Timer(0.2, log.gate.set).start()
+
+    def update(_: DiskTile) -> None:
+        optimizer.state[value]["kept"] = torch.ones(100)
+        if how == "second write refused" and handles:
+            hold_results()
+
+    with DiskStore(disk_plan(tmp_path), queues=log.queue) as store:
+        room = BufferSizes(400, 400)
+        store.reserve(2, 400)
+        value = torch.nn.Parameter(torch.zeros(100))
+        optimizer = torch.optim.SGD([value], lr=0.1)
+        visits = TileVisits([tile := tile_of(store, value, 0, optimizer, room)], 1)
+        visits.visit(tile, update)
+        visits.drain()
+        store.commit()
+        visits.end_step()
+        write, count = store.write, itertools.count()
+
+        def once(record: Record, buffer: torch.Tensor) -> Handle:
+            if next(count):
+                raise DiskError("refused")
+            return write(record, buffer)
+
+        if how == "read interrupted":
+            hold_results()
+        fails = interrupted_wait() if how == "read interrupted" else pytest.raises(DiskError, match="refused")
+        with mock.patch.multiple(store, read=noted(store.read), write=noted(once)), fails:
+            visits.visit(tile, update)
+        assert len(handles) == (2 if how == "read interrupted" else 3)
+        assert all(handle.finished() for handle in handles) and store.idle_buffers(400) == 2

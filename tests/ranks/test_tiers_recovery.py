@@ -1,0 +1,211 @@
+"""Going on after an interrupt or a failure around a disk: nothing is applied twice, and no rank is left alone."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from early_setup import LOOSE
+from engine_setup import one_mesh, sharded
+from tier_setup import Fault, backward, everything, make_net, session_of, small_tiles, undisturbed, with_tiers
+
+from shardwise.checkpoint.files import CheckpointError
+from shardwise.engine import updates
+from shardwise.engine.disk_tiles import DiskTile
+from shardwise.memory.disk import DiskError
+from shardwise.mesh import Mesh
+from shardwise.plan import Plan, zero
+from shardwise.testing import run_ranks
+
+BF16 = torch.bfloat16
+
+
+# ---- interrupts
+
+
+@contextlib.contextmanager
+def interrupted(where: str) -> Iterator[None]:
+    """Ctrl-C on every rank: before the second tile is written back, or while the ranks agree."""
+    if where == "update":
+        real, count = DiskTile.save, itertools.count()
+
+        def save(self: DiskTile) -> None:
+            if next(count) == 1:
+                raise KeyboardInterrupt
+            real(self)
+
+        patch: Any = mock.patch.object(DiskTile, "save", save)
+    else:
+        patch = mock.patch.object(updates, "disk_failures", mock.Mock(side_effect=KeyboardInterrupt))
+    with patch:
+        yield
+
+
+def interrupted_steps(plan: Plan, where: str) -> bool:
+    """Each step is interrupted once and made again: whether that makes no difference."""
+    with small_tiles(), one_mesh(plan) as mesh:
+        expected = undisturbed(plan.but(update="step"), "adamw", mesh, 3)
+        with session_of(plan, "adamw", mesh) as session:
+            for step in range(3):
+                backward(session, step)
+                with interrupted(where), pytest.raises(KeyboardInterrupt):
+                    session.optimizer.step()
+                session.optimizer.step()
+            return everything(session) == expected
+
+
+@pytest.mark.parametrize(
+    ("mix", "plan", "where"),
+    [
+        ("s_disk", zero(2, BF16), "update"),
+        ("all_disk", zero(3, BF16), "update"),
+        ("s_disk", zero(2, BF16), "agreement"),
+        ("p_disk_s_host", zero(3, BF16), "agreement"),
+        ("s_disk", zero(2).but(update="backward", **LOOSE), "agreement"),
+    ],
+)
+def test_an_interrupted_step_changes_nothing(mix: str, plan: Plan, where: str, tmp_path: Path) -> None:
+    assert run_ranks(2, interrupted_steps, with_tiers(plan, mix, str(tmp_path)), where) == [True, True]
+
+
+# ---- a disk that stays dead
+
+
+def stays_dead(plan: Plan) -> tuple[str, bool]:
+    """Parameters of rank 1 could not be read back; then comes a step that has no gradient for them."""
+    with small_tiles(), one_mesh(plan) as mesh:
+        expected = undisturbed(plan, "adamw", mesh, 1)
+        with Fault().installed() as fault, session_of(plan, "adamw", mesh) as session:
+            backward(session, 0)
+            session.optimizer.step()
+            backward(session, 1)
+            if mesh.rank == 1:
+                fault.arm(6, forever=True)
+            with pytest.raises(DiskError):
+                session.optimizer.step()
+            session.optimizer.zero_grad()
+            with pytest.raises(DiskError) as error:
+                session.optimizer.step()
+            fault.lift()
+            session.optimizer.step()
+            return str(error.value), everything(session) == expected
+
+
+def test_a_step_does_not_pass_over_parameters_that_are_lost(tmp_path: Path) -> None:
+    plan = with_tiers(zero(2, BF16), "s_disk", str(tmp_path))
+    for message, same in run_ranks(2, stays_dead, plan):
+        assert "\n  rank 1: DiskError" in message and "EIO" in message
+        assert "ranks [1] could not be read back" in message and "NaN" in message
+        assert same
+
+
+# ---- no rank raises alone
+
+
+def trains_after_a_failed_load(plan: Plan, root: str) -> tuple[int, bool]:
+    """Writes of rank 0 fail while a checkpoint is loaded, earlier or later; each time training goes on regardless."""
+    failed = 0
+    with small_tiles(), one_mesh(plan) as mesh, Fault().installed() as fault:
+        with session_of(plan, "adamw", mesh) as session:
+            backward(session, 0)
+            session.optimizer.step()
+            session.checkpoints.save(root, "one")
+            expected = everything(session)
+        for at in range(1, 1000, 3):
+            # Not stepped yet, so that the load makes the records of optimizer state.
+            with session_of(plan, "adamw", mesh) as session:
+                if mesh.rank == 0:
+                    fault.arm(at, writing=True)
+                try:
+                    session.checkpoints.load(root, "one")
+                    return failed, everything(session) == expected
+                except (DiskError, CheckpointError):
+                    failed += 1
+                finally:
+                    fault.lift()
+                backward(session, 1)
+                session.optimizer.step()
+    return failed, False
+
+
+@pytest.mark.parametrize("mix", ["s_disk", "all_disk"])
+def test_training_goes_on_after_a_failed_load(mix: str, tmp_path: Path) -> None:
+    plan = with_tiers(zero(3, BF16), mix, str(tmp_path / "disk"))
+    for failed, same in run_ranks(2, trains_after_a_failed_load, plan, str(tmp_path / "runs"), timeout=120.0):
+        assert failed >= 2 and same
+
+
+def taken_over_in_part(plan: Plan) -> str:
+    """A master could not be written when changed parameters were taken over; the next pass reads it ahead."""
+    with (
+        small_tiles(),
+        one_mesh(plan) as mesh,
+        Fault().installed() as fault,
+        session_of(plan, "adamw", mesh) as session,
+    ):
+        backward(session, 0)
+        session.optimizer.step()
+        if mesh.rank == 0:
+            fault.arm(0, writing=True)
+        with pytest.raises(DiskError), session.module.gathered(write_back=True):
+            pass
+        fault.lift()
+        backward(session, 1)
+        with pytest.raises(DiskError) as error:
+            session.optimizer.step()
+        session.optimizer.step()
+        return str(error.value)
+
+
+def test_what_cannot_be_read_ahead_is_told_by_step(tmp_path: Path) -> None:
+    for message in run_ranks(2, taken_over_in_part, with_tiers(zero(2, BF16), "s_disk", str(tmp_path))):
+        assert "\n  rank 0: DiskError" in message and "is not complete" in message and "rank 1" not in message
+
+
+class Breaks(torch.optim.AdamW):
+    """Its step fails while ``fails``."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        if self.fails:
+            raise ArithmeticError("this update fails")
+        return super().step(closure)
+
+
+def breaks_during_backward(plan: Plan, mesh: Mesh, breaks: bool) -> tuple[str, dict[str, str]]:
+    """Two steps; in the second the optimizer of rank 1 raises, at first. What was raised, and the end."""
+    message = ""
+    model = make_net()
+    optimizer = Breaks([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    with sharded(model, optimizer, plan, mesh) as session:
+        for step in range(2):
+            optimizer.fails = breaks and step == 1 and mesh.rank == 1
+            backward(session, step, passes=1)
+            if breaks and step == 1:
+                with pytest.raises((ArithmeticError, DiskError)) as error:
+                    session.optimizer.step()
+                message = repr(error.value)
+                optimizer.fails = False
+            session.optimizer.step()
+        return message, everything(session)
+
+
+def breaks_or_not(plan: Plan) -> tuple[str, bool]:
+    with small_tiles(), one_mesh(plan) as mesh:
+        (_, expected), (message, found) = (breaks_during_backward(plan, mesh, breaks) for breaks in (False, True))
+        return message, found == expected
+
+
+def test_an_optimizer_that_raises_during_backward_is_known_to_all(tmp_path: Path) -> None:
+    plan = with_tiers(zero(2).but(update="backward", **LOOSE), "s_disk", str(tmp_path))
+    (other, same), (own, same_there) = run_ranks(2, breaks_or_not, plan)
+    assert same and same_there
+    assert own == "ArithmeticError('this update fails')"
+    assert other.startswith("DiskError") and "rank 1: ArithmeticError: this update fails" in other
