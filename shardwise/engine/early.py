@@ -63,8 +63,6 @@ class EarlyUpdates:
         self._failure: BaseException | None = None
         self._stopped = False
         """Set by the worker: an update failed, the others that wait are not made."""
-        self._passes_before = 0
-        """Of earlier steps."""
         self.passes = 1
         """Of this step, the running one included."""
         self._expected_passes: int | None = None
@@ -81,12 +79,11 @@ class EarlyUpdates:
     # ---- the passes of a step
 
     def begin_pass(self, done: int) -> None:
-        """A pass begins; ``done`` have reached parameters of this optimizer so far."""
-        self.passes = done - self._passes_before + 1
+        """A pass begins; ``done`` of this step have reached parameters of this optimizer."""
+        self.passes = done + 1
 
-    def begin_step(self, done: int) -> None:
-        """The gradients of all ``done`` passes so far have been used or dropped."""
-        passes, self._passes_before = done - self._passes_before, done
+    def begin_step(self, passes: int) -> None:
+        """The gradients of a step's ``passes`` have been used or dropped."""
         if passes > 0:  # otherwise they were dropped once more
             self._expected_passes = passes
             if self._disk is not None:
@@ -333,7 +330,7 @@ class EarlyObserver:
 
     Args:
         by_optimizer: early updates by index of the optimizer.
-        passes_so_far: how many have reached parameters of an optimizer.
+        passes_so_far: how many of a step have reached parameters of an optimizer.
         passes: has the loss scale.
         average: over the passes of a step, as in :class:`~shardwise.plan.GradPlan`.
     """

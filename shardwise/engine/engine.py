@@ -307,6 +307,7 @@ class Engine:
         """Drop the gradients of one optimizer's parameters and of those in none, or of all."""
         self.passes.recover()
         self.reducer.clear(optimizer)
+        self.passes.forget_tokens(optimizer)
         for param in self.params:
             param.grad = None
 

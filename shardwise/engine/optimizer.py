@@ -29,8 +29,6 @@ TOKEN_UNIT = 1024.0  # token weights are counted in this unit, a power of two, t
 class _NextStep:
     """What the next step has to know. One object, so that wrappers that share our methods (Lightning's) share it."""
 
-    passes_before: int
-    tokens_before: float
     clip: float = 1.0
 
 
@@ -62,7 +60,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             engine.expect_state(self._updates.expected_bytes(Tier.DEVICE))
         self._margin_used = False
         self._norm: float | None = None
-        self._next = _NextStep(*self._progress())
+        self._next = _NextStep()
         self.last_step_skipped = False
         self.skipped_because: str | None = None
         if scaler is not None:
@@ -135,21 +133,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # ---- step
 
-    def _progress(self) -> tuple[int, float]:
-        """Backward passes and tokens so far."""
-        return self.engine.reducer.passes.get(self.index, 0), self.engine.passes.tokens
-
     def divisor(self) -> float:
         """What accumulated gradients are divided by: loss scale, and number or tokens of the passes. Collective."""
         engine = self.engine
         engine.passes.reduce_rest()
         average = engine.plan.grad.average
         divisor = engine.passes.loss_scale
-        passes, tokens = self._progress()
         if average == "mean":
-            divisor *= max(passes - self._next.passes_before, 1)
+            divisor *= max(engine.reducer.passes.get(self.index, 0), 1)
         elif average == "tokens":
-            posts = engine.mesh.world.exchange([tokens - self._next.tokens_before], "tokens of the step")
+            posts = engine.mesh.world.exchange([engine.passes.tokens(self.index)], "tokens of the step")
             total = math.fsum(post[0] for post in posts)
             # The reduction took the mean over ranks; what is wanted is the sum over the tokens of all ranks.
             divisor *= total / engine.mesh.world.size if total else 1.0
@@ -258,11 +251,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of this optimizer's parameters, reduced or not."""
+        passes = self.engine.reducer.passes.get(self.index, 0)
         self.engine.zero_grad(self.index)
-        self._next.passes_before, self._next.tokens_before = self._progress()
         self._next.clip = 1.0
         if self._early is not None:
-            self._early.begin_step(self._next.passes_before)
+            self._early.begin_step(passes)
 
     def close(self) -> None:
         """Give the user's optimizer its own ``step`` back; its groups keep the pieces."""

@@ -28,7 +28,6 @@ class BackwardPasses:
         loss_scale: the scale that the gradients held now carry.
         scaled: set where a loss scaler is in use: gradients must then come through :meth:`around`.
         sync: whether passes are reduced now.
-        tokens: sum of the weights of all passes on this rank.
     """
 
     def __init__(self, pool: ChunkPool, reducer: Reducer, meter: MemoryMeter | None) -> None:
@@ -36,7 +35,9 @@ class BackwardPasses:
         self.loss_scale = 1.0
         self.scaled = False
         self.sync = True
-        self.tokens = 0.0
+        self._tokens = 0.0
+        self._dropped: dict[int | None, float] = {}
+        """By optimizer, and ``None`` for all: tokens of passes whose gradients were used or dropped."""
         self.before_pass: Callable[[], None] = lambda: None
         """Called when an outermost pass begins; may refuse it."""
         self._around = False
@@ -78,7 +79,16 @@ class BackwardPasses:
         if (self._tasks or self._failed) and not self._around and not in_backward():
             self._tasks.clear()
             self._reducer.abort()
+            self.forget_tokens(None)
             self._failed = self._unreduced = False
+
+    def tokens(self, optimizer: int) -> float:
+        """Sum of the weights of the passes on this rank since the gradients of ``optimizer`` were used or dropped."""
+        return self._tokens - max(self._dropped.get(each, 0.0) for each in (optimizer, None))
+
+    def forget_tokens(self, optimizer: int | None) -> None:
+        """Gradients of an optimizer (of all, for ``None``) were used or dropped."""
+        self._dropped[optimizer] = self._tokens
 
     def _task_ended(self, task: int) -> None:
         self._tasks.discard(task)
@@ -120,7 +130,7 @@ class BackwardPasses:
             with self._meter.measuring() if self._meter is not None else contextlib.nullcontext():
                 yield
             self._finish()
-            self.tokens += weight
+            self._tokens += weight
         except BaseException as error:
             # Peers may still be in the pass, so nothing waits for them here; see recover().
             self._failed = True

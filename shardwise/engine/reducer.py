@@ -9,7 +9,7 @@ its gradient is None), and what only some used counts as zero on the others (as 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -123,7 +123,7 @@ class Reducer:
         self._optimizers = sorted({state.spec.optimizer for state in self.states})
         self._unreduced_passes = dict.fromkeys(self._optimizers, 0)
         self.passes = dict.fromkeys(self._optimizers, 0)
-        """By optimizer: passes so far that reached a parameter of it on some rank."""
+        """By optimizer: passes that reached a parameter of it on some rank since its gradients were used or dropped."""
         self._in_flight: list[ChunkGrads] = []
         self.observer: Observer | None = None
         self._allocate()
@@ -372,7 +372,7 @@ class Reducer:
             if not self.keep_whole:
                 self._release(state)
                 state.array = None
-        self._unreduced_passes = dict.fromkeys(self._optimizers, 0)
+        self._forget_passes(self._optimizers)
         self._end_pass(sync=True)
         if observer is not None:
             if observer.must_agree:
@@ -450,6 +450,12 @@ class Reducer:
         for state in self.states:
             if optimizer is None or state.spec.optimizer in (optimizer, -1):
                 state.clear()
+        self._forget_passes(self._optimizers if optimizer is None else [optimizer])
+
+    def _forget_passes(self, optimizers: Iterable[int]) -> None:
+        """What they left is dropped, so no later gradient is to be divided by their number."""
+        for optimizer in optimizers:
+            self.passes[optimizer] = self._unreduced_passes[optimizer] = 0
 
     def bytes(self, tier: Tier) -> int:
         """Live bytes of gradient memory in ``tier``: exchange buffers, private arrays and reduced shards."""

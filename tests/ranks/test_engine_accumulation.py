@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
+from itertools import product
 
 import pytest
 import torch
 from engine_setup import PLANS, adam, check, one_mesh, seeded, sharded
 from torch import Tensor, nn
 
+from shardwise.build import Session
 from shardwise.plan import Plan
 from shardwise.testing import run_ranks
 
@@ -21,6 +23,10 @@ NORMS = (2.0, math.inf, 1.0, 3.0)
 
 def net() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Sequential(nn.Linear(6, 6), nn.Tanh()), nn.Linear(6, 2))
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.3)
 
 
 def rows(rank: int, micro: int, step: int, even: bool) -> Tensor:
@@ -86,28 +92,58 @@ def test_equals_one_large_batch(name: str) -> None:
                 assert min(norms) > 0.2
 
 
-def dropped(plan: Plan) -> dict[str, Tensor]:
-    """zero_grad in the middle drops the passes before it, their number too."""
-    model = seeded(net)
-    with sharded(model, adam(model), plan.but(average="mean")) as session:
-        for step in range(STEPS):
-            session.backward(100 * mean_loss(session.module, rows(session.mesh.rank, 0, 9, True)))
-            session.optimizer.zero_grad()
-            for micro in range(MICRO):
-                session.backward(mean_loss(session.module, rows(session.mesh.rank, micro, step, True)))
-            session.optimizer.step()
-        return session.module.state_dict()
+def _drop(session: Session, how: str, weight: float | None) -> None:
+    """A pass whose gradients are dropped before the step."""
+    x = rows(session.mesh.rank, 0, 9, True)
+    with session.no_sync() if how == "no_sync" else nullcontext():
+        session.backward(100 * mean_loss(session.module, x), tokens=weight)
+    if how == "module":
+        session.module.zero_grad()
+    elif how == "failed":
+        x.requires_grad_().register_hook(_fail)
+        with pytest.raises(RuntimeError, match="on purpose"):
+            session.backward(mean_loss(session.module, x), tokens=weight)
+    else:
+        session.optimizer.zero_grad()
+
+
+def _fail(_: Tensor) -> None:
+    raise RuntimeError("on purpose")
+
+
+def dropped(plan: Plan, hows: list[str]) -> dict[str, dict[str, Tensor]]:
+    """The passes before are dropped, and their number and tokens too."""
+    found = {}
+    with one_mesh(plan) as mesh:
+        for average, how in product(("mean", "tokens"), hows):
+            model = seeded(net)
+            with sharded(model, sgd(model), plan.but(average=average), mesh) as session:
+                for step in range(STEPS):
+                    _drop(session, how, 7.0 if average == "tokens" else None)
+                    for micro in range(MICRO):
+                        x = rows(session.mesh.rank, micro, step, average == "mean")
+                        loss = mean_loss(session.module, x)
+                        session.backward(loss, tokens=float(len(x)) if average == "tokens" else None)
+                    session.optimizer.step()
+                found[f"{average} {how}"] = session.module.state_dict()
+    return found
 
 
 @pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "zero3"])
-def test_zero_grad_drops_what_came_before(name: str) -> None:
-    model = seeded(net)
-    optimizer = adam(model)
-    for step in range(STEPS):
-        mean_loss(model, torch.cat([rows(r, m, step, True) for r in range(RANKS) for m in range(MICRO)])).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    check(run_ranks(RANKS, dropped, PLANS[name]), dict(model.state_dict()), name)
+def test_what_is_dropped_is_not_counted(name: str) -> None:
+    hows = ["optimizer", "module", "failed", *(["no_sync"] if name in ("ddp", "zero1") else [])]
+    results = run_ranks(RANKS, dropped, PLANS[name], hows)
+    for average in ("mean", "tokens"):
+        model = seeded(net)
+        optimizer = sgd(model)
+        for step in range(STEPS):
+            everything = [rows(r, m, step, average == "mean") for r in range(RANKS) for m in range(MICRO)]
+            mean_loss(model, torch.cat(everything)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for how in hows:
+            case = f"{average} {how}"
+            check([result[case] for result in results], dict(model.state_dict()), f"{name} {case}")
 
 
 def clip_by_norm(plan: Plan) -> tuple[list[float], dict[str, Tensor], list[str]]:
