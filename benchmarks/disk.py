@@ -38,12 +38,12 @@ FIO = {
     "io_uring 32": {"ioengine": "io_uring", "iodepth": 32},
 }
 OURS = {
-    "depth 2, 4 threads": {},
-    "depth 8": {"queue_depth": 8, "threads": 1},
+    "depth 8, 2 threads": {},
+    "depth 8": {"threads": 1},
     "depth 32": {"queue_depth": 32, "threads": 1},
-    "single, no overlap": {"queue_depth": 8, "threads": 1, "single_submit": True, "overlap_events": False},
+    "single, no overlap": {"threads": 1, "single_submit": True, "overlap_events": False},
 }
-DEFAULT = "depth 2, 4 threads"
+DEFAULT = "depth 8, 2 threads"
 """As a plan has it where nobody says otherwise, and so what is held against the goals."""
 COMPUTE_SHARES = (0.5, 1.0, 2.0)
 BUFFERS = 4

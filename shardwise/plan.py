@@ -292,8 +292,8 @@ class DiskPlan:
 
     directory: str
     block_bytes: int = 2**20
-    queue_depth: int = 2
-    threads: int = 4
+    queue_depth: int = 8
+    threads: int = 2
     single_submit: bool = False
     overlap_events: bool = True
     state_buffers: int = 8

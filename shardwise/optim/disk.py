@@ -112,5 +112,5 @@ def open_disk_moments(directory: str | None) -> MomentStore:
         DiskError: the directory cannot be made or written.
     """
     directory = directory if directory is not None else tempfile.gettempdir()
-    plan = DiskPlan(directory=directory, state_buffers=BUFFERS, param_buffers=1)
+    plan = DiskPlan(directory=directory, queue_depth=32, threads=1, state_buffers=BUFFERS, param_buffers=1)
     return _DiskMoments(DiskStore(plan))

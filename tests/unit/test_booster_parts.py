@@ -303,8 +303,8 @@ def on_disk(directory: str) -> DiskPlan:
     return DiskPlan(
         directory=directory,
         block_bytes=2**20,
-        queue_depth=2,
-        threads=4,
+        queue_depth=8,
+        threads=2,
         single_submit=False,
         overlap_events=True,
         state_buffers=8,
