@@ -33,8 +33,6 @@ def tiered(plan: Plan, params: tuple[float, float], state: tuple[float, float], 
             block_bytes=4096 * 16,
             queue_depth=4,
             threads=1,
-            single_submit=False,
-            overlap_events=True,
             state_buffers=3,
             param_buffers=4,
         )

@@ -37,8 +37,6 @@ def tiers(directory: str, param: tuple[float, float], state: tuple[float, float]
         block_bytes=16384,
         queue_depth=4,
         threads=1,
-        single_submit=False,
-        overlap_events=True,
         state_buffers=3,
         param_buffers=4,
     )

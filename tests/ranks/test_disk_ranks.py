@@ -23,8 +23,6 @@ def _plan(directory: str) -> DiskPlan:
         block_bytes=16_384,
         queue_depth=4,
         threads=2,
-        single_submit=False,
-        overlap_events=True,
         state_buffers=1,
         param_buffers=1,
     )

@@ -16,7 +16,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from engine_setup import one_mesh
-from tier_setup import Fault, backward, batch, everything, make_net, session_of, small_tiles, undisturbed, with_tiers
+from tier_setup import (
+    Fault,
+    backward,
+    batch,
+    dies_in_the_second_step,
+    everything,
+    make_net,
+    session_of,
+    small_tiles,
+    undisturbed,
+    with_tiers,
+)
 
 from shardwise.build import build
 from shardwise.checkpoint.files import CheckpointError
@@ -163,20 +174,14 @@ def dead_for_a_while(plan: Plan) -> tuple[str, bool, str, str]:
     with small_tiles(), one_mesh(plan) as mesh:
         expected = undisturbed(plan, "adamw", mesh, 2)
         with Fault().installed() as fault, session_of(plan, "adamw", mesh) as session:
-            backward(session, 0)
-            session.optimizer.step()
-            backward(session, 1)
-            if mesh.rank == 1:
-                fault.arm(6, forever=True)
-            with pytest.raises(DiskError) as step_error:
-                session.optimizer.step()
+            step_error = dies_in_the_second_step(session, fault)
             with pytest.raises(DiskError) as save_error:
                 session.module.state_dict()
             with pytest.raises(DiskError) as state_error:
                 session.optimizer.state_dict()
             fault.lift()
             session.optimizer.step()
-            return str(step_error.value), everything(session) == expected, str(save_error.value), str(state_error.value)
+            return step_error, everything(session) == expected, str(save_error.value), str(state_error.value)
 
 
 def test_a_dead_disk_says_what_is_lost_and_recovers_when_it_is_back(tmp_path: Path) -> None:

@@ -13,7 +13,17 @@ import pytest
 import torch
 from early_setup import LOOSE
 from engine_setup import one_mesh, sharded
-from tier_setup import Fault, backward, everything, make_net, session_of, small_tiles, undisturbed, with_tiers
+from tier_setup import (
+    Fault,
+    backward,
+    dies_in_the_second_step,
+    everything,
+    make_net,
+    session_of,
+    small_tiles,
+    undisturbed,
+    with_tiers,
+)
 
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.engine import updates
@@ -82,13 +92,7 @@ def stays_dead(plan: Plan) -> tuple[str, bool]:
     with small_tiles(), one_mesh(plan) as mesh:
         expected = undisturbed(plan, "adamw", mesh, 1)
         with Fault().installed() as fault, session_of(plan, "adamw", mesh) as session:
-            backward(session, 0)
-            session.optimizer.step()
-            backward(session, 1)
-            if mesh.rank == 1:
-                fault.arm(6, forever=True)
-            with pytest.raises(DiskError):
-                session.optimizer.step()
+            dies_in_the_second_step(session, fault)
             session.optimizer.zero_grad()
             with pytest.raises(DiskError) as error:
                 session.optimizer.step()

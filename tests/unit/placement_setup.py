@@ -12,8 +12,6 @@ DISK = DiskPlan(
     block_bytes=4096,
     queue_depth=1,
     threads=1,
-    single_submit=False,
-    overlap_events=True,
     state_buffers=1,
     param_buffers=1,
 )
