@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from shardwise.chunk.chunk import Chunk
-from shardwise.chunk.layout import Layout, ParamFact, make_layout, search_report
+from shardwise.chunk.layout import Layout, make_layout, search_report
 from shardwise.chunk.pool import ChunkPool
-from shardwise.comm import Handle
 from shardwise.engine.casts import cast_floats, each_tensor
 from shardwise.engine.deferred import adopt, initial_values, set_buffer
 from shardwise.engine.disk_agreement import agreed
 from shardwise.engine.early import EarlyObserver, EarlyUpdates
+from shardwise.engine.facts import all_names, parameter_facts
 from shardwise.engine.grads import ChunkGrads
 from shardwise.engine.guards import Guards, check_shardable
 from shardwise.engine.hooks import GatherHooks, trace_hooks
@@ -25,7 +25,7 @@ from shardwise.engine.meter import MemoryMeter
 from shardwise.engine.outside_trace import of_units
 from shardwise.engine.passes import BackwardPasses
 from shardwise.engine.reducer import Reducer
-from shardwise.engine.staging import gather_shards
+from shardwise.engine.staging import WhenAsked, gather_shards
 from shardwise.engine.storage import Storage
 from shardwise.engine.writer import ValueWriter
 from shardwise.memory.ledger import DeviceMemoryError
@@ -54,9 +54,9 @@ class Engine:
         self.model, self.plan, self.mesh = model, plan, mesh
         self.optimizers = tuple(optimizers)
         check_shardable(model)
-        names = _all_names(model)
-        self.params = [p for p in _distinct_parameters(model) if p.is_floating_point()]
-        facts = _facts(self.params, names, optimizers, plan)
+        names = all_names(model)
+        self.params = [p for p in model.parameters() if p.is_floating_point()]
+        facts = parameter_facts(self.params, names, optimizers, plan)
         shard = plan.shard
         self.layout: Layout = make_layout(facts, model, shard.packing, mesh.shard.size, mesh.replicate.size, shard.kept)
         report = search_report(self.layout)
@@ -401,7 +401,7 @@ class Engine:
             if not (chunk.resident and chunk.spec.trainable and group.size > 1):
                 continue
             if group.one_sided_gather and self._renews_late(chunk):
-                chunk.pending = _WhenAsked(partial(group.all_gather_in_place, chunk.exchange))
+                chunk.pending = WhenAsked(partial(group.all_gather_in_place, chunk.exchange))
             else:
                 chunk.pending = group.all_gather_in_place(chunk.exchange)
             self.pool.renew_later(chunk)
@@ -446,55 +446,3 @@ def _take_over(shard: torch.Tensor, master: torch.Tensor | None) -> None:
         values = shard.to(master.device)
         same = values == master.to(values.dtype)
         master.copy_(torch.where(same, master, values.to(master.dtype)))
-
-
-class _WhenAsked:
-    """A gather that reads the peers' memory by itself: it is done by whoever needs its result."""
-
-    def __init__(self, start: Callable[[], Handle]) -> None:
-        self._start: Callable[[], Handle] | None = start
-
-    def finished(self) -> bool:
-        return self._start is None
-
-    def wait(self) -> None:
-        if self._start is not None:
-            self._start().wait()
-            self._start = None
-
-
-def _distinct_parameters(model: nn.Module) -> list[nn.Parameter]:
-    return [param for _, param in model.named_parameters()]
-
-
-def _all_names(model: nn.Module) -> dict[int, tuple[str, ...]]:
-    names: dict[int, list[str]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(param), []).append(name)
-    return {key: tuple(value) for key, value in names.items()}
-
-
-def _facts(
-    params: Sequence[nn.Parameter],
-    names: dict[int, tuple[str, ...]],
-    optimizers: Sequence[torch.optim.Optimizer],
-    plan: Plan,
-) -> list[ParamFact]:
-    held: dict[int, tuple[int, int]] = {}
-    for optimizer_index, optimizer in enumerate(optimizers):
-        for group_index, group in enumerate(optimizer.param_groups):
-            for param in group["params"]:
-                if id(param) not in names:
-                    raise ValueError(
-                        f"optimizer {optimizer_index}, group {group_index} holds a tensor of shape "
-                        f"{tuple(param.shape)} that is not a parameter of the model; build it on model.parameters()"
-                    )
-                if id(param) in held:
-                    raise ValueError(f"{names[id(param)][0]} is in two optimizers; give each parameter to one")
-                held[id(param)] = (optimizer_index, group_index)
-    facts = []
-    for param in params:
-        optimizer_index, group_index = held.get(id(param), (-1, -1))
-        dtype = plan.precision.param_dtype or param.dtype
-        facts.append(ParamFact(names[id(param)], param.shape, dtype, param.requires_grad, optimizer_index, group_index))
-    return facts

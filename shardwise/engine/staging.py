@@ -1,12 +1,14 @@
-"""Gathering a private shard once, for states and inspection."""
+"""Gathering a private shard once, for states and inspection, and gathers that wait until somebody asks."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from shardwise.comm import Buffer, Group
+from shardwise.comm import Buffer, Group, Handle
 
-__all__ = ["gather_shards"]
+__all__ = ["WhenAsked", "gather_shards"]
 
 KEPT_NUMEL = 1 << 14
 """Shards of at most so many elements pass through a buffer that the group keeps, one for each dtype: making a buffer
@@ -33,3 +35,20 @@ def _staging(group: Group, numel: int, dtype: torch.dtype) -> Buffer:
         group.staging[dtype] = group.buffers([(KEPT_NUMEL, dtype)])[0]
     group.staging[dtype].resize(numel)
     return group.staging[dtype]
+
+
+class WhenAsked:
+    """A gather that reads the peers' memory by itself: it is done by whoever needs its result."""
+
+    def __init__(self, start: Callable[[], Handle]) -> None:
+        self._start: Callable[[], Handle] | None = start
+
+    def finished(self) -> bool:
+        """Whether it was asked for."""
+        return self._start is None
+
+    def wait(self) -> None:
+        """Gather, the first time."""
+        if self._start is not None:
+            self._start().wait()
+            self._start = None
