@@ -236,8 +236,9 @@ def _merged(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return result
 
 
-def forward_backward_without_sync(plan: Plan) -> None:
-    """The engine must not make the host wait for the GPU in forward and backward. CUDA only; one rank."""
+def forward_backward_without_sync(plan: Plan) -> list[float]:
+    """The engine must not make the host wait for the GPU in forward and backward. CUDA only; one rank. The losses."""
+    losses = []
     device = device_of_rank("cuda")
     model = Stack(64, 4)
     session = build(model, adamw(model), plan, device=device)
@@ -251,10 +252,12 @@ def forward_backward_without_sync(plan: Plan) -> None:
             session.backward(loss)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+        losses.append(float(loss.detach()))
         session.optimizer.step()
         session.optimizer.zero_grad()
     session.close()
     session.mesh.close()
+    return losses
 
 
 def overflow_then_train(device_type: str) -> tuple[list[bool], list[float], str | None]:

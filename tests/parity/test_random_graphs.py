@@ -83,7 +83,7 @@ def cases(draw: st.DrawFn) -> tuple[Graph, Setting]:
 def _check(case: tuple[Graph, Setting]) -> None:
     graph, setting = case
     note(f"{graph}\n{setting}")
-    runs: list[Run] = run_ranks(2, train_graph, graph, setting, timeout=30.0)
+    runs: list[Run] = run_ranks(2, train_graph, graph, setting)
     check_runs(runs, plain_graph(graph, setting), setting, TOLERANCE)
 
 

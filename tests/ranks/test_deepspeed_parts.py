@@ -9,7 +9,6 @@ import contextlib
 import errno
 import os
 import shutil
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -33,12 +32,11 @@ from shardwise.deepspeed.parts import Saved, choose
 from shardwise.testing import assert_close, run_ranks
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-SOON_S = 20.0  # less than the time-out of the groups
 
 
 def started(**changes: Any) -> deepspeed.DeepSpeedEngine:
-    _, data = join(GROUPS["strided"])
-    _, others = join(GROUPS["pairs"])
+    _, data = join(GROUPS["strided"], 600.0)  # a rank that waits for others is ended by the pool
+    _, others = join(GROUPS["pairs"], 600.0)
     unit = SimpleNamespace(get_data_parallel_group=lambda: data, get_model_parallel_group=lambda: others)
     module = Part(dist.get_rank() % 2)
     config = {
@@ -65,14 +63,11 @@ def step(engine: deepspeed.DeepSpeedEngine) -> dict[str, Tensor]:
 
 
 def error_of(action: Callable[[], object]) -> str:
-    """The type and message of what it raises, in time; else what it returned."""
-    began = time.monotonic()
+    """The type and message of what it raises; else what it returned. A rank that waits for others ends the test."""
     try:
-        said = f"returned {action()}"
+        return f"returned {action()}"
     except (CheckpointError, ValueError) as error:
-        said = f"{type(error).__name__}: {error}"
-    assert time.monotonic() - began < SOON_S, said
-    return said
+        return f"{type(error).__name__}: {error}"
 
 
 def on_rank(rank: int, action: Callable[[], object]) -> None:

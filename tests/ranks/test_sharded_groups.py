@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import math
-import time
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -171,12 +170,12 @@ def test_traces_of_groups_have_names_of_their_own(tmp_path: Path) -> None:
 # ---- errors
 
 
-def one_fails(gloo: bool) -> tuple[str, float, int, dict[str, Tensor]]:
-    """Rank 1 fails in the first pass of its group; the other group trains to its end."""
-    number, group = join(GROUPS["strided"], 60.0 if dist.get_rank() in (0, 2) else 2.5)
+def one_fails(gloo: bool) -> tuple[str, int, dict[str, Tensor]]:
+    """Rank 1 fails in the first pass of its group; the other, which would wait for long, trains to its end."""
+    number, group = join(GROUPS["strided"], 600.0 if dist.get_rank() in (0, 2) else 2.5)
     with transport(gloo):
         model, optimizer = made(group, "mlp")
-    said, started, state = "", time.monotonic(), {}
+    said, state = "", {}
     steps = steps_of("mlp", number, 2)
     if number == 0:
         train(model, optimizer, "mlp", steps)
@@ -188,17 +187,15 @@ def one_fails(gloo: bool) -> tuple[str, float, int, dict[str, Tensor]]:
             train(model, optimizer, "mlp", steps)
         except (KeyError, PeerError) as error:
             said = f"{type(error).__name__}: {error}"
-    took = time.monotonic() - started
     dist.barrier()
     model.close()
-    return said, took, number, state
+    return said, number, state
 
 
 @pytest.mark.parametrize("gloo", [False, True])
 def test_an_error_stays_in_its_group(gloo: bool) -> None:
     results = run_ranks(4, one_fails, gloo)
-    for rank, (said, took, number, state) in enumerate(results):
-        assert took < 20.0
+    for rank, (said, number, state) in enumerate(results):
         if number == 0:
             assert said == ""
             assert_close(state, plain("mlp", 0, 2), RTOL, f"rank {rank}, whose group did not fail")

@@ -91,13 +91,22 @@ def test_odd_values_are_named(plugin: type[Plugin], given: dict[str, Any], messa
 
 def test_what_means_the_same_is_taken() -> None:
     numbers = {"max_prefetch": np.int64(2), "max_norm": np.float32(1.0), "growth_interval": 10.0, "verbose": 0}
-    GeminiPlugin(**numbers, chunk_config_dict={np.int64(2): {"chunk_size": 8.0, "keep_gathered": np.bool_(True)}})
-    GeminiPlugin(search_range_m=0.5, chunk_init_device="cpu", offload_optim_frac=0)  # type: ignore[arg-type]
-    LowLevelZeroPlugin(reduce_bucket_size_in_m=0.5, norm_type=math.inf)  # type: ignore[arg-type]
+    chunks = {np.int64(2): {"chunk_size": 8.0, "keep_gathered": np.bool_(True)}}
+    other = GeminiPlugin(**numbers, chunk_config_dict=chunks)
+    numbers = {"max_prefetch": 2, "max_norm": 1.0, "growth_interval": 10, "verbose": False}
+    usual = GeminiPlugin(**numbers, chunk_config_dict={2: {"chunk_size": 8, "keep_gathered": True}})
+    assert other.plan(2) == usual.plan(2) != GeminiPlugin(**numbers).plan(2)
+    other = GeminiPlugin(search_range_m=0.5, chunk_init_device="cpu", offload_optim_frac=0)  # type: ignore[arg-type]
+    usual = GeminiPlugin(search_range_m=0.5, chunk_init_device=torch.device("cpu"), offload_optim_frac=0.0)
+    assert other.plan(2) == usual.plan(2)
+    low = LowLevelZeroPlugin(reduce_bucket_size_in_m=0.5, norm_type=math.inf)  # type: ignore[arg-type]
+    assert low.plan(2).grad.norm_type == math.inf
     for policy in (ModuleWrapPolicy({torch.nn.Linear}), CustomPolicy(lambda module: False), lambda *given: True):
-        TorchFSDPPlugin(auto_wrap_policy=policy, ignored_modules=(m for m in ()))
+        fsdp = TorchFSDPPlugin(auto_wrap_policy=policy, ignored_modules=(m for m in ()))
+        assert fsdp.auto_wrap_policy is policy
     strategy, prefetch = ShardingStrategy.SHARD_GRAD_OP, BackwardPrefetch.BACKWARD_PRE
-    TorchFSDPPlugin(sharding_strategy=strategy, backward_prefetch=prefetch, cpu_offload=CPUOffload(True))
+    fsdp = TorchFSDPPlugin(sharding_strategy=strategy, backward_prefetch=prefetch, cpu_offload=CPUOffload(True))
+    assert (fsdp.sharding_strategy, fsdp.backward_prefetch) == (strategy, prefetch)
 
 
 Given = tuple[Booster, torch.nn.Module, torch.optim.Optimizer, Path]

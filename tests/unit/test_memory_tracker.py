@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -278,12 +279,17 @@ def test_an_address_that_is_used_again() -> None:
             assert t.live_bytes == 0
 
 
-def test_tensors_that_survive_the_tracker() -> None:
+def test_tensors_that_survive_the_tracker(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed: list[object] = []  # what a callback raises reaches this hook alone
+    monkeypatch.setattr(sys, "unraisablehook", failed.append)
     with tracker() as t:
         kept = torch.ones(4)
+    gone, death = weakref.ref(t), weakref.ref(kept.untyped_storage())
     del t
     gc.collect()
+    assert gone() is None and death() is not None
     del kept  # its death is reported to nobody
+    assert death() is None and not failed
 
 
 def live_storages() -> int:
