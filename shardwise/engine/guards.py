@@ -11,6 +11,7 @@ from shardwise.chunk.chunk import Chunk
 from shardwise.chunk.layout import Layout
 from shardwise.chunk.pool import ChunkPool
 from shardwise.engine.names import StateNames
+from shardwise.engine.overlaps import check_apart
 
 __all__ = ["Guards", "check_shardable"]
 
@@ -21,7 +22,8 @@ def check_shardable(model: nn.Module) -> None:
     """Before anything is changed.
 
     Raises:
-        ValueError: a trainable parameter is complex or an integer, or the model is sharded already.
+        ValueError: a trainable parameter is complex or an integer, two parameters share memory, or the model is sharded
+            already.
     """
     for name, module in model.named_modules():
         if MARK in module.__dict__:
@@ -34,6 +36,7 @@ def check_shardable(model: nn.Module) -> None:
             raise ValueError(
                 f"{name} {tuple(param.shape)} is not gathered: the model is sharded already; build a new one"
             )
+    check_apart(model)
 
 
 class Guards:

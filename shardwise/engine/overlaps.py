@@ -1,0 +1,103 @@
+"""Parameters that lie in the same memory without being one object.
+
+Plain torch updates such memory twice, once for each of them, and both follow. Sharded, each has a place of its own, so
+they would part after the first update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["check_apart"]
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A parameter or buffer and the bytes between its first and its last element, ``[start, end)`` of ``memory``."""
+
+    name: str
+    tensor: Tensor
+    is_parameter: bool
+    memory: tuple[str, int]
+    start: int
+    end: int
+
+    @property
+    def trained(self) -> bool:
+        return self.is_parameter and self.tensor.requires_grad
+
+
+def check_apart(model: nn.Module) -> None:
+    """No two parameters of ``model`` share an element, and no buffer one with a trainable parameter.
+
+    Neighbours in one memory (the flat weights of an LSTM) are apart. So are deferred tensors and those on the meta
+    device, whose values are known to be one by their common storage.
+
+    Raises:
+        ValueError: two share one; both are named.
+    """
+    with torch._C.DisableTorchFunction():
+        found = sorted(_held(model), key=lambda each: (each.memory, each.start))
+        reaching: list[_Held] = []
+        for each in found:
+            reaching = [other for other in reaching if other.memory == each.memory and other.end > each.start]
+            for other in reaching:
+                if _matters(each, other) and _share(each, other):
+                    _refuse(*sorted((other, each), key=lambda held: not held.is_parameter))
+            reaching.append(each)
+
+
+def _held(model: nn.Module) -> Iterator[_Held]:
+    named: list[tuple[str, Tensor, bool]] = [(name, tensor, True) for name, tensor in model.named_parameters()]
+    named += [(name, tensor, False) for name, tensor in model.named_buffers()]
+    for name, tensor, is_parameter in named:
+        if nn.parameter.is_lazy(tensor) or tensor.layout is not torch.strided or not tensor.numel():
+            continue
+        storage = tensor.untyped_storage()
+        if tensor.is_meta:
+            memory, start = ("meta", storage._cdata), int(tensor.storage_offset()) * tensor.itemsize
+        elif storage.data_ptr():
+            memory, start = (str(tensor.device), 0), tensor.data_ptr()
+        else:
+            continue  # a subclass that has its values elsewhere
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        yield _Held(name, tensor, is_parameter, memory, start, start + (last + 1) * tensor.itemsize)
+
+
+def _matters(one: _Held, other: _Held) -> bool:
+    return (one.is_parameter and other.is_parameter) or one.trained or other.trained
+
+
+def _share(one: _Held, other: _Held) -> bool:
+    """Whether they have a byte in common; their ranges overlap."""
+    if one.tensor.is_contiguous() and other.tensor.is_contiguous():
+        return True
+    # Columns of one matrix, for example. Which bytes each has is marked in as much memory as they span.
+    start, end = min(one.start, other.start), max(one.end, other.end)
+    marked = torch.zeros(end - start, dtype=torch.bool)
+    _bytes(one, marked, start).fill_(True)
+    return bool(_bytes(other, marked, start).any())
+
+
+def _bytes(held: _Held, marked: Tensor, origin: int) -> Tensor:
+    size, strides = held.tensor.itemsize, [stride * held.tensor.itemsize for stride in held.tensor.stride()]
+    return marked.as_strided((*held.tensor.shape, size), (*strides, 1), held.start - origin)
+
+
+def _refuse(kept: _Held, other: _Held) -> NoReturn:
+    nbytes = min(kept.end, other.end) - max(kept.start, other.start)
+    if other.is_parameter:
+        raise ValueError(
+            f"{kept.name} {tuple(kept.tensor.shape)} and {other.name} {tuple(other.tensor.shape)} lie in the same "
+            f"memory ({nbytes} bytes) but are two parameters, which would part once sharded: make them one object "
+            f"({other.name} = {kept.name}), or give {other.name} memory of its own (clone()), before boost/build"
+        )
+    raise ValueError(
+        f"buffer {other.name} {tuple(other.tensor.shape)} lies in the memory of the parameter {kept.name} ({nbytes} "
+        f"bytes) and would no longer follow it once sharded: give it memory of its own (clone()) before boost/build"
+    )

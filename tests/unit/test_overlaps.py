@@ -1,0 +1,115 @@
+"""Parameters in the same memory that are not one object are refused; neighbours in one memory are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from shardwise.build import build
+from shardwise.engine.deferred import deferred_init
+from shardwise.engine.overlaps import check_apart
+from shardwise.plan import replicated
+from shardwise.testing import MODELS
+
+
+class Two(nn.Module):
+    """A parameter ``a`` and another named ``b``."""
+
+    def __init__(self, make_b: Callable[[nn.Parameter], torch.Tensor], trainable: bool = True) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.randn(4, 6), requires_grad=trainable)
+        self.b = nn.Parameter(make_b(self.a), requires_grad=trainable)
+
+
+class Buffered(nn.Module):
+    def __init__(self, trainable: bool) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.randn(4, 6), requires_grad=trainable)
+        self.register_buffer("view", self.a.data[1:])
+
+
+def by_data() -> nn.Module:
+    model = nn.ModuleDict({"e": nn.Embedding(5, 3), "d": nn.Linear(3, 5)})
+    model["d"].weight.data = model["e"].weight.data
+    return model
+
+
+def columns(first: slice, second: slice) -> nn.Module:
+    whole, model = torch.randn(4, 6), nn.Module()
+    model.a, model.b = nn.Parameter(whole[:, first]), nn.Parameter(whole[:, second])
+    return model
+
+
+def flattened() -> nn.Module:
+    """As a user's own flat buffer, and torch's for LSTMs, have it."""
+    model = nn.LSTM(3, 4, num_layers=2)
+    flat = torch.cat([p.detach().flatten() for p in model.parameters()])
+    start = 0
+    for param in model.parameters():
+        param.data = flat[start : start + param.numel()].view(param.shape)
+        start += param.numel()
+    return model
+
+
+SHARED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
+    "data": (by_data, "e.weight (5, 3)", "d.weight (5, 3)"),
+    "parameter_of_a_parameter": (lambda: Two(lambda a: a), "a (4, 6)", "b (4, 6)"),
+    "part": (lambda: Two(lambda a: a.detach()[1:3]), "a (4, 6)", "b (2, 6)"),
+    "transposed": (lambda: Two(lambda a: a.detach().t()), "a (4, 6)", "b (6, 4)"),
+    "one_element": (lambda: Two(lambda a: a.detach()[3, 5]), "a (4, 6)", "b ()"),
+    "columns_that_meet": (lambda: columns(slice(0, 4), slice(3, 6)), "a (4, 4)", "b (4, 3)"),
+    "foreign_storage": (lambda: Two(lambda a: torch.from_numpy(a.detach().numpy())), "a (4, 6)", "b (4, 6)"),
+    "other_dtype": (lambda: Two(lambda a: a.detach().view(torch.float64)), "a (4, 6)", "b (4, 3)"),
+    "frozen": (lambda: Two(lambda a: a, trainable=False), "a (4, 6)", "b (4, 6)"),
+    "buffer": (lambda: Buffered(trainable=True), "buffer view (3, 6)", "parameter a"),
+}
+APART: dict[str, Callable[[], nn.Module]] = {
+    "flattened": flattened,
+    "columns": lambda: columns(slice(0, 2), slice(2, 6)),
+    "even_and_odd": lambda: columns(slice(0, 6, 2), slice(1, 6, 2)),
+    "empty": lambda: Two(lambda a: a.detach()[:0]),
+    "buffer_of_a_frozen_one": lambda: Buffered(trainable=False),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_shared_memory_is_refused_with_both_names(name: str) -> None:
+    make, *words = SHARED[name]
+    with pytest.raises(ValueError, match="before boost/build") as raised:
+        check_apart(make())
+    assert all(word in str(raised.value) for word in words), str(raised.value)
+
+
+@pytest.mark.parametrize("name", sorted(SHARED.keys() - {"foreign_storage", "other_dtype"}))
+@pytest.mark.parametrize("where", ["meta", "deferred"])
+def test_it_is_refused_before_there_are_values(name: str, where: str) -> None:
+    with deferred_init() if where == "deferred" else torch.device("meta"):
+        model = SHARED[name][0]()
+    with pytest.raises(ValueError, match="before boost/build"):
+        check_apart(model)
+
+
+@pytest.mark.parametrize("name", APART)
+def test_neighbours_in_one_memory_are_accepted(name: str) -> None:
+    check_apart(APART[name]())
+    with deferred_init():
+        model = APART[name]()
+    check_apart(model)
+
+
+def test_what_shares_a_parameter_object_is_accepted() -> None:
+    for case in MODELS.values():
+        check_apart(case.factory())
+
+
+def test_build_leaves_a_refused_model_as_it_was() -> None:
+    model = by_data()
+    before = model["e"].weight.detach().clone()
+    with pytest.raises(ValueError, match=r"e\.weight .* and d\.weight"):
+        build(model, torch.optim.SGD(model.parameters(), lr=0.1), replicated())
+    with torch.no_grad():
+        model["d"].weight.add_(1.0)
+    torch.testing.assert_close(model["e"].weight, before + 1.0)
