@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from shardwise.checkpoint.session import Checkpointer
+from shardwise.engine.deferred_record import is_recording, recorders
 from shardwise.engine.engine import Engine
 from shardwise.engine.memory import MemoryReport
 from shardwise.engine.module import ShardedModule
@@ -151,6 +152,7 @@ def build(
         device: where parameters live, if no mesh is given; by default this rank's GPU where there is one a rank.
 
     Raises:
+        RuntimeError: called inside ``deferred_init()``.
         ValueError: the plan does not fit the number of ranks, or an optimizer cannot be sharded (the model is as before
             then). A failure after the model was sharded leaves no hooks, files and process groups of its own either,
             and optimizers with the steps they had.
@@ -159,6 +161,10 @@ def build(
         optimizers = []
     else:
         optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    if is_recording():
+        raise RuntimeError(
+            f"build() of a {type(model).__name__} inside deferred_init() ({len(recorders())} entered): leave it first"
+        )
     for each in optimizers:  # before anything is made or changed; torch's meshes look whether a GPU was used before
         check_element_wise(each)
     with ExitStack() as undo:  # if it fails

@@ -21,6 +21,7 @@ from shardwise.deepspeed.optimizers import make_optimizer
 from shardwise.deepspeed.plan import plan_of
 from shardwise.deepspeed.schedules import make_schedule
 from shardwise.deepspeed.zero import remember
+from shardwise.engine.deferred import paused
 from shardwise.mesh import default_device, init_distributed
 
 __all__ = ["add_config_arguments", "initialize"]
@@ -29,6 +30,7 @@ OptimizerSource = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
 Result = tuple[DeepSpeedEngine, torch.optim.Optimizer | None, DataLoader[Any] | None, Any]
 
 
+@paused()
 def initialize(
     args: Any = None,
     model: nn.Module | None = None,
@@ -48,7 +50,7 @@ def initialize(
 
     Args:
         args: an object whose ``deepspeed_config`` is the configuration, where ``config`` is not given.
-        model: any module, also one built under ``zero.Init``.
+        model: any module, also one built under ``zero.Init``, which may still be entered: it rests meanwhile.
         optimizer: any element-wise torch optimizer over the model's parameters, or a callable that makes one of
             ``model_parameters``. It goes before the configuration's.
         model_parameters: what the optimizer updates, parameters or param groups; by default all that are trainable.

@@ -18,7 +18,7 @@ from shardwise.deepspeed.config import Settings, read_config
 from shardwise.deepspeed.groups import MARK, marking
 from shardwise.deepspeed.groups import data_parallel_group as group_of_mpu
 from shardwise.deepspeed.plan import home_of_parameters, number_format
-from shardwise.engine.deferred import adopt, deferred_init
+from shardwise.engine.deferred import adopt, deferred_init, paused
 from shardwise.engine.deferred_replay import replay, tape_of
 
 __all__ = ["GatheredParameters", "Init", "register_external_parameter", "remember"]
@@ -194,9 +194,11 @@ class GatheredParameters:
                 if tape_of(param) is not None:
                     adopt(param, replay(param))
         mine = {id(param) for param in self.params}
-        for session in _sessions_of(mine):
-            self._stack.enter_context(session.module.gathered())
+        with paused():
+            for session in _sessions_of(mine):
+                self._stack.enter_context(session.module.gathered())
 
+    @paused()
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         if not self.enabled:
             return

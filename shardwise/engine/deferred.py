@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 
+from shardwise.engine.deferred_plain import make_plain
 from shardwise.engine.deferred_record import (
     DeferredParameter,
     DeferredTensor,
@@ -33,19 +34,19 @@ from shardwise.engine.deferred_record import (
     Recorder,
     WriteWatch,
     is_recording,
-    mark,
+    recorders,
 )
 from shardwise.engine.deferred_replay import META, replay, tape_of
 
-__all__ = ["adopt", "deferred_init", "initial_values", "is_deferred", "set_buffer"]
+__all__ = ["adopt", "deferred_init", "initial_values", "is_deferred", "paused", "set_buffer"]
 
 
 @contextmanager
 def deferred_init() -> Iterator[None]:
     """Modules built inside have their parameters and buffers on the meta device, ready for :func:`initial_values`.
 
-    Tensors that are plain attributes of modules (neither parameters nor buffers) get their values when the context
-    ends, since nothing would ask for them later. Inside another ``deferred_init()`` it does nothing.
+    Other tensors of modules (attributes, also in dicts, lists and the like) get their values when the context ends,
+    since nothing would ask for them later. Inside another ``deferred_init()`` it does nothing.
 
     Raises (from the program inside):
         RuntimeError: an operation needs the values of a deferred tensor that cannot be replayed.
@@ -70,25 +71,35 @@ def deferred_init() -> Iterator[None]:
         module_hooks.register_module_buffer_registration_hook(notice),
         module_hooks.register_module_module_registration_hook(notice),
     ]
-    recorder = Recorder()
+
+    def leave() -> None:
+        built = [module for reference in seen.values() if (module := reference()) is not None]
+        make_plain(built, adopt)
+
+    recorder = Recorder(leave)
     try:
-        with recorder, Facade():
+        with recorder, Facade(recorder):
             yield
     finally:
         for hook in hooks:
             hook.remove()
         recorder.close()
-    for module in (reference() for reference in seen.values()):
-        if module is not None:
-            _leave(module)
+    leave()
 
 
-def _leave(module: nn.Module) -> None:
-    for tensor in (*module._parameters.values(), *module._buffers.values()):
-        mark(tensor)
-    for name, value in module.__dict__.items():
-        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and tape_of(value) is not None:
-            module.__dict__[name] = replay(value).requires_grad_(value.requires_grad)
+@contextmanager
+def paused() -> Iterator[None]:
+    """Inside, nothing is recorded, and what was built so far is as if :func:`deferred_init` had ended."""
+    active = recorders()
+    for recorder in active:
+        recorder.paused = True
+    try:
+        for recorder in active:
+            recorder.leave()
+        yield
+    finally:
+        for recorder in active:
+            recorder.paused = False
 
 
 def is_deferred(model: nn.Module) -> bool:

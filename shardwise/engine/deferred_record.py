@@ -44,7 +44,16 @@ from shardwise.engine.deferred_replay import (
     version_of,
 )
 
-__all__ = ["DeferredParameter", "DeferredTensor", "Facade", "Recorder", "WriteWatch", "is_recording", "mark"]
+__all__ = [
+    "DeferredParameter",
+    "DeferredTensor",
+    "Facade",
+    "Recorder",
+    "WriteWatch",
+    "is_recording",
+    "mark",
+    "recorders",
+]
 
 aten = torch.ops.aten
 
@@ -113,14 +122,21 @@ class Recorder(_Mode):
     Raises (from the recorded program):
         RuntimeError: an operation needs values that cannot be replayed.
         NotImplementedError: a sparse or other tensor that has no plain storage would be recorded.
+
+    Attributes:
+        leave: gives plain tensors of what was built so far their values.
+        paused: operations are done as usual.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, leave: Callable[[], None] = lambda: None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.leave, self.paused = leave, False
         self._kept = Kept()
         self._states: weakref.WeakValueDictionary[bytes, Tensor] = weakref.WeakValueDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.paused:
+            return func(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunction():
             return self._dispatch(func, tuple(args), dict(kwargs or {}))
 
@@ -311,11 +327,19 @@ def _read_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 class Facade(TorchFunctionMode):
-    """Recorded tensors look real: ``device`` is the one asked for, and moving them there changes nothing."""
+    """Recorded tensors look real: ``device`` is the one asked for, and moving them there changes nothing.
+
+    Args:
+        recorder: what records them.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        first = args[0] if args and isinstance(args[0], Tensor) else None
+        first = args[0] if args and isinstance(args[0], Tensor) and not self._recorder.paused else None
         tape = None if first is None else tape_of(first)
         if tape is None:
             return func(*args, **kwargs)
@@ -371,9 +395,14 @@ _REWRITES: dict[object, Callable[..., Tensor]] = {
 }
 
 
+def recorders() -> list[Recorder]:
+    """Those that are active in this thread, outermost first."""
+    return [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Recorder) and not mode.paused]
+
+
 def is_recording() -> bool:
     """Whether a Recorder is active in this thread."""
-    return any(isinstance(mode, Recorder) for mode in _get_current_dispatch_mode_stack())
+    return bool(recorders())
 
 
 def _go_on_recording(func: Any, args: Any, kwargs: Any) -> Any:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from lightning_cases import STOCK, THREE, TWO, Recipe, ended, off, run, strategy
 from lightning_setup import WIDTH, Toy, close, data, fit, since, toy, trainer, weights, worst
+from torch import Tensor
 
 from shardwise.testing import run_ranks
 
@@ -104,6 +105,33 @@ def _hooked(kind: str) -> list[int]:
 def test_hooks_of_modules_survive_evaluation(kind: str) -> None:
     """Lightning removed all of them to make DeepSpeed's second engine, that of evaluation."""
     assert run_ranks(RANKS, _hooked, kind) == [[3, 6, 9, 12, 13]] * RANKS
+
+
+class _Measured(Toy):
+    """Has metrics, which keep tensors in dicts."""
+
+    def configure_model(self) -> None:
+        metrics = pytest.importorskip("torchmetrics")
+        self.build()
+        self.mean = metrics.MetricCollection([metrics.MeanMetric()])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.mean.update(torch.ones(2) * batch_idx)
+        return super().training_step(batch, batch_idx)
+
+
+def _measured(kind: str) -> tuple[float, float]:
+    model = toy(body=_Measured, where="configure_model")
+    trained = fit(strategy(kind), model)
+    value = float(model.mean.compute()["MeanMetric"])
+    model.mean.reset()
+    return value, worst(trained, fit(strategy(STOCK), toy()))
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=() if kind == "fully_sharded" else MORE) for kind in THREE])
+def test_metrics_of_configure_model(kind: str) -> None:
+    results = run_ranks(RANKS, _measured, kind)
+    assert all(value > 0 and off <= 1e-6 for value, off in results), results
 
 
 class _CountsClipping(Toy):

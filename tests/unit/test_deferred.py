@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import deque
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.engine.deferred import adopt, deferred_init, initial_values, is_deferred, set_buffer
+from shardwise.build import build
+from shardwise.engine.deferred import adopt, deferred_init, initial_values, is_deferred, paused, set_buffer
+from shardwise.engine.deferred_record import is_recording
+from shardwise.plan import replicated
+from shardwise.testing import assert_close
 
 CPU = torch.device("cpu")
 
@@ -259,6 +265,111 @@ def test_materialised_modules_run_and_train() -> None:
 def test_plain_attributes_are_real_after_the_context() -> None:
     expected, model = both(Positions)
     assert torch.equal(model.slopes, expected.slopes)  # type: ignore[arg-type]
+
+
+@dataclass
+class Options:
+    scale: Tensor
+    name: str = "scale"
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
+class Plain(nn.Module):
+    """Tensors that are neither parameters nor buffers, wherever a module may keep them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3))
+        self.register_buffer("cache", torch.zeros(4))
+        one = torch.randn(5)
+        self.attribute, self.again, self.part = one, one, one[1:3]
+        self.named = {"one": one, "deep": [{"two": torch.randn(2)}], 3: (torch.ones(1), "text")}
+        self.options = Options(torch.full((2,), 0.5))
+        self.pair = Pair(torch.randn(2), torch.zeros(2, dtype=torch.long))
+        self.queue = deque([torch.randn(1), None])
+        self.listed = [self.weight, self.cache]
+        self.named["self"] = self.named
+        self.children_in_a_list = [Bare()]
+        self.grown = one.clone().requires_grad_()
+
+
+class Bare(nn.Module):
+    """Registers nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = {"values": torch.randn(4)}
+
+
+def plain_tensors(model: Plain) -> dict[str, Tensor]:
+    return {
+        "attribute": model.attribute,
+        "part": model.part,
+        "dict": model.named["one"],
+        "nested": model.named["deep"][0]["two"],
+        "tuple": model.named[3][0],
+        "dataclass": model.options.scale,
+        "namedtuple": model.pair.first,
+        "integers": model.pair.second,
+        "deque": model.queue[0],
+        "buffer in a list": model.listed[1],
+        "module in a list": model.children_in_a_list[0].table["values"],
+        "trainable": model.grown,
+    }
+
+
+def test_tensors_in_containers_are_real_after_the_context() -> None:
+    torch.manual_seed(3)
+    expected = Plain()
+    torch.manual_seed(3)
+    with deferred_init():
+        model = Plain()
+    assert model.weight.is_meta
+    materialise(model)
+    assert_same(expected, model)
+    assert_close(plain_tensors(model), plain_tensors(expected), 0.0, "plain tensors")
+    assert model.attribute is model.again is model.named["one"] and model.grown.requires_grad
+    assert model.part.data_ptr() == model.attribute[1:].data_ptr()
+    assert isinstance(model.pair, Pair) and model.named["self"] is model.named
+    assert model.listed[0] is model.weight
+    model.listed[1].add_(1.0)
+    assert torch.equal(model.cache, torch.ones(4))
+
+
+def test_metrics_move_and_reset_after_the_context() -> None:
+    torchmetrics = pytest.importorskip("torchmetrics")
+    with deferred_init():
+        model = nn.Module()
+        model.several = torchmetrics.MetricCollection([torchmetrics.MeanMetric(), torchmetrics.MeanSquaredError()])
+        model.one = torchmetrics.Accuracy(task="multiclass", num_classes=3)
+    model.to(torch.device("cpu")).half().float()
+    model.one(torch.tensor([0, 1, 2]), torch.tensor([0, 1, 1]))
+    assert model.one.compute() == pytest.approx(2 / 3)
+    model.one.reset()
+    model.several.reset()
+    assert model.one.tp.sum() == 0
+
+
+def test_the_context_can_be_paused() -> None:
+    with deferred_init():
+        early = nn.Linear(2, 2)
+        early.table = {"one": torch.ones(1)}
+        with paused():
+            assert not is_recording()
+            assert torch.ones(2).sum().item() == 2.0 and not torch.ones(2).is_meta
+            assert early.weight.is_meta and not early.table["one"].is_meta
+            materialise(early)
+            with pytest.raises(RuntimeError, match="inside deferred_init"), deferred_init():
+                build(early, None, replicated())
+        late = nn.Linear(2, 2)
+        with pytest.raises(RuntimeError, match="inside deferred_init"):
+            build(late, None, replicated())
+    assert not is_deferred(early) and is_deferred(late)
+    assert early(torch.ones(1, 2)).isfinite().all()
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "bert"])
