@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-__all__ = ["LaunchFacts", "init_distributed", "read_variable", "shutdown"]
+__all__ = ["LaunchFacts", "check_joined", "default_device", "init_distributed", "read_variable", "shutdown"]
 
 # Long enough for a slow checkpoint, short enough that a lost rank does not hold the others for torch's half hour.
 TIMEOUT = timedelta(seconds=300)
@@ -106,6 +106,22 @@ def init_distributed(
         backend = backend or ("nccl" if chosen.type == "cuda" else "gloo")
         dist.init_process_group(backend, rank=facts.rank, world_size=facts.world_size, timeout=timeout)
     return chosen
+
+
+def check_joined() -> None:
+    """Where a launcher started several processes, they must have met before a mesh of all of them is made.
+
+    Raises:
+        RuntimeError: ``torch.distributed`` is not initialised, so each process would train alone.
+    """
+    facts = LaunchFacts.read()
+    if facts.world_size > 1 and not (dist.is_available() and dist.is_initialized()):
+        raise RuntimeError(
+            f"WORLD_SIZE={facts.world_size} in the environment, but torch.distributed is not initialised, so rank "
+            f"{facts.rank} would train alone: first call shardwise.mesh.init_distributed(), or "
+            "torch.distributed.init_process_group(); where one process alone is meant, give a mesh of one rank, "
+            "Mesh.create(MeshPlan(dp_shard=1, dp_replicate=1), device, plan.comm), or unset WORLD_SIZE"
+        )
 
 
 def _device(facts: LaunchFacts, device: torch.device | str | None) -> torch.device:

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.comm import Group, GroupMaker, LocalGroup, Members, ranks_of, timeout_s
+from shardwise.mesh.launch import check_joined
 from shardwise.plan import CommPlan, MeshPlan
 
 __all__ = ["REPLICATE_AXIS", "SHARD_AXIS", "Mesh"]
@@ -63,8 +64,9 @@ class Mesh:
     ) -> Mesh:
         """Divide the ranks of a process group by ``plan``. Collective over that group alone.
 
-        Without torch.distributed it is a mesh of one rank. Ranks wait for each other as long as the group's time-out
-        says (300 s if it does not).
+        Without torch.distributed it is a mesh of one rank; under a launcher of several, only where the plan asks for
+        one (``dp_shard=1, dp_replicate=1``). Ranks wait for each other as long as the group's time-out says (300 s if
+        it does not).
 
         Args:
             plan: how.
@@ -76,8 +78,11 @@ class Mesh:
         Raises:
             ValueError: this rank is no member of ``group``; the plan does not fit the number of ranks, or differs
                 between them; ``comm.shared_memory`` is True where memory cannot be shared.
+            RuntimeError: a launcher started several processes, which have not met.
         """
         device = torch.device(device)
+        if not plan.dp_shard == plan.dp_replicate == 1:
+            check_joined()
         ranks = ranks_of("group", group)
         plan = plan.resolve(len(ranks))
         if comm.shared_memory and device.type != "cpu":
