@@ -17,7 +17,6 @@ from shardwise.engine.module import ShardedModule
 from shardwise.engine.optimizer import ShardedOptimizer
 from shardwise.engine.scaler import LossScaler
 from shardwise.engine.staging import gather_shards
-from shardwise.engine.tiles import check_element_wise
 from shardwise.memory.stats import MemStats
 from shardwise.mesh import Mesh, default_device
 from shardwise.plan import Plan
@@ -153,9 +152,11 @@ def build(
 
     Raises:
         RuntimeError: called inside ``deferred_init()``.
-        ValueError: the plan does not fit the number of ranks, or an optimizer cannot be sharded (the model is as before
-            then). A failure after the model was sharded leaves no hooks, files and process groups of its own either,
-            and optimizers with the steps they had.
+        ValueError: the plan does not fit the number of ranks, an optimizer cannot be sharded, or the ranks differ in
+            what has to be the same: parameters, optimizers and their groups, plan, versions. Which and in what is said
+            on every rank, and the model is as before then. A failure after the model was sharded leaves no hooks, files
+            and process groups of its own either, and optimizers with the steps they had.
+        PeerError: another rank cannot build; why is said.
     """
     if optimizer is None:
         optimizers = []
@@ -165,8 +166,6 @@ def build(
         raise RuntimeError(
             f"build() of a {type(model).__name__} inside deferred_init() ({len(recorders())} entered): leave it first"
         )
-    for each in optimizers:  # before anything is made or changed; torch's meshes look whether a GPU was used before
-        check_element_wise(each)
     with ExitStack() as undo:  # if it fails
         if mesh is None:
             mesh = Mesh.create(plan.mesh, device or default_device(), plan.comm)

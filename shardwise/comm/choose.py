@@ -11,7 +11,7 @@ from shardwise.comm.control import Control
 from shardwise.comm.gloo import GlooGroup
 from shardwise.comm.group import Group, LocalGroup
 from shardwise.comm.mapping import MappingError, Method, host_facts
-from shardwise.comm.members import Members
+from shardwise.comm.members import Members, check_alike
 from shardwise.comm.native import NativeGroup
 from shardwise.comm.shared import SharedGroup
 
@@ -69,6 +69,17 @@ class GroupMaker:
         reduce = self.process_group(f"{name}_reduce", rank_lists, "gloo")
         return shared or GlooGroup(called, control, gather, reduce)
 
+    def agree(self, argument: str, wanted: object) -> None:
+        """All ranks of the run want the same (JSON-able), which ``argument`` is for. Collective; without ``members``,
+        which have agreed already.
+
+        Raises:
+            ValueError: on every rank, where they do not; says what each wants.
+        """
+        if dist.get_world_size() > 1:
+            rows, _ = self._everyone().exchange_object(wanted)
+            check_alike(argument, range(len(rows)), rows)
+
     def process_group(self, name: str, rank_lists: list[list[int]], backend: str) -> dist.ProcessGroup:
         """The communicator of this rank's list, kept until :meth:`close`. Collective as :meth:`make`."""
         own: dist.ProcessGroup
@@ -124,7 +135,13 @@ class GroupMaker:
         """
         if len(rank_lists) == 1 or self.members is not None:
             return mine
+        return any(row[0] for row in self._everyone().exchange([float(mine)]))
+
+    def _everyone(self) -> Control:
         if self._world is None:
-            everyone = [list(range(dist.get_world_size()))]
-            self._world = Control("world", self.process_group("agree", everyone, "gloo"))
-        return any(row[0] for row in self._world.exchange([float(mine)]))
+            default = dist.group.WORLD
+            if default is None or dist.get_backend(default) != "gloo":
+                everyone = [list(range(dist.get_world_size()))]
+                default = self.process_group("agree", everyone, "gloo")
+            self._world = Control("world", default)
+        return self._world

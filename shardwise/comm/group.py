@@ -27,6 +27,7 @@ PURPOSES = (
     "the order of reduction",
     "tokens of the step",
     "what could not be read back",
+    "what is to be built",
     "what to gather",
     "whether a shard could be read from the disk",
     "whether the device has room for what others gather",

@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d
 
 from shardwise.comm.errors import PeerError
 
-__all__ = ["DEFAULT_TIMEOUT_S", "Members", "ranks_of", "timeout_s", "unbound"]
+__all__ = ["DEFAULT_TIMEOUT_S", "Members", "check_alike", "ranks_of", "timeout_s", "unbound"]
 
 DEFAULT_TIMEOUT_S = 300.0
 
@@ -69,6 +69,17 @@ def timeout_s(group: dist.ProcessGroup | None = None) -> float:
     return DEFAULT_TIMEOUT_S
 
 
+def check_alike(argument: str, ranks: Sequence[int], wanted: Sequence[object]) -> None:
+    """What the ranks of ``argument`` want is the same, by rank.
+
+    Raises:
+        ValueError: it is not; says what each wants.
+    """
+    if any(want != wanted[0] for want in wanted):
+        told = "; ".join(f"rank {rank}: {want}" for rank, want in zip(ranks, wanted, strict=True))
+        raise ValueError(f"the ranks of {argument} want different things ({told}): give the same on all of them")
+
+
 @contextmanager
 def unbound(default: Any) -> Iterator[None]:
     """Inside, the default group is bound to no device: of one that is, all ranks split off a new group."""
@@ -111,9 +122,7 @@ class Members:
             dist.all_gather_object(rows, [uuid.uuid4().hex, agreed], group=group)
         except RuntimeError as error:
             raise self._lost("agreeing", error) from error
-        if any(row[1] != rows[0][1] for row in rows):
-            told = "; ".join(f"rank {rank}: {row[1]}" for rank, row in zip(self.ranks, rows, strict=True))
-            raise ValueError(f"the ranks of {argument} want different things ({told}): give the same on all of them")
+        check_alike(argument, self.ranks, [row[1] for row in rows])
         self._token = rows[0][0]
 
     def new_group(self, name: str, ranks: Sequence[int], backend: str) -> dist.ProcessGroup:

@@ -13,8 +13,10 @@ from torch import nn
 from shardwise.chunk.chunk import Chunk
 from shardwise.chunk.layout import Layout, make_layout, search_report
 from shardwise.chunk.pool import ChunkPool
+from shardwise.engine.agreement import agreed_build
 from shardwise.engine.casts import cast_floats, each_tensor
 from shardwise.engine.deferred import adopt, initial_values, set_buffer
+from shardwise.engine.description import describe_build
 from shardwise.engine.disk_agreement import agreed
 from shardwise.engine.early import EarlyObserver, EarlyUpdates
 from shardwise.engine.facts import all_names, parameter_facts
@@ -27,6 +29,7 @@ from shardwise.engine.passes import BackwardPasses
 from shardwise.engine.reducer import Reducer
 from shardwise.engine.staging import WhenAsked, gather_shards
 from shardwise.engine.storage import Storage
+from shardwise.engine.tiles import check_element_wise
 from shardwise.engine.writer import ValueWriter
 from shardwise.memory.ledger import DeviceMemoryError
 from shardwise.memory.stats import MemStats
@@ -47,16 +50,21 @@ class Engine:
         mesh: the ranks.
 
     Raises:
-        ValueError: an optimizer holds a tensor that is not a parameter of the model, or two hold the same one.
+        ValueError: an optimizer cannot be sharded, holds a tensor that is not a parameter of the model, or two hold the
+            same one; or the ranks differ in what they give. Nothing was changed.
+        PeerError: another rank cannot build, nothing was changed.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], plan: Plan, mesh: Mesh) -> None:
         self.model, self.plan, self.mesh = model, plan, mesh
         self.optimizers = tuple(optimizers)
-        check_shardable(model)
-        names = all_names(model)
-        self.params = [p for p in model.parameters() if p.is_floating_point()]
-        facts = parameter_facts(self.params, names, optimizers, plan)
+        with agreed_build(mesh.world, lambda: describe_build(model, optimizers, plan, facts, self.params)):
+            for each in optimizers:
+                check_element_wise(each)
+            check_shardable(model)
+            names = all_names(model)
+            self.params = [p for p in model.parameters() if p.is_floating_point()]
+            facts = parameter_facts(self.params, names, optimizers, plan)
         shard = plan.shard
         self.layout: Layout = make_layout(facts, model, shard.packing, mesh.shard.size, mesh.replicate.size, shard.kept)
         report = search_report(self.layout)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -15,6 +18,7 @@ __all__ = ["REPLICATE_AXIS", "SHARD_AXIS", "Mesh"]
 REPLICATE_AXIS = "dp_replicate"
 SHARD_AXIS = "dp_shard"
 MODEL_AXIS = "model_parallel"
+T = TypeVar("T")
 
 
 class Mesh:
@@ -84,24 +88,29 @@ class Mesh:
         if not plan.dp_shard == plan.dp_replicate == 1:
             check_joined()
         ranks = ranks_of("group", group)
-        plan = plan.resolve(len(ranks))
-        if comm.shared_memory and device.type != "cpu":
-            raise ValueError(f"shared_memory=True with device {device}: it serves CPU ranks; give None or False")
+        sizes, refusal = _resolved(plan, device, comm, len(ranks))
         if not (dist.is_available() and dist.is_initialized()):
+            if refusal is not None:
+                raise refusal
             one = LocalGroup("world", device)
             return cls(LocalGroup(SHARD_AXIS, device), LocalGroup(REPLICATE_AXIS, device), one, None, None, ranks)
-        wide = plan.dp_shard
-        grid = [list(ranks[start : start + wide]) for start in range(0, len(ranks), wide)]
-        if group is None or group is dist.group.WORLD:
-            device_mesh = init_device_mesh(
-                device.type, (plan.dp_replicate, plan.dp_shard), mesh_dim_names=(REPLICATE_AXIS, SHARD_AXIS)
-            )
-            maker = GroupMaker(device, comm.shared_memory, timeout_s())
-            return cls(*_axes(maker, grid, ranks), maker, device_mesh, ranks)
-        members = Members(group, "group", {"dp_replicate": plan.dp_replicate, "dp_shard": plan.dp_shard})
-        maker = GroupMaker(device, comm.shared_memory, members.timeout_s, members)
+        # Told before it is raised: the others may want something that can be, and would wait.
+        wanted = {"dp_replicate": sizes.dp_replicate, "dp_shard": sizes.dp_shard, "device": device.type}
+        if refusal is not None:
+            wanted["refused"] = str(refusal)
+        everyone = group is None or group is dist.group.WORLD
+        members = None if everyone else _told(refusal, lambda: Members(group, "group", wanted))
+        maker = GroupMaker(device, comm.shared_memory, timeout_s(group), members)
         try:
-            return cls(*_axes(maker, grid, ranks), maker, _device_mesh(maker, members, grid), ranks)
+            if members is None:
+                _told(refusal, lambda: maker.agree("this mesh", wanted))
+            wide = sizes.dp_shard
+            grid = [list(ranks[start : start + wide]) for start in range(0, len(ranks), wide)]
+            if members is not None:
+                return cls(*_axes(maker, grid, ranks), maker, _device_mesh(maker, members, grid), ranks)
+            names = (REPLICATE_AXIS, SHARD_AXIS)
+            device_mesh = init_device_mesh(device.type, (sizes.dp_replicate, wide), mesh_dim_names=names)
+            return cls(*_axes(maker, grid, ranks), maker, device_mesh, ranks)
         except BaseException:
             maker.close()
             raise
@@ -175,6 +184,29 @@ class Mesh:
     def __repr__(self) -> str:
         kinds = ", ".join(f"{group.name}: {type(group).__name__} of {group.size}" for group in self.groups)
         return f"Mesh(rank {self.rank} of {self.size} on {self.device}; {kinds})"
+
+
+def _resolved(plan: MeshPlan, device: torch.device, comm: CommPlan, size: int) -> tuple[MeshPlan, ValueError | None]:
+    """The plan with its sizes, or as it is with what is wrong."""
+    try:
+        if comm.shared_memory and device.type != "cpu":
+            raise ValueError(f"shared_memory=True with device {device}: it serves CPU ranks; give None or False")
+        return plan.resolve(size), None
+    except ValueError as error:
+        return plan, error
+
+
+def _told(refusal: ValueError | None, meet: Callable[[], T]) -> T:
+    """What ``meet`` gives, which tells the other ranks; then this rank's own refusal is raised."""
+    try:
+        found = meet()
+    except ValueError:
+        if refusal is not None:
+            raise refusal from None
+        raise
+    if refusal is not None:
+        raise refusal
+    return found
 
 
 def _axes(maker: GroupMaker, grid: list[list[int]], ranks: tuple[int, ...]) -> tuple[Group, Group, Group]:

@@ -179,7 +179,7 @@ def disagreeing() -> str:
 def test_members_that_want_different_meshes() -> None:
     said = run_ranks(4, disagreeing)
     assert said[0] == said[1] == said[3]
-    assert "rank 1: {'dp_replicate': 1, 'dp_shard': 3}" in said[0] and "rank 3: {'dp_replicate': 3" in said[0]
+    assert "rank 1: {'dp_replicate': 1, 'dp_shard': 3, " in said[0] and "rank 3: {'dp_replicate': 3" in said[0]
 
 
 def refused() -> list[int]:
