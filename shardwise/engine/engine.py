@@ -372,7 +372,7 @@ class Engine:
                         with state.opened(write=True) as master:
                             _take_over(shard, master)
         self._commit()
-        self._renew_resident()
+        self._renew_resident([chunk for chunk in self.chunks if chunk.spec.trainable])
 
     def _commit(self, optimizer: int | None = None) -> None:
         """What was written to the disk is from here on what is read."""
@@ -384,29 +384,29 @@ class Engine:
 
         Args:
             everything: frozen parameters were written too.
-            optimizer: it has updated its own; what another one has written ahead of its step does not count yet.
+            optimizer: it has updated its own chunks, and no other (``None``: all were); what another one has written
+                ahead of its step does not count yet, and graphs that need only the others' chunks stay valid.
         """
         self._commit(optimizer)
-        for chunk in self.chunks:
-            if everything or chunk.spec.trainable:
-                chunk.source.forget()  # what was read ahead and not used is the version before
-        self._renew_resident()
+        updated = [c for c in self.chunks if c.spec.trainable and optimizer in (None, c.spec.optimizer)]
+        for chunk in self.chunks if everything else updated:
+            chunk.source.forget()  # what was read ahead and not used is the version before
+        self._renew_resident(updated)
         self.pool.invalidate(everything)
         if self.meter is not None:
             self.meter.end_step(self.pool.followed)
-        for chunk in self.chunks:
-            if chunk.spec.trainable:
-                chunk.generation += 1
-                if chunk.resident:
-                    # As if each had been updated in place: autograd then refuses graphs from before the step.
-                    torch.autograd.graph.increment_version(chunk.params)
+        for chunk in self.chunks if everything else updated:
+            chunk.generation += 1
+            if chunk.resident:
+                # As if each had been updated in place: autograd then refuses graphs from before the step.
+                torch.autograd.graph.increment_version(chunk.params)
 
-    def _renew_resident(self) -> None:
+    def _renew_resident(self, updated: Sequence[Chunk]) -> None:
         group = self.mesh.shard
         self.pool.settle()
         group.fence("after an update")
-        for chunk in self.chunks:
-            if not (chunk.resident and chunk.spec.trainable and group.size > 1):
+        for chunk in updated:
+            if not (chunk.resident and group.size > 1):
                 continue
             if group.one_sided_gather and self._renews_late(chunk):
                 chunk.pending = WhenAsked(partial(group.all_gather_in_place, chunk.exchange))
