@@ -308,8 +308,9 @@ class Group(ABC):
         """Return when every rank has come here. Host side: it does not wait for device work."""
 
     def fence(self, phase: str = "") -> None:
-        """Return when all ranks' earlier writes into buffers are visible to all and nobody still reads; nothing to do
-        where memory is not mapped.
+        """Return when all ranks' earlier writes into buffers are visible to all and no gather still reads; nothing to
+        do where memory is not mapped. It waits for no reduction (:meth:`Buffer.wait_writable` does), so ranks that have
+        started different ones may meet here.
 
         Args:
             phase: one of :data:`PHASES`; ranks at different ones have lost each other, and are told so.

@@ -375,9 +375,11 @@ class SharedGroup(Group):
         self._sync(BARRIER, ())
 
     def fence(self, phase: str = "") -> None:
-        """Finish this rank's reductions, then return when every rank has done so too, at a fence of this ``phase``."""
-        for reduction in list(self._unfinished):
-            reduction.wait()
+        """Return when every rank has come to a fence of this ``phase``.
+
+        Reductions go on: their buffers have counters of their own, and a peer may come here before it publishes what
+        this rank would wait for.
+        """
         self._sync(FENCE, (), PHASES.index(phase))
 
     def _exchange(self, values: Sequence[float]) -> list[list[float]]:
