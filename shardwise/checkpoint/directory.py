@@ -2,7 +2,8 @@
 
 Whatever begins with a dot is not a checkpoint: ``.<tag>.saving-<hex>`` is being written (or was exchanged for its
 successor), ``.<tag>.replaced-<hex>`` stepped aside where the system cannot exchange names, ``.<tag>.purged-<hex>`` is
-being deleted. Every one of them may be left by a killed process; the next save removes them.
+being deleted. Every one of them may be left by a killed process; the next save removes them. Files of another origin in
+a checkpoint's directory belong to the tag: see :mod:`shardwise.checkpoint.foreign`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import Any
 
 from shardwise.checkpoint.file_system import DISK
 from shardwise.checkpoint.files import CheckpointError
-from shardwise.checkpoint.format import MANIFEST, Head, has_pieces, read_files, read_head
+from shardwise.checkpoint.foreign import settle, take_along
+from shardwise.checkpoint.format import MANIFEST, Head, has_pieces, is_file_name, read_files, read_head
 from shardwise.checkpoint.source import CheckpointDamage
 from shardwise.memory.disk_errors import explain
 
@@ -84,6 +86,11 @@ def _is_ours(path: str) -> bool:
     return os.path.isdir(path) and (os.path.exists(os.path.join(path, MANIFEST)) or has_pieces(path))
 
 
+def _is_own_file(path: str) -> bool:
+    """Whether a save wrote the file; a folder of that name it did not."""
+    return is_file_name(os.path.basename(path)) and (os.path.islink(path) or not os.path.isdir(path))
+
+
 class CheckpointRoot:
     """Changes one directory of checkpoints; only one process of a run (rank 0) does.
 
@@ -98,6 +105,8 @@ class CheckpointRoot:
         self.root, self._files, self._latest = root, files, latest
         self._damaged = set() if damaged is None else damaged
         self._lock: int | None = None
+        self._replaced: str | None = None
+        """Where the checkpoint is now that the last commit replaced."""
 
     def _hidden(self, tag: str, kind: str) -> str:
         return os.path.join(self.root, f".{tag}.{kind}-{secrets.token_hex(8)}")
@@ -114,6 +123,8 @@ class CheckpointRoot:
         final = os.path.join(self.root, check_tag(tag))
         if os.path.lexists(final) and not _is_ours(final):
             raise ValueError(f"{final} exists and is not a checkpoint; choose another tag, or move it away")
+        if os.path.isdir(os.path.join(final, MANIFEST)):
+            raise ValueError(f"{os.path.join(final, MANIFEST)} is a folder where the checkpoint has a file: rename it")
         there = scan(self.root)
         serials = [each.head.serial for each in there if each.head is not None]
         unknown = len(there) - len(serials)  # a manifest that cannot be read today may be tomorrow, and is older then
@@ -137,17 +148,44 @@ class CheckpointRoot:
                 with contextlib.suppress(OSError):
                     lock = self._files.lock_directory(path)
                     if lock is not None:
-                        self._files.remove_tree(path)
+                        self._clear(path, final)
                         self._files.close(lock)
+            elif match["kind"] == "replaced":
+                self._clear(path, final)
             else:
                 self._files.remove_tree(path)
 
+    def _clear(self, hidden: str, final: str) -> None:
+        """Remove a directory that is written no more, or was replaced by ``final``; files of another origin move there.
+
+        Where no checkpoint is at ``final`` any more (somebody moved it), one that was complete keeps what is not ours.
+        """
+        if os.path.islink(hidden):
+            self._files.remove_tree(hidden)
+        elif _is_ours(final):
+            settle(self._files, hidden, final, _is_own_file)
+        elif os.path.exists(os.path.join(hidden, MANIFEST)):
+            paths = [os.path.join(hidden, name) for name in self._files.list_directory(hidden)]
+            if all(map(_is_own_file, paths)):
+                self._files.remove_tree(hidden)
+            else:  # the manifest says that they were in a place
+                for path in paths:
+                    if _is_own_file(path) and os.path.basename(path) != MANIFEST:
+                        self._files.remove_tree(path)
+        else:  # never in any place: it has only further links to such files
+            self._files.remove_tree(hidden)
+
     def commit(self, hidden: str, tag: str, manifest: bytes) -> None:
-        """Write the manifest and give the directory its name, in one step.
+        """Write the manifest and give the directory its name, in one step; then call :meth:`finish`.
+
+        Files of another origin in a checkpoint that is replaced are in its successor too.
 
         Raises:
             OSError: nothing is visible; call :meth:`discard`.
+            CheckpointError: the same; such a file can be neither linked nor copied.
         """
+        if os.path.isdir(os.path.join(self.root, tag)):
+            take_along(self._files, os.path.join(self.root, tag), hidden, _is_own_file)
         self._files.write_file(os.path.join(hidden, MANIFEST), manifest)
         self._files.sync_directory(hidden)
         final = os.path.join(self.root, tag)
@@ -171,8 +209,17 @@ class CheckpointRoot:
             raise
         self._unlock()
         self._damaged.discard(os.path.realpath(final))
+        self._replaced = old
+
+    def finish(self, tag: str) -> None:
+        """Remove what the last commit replaced.
+
+        Raises:
+            CheckpointError: something in it that is not ours could not be moved over; it is still there.
+        """
+        old, self._replaced = self._replaced, None
         if old is not None:
-            self._files.remove_tree(old)
+            self._clear(old, os.path.join(self.root, tag))
 
     def _take_back(self, hidden: str, final: str, old: str | None) -> None:
         """The new name may not survive a power failure: what was there before is put back."""

@@ -7,6 +7,7 @@ import ctypes
 import errno as codes
 import fcntl
 import os
+import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -121,15 +122,48 @@ class FileSystem:
         finally:
             self.close(fd)
 
-    def remove_tree(self, path: str) -> None:
-        """A directory of plain files, as far as possible; what remains is for the next save to remove."""
+    def list_directory(self, path: str) -> list[str]:
+        return os.listdir(path)
+
+    def link(self, path: str, place: str) -> None:
+        """``place`` is the same file (or symbolic link) as ``path``, or a copy where the file system has no such."""
+        try:
+            os.link(path, place, follow_symlinks=False)
+        except FileNotFoundError:
+            raise
+        except OSError:
+            shutil.copy2(path, place, follow_symlinks=False)
+
+    def copy_attributes(self, path: str, place: str) -> None:
+        """Mode, times and owner of a directory, as far as this user may."""
         with contextlib.suppress(OSError):
-            if os.path.islink(path):  # only the name is ours, not what it points to
+            shutil.copystat(path, place)
+            there = os.lstat(path)
+            os.chown(place, there.st_uid, there.st_gid)
+
+    def open_up(self, path: str) -> None:
+        """Let this user remove what is in a directory, as far as possible."""
+        with contextlib.suppress(OSError):
+            if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+                os.chmod(path, 0o700)
+
+    def remove_tree(self, path: str) -> None:
+        """What is at ``path``, with all that is in it, as far as possible; what remains is for the next save to remove.
+
+        Of a link only the name is removed.
+        """
+        with contextlib.suppress(OSError):
+            if os.path.islink(path) or not os.path.isdir(path):
                 self.remove(path)
                 return
+            self.open_up(path)
             for name in os.listdir(path):
-                with contextlib.suppress(OSError):
-                    self.remove(os.path.join(path, name))
+                self.remove_tree(os.path.join(path, name))
+            self.remove_directory(path)
+
+    def remove_empty(self, path: str) -> None:
+        """A directory, if nothing is in it."""
+        with contextlib.suppress(OSError):
             self.remove_directory(path)
 
 

@@ -31,6 +31,7 @@ __all__ = [
     "encode_manifest",
     "has_pieces",
     "hexadecimal",
+    "is_file_name",
     "merge_pieces",
     "read_files",
     "read_head",
@@ -170,6 +171,11 @@ def _check_last_line(content: bytes, path: str) -> None:
             f"{path}: its {len(content)} bytes do not have the checksum that was written; it is damaged: load another "
             "checkpoint (resume='auto' finds the newest whole one)"
         )
+
+
+def is_file_name(name: str) -> bool:
+    """Whether a file of this name in a checkpoint's directory is the checkpoint's own."""
+    return name == MANIFEST or _PIECES.fullmatch(name) is not None
 
 
 def has_pieces(directory: str) -> bool:

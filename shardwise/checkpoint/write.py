@@ -149,6 +149,7 @@ class SaveJob:
     def _tidy(self) -> None:
         if self.root is not None:
             self.root.point_latest(self.head.tag)
+            self.root.finish(self.head.tag)
             if self.keep is not None:
                 self.root.purge(self.keep)
 

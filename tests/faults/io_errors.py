@@ -129,6 +129,7 @@ class Sweep:
         """By tag the version and weights of what must be there."""
         self.counts: dict[str, int] = {}
         self.lost: list[str] = []
+        self.noted = False
         self._tags = 0
 
     def make_twins(self) -> Any:
@@ -188,10 +189,21 @@ class Sweep:
         self.expect(tag, weights)
         self.check(self.saved, "after the next save")
         if self.mesh.rank == 0:
+            self.look_at_notes(tag)
             there = sorted(os.listdir(self.root))
             if there != sorted([*self.saved, "latest"]) or Path(self.root, "latest").read_text() != f"{tag}\n":
                 self.problem(f"after the next save there are {there}, expected {list(self.saved)} and latest")
         self.mesh.world.barrier()
+
+    def look_at_notes(self, tag: str) -> None:
+        """A file and a folder of another origin stay in a tag that is saved again."""
+        notes = [Path(self.root, tag, name) for name in ("notes", "folder/notes")]
+        if "re-save" in self.action and self.noted and not all(note.is_file() for note in notes):
+            self.problem(f"of {notes} some are gone")
+        for note in notes:
+            note.parent.mkdir(exist_ok=True)
+            note.touch()
+        self.noted = True
 
     def expect(self, tag: str, weights: dict[str, torch.Tensor]) -> None:
         """``tag`` is saved now, and the two newest are kept."""

@@ -114,6 +114,7 @@ def _lines(read: int) -> list[str]:
 def trial(root: Path, number: int, chooser: random.Random, report: Report) -> None:
     """Start ranks, kill some, and look at what is left."""
     world_size, before = chooser.randint(1, 3), {each.tag for each in scan(str(root))}
+    notes = _write_notes(root, number)
     ranks = [_fork(root, rank, world_size, number) for rank in range(world_size)]
     head = os.read(ranks[0][1], 6)  # "ready\n", or the beginning of a complaint, or nothing if it died
     time.sleep(chooser.random() * LONGEST_S)
@@ -135,6 +136,22 @@ def trial(root: Path, number: int, chooser: random.Random, report: Report) -> No
     ]
     _count_what_was_hit(lines, before, report)
     _check(root, lines, report, number)
+    if not any(len(line.split()) == 5 for own in lines for line in own):  # nothing was purged
+        report.counts["looked at notes"] += len(notes)
+        there = {each.tag: Path(each.path) for each in scan(str(root))}
+        gone = [note for note in notes if note[0] not in there or not (there[note[0]] / note[1]).is_file()]
+        report.lost += [f"trial {number}: {'/'.join(note)}, which is the user's, is gone" for note in gone]
+
+
+def _write_notes(root: Path, number: int) -> list[tuple[str, str]]:
+    """A file and a folder of the user's in every checkpoint; tag and path of all there are."""
+    for each in scan(str(root)):
+        folder = Path(each.path, "notes")
+        folder.mkdir(exist_ok=True)
+        Path(each.path, f"note-{number % 5}").touch()
+        Path(folder, f"note-{number % 5}").touch()
+    found = {each.tag: Path(each.path) for each in scan(str(root))}
+    return [(tag, str(file.relative_to(path))) for tag, path in found.items() for file in path.rglob("note-*")]
 
 
 def _look_at_hangs(root: Path, number: int, late: int, report: Report) -> None:

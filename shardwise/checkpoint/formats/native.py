@@ -76,6 +76,7 @@ def write_native(source: CheckpointSource, path: str | Path, dtype: torch.dtype 
     except BaseException:
         root.discard(hidden)
         raise
+    root.finish(target.name)
     return target
 
 

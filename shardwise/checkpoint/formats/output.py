@@ -18,6 +18,7 @@ import torch
 from shardwise.checkpoint.directory import describe
 from shardwise.checkpoint.file_system import DISK
 from shardwise.checkpoint.files import CheckpointError
+from shardwise.checkpoint.foreign import settle, take_along
 from shardwise.checkpoint.formats.lazy import Entry
 
 __all__ = [
@@ -161,13 +162,15 @@ def output_directory(path: Path, ours: Callable[[str], bool]) -> Iterator[Path]:
     old = target.with_name(f".{target.name}.replaced")
     if old.exists() and not target.exists():  # a replacement that was cut off between its two renames
         DISK.rename(str(old), str(target))
-    for leftover in (fresh, old):
-        _remove(leftover)
+    _remove(fresh)
+    _clear(old, target, ours)
     DISK.make_directory(str(fresh))
+    written: set[str] = set()
     try:
         yield fresh
+        written = set(os.listdir(fresh))
         if target.is_dir():
-            _take_along(target, fresh, ours)
+            take_along(DISK, str(target), str(fresh), lambda path: ours(os.path.basename(path)))
         for file in fresh.rglob("*"):
             if not file.is_symlink():
                 sync_path(file)
@@ -178,8 +181,19 @@ def output_directory(path: Path, ours: Callable[[str], bool]) -> Iterator[Path]:
             old.rename(target)
         _remove(fresh)
         raise
-    for leftover in (fresh, old):  # what was there before, under one of the two names
-        _remove(leftover)
+    if fresh.is_dir():  # they were exchanged; this name would tell the next save that nothing in it counts
+        with contextlib.suppress(OSError):
+            DISK.rename(str(fresh), str(old))
+    for leftover in (fresh, old):
+        _clear(leftover, target, lambda name: name in written or ours(name))
+
+
+def _clear(old: Path, target: Path, ours: Callable[[str], bool]) -> None:
+    """Remove what ``target`` has replaced; files of another origin that appeared in it meanwhile move there."""
+    if target.is_dir() and old.is_dir() and not old.is_symlink():
+        settle(DISK, str(old), str(target), lambda path: ours(os.path.basename(path)))
+    else:
+        _remove(old)
 
 
 def _take_place(fresh: Path, target: Path, old: Path) -> None:
@@ -203,25 +217,6 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
     else:
         shutil.rmtree(path, ignore_errors=True)
-
-
-def _take_along(target: Path, fresh: Path, ours: Callable[[str], bool]) -> None:
-    for item in target.iterdir():
-        place = fresh / item.name
-        if ours(item.name) or place.exists():
-            continue
-        if item.is_dir() and not item.is_symlink():
-            shutil.copytree(item, place, symlinks=True, copy_function=_link_or_copy)
-        else:
-            _link_or_copy(str(item), str(place))
-
-
-def _link_or_copy(source: str, place: str) -> str:
-    try:
-        os.link(source, place, follow_symlinks=False)
-    except OSError:
-        shutil.copy2(source, place, follow_symlinks=False)
-    return place
 
 
 @contextmanager

@@ -1,0 +1,320 @@
+"""Files of another origin in a directory that a save replaces: taken along at once, whatever happens meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import forked, start
+from torch import nn
+
+from shardwise.build import Session, build
+from shardwise.checkpoint.directory import scan
+from shardwise.checkpoint.file_system import FileSystem
+from shardwise.checkpoint.files import CheckpointError
+from shardwise.checkpoint.formats import open_checkpoint
+from shardwise.checkpoint.formats.native import write_native
+from shardwise.checkpoint.formats.output import output_directory
+from shardwise.checkpoint.read import verify
+from shardwise.checkpoint.session import Checkpointer
+from shardwise.plan import zero
+
+
+@pytest.fixture
+def session() -> Iterator[Session]:
+    made = build(nn.Linear(3, 2), None, zero(3))
+    yield made
+    made.close()
+
+
+def put(folder: Path) -> dict[str, bytes]:
+    """A user's files: plain, in folders of folders, empty folders, links to something, to nothing and to a folder, a
+    hidden one, one of another mode, and names that nearly are the checkpoint's."""
+    (folder / "logs" / "deep" / "er").mkdir(parents=True)
+    (folder / "empty").mkdir()
+    (folder / "pieces-7.safetensors").mkdir()
+    names = ["notes", ".hidden", "logs/a", "logs/deep/er/b", "pieces-x.safetensors", "pieces-7.safetensors/mine"]
+    for name in names:
+        (folder / name).write_text(name)
+    (folder / "secret").write_bytes(b"1")
+    (folder / "secret").chmod(0)
+    (folder / "logs" / "deep" / "er").chmod(0o500)
+    (folder / "to-notes").symlink_to("notes")
+    (folder / "to-nothing").symlink_to("/no/such/file")
+    (folder / "to-logs").symlink_to("logs", target_is_directory=True)
+    return user_files(folder)
+
+
+def user_files(folder: Path) -> dict[str, Any]:
+    """What is in ``folder`` and not the checkpoint's: by path its kind, mode and content."""
+    found: dict[str, Any] = {}
+    for place, folders, files in os.walk(folder):
+        for name in [*folders, *files]:
+            path = Path(place, name)
+            short = str(path.relative_to(folder))
+            if short == "manifest.json" or (short.startswith("pieces-0") and not path.is_dir()):
+                continue
+            content: Any = os.readlink(path) if path.is_symlink() else None if path.is_dir() else path.read_bytes()
+            found[short] = (path.lstat().st_mode, content)
+    return found
+
+
+class NoLinks(FileSystem):
+    """A file system without hard links copies; one without an exchange of names renames twice."""
+
+    def link(self, path: str, place: str) -> None:
+        shutil.copy2(path, place, follow_symlinks=False)
+
+    def exchange(self, one: str, other: str) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("files", [FileSystem(), NoLinks()], ids=["links", "copies"])
+def test_a_tag_that_is_saved_again_keeps_what_is_not_the_checkpoints(
+    session: Session, tmp_path: Path, files: FileSystem
+) -> None:
+    saver = Checkpointer(session, files)
+    saver.save(tmp_path, "best", user_state=1)
+    before = put(tmp_path / "best")
+    for version in (2, 3):
+        saver.save(tmp_path, "best", user_state=version, use_async=version == 3)
+        saver.wait()
+        assert user_files(tmp_path / "best") == before
+        assert sorted(os.listdir(tmp_path)) == ["best", "latest"], "nothing hidden stays"
+    assert verify(tmp_path / "best") == []
+    restored = saver.load(tmp_path, "best")
+    assert restored is not None and restored.user_state == 3
+    saver.save(tmp_path, "other", keep=1)
+    assert sorted(os.listdir(tmp_path)) == ["latest", "other"], "keep removes a checkpoint with all that is in it"
+
+
+def test_files_that_change_during_a_save_are_kept_as_they_are_last(session: Session, tmp_path: Path) -> None:
+    """Between the moment at which they are taken along and that at which the directory is replaced."""
+
+    class Busy(FileSystem):
+        armed = False
+
+        def exchange(self, one: str, other: str) -> bool:
+            if self.armed:
+                late = Path(other)
+                (late / "new").write_text("new")
+                (late / "logs" / "new").write_text("new")
+                (late / "folder" / "inner").mkdir(parents=True)
+                (late / "folder" / "inner" / "new").write_text("new")
+                (late / "appended").open("a").write(" and more")
+                (late / "partial").write_text("replaced")
+                os.utime(late / "partial", (2e9, 2e9))
+                os.rename(late / "partial", late / "replaced")
+                (late / "gone-in-a-moment").write_text("")
+                (late / "gone-in-a-moment").unlink()
+            return super().exchange(one, other)
+
+    files = Busy()
+    saver, best = Checkpointer(session, files), tmp_path / "best"
+    saver.save(tmp_path, "best")
+    (best / "logs").mkdir()
+    (best / "appended").write_text("first")
+    (best / "replaced").write_text("old")
+    files.armed = True
+    saver.save(tmp_path, "best")
+    found = {name: content for name, (_, content) in user_files(best).items()}
+    assert found == {
+        "appended": b"first and more",
+        "replaced": b"replaced",
+        "new": b"new",
+        "logs": None,
+        "logs/new": b"new",
+        "folder": None,
+        "folder/inner": None,
+        "folder/inner/new": b"new",
+    }
+    assert sorted(os.listdir(tmp_path)) == ["best", "latest"]
+
+
+class Killed(BaseException):
+    """As good as: nothing is put back or tidied up after it."""
+
+
+class Dying(FileSystem):
+    """The process ends before the call number ``left``; ``change`` runs when names were exchanged."""
+
+    def __init__(self, exchanging: bool) -> None:
+        super().__init__()
+        self.left, self.exchanging = -1, exchanging
+        self.dead, self.lock = False, -1
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        if name in ("left", "exchanging", "dead", "lock") or name.startswith("_") or not callable(found):
+            return found
+
+        def call(*args: Any) -> Any:
+            if name == "exchange" and not self.exchanging:
+                return False
+            if self.left == 0:
+                self.dead = True
+            if self.dead and name != "close":  # the system closes what a process had open
+                raise Killed
+            self.left -= 1
+            result = found(*args)
+            if name == "lock_directory":
+                self.lock = result
+            return result
+
+        return call
+
+
+@pytest.mark.parametrize("exchanging", [True, False])
+def test_a_kill_at_any_call_loses_neither_checkpoint_nor_files(
+    session: Session, tmp_path: Path, exchanging: bool
+) -> None:
+    """Before every call of a save in turn; the save that follows has them all where they were."""
+    at, visible = 0, 0
+    root, best = tmp_path / "run", tmp_path / "run" / "best"
+    Checkpointer(session).save(root, "best", user_state=0)
+    (best / "logs").mkdir()
+    (best / "logs" / "a").write_text("a")
+    (best / "notes").write_text("notes")
+    before = user_files(best)
+    while True:
+        files = Dying(exchanging)
+        files.left = at
+        with contextlib.suppress(Killed):
+            Checkpointer(session, files).save(root, "best", user_state=at + 1)
+        if not files.dead:
+            break
+        with contextlib.suppress(OSError):
+            os.close(files.lock)
+        (found,) = scan(str(root))
+        assert found.tag == "best" and verify(found.path) == [], f"killed at call {at}"
+        assert user_files(Path(found.path)) == before, f"killed at call {at}"
+        restored = Checkpointer(session).load(root)
+        assert restored is not None and restored.user_state in (0, at + 1), f"killed at call {at}"
+        visible += restored.user_state == at + 1
+        Checkpointer(session).save(root, "best", user_state=0)
+        assert user_files(best) == before and sorted(os.listdir(root)) == ["best", "latest"], f"killed at call {at}"
+        at += 1
+    assert at > 20 and 0 < visible < at, (at, visible)
+
+
+def test_what_a_killed_save_left_goes_without_what_is_the_users(session: Session, tmp_path: Path) -> None:
+    """What appeared in the old directory just before a kill is in the hidden one, and comes back."""
+    saver = Checkpointer(session)
+    saver.save(tmp_path, "best", user_state=1)
+    hidden = tmp_path / f".best.saving-{'0' * 16}"
+    (tmp_path / "best").rename(hidden)
+    (hidden / "late").write_text("late")
+    (hidden / "logs").mkdir()
+    (hidden / "logs" / "late").write_text("late")
+    saver.save(tmp_path, "other", user_state=2)
+    assert sorted(os.listdir(hidden)) == ["late", "logs", "manifest.json"], "their tag was moved away"
+    saver.save(tmp_path, "best", user_state=3)
+    saver.save(tmp_path, "best", user_state=4)
+    assert sorted(os.listdir(tmp_path)) == ["best", "latest", "other"]
+    assert (tmp_path / "best" / "logs" / "late").read_text() == (tmp_path / "best" / "late").read_text() == "late"
+    unfinished = tmp_path / f".new.saving-{'1' * 16}"  # of a tag that never was
+    (unfinished / "logs").mkdir(parents=True)
+    saver.save(tmp_path, "other")
+    assert sorted(os.listdir(tmp_path)) == ["best", "latest", "other"]
+
+
+def _refusing(path: str, place: str) -> None:
+    raise PermissionError(1, "Operation not permitted", path)
+
+
+def test_what_cannot_be_taken_along_is_an_error_and_the_old_checkpoint_stays(session: Session, tmp_path: Path) -> None:
+    files = FileSystem()
+    saver, best = Checkpointer(session, files), tmp_path / "best"
+    saver.save(tmp_path, "best", user_state=1)
+    (best / "logs").mkdir()
+    (best / "logs" / "mine").write_text("mine")
+    files.link = _refusing  # type: ignore[method-assign]
+    with pytest.raises(
+        CheckpointError, match="best/logs/mine is not the checkpoint's and cannot be taken along: EPERM"
+    ):
+        saver.save(tmp_path, "best", user_state=2)
+    del files.link  # type: ignore[attr-defined]
+    (best / "manifest.json").rename(best / "kept.json")
+    (best / "manifest.json").mkdir()
+    with pytest.raises(ValueError, match=r"best/manifest\.json is a folder where the checkpoint has a file"):
+        saver.save(tmp_path, "best", user_state=2)
+    (best / "manifest.json").rmdir()
+    (best / "kept.json").rename(best / "manifest.json")
+    assert sorted(os.listdir(tmp_path)) == ["best", "latest"] and sorted(os.listdir(best / "logs")) == ["mine"]
+    restored = saver.load(tmp_path, "best")
+    assert restored is not None and restored.user_state == 1
+
+
+def _as_another_user(root: Path, answers: Connection) -> None:
+    os.umask(0o022)
+    os.setgid(65534)
+    os.setuid(65534)
+    session = build(nn.Linear(3, 2), None, zero(3))
+    saver, best = Checkpointer(session), root / "best"
+    saver.save(root, "best", user_state=1)
+    (best / "own").write_text("own")
+    (best / "own").chmod(0)
+    (best / "ended").mkdir()
+    (best / "ended" / "a").write_text("a")
+    (best / "ended").chmod(0o500)
+    saver.save(root, "best", user_state=2)
+    kept = [*os.listdir(root), *os.listdir(best), *os.listdir(best / "ended")]
+    (best / "closed").mkdir()
+    (best / "closed").chmod(0)
+    error = ""
+    try:
+        saver.save(root, "best", user_state=3)
+    except CheckpointError as raised:
+        error = str(raised)
+    restored = saver.load(root, "best")
+    answers.send((sorted(kept), error, restored is not None and restored.user_state, sorted(os.listdir(root))))
+    session.close()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="becomes another user")
+def test_files_that_this_user_cannot_read_are_kept_or_named(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        os.chmod(folder, 0o777)
+        answer, answers = multiprocessing.Pipe(duplex=False)
+        process = start(forked(_as_another_user, Path(folder, "run"), answers))
+        answers.close()
+        assert answer.poll(120), "no answer within 120 s"
+        kept, error, version, there = answer.recv()
+        process.join()
+    assert kept == ["a", "best", "ended", "latest", "manifest.json", "own", "pieces-0.safetensors"]
+    assert "best/closed is not the checkpoint's and cannot be taken along: EACCES" in error
+    assert version == 2 and there == ["best", "latest"]
+
+
+def test_conversions_and_other_formats_take_them_along_too(session: Session, tmp_path: Path) -> None:
+    Checkpointer(session).save(tmp_path / "runs", "a")
+    for _ in range(2):
+        with open_checkpoint(tmp_path / "runs" / "a") as source:
+            write_native(source, tmp_path / "out" / "a")
+        if not (tmp_path / "out" / "a" / "notes").exists():
+            before = put(tmp_path / "out" / "a")
+    assert user_files(tmp_path / "out" / "a") == before and os.listdir(tmp_path / "out") == ["a"]
+
+    model = tmp_path / "models" / "model"
+    model.mkdir(parents=True)
+    before = put(model)
+
+    def write(more: Callable[[], object]) -> None:
+        with output_directory(model, lambda name: name == "weights") as fresh:
+            (fresh / "weights").write_text("new")
+            (fresh / "config").write_text("new")
+            more()
+
+    write(lambda: None)
+    (model / "config").write_text("mine")
+    write(lambda: (model / "late").write_text("late"))
+    assert set(user_files(model)) == {*before, "late", "weights", "config"}
+    assert (model / "config").read_text() == "new" and os.listdir(tmp_path / "models") == ["model"]
