@@ -20,6 +20,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from shardwise.cli.follow import command_that_follows, end_with
 from shardwise.testing import pool
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -71,10 +72,12 @@ class Forked:
 Started = Forked | subprocess.Popen[bytes]
 
 
-def _run_as_rank(arguments: list[str], environment: dict[str, str]) -> None:
+def _run_as_rank(arguments: list[str], environment: dict[str, str], parent: int | None) -> None:
     """In a new process, ``python [-m] NAME ...`` of a launcher."""
     import torch
 
+    if parent is not None:
+        end_with(parent)
     os.setsid()
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
@@ -92,15 +95,21 @@ def _run_as_rank(arguments: list[str], environment: dict[str, str]) -> None:
         runpy.run_path(sys.argv[0], run_name="__main__")
 
 
-def fork_rank(arguments: list[str], environment: dict[str, str]) -> Forked:
-    """A rank in a fork of this process, for a launcher that would start Python with ``arguments``."""
-    process = multiprocessing.get_context("fork").Process(target=_run_as_rank, args=(arguments, environment))
+def fork_rank(arguments: list[str], environment: dict[str, str], follow: bool = False) -> Forked:
+    """A rank in a fork of this process, for a launcher that would start Python with ``arguments``.
+
+    ``follow``: it ends with this process.
+    """
+    parent = os.getpid() if follow else None
+    process = multiprocessing.get_context("fork").Process(target=_run_as_rank, args=(arguments, environment, parent))
     return Forked(process)
 
 
 def _fork_rank(_handler: object, command: tuple[str, ...], environment: dict[str, str]) -> Forked:
-    assert command[:2] == (sys.executable, "-u"), command
-    return fork_rank(list(command[2:]), environment)
+    """Its command is that of a rank which ends with its launcher."""
+    prefix = command_that_follows([sys.executable, "-u"])
+    assert list(command[: len(prefix)]) == prefix, command
+    return fork_rank(list(command[len(prefix) :]), environment, follow=True)
 
 
 def _run_as_launcher(command: list[str], log: str, environment: Mapping[str, str], fork_ranks: bool) -> None:

@@ -2,7 +2,8 @@
 
 Source of the behaviour: ``torch.distributed.run`` (torchrun), run inside this process. It starts every rank in a
 session of its own, so that Ctrl-C reaches only the launcher, which passes the signal on, waits up to 30 seconds for
-the ranks to end, and then kills them.
+the ranks to end, and then kills them. Where the launcher itself is killed the system kills the ranks
+(:mod:`shardwise.cli.follow`).
 """
 
 from __future__ import annotations
@@ -12,10 +13,17 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+from shardwise.cli.follow import command_that_follows
+
 __all__ = ["launch", "status_of", "threads_per_rank"]
+
+MOMENT_S = 1.0
+_ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
 def status_of(exit_code: int) -> int:
@@ -38,10 +46,11 @@ def launch(arguments: Sequence[str], script: Sequence[str], ranks: int) -> int:
     Each rank gets its share of the cores as OpenMP threads, unless the user has set OMP_NUM_THREADS.
     """
     # A signal that comes while torch is being imported must not be lost or print a traceback.
-    earlier = {number: signal.signal(number, _stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    earlier = {number: signal.signal(number, _stop) for number in _ENDING}
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(ranks)))
     try:
-        return _run(arguments, script)
+        with _heard_at_once():
+            return _run(arguments, script)
     finally:
         for number, handler in earlier.items():
             signal.signal(number, handler)
@@ -49,6 +58,37 @@ def launch(arguments: Sequence[str], script: Sequence[str], ranks: int) -> int:
 
 def _stop(number: int, _frame: object) -> None:
     sys.exit(128 + number)
+
+
+@contextmanager
+def _heard_at_once() -> Iterator[None]:
+    """A signal ends this process also while torch waits for other hosts, where no Python code can run for minutes.
+
+    The system writes each signal's number into a pipe. If :func:`_stop` still is its handler a moment later, no rank
+    was started, and nothing needs to be tidied up.
+    """
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    over = threading.Event()
+
+    def listen() -> None:
+        while not over.is_set():
+            for number in os.read(read, 1):
+                if number in _ENDING and not over.wait(MOMENT_S) and signal.getsignal(number) is _stop:
+                    os._exit(128 + number)
+
+    earlier = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    thread = threading.Thread(target=listen, name="shardwise-signals", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(earlier)
+        over.set()
+        os.write(write, b"\0")
+        thread.join()
+        os.close(read)
+        os.close(write)
 
 
 def _run(arguments: Sequence[str], script: Sequence[str]) -> int:
@@ -62,8 +102,10 @@ def _run(arguments: Sequence[str], script: Sequence[str]) -> int:
             logging.getLogger(known).setLevel(logging.CRITICAL)
     try:
         options = torchrun.parse_args([*arguments, script[0]])
+        command = [sys.executable, "-u", *(["-m"] if options.module else []), *script]
         # Not parsed with the rest: torchrun would take `--nproc 9` of the script for an ambiguous option of its own.
-        options.training_script_args = list(script[1:])
+        options.training_script, *options.training_script_args = command_that_follows(command)
+        options.no_python, options.module = True, False
         torchrun.run(options)
     except SignalException as stopped:
         return 128 + int(stopped.sigval)

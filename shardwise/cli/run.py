@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import queue
+import socket
+import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 from shardwise.cli.errors import BadInput
 from shardwise.cli.launch import launch
 
-__all__ = ["add_parser", "launcher_arguments", "main"]
+__all__ = ["add_parser", "check_hosts", "launcher_arguments", "main"]
 
 EXAMPLES = """
 one host:     shardwise run --nproc 4 train.py --lr 0.1
 two hosts:    shardwise run --nproc 8 --nnodes 2 --node-rank 0 --rdzv-endpoint host0:29500 train.py    (on host0)
               shardwise run --nproc 8 --nnodes 2 --node-rank 1 --rdzv-endpoint host0:29500 train.py    (on host1)
 """
+RESOLVE_S = 10.0
+"""How long a name may be unknown: where hosts start together, name service may lag behind."""
 
 
 def add_parser(commands: Any) -> None:
@@ -55,7 +62,8 @@ def launcher_arguments(options: argparse.Namespace) -> list[str]:
         raise BadInput(f"{options.script}: no such file; give a Python script (or -m and a module name)")
     arguments = [f"--nproc-per-node={options.nproc}", f"--max-restarts={options.max_restarts}"]
     if options.nnodes == "1" and not options.rdzv_endpoint:
-        arguments.append("--standalone")
+        # By address: the name of this host, which torch would tell the ranks, need not be known anywhere.
+        arguments += ["--standalone", "--local-addr=127.0.0.1"]
     elif not options.rdzv_endpoint:
         raise BadInput(f"--nnodes {options.nnodes}: give --rdzv-endpoint HOST:PORT, the same on every host")
     else:
@@ -70,6 +78,57 @@ def launcher_arguments(options: argparse.Namespace) -> list[str]:
     return arguments
 
 
+def check_hosts(options: argparse.Namespace) -> None:
+    """The meeting place can be found, and the first host under its own name; torch would wait for them for minutes.
+
+    Raises:
+        BadInput: no number of a port, or a name that is not known within :data:`RESOLVE_S`.
+    """
+    endpoint = options.rdzv_endpoint
+    if not endpoint:
+        return
+    host, colon, port = endpoint.rpartition(":")
+    if not colon or "]" in port:
+        host, port = endpoint, "29400"  # torch's
+    if not port.isdecimal() or not 0 <= int(port) < 1 << 16:
+        raise BadInput(f"--rdzv-endpoint {endpoint}: {port!r} is no port; give HOST:PORT, the same on every host")
+    _resolve(host.strip("[]"), f"--rdzv-endpoint {endpoint}", "give a name or address that every host knows")
+    if options.node_rank in (None, 0):
+        own = socket.getfqdn()
+        _resolve(own, f"the name of this host, {own}", "add it to /etc/hosts or the name service: the ranks meet there")
+
+
+def _resolve(host: str, what: str, advice: str) -> None:
+    until, told = time.monotonic() + RESOLVE_S, False
+    while True:
+        problem = _look_up(host)
+        if not problem:
+            return
+        if time.monotonic() >= until:
+            raise BadInput(f"{what}: host name {host!r} cannot be resolved ({problem}); {advice}")
+        if not told:
+            print(f"shardwise run: {what}: {problem}; waiting {RESOLVE_S:g} s for it", file=sys.stderr, flush=True)
+            told = True
+        time.sleep(min(1.0, max(until - time.monotonic(), 0.0)))
+
+
+def _look_up(host: str) -> str:
+    """What is wrong with a host's name. In a thread: the look-up may take long, and signals should not wait for it."""
+    answers: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            socket.getaddrinfo(host, None, proto=socket.IPPROTO_TCP)
+            answers.put("")
+        except (OSError, UnicodeError) as error:
+            answers.put(str(error) or type(error).__name__)
+
+    threading.Thread(target=ask, daemon=True).start()
+    return answers.get()
+
+
 def main(options: argparse.Namespace) -> int:
     """Start the script on every rank of this host, and return its exit status (2: bad input)."""
-    return launch(launcher_arguments(options), [options.script, *options.arguments], options.nproc)
+    arguments = launcher_arguments(options)
+    check_hosts(options)
+    return launch(arguments, [options.script, *options.arguments], options.nproc)

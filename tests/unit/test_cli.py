@@ -46,6 +46,8 @@ BAD_RUN = [
     ("--max-restarts -1 SCRIPT", "--max-restarts -1"),
     ("/nowhere.py", "/nowhere.py: no such file"),
     ("--nnodes 2 SCRIPT", "--nnodes 2"),
+    ("--nnodes 2 --rdzv-endpoint host:port SCRIPT", "--rdzv-endpoint host:port: 'port' is no port"),
+    ("--nnodes 2 --rdzv-endpoint host:99999 SCRIPT", "--rdzv-endpoint host:99999: '99999' is no port"),
     ("", "the following arguments are required: script (see"),
 ]
 
@@ -103,7 +105,7 @@ def _run_options(text: str) -> tuple[list[str], list[str]]:
 
 def test_run_passes_the_script_its_own_options() -> None:
     launcher, script = _run_options(f"--nproc 4 {__file__} --nproc 9 --n 1 -m --help")
-    assert launcher == ["--nproc-per-node=4", "--max-restarts=0", "--standalone"]
+    assert launcher == ["--nproc-per-node=4", "--max-restarts=0", "--standalone", "--local-addr=127.0.0.1"]
     assert script == [__file__, "--nproc", "9", "--n", "1", "-m", "--help"]
 
 

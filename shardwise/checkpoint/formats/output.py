@@ -183,7 +183,7 @@ def output_directory(path: Path, ours: Callable[[str], bool]) -> Iterator[Path]:
         raise
     if fresh.is_dir():  # they were exchanged; this name would tell the next save that nothing in it counts
         with contextlib.suppress(OSError):
-            DISK.rename(str(fresh), str(old))
+            fresh.rename(old)
     for leftover in (fresh, old):
         _clear(leftover, target, lambda name: name in written or ours(name))
 
