@@ -37,8 +37,13 @@ class FileSystem:
         os.mkdir(path)
 
     def create(self, path: str) -> int:
-        """A descriptor of a new, empty file."""
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        """A descriptor of a new, empty file; what had that name (a link, say, to somewhere else) is removed first."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            return os.open(path, flags, 0o644)
+        except FileExistsError:
+            self.remove(path)
+            return os.open(path, flags, 0o644)
 
     def allocate(self, fd: int, nbytes: int) -> None:
         """Take the space now, so that a full disk is found before anything is written."""

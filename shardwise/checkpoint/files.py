@@ -22,5 +22,5 @@ def read_json(path: Path) -> Any:
         raise FileNotFoundError(f"no checkpoint file {path}; check the path, and that the save finished")
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not a JSON file ({error}); load another copy") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not a JSON file ({error!s:.200}); load another copy") from error

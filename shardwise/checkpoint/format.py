@@ -16,7 +16,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from shardwise.checkpoint.bounds import (
+    checked_name,
+    checked_names,
+    checked_shape,
+    checked_total,
+    open_regular,
+    reading,
+)
 from shardwise.checkpoint.source import CheckpointDamage, TensorFact
+from shardwise.checkpoint.state_check import check_state
 from shardwise.memory.disk_checksum import checksum
 
 __all__ = [
@@ -40,6 +49,7 @@ __all__ = [
 
 FORMAT, VERSION = "shardwise checkpoint", 1
 MANIFEST = "manifest.json"
+MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 PIECE_BYTES = 4 << 20
 """Largest piece. Each has a checksum of its own; so reading a range of a tensor reads at most two pieces too many."""
 
@@ -111,12 +121,14 @@ class Manifest:
     state: dict[str, Any]
 
     def check(self) -> None:
-        """Raises ValueError where pieces of a tensor overlap or leave something out, or lie outside their file."""
+        """Raises ValueError where pieces of a tensor overlap, are too large, leave something out or lie outside their
+        file."""
         for name, fact in self.tensors.items():
             at = 0
             for piece in self.pieces.get(name, ()):
-                end = piece.offset + piece.numel * fact.dtype.itemsize
-                inside = 0 <= piece.file < len(self.files) and end <= self.files[piece.file].nbytes
+                nbytes = piece.numel * fact.dtype.itemsize
+                known = 0 <= piece.file < len(self.files) and piece.offset >= 0 and nbytes <= PIECE_BYTES
+                inside = known and piece.offset + nbytes <= self.files[piece.file].nbytes
                 if piece.start != at or piece.numel < 1 or not inside:
                     raise ValueError(f"{name}: {piece} where element {at} of {fact} should follow")
                 at += piece.numel
@@ -150,18 +162,52 @@ def _last_line(content: bytes) -> bytes:
 def decode_manifest(content: bytes, path: str) -> Manifest:
     """Raises CheckpointDamage naming ``path``, ValueError for a version that this one cannot read."""
     _check_last_line(content, path)
-    data = json.loads(content)
-    if data["format"] != FORMAT or data["version"] != VERSION:
+    with reading(path):
+        data = json.loads(content)
+        found = data["format"], data["version"]
+    if found != (FORMAT, VERSION):
         raise ValueError(
-            f"{path} is {data['format']!r} version {data['version']}, this reads {FORMAT!r} version {VERSION}: use the "
+            f"{path} is {found[0]!r:.80} version {found[1]!r:.80}, this reads {FORMAT!r} version {VERSION}: use the "
             "version of shardwise that wrote it, or a newer one"
         )
-    tensors = {n: TensorFact(tuple(t["shape"]), _DTYPES[t["dtype"]]) for n, t in data["tensors"].items()}
-    pieces = {n: tuple(PieceFact(*piece) for piece in t["pieces"]) for n, t in data["tensors"].items()}
-    files = tuple(FileFact(*each) for each in data["files"])
-    manifest = Manifest(Head(data["tag"], data["serial"], data["step"]), files, tensors, pieces, data["state"])
+    with reading(path):
+        return _manifest(data, path)
+
+
+def _manifest(data: dict[str, Any], path: str) -> Manifest:
+    checked_names(data["tensors"], path)
+    tensors = {
+        n: TensorFact(checked_shape(t["shape"], f"{path}: {n}"), _DTYPES[t["dtype"]])
+        for n, t in data["tensors"].items()
+    }
+    pieces = {n: tuple(_piece(piece) for piece in t["pieces"]) for n, t in data["tensors"].items()}
+    head = Head(str(data["tag"]), _count(data["serial"]), _count(data["step"]))
+    manifest = Manifest(head, _files(data, path), tensors, pieces, data["state"])
     manifest.check()
+    checked_total(tensors, sum(fact.nbytes for fact in manifest.files), path)
+    check_state(manifest.state, path)
     return manifest
+
+
+def _count(number: object) -> int:
+    if type(number) is not int or not -(2**63) <= number < 2**63:
+        raise ValueError(f"a {type(number).__name__} where a whole number belongs")
+    return number
+
+
+def _piece(fields: list[Any]) -> PieceFact:
+    file, offset, start, numel, digits = fields
+    return PieceFact(_count(file), _count(offset), _count(start), _count(numel), str(digits))
+
+
+def _files(data: dict[str, Any], path: str) -> tuple[FileFact, ...]:
+    facts = []
+    for name, nbytes, header_bytes, digits in data["files"]:
+        fact = FileFact(checked_name(name, path), _count(nbytes), _count(header_bytes), str(digits))
+        if not 0 <= fact.header_bytes <= min(fact.nbytes, MAX_HEADER_BYTES):
+            raise ValueError(f"a header of {fact.header_bytes} bytes in {fact.nbytes}")
+        facts.append(fact)
+    return tuple(facts)
 
 
 def _check_last_line(content: bytes, path: str) -> None:
@@ -189,7 +235,7 @@ def has_pieces(directory: str) -> bool:
 def _read(directory: str) -> tuple[bytes, str]:
     path = os.path.join(directory, MANIFEST)
     try:
-        with open(path, "rb") as file:
+        with open(open_regular(path), "rb") as file, reading(path):
             return file.read(), path
     except (FileNotFoundError, NotADirectoryError):
         if has_pieces(directory):
@@ -221,7 +267,8 @@ def read_files(directory: str) -> tuple[FileFact, ...]:
     """
     content, path = _read(directory)
     _check_last_line(content, path)
-    return tuple(FileFact(*each) for each in json.loads(content)["files"])
+    with reading(path):
+        return _files(json.loads(content), path)
 
 
 def read_head(directory: str) -> Head:
@@ -232,11 +279,9 @@ def read_head(directory: str) -> Head:
     """
     content, path = _read(directory)
     _check_last_line(content, path)
-    try:
+    with reading(f"the first line of {path}"):
         data = json.loads(content.split(b"\n", 1)[0].rstrip(b",") + b"}")
-        return Head(str(data["tag"]), int(data["serial"]), int(data["step"]))
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointDamage(f"{path} does not begin as a manifest ({type(error).__name__}: {error})") from error
+        return Head(str(data["tag"]), _count(data["serial"]), _count(data["step"]))
 
 
 def merge_pieces(parts: Sequence[Mapping[str, Sequence[PieceFact]]]) -> dict[str, tuple[PieceFact, ...]]:

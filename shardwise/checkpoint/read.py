@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import os
+import stat
 from collections import OrderedDict, deque
 from collections.abc import Generator, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from shardwise.checkpoint.bounds import open_regular
 from shardwise.checkpoint.format import FileFact, Manifest, PieceFact, hexadecimal, read_manifest
 from shardwise.checkpoint.pieces import Bytes, as_bytes
 from shardwise.checkpoint.source import CheckpointDamage, TensorFact
@@ -114,9 +116,12 @@ class NativeSource:
     def _wrong_size(self, fact: FileFact) -> str:
         path = os.path.join(self.directory, fact.name)
         try:
-            size = os.stat(path).st_size
+            there = os.stat(path)
         except OSError as error:
             return f"{path} is missing or cannot be read: {error.strerror}"
+        if not stat.S_ISREG(there.st_mode):
+            return f"{path} is no regular file (its mode is {there.st_mode:o})"
+        size = there.st_size
         return "" if size == fact.nbytes else f"{path} has {size} bytes instead of the {fact.nbytes} that were written"
 
     def _first_in(self, file: int) -> str:
@@ -129,7 +134,7 @@ class NativeSource:
         if file not in self._files:
             path, fact = self._path(file), self.manifest.files[file]
             try:
-                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                fd = open_regular(path)
             except OSError as error:
                 raise CheckpointDamage(f"{path} cannot be opened: {error.strerror}") from error
             self._files[file] = fd

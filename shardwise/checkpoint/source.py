@@ -34,6 +34,11 @@ class TensorFact:
             count *= size
         return count
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return self.numel * self.dtype.itemsize
+
 
 class CheckpointSource(Protocol):
     """A checkpoint of any format, read lazily; nothing in it is executed."""

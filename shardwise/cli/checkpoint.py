@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from shardwise.cli.errors import BadInput
 from shardwise.memory.sizes import parse_size, size_text
@@ -102,11 +102,15 @@ def main(options: argparse.Namespace) -> int:
 
 @contextmanager
 def _opened(options: argparse.Namespace, name: str) -> Iterator[CheckpointSource]:
+    from shardwise.checkpoint.files import CheckpointError
+
     source = _open(options, name)
     for note in getattr(source, "notes", ()):
-        print(f"note: {note}", file=sys.stderr)
+        _say(f"note: {note}", sys.stderr)
     try:
         yield source
+    except (OSError, CheckpointError) as problem:
+        raise BadInput(str(problem)) from None
     finally:
         source.close()
 
@@ -124,6 +128,13 @@ def _open(options: argparse.Namespace, name: str) -> CheckpointSource:
         return open_checkpoint(path, format, optimizer, names)
     except (OSError, ValueError, CheckpointError, CheckpointDamage) as problem:
         raise BadInput(str(problem)) from None
+
+
+def _say(text: str, stream: TextIO | None = None) -> None:
+    """A line; what files say in it may not steer a terminal."""
+    from shardwise.checkpoint.bounds import printable
+
+    print(printable(text), file=stream or sys.stdout)
 
 
 class _Bar:
@@ -193,19 +204,19 @@ def _inspect(options: argparse.Namespace) -> int:
             json.dump({"format": _format_of(source), "tensors": listed, "state_bytes": state_bytes}, sys.stdout)
             print()
             return 0
-        print(f"{_place_of(source, options.path)}: {_format_of(source)}")
+        _say(f"{_place_of(source, options.path)}: {_format_of(source)}")
         width = max((len(name) for name in facts), default=0)
         for name, fact in facts.items():
             shape = "x".join(map(str, fact.shape)) or "scalar"
-            print(f"  {name:<{width}}  {_dtype_text(fact):<9} {shape:<16} {size_text(_nbytes(fact))}")
+            _say(f"  {name:<{width}}  {_dtype_text(fact):<9} {shape:<16} {size_text(_nbytes(fact))}")
         for kind, sizes in kinds.items():
-            print(f"{kind}: {len(sizes)} tensors, {size_text(sum(sizes))}")
-        print(f"state: {size_text(state_bytes)} of JSON" + (f" ({', '.join(sorted(state))})" if state else ""))
+            _say(f"{kind}: {len(sizes)} tensors, {size_text(sum(sizes))}")
+        _say(f"state: {size_text(state_bytes)} of JSON" + (f" ({', '.join(sorted(state))})" if state else ""))
         for number, optimizer in enumerate(state.get("optimizers", [])):
             groups = ", ".join(str(len(group.get("params", []))) for group in optimizer.get("groups", []))
-            print(f"optimizer {number} {optimizer.get('class', '')}: groups of {groups or 'no'} parameters")
+            _say(f"optimizer {number} {optimizer.get('class', '')}: groups of {groups or 'no'} parameters")
         for name, kept in state.get("aliases", {}).items():
-            print(f"tied: {name} is {kept}")
+            _say(f"tied: {name} is {kept}")
     return 0
 
 
@@ -243,7 +254,7 @@ def _convert(options: argparse.Namespace) -> int:
             raise BadInput(str(problem)) from None
         finally:
             watched.bar.end()
-        print(f"{options.target}: {options.to}, {size_text(watched.bar.done)} of tensors read")
+        _say(f"{options.target}: {options.to}, {size_text(watched.bar.done)} of tensors read")
         _say_what_is_missing(source, options)
     return 0
 
@@ -291,7 +302,7 @@ def _say_what_is_missing(source: CheckpointSource, options: argparse.Namespace) 
         others = ("scaler", "lr_schedulers", "rng", "data_position", "user_state")
         lost += [f"state {key!r}" for key in others if state.get(key)]
     if lost:
-        print(f"note: {options.to} has no place for {', '.join(lost)}: left out", file=sys.stderr)
+        _say(f"note: {options.to} has no place for {', '.join(lost)}: left out", sys.stderr)
 
 
 def _megabytes(text: str) -> float:
@@ -315,7 +326,7 @@ def _verify(options: argparse.Namespace) -> int:
     try:
         source = open_checkpoint(options.path, options.path_format, options.path_optimizer)
     except CheckpointDamage as damage:
-        print(damage)
+        _say(str(damage))
         return 1
     except (OSError, ValueError, CheckpointError) as problem:
         raise BadInput(str(problem)) from None
@@ -325,10 +336,10 @@ def _verify(options: argparse.Namespace) -> int:
     finally:
         source.close()
     for found in problems:
-        print(found)
+        _say(found)
     if not problems:
         how = "every byte is as written" if native else "everything can be read (no checksums in this format)"
-        print(f"{_place_of(source, options.path)}: {_format_of(source)}, {how}")
+        _say(f"{_place_of(source, options.path)}: {_format_of(source)}, {how}")
     return 1 if problems else 0
 
 
@@ -365,19 +376,19 @@ def _diff(options: argparse.Namespace) -> int:
         ours, theirs = (_named(source, options.model_only) for source in (first, second))
         differences = 0
         for name in sorted(ours.keys() ^ theirs.keys()):
-            print(f"{name}: only in {options.first if name in ours else options.second}")
+            _say(f"{name}: only in {options.first if name in ours else options.second}")
             differences += 1
         common = [name for name in ours if name in theirs]
         watched = _Watched(first, "comparing")
         for name in common:
             text = _compare(watched, ours[name], second, theirs[name], options)
             if text:
-                print(f"{name}: {text}")
+                _say(f"{name}: {text}")
                 differences += 1
         watched.bar.end()
     count = f"{len(common)} tensors"
     found = f"{differences} difference{'s' if differences > 1 else ''}"
-    print(f"{found}, {count} in both" if differences else f"equal: {count}")
+    _say(f"{found}, {count} in both" if differences else f"equal: {count}")
     return 1 if differences else 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from shardwise.checkpoint.bounds import checked_names, checked_total, reading
 from shardwise.checkpoint.directory import scan
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.format import MANIFEST, has_pieces
@@ -18,6 +19,7 @@ from shardwise.checkpoint.formats.single import open_single
 from shardwise.checkpoint.formats.torch_file import TORCH_SUFFIXES
 from shardwise.checkpoint.read import NativeSource
 from shardwise.checkpoint.source import CheckpointDamage, CheckpointSource
+from shardwise.checkpoint.state_check import check_state
 
 __all__ = ["FORMATS", "detect_format", "open_checkpoint"]
 
@@ -129,21 +131,38 @@ def open_checkpoint(
         place = place.parent
     if name == "native":
         return NativeSource(_native_directory(place))
-    if name == "colossalai":
-        return open_colossalai(place, optimizer, parameter_names)
-    if optimizer is not None:
+    if optimizer is not None and name != "colossalai":
         raise ValueError(f"optimizer={str(optimizer)!r}: {place} is of format {name}, which keeps it with the model")
-    if name == "single":
-        return open_single(_files(place)[0] if place.is_dir() else place, parameter_names)
-    if parameter_names is not None:
+    if parameter_names is not None and name not in ("colossalai", "single"):
         raise ValueError(f"parameter_names given, but {place} is of format {name}, which has names")
+    if name == "single":
+        place = _files(place)[0] if place.is_dir() else place
     readers: dict[str, Callable[[Path], CheckpointSource]] = {
+        "colossalai": lambda path: open_colossalai(path, optimizer, parameter_names),
+        "single": lambda path: open_single(path, parameter_names),
         "huggingface": open_huggingface,
         "dcp": open_dcp,
         "deepspeed": open_deepspeed,
         "peft": open_peft,
     }
-    return readers[name](place)
+    with reading(place):
+        return _checked(readers[name](place), (place, optimizer))
+
+
+def _checked(source: CheckpointSource, places: Sequence[str | Path | None]) -> CheckpointSource:
+    """What a foreign file says of its tensors and of its state is believed as far as it can be true."""
+    where, there = places[0], 0
+    try:
+        for place in (Path(each) for each in places if each is not None):
+            files = place.rglob("*") if place.is_dir() else place.parent.iterdir()
+            there += sum(file.stat().st_size for file in files if file.is_file())
+        checked_names(source.tensors(), where)
+        checked_total(source.tensors(), there, where)
+        check_state(source.state(), where)
+    except BaseException:
+        source.close()
+        raise
+    return source
 
 
 def _native_directory(path: Path) -> Path:

@@ -46,7 +46,7 @@ def read_header(metadata: Mapping[str, str]) -> dict[str, Any]:
     """The entry in a file's metadata, ``{}`` where it is not one of ours."""
     try:
         header = json.loads(metadata.get(HEADER, "{}"))
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return header if isinstance(header, dict) else {}
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from shardwise.checkpoint.bounds import checked_name
 from shardwise.checkpoint.files import CheckpointError, read_json
 from shardwise.checkpoint.formats.header import read_header
 from shardwise.checkpoint.formats.lazy import Entry
@@ -32,8 +33,7 @@ def read_index(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     if not isinstance(weights, dict) or not all(isinstance(file, str) for file in weights.values()):
         raise CheckpointError(f"{path} is not an index: it has no weight_map of names and files")
     for name, file in weights.items():
-        if Path(file).is_absolute() or ".." in Path(file).parts:
-            raise CheckpointError(f"{path} places {name} in {file!r}, outside its own directory; it was not read")
+        checked_name(file, f"{path}, for {name!r:.80},")
     metadata = index.get("metadata") or {}
     return metadata if isinstance(metadata, dict) else {}, weights
 

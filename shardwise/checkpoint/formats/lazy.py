@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from shardwise.checkpoint.bounds import reading
 from shardwise.checkpoint.source import CheckpointSource, TensorFact
 
 __all__ = ["BLOCK_BYTES", "Entry", "LazySource", "blocks", "entries_of", "entry_of_tensor", "model_entries", "whole"]
@@ -112,6 +113,7 @@ class LazySource:
         self._entries = dict(entries)
         self._state = dict(state or {})
         self._close = close
+        self._closed = False
 
     def tensors(self) -> Mapping[str, TensorFact]:
         """Every tensor by name."""
@@ -122,15 +124,18 @@ class LazySource:
 
         Raises:
             KeyError: there is no such tensor.
-            ValueError: the range is not inside the tensor.
+            ValueError: the range is not inside the tensor, or the checkpoint was closed.
             CheckpointDamage: bytes are missing.
         """
         if name not in self._entries:
             raise KeyError(f"no tensor {name!r} in this checkpoint")
+        if self._closed:
+            raise ValueError(f"this {self.format} checkpoint was closed; open it again to read {name!r}")
         entry = self._entries[name]
         if start < 0 or numel < 0 or start + numel > entry.fact.numel:
             raise ValueError(f"{name}: elements [{start}, {start + numel}) of a tensor with {entry.fact.numel}")
-        return entry.read(start, numel)
+        with reading(f"{name} of this {self.format} checkpoint"):
+            return entry.read(start, numel)
 
     def state(self) -> dict[str, Any]:
         """The JSON state; ``{}`` where the format has none."""
@@ -138,6 +143,7 @@ class LazySource:
 
     def close(self) -> None:
         """Let go of open files; later reads fail."""
+        self._closed = True
         if self._close is not None:
             self._close()
         self._close = None

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.format import DTYPE_NAMES
+from shardwise.checkpoint.bounds import checked_shape, open_regular
+from shardwise.checkpoint.format import DTYPE_NAMES, MAX_HEADER_BYTES
 from shardwise.checkpoint.formats.lazy import Entry, blocks
 from shardwise.checkpoint.formats.output import new_file
 from shardwise.checkpoint.source import CheckpointDamage, TensorFact
@@ -25,7 +26,6 @@ from shardwise.checkpoint.source import CheckpointDamage, TensorFact
 __all__ = ["SafetensorsFile", "as_bytes", "write_safetensors_stream"]
 
 DTYPES = {code: dtype for dtype, code in DTYPE_NAMES.items()}
-MAX_HEADER_BYTES = 100_000_000  # the library's own limit
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
@@ -45,11 +45,15 @@ class SafetensorsFile:
         self.path = path
         if not path.is_file():
             raise FileNotFoundError(f"no checkpoint file {path}; check the path, and that the save finished")
-        self._fd = os.open(path, os.O_RDONLY)
+        self._fd = open_regular(path)
         try:
             header, self._data_start = self._header()
             metadata = header.pop("__metadata__", None)
-            self.metadata: dict[str, str] = metadata if isinstance(metadata, dict) else {}
+            self.metadata: dict[str, str] = (
+                {str(key): value for key, value in metadata.items() if isinstance(value, str)}
+                if isinstance(metadata, dict)
+                else {}
+            )
             self.entries = {name: self._entry(name, facts) for name, facts in header.items()}
             self._check_length(header)
         except BaseException:
@@ -65,7 +69,7 @@ class SafetensorsFile:
             )
         try:
             header = json.loads(os.pread(self._fd, length, 8))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CheckpointDamage(f"{self.path}: the safetensors header is not JSON ({error})") from error
         if not isinstance(header, dict):
             raise CheckpointDamage(f"{self.path}: the safetensors header is {header!r:.80} and not an object")
@@ -74,11 +78,11 @@ class SafetensorsFile:
     def _entry(self, name: str, facts: Any) -> Entry:
         try:
             dtype = DTYPES[facts["dtype"]]
-            fact = TensorFact(tuple(int(size) for size in facts["shape"]), dtype)
-            start, end = (int(offset) for offset in facts["data_offsets"])
+            start, end = facts["data_offsets"]
         except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointDamage(f"{self.path}: {name} is described as {facts!r:.120} ({error!r})") from error
-        if min(fact.shape, default=0) < 0 or start < 0 or end - start != fact.numel * dtype.itemsize:
+            raise CheckpointDamage(f"{self.path}: {name} is described as {facts!r:.120} ({error!r:.120})") from error
+        fact = TensorFact(checked_shape(facts.get("shape"), f"{self.path}: {name}"), dtype)
+        if type(start) is not int or type(end) is not int or start < 0 or end - start != fact.nbytes:
             raise CheckpointDamage(f"{self.path}: {name} of shape {fact.shape}, {dtype}, at bytes {start} to {end}")
         return Entry(fact, partial(self._read, name, dtype, self._data_start + start))
 

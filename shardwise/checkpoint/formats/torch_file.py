@@ -6,6 +6,8 @@ library (DeepSpeed's loss scaler), inert classes of ours stand in for exactly th
 
 from __future__ import annotations
 
+import io
+import os
 import pickle
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -14,14 +16,19 @@ from typing import Any
 
 import torch
 
+from shardwise.checkpoint.bounds import checked_tree, open_regular, printable
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.formats.lazy import Entry, entry_of_tensor
+from shardwise.checkpoint.formats.pickle_scan import check_pickle
 from shardwise.checkpoint.source import CheckpointDamage
 
 __all__ = ["TORCH_SUFFIXES", "RefusedPickle", "check_zip", "load_torch", "tensor_entries"]
 
 TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 StandIn = tuple[type, str]
+LEGACY_PICKLES = 5
+"""At the start of a file of the older format; tensors follow."""
+SPARE_VALUES = 1 << 20
 
 
 class RefusedPickle(CheckpointError):
@@ -42,10 +49,11 @@ def load_torch(path: Path, stand_ins: Sequence[StandIn] = ()) -> Any:
     """
     if not path.is_file():
         raise FileNotFoundError(f"no checkpoint file {path}; check the path, and that the save finished")
-    mapped = zipfile.is_zipfile(path)
+    mapped = _is_zip(path)
+    _check_pickles(path, mapped)
     try:
         with torch.serialization.safe_globals(list(stand_ins)):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
         named = _unsafe_names(path, stand_ins) if mapped else []
         why = f"it holds objects of {', '.join(named)}" if named else str(error).splitlines()[0]
@@ -55,6 +63,36 @@ def load_torch(path: Path, stand_ins: Sequence[StandIn] = ()) -> Any:
         ) from error
     except Exception as error:
         raise CheckpointDamage(f"{path} is not a whole torch file ({error!s:.300}); load another copy") from error
+    checked_tree(content, path.stat().st_size + SPARE_VALUES, path)
+    return content
+
+
+def _is_zip(path: Path) -> bool:
+    try:
+        return zipfile.is_zipfile(path)
+    except zipfile.BadZipFile:  # it looks like one; whoever opens it says what is wrong
+        return True
+
+
+def _check_pickles(path: Path, is_zip: bool) -> None:
+    """The pickles in a torch file cost no more than their bytes; a zip of torch's own is not compressed."""
+    if not is_zip:
+        with open(open_regular(path), "rb") as file:
+            nbytes = os.fstat(file.fileno()).st_size
+            for _ in range(LEGACY_PICKLES):
+                check_pickle(file, nbytes, path, "torch file")
+        return
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for record in archive.infolist():
+                if record.compress_type != zipfile.ZIP_STORED:
+                    name = printable(record.filename[:80])
+                    raise CheckpointDamage(f"{path}: {name} is compressed, which torch.save never does; not read")
+                if record.filename.endswith(".pkl"):
+                    content = archive.read(record)
+                    check_pickle(io.BytesIO(content), len(content), path, "torch file")
+    except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError) as error:
+        raise CheckpointDamage(f"{path} is not a whole file of torch.save ({error}); load another copy") from error
 
 
 def _unsafe_names(path: Path, stand_ins: Sequence[StandIn]) -> list[str]:
@@ -71,7 +109,7 @@ def check_zip(path: Path) -> None:
     Raises:
         CheckpointDamage: a record differs.
     """
-    if not zipfile.is_zipfile(path):
+    if not _is_zip(path):
         return
     try:
         with zipfile.ZipFile(path) as archive:
