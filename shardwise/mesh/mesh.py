@@ -98,8 +98,8 @@ class Mesh:
         wanted = {"dp_replicate": sizes.dp_replicate, "dp_shard": sizes.dp_shard, "device": device.type}
         if refusal is not None:
             wanted["refused"] = str(refusal)
-        everyone = group is None or group is dist.group.WORLD
-        members = None if everyone else _told(refusal, lambda: Members(group, "group", wanted))
+        some = group if group is not dist.group.WORLD else None
+        members = _told(refusal, lambda: Members(some, "group", wanted)) if some is not None else None
         maker = GroupMaker(device, comm.shared_memory, timeout_s(group), members)
         try:
             if members is None:

@@ -325,24 +325,6 @@ def test_zero_init_and_gathered_parameters() -> None:
     run_ranks(RANKS, zero_contexts)
 
 
-def initialized_inside() -> None:
-    rank = torch.distributed.get_rank()
-    with deepspeed.zero.Init(config_dict_or_path=config(3)):
-        model = net()
-        engine = deepspeed.initialize(model=model, config=config(3))[0]
-        other = net()
-        with deepspeed.zero.GatheredParameters(model.parameters()):
-            assert torch.equal(model[0].bias.cpu(), net()[0].bias)  # type: ignore[index]
-    assert all(p.is_meta for p in other.parameters())
-    assert_close(engine.module.state_dict(), net().state_dict(), 0.0, "initialized inside zero.Init")
-    train(engine, batches(1), rank)
-    close(engine)
-
-
-def test_initialize_inside_zero_init() -> None:
-    run_ranks(RANKS, initialized_inside)
-
-
 class Frozen(nn.Module):
     def __init__(self) -> None:
         super().__init__()

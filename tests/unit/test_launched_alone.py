@@ -111,7 +111,10 @@ def test_a_mesh_of_one_rank_is_the_users_will(launched: None) -> None:
 def test_without_a_launcher_one_process_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    by_build(nn.Linear(3, 2))
+    model = nn.Linear(3, 2)
+    by_build(model)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(ValueError, match="sharded already"):  # the first was built
+        by_build(model)
     by_build(nn.Linear(3, 2))

@@ -102,7 +102,7 @@ class _Key(_Record):
         super().__setstate__(state)
         # Keys are hashed while the file is read, and the hash of tuples in tuples could take for ever.
         if not isinstance(self.fqn, str) or not all(type(each) is int for each in self.offset or ()):
-            raise ValueError("a key that is no name with an offset")
+            raise ValueError(f"a key that is no name with an offset (a {type(self.fqn).__name__})")
 
     def __hash__(self) -> int:
         return hash((self.fqn, self.offset))
