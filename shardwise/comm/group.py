@@ -29,6 +29,7 @@ PURPOSES = (
     "what could not be read back",
     "what is to be built",
     "what to gather",
+    "the norms that .grad is asked for",
     "whether a shard could be read from the disk",
     "whether the device has room for what others gather",
     "whether the disk failed while changed parameters were taken over",
@@ -41,7 +42,9 @@ PURPOSES = (
     "whether the disk failed while space was reserved",
     "whether the disk failed while the optimizer updated",
     "which chunks were updated during backward",
+    "which .grad is read",
     "which gradient is not finite",
+    "which gradients were changed by hand",
     "which parameters had gradients",
 )
 """What the layers above exchange. A checksum travels; what it stands for is looked up here."""

@@ -30,6 +30,7 @@ from shardwise.engine.reducer import Reducer
 from shardwise.engine.staging import WhenAsked, gather_shards
 from shardwise.engine.storage import Storage
 from shardwise.engine.tiles import check_element_wise
+from shardwise.engine.visible_grads import VisibleGrads
 from shardwise.engine.writer import ValueWriter
 from shardwise.memory.ledger import DeviceMemoryError
 from shardwise.memory.stats import MemStats
@@ -91,6 +92,8 @@ class Engine:
             predivide=plan.comm.predivide,
         )
         self.passes = BackwardPasses(self.pool, self.reducer, self.meter)
+        self.visible = VisibleGrads(self)
+        self.passes.before_pass, self.passes.after_pass = [self.visible.begin_pass], self.visible.end_pass
         self._scratch_holders: list[Callable[[Tier], int]] = []
         self._early: dict[int, EarlyUpdates] = {}
         self.read_ahead: list[Callable[[], None]] = []
@@ -176,6 +179,7 @@ class Engine:
                 if traced:  # backward gathers nothing, so its moments are those at which a gradient is complete
                     seen = partial(self._saw_grad, state.spec.unit)
                     handles += [param.register_post_accumulate_grad_hook(seen)]  # type: ignore[no-untyped-call]
+                self.visible.follow(state.spec.slots[slot_index].param, handles[-1])
                 self._remove += [handle.remove for handle in handles]
         self.guards = Guards(self.model, self.params, self.chunks, self.layout, self.pool)
         self.model.zero_grad = self._zero_all  # type: ignore[method-assign]
@@ -210,7 +214,8 @@ class Engine:
         early.fits = self.ledger.fits
         if self.reducer.observer is None:
             observer = EarlyObserver(self._early, self.reducer.passes_so_far, self.passes, self.plan.grad.average)
-            self.reducer.observer, self.passes.before_pass = observer, observer.before_pass
+            self.reducer.observer = observer
+            self.passes.before_pass.insert(0, observer.before_pass)
             kept = lambda: sum(each.device_bytes for each in self._early.values())  # noqa: E731
             self.ledger.watch("copies to undo updates with", kept)
 
@@ -218,6 +223,12 @@ class Engine:
         """Before all values are read or written; see :meth:`EarlyUpdates.undo_for`."""
         for each in self._early.values():
             each.undo_for(what)
+
+    def undo_guess(self, optimizer: int) -> None:
+        """A gradient of ``optimizer`` is changed, which an update ahead of its step has used."""
+        early = self._early.get(optimizer)
+        if early is not None and early.updated:
+            early.take_back()
 
     def discard_early(self) -> None:
         """Masters are about to be replaced: what was updated ahead of its step no longer matters."""
@@ -299,8 +310,7 @@ class Engine:
 
     @torch.no_grad()
     def _on_grad(self, state: ChunkGrads, index: int, param: torch.Tensor) -> None:
-        grad = param.grad
-        param.grad = None
+        grad = self.visible.take(state.spec.slots[index].param, param)
         self.passes.check_scaled()
         self.passes.note()
         if grad is not None:
@@ -313,11 +323,16 @@ class Engine:
 
     def zero_grad(self, optimizer: int | None = None) -> None:
         """Drop the gradients of one optimizer's parameters and of those in none, or of all."""
+        self.drop_gradients(optimizer)
+        self.visible.clear(optimizer)
+
+    def drop_gradients(self, optimizer: int | None = None) -> None:
+        """As :meth:`zero_grad`, but what stands in ``.grad`` stays, and says when it is used that it is gone."""
         self.passes.recover()
         self.reducer.clear(optimizer)
-        self.passes.forget_tokens(optimizer)
-        for param in self.params:
-            param.grad = None
+        for each in (optimizer,) if optimizer is None else (optimizer, -1):
+            self.passes.forget_tokens(each)
+        self.visible.forget(optimizer)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Backward passes inside keep whole gradients on this rank; the next one outside reduces their sum.
@@ -445,6 +460,7 @@ class Engine:
         for remove in self._remove:
             remove()
         self._remove.clear()
+        self.visible.clear()
         self.storage.close()
 
 

@@ -13,7 +13,7 @@ import torch
 
 from shardwise.comm import Group
 
-__all__ = ["OtherParts", "clip_factor", "global_norm", "shard_norm"]
+__all__ = ["OtherParts", "RanksDiffer", "clip_factor", "each_norm", "global_norm", "shard_norm"]
 
 
 def _partial(tensors: Sequence[torch.Tensor], p: float, wide: torch.dtype) -> float:
@@ -38,14 +38,25 @@ def shard_norm(tensor: torch.Tensor, p: float) -> float:
     return norm if math.isfinite(norm) else _partial([tensor], p, torch.float64) ** (1.0 / p if p != math.inf else 1.0)
 
 
-def _over(mine: float, p: float, group: Group) -> float:
-    """The ranks' shares made one."""
-    everyone = [post[0] for post in group.exchange([mine], "the gradient norm")]
-    if any(math.isnan(value) for value in everyone):
+def _column(shares: Sequence[float], p: float) -> float:
+    """The ranks' shares of one norm made one."""
+    if any(math.isnan(value) for value in shares):
         return math.nan
     if p == math.inf:
-        return max(everyone)
-    return math.fsum(everyone) if all(map(math.isfinite, everyone)) else math.inf
+        return max(shares)
+    return math.fsum(shares) if all(map(math.isfinite, shares)) else math.inf
+
+
+class RanksDiffer(RuntimeError):
+    """The ranks came with different marks."""
+
+
+def _over(mine: float, p: float, group: Group, mark: float = 0.0) -> float:
+    """The ranks' shares made one."""
+    posts = group.exchange([mine, mark], "the gradient norm")
+    if any(post[1] != mark for post in posts):
+        raise RanksDiffer(f"marks {[post[1] for post in posts]} of the ranks differ; say in what")
+    return _column([post[0] for post in posts], p)
 
 
 @dataclass(frozen=True)
@@ -62,16 +73,16 @@ class OtherParts:
 
 
 def _combined(
-    tensors: Sequence[torch.Tensor], p: float, wide: torch.dtype, group: Group, others: OtherParts | None
+    tensors: Sequence[torch.Tensor], p: float, wide: torch.dtype, group: Group, others: OtherParts | None, mark: float
 ) -> float:
     share = _partial(tensors, p, wide)
     if others is not None:
         # What does not count must be finite all the same.
         if others.counted is not None and math.isfinite(share):
             share = _partial(others.counted, p, wide)
-        share = _over(_over(share, p, group), p, others.group)
+        share = _over(_over(share, p, group, mark), p, others.group)
     else:
-        share = _over(share, p, group)
+        share = _over(share, p, group, mark)
     return share if p == math.inf else float(share ** (1.0 / p))
 
 
@@ -82,6 +93,7 @@ def global_norm(
     inverse_scale: float,
     known: Sequence[float] = (),
     others: OtherParts | None = None,
+    mark: float = 0.0,
 ) -> float:
     """p-norm of the gradients whose disjoint shards lie over ``group``, each multiplied by ``inverse_scale``.
 
@@ -92,17 +104,63 @@ def global_norm(
         inverse_scale: 1 / loss scale, so that the result is the true norm.
         known: norms of further shards of this rank, whose gradients are no longer there.
         others: the ranks that hold other parts of the model, whose gradients count as well.
+        mark: the same on all ranks of ``group``, which travels along.
 
     Returns:
         The same value on every rank; NaN or infinite if any gradient is.
+
+    Raises:
+        RanksDiffer: ``mark`` is not the same on all.
     """
     extra = [torch.tensor(known, dtype=torch.float64)] if known else []
     everything = [*tensors, *extra]  # the norm of norms is the norm
-    norm = _combined(everything, p, torch.float32, group, others)
+    norm = _combined(everything, p, torch.float32, group, others, mark)
     if norm == math.inf and p != math.inf:
         # The powers of large finite gradients overflow in fp32; then they are summed again in fp64.
-        norm = _combined(everything, p, torch.float64, group, others)
+        norm = _combined(everything, p, torch.float64, group, others, mark)
     return norm * inverse_scale
+
+
+def _shares(parts: Sequence[torch.Tensor | None], p: float, wide: torch.dtype) -> list[float]:
+    """This rank's share of each norm."""
+    shares = [0.0] * len(parts)
+    alike: dict[tuple[torch.device, torch.dtype], dict[int, torch.Tensor]] = {}
+    for at, part in enumerate(parts):
+        if part is not None and part.numel():
+            alike.setdefault((part.device, part.dtype), {})[at] = part
+    for (_, kind), own in alike.items():
+        dtype = torch.float64 if kind == torch.float64 else wide
+        found = torch.stack(torch._foreach_norm(list(own.values()), p, dtype=dtype)).double().cpu()
+        for at, share in zip(own, (found if p == math.inf else found**p).tolist(), strict=True):
+            shares[at] = share
+    return shares
+
+
+def each_norm(
+    parts: Sequence[torch.Tensor | None], p: float, group: Group, others: Group | None, divided: Sequence[bool]
+) -> list[float]:
+    """p-norm of each of several gradients, as :func:`global_norm` makes that of all. One exchange for all of them.
+
+    Args:
+        parts: this rank's part of each, 1-D, any float dtype; ``None``: it has none.
+        p: order of the norm, above 0, ``math.inf`` included.
+        group: the ranks that hold the other parts.
+        others: ranks that hold other parts of the model, or ``None``.
+        divided: by gradient, whether the ranks of ``others`` have different parts of it.
+    """
+    norms: list[float] = []
+    for wide in (torch.float32, torch.float64):
+        shares = _shares(parts, p, wide)
+        columns = zip(*group.exchange(shares, "the norms that .grad is asked for"), strict=True)
+        shares = [_column(column, p) for column in columns]
+        if others is not None:
+            columns = zip(*others.exchange(shares, "the norms that .grad is asked for"), strict=True)
+            whole = [_column(column, p) for column in columns]
+            shares = [w if cut else own for w, own, cut in zip(whole, shares, divided, strict=True)]
+        norms = [share if p == math.inf else float(share ** (1.0 / p)) for share in shares]
+        if p == math.inf or math.inf not in norms:
+            break  # otherwise powers of large finite gradients may have overflown in fp32
+    return norms
 
 
 def clip_factor(norm: float, max_norm: float) -> float:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from shardwise.engine.engine import Engine
 from shardwise.engine.grads import ChunkGrads
-from shardwise.engine.norm import clip_factor, global_norm
+from shardwise.engine.norm import RanksDiffer, clip_factor, global_norm
 from shardwise.engine.optimizer_state import OptimizerState
 from shardwise.engine.other_parts import Counting
 from shardwise.engine.scaler import LossScaler
@@ -23,13 +22,6 @@ from shardwise.plan import HALF_DTYPES
 __all__ = ["ShardedOptimizer"]
 
 TOKEN_UNIT = 1024.0  # token weights are counted in this unit, a power of two, to keep scaled fp16 losses small
-
-
-@dataclass
-class _NextStep:
-    """What the next step has to know. One object, so that wrappers that share our methods (Lightning's) share it."""
-
-    clip: float = 1.0
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -60,7 +52,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             engine.expect_state(self._updates.expected_bytes(Tier.DEVICE))
         self._margin_used = False
         self._norm: float | None = None
-        self._next = _NextStep()
         self.last_step_skipped = False
         self.skipped_because: str | None = None
         if scaler is not None:
@@ -134,26 +125,30 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # ---- step
 
     def divisor(self) -> float:
-        """What accumulated gradients are divided by: loss scale, and number or tokens of the passes. Collective."""
-        engine = self.engine
-        engine.passes.reduce_rest()
-        average = engine.plan.grad.average
-        divisor = engine.passes.loss_scale
-        if average == "mean":
-            divisor *= max(engine.reducer.passes.get(self.index, 0), 1)
-        elif average == "tokens":
-            posts = engine.mesh.world.exchange([engine.passes.tokens(self.index)], "tokens of the step")
-            total = math.fsum(post[0] for post in posts)
-            # The reduction took the mean over ranks; what is wanted is the sum over the tokens of all ranks.
-            divisor *= total / engine.mesh.world.size if total else 1.0
-        return divisor
+        """What accumulated gradients are divided by: loss scale, and number or tokens of the passes. Collective.
+
+        What was put into ``.grad`` by hand is taken over first.
+        """
+        self.engine.passes.reduce_rest()
+        self.engine.visible.collect()
+        return self.engine.visible.divisor(self.index)
 
     def _reduced(self) -> list[torch.Tensor]:
         return [s.reduced for s in self._states if s.reduced is not None]
 
     def _global_norm(self, p: float, inverse: float, known: Sequence[float] = ()) -> float:
         others = self._counting.others() if self._counting is not None else None
-        return global_norm(self._reduced(), p, self.engine.mesh.shard, inverse, known, others)
+        visible = self.engine.visible
+        try:
+            mark = visible.mark(self.index)
+            return global_norm(self._reduced(), p, self.engine.mesh.shard, inverse, known, others, mark)
+        except RanksDiffer:
+            raise visible.differing(self.index) from None
+
+    @property
+    def _clip(self) -> float:
+        """A factor of the next step. The engine has it, so that wrappers that share our methods (Lightning's) do."""
+        return self.engine.visible.clip.get(self.index, 1.0)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update. Every rank calls it.
@@ -175,7 +170,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         failure = self._settle_early()
         known = self._early.norms if self._early is not None else ()
         norm = self._global_norm(grad_plan.norm_type, inverse, known)
-        clip = self._next.clip
+        clip = self._clip
         self._norm = norm * clip
         if self.scaler is not None and not math.isfinite(norm):
             self._skip()
@@ -185,7 +180,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self.scaler is not None:
             self.scaler.update(overflow=False)
         self.last_step_skipped, self.skipped_because = False, None
-        self.zero_grad()
+        self._drop()
         self._use_margin()
         return value
 
@@ -229,7 +224,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.scaler.update(overflow=True)
         if self.engine.plan.verbose and self.engine.mesh.rank == 0:
             print(f"step skipped: {self.skipped_because}", flush=True)
-        self.zero_grad()
+        self._drop()
 
     def _first_non_finite(self) -> str:
         engine = self.engine
@@ -251,9 +246,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of this optimizer's parameters, reduced or not."""
+        self._drop()
+        self.engine.visible.clear(self.index)
+
+    def _drop(self) -> None:
+        """What stands in ``.grad`` stays until :meth:`zero_grad`; whoever uses it learns that the step has used it."""
         passes = self.engine.reducer.passes.get(self.index, 0)
-        self.engine.zero_grad(self.index)
-        self._next.clip = 1.0
+        self.engine.drop_gradients(self.index)
         if self._early is not None:
             self._early.begin_step(passes)
 
@@ -280,9 +279,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise ValueError(f"max_norm={max_norm}: give a positive norm")
         self._check_kept(f"clip_grad_by_norm({max_norm})")
         inverse = 1.0 / self.divisor()
-        norm = self._global_norm(norm_type, inverse) * self._next.clip
+        norm = self._global_norm(norm_type, inverse) * self._clip
         if math.isfinite(norm):
-            self._next.clip *= clip_factor(norm, max_norm)
+            self.engine.visible.clip[self.index] = self._clip * clip_factor(norm, max_norm)
         return norm
 
     @torch.no_grad()
@@ -306,7 +305,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         inverse = 1.0 / self.divisor()
         if math.isfinite(self._global_norm(math.inf, inverse)):
-            limit = clip_value / (inverse * self._next.clip)
+            limit = clip_value * self.engine.visible.scale(self.index)
             for gradient in self._reduced():
                 bound = min(limit, torch.finfo(gradient.dtype).max)
                 gradient.clamp_(-bound, bound)

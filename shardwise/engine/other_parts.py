@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torch import nn
 
-from shardwise.engine.engine import Engine
 from shardwise.engine.grads import ChunkGrads
 from shardwise.engine.norm import OtherParts
+
+if TYPE_CHECKING:
+    from shardwise.engine.engine import Engine
 
 __all__ = ["MARKS", "Counting", "is_divided"]
 

@@ -28,6 +28,7 @@ class BackwardPasses:
         loss_scale: the scale that the gradients held now carry.
         scaled: set where a loss scaler is in use: gradients must then come through :meth:`around`.
         sync: whether passes are reduced now.
+        unreduced: whether the last pass was not.
     """
 
     def __init__(self, pool: ChunkPool, reducer: Reducer, meter: MemoryMeter | None) -> None:
@@ -38,11 +39,13 @@ class BackwardPasses:
         self._tokens = 0.0
         self._dropped: dict[int | None, float] = {}
         """By optimizer, and ``None`` for all: tokens of passes whose gradients were used or dropped."""
-        self.before_pass: Callable[[], None] = lambda: None
+        self.before_pass: list[Callable[[], None]] = []
         """Called when an outermost pass begins; may refuse it."""
+        self.after_pass: Callable[[], None] = lambda: None
+        """Called when what was to be reduced is."""
         self._around = False
         self._failed = False
-        self._unreduced = False
+        self.unreduced = False
         self._tasks: set[int] = set()
 
     def note(self, _gradient: object = None) -> None:
@@ -52,9 +55,18 @@ class BackwardPasses:
         task: int = torch._C._current_graph_task_id()
         if task != -1 and task not in self._tasks:
             if not self._tasks:
-                self.before_pass()
+                self._begin()
             self._tasks.add(task)
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._task_ended, task))
+
+    def _begin(self) -> None:
+        for each in self.before_pass:
+            each()
+
+    @property
+    def running(self) -> bool:
+        """Whether a pass has begun and not ended."""
+        return self._around or bool(self._tasks)
 
     def watch(self, output: Any) -> None:
         """Have a model's output note the pass that starts from it, which is then the outermost one."""
@@ -80,7 +92,7 @@ class BackwardPasses:
             self._tasks.clear()
             self._reducer.abort()
             self.forget_tokens(None)
-            self._failed = self._unreduced = False
+            self._failed = self.unreduced = False
 
     def tokens(self, optimizer: int) -> float:
         """Sum of the weights of the passes on this rank since the gradients of ``optimizer`` were used or dropped."""
@@ -102,14 +114,16 @@ class BackwardPasses:
         with torch.no_grad():
             self._pool.finish_phase()
             self._reducer.finish(self.sync)
-        self._unreduced = not self.sync
+        self.unreduced = not self.sync
+        self.after_pass()
 
     def reduce_rest(self) -> None:
         """Reduce the gradients of passes under :meth:`no_sync` that no other pass followed. Collective."""
-        if self._unreduced:
-            self._unreduced = False
+        if self.unreduced:
+            self.unreduced = False
             with torch.no_grad():
                 self._reducer.finish(True)
+            self.after_pass()
 
     @contextlib.contextmanager
     def around(self, loss_scale: float = 1.0, weight: float = 1.0) -> Iterator[None]:
@@ -120,7 +134,7 @@ class BackwardPasses:
             weight: the pass's weight among those of a step (its tokens).
         """
         self.recover()
-        self.before_pass()
+        self._begin()
         if loss_scale != self.loss_scale:
             # Gradients from before the scale moved (another optimizer's, not yet stepped) keep in line.
             self._reducer.rescale(loss_scale / self.loss_scale)

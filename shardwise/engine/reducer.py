@@ -372,7 +372,7 @@ class Reducer:
             if not self.keep_whole:
                 self._release(state)
                 state.array = None
-        self._forget_passes(self._optimizers)
+        self.forget_passes(self._optimizers)
         self._end_pass(sync=True)
         if observer is not None:
             if observer.must_agree:
@@ -450,11 +450,11 @@ class Reducer:
         for state in self.states:
             if optimizer is None or state.spec.optimizer in (optimizer, -1):
                 state.clear()
-        self._forget_passes(self._optimizers if optimizer is None else [optimizer])
+        self.forget_passes(self._optimizers if optimizer is None else [optimizer, -1])
 
-    def _forget_passes(self, optimizers: Iterable[int]) -> None:
+    def forget_passes(self, optimizers: Iterable[int]) -> None:
         """What they left is dropped, so no later gradient is to be divided by their number."""
-        for optimizer in optimizers:
+        for optimizer in self.passes.keys() & set(optimizers):
             self.passes[optimizer] = self._unreduced_passes[optimizer] = 0
 
     def bytes(self, tier: Tier) -> int:

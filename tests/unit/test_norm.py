@@ -26,7 +26,7 @@ class Ranks(LocalGroup):
         self.others = list(others)
 
     def exchange(self, values: Sequence[float], purpose: str = "") -> list[list[float]]:
-        return [[float(v) for v in values], *([value] for value in self.others)]
+        return [[float(v) for v in values], *([value, *map(float, values[1:])] for value in self.others)]
 
 
 ALONE = Ranks([])

@@ -1,0 +1,424 @@
+"""``.grad`` of sharded parameters as users see it: shown after each reduced pass, and taken back where they changed it.
+
+Between passes each parameter that any rank has a gradient for has a :class:`ShardedGrad` in its ``.grad``. During a
+pass there is nothing, so that autograd puts the pass's own gradient there. Whatever else stands there at the next pass
+or step was put there by hand: it replaces what the engine holds, as it does in plain PyTorch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import weakref
+import zlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from shardwise.comm.errors import PeerError
+from shardwise.engine.grads import ChunkGrads
+from shardwise.engine.norm import each_norm
+from shardwise.engine.other_parts import is_divided
+from shardwise.engine.sharded_grad import ShardedGrad
+from shardwise.engine.staging import gather_shards
+
+if TYPE_CHECKING:
+    from shardwise.engine.engine import Engine
+
+__all__ = ["VisibleGrads"]
+
+LARGEST = 2.0**53  # what travels as a number stays exact
+
+
+class VisibleGrads:
+    """``.grad`` of one engine's trainable parameters.
+
+    Attributes:
+        clip: by optimizer, a factor of its next step that the stored gradients do not have yet.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        # Parameters hold what is shown, and must not keep the engine.
+        self._engine: weakref.ref[Engine] = weakref.ref(engine)
+        self._where: dict[int, tuple[ChunkGrads, int]] = {}
+        for state in engine.grads.values():
+            for at, slot in enumerate(state.spec.slots):
+                self._where[slot.param] = state, at
+        self._params: dict[int, nn.Parameter] = {index: engine.params[index] for index in sorted(self._where)}
+        own = weakref.ref(self)
+        self._grads: dict[int, ShardedGrad] = {}
+        for index, param in self._params.items():
+            state, at = self._where[index]
+            like = torch.empty(state.spec.slots[at].shape, dtype=param.dtype, device="meta")
+            self._grads[index] = ShardedGrad(own, index, like, param.device)
+        self._shown: dict[int, ShardedGrad] = {}
+        self._with_graph: set[int] = set()
+        self._by_hand: dict[int, dict[int, int]] = {}
+        """By optimizer and parameter, how often something was changed since the last step."""
+        self._norms: dict[float, list[float]] = {}
+        self._divisors: dict[int, float] = {}
+        self._hook_ids: dict[int, int] = {}
+        self._judged: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
+        self.clip: dict[int, float] = {}
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, which lives while this is in use."""
+        engine = self._engine()
+        if engine is None:
+            raise RuntimeError(f"the session of {len(self._params)} gradients is gone ({engine}): keep clones")
+        return engine
+
+    # ---- shown and hidden
+
+    def follow(self, index: int, handle: RemovableHandle) -> None:
+        """The engine's last hook on a parameter, after which no other may come."""
+        self._hook_ids[index] = handle.id
+
+    def begin_pass(self) -> None:
+        """An outermost pass begins: what was put into ``.grad`` counts, and then nothing is there."""
+        self.collect()
+        self._changed()
+        if not any(state.touched or state.seen for state in self.engine.grads.values()):
+            self.forget()  # of a pass that failed
+        for index in self._shown:
+            self._params[index].grad = None
+        self._shown.clear()
+
+    def end_pass(self) -> None:
+        """A pass is over."""
+        self._changed()
+        reduced = not self.engine.passes.unreduced
+        for state in self.engine.grads.values():
+            for at in state.touched if reduced else state.touched | state.seen:
+                self._show(state.spec.slots[at].param)
+
+    def _show(self, index: int) -> None:
+        self._params[index].grad = self._shown[index] = self._grads[index]
+
+    def take(self, index: int, param: torch.Tensor) -> torch.Tensor | None:
+        """What autograd left in ``param.grad``, which is then empty: the running pass's gradient."""
+        grad = param.grad
+        hooks = param._post_accumulate_grad_hooks
+        if next(reversed(hooks)) != self._hook_ids[index]:
+            raise RuntimeError(
+                f"{self.name(index)} has a post-accumulate-grad hook from after boost/build ({len(hooks)} hooks): it "
+                "would see no gradient. Tensor.register_hook sees this rank's gradient of the pass, .grad the averaged "
+                "one after the pass; GradPlan(update='backward') updates during backward"
+            )
+        if grad is None:
+            return None
+        param.grad = None
+        if grad.requires_grad:
+            self._with_graph.add(index)
+        else:
+            self._with_graph.discard(index)
+        shown = self._shown.pop(index, None)
+        if shown is None:
+            return grad
+        # Nothing announced this pass, so the gradient of those before was still there.
+        arrived, shown.arrived = shown.arrived, None
+        if grad is shown or grad is arrived:
+            return arrived
+        self._replace(index, None)  # or what was put there by hand, and then autograd added to it
+        return grad
+
+    def clear(self, optimizer: int | None = None) -> None:
+        """``zero_grad`` of one optimizer (of all): nothing is shown for its parameters and for those in none."""
+        facts = self.engine.layout.facts
+        for index, param in enumerate(self.engine.params):
+            if optimizer is None or facts[index].optimizer in (optimizer, -1):
+                param.grad = None
+                self._shown.pop(index, None)
+
+    def forget(self, optimizer: int | None = None) -> None:
+        """The gradients of one optimizer, or of all, were used or dropped."""
+        self._changed()
+        for held in (self._by_hand, self.clip):
+            for each in list(held) if optimizer is None else (optimizer, -1):
+                held.pop(each, None)
+
+    # ---- what users put there
+
+    def collect(self) -> None:
+        """Take over what was put into ``.grad`` by hand, on this rank: a tensor, or ``None``.
+
+        Raises:
+            RuntimeError: the gradients have been used already, or are not reduced yet.
+        """
+        dropped: set[int] = set()
+        for index, param in self._params.items():
+            if param.grad is not self._shown.get(index):
+                if param.grad is None:
+                    dropped.add(self._where[index][0].spec.optimizer)
+                self._take_over(index, param)
+        for optimizer in dropped:
+            states = [s for s in self.engine.grads.values() if s.spec.optimizer == optimizer]
+            for state in states:
+                if not (state.touched or state.seen):
+                    state.clear()
+            if not any(state.touched or state.seen for state in states):
+                self.engine.reducer.forget_passes([optimizer])  # as after zero_grad()
+                self.engine.passes.forget_tokens(optimizer)
+
+    def _take_over(self, index: int, param: nn.Parameter) -> None:
+        given = param.grad
+        state, at = self._where[index]
+        held = at in state.touched or at in state.seen
+        if isinstance(given, ShardedGrad) and given.owner() is self and given.param_index == index and not given.views:
+            if held:
+                self._show(index)  # p.grad = p.grad.detach()
+            else:
+                self._shown.pop(index, None)
+                param.grad = None
+            return
+        if given is None and not held:
+            self._shown.pop(index, None)  # of a step that is over
+            return
+        plan = self.engine.plan
+        if plan.streams_gradients:
+            raise RuntimeError(
+                f"{self.name(index)}.grad was set to {_said(given)} by hand with update={plan.grad.update!r}: "
+                "gradients have been used already; use update='step'"
+            )
+        self._replace(index, given)
+        if given is None:
+            self._shown.pop(index, None)
+        else:
+            self._show(index)
+
+    @torch.no_grad()
+    def _replace(self, index: int, given: torch.Tensor | None) -> None:
+        """``given`` (full shape, averaged, unscaled), or no gradient, in place of what there is."""
+        state, at = self._where[index]
+        if isinstance(given, ShardedGrad):
+            given = given.clone()
+        if state.reduced is None and given is not None:
+            state.reduced = state.own_memory().zero_()
+        for of_pass in (state.filled, state.seen):
+            of_pass.discard(at)
+        if given is None:
+            state.touched.discard(at)
+            part = self._edited(index)[0]
+            if state.reduced is not None:
+                part.zero_()
+            return
+        state.touched.add(at)
+        part, where, scale = self._edited(index)
+        whole = given.detach().to_dense() if given.is_sparse else given.detach()
+        part.copy_(whole.reshape(-1)[where])
+        if scale != 1.0:
+            part.mul_(scale)
+
+    def mark(self, optimizer: int) -> float:
+        """What was changed by hand since the last step, as a number that ranks can compare; 0.0: nothing."""
+        changes = self._by_hand.get(optimizer)
+        return float(zlib.crc32(json.dumps(sorted(changes.items())).encode()) + 1) if changes else 0.0
+
+    def differing(self, optimizer: int) -> RuntimeError:
+        """The ranks have changed different gradients by hand. Collective."""
+        own = self._by_hand.get(optimizer, {})
+        counts = [float(own.get(index, 0)) for index in self._params]
+        posts = self.engine.mesh.shard.exchange(counts, "which gradients were changed by hand")
+        for index, column in zip(self._params, zip(*posts, strict=True), strict=True):
+            if len(set(column)) > 1:
+                times = ", ".join(f"rank {rank} {count:.0f}" for rank, count in enumerate(column))
+                return RuntimeError(
+                    f"{self.name(index)}.grad was assigned, cleared or changed in place other than on its peers "
+                    f"(times: {times}): every rank must do the same; nothing was updated"
+                )
+        return RuntimeError(f"gradients were changed by hand in another order on each rank ({own} here)")
+
+    # ---- for ShardedGrad
+
+    def name(self, index: int) -> str:
+        """The parameter's name."""
+        return self.engine.layout.facts[index].names[0]
+
+    def check_use(self, index: int, what: str) -> None:
+        """Raises:
+        RuntimeError: there is no reduced gradient now, or an optimizer of the user's own reads it.
+        """
+        engine, (state, at) = self.engine, self._where[index]
+        grad = f"{what} of {self.name(index)}.grad"
+        self._check_caller(grad)
+        if engine.passes.running:
+            raise RuntimeError(f"{grad} while a backward pass runs: it is complete after it; Tensor.register_hook sees "
+                               "this rank's gradient of the pass")  # fmt: skip
+        if engine.plan.streams_gradients:
+            raise RuntimeError(
+                f"{grad} with update={engine.plan.grad.update!r}: gradients are used as soon as they are reduced and "
+                "not kept; clip by GradPlan(max_norm=...), or use update='step'"
+            )
+        if engine.passes.unreduced:
+            raise RuntimeError(
+                f"{grad} after a backward pass under no_sync(): it is not averaged over the ranks yet; use it after a "
+                "pass outside"
+            )
+        if state.reduced is None or at not in state.touched:
+            raise RuntimeError(
+                f"{grad} (held: {state.reduced is not None}): step() has used it, or zero_grad() dropped it; read it "
+                "between backward and step"
+            )
+        if index in self._with_graph and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{grad} of a pass with create_graph=True: what is kept has no graph; use torch.autograd.grad, or read "
+                "it under torch.no_grad()"
+            )
+
+    def _check_caller(self, grad: str) -> None:
+        """An optimizer that has whole parameters and reads their gradients would update them beside the engine."""
+        frame = sys._getframe(1)
+        while frame.f_back is not None:
+            frame = frame.f_back
+            if frame.f_code.co_name == "step":
+                caller = frame.f_locals.get("self")
+                if isinstance(caller, torch.optim.Optimizer) and self._has_ours(caller):
+                    raise RuntimeError(
+                        f"{grad} by step() of a {type(caller).__name__} that was made on the parameters of a sharded "
+                        "model: it would train nothing; make the optimizer before boost/build, pass it, and step what "
+                        "boost/build returned"
+                    )
+
+    def _has_ours(self, optimizer: torch.optim.Optimizer) -> bool:
+        groups = optimizer.param_groups
+        judged = self._judged.get(optimizer)
+        if judged is None or judged[0] != len(groups):
+            own = {id(param) for param in self._params.values()}
+            found = any(id(param) in own for group in groups for param in group["params"])
+            judged = self._judged[optimizer] = len(groups), found
+        return judged[1]
+
+    def writes_parameter(self, index: int, target: torch.Tensor) -> bool:
+        """Whether ``target`` shares memory with the parameter."""
+        try:
+            return bool(target.untyped_storage()._cdata == self._params[index].untyped_storage()._cdata)
+        except NotImplementedError:
+            return False
+
+    def divisor(self, optimizer: int) -> float:
+        """What accumulated gradients are divided by: loss scale, and number or tokens of the passes. Collective."""
+        if optimizer not in self._divisors:
+            engine = self.engine
+            divisor = engine.passes.loss_scale
+            if engine.plan.grad.average == "mean":
+                divisor *= max(engine.reducer.passes_so_far(optimizer), 1)
+            elif engine.plan.grad.average == "tokens":
+                posts = engine.mesh.world.exchange([engine.passes.tokens(optimizer)], "tokens of the step")
+                total = math.fsum(post[0] for post in posts)
+                # The reduction took the mean over ranks; what is wanted is the sum over the tokens of all ranks.
+                divisor *= total / engine.mesh.world.size if total else 1.0
+            self._divisors[optimizer] = divisor
+        return self._divisors[optimizer]
+
+    def _factor(self, optimizer: int) -> float:
+        """Stored gradients times it are the averaged, unscaled ones."""
+        return self.clip.get(optimizer, 1.0) / self.divisor(optimizer)
+
+    def norms(self, indices: Sequence[int], p: float) -> list[torch.Tensor]:
+        """See :class:`~shardwise.engine.sharded_grad.GradOwner`. All parameters' at the first request for ``p``."""
+        for index in indices:
+            self.check_use(index, "the norm")
+        if p not in self._norms:
+            self._norms[p] = self._all_norms(indices[0], p)
+        place = dict(zip(self._params, range(len(self._params)), strict=True))
+        values = [
+            self._norms[p][place[index]] * self._factor(self._where[index][0].spec.optimizer) for index in indices
+        ]
+        param = self._params[indices[0]]
+        dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
+        return list(torch.tensor(values, dtype=dtype).to(param.device).unbind())
+
+    def _all_norms(self, asked: int, p: float) -> list[float]:
+        mesh = self.engine.mesh
+        parts = []
+        for index in self._params:
+            state, at = self._where[index]
+            used = state.reduced is not None and at in state.touched
+            parts.append(self._own_part(index, state.reduced) if used else None)
+        divided = [is_divided(param) for param in self._params.values()]
+        try:
+            return each_norm(parts, p, mesh.shard, mesh.model_parallel, divided)
+        except PeerError as error:
+            raise PeerError(self._alone(asked, "the norm", error)) from error
+
+    def _own_part(self, index: int, reduced: torch.Tensor | None) -> torch.Tensor | None:
+        state, at = self._where[index]
+        start, end = state.chunk.overlap(state.spec.slots[at])
+        if reduced is None or start >= end:
+            return None
+        return reduced[start - state.chunk.shard_start : end - state.chunk.shard_start]
+
+    def full(self, index: int, wide: bool) -> torch.Tensor:
+        """See :class:`~shardwise.engine.sharded_grad.GradOwner`."""
+        self.check_use(index, "reading")
+        state, at = self._where[index]
+        slot, group = state.spec.slots[at], self.engine.mesh.shard
+        reduced, param = state.reduced, self._params[index]
+        kind = torch.float64 if torch.float64 in (param.dtype, state.accumulate_dtype) else torch.float32
+        part = self._own_part(index, reduced)
+        own = torch.empty(0) if part is None else part
+        own = own.to(param.device, kind)
+        if group.size > 1:
+            spans = [(max(slot.start, r * state.spec.shard_numel), min(slot.end, (r + 1) * state.spec.shard_numel))
+                     for r in range(group.size)]  # fmt: skip
+            counts = [max(end - start, 0) for start, end in spans]
+            padded = own.new_zeros(max(max(counts), 1))
+            padded[: own.numel()].copy_(own)
+            try:
+                posts = group.exchange([float(index)], "which .grad is read")
+                if len({post[0] for post in posts}) == 1:
+                    rows = gather_shards(group, padded).view(group.size, -1)
+            except PeerError as error:
+                raise PeerError(self._alone(index, "reading", error)) from error
+            if len({post[0] for post in posts}) > 1:
+                asked = {rank: self.name(int(post[0])) for rank, post in enumerate(posts)}
+                raise RuntimeError(f"the ranks read .grad of different parameters: {asked}; read them alike on all")
+            own = torch.cat([row[:count] for row, count in zip(rows, counts, strict=True)])
+        elif own.data_ptr() == (part.data_ptr() if part is not None else 0):
+            own = own.clone()
+        factor = self._factor(state.spec.optimizer)
+        if factor != 1.0:
+            own.mul_(factor)
+        full = own.view(slot.shape)
+        return full if wide else full.to(param.dtype)
+
+    def _alone(self, index: int, what: str, error: Exception) -> str:
+        return f"{what} of {self.name(index)}.grad is collective, every rank must do it alike: {error}"
+
+    def part(self, index: int) -> tuple[torch.Tensor, slice, float]:
+        """See :class:`~shardwise.engine.sharded_grad.GradOwner`."""
+        self.check_use(index, "a change in place")
+        return self._edited(index)
+
+    def _edited(self, index: int) -> tuple[torch.Tensor, slice, float]:
+        state, at = self._where[index]
+        optimizer, slot = state.spec.optimizer, state.spec.slots[at]
+        self.engine.undo_guess(optimizer)
+        self._norms.clear()
+        changes = self._by_hand.setdefault(optimizer, {})
+        changes[index] = changes.get(index, 0) + 1
+        state.claim()
+        part = self._own_part(index, state.reduced)
+        if part is None:
+            kind = state.accumulate_dtype
+            return torch.empty(0, dtype=kind, device=state.chunk.device), slice(0, 0), self.scale(optimizer)
+        start, end = state.chunk.overlap(slot)
+        return part, slice(start - slot.start, end - slot.start), self.scale(optimizer)
+
+    def scale(self, optimizer: int) -> float:
+        """What averaged, unscaled values are multiplied by to be stored."""
+        clip = self.clip.get(optimizer, 1.0)
+        return self.divisor(optimizer) / clip if clip else 1.0
+
+    def _changed(self) -> None:
+        self._norms.clear()
+        self._divisors.clear()
+
+
+def _said(given: torch.Tensor | None) -> str:
+    return "None" if given is None else f"a tensor of shape {tuple(given.shape)}"
