@@ -2,7 +2,8 @@
 
 A *resident* chunk keeps its whole array for good (DDP, ZeRO-1/2, small persistent tensors). A *transient* one keeps
 this rank's shard, and a whole array only between gather and eviction. Memory is never freed under a reader: eviction
-drops the chunk's reference, and whatever autograd still holds keeps the old array alive.
+drops the chunk's reference, and whatever autograd still holds of it keeps the old array alive; a chunk whose parameters
+themselves are held (:attr:`Chunk.is_read`) is not evicted before an update.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from shardwise.chunk.layout import ChunkSpec, Slot
+from shardwise.chunk.readers import is_read, python_holders
 from shardwise.chunk.source import ShardSource
 from shardwise.comm import Buffer, Handle
 
@@ -59,6 +61,7 @@ class Chunk:
         """Counts the updates, so that a graph made before one can be told from one made after."""
         nan = torch.full((), float("nan"), dtype=spec.dtype, device=device)
         self._absent = tuple(nan.expand(slot.shape) for slot in spec.slots)
+        self._holders: list[int] | None = None
 
     @property
     def exchange(self) -> Buffer:
@@ -101,13 +104,29 @@ class Chunk:
         full = self.full
         if full is None:
             raise RuntimeError(f"chunk {self.spec.index} has full={full}: gather it before its parameters are pointed")
-        for slot, param in zip(self.spec.slots, self.params, strict=True):
-            param.data = full[slot.start : slot.end].view(slot.shape)
+        _point(self.params, self.views(full))
+        self.allow_holders()
+
+    def allow_holders(self) -> None:
+        """Who holds a parameter in Python now does not count in :attr:`is_read`."""
+        self._holders = None if self.resident else python_holders(self.params)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether a parameter is held since it was pointed at the gathered array, by a graph or by Python code.
+
+        Pointed elsewhere it would change for them. Views of the array do not count, which keep it themselves.
+        """
+        return self._holders is not None and is_read(self.params, self._holders)
+
+    def refuse_graphs(self) -> None:
+        """As if each parameter had been updated in place: autograd refuses graphs that hold what it was."""
+        torch.autograd.graph.increment_version(self.params)
 
     def unpoint_params(self) -> None:
         """Parameters keep shape and dtype but read as NaN, so that a use without a gather cannot pass unseen."""
-        for absent, param in zip(self._absent, self.params, strict=True):
-            param.data = absent
+        self._holders = None
+        _point(self.params, self._absent)
 
     def misplaced(self) -> int | None:
         """Index of the first parameter that no longer lies where this chunk put it (its storage was replaced)."""
@@ -122,3 +141,8 @@ class Chunk:
     def views(self, full: torch.Tensor) -> list[torch.Tensor]:
         """Each parameter's part of ``full`` (a 1-D array in chunk coordinates), in its shape."""
         return [full[slot.start : slot.end].view(slot.shape) for slot in self.spec.slots]
+
+
+def _point(params: Sequence[nn.Parameter], values: Sequence[torch.Tensor]) -> None:
+    for param, value in zip(params, values, strict=True):
+        param.data = value

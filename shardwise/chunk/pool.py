@@ -246,14 +246,15 @@ class ChunkPool:
         self.all_held = False
         for unit in self._transient:
             self.unpin(unit)
+            for chunk in self._transient[unit]:
+                chunk.allow_holders()  # lists of parameters that were made inside and are kept
         self._make_room(None)
 
     def invalidate(self, everything: bool = False) -> None:
         """After an update: gathered copies of trainable chunks (or of all) are stale. Ends the trace's step."""
         for unit in list(self._held):
             if everything or any(c.spec.trainable for c in self._transient[unit]):
-                self._complete(unit)
-                self._evict(unit)
+                self._evict_all_the_same(unit)
         self.followed = self._training.followed and len(self._training.current) == len(self._training.recorded)
         self._training.end_step()
         self.arrays.trim()
@@ -278,16 +279,35 @@ class ChunkPool:
         while idle > room and evictable - soon:
             victim = choose_victim(self.trace, evictable - soon)
             evictable.discard(victim)
-            idle -= self._bytes[victim]
-            self._complete(victim)
-            self._evict(victim)
+            if not self._is_read(victim):
+                idle -= self._bytes[victim]
+                self._complete(victim)
+                self._evict(victim)
+
+    def _is_read(self, unit: int) -> bool:
+        """Whether its parameters are held, so that pointing them elsewhere would change what others read."""
+        return any(chunk.is_read for chunk in self._transient[unit])
 
     def drop_idle(self) -> None:
         """Evict everything that nothing reads."""
-        for unit in [u for u in self._held if not self._pins[u]]:
+        for unit in [u for u in self._held if not self._pins[u] and not self._is_read(u)]:
             self._complete(unit)
             self._evict(unit)
         self.arrays.drop()
+
+    def drop_changed(self) -> None:
+        """The gathered arrays are not what the shards are any more: evict all of them."""
+        for unit in [u for u in self._held if not self._pins[u]]:
+            self._evict_all_the_same(unit)
+        self.arrays.drop()
+
+    def _evict_all_the_same(self, unit: int) -> None:
+        """Evict what has other values from now on; graphs that hold what it was are refused."""
+        self._complete(unit)
+        if self._is_read(unit):
+            for chunk in self._transient[unit]:
+                chunk.refuse_graphs()
+        self._evict(unit)
 
     def _gather(self, unit: int, ahead: list[int]) -> None:
         # Made in inference mode, arrays and parameters could not be written or trained outside it.

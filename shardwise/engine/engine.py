@@ -30,6 +30,7 @@ from shardwise.engine.reducer import Reducer
 from shardwise.engine.staging import WhenAsked, gather_shards
 from shardwise.engine.storage import Storage
 from shardwise.engine.tiles import check_element_wise
+from shardwise.engine.transforms import outside_transforms
 from shardwise.engine.visible_grads import VisibleGrads
 from shardwise.engine.writer import ValueWriter
 from shardwise.memory.ledger import DeviceMemoryError
@@ -285,7 +286,8 @@ class Engine:
     def _after_forward(self, _module: nn.Module, _args: object, output: Any) -> Any:
         if self.meter is not None:
             self._look_at_peak(self.meter)
-        self.pool.finish_phase()
+        with outside_transforms():
+            self.pool.finish_phase()
         self.pool.end_forward()
         self._read_ahead()
         dtype = self.plan.precision.output_dtype
@@ -365,7 +367,7 @@ class Engine:
         finally:
             self.pool.release_all()
             if write_back:
-                self.pool.drop_idle()  # each rank's copy has what that rank wrote, and not what the others did
+                self.pool.drop_changed()  # each rank's copy has what that rank wrote, and not what the others did
 
     @torch.no_grad()
     def write_back(self) -> None:

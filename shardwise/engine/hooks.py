@@ -2,14 +2,17 @@
 
 Forward: a module that owns parameters acquires and pins its units before, and unpins them after. Backward: autograd
 keeps a note instead of a gathered weight (saved-tensor hooks), and the weight is gathered again when the note is read;
-so eviction needs no knowledge of the graph. Where other saved-tensor hooks are active (activation checkpointing),
-autograd keeps the array itself, which costs memory until it lets go and is never wrong.
+so eviction needs no knowledge of the graph. Where other saved-tensor hooks are active (activation checkpointing), they
+get what is no weight. What autograd saves where ours cannot be (inside ``torch.func.grad``, hooks pushed within a
+module's forward) is an array, which it keeps, or the parameter itself, whose unit the pool then does not evict: right
+in both cases, and dearer in memory.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +21,7 @@ from torch import nn
 
 from shardwise.chunk.chunk import Chunk
 from shardwise.chunk.pool import ChunkPool
+from shardwise.engine.transforms import outside_transforms
 
 __all__ = ["GatherHooks", "in_backward", "trace_hooks"]
 
@@ -25,6 +29,12 @@ __all__ = ["GatherHooks", "in_backward", "trace_hooks"]
 def in_backward() -> bool:
     """Whether autograd is running a backward pass in this thread."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _outside_compile(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Run outside any compiled graph: the hooks make a graph break before and after the module."""
+    disabled: Callable[..., Any] = torch._dynamo.disable(hook)  # type: ignore[no-untyped-call]
+    return disabled
 
 
 @dataclass(frozen=True)
@@ -51,8 +61,37 @@ def _keep(tensor: torch.Tensor) -> _Kept:
     return _Kept(tensor.detach(), tensor._version)
 
 
+@dataclass(frozen=True)
+class _Other:
+    """What the hooks that were active before ours made of a tensor that is no weight."""
+
+    packed: object
+
+
+@dataclass
+class _Frame:
+    """A module that runs.
+
+    Attributes:
+        pins: units that are pinned until it ends.
+        pack: of the saved-tensor hooks that were pushed for it, if any were.
+    """
+
+    module: nn.Module
+    pins: list[int] = field(default_factory=list)
+    pack: Callable[..., Any] | None = None
+
+
+class _Running(threading.local):
+    """The modules that run in a thread, innermost last, and our saved-tensor hooks there."""
+
+    def __init__(self) -> None:
+        self.frames: list[_Frame] = []
+        self.packs: list[Callable[..., Any]] = []
+
+
 class _Parameters(dict[str, nn.Parameter | None]):
-    """A module's parameters; reading one that is not gathered during a forward pass gathers it.
+    """A module's parameters; reading one that is not gathered during a pass gathers it.
 
     For models that use a child's weight without calling the child, such as ``F.linear(x, self.embedding.weight)``.
 
@@ -62,7 +101,7 @@ class _Parameters(dict[str, nn.Parameter | None]):
 
     Args:
         items: the parameters by name.
-        on_read: gathers a parameter, outside any graph.
+        on_read: gathers a parameter by its ``id``, outside any graph.
         probes: for the transient ones, a parameter of the same chunk that has strides; ``None`` if none has.
         on_trace: called when a graph is traced that reads a resident one, whose renewal may be under way.
     """
@@ -70,7 +109,7 @@ class _Parameters(dict[str, nn.Parameter | None]):
     def __init__(
         self,
         items: dict[str, nn.Parameter | None],
-        on_read: Callable[[nn.Parameter], None],
+        on_read: Callable[[int], None],
         probes: dict[str, nn.Parameter | None],
         on_trace: Callable[[], None],
     ) -> None:
@@ -82,15 +121,18 @@ class _Parameters(dict[str, nn.Parameter | None]):
         param = super().__getitem__(name)
         if param is None:
             return None
-        if not torch.compiler.is_compiling():
-            self._on_read(param)
-        elif name not in self._probes:
-            self._on_trace()
-        else:
-            probe = self._probes[name]
-            if probe is None or not any(probe.stride()):
-                self._break_and_read(param)
-        return param
+        if torch.compiler.is_compiling():
+            if name not in self._probes:
+                self._on_trace()
+            else:
+                probe = self._probes[name]
+                if probe is None or not any(probe.stride()):
+                    self._break_and_read(id(param))
+            return param
+        key = id(param)
+        del param  # who holds a parameter while it is gathered reads it
+        self._on_read(key)
+        return super().__getitem__(name)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (dict, (dict(self.items()),))
@@ -120,8 +162,7 @@ class GatherHooks:
         self._names = {id(param): name for name, param in model.named_parameters()}
         self.units_of: dict[str, list[int]] = {}
         """By name of a module: what it acquires before its forward pass."""
-        self._frames: list[tuple[nn.Module, list[int]]] = []
-        self._saved: torch.autograd.graph.saved_tensors_hooks | None = None
+        self._running = _Running()
         self._saved_hooks = _outside_compile(self._pack), _outside_compile(self._unpack)
         self._handles: list[Any] = []
         self._swapped: list[nn.Module] = []
@@ -157,40 +198,50 @@ class GatherHooks:
         self._handles.append(module.register_forward_hook(after, always_call=True))
 
     def _enter(self, module: nn.Module, units: list[int]) -> None:
-        if not self._frames:
-            self._push_saved_hooks()
-            if self._settles:
-                self.pool.settle()
-        self._frames.append((module, []))
-        pins = self._frames[-1][1]
+        frames = self._running.frames
+        frame = _Frame(module, pack=self._push_saved_hooks())
+        frames.append(frame)
+        if self._settles and len(frames) == 1:
+            self.pool.settle()
         for unit in units:
-            self.pool.acquire(unit, pin=True)
-            pins.append(unit)
+            self._acquire(unit, pin=True)
+            frame.pins.append(unit)
 
     def _leave(self, module: nn.Module) -> None:
+        frames = self._running.frames
         # After an exception the hooks of modules that were never entered run too.
-        if not any(entered is module for entered, _ in self._frames):
+        if not any(frame.module is module for frame in frames):
             return
-        while self._frames:
-            entered, pins = self._frames.pop()
-            for unit in pins:
+        while frames:
+            frame = frames.pop()
+            for unit in frame.pins:
                 self.pool.unpin(unit)
-            if entered is module:
+            if frame.pack is not None:
+                self._pop_saved_hooks()
+            if frame.module is module:
                 break
-        if not self._frames:
-            self._pop_saved_hooks()
 
     def unwind(self) -> None:
         """After an interruption of a forward pass that ran no hooks (``KeyboardInterrupt``): leave every module."""
-        if self._frames and not in_backward():
-            self._leave(self._frames[0][0])
+        if self._running.frames and not in_backward():
+            self._leave(self._running.frames[0].module)
 
-    def _on_read(self, param: nn.Parameter) -> None:
-        if self._frames and id(param) in self._unit_of:
-            unit, pins = self._unit_of[id(param)], self._frames[-1][1]
+    def _acquire(self, unit: int, pin: bool = False) -> None:
+        with outside_transforms():
+            self.pool.acquire(unit, pin)
+
+    def _on_read(self, param: int) -> None:
+        unit = self._unit_of.get(param)
+        if unit is None:
+            return
+        if self._running.frames:
+            pins = self._running.frames[-1].pins
             if unit not in pins:
-                self.pool.acquire(unit, pin=True)
+                self._acquire(unit, pin=True)
                 pins.append(unit)
+        elif in_backward():  # a recomputation, or a hook; no pin is needed, since the reader holds the parameter
+            self._in_backward_pass()
+            self._acquire(unit)
 
     def _on_trace(self) -> None:
         """A graph reads renewed parameters without asking: from now on they are renewed before each forward pass."""
@@ -199,28 +250,39 @@ class GatherHooks:
 
     # ---- saved tensors
 
-    def _push_saved_hooks(self) -> None:
+    def _push_saved_hooks(self) -> Callable[..., Any] | None:
+        """Ours go on top of others that are active, unless they are there already. Returns what was pushed."""
         others = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        # torch.func transforms take no such hooks.
-        transformed = torch._C._functorch.peek_interpreter_stack() is not None
-        if torch.is_grad_enabled() and others is None and not transformed and not in_backward():
-            self._saved = torch.autograd.graph.saved_tensors_hooks(*self._saved_hooks)
-            self._saved.__enter__()
+        packs = self._running.packs
+        if others is not None and packs and others[0] is packs[-1]:
+            return None
+        if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+            return None  # some torch.func transforms take none
+        pack, unpack = self._saved_hooks
+        if others is not None:
+            composed = _Composed(self, *others)
+            pack, unpack = composed.pack, composed.unpack
+        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+        packs.append(pack)
+        return pack
 
     def _pop_saved_hooks(self) -> None:
-        if self._saved is not None:
-            self._saved.__exit__()
-            self._saved = None
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        self._running.packs.pop()
 
-    def _pack(self, tensor: torch.Tensor) -> _Kept | _Note:
+    def note_of(self, tensor: torch.Tensor) -> _Note | None:
+        """What stands for a view of a gathered chunk; ``None`` for any other tensor."""
         if type(tensor) is not torch.Tensor and type(tensor) is not nn.Parameter:
-            return _keep(tensor)
-        if tensor.layout is not torch.strided:
-            return _keep(tensor)
+            return None
+        if tensor.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            return None
         chunk = self.pool.by_storage.get(tensor.untyped_storage()._cdata)
         if chunk is None or tensor.dtype != chunk.spec.dtype:
-            return _keep(tensor)
+            return None
         return _Note(chunk, tensor.size(), tensor.stride(), tensor.storage_offset(), chunk.generation)
+
+    def _pack(self, tensor: torch.Tensor) -> _Kept | _Note:
+        return self.note_of(tensor) or _keep(tensor)
 
     def _unpack(self, saved: _Kept | _Note) -> torch.Tensor:
         if isinstance(saved, _Kept):
@@ -232,6 +294,10 @@ class GatherHooks:
                     "torch.autograd.set_detect_anomaly(True) names the operation that saved it"
                 )
             return saved.tensor
+        return self.read(saved)
+
+    def read(self, saved: _Note) -> torch.Tensor:
+        """The view that a note stands for, gathered if need be."""
         chunk = saved.chunk
         if saved.generation != chunk.generation:
             names = ", ".join(self._names.get(id(param), "?") for param in chunk.params[:3])
@@ -240,7 +306,7 @@ class GatherHooks:
                 "backward pass; make the backward pass before optimizer.step()"
             )
         self._in_backward_pass()
-        self.pool.acquire(chunk.spec.unit)
+        self._acquire(chunk.spec.unit)
         full = chunk.full
         if full is None:
             raise RuntimeError(f"unit {chunk.spec.unit} has full={full} right after its gather; report this")
@@ -254,6 +320,23 @@ class GatherHooks:
             module._parameters = dict(module._parameters.items())
         self._handles.clear()
         self._swapped.clear()
+
+
+class _Composed:
+    """Saved-tensor hooks on top of others: weights become notes, and the others get what is left."""
+
+    def __init__(
+        self, ours: GatherHooks, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
+    ) -> None:
+        self._ours, self._pack, self._unpack = ours, pack, unpack
+
+    @_outside_compile
+    def pack(self, tensor: torch.Tensor) -> _Note | _Other:
+        return self._ours.note_of(tensor) or _Other(self._pack(tensor))
+
+    @_outside_compile
+    def unpack(self, saved: _Note | _Other) -> torch.Tensor:
+        return self._unpack(saved.packed) if isinstance(saved, _Other) else self._ours.read(saved)
 
 
 def trace_hooks(model: nn.Module, pool: ChunkPool, units_of: dict[str, list[int]]) -> list[Callable[[], None]]:
@@ -281,12 +364,6 @@ def _probes(pool: ChunkPool) -> dict[int, nn.Parameter | None]:
             other = next((param for param in chunk.params if param.dim()), None)
             found |= {id(param): param if param.dim() else other for param in chunk.params}
     return found
-
-
-def _outside_compile(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Run outside any compiled graph: the hooks make a graph break before and after the module."""
-    disabled: Callable[..., Any] = torch._dynamo.disable(hook)  # type: ignore[no-untyped-call]
-    return disabled
 
 
 def _skipped_in_compile(hook: Callable[..., None]) -> Callable[..., None]:

@@ -70,7 +70,9 @@ class BackwardPasses:
 
     def watch(self, output: Any) -> None:
         """Have a model's output note the pass that starts from it, which is then the outermost one."""
-        if isinstance(output, torch.Tensor) and output.requires_grad and not in_backward():
+        if not isinstance(output, torch.Tensor) or not output.requires_grad or in_backward():
+            return
+        if not torch._C._functorch.is_functorch_wrapped_tensor(output):  # a transform's own passes give no gradients
             output.register_hook(self.note)  # type: ignore[no-untyped-call]
 
     def check_scaled(self) -> None:

@@ -1,0 +1,50 @@
+"""Who beside its owners reads a parameter: autograd, which saves some parameters themselves, or code that keeps one.
+
+A view of a gathered array has an identity of its own and keeps its array. The parameter does not: it is pointed
+elsewhere at eviction, for all who hold it. So before it is, they are counted.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+__all__ = ["is_read", "python_holders"]
+
+
+def _added_by_torch() -> int:
+    """How many references Python counts more as long as torch itself holds a tensor, however often."""
+    param = nn.Parameter(torch.empty(1))
+    before = sys.getrefcount(param)
+    view = param.view(1)  # holds its base
+    added = sys.getrefcount(param) - before
+    del view
+    return added
+
+
+_ADDED = _added_by_torch()
+
+
+def _holders(param: nn.Parameter) -> int:
+    return sys.getrefcount(param) - (_ADDED if param._use_count() > 1 else 0)  # type: ignore[attr-defined]
+
+
+def python_holders(params: Sequence[nn.Parameter]) -> list[int]:
+    """Python's references to each, to be compared by :func:`is_read` with those at a later time."""
+    return [_holders(param) for param in params]
+
+
+def is_read(params: Sequence[nn.Parameter], holders: Sequence[int]) -> bool:
+    """Whether a graph holds any of them, or Python holds it more often than when ``holders`` were counted."""
+    # Nothing but the comprehensions may name a parameter here, which would count as a holder.
+    return any(_saved(param) for param in params) or any(
+        now > before for now, before in zip(python_holders(params), holders, strict=True)
+    )
+
+
+def _saved(param: nn.Parameter) -> bool:
+    # Beside its Python object, the node that accumulates its gradient holds it as long as any graph leads there.
+    return bool(param._use_count() > 1 + param.requires_grad)  # type: ignore[attr-defined]

@@ -1,0 +1,310 @@
+"""Operators that save a parameter for backward, and ways to run a model in which autograd saves what it likes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+ROWS, WIDTH = 5, 6
+
+
+class Op(nn.Module):
+    """An operator on a ``[5, 6]`` tensor.
+
+    Args:
+        modules: what it is made of, by name.
+        shapes: parameters of its own, by name.
+        run: called with this module and the tensor.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[Any, Tensor], Tensor],
+        modules: dict[str, nn.Module] | None = None,
+        **shapes: tuple[int, ...],
+    ) -> None:
+        super().__init__()
+        self.run = run
+        for name, module in (modules or {}).items():
+            self.add_module(name, module)
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(0.5 + torch.rand(shape)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self, x)
+
+
+class Scaling(torch.autograd.Function):
+    """Saves its weight as torch wants it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return grad * weight, (grad * x).sum(0)
+
+
+class Keeping(torch.autograd.Function):
+    """Keeps its weight itself, as many a fused kernel does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.x, ctx.weight = x, weight
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad * ctx.weight, (grad * ctx.x).sum(0)
+
+
+def _on(module: nn.Module, *shape: int) -> nn.Module:
+    """The module on the tensor, or on as much of it as ``shape`` has."""
+
+    def run(op: Any, x: Tensor) -> Tensor:
+        y = op.inner(x.flatten()[: torch.Size(shape).numel()].view(shape) if shape else x)
+        return y[0] if isinstance(y, tuple) else y
+
+    return Op(run, {"inner": module})
+
+
+def _attention(times: int = 1, **options: Any) -> nn.Module:
+    def run(op: Any, x: Tensor) -> Tensor:
+        key = torch.cat([x] * times, 1)[None]
+        out: Tensor = op.inner(x[None], key, key)[0]
+        return out
+
+    return Op(run, {"inner": nn.MultiheadAttention(WIDTH, 2, batch_first=True, **options)})
+
+
+def _decoder() -> nn.Module:
+    layer = nn.TransformerDecoderLayer(WIDTH, 2, 4, 0.0, batch_first=True)
+    return Op(lambda op, x: op.inner(x[None], x.flip(0)[None]), {"inner": layer})
+
+
+def _bag(op: Any, x: Tensor) -> Tensor:
+    return F.embedding_bag(INDICES, op.w, mode="sum", per_sample_weights=op.s) * x[:2]
+
+
+def _looked_up(module: nn.Module) -> nn.Module:
+    return Op(lambda op, x: op.inner(INDICES) * x[0], {"inner": module})
+
+
+INDICES = torch.tensor([[0, 3, 2], [3, 1, 3]])
+IMAGE, VOLUME = (1, 2, 3, 5), (1, 2, 2, 2, 3)
+ENCODER: dict[str, Any] = {"nhead": 2, "dim_feedforward": 4, "dropout": 0.0, "batch_first": True}
+
+OPS: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: _on(nn.Linear(WIDTH, 4)),
+    "bilinear": lambda: Op(lambda op, x: op.inner(x, x.flip(0)), {"inner": nn.Bilinear(WIDTH, WIDTH, 3)}),
+    "conv1d": lambda: _on(nn.Conv1d(5, 3, 2), 5, 6),
+    "conv2d": lambda: _on(nn.Conv2d(2, 3, 2), *IMAGE),
+    "conv3d": lambda: _on(nn.Conv3d(2, 3, 2), *VOLUME),
+    "conv_transpose1d": lambda: _on(nn.ConvTranspose1d(5, 3, 2), 5, 6),
+    "conv_transpose2d": lambda: _on(nn.ConvTranspose2d(2, 3, 2), *IMAGE),
+    "conv_transpose3d": lambda: _on(nn.ConvTranspose3d(2, 3, 2), *VOLUME),
+    "layer_norm": lambda: _on(nn.LayerNorm(WIDTH)),
+    "rms_norm": lambda: _on(nn.RMSNorm(WIDTH)),
+    "group_norm": lambda: _on(nn.GroupNorm(2, WIDTH)),
+    "batch_norm1d": lambda: _on(nn.BatchNorm1d(WIDTH)),
+    "batch_norm2d": lambda: _on(nn.BatchNorm2d(2), *IMAGE),
+    "batch_norm3d": lambda: _on(nn.BatchNorm3d(2), *VOLUME),
+    "batch_norm_eval": lambda: _on(nn.BatchNorm1d(WIDTH).eval()),
+    "instance_norm": lambda: _on(nn.InstanceNorm1d(5, affine=True), 1, 5, 6),
+    "prelu": lambda: _on(nn.PReLU(WIDTH)),
+    "rnn": lambda: _on(nn.RNN(WIDTH, 3, 2, bidirectional=True)),
+    "lstm": lambda: _on(nn.LSTM(WIDTH, 3, 2, proj_size=2)),
+    "gru": lambda: _on(nn.GRU(WIDTH, 3, bidirectional=True)),
+    "rnn_cell": lambda: _on(nn.RNNCell(WIDTH, 3)),
+    "lstm_cell": lambda: _on(nn.LSTMCell(WIDTH, 3)),
+    "gru_cell": lambda: _on(nn.GRUCell(WIDTH, 3)),
+    "attention": _attention,
+    "attention_kv": lambda: _attention(2, kdim=2 * WIDTH, vdim=2 * WIDTH, add_bias_kv=True),
+    "encoder_layer": lambda: _on(nn.TransformerEncoderLayer(WIDTH, **ENCODER), 1, ROWS, WIDTH),
+    "decoder_layer": _decoder,
+    "weight_norm": lambda: _on(nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, 4))),
+    "embedding": lambda: _looked_up(nn.Embedding(4, WIDTH, scale_grad_by_freq=True)),
+    "embedding_bag": lambda: Op(_bag, w=(4, WIDTH), s=(2, 3)),
+    "embedding_bag_max": lambda: _looked_up(nn.EmbeddingBag(4, WIDTH, mode="max")),
+    "f_linear": lambda: Op(lambda op, x: F.linear(F.linear(x, op.a), op.b), a=(3, 6), b=(6, 3)),
+    "f_layer_norm": lambda: Op(lambda op, x: F.layer_norm(x, (WIDTH,), op.w, op.b), w=(WIDTH,), b=(WIDTH,)),
+    "f_rms_norm": lambda: Op(lambda op, x: F.rms_norm(x, (WIDTH,), op.w), w=(WIDTH,)),
+    "f_prelu": lambda: Op(lambda op, x: F.prelu(x, op.w), w=(WIDTH,)),
+    "f_bilinear": lambda: Op(lambda op, x: F.bilinear(x, x, op.w), w=(2, WIDTH, WIDTH)),
+    "f_conv2d": lambda: Op(lambda op, x: F.conv2d(x[None, None], op.w, op.b, padding=1), w=(2, 1, 3, 3), b=(2,)),
+    "sdpa": lambda: Op(
+        lambda op, x: F.scaled_dot_product_attention(op.q, op.k, op.v) * x[:4, :4],
+        q=(2, 4, 4),
+        k=(2, 4, 4),
+        v=(2, 4, 4),
+    ),
+    "sdpa_query": lambda: Op(lambda op, x: F.scaled_dot_product_attention(op.q, x[None], x[None]), q=(1, 3, WIDTH)),
+    "addmm": lambda: Op(lambda op, x: torch.addmm(op.c, x, op.w), c=(5, 3), w=(6, 3)),
+    "matmul": lambda: Op(lambda op, x: op.w @ x, w=(3, 5)),
+    "einsum": lambda: Op(lambda op, x: torch.einsum("ij,kj,kl->il", x, op.w, op.u), w=(3, 6), u=(3, 2)),
+    "mul": lambda: Op(lambda op, x: x * op.w + x / op.w, w=(WIDTH,)),
+    "pow": lambda: Op(lambda op, x: (1 + x * x) ** op.w + op.w**3, w=(WIDTH,)),
+    "elementwise": lambda: Op(lambda op, x: x * op.w.sin() * op.w.abs() + op.w.log(), w=(WIDTH,)),
+    "activations": lambda: Op(lambda op, x: x * op.w.softmax(0) * F.silu(op.w) * F.gelu(op.w), w=(WIDTH,)),
+    "reductions": lambda: Op(lambda op, x: x * op.w.norm() * op.w.prod() * op.w.std(), w=(WIDTH,)),
+    "addcmul": lambda: Op(lambda op, x: torch.addcmul(x, op.w, op.u).lerp(op.w, op.u), w=(6,), u=(6,)),
+    "cdist": lambda: Op(lambda op, x: torch.cdist(x, op.w), w=(3, 6)),
+    "cosine": lambda: Op(lambda op, x: F.cosine_similarity(x, op.w, 1)[:, None] * F.normalize(op.w), w=(5, 6)),
+    "solve": lambda: Op(lambda op, x: torch.linalg.solve(op.w + 9 * torch.eye(5, dtype=x.dtype), x), w=(5, 5)),
+    "function": lambda: Op(lambda op, x: Scaling.apply(x, op.w), w=(WIDTH,)),
+    "function_keeps": lambda: Op(lambda op, x: Keeping.apply(x, op.w), w=(WIDTH,)),
+}
+NOT_BATCHED = {"batch_norm1d", "batch_norm2d", "batch_norm3d", "rnn", "lstm", "gru", "lstm_cell"}
+NOT_BATCHED |= {"function", "function_keeps", "embedding_bag", "embedding_bag_max"}
+"""Not under ``torch.func.vmap``."""
+ONCE = {"cdist", "encoder_layer", "decoder_layer"}
+"""Without a second derivative."""
+
+
+class Table(nn.Module):
+    """All of some operators on one tensor, between two layers that make room for themselves.
+
+    Args:
+        names: of the operators.
+    """
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.ops = nn.ModuleDict({name: OPS[name]() for name in names})
+        self.last = nn.Linear(WIDTH, WIDTH)
+        self.around_all: Callable[[], AbstractContextManager[object]] = nullcontext
+        self.around_op: Callable[[], AbstractContextManager[object]] = nullcontext
+        self.together = 0
+
+    def few(self, x: Tensor, *names: str) -> Tensor:
+        total = x.new_zeros(())
+        for name in names:
+            with self.around_op():
+                y = self.ops[name](x)
+            # No two elements count alike, so that no gradient cancels.
+            total = total + (y * torch.linspace(1.0, 2.0, y.numel(), dtype=y.dtype).view(y.shape)).mean()
+        return total
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.around_all():
+            return self.body(x)
+
+    def body(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        names = list(self.ops)
+        if not self.together:
+            total = self.few(x, *names)
+        else:
+            total = x.new_zeros(())
+            for start in range(0, len(names), self.together):
+                some = names[start : start + self.together]
+                total = total + checkpoint(self.few, x, *some, use_reentrant=True)
+        return total + self.last(x).square().mean()
+
+
+Way = Callable[[Any, Any, Tensor], Tensor]
+"""``way(table, model, x)``: the loss of ``model``, which runs ``table``."""
+
+
+def identity() -> AbstractContextManager[None]:
+    return saved_tensors_hooks(lambda t: t, lambda t: t)
+
+
+def plainly(_table: Table, model: nn.Module, x: Tensor) -> Tensor:
+    return model(x)  # type: ignore[no-any-return]
+
+
+def on_cpu(_table: Table, model: nn.Module, x: Tensor) -> Tensor:
+    with save_on_cpu():
+        return model(x)  # type: ignore[no-any-return]
+
+
+def under_identity(_table: Table, model: nn.Module, x: Tensor) -> Tensor:
+    with identity():
+        return model(x)  # type: ignore[no-any-return]
+
+
+def checkpointed(_table: Table, model: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(model, x, use_reentrant=True)  # type: ignore[no-any-return]
+
+
+def checkpointed_without_reentry(_table: Table, model: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(model, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def checkpointed_within(table: Table, model: nn.Module, x: Tensor) -> Tensor:
+    table.together = 2
+    return model(x)  # type: ignore[no-any-return]
+
+
+def inner_identity(table: Table, model: nn.Module, x: Tensor) -> Tensor:
+    table.around_op = identity
+    return model(x)  # type: ignore[no-any-return]
+
+
+def inner_on_cpu(table: Table, model: nn.Module, x: Tensor) -> Tensor:
+    table.around_op = save_on_cpu
+    return model(x)  # type: ignore[no-any-return]
+
+
+def without_hooks(_table: Table, model: nn.Module, x: Tensor) -> Tensor:
+    with torch.autograd.graph.disable_saved_tensors_hooks("none here"):
+        return model(x)  # type: ignore[no-any-return]
+
+
+def graph_inside(table: Table, model: nn.Module, x: Tensor) -> Tensor:
+    table.around_all = torch.enable_grad
+    with torch.no_grad():
+        return model(x)  # type: ignore[no-any-return]
+
+
+def penalty(_table: Table, model: nn.Module, x: Tensor) -> Tensor:
+    loss = model(x)
+    (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+    return loss + slope.square().mean()  # type: ignore[no-any-return]
+
+
+def penalty_under_identity(table: Table, model: nn.Module, x: Tensor) -> Tensor:
+    with identity():
+        return penalty(table, model, x)
+
+
+def mapped(_table: Table, model: nn.Module, x: Tensor) -> Tensor:
+    return torch.func.vmap(model)(torch.stack([x, x.cos()])).mean()
+
+
+WAYS: dict[str, Way] = {
+    way.__name__: way
+    for way in (
+        plainly,
+        on_cpu,
+        under_identity,
+        checkpointed,
+        checkpointed_without_reentry,
+        checkpointed_within,
+        inner_identity,
+        inner_on_cpu,
+        without_hooks,
+        graph_inside,
+        penalty,
+        penalty_under_identity,
+        mapped,
+    )
+}
+
+
+def ops_of(way: str) -> list[str]:
+    """The operators that can be run so."""
+    left_out = NOT_BATCHED if way == "mapped" else ONCE if way.startswith("penalty") else ()
+    return [name for name in OPS if name not in left_out]
