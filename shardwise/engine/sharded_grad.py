@@ -25,6 +25,9 @@ class GradOwner(Protocol):
     def check_use(self, index: int, what: str) -> None:
         """Raise unless the gradient can be used now by operation ``what``."""
 
+    def check_caller(self, index: int, what: str) -> None:
+        """Raise if an optimizer of the user's own, made on sharded parameters, does ``what``."""
+
     def full(self, index: int, wide: bool) -> torch.Tensor:
         """The whole averaged, unscaled gradient in a new tensor; ``wide``: in fp32 at least. Collective."""
 
@@ -95,6 +98,14 @@ class ShardedGrad(torch.Tensor):
             )
         owner.check_use(self.param_index, what)
         return owner
+
+    @property
+    def is_sparse(self) -> bool:  # type: ignore[override]
+        """False. Optimizers ask before they change anything, so one that must not step hears of it here."""
+        owner = self.owner()
+        if owner is not None:
+            owner.check_caller(self.param_index, "is_sparse")
+        return False
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         owner = self.owner()

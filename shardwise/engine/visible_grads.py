@@ -245,7 +245,7 @@ class VisibleGrads:
         """
         engine, (state, at) = self.engine, self._where[index]
         grad = f"{what} of {self.name(index)}.grad"
-        self._check_caller(grad)
+        self.check_caller(index, what)
         if engine.passes.running:
             raise RuntimeError(f"{grad} while a backward pass runs: it is complete after it; Tensor.register_hook sees "
                                "this rank's gradient of the pass")  # fmt: skip
@@ -270,8 +270,10 @@ class VisibleGrads:
                 "it under torch.no_grad()"
             )
 
-    def _check_caller(self, grad: str) -> None:
-        """An optimizer that has whole parameters and reads their gradients would update them beside the engine."""
+    def check_caller(self, index: int, what: str) -> None:
+        """Raises:
+        RuntimeError: an optimizer that has whole parameters reads their gradients, to update them beside the engine.
+        """
         frame = sys._getframe(1)
         while frame.f_back is not None:
             frame = frame.f_back
@@ -279,7 +281,7 @@ class VisibleGrads:
                 caller = frame.f_locals.get("self")
                 if isinstance(caller, torch.optim.Optimizer) and self._has_ours(caller):
                     raise RuntimeError(
-                        f"{grad} by step() of a {type(caller).__name__} that was made on the parameters of a sharded "
+                        f"{what} of {self.name(index)}.grad by step() of a {type(caller).__name__} that was made on the parameters of a sharded "
                         "model: it would train nothing; make the optimizer before boost/build, pass it, and step what "
                         "boost/build returned"
                     )
