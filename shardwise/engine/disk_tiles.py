@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from shardwise.engine.on_disk import OnDisk
 from shardwise.engine.tiles import Piece, Tile
 from shardwise.memory.disk import DiskError, DiskStore, Handle, Record
 
@@ -109,8 +110,12 @@ class DiskTile:
         for index, piece in enumerate(self.tile.pieces):
             piece.value.data = values[piece.start - self.tile.start : piece.end - self.tile.start]
             state = self._optimizer.state.get(piece.value, {})
+            for key, held in state.items():
+                if is_element_wise(held, piece) and not isinstance(held, OnDisk):
+                    # Put there by the user. A copy, since what it replaces comes back if the step fails.
+                    state[key] = held.clone()
             for entry in self._entries:
-                if entry.piece == index:
+                if entry.piece == index and isinstance(state.get(entry.key), OnDisk):
                     state[entry.key] = entry.view(self._buffers[1])
 
     def save(self) -> None:
@@ -123,21 +128,23 @@ class DiskTile:
             self._buffers[1].zero_()
         self._entries = tuple(entries)
         for entry in entries:
-            held = self._optimizer.state[self.tile.pieces[entry.piece].value][entry.key]
-            place = entry.view(self._buffers[1])
+            state = self._optimizer.state[self.tile.pieces[entry.piece].value]
+            held, place = state[entry.key], entry.view(self._buffers[1])
             if held.data_ptr() != place.data_ptr():
-                place.copy_(held)
+                state[entry.key] = place.copy_(held)
         records = [self._values] + ([self._state] if self._state is not None else [])
         self._transfers = [self._store.write(r, b) for r, b in zip(records, self._buffers, strict=False)]
         self.unbind()
 
     def unbind(self) -> None:
-        """Values and state read as NaN."""
+        """Values read as NaN, and state not at all."""
         for piece in self.tile.pieces:
             piece.value.data = _absent(piece.value)
-        for entry in self._entries:
-            state = self._optimizer.state[self.tile.pieces[entry.piece].value]
-            state[entry.key] = _absent(state[entry.key])
+        for entry in self._entries if len(self._buffers) > 1 else ():
+            state = self._optimizer.state.get(self.tile.pieces[entry.piece].value, {})
+            held = state.get(entry.key)
+            if isinstance(held, torch.Tensor) and held.data_ptr() == entry.view(self._buffers[1]).data_ptr():
+                state[entry.key] = OnDisk.like(held)
 
     def finish(self) -> None:
         """Wait for the transfers and give the buffers back, whatever happened."""
@@ -214,8 +221,9 @@ class DiskTile:
     def _bring_in(self) -> None:
         """State that was read moves to memory of its own, because the record will be another one."""
         for entry in self._entries:
-            state = self._optimizer.state[self.tile.pieces[entry.piece].value]
-            state[entry.key] = state[entry.key].clone()
+            state = self._optimizer.state.get(self.tile.pieces[entry.piece].value, {})
+            if entry.key in state:
+                state[entry.key] = state[entry.key].clone()
         for buffer in self._buffers[1:]:
             self._store.give(buffer)
         del self._buffers[1:]
@@ -265,8 +273,7 @@ def _kept(value: Any, piece: Piece) -> Any:
 
 
 def _absent(like: torch.Tensor) -> torch.Tensor:
-    fill = float("nan") if like.is_floating_point() else 0
-    return torch.full((), fill, dtype=like.dtype).expand(like.shape)
+    return torch.full((), float("nan"), dtype=like.dtype).expand(like.shape)
 
 
 class TileVisits:

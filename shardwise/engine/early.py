@@ -24,6 +24,7 @@ import torch
 from shardwise.engine.early_disk import EarlyDisk
 from shardwise.engine.grads import ChunkGrads
 from shardwise.engine.norm import shard_norm
+from shardwise.engine.param_groups import same_value
 from shardwise.engine.passes import BackwardPasses
 from shardwise.engine.tiles import Tile, TileStepper
 from shardwise.memory.disk import DiskError
@@ -151,7 +152,7 @@ class EarlyUpdates:
 
     def _read_options(self) -> list[dict[str, Any]]:
         # Copies: a learning rate may be a tensor that is changed in place.
-        groups = self._stepper.optimizer.param_groups
+        groups = self._stepper.param_groups.now
         return [{k: copy.deepcopy(v) for k, v in group.items() if k != "params"} for group in groups]
 
     def _run(self, state: ChunkGrads, reduced: torch.Tensor, factor: float) -> None:
@@ -168,8 +169,7 @@ class EarlyUpdates:
 
     @torch.no_grad()
     def _update_chunk(self, state: ChunkGrads, reduced: torch.Tensor, factor: float) -> None:
-        # The user's hooks run in step(), once.
-        with self._stepper.without_hooks(), self._stepper.groups() as groups:
+        with self._stepper.groups() as groups:
 
             def step(tile: Tile, shard: torch.Tensor | None) -> None:
                 self._stepper.step_tile(tile, list(tile.pieces), reduced, shard, factor, groups)
@@ -242,7 +242,7 @@ class EarlyUpdates:
         self.settle()
         if not self.updated and not self.anywhere:
             return False
-        if factor == self._factor and self._options == self._read_options():
+        if factor == self._factor and same_value(self._options, self._read_options()):
             return bool(self.updated)
         if self.in_place:
             raise RuntimeError(

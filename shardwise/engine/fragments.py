@@ -220,7 +220,7 @@ class Held:
 
     def group_names(self, optimizer: ShardedOptimizer) -> list[list[str]]:
         """Saved names of the parameters, by param group."""
-        return [[self.names[param][0] for param in params] for params in optimizer._full._order]
+        return [[self.names[param][0] for param in params] for params in optimizer.params_by_group()]
 
     # ---- out
 

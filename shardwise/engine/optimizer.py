@@ -163,6 +163,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self.engine.hooks is not None:
             self.engine.hooks.unwind()
         self.engine.guards.check()
+        self._updates.param_groups.check()
         # A scheduler that steps next should not warn that the optimizer never did.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         inverse = 1.0 / self.divisor()
@@ -197,6 +198,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _update(self, factor: float, failure: Exception | None) -> None:
         early = self._early
+        self._updates.before_step()  # it may change what a guess was made with
         done = early.updated if early is not None and early.confirm(factor) else ()
         self.engine.before_update()
         try:
@@ -208,6 +210,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.engine.publish(optimizer=self.index)
         if early is not None:
             early.forget()
+        self._updates.after_step()
 
     def _use_margin(self) -> None:
         """Once, when a step has been traced: state moves into what the device has left (``auto``)."""
@@ -318,6 +321,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
 
     # ---- state
+
+    def params_by_group(self) -> list[list[int]]:
+        """See :meth:`OptimizerState.params_by_group`."""
+        return self._full.params_by_group()
 
     def state_dict(self) -> dict[str, Any]:
         """Full state on every rank, keyed as plain torch keys it, and ``scaler`` if there is one. Collective."""

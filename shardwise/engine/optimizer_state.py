@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from shardwise.chunk.chunk import Chunk
 from shardwise.engine.disk_agreement import agreed
 from shardwise.engine.engine import Engine
+from shardwise.engine.param_groups import check_modes
 from shardwise.engine.staging import gather_shards
 from shardwise.engine.tiles import Piece
 from shardwise.engine.updates import TileUpdates
@@ -28,22 +30,18 @@ class OptimizerState:
         self.engine, self.optimizer, self.index, self._updates = engine, optimizer, index, updates
         position = {id(p): i for i, p in enumerate(engine.params)}
         self._order = [[position[id(p)] for p in g["params"]] for g in optimizer.param_groups]
-        """Parameter indices in the order of the user's groups, frozen ones included."""
+        """Parameter indices by group, as these stood when the model was sharded, frozen ones included."""
         self._prior = {position[id(p)]: dict(s) for p, s in optimizer.state.items() if id(p) in position}
 
     def adopt(self) -> None:
         """Give the optimizer pieces for parameters; state that it has already (Adagrad, a resumed run) moves along."""
-        groups = self.optimizer.param_groups
-        by_group: list[list[Piece]] = [[] for _ in groups]
         self.optimizer.state.clear()
         with self._all_write("its state was put in place", "Build again once that is put right."):
             for position, tile in enumerate(self._updates.tiles):
-                by_group[tile.group] += tile.pieces
                 if any(piece.param in self._prior for piece in tile.pieces):
                     self._updates.replace(position, [self._cut_prior(piece) for piece in tile.pieces])
         self._commit()
-        for group, pieces in zip(groups, by_group, strict=True):
-            group["params"] = [piece.value for piece in pieces]
+        self._updates.param_groups.adopt()
         self._prior = {}
 
     def _all_write(self, doing: str, outcome: str) -> AbstractContextManager[None]:
@@ -84,14 +82,19 @@ class OptimizerState:
                 )
         return cut
 
+    def params_by_group(self) -> list[list[int]]:
+        """Indices of the parameters of each group, as the groups stand now; frozen ones included."""
+        return [self._order[index] for index in self._updates.param_groups.order()]
+
     def _numbering(self) -> tuple[dict[int, int], list[dict[str, Any]]]:
-        """Each parameter's number in torch's state_dict, and the packed groups."""
+        """Each parameter's number in torch's state_dict, and the packed groups, as they stand now."""
         number: dict[int, int] = {}
         groups = []
-        for group, params in zip(self.optimizer.param_groups, self._order, strict=True):
+        for group, params in zip(self.optimizer.param_groups, self.params_by_group(), strict=True):
             for param in params:
                 number[param] = len(number)
-            packed = {key: value for key, value in group.items() if key != "params"}
+            # A learning rate in a tensor goes on changing.
+            packed = copy.deepcopy({key: value for key, value in group.items() if key != "params"})
             groups.append(packed | {"params": [number[p] for p in params]})
         return number, groups
 
@@ -168,7 +171,7 @@ class OptimizerState:
         """Take over ``full``; nothing is changed unless all of it fits.
 
         Raises:
-            ValueError: the groups or shapes differ from this optimizer's.
+            ValueError: groups or shapes differ from this optimizer's, or a group has a mode that shards cannot have.
         """
         number, groups = self._numbering()
         theirs = full["param_groups"]
@@ -177,6 +180,7 @@ class OptimizerState:
                 f"the state has param groups of {[len(g['params']) for g in theirs]} parameters, this optimizer of "
                 f"{[len(g['params']) for g in groups]}; load it into an optimizer with the same groups"
             )
+        check_modes(f"the state of a {type(self.optimizer).__name__}", theirs)
         renumber: dict[int, int] = {}
         for group, their_group in zip(groups, theirs, strict=True):
             renumber |= dict(zip(group["params"], their_group["params"], strict=True))
@@ -197,7 +201,7 @@ class OptimizerState:
                 self._updates.replace(position, [cut(piece) for piece in tile.pieces] if states is None else states)
         self._commit()
         for group, their_group in zip(self.optimizer.param_groups, theirs, strict=True):
-            group.update({key: value for key, value in their_group.items() if key != "params"})
+            group.update(copy.deepcopy({key: value for key, value in their_group.items() if key != "params"}))
 
 
 def _as_pair(post: object) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:

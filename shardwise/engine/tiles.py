@@ -8,8 +8,7 @@ gradient, the unscaling and clipping, and the cast of the result done while the 
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,9 @@ from torch import nn
 
 from shardwise.chunk.chunk import Chunk
 from shardwise.engine.grads import ChunkGrads
+from shardwise.engine.param_groups import ParamGroups, check_modes
 from shardwise.engine.states import ChunkState
+from shardwise.engine.step_hooks import bare_step, run_post_hooks, run_pre_hooks, without_hooks
 from shardwise.engine.tile_plan import PieceRange, TileRange
 from shardwise.memory.tier import Tier
 from shardwise.optim.element_wise import couples_elements
@@ -28,9 +29,11 @@ from shardwise.plan import HALF_DTYPES
 __all__ = ["Piece", "Tile", "TileStepper", "check_element_wise", "make_tiles"]
 
 SHAPE_DEPENDENT = ("lbfgs", "muon", "adafactor", "sparseadam", "shampoo", "soap", "lamb", "lars", "novograd", "came")
-OF_TORCH_OR_OURS = ("torch.optim", "shardwise.optim", "shardwise.nn")
-"""Modules whose optimizers, but for those above, are known to be element-wise and to leave gradients alone."""
+OURS = ("shardwise.optim", "shardwise.nn")
+OF_TORCH_OR_OURS = ("torch.optim", *OURS)
+"""Modules whose optimizers, but for those above, are known to be element-wise."""
 HAS_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+"""Their fused kernels only read gradients; others may not (``SGD(nesterov=True, foreach=True)`` writes into them)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,10 +73,7 @@ def check_element_wise(optimizer: torch.optim.Optimizer) -> None:
     name = type(optimizer).__name__
     if any(base.__name__.lower() in SHAPE_DEPENDENT for base in type(optimizer).__mro__):
         raise ValueError(f"optimizer {name} needs whole matrices, but shards are flat: use an element-wise one (AdamW)")
-    for group in optimizer.param_groups:
-        for mode in ("differentiable", "capturable"):
-            if group.get(mode):
-                raise ValueError(f"optimizer {name} has {mode}={group[mode]}: shards update in place; set it False")
+    check_modes(f"optimizer {name}", optimizer.param_groups)
     if _is_foreign(optimizer) and couples_elements(optimizer):
         raise ValueError(
             f"optimizer {name} gives a matrix other values in one piece than in parts that are stepped one by one, as "
@@ -112,10 +112,13 @@ class TileStepper:
         self._generation = 0
         """Counts what may have changed the amount of state."""
         self._counted: tuple[int, dict[Tier, int]] = (-1, {})
-        # Foreign optimizers may change the gradient they are given, which peers may still read.
-        self._own_copy = _is_foreign(optimizer)
-        self._step_once = optimizer.step
+        pieces: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
+        for tile in self.tiles:
+            pieces[tile.group] += [piece.value for piece in tile.pieces]
+        self.param_groups = ParamGroups(optimizer, pieces)
+        self._step_once, self._step_before = bare_step(optimizer), optimizer.step
         optimizer.step = self._refuse  # type: ignore[assignment, method-assign]
+        optimizer.add_param_group = self._refuse_group  # type: ignore[method-assign]
 
     def _refuse(self, *_args: object, **_kwargs: object) -> None:
         raise RuntimeError(
@@ -123,21 +126,28 @@ class TileStepper:
             "boost/build returned"
         )
 
+    def _refuse_group(self, param_group: dict[str, Any]) -> None:
+        raise RuntimeError(
+            f"add_param_group({sorted(param_group)}) of the {type(self.optimizer).__name__} after sharding: its "
+            "parameters would be trained nowhere; add the group before boost/build"
+        )
+
     # What a scheduler looks for on the step() that it has counted on, to see that nobody replaced it.
     _refuse._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
     def close(self) -> None:
         """Give the optimizer its own ``step`` back."""
-        self.optimizer.step = self._step_once  # type: ignore[method-assign]
+        self.optimizer.step = self._step_before  # type: ignore[method-assign]
+        vars(self.optimizer).pop("add_param_group", None)
 
     @contextmanager
     def stepping(self, factor: float) -> Iterator[Callable[[Tile, torch.Tensor], None]]:
         """A function that updates a tile and the shard (1-D, in memory) that it belongs to, for one step.
 
         Every piece that has a gradient is updated with ``factor`` times it. Values and state of the tile must be in
-        memory.
+        memory. The user's step hooks are not run; see :meth:`before_step`.
         """
-        with self._hooks_once(), self.groups() as groups:
+        with self.groups() as groups:
 
             def update(tile: Tile, shard: torch.Tensor) -> None:
                 live, reduced = self.live(tile), tile.grads.reduced
@@ -165,9 +175,10 @@ class TileStepper:
         value = live[0].value
         first, last = live[0].start, live[-1].end
         grad = reduced[first:last]
-        if grad.dtype != value.dtype or grad.device != value.device or factor != 1.0 or self._own_copy:
-            # Not in place: peers may still read exchange memory. The cast comes first: scaling in 16 bits would round
-            # the gradient twice.
+        elsewhere = grad.dtype != value.dtype or grad.device != value.device
+        if elsewhere or factor != 1.0 or not self._only_reads(groups[tile.group]):
+            # Not in place: peers may still read exchange memory, and the update may be made again. The cast comes
+            # first: scaling in 16 bits would round the gradient twice.
             grad = self._scratch_for(last - first, value, tile.state.tier).copy_(grad)
         if factor != 1.0:
             grad.mul_(factor)
@@ -190,14 +201,20 @@ class TileStepper:
             for piece in live:
                 shard[piece.start : piece.end].copy_(piece.value)
 
+    def _only_reads(self, group: dict[str, Any]) -> bool:
+        """Whether the optimizer is known to leave the gradients of ``group`` as they are."""
+        module = type(self.optimizer).__module__
+        return module.startswith(OURS) or (bool(group.get("fused")) and not _is_foreign(self.optimizer))
+
     def _call(self, group: dict[str, Any], live: list[Piece]) -> None:
-        group["params"] = [piece.value for piece in live]
         if group.get("fused"):
             self._move_steps(live)
         before = {key: value for key, value in group.items() if key != "params"}
         held = self._bytes_of(live)
         self.optimizer.param_groups = [group]
-        self._step_once()
+        for alike in self._alike(live) if group.get("fused") else (live,):
+            group["params"] = [piece.value for piece in alike]
+            self._step_once()
         if self._bytes_of(live) != held:
             self.state_changed()
         changed = [key for key, value in group.items() if key != "params" and before.get(key) is not value]
@@ -206,6 +223,14 @@ class TileStepper:
                 f"{type(self.optimizer).__name__}.step() changes its param group ({changed}), and would do so once a "
                 "tile, so it cannot be sharded; use an optimizer whose state belongs to parameters"
             )
+
+    def _alike(self, live: Sequence[Piece]) -> Iterable[list[Piece]]:
+        """Pieces that have state under the same keys: a fused kernel takes momentum of all or of none."""
+        state, by_keys = self.optimizer.state, dict[frozenset[str], list[Piece]]()
+        for piece in live:
+            held = state.get(piece.value, {}).items()
+            by_keys.setdefault(frozenset(key for key, value in held if value is not None), []).append(piece)
+        return by_keys.values()
 
     def element_bytes(self, like: torch.Tensor) -> int:
         """Bytes of state that the optimizer keeps for each element of a parameter like ``like``."""
@@ -219,7 +244,7 @@ class TileStepper:
         optimizer = self.optimizer
         probe = nn.Parameter(torch.zeros(2, dtype=like.dtype, device=like.device))
         probe.grad = torch.zeros_like(probe)
-        with self.without_hooks(), self.groups() as groups, torch.random.fork_rng(devices=[]):
+        with self.groups() as groups, torch.random.fork_rng(devices=[]):
             self._call(groups[0], [Piece(slot=0, param=0, offset=0, start=0, end=2, value=probe)])
         kept = optimizer.state.pop(probe, {}).items()
         return {k: v.dtype for k, v in kept if isinstance(v, torch.Tensor) and v.shape == probe.shape}
@@ -286,13 +311,14 @@ class TileStepper:
         """Working copies of the param groups, with torch's fused kernel where the user left the choice to torch."""
         optimizer = self.optimizer
         own = optimizer.param_groups
-        work = [dict(group) for group in own]
+        work = [dict(group) for group in self.param_groups.now]
         for index, group in enumerate(work):
             free = group.get("fused", False) is None and not group.get("foreach") and not self._fuses_wrongly(index)
             if free and isinstance(optimizer, HAS_FUSED) and not isinstance(group.get("lr"), torch.Tensor):
                 group["fused"], group["foreach"] = True, False
         try:
-            yield work
+            with without_hooks(optimizer):
+                yield work
         finally:
             optimizer.param_groups = own
 
@@ -303,26 +329,10 @@ class TileStepper:
         values = (tile.pieces[0].value for tile in self.tiles if tile.group == group)
         return any(value.dtype in HALF_DTYPES and value.device.type == "cpu" for value in values)
 
-    @contextmanager
-    def _hooks_once(self) -> Iterator[None]:
-        """The user's step hooks run once a step, not once a tile."""
-        optimizer = self.optimizer
-        for hook in optimizer._optimizer_step_pre_hooks.values():
-            hook(optimizer, (), {})
-        with self.without_hooks():
-            yield
-        for hook in optimizer._optimizer_step_post_hooks.values():
-            hook(optimizer, (), {})
+    def before_step(self) -> None:
+        """The user's step hooks run once a step, not once a tile, and before anything is made of the options."""
+        run_pre_hooks(self.optimizer)
 
-    @contextmanager
-    def without_hooks(self) -> Iterator[None]:
-        """The user's step hooks do not run inside."""
-        optimizer = self.optimizer
-        before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-        optimizer._optimizer_step_pre_hooks = OrderedDict()
-        optimizer._optimizer_step_post_hooks = OrderedDict()
-        try:
-            yield
-        finally:
-            optimizer._optimizer_step_pre_hooks = before
-            optimizer._optimizer_step_post_hooks = after
+    def after_step(self) -> None:
+        """See :meth:`before_step`."""
+        run_post_hooks(self.optimizer)

@@ -25,6 +25,7 @@ from shardwise.engine.early import EarlyUpdates
 from shardwise.engine.early_disk import EarlyDisk
 from shardwise.engine.engine import Engine
 from shardwise.engine.grads import ChunkGrads
+from shardwise.engine.param_groups import ParamGroups
 from shardwise.engine.promote import promote
 from shardwise.engine.tiles import Piece, Tile, TileStepper, make_tiles
 from shardwise.memory.disk import DiskError
@@ -160,6 +161,19 @@ class TileUpdates:
             raise
 
     # ---- an update
+
+    @property
+    def param_groups(self) -> ParamGroups:
+        """The user's groups, and which they were when the model was sharded."""
+        return self._stepper.param_groups
+
+    def before_step(self) -> None:
+        """See :meth:`TileStepper.before_step`."""
+        self._stepper.before_step()
+
+    def after_step(self) -> None:
+        """See :meth:`TileStepper.before_step`."""
+        self._stepper.after_step()
 
     def early(self) -> EarlyUpdates:
         """Updates during backward; of parameters on a disk only where their state is there too."""

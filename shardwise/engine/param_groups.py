@@ -1,0 +1,123 @@
+"""The user's param groups once parameters are packed: they may be reordered and given other options, no more."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import is_
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["ParamGroups", "check_modes", "same_value"]
+
+UNSHARDABLE_MODES = ("differentiable", "capturable")
+
+
+def check_modes(name: str, groups: Sequence[dict[str, Any]]) -> None:
+    """Modes that shards cannot have.
+
+    Args:
+        name: of the optimizer, or of where the groups come from.
+        groups: its param groups.
+
+    Raises:
+        ValueError: a group has one.
+    """
+    for position, group in enumerate(groups):
+        for mode in UNSHARDABLE_MODES:
+            if group.get(mode):
+                raise ValueError(
+                    f"{name} has {mode}={group[mode]} in param group {position}: shards update in place; set it False"
+                )
+
+
+class ParamGroups:
+    """Knows the groups of one optimizer, wherever in its list they are now.
+
+    Args:
+        optimizer: the user's own.
+        pieces: of each group, in the order of now; what its ``params`` become.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, pieces: Sequence[Sequence[nn.Parameter]]) -> None:
+        self._optimizer = optimizer
+        self._own = list(optimizer.param_groups)
+        self._pieces = [list(own) for own in pieces]
+
+    def adopt(self) -> None:
+        """Give every group its pieces for parameters."""
+        for group, pieces in zip(self._own, self._pieces, strict=True):
+            group["params"] = list(pieces)
+
+    def order(self) -> list[int]:
+        """Of the groups as they stand in the optimizer now: which one each of them was when the model was sharded.
+
+        Raises:
+            RuntimeError: one was added or removed, or holds other parameters.
+        """
+        name, groups = type(self._optimizer).__name__, self._optimizer.param_groups
+        order: list[int] = []
+        for position, group in enumerate(groups):
+            index = self._index_of(group)
+            if index is None or index in order:
+                raise RuntimeError(
+                    f"param group {position} of {name}.param_groups ('params' with {len(group.get('params', ()))} "
+                    "entries) was added after boost/build, which packed the parameters: take it out, and add it before"
+                )
+            self._own[index] = group
+            order.append(index)
+        missing = sorted(set(range(len(self._own))) - set(order))
+        if missing:
+            raise RuntimeError(
+                f"param groups {missing} (as numbered at boost/build) are missing from {name}.param_groups: put them "
+                "back; where their parameters are to be trained no longer, set their learning rate to 0, or build again"
+            )
+        for position, index in enumerate(order):
+            if not _same(groups[position].get("params"), self._pieces[index]):
+                raise RuntimeError(
+                    f"'params' of param group {position} of {name} was changed after boost/build (it has "
+                    f"{len(groups[position].get('params') or ())} entries, sharding gave it "
+                    f"{len(self._pieces[index])}): leave it as it is; where parameters are to be trained no longer, "
+                    "set the group's learning rate to 0, or build again"
+                )
+        return order
+
+    def _index_of(self, group: dict[str, Any]) -> int | None:
+        for index, own in enumerate(self._own):
+            if own is group:
+                return index
+        # Another dict about the same parameters, as torch's own load_state_dict() makes them.
+        params = group.get("params")
+        return next((i for i, own in enumerate(self._pieces) if own and _same(params, own)), None)
+
+    def check(self) -> None:
+        """Before a step. The user's own edits are the same on all ranks, so all of them raise.
+
+        Raises:
+            RuntimeError: see :meth:`order`.
+            ValueError: see :func:`check_modes`.
+        """
+        self.order()
+        check_modes(f"optimizer {type(self._optimizer).__name__}", self._optimizer.param_groups)
+
+    @property
+    def now(self) -> list[dict[str, Any]]:
+        """The groups, in the order they had when the model was sharded."""
+        return self._own
+
+
+def _same(params: object, pieces: Sequence[nn.Parameter]) -> bool:
+    return isinstance(params, list) and len(params) == len(pieces) and all(map(is_, params, pieces))
+
+
+def same_value(a: Any, b: Any) -> bool:
+    """Whether options are equal, NaN to NaN too; tensors element by element."""
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        alike = type(a) is type(b) and a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
+        return alike and bool(((a == b) | ((a != a) & (b != b))).all())
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(same_value(value, b[key]) for key, value in a.items())
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(same_value, a, b))
+    return bool(a == b) or (a != a and b != b)

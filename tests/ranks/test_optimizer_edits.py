@@ -1,0 +1,387 @@
+"""What the user does to the optimizer after build: groups, state, hooks and options, against plain PyTorch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from early_setup import LOOSE, counting
+from engine_setup import check, one_mesh
+from tier_setup import small_tiles, with_tiers
+from torch import Tensor, nn
+
+from shardwise.build import Session, build
+from shardwise.mesh import Mesh
+from shardwise.plan import Plan, zero
+from shardwise.testing import run_ranks
+
+STEPS = 4
+Optimizer = torch.optim.Optimizer
+Make = Callable[[nn.Module], Optimizer]
+Edit = Callable[[Any, int], None]
+
+
+class Late(nn.Module):
+    """``[4, 6]``; its parts are first used in steps 0, 1 and 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.parts = nn.ModuleList(nn.Linear(6, 6, dtype=torch.float64) for _ in range(3))
+
+    def forward(self, x: Tensor, step: int, late: bool) -> Tensor:
+        for part in self.parts[: step + 1] if late else self.parts:
+            x = torch.tanh(part(x))
+        return x
+
+
+def rows(rank: int, step: int) -> Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * rank + step), dtype=torch.float64)
+
+
+def nothing(_optimizer: Any, _step: int) -> None:
+    pass
+
+
+def trained(plan: Plan, mesh: Mesh, make: Make, edit: Edit = nothing, late: bool = False) -> dict[str, Tensor]:
+    """``edit`` is called before each backward pass with what build returned."""
+    model = Late()
+    session = build(model, make(model), plan, mesh)
+    for step in range(STEPS):
+        edit(session.optimizer, step)
+        session.backward(session.module(rows(mesh.rank, step), step, late).square().mean())
+        session.optimizer.step()
+    state = session.module.state_dict()
+    session.close()
+    return state
+
+
+def plain(ranks: int, make: Make, edit: Edit = nothing, late: bool = False) -> dict[str, Tensor]:
+    model = Late()
+    optimizer = make(model)
+    for step in range(STEPS):
+        edit(optimizer, step)
+        for rank in range(ranks):
+            (model(rows(rank, step), step, late).square().mean() / ranks).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(model.state_dict())
+
+
+# ---- optimizers that write into gradients, or that make state late
+
+
+def nesterov(model: nn.Module) -> Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, foreach=True)
+
+
+def momentum(model: nn.Module) -> Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+def amsgrad(model: nn.Module) -> Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-4, amsgrad=True)
+
+
+def centered(model: nn.Module) -> Optimizer:
+    return torch.optim.RMSprop(model.parameters(), lr=0.01, eps=1e-3, centered=True, momentum=0.9)
+
+
+def groups(model: Any) -> Optimizer:
+    """Three groups with rates and decays of their own."""
+    own = [{"params": part.parameters(), "lr": 0.1 / (i + 1)} for i, part in enumerate(model.parts)]
+    return torch.optim.SGD(own, lr=0.1, momentum=0.9)
+
+
+KINDS: list[tuple[Make, bool]] = [(nesterov, False), (nesterov, True), (momentum, True), (amsgrad, True)]
+KINDS += [(centered, True)]
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("device", {}),
+    ("p_disk_s_host", {}),
+    ("all_disk", {}),
+    ("device", {"update": "backward", "max_norm": 0.05}),
+    ("device", {"update": "backward"}),
+    ("s_disk", {"update": "backward", **LOOSE}),
+]
+
+
+def all_kinds(directory: str) -> list[dict[str, Tensor]]:
+    found = []
+    with small_tiles(100), one_mesh(zero(3)) as mesh:
+        for make, late in KINDS:
+            for mix, changes in VARIANTS:
+                plan = with_tiers(zero(3), mix, directory).but(**changes)
+                found.append(trained(plan, mesh, make, late=late))
+    return found
+
+
+def test_every_kernel_gives_plain_pytorchs_result_in_every_tier(tmp_path: Path) -> None:
+    """Among them one that writes into gradients, and parameters of a tile that are first used in different steps."""
+    by_rank = run_ranks(2, all_kinds, str(tmp_path))
+    at = 0
+    for make, late in KINDS:
+        expected = plain(2, make, late=late)
+        for mix, changes in VARIANTS:
+            what = f"{make.__name__} {mix} {changes}, late={late}"
+            if "max_norm" not in changes or changes is VARIANTS[-1][1]:
+                check([states[at] for states in by_rank], expected, what)
+            if not changes:  # the same bits in every tier
+                device = by_rank[0][at - at % len(VARIANTS)]
+                assert all(torch.equal(by_rank[0][at][name], value) for name, value in device.items()), what
+            at += 1
+
+
+def clipped(directory: str) -> list[tuple[dict[str, Tensor], list[float]]]:
+    """With the norms that the steps report."""
+    found = []
+    with small_tiles(), one_mesh(zero(3)) as mesh:
+        for mix, update in (("device", "step"), ("device", "backward"), ("p_disk_s_host", "step")):
+            norms: list[float] = []
+
+            def look(optimizer: Any, step: int, norms: list[float] = norms) -> None:
+                norms.append(optimizer.get_grad_norm() if step else 0.0)
+
+            plan = with_tiers(zero(3), mix, directory).but(update=update, max_norm=0.05)
+            found.append((trained(plan, mesh, nesterov, look), norms))
+    return found
+
+
+def test_clipping_sees_gradients_that_no_update_has_changed(tmp_path: Path) -> None:
+    for found in run_ranks(2, clipped, str(tmp_path)):
+        (expected, norms), *others = found
+        assert min(norms[1:]) > 0
+        for state, same_norms in others:
+            assert all(torch.equal(state[name], value) for name, value in expected.items())
+            assert same_norms == norms
+
+
+# ---- groups
+
+
+def reverse(optimizer: Any, step: int) -> None:
+    optimizer.param_groups.reverse()
+
+
+def other_dicts(optimizer: Any, step: int) -> None:
+    optimizer.param_groups[:] = [dict(group) for group in optimizer.param_groups]
+    optimizer.param_groups[1]["lr"] = 0.01 * step
+
+
+def half(optimizer: Any, step: int) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] /= 2
+
+
+def hooked(make: Make) -> Make:
+    """The rate is set by a hook on the optimizer's step."""
+
+    def with_hook(model: nn.Module) -> Optimizer:
+        optimizer = make(model)
+        optimizer.register_step_pre_hook(lambda own, *_: half(own, 0))
+        return optimizer
+
+    return with_hook
+
+
+GROUP_CASES: list[tuple[Make, Edit, dict[str, Any]]] = [
+    (groups, reverse, {}),
+    (groups, other_dicts, {}),
+    (groups, half, {"update": "backward"}),
+    (groups, reverse, {"update": "backward"}),
+    (hooked(groups), nothing, {}),
+    (hooked(groups), nothing, {"update": "backward", **LOOSE}),
+]
+
+
+def edited_groups() -> list[dict[str, Tensor]]:
+    with small_tiles(), one_mesh(zero(3)) as mesh:
+        return [trained(zero(3).but(**changes), mesh, make, edit) for make, edit, changes in GROUP_CASES]
+
+
+def test_groups_in_another_order_with_other_rates_and_hooks() -> None:
+    by_rank = run_ranks(2, edited_groups)
+    for index, (make, edit, changes) in enumerate(GROUP_CASES):
+        check([states[index] for states in by_rank], plain(2, make, edit), f"case {index}: {edit.__name__} {changes}")
+
+
+def no_params(session: Session) -> None:
+    session.optimizers[0].optimizer.param_groups[1]["params"] = []
+
+
+def fewer(session: Session) -> None:
+    session.optimizers[0].optimizer.param_groups[1]["params"].pop()
+
+
+def removed(session: Session) -> None:
+    del session.optimizers[0].param_groups[1]
+
+
+def added(session: Session) -> None:
+    session.optimizers[0].optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+
+
+def appended(session: Session) -> None:
+    session.optimizers[0].optimizer.param_groups.append({"params": [nn.Parameter(torch.ones(3))], "lr": 0.1})
+
+
+def doubled(session: Session) -> None:
+    groups = session.optimizers[0].optimizer.param_groups
+    groups.append(groups[0])
+
+
+def capturable(session: Session) -> None:
+    session.optimizers[0].param_groups[2]["capturable"] = True
+
+
+REFUSED: dict[Callable[[Session], None], str] = {
+    no_params: "'params' of param group 1 of SGD was changed",
+    fewer: "'params' of param group 1 of SGD was changed",
+    removed: "param groups [1] (as numbered at boost/build) are missing from SGD.param_groups",
+    added: "add_param_group(['params']) of the SGD after sharding",
+    appended: "param group 3 of SGD.param_groups ('params' with 1 entries) was added",
+    doubled: "param group 3 of SGD.param_groups",
+    capturable: "SGD has capturable=True in param group 2",
+}
+
+
+def refusals() -> list[tuple[str, str, bool]]:
+    """What ``step()`` says (or the edit itself), what ``state_dict()`` says, and whether nothing changed."""
+    found = []
+    with one_mesh(zero(2)) as mesh:
+        for edit in REFUSED:
+            model = Late()
+            session = build(model, groups(model), zero(2), mesh)
+            before = session.module.state_dict()
+            session.backward(session.module(rows(mesh.rank, 0), 0, False).square().mean())
+            said = []
+            for act in (partial(edit, session), session.optimizers[0].step):
+                try:
+                    act()
+                except (RuntimeError, ValueError) as error:
+                    said.append(str(error))
+            try:
+                session.optimizers[0].state_dict()
+                saving = ""
+            except RuntimeError as error:
+                saving = str(error)
+            after = session.module.state_dict()
+            same = all(torch.equal(before[name], after[name]) for name in before)
+            found.append((said[0] if said else "nothing", saving, same or edit is added))
+            session.close()
+    return found
+
+
+def test_groups_that_cannot_be_followed_are_refused_by_name() -> None:
+    for found in run_ranks(2, refusals):
+        for (edit, message), (said, saving, same) in zip(REFUSED.items(), found, strict=True):
+            assert message in said, (edit.__name__, said)
+            assert same, edit.__name__
+            assert edit in (added, capturable) or message in saving, (edit.__name__, saving)
+
+
+# ---- state
+
+
+def no_momentum(optimizer: Any, step: int) -> None:
+    """The user forgets the momentum of every other step by new tensors, and once all state."""
+    if step == 1:
+        for entry in optimizer.state.values():
+            entry["momentum_buffer"] = torch.full(entry["momentum_buffer"].shape, 0.01, dtype=torch.float64)
+    if step == 2:
+        optimizer.state.clear()
+    if step == 3:
+        for parameter in list(optimizer.state):
+            optimizer.state[parameter] = {}
+
+
+def states() -> list[str]:
+    return ["device", "s_host", "s_disk", "all_disk", "p_disk_s_host"]
+
+
+def edited_state(directory: str) -> list[dict[str, Tensor]]:
+    with small_tiles(), one_mesh(zero(3)) as mesh:
+        return [trained(with_tiers(zero(3), m, directory), mesh, momentum, no_momentum) for m in states()]
+
+
+def test_state_that_the_user_replaces_counts_in_every_tier(tmp_path: Path) -> None:
+    expected = plain(2, momentum, no_momentum)
+    by_rank = run_ranks(2, edited_state, str(tmp_path))
+    for index, mix in enumerate(states()):
+        check([found[index] for found in by_rank], expected, mix)
+
+
+def in_place(directory: str) -> list[str]:
+    model = Late()
+    said = []
+    with one_mesh(zero(2)) as mesh:
+        session = build(model, momentum(model), with_tiers(zero(2), "s_disk", directory), mesh)
+        session.backward(session.module(rows(mesh.rank, 0), 0, False).square().mean())
+        session.optimizers[0].step()
+        held = next(iter(session.optimizers[0].state.values()))["momentum_buffer"]
+        assert held.dim() == 1 and held.dtype is torch.float64 and "OnDisk" in repr(held)
+        for act in (held.zero_, held.norm, lambda: held + 1, lambda: copy.deepcopy(session.optimizers[0].state)):
+            with pytest.raises(RuntimeError) as error:
+                act()
+            said.append(str(error.value))
+        session.close()
+    return said
+
+
+def test_state_on_a_disk_cannot_be_read_or_changed_in_place(tmp_path: Path) -> None:
+    for said in run_ranks(2, in_place, str(tmp_path)):
+        for name, message in zip(("zero_()", "norm()", "add()", "OnDisk("), said, strict=True):
+            assert name in message and "state_dict()" in message
+
+
+# ---- loading
+
+
+def loading() -> tuple[bool, bool, str, float]:
+    """Whether the saved rate stays, whether ours does, what a capturable state says, and the last rate."""
+    plan = zero(2)
+    with one_mesh(plan) as mesh:
+        model = Late()
+        session = build(model, torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.5)), plan, mesh)
+        own = session.optimizers[0]
+        saved = own.state_dict()
+        own.param_groups[0]["lr"].fill_(0.25)
+        first = float(saved["param_groups"][0]["lr"]) == 0.5
+        own.load_state_dict(saved)
+        own.param_groups[0]["lr"].fill_(0.125)
+        second = float(saved["param_groups"][0]["lr"]) == 0.5
+        saved["param_groups"][0]["capturable"] = True
+        with pytest.raises(ValueError) as error:
+            own.load_state_dict(saved)
+        rate = float(own.param_groups[0]["lr"])
+        session.close()
+        return first, second, str(error.value), rate
+
+
+def test_a_loaded_state_is_not_shared_with_whoever_gave_it() -> None:
+    for first, second, message, rate in run_ranks(1, loading):
+        assert first and second and rate == 0.125
+        assert "capturable=True in param group 0" in message
+
+
+def nan_rate(value: Any) -> int:
+    """How often a guess was undone in a step whose rate does not change."""
+    plan = zero(3).but(update="backward", **LOOSE)
+    with one_mesh(plan) as mesh, counting() as counts:
+        model = Late()
+        session = build(model, torch.optim.AdamW(model.parameters(), foreach=False), plan, mesh)
+        session.optimizers[0].param_groups[0]["lr"] = value
+        session.backward(session.module(rows(mesh.rank, 0), 0, False).square().mean())
+        session.optimizers[0].step()
+        assert counts["updates"]
+        session.close()
+        return counts["rollbacks"]
+
+
+@pytest.mark.parametrize("value", [float("nan"), torch.tensor(float("nan"))])
+def test_a_rate_that_is_not_a_number_has_not_changed(value: Any) -> None:
+    assert run_ranks(1, nan_rate, value) == [0]

@@ -1,0 +1,89 @@
+"""No optimizer changes the reduced gradient that it is stepped with, whatever its kernel and options."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardwise.build import build
+from shardwise.engine.tiles import SHAPE_DEPENDENT, TileStepper
+from shardwise.optim import CPUAdam, FusedAdam, HybridAdam
+from shardwise.plan import zero
+
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "maximize": (False, True),
+    "weight_decay": (0.0, 0.1),
+    "momentum": (0.0, 0.9),
+    "nesterov": (False, True),
+    "dampening": (0.0, 0.1),
+    "amsgrad": (False, True),
+    "centered": (False, True),
+    "decoupled_weight_decay": (False, True),
+    "adamw_mode": (False, True),
+}
+KERNELS: tuple[dict[str, bool], ...] = ({}, {"foreach": True}, {"foreach": False}, {"fused": True})
+"""The first leaves the choice to torch."""
+
+
+def element_wise() -> list[type[torch.optim.Optimizer]]:
+    found = [getattr(torch.optim, name) for name in torch.optim.__all__ if name != "Optimizer"]
+    classes = [c for c in found if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)]
+    own: list[type[torch.optim.Optimizer]] = [CPUAdam, HybridAdam, FusedAdam]
+    return [c for c in classes if c.__name__.lower() not in SHAPE_DEPENDENT] + own
+
+
+def options_of(kind: type[torch.optim.Optimizer]) -> Iterator[dict[str, Any]]:
+    """Every combination that the class takes."""
+    takes = inspect.signature(kind).parameters
+    names = [name for name in CHOICES if name in takes]
+    for values in itertools.product(*(CHOICES[name] for name in names)):
+        chosen = dict(zip(names, values, strict=True))
+        if chosen.get("nesterov") and (not chosen.get("momentum", 1.0) or chosen.get("dampening")):
+            continue
+        for kernel in KERNELS:
+            if all(name in takes for name in kernel):
+                yield chosen | kernel
+
+
+@contextmanager
+def looking_at_gradients() -> Iterator[list[bool]]:
+    """For every tile that is stepped inside, whether its gradient is afterwards what it was before."""
+    kept: list[bool] = []
+    real = TileStepper.step_tile
+
+    def step_tile(self: TileStepper, tile: Any, live: Any, reduced: Tensor, *rest: Any) -> None:
+        before = reduced.clone()
+        real(self, tile, live, reduced, *rest)
+        kept.append(torch.equal(reduced, before))
+
+    with mock.patch.object(TileStepper, "step_tile", step_tile):
+        yield kept
+
+
+@pytest.mark.parametrize("kind", element_wise(), ids=lambda kind: kind.__name__)
+def test_gradients_stay_what_they_are(kind: type[torch.optim.Optimizer]) -> None:
+    tried = 0
+    for options in options_of(kind):
+        model = nn.Linear(3, 2)
+        try:
+            optimizer = kind(model.parameters(), **options)  # type: ignore[call-arg]
+        except (RuntimeError, ValueError):  # such a combination does not exist
+            continue
+        with looking_at_gradients() as kept:
+            session = build(model, optimizer, zero(2))
+            assert session.optimizer is not None
+            for _ in range(3):
+                session.backward(session.module(torch.ones(2, 3)).square().sum())
+                session.optimizer.step()
+            session.close()
+        assert len(kept) >= 3 and all(kept), f"{kind.__name__} with {options}"
+        tried += 1
+    assert tried
