@@ -266,6 +266,15 @@ class ChunkPool:
         while self._round([]):
             pass
 
+    def abandon_phase(self) -> None:
+        """This rank's pass failed. Where gathers are agreed on, the others may wait for what it would gather next.
+
+        Raises:
+            PeerError: on them and here, unless they all come with the same.
+        """
+        if self._agrees:
+            self.group.exchange([], "how far a failed backward pass came")
+
     def _make_room(self, unit: int | None) -> None:
         needed = self._bytes[unit] if unit is not None else 0
         budget = self.budget_bytes()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -45,8 +46,12 @@ class BackwardPasses:
         """Called when what was to be reduced is."""
         self._around = False
         self._failed = False
+        """A pass has failed, and not all ranks have dropped it yet."""
+        self._gathering = False
+        """The peers that gather with this rank may still be in a pass that this one has begun."""
         self.unreduced = False
-        self._tasks: set[int] = set()
+        self._tasks: dict[int, weakref.ref[partial[None]]] = {}
+        """Of autograd, begun and not ended, with what each will call at its end; one that failed has dropped that."""
 
     def note(self, _gradient: object = None) -> None:
         """Called by what may happen first in a backward pass: an output's or a parameter's gradient, or a gather."""
@@ -54,10 +59,20 @@ class BackwardPasses:
             return
         task: int = torch._C._current_graph_task_id()
         if task != -1 and task not in self._tasks:
+            self._check_nothing_failed()
             if not self._tasks:
                 self._begin()
-            self._tasks.add(task)
-            torch.autograd.Variable._execution_engine.queue_callback(partial(self._task_ended, task))
+                self._gathering = True
+            ending = partial(self._task_ended, task)
+            self._tasks[task] = weakref.ref(ending)
+            torch.autograd.Variable._execution_engine.queue_callback(ending)
+
+    def _check_nothing_failed(self) -> None:
+        if self._failed or any(ending() is None for ending in self._tasks.values()):
+            raise RuntimeError(
+                f"a backward pass after one that failed (tasks={len(self._tasks)}, failed={self._failed}): call "
+                "zero_grad() and make the step's passes again, on every rank"
+            )
 
     def _begin(self) -> None:
         for each in self.before_pass:
@@ -89,12 +104,24 @@ class BackwardPasses:
             )
 
     def recover(self) -> None:
-        """At a forward pass or ``zero_grad`` outside backward: a pass that never ended has failed; drop its remains."""
-        if (self._tasks or self._failed) and not self._around and not in_backward():
+        """At a forward pass or ``zero_grad`` outside backward: a pass that never ended has failed; drop its remains.
+
+        Raises:
+            PeerError: not on all ranks yet; all of them learn of it now, and the next call drops it.
+        """
+        if self._has_failed():
+            # Until it is done: a rank that forgot would meet the others' agreement with its next pass.
+            self._failed = True
             self._tasks.clear()
+            if self._gathering:
+                self._pool.abandon_phase()
+                self._gathering = False
             self._reducer.abort()
             self.forget_tokens(None)
             self._failed = self.unreduced = False
+
+    def _has_failed(self) -> bool:
+        return bool(self._tasks or self._failed) and not self._around and not in_backward()
 
     def tokens(self, optimizer: int) -> float:
         """Sum of the weights of the passes on this rank since the gradients of ``optimizer`` were used or dropped."""
@@ -105,7 +132,7 @@ class BackwardPasses:
         self._dropped[optimizer] = self._tokens
 
     def _task_ended(self, task: int) -> None:
-        self._tasks.discard(task)
+        self._tasks.pop(task, None)
         nested = torch._C._current_autograd_node() is not None
         if self._around or (nested and self._tasks):
             return
@@ -114,17 +141,30 @@ class BackwardPasses:
 
     def _finish(self) -> None:
         with torch.no_grad():
+            self._failed = True  # whatever comes in between
             self._pool.finish_phase()
+            self._gathering = False
             self._reducer.finish(self.sync)
+            self._failed = False
         self.unreduced = not self.sync
         self.after_pass()
 
     def reduce_rest(self) -> None:
-        """Reduce the gradients of passes under :meth:`no_sync` that no other pass followed. Collective."""
+        """Reduce the gradients of passes under :meth:`no_sync` that no other pass followed. Collective.
+
+        Raises:
+            RuntimeError: the last pass failed; how much of it was reduced differs between ranks.
+        """
+        if self._has_failed():
+            raise RuntimeError(
+                f"step() after a backward pass that failed (tasks={len(self._tasks)}, failed={self._failed}): call "
+                "zero_grad() and make the step's passes again, on every rank"
+            )
         if self.unreduced:
-            self.unreduced = False
+            self._failed = True
             with torch.no_grad():
                 self._reducer.finish(True)
+            self._failed = self.unreduced = False
             self.after_pass()
 
     @contextlib.contextmanager
@@ -141,7 +181,7 @@ class BackwardPasses:
             # Gradients from before the scale moved (another optimizer's, not yet stepped) keep in line.
             self._reducer.rescale(loss_scale / self.loss_scale)
             self.loss_scale = loss_scale
-        self._around = True
+        self._around = self._gathering = True
         try:
             with self._meter.measuring() if self._meter is not None else contextlib.nullcontext():
                 yield

@@ -324,6 +324,7 @@ class Reducer:
             for state, anyone in zip(self._order, used, strict=True):
                 if anyone and not state.launched:
                     self._launch(state)
+            self._cursor = len(self._order)  # as on every rank, should the rest of this fail
             self._complete_all()
             for state, anyone in zip(self._order, late, strict=True):
                 if anyone:
@@ -357,16 +358,24 @@ class Reducer:
         self._arrivals.clear()
 
     def abort(self) -> None:
-        """Forget a pass that failed, and all gradients of the step. Every rank calls it: each must have noticed."""
-        observer, self.observer = self.observer, None  # what is finished here is dropped
+        """Forget a pass that failed, and all gradients of the step. Every rank calls it: each must have noticed.
+
+        Raises:
+            PeerError: some rank has not; nothing is forgotten.
+        """
+        observer = self.observer
         # Whoever reads gradients beside this thread is done with them first.
         reached = [float(self._cursor), *(observer.wait() if observer is not None else ())]
-        posts = self.mesh.world.exchange(reached, "how far a failed backward pass came") if self._agrees else [reached]
-        while self._cursor < max(post[0] for post in posts):
-            self._launch(self._order[self._cursor])
-            self._cursor += 1
-        self._complete_all()
-        self.observer = observer
+        # Also where all use the same parameters: how many reductions each has started depends on its patience.
+        posts = self.mesh.world.exchange(reached, "how far a failed backward pass came")
+        self.observer = None  # what is finished here is dropped
+        try:
+            while self._cursor < max(post[0] for post in posts):
+                self._launch(self._order[self._cursor])
+                self._cursor += 1
+            self._complete_all()
+        finally:
+            self.observer = observer
         for state in self.states:
             state.clear()
             if not self.keep_whole:
