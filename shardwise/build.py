@@ -125,7 +125,11 @@ class Session:
         self.engine.meter.use(self.engine.by_units(stats))
 
     def close(self) -> None:
-        """Remove the hooks from the model. Call :meth:`ShardedModule.state_dict` first if it is still needed."""
+        """Remove the hooks from the model, and give back files, threads and memory; the mesh has its own ``close``.
+
+        Call :meth:`ShardedModule.state_dict` first if it is still needed. Without this, the same goes with the last
+        reference to session, model and optimizers; the model holds what it needs as long as it lives.
+        """
         try:
             self.checkpoints.close()
         finally:

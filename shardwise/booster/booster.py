@@ -448,6 +448,19 @@ class Booster:
         finally:
             self._runs.wait()
 
+    def close(self) -> None:
+        """Give back what boosted models share with other ranks and hold on disks, after waiting for saves; ranks need
+        not call it together. Save first: the models and optimizers are not to be used any more. Calling it again does
+        nothing. Without it the same goes with the last reference to model and optimizer.
+
+        Raises:
+            CheckpointError: an asynchronous save failed; everything is closed.
+        """
+        try:
+            self._files.wait()
+        finally:
+            self._runs.close()
+
 
 def _several(lr_scheduler: Any) -> list[Any]:
     if lr_scheduler is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import ExitStack
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -46,12 +47,14 @@ class Runs:
         self._modules: WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[nn.Module]] = WeakKeyDictionary()
         self._savers: WeakKeyDictionary[nn.Module, Checkpointer] = WeakKeyDictionary()
         self._all: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
+        self._sessions: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def add(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         """What boost returns."""
         session = _session(model)
         if session is not None:
             self._all.add(session.checkpoints)
+            self._sessions.add(session)
             return
         module = unwrap_model(model)
         if optimizer is not None:
@@ -108,6 +111,17 @@ class Runs:
                 failures.append(error)
         if failures:
             raise failures[0]
+
+    def close(self) -> None:
+        """Close every session that is still there, and what saves under torch's own sharding.
+
+        Raises:
+            CheckpointError: the last asynchronous save of one failed; all are closed.
+        """
+        with ExitStack() as stack:
+            for each in [*self._sessions, *self._savers.values()]:
+                stack.callback(each.close)
+        self._sessions.clear()
 
 
 def _torch_run(module: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> TorchRun:

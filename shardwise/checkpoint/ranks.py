@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.comm import Members, timeout_s
+from shardwise.comm import Members, destroy, let_go_with, timeout_s
 
 __all__ = ["Ranks"]
 
@@ -27,19 +27,22 @@ class Ranks:
 
     def __init__(self, own: bool, members: Members | None = None) -> None:
         self._group: Any = None
-        self._made = False
+        self._own: list[dist.ProcessGroup] = []
         self.rank, self.size = 0, 1
         group = None if members is None else members.process_group
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
             return
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self._made = own or "gloo" not in str(dist.get_backend(group))
-        if not self._made:
+        made = own or "gloo" not in str(dist.get_backend(group))
+        if not made:
             self._group = group or dist.group.WORLD
         elif members is not None:
             self._group = members.new_group("beside", members.ranks, "gloo")
         else:
             self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s()))
+        if made:
+            self._own.append(self._group)
+            let_go_with(self, self._own)
 
     def gather(self, value: object) -> list[Any]:
         """Every rank's JSON-able ``value``. Collective.
@@ -70,6 +73,5 @@ class Ranks:
 
     def close(self) -> None:
         """Give it back. Safe to call twice."""
-        group, self._group = self._group, None
-        if group is not None and self._made and dist.is_initialized():
-            dist.destroy_process_group(group)
+        self._group = None
+        destroy(self._own)

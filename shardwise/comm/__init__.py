@@ -8,6 +8,7 @@ from shardwise.comm.gloo import GlooGroup
 from shardwise.comm.group import DONE, Buffer, Group, Handle, LocalGroup
 from shardwise.comm.members import Members, ranks_of, timeout_s
 from shardwise.comm.native import NativeGroup
+from shardwise.comm.release import destroy, let_go_with
 from shardwise.comm.shared import SharedGroup
 from shardwise.comm.traffic import Traffic
 
@@ -24,6 +25,8 @@ __all__ = [
     "PeerError",
     "SharedGroup",
     "Traffic",
+    "destroy",
+    "let_go_with",
     "ranks_of",
     "timeout_s",
 ]

@@ -13,13 +13,14 @@ from shardwise.comm.group import Group, LocalGroup
 from shardwise.comm.mapping import MappingError, Method, host_facts
 from shardwise.comm.members import Members, check_alike
 from shardwise.comm.native import NativeGroup
+from shardwise.comm.release import destroy, let_go_with
 from shardwise.comm.shared import SharedGroup
 
 __all__ = ["GroupMaker"]
 
 
 class GroupMaker:
-    """Makes groups over parts of some ranks, and keeps the communicators that they use.
+    """Makes groups over parts of some ranks, and keeps the communicators that they use, until it is closed or dropped.
 
     Attributes:
         device: where the groups' buffers live.
@@ -36,6 +37,7 @@ class GroupMaker:
         self.timeout_s = timeout_s
         self.members = members
         self._process_groups: list[dist.ProcessGroup] = []
+        let_go_with(self, self._process_groups)
         self._world: Control | None = None
 
     def make(self, name: str, rank_lists: list[list[int]]) -> Group:
@@ -97,11 +99,13 @@ class GroupMaker:
 
     def close(self) -> None:
         """Destroy the communicators of all groups made here."""
-        process_groups, self._process_groups = self._process_groups, []
         self._world = None
-        for process_group in process_groups:
-            if dist.is_initialized():
-                dist.destroy_process_group(process_group)
+        destroy(self._process_groups)
+
+    def keep(self, process_group: dist.ProcessGroup) -> None:
+        """One that torch made for this maker's user goes with the others; that of all ranks is nobody's."""
+        if process_group is not dist.group.WORLD:
+            self._process_groups.append(process_group)
 
     def _own(self, rank_lists: list[list[int]]) -> list[int]:
         rank = dist.get_rank()

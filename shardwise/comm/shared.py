@@ -1,8 +1,7 @@
 """Collectives through shared memory, for CPU ranks of one host.
 
-Every buffer of every rank is mapped in every rank, so a gather is a copy from the peers' memory and a reduction sums
-the peers' memory directly; nothing is copied into or out of a transport. What ranks tell each other are counters, one
-writer each, in shared cache lines.
+Every rank maps all its peers' buffers: a gather copies from their memory, a reduction sums it where it is. What ranks
+tell each other are counters, one writer each, in shared cache lines.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ from shardwise.comm.mapping import (
     map_segments,
     start_time,
 )
+from shardwise.comm.release import leave_with
 from shardwise.comm.summing import RankSum
 
 __all__ = ["SharedBuffer", "SharedGroup"]
@@ -241,6 +241,7 @@ class SharedGroup(Group):
         self._unfinished: list[_Reduction] = []
         self._made: weakref.WeakSet[SharedBuffer | JointBuffer] = weakref.WeakSet()
         self._buffer_count = 0
+        self._leave = leave_with(self, self._words[self.rank], STATE, OPEN, CLOSED)
 
     # Buffers
 
@@ -314,8 +315,7 @@ class SharedGroup(Group):
         """Unmap everything that no tensor outside refers to, and tell the peers that this rank has left."""
         if not self._words:
             return
-        if self._words[self.rank][STATE] == OPEN:
-            self._words[self.rank][STATE] = CLOSED
+        self._leave()
         for buffer in list(self._made):
             buffer.release()
         self._unfinished.clear()

@@ -467,3 +467,4 @@ class DeepSpeedEngine(nn.Module):
         """Remove the hooks from the model and give back what the engine holds."""
         self._saving.close()
         self.session.close()
+        self.session.mesh.close()

@@ -20,7 +20,6 @@ from shardwise.engine.description import describe_build
 from shardwise.engine.disk_agreement import agreed
 from shardwise.engine.early import EarlyObserver, EarlyUpdates
 from shardwise.engine.facts import all_names, parameter_facts
-from shardwise.engine.grads import ChunkGrads
 from shardwise.engine.guards import Guards, check_shardable
 from shardwise.engine.hooks import GatherHooks, trace_hooks
 from shardwise.engine.meter import MemoryMeter
@@ -32,6 +31,7 @@ from shardwise.engine.storage import Storage
 from shardwise.engine.tiles import check_element_wise
 from shardwise.engine.transforms import outside_transforms
 from shardwise.engine.visible_grads import VisibleGrads
+from shardwise.engine.weak import weakly
 from shardwise.engine.writer import ValueWriter
 from shardwise.memory.ledger import DeviceMemoryError
 from shardwise.memory.stats import MemStats
@@ -102,6 +102,7 @@ class Engine:
         self.ledger.watch("masters and optimizer state", self._device_state_bytes)
         self.ledger.watch("update scratch", lambda: self.scratch_bytes(Tier.DEVICE))
         self.hooks: GatherHooks | None = None
+        self.closed = False
         self._remove: list[Callable[[], None]] = []
         self._install_hooks()
 
@@ -175,10 +176,10 @@ class Engine:
             self._remove += trace_hooks(self.model, self.pool, self._own_units())
         for chunk_index, state in self.grads.items():
             for slot_index, param in enumerate(self.chunks[chunk_index].params):
-                on_grad = partial(self._on_grad, state, slot_index)
+                on_grad = weakly(self._on_grad, chunk_index, slot_index)
                 handles = [param.register_post_accumulate_grad_hook(on_grad)]  # type: ignore[no-untyped-call]
                 if traced:  # backward gathers nothing, so its moments are those at which a gradient is complete
-                    seen = partial(self._saw_grad, state.spec.unit)
+                    seen = weakly(self._saw_grad, state.spec.unit)
                     handles += [param.register_post_accumulate_grad_hook(seen)]  # type: ignore[no-untyped-call]
                 self.visible.follow(state.spec.slots[slot_index].param, handles[-1])
                 self._remove += [handle.remove for handle in handles]
@@ -311,7 +312,8 @@ class Engine:
     # ---- gradients
 
     @torch.no_grad()
-    def _on_grad(self, state: ChunkGrads, index: int, param: torch.Tensor) -> None:
+    def _on_grad(self, chunk: int, index: int, param: torch.Tensor) -> None:
+        state = self.grads[chunk]
         grad = self.visible.take(state.spec.slots[index].param, param)
         self.passes.check_scaled()
         self.passes.note()
@@ -459,6 +461,7 @@ class Engine:
 
     def close(self) -> None:
         """Remove all hooks. Parameters that are not gathered stay unreadable: gather them first if needed."""
+        self.closed = True
         for remove in self._remove:
             remove()
         self._remove.clear()

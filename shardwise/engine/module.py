@@ -34,12 +34,21 @@ class ShardedModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The user's module on the (cast) arguments."""
+        if self._engine.closed:
+            self._check_readable()
         try:
             return self.module(*args, **kwargs)
         except BaseException:
             if self._engine.hooks is not None:
                 self._engine.hooks.unwind()
             raise
+
+    def _check_readable(self) -> None:
+        if not all(chunk.resident for chunk in self._engine.chunks):
+            raise RuntimeError(
+                f"forward of {type(self).__name__}: the {type(self.module).__name__} was closed, and with it what "
+                "gathers its parameters; build it again, and load a state that was saved before"
+            )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, reduced or not."""

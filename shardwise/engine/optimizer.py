@@ -156,6 +156,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Args:
             closure: evaluated first, with gradients enabled; its value is returned.
         """
+        if self.engine.closed:
+            raise RuntimeError(
+                f"step() of {type(self.optimizer).__name__}, which was closed: build it again, load a state"
+            )
         value = None
         if closure is not None:
             with torch.enable_grad():

@@ -282,8 +282,8 @@ class VisibleGrads:
                 if isinstance(caller, torch.optim.Optimizer) and self._has_ours(caller):
                     raise RuntimeError(
                         f"{what} of {self.name(index)}.grad by step() of a {type(caller).__name__} that was made on "
-                        "the parameters of a sharded model: it would train nothing; make the optimizer before boost/build, pass it, and step what "
-                        "boost/build returned"
+                        "the parameters of a sharded model: it would train nothing; make the optimizer before "
+                        "boost/build, pass it, and step what boost/build returned"
                     )
 
     def _has_ours(self, optimizer: torch.optim.Optimizer) -> bool:

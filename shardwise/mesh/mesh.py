@@ -110,6 +110,8 @@ class Mesh:
                 return cls(*_axes(maker, grid, ranks), maker, _device_mesh(maker, members, grid), ranks)
             names = (REPLICATE_AXIS, SHARD_AXIS)
             device_mesh = init_device_mesh(device.type, (sizes.dp_replicate, wide), mesh_dim_names=names)
+            for axis in names:
+                maker.keep(device_mesh.get_group(axis))
             return cls(*_axes(maker, grid, ranks), maker, device_mesh, ranks)
         except BaseException:
             maker.close()
@@ -168,16 +170,11 @@ class Mesh:
             group.traffic.reset()
 
     def close(self) -> None:
-        """Give back mapped memory and communicators. Calling it again does nothing."""
+        """Give back mapped memory and communicators, as a mesh does that is dropped. Calling it again does nothing."""
         for group in self.groups:
             group.close()
         for maker in self._makers:
             maker.close()
-        if self.device_mesh is not None and self.members is None and dist.is_initialized():
-            for axis in (REPLICATE_AXIS, SHARD_AXIS):
-                process_group = self.device_mesh.get_group(axis)
-                if process_group is not dist.group.WORLD:
-                    dist.destroy_process_group(process_group)
         self._makers = []
         self.device_mesh = None
 

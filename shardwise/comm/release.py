@@ -1,0 +1,57 @@
+"""Communicators go with what uses them: destroyed on request, or when nothing refers to their user any more."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from collections.abc import Callable
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+__all__ = ["destroy", "leave_with", "let_go_with"]
+
+
+def let_go_with(owner: object, process_groups: list[dist.ProcessGroup]) -> None:
+    """Whatever is in ``process_groups`` when ``owner`` is collected is given back then; :func:`destroy` may come first.
+
+    Nothing is communicated, since every rank collects garbage when it likes; not at the end of the process, which takes
+    them along anyway.
+    """
+    weakref.finalize(owner, _abandon, process_groups, os.getpid()).atexit = False
+
+
+def leave_with(owner: object, words: memoryview, at: int, present: int, gone: int) -> Callable[[], object]:
+    """Once, when ``owner`` is collected or what is returned is called: ``words[at]`` becomes ``gone`` if it is
+    ``present``, so that peers who see it do not wait until their time is over."""
+
+    pid = os.getpid()
+
+    def leave() -> None:
+        if words[at] == present and os.getpid() == pid:  # a forked child is no member
+            words[at] = gone
+
+    finalizer = weakref.finalize(owner, leave)
+    finalizer.atexit = False
+    return finalizer
+
+
+def destroy(process_groups: list[dist.ProcessGroup]) -> None:
+    """Destroy all, and empty the list. Those that torch knows no more are left alone."""
+    while process_groups:
+        group = process_groups.pop()
+        if dist.is_initialized() and group in distributed_c10d._world.pg_map:
+            dist.destroy_process_group(group)
+
+
+def _abandon(process_groups: list[dist.ProcessGroup], pid: int) -> None:
+    while process_groups and os.getpid() == pid:  # connections of a parent are the parent's
+        group = process_groups.pop()
+        if not (dist.is_initialized() and group in distributed_c10d._world.pg_map):
+            continue
+        with contextlib.suppress(RuntimeError):  # a peer that is gone is no news here
+            if "gloo" in str(dist.get_backend(group)):
+                dist.destroy_process_group(group)
+            else:  # NCCL may wait for the peers when it is asked to finish, not when it is told to stop
+                distributed_c10d._abort_process_group(group)

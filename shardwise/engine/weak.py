@@ -1,0 +1,24 @@
+"""Hooks that torch keeps where Python's garbage collector does not look."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["weakly"]
+
+
+def weakly(method: Callable[..., Any], *arguments: Any) -> Callable[..., Any]:
+    """``method(*arguments, ...)``, without keeping the method's object; nothing, once that is gone.
+
+    No collector sees a parameter's post-accumulate hooks: one that refers to the parameter's engine (``arguments``
+    included) would keep both for ever.
+    """
+    owner, function = weakref.ref(method.__self__), method.__func__  # type: ignore[attr-defined]
+
+    def hook(*given: Any) -> Any:
+        found = owner()
+        return None if found is None else function(found, *arguments, *given)
+
+    return hook

@@ -1,0 +1,208 @@
+"""Sessions that are dropped without ``close()`` give everything back; so do those that could not be built."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tier_setup import with_tiers
+from torch import nn
+
+from shardwise import deepspeed
+from shardwise.booster import Booster
+from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin
+from shardwise.build import Session, build
+from shardwise.mesh import Mesh
+from shardwise.plan import Plan, replicated, zero
+from shardwise.strategies.sessions import shard
+from shardwise.testing import run_ranks
+from shardwise.zero import ShardedModelV2, TensorShardStrategy, ZeroInitContext
+
+SECONDS = 60.0
+SMALL = {"min_chunk_size_m": 1e-4, "hidden_dim": 8, "search_range_m": 1}
+Held = dict[str, int]
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3), nn.LayerNorm(3))
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def held() -> Held:
+    """What this process has of what a system counts."""
+    with open("/proc/self/maps") as maps:
+        shared = sum("memfd:" in line or "/dev/shm" in line for line in maps)
+    threads = [each for each in threading.enumerate() if "shardwise" in each.name]
+    return {"descriptors": len(os.listdir("/proc/self/fd")), "shared mappings": shared, "threads": len(threads)}
+
+
+def engine_plans(directory: str) -> dict[str, Plan]:
+    """One of each kind that makes something of its own."""
+    return {
+        "ddp": replicated(),
+        "zero1": zero(1),
+        "zero2": zero(2),
+        "zero3": zero(3),
+        "zero3 updated early": zero(3).but(update="backward"),
+        "zero3 on the host": with_tiers(zero(3), "all_host", directory),
+        "zero2 with state on a disk": with_tiers(zero(2), "s_disk", directory),
+        "zero3 on a disk, updated early": with_tiers(zero(3).but(update="backward"), "all_disk", directory),
+    }
+
+
+def train(session: Session) -> None:
+    session.backward(session.module(torch.randn(2, 5)).square().mean())
+    for optimizer in session.optimizers:
+        optimizer.step()
+
+
+def of_plan(plan: Plan, mesh: Mesh | None = None) -> None:
+    model = net()
+    session = build(model, optimizer_of(model), plan, mesh)
+    train(session)
+    session.module(torch.randn(2, 5)).square().mean().backward()  # a pass that no step follows
+
+
+def asynchronous(plan: Plan, directory: str) -> None:
+    """With a save in the background, whose communicator is its own."""
+    model = net()
+    session = build(model, optimizer_of(model), plan)
+    session.checkpoints.save(directory, "a", use_async=True)
+    session.checkpoints.wait()
+
+
+def of_group(plan: Plan) -> None:
+    """Over a process group: its members make communicators among themselves."""
+    group = dist.new_group(list(range(dist.get_world_size())))
+    model = net()
+    mesh = Mesh.create(plan.mesh, torch.device("cpu"), plan.comm, group)
+    train(build(model, optimizer_of(model), plan, mesh))
+    dist.destroy_process_group(group)
+
+
+def boosted(plugin: Callable[[], Any], close: bool) -> None:
+    model = net()
+    booster = Booster(plugin=plugin())
+    module, optimizer, *_ = booster.boost(model, optimizer_of(model))
+    booster.backward(module(torch.randn(2, 5)).square().mean(), optimizer)
+    optimizer.step()
+    if close:
+        booster.close()
+        booster.close()
+
+
+def of_deepspeed(destroy: bool) -> None:
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 3}}
+    engine = deepspeed.initialize(model=net(), config=config)[0]
+    engine.backward(engine(torch.randn(2, 5)).square().mean())
+    engine.step()
+    if destroy:
+        engine.destroy()
+
+
+def of_sharded_model() -> None:
+    strategy = TensorShardStrategy()
+    with ZeroInitContext("cpu", strategy, shard_param=True, bf16=True):
+        module = net()
+    ShardedModelV2(module, strategy)(torch.randn(2, 5))
+
+
+def of_lightning(plan: Plan) -> None:
+    """What a strategy makes; its mesh is kept for the next run of the Trainer, once for each division of the ranks."""
+    model = net()
+    train(shard(model, [optimizer_of(model)], plan, torch.device("cpu")).session)
+
+
+def failing(plan: Plan) -> None:
+    """The last optimizer cannot be wrapped; before it everything else was made."""
+    model = net()
+
+    class Odd(torch.optim.AdamW):
+        def __setattr__(self, name: str, value: object) -> None:
+            if name == "step":
+                raise RuntimeError("not this one")
+            super().__setattr__(name, value)
+
+    with pytest.raises((RuntimeError, ValueError)):
+        build(model, [optimizer_of(model[0]), Odd([nn.Parameter(torch.ones(3))])], plan)  # type: ignore[index]
+
+
+def uses(directory: str, shared: bool) -> dict[str, Callable[[], None]]:
+    """By name, what makes a session and drops it."""
+    found: dict[str, Callable[[], None]] = {}
+    for name, plan in engine_plans(directory).items():
+        found[name] = partial(of_plan, plan.but(shared_memory=None if shared else False))
+    plan = zero(3).but(shared_memory=None if shared else False)
+    found["asynchronous saves"] = partial(asynchronous, plan, directory)
+    found["a group"] = partial(of_group, plan)
+    found["a build that fails"] = partial(failing, plan)
+    if shared:
+        found["gemini"] = partial(boosted, partial(GeminiPlugin, precision="fp32", **SMALL), False)  # type: ignore[arg-type]
+        found["gemini, closed"] = partial(boosted, partial(GeminiPlugin, precision="fp32", **SMALL), True)  # type: ignore[arg-type]
+        found["low level zero"] = partial(boosted, partial(LowLevelZeroPlugin, stage=2, precision="fp32"), False)
+        found["torch's ddp"] = partial(boosted, TorchDDPPlugin, True)
+        found["deepspeed"] = partial(of_deepspeed, False)
+        found["deepspeed, destroyed"] = partial(of_deepspeed, True)
+        found["sharded model"] = of_sharded_model
+        found["lightning"] = partial(of_lightning, plan)
+    return found
+
+
+def drop_all(directory: str, shared: bool, times: int) -> dict[str, tuple[Held, Held]]:
+    """What is held after the first of each use, and after ``times`` more, where that is more."""
+    different = {}
+    for name, use in uses(directory, shared).items():
+        use()
+        gc.collect()
+        dist.barrier()
+        before = held()
+        for _ in range(times):
+            use()
+        end = time.monotonic() + SECONDS
+        while True:  # threads and sockets end a moment after they were told to
+            gc.collect()
+            after = held()
+            if all(after[what] <= before[what] for what in before) or time.monotonic() > end:
+                break
+            time.sleep(0.05)
+        if any(after[what] > before[what] for what in before):
+            different[name] = (before, after)
+        dist.barrier()
+    return different
+
+
+@pytest.mark.parametrize("times", [2, pytest.param(20, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("shared", [True, False], ids=["shared memory", "gloo"])
+def test_what_is_dropped_is_given_back(tmp_path: Path, shared: bool, times: int) -> None:
+    assert run_ranks(2, drop_all, str(tmp_path), shared, times, timeout=600.0) == [{}, {}]
+
+
+def _closed(directory: str) -> None:
+    for name, plan in engine_plans(directory).items():
+        model = net()
+        session = build(model, optimizer_of(model), plan)
+        session.close()
+        session.mesh.close()
+        if name in ("ddp", "zero1", "zero2"):
+            assert torch.isfinite(session.module(torch.ones(2, 5))).all(), "whole parameters stay what they are"
+        elif "zero2" not in name:
+            with pytest.raises(RuntimeError, match="the Sequential was closed"):
+                session.module(torch.ones(2, 5))
+        with pytest.raises(RuntimeError, match=r"step\(\).* was closed"):
+            session.optimizer.step()  # type: ignore[union-attr]
+
+
+def test_what_is_closed_says_so(tmp_path: Path) -> None:
+    run_ranks(2, _closed, str(tmp_path))
