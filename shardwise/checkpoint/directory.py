@@ -19,6 +19,7 @@ from shardwise.checkpoint.file_system import DISK
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.foreign import settle, take_along
 from shardwise.checkpoint.format import MANIFEST, Head, has_pieces, is_file_name, read_files, read_head
+from shardwise.checkpoint.owners import Owners, Writer
 from shardwise.checkpoint.source import CheckpointDamage
 from shardwise.memory.disk_errors import explain
 
@@ -99,11 +100,22 @@ class CheckpointRoot:
         files: the file system.
         latest: whether a file ``latest`` names the newest checkpoint.
         damaged: real paths of checkpoints that a load found damaged; those that are replaced are taken out.
+        owners: what the run has learnt of other jobs.
     """
 
-    def __init__(self, root: str, files: Any = DISK, latest: bool = True, damaged: set[str] | None = None) -> None:
+    def __init__(
+        self,
+        root: str,
+        files: Any = DISK,
+        latest: bool = True,
+        damaged: set[str] | None = None,
+        owners: Owners | None = None,
+    ) -> None:
         self.root, self._files, self._latest = root, files, latest
         self._damaged = set() if damaged is None else damaged
+        self._owners = owners or Owners()
+        self._others: frozenset[Writer] = frozenset()
+        """Jobs whose checkpoints are not this run's to remove."""
         self._lock: int | None = None
         self._replaced: str | None = None
         """Where the checkpoint is now that the last commit replaced."""
@@ -116,7 +128,7 @@ class CheckpointRoot:
 
         Raises:
             OSError: it cannot be made.
-            ValueError: something that is not a checkpoint has that name.
+            ValueError: something that is not a checkpoint has that name, or another job saves under it now.
         """
         os.makedirs(self.root, exist_ok=True)
         self.recover()
@@ -128,11 +140,13 @@ class CheckpointRoot:
         there = scan(self.root)
         serials = [each.head.serial for each in there if each.head is not None]
         unknown = len(there) - len(serials)  # a manifest that cannot be read today may be tomorrow, and is older then
+        serial = max(serials, default=0) + unknown + 1
+        self._others = self._owners.look(self.root, there, tag, serial)
         hidden = self._hidden(tag, "saving")
         self._files.make_directory(hidden)
         # The lock tells others that this is no leftover; the system drops it when the process ends.
         self._lock = self._files.lock_directory(hidden)
-        return hidden, max(serials, default=0) + unknown + 1
+        return hidden, serial
 
     def recover(self) -> None:
         """Finish or undo what a killed process left."""
@@ -243,12 +257,15 @@ class CheckpointRoot:
         """Remove what is older than the ``keep`` newest whole checkpoints, each by one rename before it is deleted.
 
         Whole are those whose files are there and as long as they were written. What is in them is not read, but those
-        that a load found damaged do not count either. Returns the tags of what was removed.
+        that a load found damaged do not count either. Those of other jobs that save here do not count and stay. Returns
+        the tags of what was removed.
         """
         removed: list[tuple[str, str]] = []
         whole = 0
         for each in scan(self.root):
             if each.head is None:  # it may be the newest of all: somebody should look at it
+                continue
+            if each.head.writer in self._others:
                 continue
             if whole < keep:
                 whole += self._is_whole(each)

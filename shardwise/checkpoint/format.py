@@ -24,6 +24,7 @@ from shardwise.checkpoint.bounds import (
     open_regular,
     reading,
 )
+from shardwise.checkpoint.owners import Writer
 from shardwise.checkpoint.source import CheckpointDamage, TensorFact
 from shardwise.checkpoint.state_check import check_state
 from shardwise.memory.disk_checksum import checksum
@@ -87,6 +88,7 @@ class Head:
     tag: str
     serial: int
     step: int
+    writer: Writer | None = None
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     """The content of ``manifest.json``."""
     manifest.check()
     head = {"format": FORMAT, "version": VERSION, **vars(manifest.head)}
+    head["writer"] = None if manifest.head.writer is None else manifest.head.writer.fields()
     tensors = {
         name: {
             "dtype": str(fact.dtype).removeprefix("torch."),
@@ -181,12 +184,15 @@ def _manifest(data: dict[str, Any], path: str) -> Manifest:
         for n, t in data["tensors"].items()
     }
     pieces = {n: tuple(_piece(piece) for piece in t["pieces"]) for n, t in data["tensors"].items()}
-    head = Head(str(data["tag"]), _count(data["serial"]), _count(data["step"]))
-    manifest = Manifest(head, _files(data, path), tensors, pieces, data["state"])
+    manifest = Manifest(_head(data), _files(data, path), tensors, pieces, data["state"])
     manifest.check()
     checked_total(tensors, sum(fact.nbytes for fact in manifest.files), path)
     check_state(manifest.state, path)
     return manifest
+
+
+def _head(data: dict[str, Any]) -> Head:
+    return Head(str(data["tag"]), _count(data["serial"]), _count(data["step"]), Writer.read(data.get("writer")))
 
 
 def _count(number: object) -> int:
@@ -281,7 +287,7 @@ def read_head(directory: str) -> Head:
     _check_last_line(content, path)
     with reading(f"the first line of {path}"):
         data = json.loads(content.split(b"\n", 1)[0].rstrip(b",") + b"}")
-        return Head(str(data["tag"]), _count(data["serial"]), _count(data["step"]))
+        return _head(data)
 
 
 def merge_pieces(parts: Sequence[Mapping[str, Sequence[PieceFact]]]) -> dict[str, tuple[PieceFact, ...]]:

@@ -14,6 +14,7 @@ from shardwise.checkpoint.directory import CheckpointRoot, check_tag
 from shardwise.checkpoint.file_system import DISK
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.format import Head
+from shardwise.checkpoint.owners import Owners, this_process
 from shardwise.checkpoint.pieces import Bytes, as_bytes
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.restore import Restored, restore
@@ -38,6 +39,7 @@ class Checkpointer:
         self._image: HostImage | None = None
         self._group: Ranks | None = None
         self._damaged: set[str] = set()
+        self._owners = Owners()
         self.steps = 0
         """Updates so far, those before a restored checkpoint included."""
         self.latest = True
@@ -97,7 +99,7 @@ class Checkpointer:
         run = self._run
         run.settle()
         given = Given(step, self.steps, lr_schedulers, data_position, user_state)
-        owner = CheckpointRoot(os.fspath(root), self._files, self.latest, self._damaged) if run.rank == 0 else None
+        owner = self._root(os.fspath(root)) if run.rank == 0 else None
         hidden, serial, first_digests = self._prepare(owner, os.fspath(root), tag)
         contents: Contents | None = None
         failure: Exception | None = None
@@ -111,12 +113,15 @@ class Checkpointer:
                 raise failure or RuntimeError(f"no contents ({contents}); report this")
             return contents.values()
 
-        job = SaveJob(run.rank, owner, self._files, hidden, Head(tag, serial, step), contents, keep)
+        job = SaveJob(run.rank, owner, self._files, hidden, Head(tag, serial, step, this_process()), contents, keep)
         if use_async:
             self._start(job, values)
         else:
             job.run(lambda: map(as_bytes, values()), run.gather)
         return os.path.join(os.fspath(root), tag)
+
+    def _root(self, root: str) -> CheckpointRoot:
+        return CheckpointRoot(root, self._files, self.latest, self._damaged, self._owners)
 
     def _prepare(self, owner: CheckpointRoot | None, root: str, tag: str) -> tuple[str, int, dict[str, int]]:
         """The hidden directory, the save's number, and what rank 0's buffers are. Collective."""

@@ -13,6 +13,7 @@ from shardwise.checkpoint.file_system import DISK
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.format import PIECE_BYTES, Head, Manifest, PieceFact, encode_manifest, merge_pieces
 from shardwise.checkpoint.formats.lazy import Entry, entries_of
+from shardwise.checkpoint.owners import this_process
 from shardwise.checkpoint.pieces import PieceFile, PieceLayout
 from shardwise.checkpoint.source import CheckpointSource
 from shardwise.engine.fragments import Fragment, split
@@ -71,7 +72,7 @@ def write_native(source: CheckpointSource, path: str | Path, dtype: torch.dtype 
             file.abandon()
         facts = {name: entries[name].fact for name in sorted(entries)}
         pieces: dict[str, tuple[PieceFact, ...]] = merge_pieces([file.pieces(0)])
-        head = Head(target.name, serial, int(state["step"]))
+        head = Head(target.name, serial, int(state["step"]), this_process())
         root.commit(hidden, target.name, encode_manifest(Manifest(head, (fact,), facts, pieces, state)))
     except BaseException:
         root.discard(hidden)
