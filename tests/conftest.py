@@ -6,11 +6,12 @@ import gc
 from collections import defaultdict
 from collections.abc import Iterator
 
+import other_numbers
 import pytest
 import side_by_side
 import torch
 
-from shardwise.testing import close_pools
+from shardwise.testing import close_pools, run_ranks
 
 SHOWN_FILES, QUIET_SECONDS = 10, 60.0
 """After a run of more than a minute the slowest files are shown: all of them have ten minutes, on two cores."""
@@ -18,6 +19,7 @@ SHOWN_FILES, QUIET_SECONDS = 10, 60.0
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     side_by_side.add_options(parser)
+    other_numbers.add_options(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -25,6 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", text)
     config.pluginmanager.register(Clock(), "seconds-by-file")
     side_by_side.configure(config)
+    other_numbers.configure(config)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -57,6 +60,8 @@ class Clock:
 def rank_pools() -> Iterator[None]:
     """The pools behind run_ranks live for the whole session."""
     torch.set_num_threads(1)
+    if shift := other_numbers.shift():
+        assert run_ranks(2, other_numbers.shift) == [shift, shift], "ranks use other seeds than their caller"
     yield
     close_pools()
 

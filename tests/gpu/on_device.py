@@ -40,7 +40,7 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     """A large eps, so that gradients which are zero but for rounding are not blown up to steps."""
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4, weight_decay=0.1)
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-2, weight_decay=0.1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -94,7 +94,7 @@ def _end(session: Session, run: Run) -> Run:
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "adamw": adamw,
-    "hybrid": lambda model: HybridAdam(model.parameters(), lr=1e-2, eps=1e-4, weight_decay=0.1),
+    "hybrid": lambda model: HybridAdam(model.parameters(), lr=1e-2, eps=1e-2, weight_decay=0.1),
 }
 
 

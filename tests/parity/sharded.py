@@ -51,7 +51,7 @@ def _two_groups(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-EPS = 1e-3
+EPS = 1e-2
 """Large, so that gradients which are zero but for rounding (the bias of attention's keys) are not blown up to steps."""
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {

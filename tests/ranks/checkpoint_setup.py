@@ -76,7 +76,7 @@ def plans(directory: str) -> dict[str, Plan]:
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     params = [p for p in model.parameters() if p.requires_grad]
     groups = [{"params": params[::2], "weight_decay": 0.1}, {"params": params[1::2], "lr": 3e-3}]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=1e-2, eps=1e-4)
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=1e-2, eps=1e-2)
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -86,7 +86,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 def two(model: nn.Module) -> list[torch.optim.Optimizer]:
     """Two optimizers over alternating parameters; the last parameter is in none."""
     params = [p for p in model.parameters() if p.requires_grad]
-    return [torch.optim.Adam(params[:-1:2], lr=1e-2, eps=1e-4), torch.optim.SGD(params[1:-1:2], lr=0.05, momentum=0.9)]
+    return [torch.optim.Adam(params[:-1:2], lr=1e-2, eps=1e-2), torch.optim.SGD(params[1:-1:2], lr=0.05, momentum=0.9)]
 
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {"adamw": adamw, "sgd": sgd, "two": two}

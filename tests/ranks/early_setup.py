@@ -58,7 +58,7 @@ class Nested(torch.optim.Optimizer):
 
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
-    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-4),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-2),
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2, initial_accumulator_value=0.1),
     "user": Nested,

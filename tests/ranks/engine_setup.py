@@ -52,7 +52,7 @@ def one_mesh(plan: Plan) -> Iterator[Mesh]:
 
 
 def adam(model: nn.Module, lr: float = 0.05) -> torch.optim.Optimizer:
-    return torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=lr, eps=1e-4)
+    return torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=lr, eps=lr)
 
 
 def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
@@ -63,6 +63,14 @@ def seeded(build_model: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     """The same weights in every process, in fp64 so that nothing but the arithmetic can differ."""
     torch.manual_seed(seed)
     return build_model().double()
+
+
+def away_from_zero(model: nn.Module) -> nn.Module:
+    """Vectors that start at zero would hold the steps alone, which are as exact as gradients in fp32 are."""
+    with torch.no_grad():
+        for vector in (p for p in model.parameters() if p.dim() == 1):
+            vector += 0.1 * torch.randn(vector.shape)
+    return model
 
 
 def data(rank: int, step: int, index: int = 0, width: int = 6, rows: int = 4) -> Tensor:

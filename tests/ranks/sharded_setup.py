@@ -71,7 +71,7 @@ SETTINGS = {
 
 
 def adam(model: nn.Module, lr: float = 1e-2) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr, eps=1e-4)
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr, eps=lr)
 
 
 def built(setting: Setting) -> ShardedModelV2:

@@ -83,7 +83,7 @@ def plain(steps: int, model: nn.Module | None = None) -> PeftModel:
         model = net()
         torch.manual_seed(4)
         model = get_peft_model(model, config())
-    optimizer = torch.optim.AdamW(groups_of(model), lr=1e-2, eps=1e-4)
+    optimizer = torch.optim.AdamW(groups_of(model), lr=1e-2, eps=1e-2)
     for step in range(steps):
         loss_of(model, batch(step)).backward()
         optimizer.step()
@@ -97,12 +97,12 @@ class Run:
     def __init__(self, plugin: Plugin, early: bool, pretrained: str | None = None) -> None:
         self.booster = Booster(plugin=plugin)
         model = net()
-        optimizer = torch.optim.AdamW(groups_of(model), lr=1e-2, eps=1e-4) if early else None
+        optimizer = torch.optim.AdamW(groups_of(model), lr=1e-2, eps=1e-2) if early else None
         torch.manual_seed(4)
         given = {"lora_config": config()} if pretrained is None else {"pretrained_dir": pretrained}
         self.peft = self.booster.enable_lora(model, **given)
         if optimizer is None:
-            optimizer = torch.optim.AdamW(groups_of(self.peft), lr=1e-2, eps=1e-4)
+            optimizer = torch.optim.AdamW(groups_of(self.peft), lr=1e-2, eps=1e-2)
         self.model, self.optimizer, *_ = self.booster.boost(self.peft, optimizer)
 
     def steps(self, first: int, last: int) -> None:

@@ -53,7 +53,7 @@ def config(stage: int, accumulation: int = 1, precision: str = "fp32", **changes
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": CLIP,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.9, 0.99], "eps": 1e-4}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.9, 0.99], "eps": 1e-2}},
         "zero_optimization": {
             "stage": stage,
             "reduce_bucket_size": 60,
@@ -72,7 +72,7 @@ def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor], accumulation: int = 
 
 
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.99), eps=1e-4, weight_decay=0.0)
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.99), eps=1e-2, weight_decay=0.0)
 
 
 def plain(accumulation: int, precision: str) -> tuple[dict[str, Tensor], list[float]]:

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from engine_setup import away_from_zero
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -73,7 +74,7 @@ def gpt2() -> Any:
     torch.manual_seed(0)
     sizes = {"vocab_size": 17, "n_positions": LENGTH, "n_embd": 8, "n_layer": 2, "n_head": 2}
     no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    return GPT2LMHeadModel(GPT2Config(**sizes, **no_dropout, bos_token_id=0, eos_token_id=0))
+    return away_from_zero(GPT2LMHeadModel(GPT2Config(**sizes, **no_dropout, bos_token_id=0, eos_token_id=0)))
 
 
 @functools.cache
@@ -94,9 +95,9 @@ def arguments(folder: str, batch: int, **changes: Any) -> Any:
         "per_device_eval_batch_size": batch,
         "gradient_accumulation_steps": 2,
         "learning_rate": 1e-2,
-        "adam_epsilon": 1e-4,
+        "adam_epsilon": 1e-2,
         "warmup_steps": 2,
-        "max_grad_norm": 0.3,
+        "max_grad_norm": 0.1,
         "logging_steps": 1,
         "eval_strategy": "epoch",
         "save_strategy": "epoch",
@@ -191,7 +192,7 @@ def test_the_trainer_equals_the_plain_one_at_stage_3(
 @pytest.mark.parametrize("name", ["ddp", "zero1", pytest.param("zero2", marks=pytest.mark.campaign)])
 def test_the_trainer_equals_the_plain_one(name: str, plain: tuple[str, Outcome], tmp_path: Path) -> None:
     norms = [entry["grad_norm"] for entry in plain[1][0] if "grad_norm" in entry]
-    assert min(norms) > 0.3  # something is clipped
+    assert min(norms) > 0.1  # something is clipped
     for found in run_ranks(RANKS, sharded_trainer, name, str(tmp_path), {}, timeout=120.0):
         check(found, plain[1])
 
@@ -300,7 +301,7 @@ def norms_without_clipping(folder: str) -> list[float]:
 def test_the_logged_norm_is_that_before_clipping(plain: tuple[str, Outcome], tmp_path: Path) -> None:
     for norms in run_ranks(RANKS, norms_without_clipping, str(tmp_path)):
         assert norms[0] == pytest.approx(plain[1][0][0]["grad_norm"], rel=RTOL)
-        assert len(norms) == 2 and norms[0] > 0.3
+        assert len(norms) == 2 and norms[0] > 0.1
 
 
 def example(folder: str) -> list[float]:
@@ -335,7 +336,7 @@ def points() -> list[tuple[Tensor, Tensor]]:
 
 def parts(batch: int) -> tuple[nn.Module, torch.optim.Optimizer, Any, Any]:
     model = net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-2)
     return model, optimizer, DataLoader(points()[:24], batch), torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 
 

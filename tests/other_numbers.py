@@ -1,0 +1,84 @@
+"""``pytest --seed-shift N`` and ``--rounding``: the same tests with other numbers, as other inputs and other processors
+give them.
+
+Where a test passes with one set of numbers only, its comparison depends on what has no value of its own: a gradient
+that is zero but for rounding, of which an optimizer without a large epsilon makes a whole step.
+
+``--seed-shift N`` adds N to every seed that tests give to torch, here and on the ranks of pools.
+``--rounding`` adds to each element of a gradient that is not zero, before an optimizer of this process steps, at most
+half a unit in the last place of the largest of its gradients. The optimizers of this process are the plain ones that
+ranks are compared with. What is compared bit for bit cannot pass then.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from shardwise.testing import pool, worker
+
+VARIABLE = "SHARDWISE_TESTS_SEED_SHIFT"
+"""How the ranks learn the shift: their server process imports this module before it forks the first."""
+
+
+def add_options(parser: pytest.Parser) -> None:
+    """For ``pytest_addoption``."""
+    parser.addoption("--seed-shift", type=int, default=0, help="add it to every seed that tests give to torch")
+    parser.addoption("--rounding", action="store_true", help="round the gradients of plain optimizers otherwise")
+
+
+def configure(config: pytest.Config) -> None:
+    """For ``pytest_configure``, before test modules are imported."""
+    if config.getoption("--seed-shift"):
+        folder = os.path.dirname(__file__)
+        os.environ[VARIABLE] = str(config.getoption("--seed-shift"))
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
+        pool._PRELOAD.append(__name__)
+        shift_seeds()
+    if config.getoption("--rounding"):
+        register_optimizer_step_pre_hook(round_otherwise)
+
+
+def shift() -> int:
+    """What this process adds to seeds."""
+    return int(os.environ.get(VARIABLE, "0")) if hasattr(torch.Generator, "shifted") else 0
+
+
+def shift_seeds() -> None:
+    """From now on, ``torch.manual_seed`` and generators of this process get another seed than they are told."""
+    by = int(os.environ.get(VARIABLE, "0"))
+    if not by or hasattr(torch.Generator, "shifted"):
+        return
+    seed_all, plain = torch.manual_seed, torch.Generator
+
+    class Generator(plain):  # type: ignore[misc, valid-type]
+        shifted = True
+
+        def manual_seed(self, seed: int) -> torch.Generator:
+            super().manual_seed(int(seed) + by)
+            return self
+
+    def manual_seed(seed: int) -> torch.Generator:
+        return seed_all(int(seed) + by)
+
+    torch.Generator, torch.manual_seed = Generator, manual_seed  # type: ignore[misc, assignment]
+    worker._SEED += by
+
+
+def round_otherwise(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Gradients as another order of the same sums may give them; what is zero stays zero."""
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    gradients = [g for g in gradients if g.numel() and g.dtype in (torch.float32, torch.float64) and not g.is_sparse]
+    largest = max((float(g.abs().max()) for g in gradients), default=0.0)
+    state = torch.get_rng_state()
+    for gradient in gradients:
+        noise = torch.empty_like(gradient).uniform_(-0.5, 0.5) * (torch.finfo(gradient.dtype).eps * largest)
+        gradient += torch.where(gradient == 0, 0.0, noise)
+    torch.set_rng_state(state)
+
+
+shift_seeds()
