@@ -37,6 +37,7 @@ class Chunk:
         full: the gathered array, or ``None``.
         pending: a gather under way into ``full``.
         joined: ``full`` is the ranks' shards themselves, not a copy.
+        in_transform: a ``torch.func`` transform has used it since it was gathered.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Chunk:
         self.full: torch.Tensor | None = source.exchange.local if resident else None
         self.pending: Handle | None = None
         self.joined = False
+        self.in_transform = False
         self.generation = 0
         """Counts the updates, so that a graph made before one can be told from one made after."""
         nan = torch.full((), float("nan"), dtype=spec.dtype, device=device)
@@ -117,7 +119,7 @@ class Chunk:
 
         Pointed elsewhere it would change for them. Views of the array do not count, which keep it themselves.
         """
-        return self._holders is not None and is_read(self.params, self._holders)
+        return self._holders is not None and is_read(self.params, self._holders, self.in_transform)
 
     def refuse_graphs(self) -> None:
         """As if each parameter had been updated in place: autograd refuses graphs that hold what it was."""
@@ -126,6 +128,7 @@ class Chunk:
     def unpoint_params(self) -> None:
         """Parameters keep shape and dtype but read as NaN, so that a use without a gather cannot pass unseen."""
         self._holders = None
+        self.in_transform = False
         _point(self.params, self._absent)
 
     def misplaced(self) -> int | None:

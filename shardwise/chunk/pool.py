@@ -151,6 +151,11 @@ class ChunkPool:
         finally:
             self._pins[unit] -= not kept
 
+    def used_in_transform(self, unit: int) -> None:
+        """A ``torch.func`` transform uses the unit, which is gathered."""
+        for chunk in self._transient[unit]:
+            chunk.in_transform = True
+
     def tell(self, error: DeviceMemoryError) -> None:
         """This rank cannot go on with its pass: the others, which would wait for it, raise as well.
 

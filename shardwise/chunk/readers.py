@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 __all__ = ["is_read", "python_holders"]
 
@@ -37,14 +38,24 @@ def python_holders(params: Sequence[nn.Parameter]) -> list[int]:
     return [_holders(param) for param in params]
 
 
-def is_read(params: Sequence[nn.Parameter], holders: Sequence[int]) -> bool:
-    """Whether a graph holds any of them, or Python holds it more often than when ``holders`` were counted."""
+def is_read(params: Sequence[nn.Parameter], holders: Sequence[int], in_transform: bool) -> bool:
+    """Whether a graph holds any of them, or Python holds it more often than when ``holders`` were counted.
+
+    Args:
+        params: the parameters.
+        holders: what :func:`python_holders` gave for them.
+        in_transform: a ``torch.func`` transform uses them, whose wrappers hold a parameter without a graph.
+    """
     # Nothing but the comprehensions may name a parameter here, which would count as a holder.
-    return any(_saved(param) for param in params) or any(
+    return any(_saved(param, in_transform) for param in params) or any(
         now > before for now, before in zip(python_holders(params), holders, strict=True)
     )
 
 
-def _saved(param: nn.Parameter) -> bool:
+def _saved(param: nn.Parameter, in_transform: bool) -> bool:
     # Beside its Python object, the node that accumulates its gradient holds it as long as any graph leads there.
-    return bool(param._use_count() > 1 + param.requires_grad)  # type: ignore[attr-defined]
+    owners = 1 + param.requires_grad
+    if in_transform and param.requires_grad:
+        edge = get_gradient_edge(param)  # makes that node if there is none: two owners for certain
+        return bool(edge is not None and param._use_count() > owners)  # type: ignore[attr-defined]
+    return bool(param._use_count() > owners)  # type: ignore[attr-defined]

@@ -21,7 +21,7 @@ from torch import nn
 
 from shardwise.chunk.chunk import Chunk
 from shardwise.chunk.pool import ChunkPool
-from shardwise.engine.transforms import outside_transforms
+from shardwise.engine.transforms import in_transform, outside_transforms
 
 __all__ = ["GatherHooks", "in_backward", "trace_hooks"]
 
@@ -116,23 +116,23 @@ class _Parameters(dict[str, nn.Parameter | None]):
         super().__init__(items)
         self._on_read, self._on_trace, self._probes = on_read, on_trace, probes
         self._break_and_read = _outside_compile(on_read)
+        # Also while ``torch.func.functional_call`` has something in its place, which may wrap it.
+        self._ids = {name: id(param) for name, param in items.items() if param is not None}
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
+        if not torch.compiler.is_compiling():
+            # Before the parameter is at hand: who holds one while it is gathered reads it.
+            if name in self._ids:
+                self._on_read(self._ids[name])
+            return super().__getitem__(name)
         param = super().__getitem__(name)
-        if param is None:
-            return None
-        if torch.compiler.is_compiling():
-            if name not in self._probes:
-                self._on_trace()
-            else:
-                probe = self._probes[name]
-                if probe is None or not any(probe.stride()):
-                    self._break_and_read(id(param))
-            return param
-        key = id(param)
-        del param  # who holds a parameter while it is gathered reads it
-        self._on_read(key)
-        return super().__getitem__(name)
+        if param is not None and name not in self._probes:
+            self._on_trace()
+        elif param is not None:
+            probe = self._probes[name]
+            if probe is None or not any(probe.stride()):
+                self._break_and_read(id(param))
+        return param
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (dict, (dict(self.items()),))
@@ -226,9 +226,26 @@ class GatherHooks:
         if self._running.frames and not in_backward():
             self._leave(self._running.frames[0].module)
 
+    def explain(self, error: BaseException) -> None:
+        """A forward pass raised ``error``.
+
+        Raises:
+            RuntimeError: it came from a transform inside the forward pass, which takes no saved-tensor hooks around it.
+        """
+        if isinstance(error, RuntimeError) and "support saved tensor hooks" in str(error):
+            raise RuntimeError(
+                f"torch.func inside the forward pass of a {type(self.model).__name__} whose parameters are gathered on "
+                f"use ({str(error)[:60]}...): take torch.autograd.grad(..., create_graph=True) there, apply the "
+                "transform to the whole model, or shard it at stage 2"
+            ) from error
+
     def _acquire(self, unit: int, pin: bool = False) -> None:
+        if not in_transform():
+            self.pool.acquire(unit, pin)
+            return
         with outside_transforms():
             self.pool.acquire(unit, pin)
+            self.pool.used_in_transform(unit)
 
     def _on_read(self, param: int) -> None:
         unit = self._unit_of.get(param)

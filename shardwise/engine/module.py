@@ -38,9 +38,10 @@ class ShardedModule(nn.Module):
             self._check_readable()
         try:
             return self.module(*args, **kwargs)
-        except BaseException:
+        except BaseException as error:
             if self._engine.hooks is not None:
                 self._engine.hooks.unwind()
+                self._engine.hooks.explain(error)
             raise
 
     def _check_readable(self) -> None:
