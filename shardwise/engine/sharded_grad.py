@@ -148,17 +148,17 @@ class ShardedGrad(torch.Tensor):
             node = torch._C._current_autograd_node()
             if node is not None and node.name().endswith("AccumulateGrad"):
                 return _arrive(packet, args[0], args[1])
+        handler = _HANDLERS.get(packet)
+        if handler is not None:
+            done = handler(*args, **kwargs)
+            if done is not NotImplemented:
+                return done
         if packet in _SAME:
             return _view(args[0], None, args[0], complete=True)
         if packet in _LIKE:
             return func(_stand_in(args[0]), *args[1:], **kwargs)
         if _is_view(func):
             return _take_view(func, args, kwargs)
-        handler = _HANDLERS.get(packet)
-        if handler is not None:
-            done = handler(*args, **kwargs)
-            if done is not NotImplemented:
-                return done
         name = str(packet).removeprefix("aten.")
         if name.startswith("_foreach_") and name.endswith("_"):
             return _one_by_one(getattr(aten, name.removeprefix("_foreach_"), None), func, args, kwargs)

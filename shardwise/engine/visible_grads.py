@@ -49,20 +49,31 @@ class VisibleGrads:
             for at, slot in enumerate(state.spec.slots):
                 self._where[slot.param] = state, at
         self._params: dict[int, nn.Parameter] = {index: engine.params[index] for index in sorted(self._where)}
+        self._spans: dict[int, tuple[int, int]] = {}
+        """Where in this rank's shard its part is."""
         own = weakref.ref(self)
-        self._grads: dict[int, ShardedGrad] = {}
+        self._grads: list[ShardedGrad] = []
         for index, param in self._params.items():
             state, at = self._where[index]
             like = torch.empty(state.spec.slots[at].shape, dtype=param.dtype, device="meta")
-            self._grads[index] = ShardedGrad(own, index, like, param.device)
-        self._shown: dict[int, ShardedGrad] = {}
+            self._grads.append(ShardedGrad(own, index, like, param.device))
+            start, end = state.chunk.overlap(state.spec.slots[at])
+            self._spans[index] = max(start - state.chunk.shard_start, 0), max(end - state.chunk.shard_start, 0)
+        self._place = {index: place for place, index in enumerate(self._params)}
+        # By place, since all of them are gone through in every pass.
+        self._in_order = list(self._params.values())
+        self._shown: list[ShardedGrad | None] = [None] * len(self._in_order)
+        self._by_state = [(s, [self._place[slot.param] for slot in s.spec.slots]) for s in engine.grads.values()]
         self._with_graph: set[int] = set()
         self._by_hand: dict[int, dict[int, int]] = {}
         """By optimizer and parameter, how often something was changed since the last step."""
         self._norms: dict[float, list[float]] = {}
+        self._norm_values: dict[tuple[float, torch.dtype, torch.device], tuple[dict[int, float], torch.Tensor]] = {}
+        """By norm, dtype and device, with the factors that are in them."""
         self._divisors: dict[int, float] = {}
         self._hook_ids: dict[int, int] = {}
         self._judged: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
+        self._nothing = torch.empty(0, device=engine.mesh.device)
         self.clip: dict[int, float] = {}
 
     @property
@@ -85,20 +96,29 @@ class VisibleGrads:
         self._changed()
         if not any(state.touched or state.seen for state in self.engine.grads.values()):
             self.forget()  # of a pass that failed
-        for index in self._shown:
-            self._params[index].grad = None
-        self._shown.clear()
+        shown = self._shown
+        for place, param in enumerate(self._in_order):
+            if shown[place] is not None:
+                shown[place] = param.grad = None
 
     def end_pass(self) -> None:
         """A pass is over."""
         self._changed()
         reduced = not self.engine.passes.unreduced
-        for state in self.engine.grads.values():
+        for state, places in self._by_state:
             for at in state.touched if reduced else state.touched | state.seen:
-                self._show(state.spec.slots[at].param)
+                place = places[at]
+                self._in_order[place].grad = self._shown[place] = self._grads[place]
 
     def _show(self, index: int) -> None:
-        self._params[index].grad = self._shown[index] = self._grads[index]
+        place = self._place[index]
+        self._in_order[place].grad = self._shown[place] = self._grads[place]
+
+    def _hide(self, index: int) -> ShardedGrad | None:
+        """Nothing of ours is shown any more; what was."""
+        place = self._place[index]
+        was, self._shown[place] = self._shown[place], None
+        return was
 
     def take(self, index: int, param: torch.Tensor) -> torch.Tensor | None:
         """What autograd left in ``param.grad``, which is then empty: the running pass's gradient."""
@@ -115,9 +135,9 @@ class VisibleGrads:
         param.grad = None
         if grad.requires_grad:
             self._with_graph.add(index)
-        else:
+        elif self._with_graph:
             self._with_graph.discard(index)
-        shown = self._shown.pop(index, None)
+        shown = self._hide(index)
         if shown is None:
             return grad
         # Nothing announced this pass, so the gradient of those before was still there.
@@ -133,7 +153,8 @@ class VisibleGrads:
         for index, param in enumerate(self.engine.params):
             if optimizer is None or facts[index].optimizer in (optimizer, -1):
                 param.grad = None
-                self._shown.pop(index, None)
+                if index in self._place:
+                    self._hide(index)
 
     def forget(self, optimizer: int | None = None) -> None:
         """The gradients of one optimizer, or of all, were used or dropped."""
@@ -151,8 +172,8 @@ class VisibleGrads:
             RuntimeError: the gradients have been used already, or are not reduced yet.
         """
         dropped: set[int] = set()
-        for index, param in self._params.items():
-            if param.grad is not self._shown.get(index):
+        for (index, param), shown in zip(self._params.items(), tuple(self._shown), strict=True):
+            if param.grad is not shown:
                 if param.grad is None:
                     dropped.add(self._where[index][0].spec.optimizer)
                 self._take_over(index, param)
@@ -173,11 +194,11 @@ class VisibleGrads:
             if held:
                 self._show(index)  # p.grad = p.grad.detach()
             else:
-                self._shown.pop(index, None)
+                self._hide(index)
                 param.grad = None
             return
         if given is None and not held:
-            self._shown.pop(index, None)  # of a step that is over
+            self._hide(index)  # of a step that is over
             return
         plan = self.engine.plan
         if plan.streams_gradients:
@@ -187,7 +208,7 @@ class VisibleGrads:
             )
         self._replace(index, given)
         if given is None:
-            self._shown.pop(index, None)
+            self._hide(index)
         else:
             self._show(index)
 
@@ -243,32 +264,30 @@ class VisibleGrads:
         """Raises:
         RuntimeError: there is no reduced gradient now, or an optimizer of the user's own reads it.
         """
-        engine, (state, at) = self.engine, self._where[index]
-        grad = f"{what} of {self.name(index)}.grad"
         self.check_caller(index, what)
+        why = self._why_not(index)
+        if why:
+            raise RuntimeError(f"{what} of {self.name(index)}.grad {why}")
+
+    def _why_not(self, index: int) -> str:
+        engine, (state, at) = self.engine, self._where[index]
         if engine.passes.running:
-            raise RuntimeError(f"{grad} while a backward pass runs: it is complete after it; Tensor.register_hook sees "
-                               "this rank's gradient of the pass")  # fmt: skip
+            return "while a backward pass runs: use it after the pass; Tensor.register_hook sees this rank's own of it"
         if engine.plan.streams_gradients:
-            raise RuntimeError(
-                f"{grad} with update={engine.plan.grad.update!r}: gradients are used as soon as they are reduced and "
-                "not kept; clip by GradPlan(max_norm=...), or use update='step'"
+            return (
+                f"with update={engine.plan.grad.update!r}: gradients are used as soon as they are reduced and not "
+                "kept; clip by GradPlan(max_norm=...), or use update='step'"
             )
         if engine.passes.unreduced:
-            raise RuntimeError(
-                f"{grad} after a backward pass under no_sync(): it is not averaged over the ranks yet; use it after a "
-                "pass outside"
-            )
+            return "after a pass under no_sync(): it is not averaged over the ranks yet; use it after a pass outside"
         if state.reduced is None or at not in state.touched:
-            raise RuntimeError(
-                f"{grad} (held: {state.reduced is not None}): step() has used it, or zero_grad() dropped it; read it "
-                "between backward and step"
-            )
+            return "after step() has used it, or zero_grad() dropped it: read it between backward and step"
         if index in self._with_graph and torch.is_grad_enabled():
-            raise RuntimeError(
-                f"{grad} of a pass with create_graph=True: what is kept has no graph; use torch.autograd.grad, or read "
-                "it under torch.no_grad()"
+            return (
+                "of a pass with create_graph=True: what is kept has no graph; use torch.autograd.grad, or read it "
+                "under torch.no_grad()"
             )
+        return ""
 
     def check_caller(self, index: int, what: str) -> None:
         """Raises:
@@ -323,17 +342,24 @@ class VisibleGrads:
 
     def norms(self, indices: Sequence[int], p: float) -> list[torch.Tensor]:
         """See :class:`~shardwise.engine.sharded_grad.GradOwner`. All parameters' at the first request for ``p``."""
-        for index in indices:
-            self.check_use(index, "the norm")
         if p not in self._norms:
             self._norms[p] = self._all_norms(indices[0], p)
-        place = dict(zip(self._params, range(len(self._params)), strict=True))
-        values = [
-            self._norms[p][place[index]] * self._factor(self._where[index][0].spec.optimizer) for index in indices
-        ]
         param = self._params[indices[0]]
-        dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
-        return list(torch.tensor(values, dtype=dtype).to(param.device).unbind())
+        if len(indices) == 1:
+            return [self._norm_tensors(p, param)[self._place[indices[0]]].clone()]
+        places = torch.tensor([self._place[index] for index in indices], device=param.device)
+        return list(self._norm_tensors(p, param)[places].unbind())
+
+    def _norm_tensors(self, p: float, like: nn.Parameter) -> torch.Tensor:
+        """All norms, on the device and at least in fp32."""
+        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+        clips, found = self._norm_values.get((p, dtype, like.device), ({}, None))
+        if found is None or clips != self.clip:
+            factors = [self._factor(self._where[index][0].spec.optimizer) for index in self._params]
+            values = [norm * factor for norm, factor in zip(self._norms[p], factors, strict=True)]
+            found = torch.tensor(values, dtype=dtype).to(like.device)
+            self._norm_values[p, dtype, like.device] = dict(self.clip), found
+        return found
 
     def _all_norms(self, asked: int, p: float) -> list[float]:
         mesh = self.engine.mesh
@@ -342,22 +368,18 @@ class VisibleGrads:
             state, at = self._where[index]
             used = state.reduced is not None and at in state.touched
             parts.append(self._own_part(index, state.reduced) if used else None)
-        divided = [is_divided(param) for param in self._params.values()]
+        divided = [mesh.model_parallel is not None and is_divided(param) for param in self._in_order]
         try:
             return each_norm(parts, p, mesh.shard, mesh.model_parallel, divided)
         except PeerError as error:
             raise PeerError(self._alone(asked, "the norm", error)) from error
 
     def _own_part(self, index: int, reduced: torch.Tensor | None) -> torch.Tensor | None:
-        state, at = self._where[index]
-        start, end = state.chunk.overlap(state.spec.slots[at])
-        if reduced is None or start >= end:
-            return None
-        return reduced[start - state.chunk.shard_start : end - state.chunk.shard_start]
+        start, end = self._spans[index]
+        return reduced[start:end] if reduced is not None and start < end else None
 
     def full(self, index: int, wide: bool) -> torch.Tensor:
         """See :class:`~shardwise.engine.sharded_grad.GradOwner`."""
-        self.check_use(index, "reading")
         state, at = self._where[index]
         slot, group = state.spec.slots[at], self.engine.mesh.shard
         reduced, param = state.reduced, self._params[index]
@@ -394,7 +416,6 @@ class VisibleGrads:
 
     def part(self, index: int) -> tuple[torch.Tensor, slice, float]:
         """See :class:`~shardwise.engine.sharded_grad.GradOwner`."""
-        self.check_use(index, "a change in place")
         return self._edited(index)
 
     def _edited(self, index: int) -> tuple[torch.Tensor, slice, float]:
@@ -402,15 +423,15 @@ class VisibleGrads:
         optimizer, slot = state.spec.optimizer, state.spec.slots[at]
         self.engine.undo_guess(optimizer)
         self._norms.clear()
+        self._norm_values.clear()
         changes = self._by_hand.setdefault(optimizer, {})
         changes[index] = changes.get(index, 0) + 1
         state.claim()
-        part = self._own_part(index, state.reduced)
-        if part is None:
-            kind = state.accumulate_dtype
-            return torch.empty(0, dtype=kind, device=state.chunk.device), slice(0, 0), self.scale(optimizer)
-        start, end = state.chunk.overlap(slot)
-        return part, slice(start - slot.start, end - slot.start), self.scale(optimizer)
+        start, end = self._spans[index]
+        if state.reduced is None or start >= end:
+            return self._nothing, slice(0, 0), self.scale(optimizer)
+        first = state.chunk.shard_start + start - slot.start
+        return state.reduced[start:end], slice(first, first + end - start), self.scale(optimizer)
 
     def scale(self, optimizer: int) -> float:
         """What averaged, unscaled values are multiplied by to be stored."""
@@ -419,6 +440,7 @@ class VisibleGrads:
 
     def _changed(self) -> None:
         self._norms.clear()
+        self._norm_values.clear()
         self._divisors.clear()
 
 

@@ -138,7 +138,9 @@ def test_uses_that_are_refused(name: str) -> None:
         assert found["printed"].count("ShardedGrad(of '0.weight', shape=(8, 6)") == 3
         assert "clone()" in found["pointer"]
         for what in ("consumed", "consumed read", "dropped"):
-            assert "0.weight.grad" in found[what] and "step() has used it, or zero_grad() dropped it" in found[what]
+            assert (
+                "0.weight.grad" in found[what] and "after step() has used it, or zero_grad() dropped it" in found[what]
+            )
         assert "0.weight.grad while a backward pass runs" in found["running"]
         assert "0.weight has a post-accumulate-grad hook" in found["hook"] and "register_hook" in found["hook"]
         assert "0.weight.grad of a pass with create_graph=True" in found["graph"]
@@ -178,7 +180,7 @@ def unreduced(plan: Plan) -> list[str]:
 @pytest.mark.parametrize("name", ["ddp", "zero1"])
 def test_gradients_that_are_not_reduced(name: str) -> None:
     for before, after in run_ranks(2, unreduced, PLANS[name]):
-        assert "0.weight.grad after a backward pass under no_sync()" in before
+        assert "0.weight.grad after a pass under no_sync()" in before
         assert after == "nothing"
 
 
