@@ -392,7 +392,7 @@ class CommPlan:
         same_order: the caller promises that all ranks run the same modules in the same order, so that gathers need no
             agreement between ranks. ``False`` is always safe.
         gather_on_use: after a step, parameters that stay gathered are renewed in the background and waited for at their
-            first use (until then they read as before the step). ``False``: ``step()`` renews them.
+            first use (until then they read as before; change them inside ``gathered()``). ``False``: by ``step()``.
         sync_init: every rank starts from rank 0's parameters and buffers (DDP does the same).
         predivide: gradients are divided by it before their sum over ranks, and by what is left of their number after.
     """

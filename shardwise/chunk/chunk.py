@@ -18,6 +18,7 @@ from shardwise.chunk.layout import ChunkSpec, Slot
 from shardwise.chunk.readers import is_read, python_holders
 from shardwise.chunk.source import ShardSource
 from shardwise.comm import Buffer, Handle
+from shardwise.memory.tier import Tier
 
 __all__ = ["Chunk"]
 
@@ -38,6 +39,7 @@ class Chunk:
         pending: a gather under way into ``full``.
         joined: ``full`` is the ranks' shards themselves, not a copy.
         in_transform: a ``torch.func`` transform has used it since it was gathered.
+        lost: a slot whose parameter was written to, or given other data, which was dropped; ``None``: there was none.
     """
 
     def __init__(
@@ -62,8 +64,16 @@ class Chunk:
         self.generation = 0
         """Counts the updates, so that a graph made before one can be told from one made after."""
         nan = torch.full((), float("nan"), dtype=spec.dtype, device=device)
-        self._absent = tuple(nan.expand(slot.shape) for slot in spec.slots)
+        self.absent = tuple(nan.expand(slot.shape) for slot in spec.slots)
+        """By slot, what its parameter shows while it is not gathered."""
+        self._pointed = False
+        """The parameters are views of ``full``; otherwise of what stands for absent ones, or not ours yet."""
         self._holders: list[int] | None = None
+        self._versions: list[int] | None = None
+        self.lost: int | None = None
+        self.comparable = False
+        """The own part of a gathered array has to be what the shard is: no update is under way, and writing is not
+        allowed."""
 
     @property
     def exchange(self) -> Buffer:
@@ -106,7 +116,9 @@ class Chunk:
         full = self.full
         if full is None:
             raise RuntimeError(f"chunk {self.spec.index} has full={full}: gather it before its parameters are pointed")
+        self._note_lost()
         _point(self.params, self.views(full))
+        self._pointed = True
         self.allow_holders()
 
     def allow_holders(self) -> None:
@@ -127,16 +139,66 @@ class Chunk:
 
     def unpoint_params(self) -> None:
         """Parameters keep shape and dtype but read as NaN, so that a use without a gather cannot pass unseen."""
+        self._note_lost()
         self._holders = None
         self.in_transform = False
-        _point(self.params, self._absent)
+        _point(self.params, self.absent)
+        self._pointed = False
+
+    def place_params(self) -> None:
+        """Point the parameters again at what they last were pointed at."""
+        (self.point_params if self._pointed else self.unpoint_params)()
+
+    def use_absent(self, values: torch.Tensor) -> None:
+        """Let ``values`` (1-D, one NaN a slot) stand for absent parameters, so that a write to one shows in it."""
+        self.absent = tuple(nan.expand(slot.shape) for nan, slot in zip(values, self.spec.slots, strict=True))
+        if not self._pointed:
+            self.unpoint_params()
+
+    def note_versions(self) -> None:
+        """The parameters are as they should be: what is written to them from here on shows in :meth:`written`."""
+        self._versions = [0 if param.is_inference() else param._version for param in self.params]
+
+    def written(self) -> int | None:
+        """Index of the first parameter that was written to through itself (not its ``.data``) since they were noted."""
+        if self._versions is None or self._versions == [p._version for p in self.params if not p.is_inference()]:
+            return None
+        pairs = zip(self.params, self._versions, strict=True)
+        return next((i for i, (p, noted) in enumerate(pairs) if not p.is_inference() and p._version != noted), None)
+
+    def _note_lost(self) -> None:
+        """What was done to the parameters is about to be lost, where they are not our own memory."""
+        if self._versions is not None and self.lost is None:
+            self.lost = self.misplaced()
+            if self.lost is None and not self.resident:
+                self.lost = self.written()
+            if self.lost is None:
+                self.lost = self.overwritten()
+
+    def overwritten(self) -> int | None:
+        """Index of the first parameter whose own part of a gathered array is not what the shard is.
+
+        That tells writes through ``.data``, each rank those to its part. On a GPU, where it would have to wait for the
+        answer, and for shards elsewhere it is not known.
+        """
+        full, source = self.full, self.source
+        if full is None or self.resident or not (self._pointed and self.comparable) or source.tier is Tier.DISK:
+            return None
+        shard, own = source.exchange.local, full[self.shard_start : self.shard_end]
+        if shard.device.type != "cpu" or own.device.type != "cpu" or same_bits(own, shard):
+            return None
+        for index, slot in enumerate(self.spec.slots):
+            start, end = (bound - self.shard_start for bound in self.overlap(slot))
+            if start < end and not same_bits(own[start:end], shard[start:end]):
+                return index
+        return None
 
     def misplaced(self) -> int | None:
         """Index of the first parameter that no longer lies where this chunk put it (its storage was replaced)."""
         itemsize = self.spec.dtype.itemsize
-        for index, (slot, param, absent) in enumerate(zip(self.spec.slots, self.params, self._absent, strict=True)):
-            full = self.full if self.pending is None or self.resident else None
-            expected = absent.data_ptr() if full is None else full.data_ptr() + slot.start * itemsize
+        base = self.full.data_ptr() if self._pointed and self.full is not None else None
+        for index, (slot, param, absent) in enumerate(zip(self.spec.slots, self.params, self.absent, strict=True)):
+            expected = absent.data_ptr() if base is None else base + slot.start * itemsize
             if slot.numel and (param.dtype != self.spec.dtype or param.data_ptr() != expected):
                 return index
         return None
@@ -149,3 +211,12 @@ class Chunk:
 def _point(params: Sequence[nn.Parameter], values: Sequence[torch.Tensor]) -> None:
     for param, value in zip(params, values, strict=True):
         param.data = value
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two 1-D tensors of one dtype on the CPU are equal, NaN to NaN."""
+    aligned = one.data_ptr() % 8 == 0 and other.data_ptr() % 8 == 0 and one.nbytes % 8 == 0
+    offsets = (one.storage_offset() * one.itemsize) % 8 == 0 and (other.storage_offset() * other.itemsize) % 8 == 0
+    as_integers = torch.int64 if aligned and offsets else _INTEGERS[one.itemsize]
+    return torch.equal(one.view(as_integers), other.view(as_integers))
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -22,6 +22,7 @@ from shardwise.engine.early import EarlyObserver, EarlyUpdates
 from shardwise.engine.facts import all_names, parameter_facts
 from shardwise.engine.guards import Guards, check_shardable
 from shardwise.engine.hooks import GatherHooks, trace_hooks
+from shardwise.engine.masters import MasterEdits, take_over
 from shardwise.engine.meter import MemoryMeter
 from shardwise.engine.outside_trace import of_units
 from shardwise.engine.passes import BackwardPasses
@@ -77,6 +78,8 @@ class Engine:
         self.chunks = self.storage.chunks
         self.states = self.storage.states
         self._load_initial_values()
+        self.master_edits = MasterEdits(self.chunks, self.states)
+        self.master_edits.note()
         self.grads = self.storage.make_grads()
         limited = self.ledger.capacity_bytes is not None
         self._state_holders: list[Callable[[Tier], int]] = []
@@ -222,7 +225,11 @@ class Engine:
             self.ledger.watch("copies to undo updates with", kept)
 
     def undo_early(self, what: str) -> None:
-        """Before all values are read or written; see :meth:`EarlyUpdates.undo_for`."""
+        """Before all values are read or written; see :meth:`EarlyUpdates.undo_for`. Masters have what was written."""
+        self._undo_guesses(what)
+        self.master_edits.take()
+
+    def _undo_guesses(self, what: str) -> None:
         for each in self._early.values():
             each.undo_for(what)
 
@@ -231,6 +238,11 @@ class Engine:
         early = self._early.get(optimizer)
         if early is not None and early.updated:
             early.take_back()
+
+    def take_edits(self, optimizer: int | None = None) -> None:
+        """Before an update: what the program wrote to parameters of ``optimizer`` (of all) is what it starts from."""
+        if self.master_edits.changed(optimizer):
+            self.undo_early("an update of changed parameters")
 
     def discard_early(self) -> None:
         """Masters are about to be replaced: what was updated ahead of its step no longer matters."""
@@ -275,6 +287,9 @@ class Engine:
         self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         self.passes.recover()
+        self.guards.check_forward()
+        if self._early and torch.is_grad_enabled():
+            self.take_edits()
         self.pool.begin_forward(torch.is_grad_enabled())
         self._read_ahead()
         if self.meter is not None:
@@ -290,6 +305,7 @@ class Engine:
         with outside_transforms():
             self.pool.finish_phase()
         self.pool.end_forward()
+        self.guards.after_forward()
         self._read_ahead()
         dtype = self.plan.precision.output_dtype
         output = cast_floats(output, dtype) if dtype is not None else output
@@ -362,19 +378,26 @@ class Engine:
     def gathered(self, write_back: bool = False) -> Iterator[None]:
         """Full parameters in place, gathered once (every rank enters). With ``write_back`` changes are kept."""
         self.pool.acquire_all()
+        if self.plan.comm.gather_on_use:
+            self.mesh.shard.fence()  # nobody writes while a peer's renewal still reads
+        self.guards.edits.allow()
         try:
             yield
+            self.guards.check_edits(values=False, held=False)
             if write_back:
                 self.write_back()
         finally:
             self.pool.release_all()
             if write_back:
                 self.pool.drop_changed()  # each rank's copy has what that rank wrote, and not what the others did
+            else:
+                self.pool.drop_idle()  # what was written is no part of the model; a graph may still read the rest
+            self.guards.edits.accept()
 
     @torch.no_grad()
     def write_back(self) -> None:
         """Take changed gathered parameters over into shards and masters, each rank its own part of them."""
-        self.undo_early("taking over gathered parameters")
+        self._undo_guesses("taking over gathered parameters")
         group = self.mesh.shard
         group.fence("before an update")
         for chunk in self.chunks:
@@ -389,8 +412,9 @@ class Engine:
                     state = self.states.get(chunk.spec.index)
                     if state is not None:
                         with state.opened(write=True) as master:
-                            _take_over(shard, master)
+                            take_over(shard, master)
         self._commit()
+        self.master_edits.note()
         self._renew_resident([chunk for chunk in self.chunks if chunk.spec.trainable])
 
     def _commit(self, optimizer: int | None = None) -> None:
@@ -419,6 +443,8 @@ class Engine:
             if chunk.resident:
                 # As if each had been updated in place: autograd then refuses graphs from before the step.
                 torch.autograd.graph.increment_version(chunk.params)
+        self.guards.edits.accept()
+        self.master_edits.note(None if everything else optimizer)
 
     def _renew_resident(self, updated: Sequence[Chunk]) -> None:
         group = self.mesh.shard
@@ -453,6 +479,7 @@ class Engine:
         if self.mesh.device.type == "cuda" and not self.plan.tiers.all_on_device:
             torch.cuda.synchronize(self.mesh.device)  # uploads still read the shards that the CPU will write
         self.mesh.shard.fence("before an update")
+        self.guards.edits.allow()
 
     def __deepcopy__(self, _memo: object) -> Engine:
         raise TypeError(
@@ -467,11 +494,3 @@ class Engine:
         self._remove.clear()
         self.visible.clear()
         self.storage.close()
-
-
-def _take_over(shard: torch.Tensor, master: torch.Tensor | None) -> None:
-    """Changed values go into the master; what was not changed keeps the precision that the shard does not have."""
-    if master is not None:
-        values = shard.to(master.device)
-        same = values == master.to(values.dtype)
-        master.copy_(torch.where(same, master, values.to(master.dtype)))

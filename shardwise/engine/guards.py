@@ -10,8 +10,10 @@ from torch import nn
 from shardwise.chunk.chunk import Chunk
 from shardwise.chunk.layout import Layout
 from shardwise.chunk.pool import ChunkPool
+from shardwise.engine.edits import Edits
 from shardwise.engine.names import StateNames
 from shardwise.engine.overlaps import check_apart
+from shardwise.engine.structure import Structure
 
 __all__ = ["Guards", "check_shardable"]
 
@@ -53,13 +55,9 @@ class Guards:
         self, model: nn.Module, params: Sequence[nn.Parameter], chunks: Sequence[Chunk], layout: Layout, pool: ChunkPool
     ) -> None:
         self._model, self._params, self._chunks, self._layout, self._pool = model, params, chunks, layout, pool
-        sharded = {id(param) for param in params}
-        self._places = [
-            (module, leaf, param)
-            for module in model.modules()
-            for leaf, param in module._parameters.items()
-            if param is not None and id(param) in sharded
-        ]
+        self._structure = Structure(model, params, self._name)
+        self.edits = Edits(chunks, self._name, pool.drop_changed)
+        self._on_cpu = all(chunk.device.type == "cpu" for chunk in chunks)
         for module in model.modules():
             module.__dict__[MARK] = True
         self._naming = False
@@ -90,32 +88,45 @@ class Guards:
             "call it on the object that boost/build returned"
         )
 
+    def check_forward(self) -> None:
+        """Before a forward pass.
+
+        Raises:
+            RuntimeError: modules or the data of parameters were replaced, or parameters written to where it is lost.
+        """
+        if not torch.compiler.is_compiling():
+            self._structure.check_children()
+            self.check_edits(values=self._on_cpu, held=False)
+
+    def after_forward(self) -> None:
+        """After one: nothing was written to copies that end; see :meth:`check_edits`."""
+        if not torch.compiler.is_compiling():
+            self.check_edits(values=False, held=False)
+
+    def check_edits(self, values: bool, held: bool) -> None:
+        """See :meth:`Edits.check_placed`; inside ``gathered()`` writing is allowed."""
+        writable = self._pool.all_held
+        self.edits.check_placed(values and not writable)
+        if not writable:
+            self.edits.check_written(held)
+
     def check(self) -> None:
         """Every parameter is still the one that was sharded, where the engine put it.
 
         Raises:
-            RuntimeError: one was replaced, moved, cast or unfrozen; it is named.
+            RuntimeError: one was added, replaced, moved, cast, unfrozen, or written to where it is lost; it is named.
         """
+        self._structure.check()
+        self.check_edits(values=True, held=True)
         for chunk in self._chunks:
+            if chunk.spec.trainable:
+                continue
             for slot, param in zip(chunk.spec.slots, chunk.params, strict=True):
-                if param.requires_grad and not chunk.spec.trainable:
+                if param.requires_grad:
                     raise RuntimeError(
                         f"{self._name(slot.param)} has requires_grad={param.requires_grad} but was frozen when the "
                         "model was sharded, so it has no gradient shard; set requires_grad before boost/build"
                     )
-            wrong = chunk.misplaced()
-            if wrong is not None:
-                param = chunk.params[wrong]
-                raise RuntimeError(
-                    f"{self._name(chunk.spec.slots[wrong].param)} (now {param.dtype} on {param.device}) was moved, "
-                    "cast or given other data after the model was sharded; do that before boost/build, or load a state"
-                )
-        for module, leaf, param in self._places:
-            if module._parameters.get(leaf) is not param:
-                raise RuntimeError(
-                    f"parameter {leaf!r} of a {type(module).__name__} was replaced after the model was sharded; do "
-                    "that before boost/build, or load a state"
-                )
 
     def _name(self, param: int) -> str:
         return self._layout.facts[param].names[0]

@@ -110,6 +110,7 @@ class ShardedModule(nn.Module):
                 compute dtype.
         """
         engine = self._engine
+        engine.guards.check()
         engine.undo_early("a state")
         engine.pool.settle()
         names = engine.guards.state_names()

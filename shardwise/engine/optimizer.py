@@ -168,6 +168,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.engine.hooks.unwind()
         self.engine.guards.check()
         self._updates.param_groups.check()
+        self.engine.take_edits(self.index)
         # A scheduler that steps next should not warn that the optimizer never did.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         inverse = 1.0 / self.divisor()

@@ -79,6 +79,9 @@ class ValueWriter:
             return
         chunk = self._storage.chunks[index]
         flat = value.detach().reshape(-1)
+        state = self._storage.states.get(index)
+        if state is not None and state.dtype is not None:
+            flat = flat.to(state.dtype)  # the parameter is what the master rounds to
         start, end = chunk.overlap(slot)
         part = flat[start - slot.start : end - slot.start] if start < end else flat[:0]
         if chunk.resident:

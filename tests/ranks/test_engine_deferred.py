@@ -15,6 +15,7 @@ from booster_setup import SMALL
 from engine_setup import PLANS, adam, check, seeded, sharded
 from torch import Tensor, nn
 
+from shardwise import deepspeed
 from shardwise.booster import Booster
 from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, Plugin
 from shardwise.comm import Buffer
@@ -22,7 +23,7 @@ from shardwise.comm.shared import JointBuffer
 from shardwise.engine.deferred import deferred_init
 from shardwise.engine.writer import ValueWriter
 from shardwise.plan import Plan, zero
-from shardwise.testing import live_tensor_bytes, run_ranks
+from shardwise.testing import assert_close, live_tensor_bytes, run_ranks
 from shardwise.testing.modules import TinyGpt
 
 
@@ -305,3 +306,31 @@ def test_through_the_booster(plugin: str, how: str) -> None:
             check([before], expected | cast, f"{plugin} {how}", rtol=0.0)
             check([after], after_eager, f"{plugin} {how} after a step", rtol=0.0)
             assert not torch.equal(next(iter(after.values())), next(iter(before.values())))
+
+
+# ---- a model that is sharded while others are still being built
+
+
+def initialized_inside() -> dict[str, Tensor]:
+    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 3}}
+    config["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}
+    torch.manual_seed(3)
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+        engine = deepspeed.initialize(model=model, config=config)[0]
+        other = nn.Linear(6, 6)
+        with deepspeed.zero.GatheredParameters(model.parameters()):
+            inside = {name: value.detach().clone() for name, value in model.named_parameters()}
+    assert all(p.is_meta for p in other.parameters())
+    assert_close(engine.module.state_dict(), inside, 0.0, "gathered inside zero.Init")
+    engine.backward(engine(torch.ones(4, 6)).square().mean())
+    engine.step()
+    engine.session.close()
+    engine.session.mesh.close()
+    return inside
+
+
+def test_deepspeed_initialize_inside_zero_init() -> None:
+    torch.manual_seed(3)
+    expected = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).state_dict()
+    check(run_ranks(2, initialized_inside), expected, "values", rtol=0.0)

@@ -1,0 +1,117 @@
+"""Changes of sharded parameters that would be lost are noticed, and said.
+
+A parameter shows memory of the engine: the gathered array, or one NaN where it is not gathered. ``param.data = x``
+takes it away from there, which its address tells. What is written to a gathered copy ends with the copy, and what is
+written to a NaN goes nowhere: the version counter tells, and where it was written through ``.data``, the NaN itself
+(torch lets ``zero_`` and ``fill_`` write to expanded memory) or a comparison of the copy with the shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from shardwise.chunk.chunk import Chunk
+
+__all__ = ["Edits"]
+
+
+class Edits:
+    """Watches the parameters of ``chunks``.
+
+    Args:
+        chunks: all of one model, set up.
+        name_of: what to call a parameter, by its index in the layout.
+        drop: ends gathered copies.
+    """
+
+    def __init__(self, chunks: Sequence[Chunk], name_of: Callable[[int], str], drop: Callable[[], None]) -> None:
+        self._chunks, self._name_of, self._drop = chunks, name_of, drop
+        self._transient = [chunk for chunk in chunks if not chunk.resident]
+        self._absent: dict[torch.dtype, torch.Tensor] = {}
+        for dtype in dict.fromkeys(chunk.spec.dtype for chunk in self._transient):
+            own = [chunk for chunk in self._transient if chunk.spec.dtype is dtype]
+            nan = torch.full((sum(len(c.spec.slots) for c in own),), float("nan"), dtype=dtype, device=own[0].device)
+            for chunk, part in zip(own, torch.split(nan, [len(c.spec.slots) for c in own]), strict=True):
+                chunk.use_absent(part)
+            self._absent[dtype] = nan
+        self.accept()
+
+    def accept(self) -> None:
+        """Everything is as it should be: what is written from here on counts."""
+        for chunk in self._chunks:
+            chunk.note_versions()
+            chunk.comparable, chunk.lost = True, None
+
+    def allow(self) -> None:
+        """Shards or gathered arrays are about to be written, until :meth:`accept`."""
+        for chunk in self._transient:
+            chunk.comparable = False
+
+    def check_placed(self, values: bool) -> None:
+        """Every parameter is where the engine put it, and none was given other data before it was moved.
+
+        Args:
+            values: look at the values that stand for parameters that are not gathered as well, for which a GPU must
+                finish what it is doing.
+
+        Raises:
+            RuntimeError: one is not; it is named, and all are put back.
+        """
+        for chunk in self._chunks:
+            wrong = chunk.misplaced()
+            if wrong is not None:
+                param = chunk.params[wrong]
+                found = f"now {param.dtype} on {param.device}"
+                self._put_back()
+                raise RuntimeError(
+                    f"{self._name(chunk, wrong)} ({found}) was moved, cast or given other data after the model was "
+                    "sharded, which is dropped; do that before boost/build, write to it inside `with "
+                    "model.gathered(write_back=True)` of what boost/build returned, or load a state"
+                )
+        if values and not all(bool(torch.isnan(nan).all()) for nan in self._absent.values()):
+            where = next(c for c in self._transient if not all(map(_is_nan, c.absent)))
+            self._refuse_write(where, next(i for i, nan in enumerate(where.absent) if not _is_nan(nan)))
+
+    def check_written(self, held: bool) -> None:
+        """Nothing was written to a parameter that would be lost.
+
+        Args:
+            held: also compare what is gathered now with the shards.
+
+        Raises:
+            RuntimeError: it was; the parameter is named, and the write is dropped.
+        """
+        for chunk in self._transient:
+            wrong = chunk.lost if chunk.lost is not None else chunk.written()
+            if wrong is None and held:
+                wrong = chunk.overwritten()
+            if wrong is not None:
+                self._refuse_write(chunk, wrong)
+
+    def _refuse_write(self, chunk: Chunk, slot: int) -> None:
+        name = self._name(chunk, slot)
+        self._put_back()
+        raise RuntimeError(
+            f"{name} {tuple(chunk.spec.slots[slot].shape)} was written to, or given other data, where that is lost: "
+            "each rank keeps a shard of it, and what a module sees is a copy for a while. Change it inside `with "
+            "model.gathered(write_back=True)` of what boost/build returned; if a module does so in its forward pass "
+            "(nn.Embedding(max_norm=...), codebooks), keep the values in a buffer, or choose a stage that keeps "
+            "parameters gathered (ZeRO-1 or 2). The write was dropped"
+        )
+
+    def _put_back(self) -> None:
+        self._drop()
+        for nan in self._absent.values():
+            nan.fill_(float("nan"))
+        for chunk in self._chunks:
+            chunk.place_params()
+        self.accept()
+
+    def _name(self, chunk: Chunk, slot: int) -> str:
+        return self._name_of(chunk.spec.slots[slot].param)
+
+
+def _is_nan(value: torch.Tensor) -> bool:
+    return not value.numel() or bool(torch.isnan(value.flatten()[0]))
