@@ -1,7 +1,8 @@
 """The memory trace of one step of any plain module, outside of training: ``trace_memory``.
 
-One real forward and backward pass (and optimizer step) is run and taken back. Model data (parameters, buffers,
-gradients, optimizer state) is told apart from the rest by its storages.
+One real forward and backward pass (and optimizer step) is run and taken back; with a new optimizer one more before it,
+since only from then on there is state. Model data (parameters, buffers, gradients, optimizer state) is told apart from
+the rest by its storages.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import contextlib
 import copy
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from shardwise.memory.stats import NO_UNIT, MemoryRecorder, MemStats, Moment, Phase
+from shardwise.memory.stats import NO_UNIT, MemoryRecorder, MemStats, Phase
 from shardwise.memory.tracker import Tracker, make_tracker, storages
 
 __all__ = ["storage_bytes", "trace_memory"]
@@ -36,7 +37,7 @@ def trace_memory(
     optimizer: torch.optim.Optimizer | None = None,
     capacity_bytes: int | None = None,
 ) -> MemStats:
-    """Run one training step of ``model`` where it is, and tell what it held at each moment.
+    """Run a training step of ``model`` where it is, and tell what it held at each moment.
 
     There is a moment before each module that has parameters of its own or no children, in forward and in backward,
     where a gradient is complete, at the loss, and around the optimizer's step. Where nothing needs a gradient, only
@@ -48,7 +49,8 @@ def trace_memory(
         batch: a tensor, a tuple or list of arguments, or a dict of keyword arguments; with ``loss``, what that takes.
         loss: makes a scalar from model and batch. Default: the output's ``loss``, or the sum of the means of all
             floating tensors in the output.
-        optimizer: stepped once at the end, if given.
+        optimizer: stepped at the end, if given. One that has no state yet makes a step before, which is not traced, so
+            that the trace is that of any later step, whose forward and backward have its state beside them.
         capacity_bytes: of the device. Default: what a CUDA device has; no limit elsewhere.
 
     Afterwards parameters, buffers, gradients, optimizer state, random state and hooks are as before, also after an
@@ -66,11 +68,37 @@ def trace_memory(
         capacity_bytes = torch.cuda.mem_get_info(device)[1]
     with contextlib.ExitStack() as undo:
         hidden = _keep(model, batch, optimizer, device, undo)
+        if optimizer is not None and not optimizer.state:
+            _first_step(model, batch, loss or _default_loss, optimizer)
         run = _Run(model, batch, device, optimizer, hidden)
         run.recorder.capacity_bytes = capacity_bytes
         undo.callback(run.remove_hooks)
         run.add_hooks()
         return run.step(loss or _default_loss)
+
+
+def _first_step(model: nn.Module, batch: Batch, loss: Loss, optimizer: torch.optim.Optimizer) -> None:
+    value = _scalar(loss(model, batch))
+    if value.requires_grad:
+        value.backward()  # type: ignore[no-untyped-call]
+    del value
+    optimizer.step()
+    for tensor in (*model.parameters(), *_tensors(batch), *(p for g in optimizer.param_groups for p in g["params"])):
+        if tensor.is_leaf:
+            tensor.grad = None
+
+
+def _scalar(value: Any) -> Tensor:
+    """What a loss function gave.
+
+    Raises:
+        TypeError, ValueError: it is no scalar tensor.
+    """
+    if not isinstance(value, Tensor):
+        raise TypeError(f"loss gave {value!r}, a {type(value).__name__}: return a scalar tensor")
+    if value.requires_grad and value.numel() != 1:
+        raise ValueError(f"loss has the shape {tuple(value.shape)}: return a scalar")
+    return value
 
 
 def storage_bytes(tensors: Iterable[Tensor | None], device: torch.device) -> int:
@@ -287,47 +315,27 @@ class _Run:
     def step(self, loss: Loss) -> MemStats:
         """Run it all."""
         with self.tracker:
-            value = loss(self.model, self.batch)
-            if not isinstance(value, Tensor):
-                raise TypeError(f"loss gave {value!r}, a {type(value).__name__}: return a scalar tensor")
+            value = _scalar(loss(self.model, self.batch))
             if value.requires_grad:
-                if value.numel() != 1:
-                    raise ValueError(f"loss has the shape {tuple(value.shape)}: return a scalar")
                 self.phase = "backward"
                 self.moment(NO_UNIT, "loss")
                 value.backward()  # type: ignore[no-untyped-call]
             del value
-            state_made = self._optimizer_step() if self.optimizer is not None else 0
-            stats = self.recorder.finish()
-        return replace(stats, moments=[_with_state(m, state_made) for m in stats.moments]) if state_made else stats
+            if self.optimizer is not None:
+                self._optimizer_step(self.optimizer)
+            return self.recorder.finish()
 
-    def _optimizer_step(self) -> int:
-        """Returns the bytes of optimizer state that it made."""
-        assert self.optimizer is not None
-        before = self.kinds.get("optimizer state", 0)
+    def _optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.phase = "step"
         self.moment(NO_UNIT, STEP)
-        self.optimizer.step()
+        optimizer.step()
         self.recorder.end_interval()
         for tensor in self._state_tensors():
             self.tracker.exclude(tensor)
         self._set("optimizer state", storage_bytes(self._state_tensors(), self.device))
         self.moment(NO_UNIT, "after the step")
-        return self.kinds.get("optimizer state", 0) - before
 
     def remove_hooks(self) -> None:
         """Leave no trace on the model."""
         for handle in self._handles:
             handle.remove()
-
-
-def _with_state(moment: Moment, made_bytes: int) -> Moment:
-    """State that the step made was counted to the rest while the step ran: it is model data."""
-    made = min(made_bytes, moment.non_model_bytes)
-    if moment.name != STEP or moment.phase != "step" or made <= 0:
-        return moment
-    kinds = dict(moment.kinds)
-    kinds["optimizer state"] = kinds.get("optimizer state", 0) + made
-    return replace(
-        moment, model_bytes=moment.model_bytes + made, non_model_bytes=moment.non_model_bytes - made, kinds=kinds
-    )

@@ -101,6 +101,12 @@ def test_optimizer_state_is_model_data() -> None:
     again.step()
     held = trace_memory(model, x, optimizer=again)
     assert held.moments[0].kinds["optimizer state"] == state == held.moments[-1].kinds["optimizer state"]
+    # With a new optimizer it is not that of the first step, which begins without state, but of all others.
+    assert not optimizer.state
+    assert [(m.name, m.kinds, m.non_model_bytes) for m in stats.moments] == [
+        (m.name, m.kinds, m.non_model_bytes) for m in held.moments
+    ]
+    assert stats.peak_bytes == held.peak_bytes
 
 
 def _snapshot(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
