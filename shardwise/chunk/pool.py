@@ -16,7 +16,7 @@ from shardwise.chunk.arrays import ArrayPool
 from shardwise.chunk.chunk import Chunk
 from shardwise.chunk.layout import UnitSpec
 from shardwise.chunk.policy import Trace, choose_victim, next_units
-from shardwise.comm import DONE, Group, PeerError
+from shardwise.comm import DONE, NOBODY, Group, Party, PeerError
 from shardwise.memory.ledger import KEPT, DeviceMemoryError, Ledger
 from shardwise.memory.sizes import size_text
 
@@ -40,6 +40,7 @@ class ChunkPool:
         budget_bytes: tells at each acquire how many bytes of gathered transient chunks may stay when idle.
         prefetch: units fetched ahead of use.
         same_order: no agreement before gathers (see ``CommPlan.same_order``).
+        party: the model, among those that share ``group``.
 
     Attributes:
         on_use: called with every unit that is acquired, before room is made for it.
@@ -56,7 +57,9 @@ class ChunkPool:
         budget_bytes: Callable[[], int],
         prefetch: int,
         same_order: bool,
+        party: Party = NOBODY,
     ) -> None:
+        self._party = party
         self.units, self.chunks, self.group, self.ledger = units, chunks, group, ledger
         self.budget_bytes, self.prefetch = budget_bytes, prefetch
         self.on_use: Callable[[int], None] = _ignore
@@ -164,7 +167,7 @@ class ChunkPool:
         if self._agrees and not error.told:
             error.told = True
             with suppress(PeerError):  # they failed, too
-                self.group.exchange([FAILED] * (1 + self.prefetch), "what to gather")
+                self.group.exchange([FAILED] * (1 + self.prefetch), "what to gather", self._party)
 
     def _bring(self, unit: int) -> None:
         if unit in self._held and self.ledger.capacity_bytes is not None:
@@ -336,13 +339,15 @@ class ChunkPool:
         width = 1 + self.prefetch
         if wanted:
             wanted = self._with_room(wanted)
-        posts = self.group.exchange([float(u) for u in wanted] + [NO_UNIT] * (width - len(wanted)), "what to gather")
+        units = [float(u) for u in wanted] + [NO_UNIT] * (width - len(wanted))
+        posts = self.group.exchange(units, "what to gather", self._party)
         if any(FAILED in post for post in posts):
             raise self._told_of([rank for rank, post in enumerate(posts) if FAILED in post])
         union = sorted({int(u) for post in posts for u in post if u != NO_UNIT})
         if self.ledger.capacity_bytes is not None and len({frozenset(post) for post in posts}) > 1:
             fits = self._others_fit(set(union) - set(wanted), wanted)
-            posts = self.group.exchange([float(fits)], "whether the device has room for what others gather")
+            purpose = "whether the device has room for what others gather"
+            posts = self.group.exchange([float(fits)], purpose, self._party)
             if not all(post[0] for post in posts):
                 raise self._told_of([rank for rank, post in enumerate(posts) if not post[0]])
         for unit in union:

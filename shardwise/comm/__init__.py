@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from shardwise.comm.activity import Activity
 from shardwise.comm.choose import GroupMaker
 from shardwise.comm.errors import PeerError
 from shardwise.comm.gloo import GlooGroup
-from shardwise.comm.group import DONE, Buffer, Group, Handle, LocalGroup
+from shardwise.comm.group import DONE, NOBODY, Buffer, Group, Handle, LocalGroup, Party
 from shardwise.comm.members import Members, ranks_of, timeout_s
 from shardwise.comm.native import NativeGroup
 from shardwise.comm.release import destroy, let_go_with
@@ -14,6 +15,8 @@ from shardwise.comm.traffic import Traffic
 
 __all__ = [
     "DONE",
+    "NOBODY",
+    "Activity",
     "Buffer",
     "GlooGroup",
     "Group",
@@ -22,6 +25,7 @@ __all__ = [
     "LocalGroup",
     "Members",
     "NativeGroup",
+    "Party",
     "PeerError",
     "SharedGroup",
     "Traffic",

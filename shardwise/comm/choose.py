@@ -7,6 +7,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from shardwise.comm.activity import Activity
 from shardwise.comm.control import Control
 from shardwise.comm.gloo import GlooGroup
 from shardwise.comm.group import Group, LocalGroup
@@ -27,6 +28,7 @@ class GroupMaker:
         shared_memory: use it between CPU ranks of one host: ``None`` where possible, ``True`` must, ``False`` never.
         timeout_s: how long a rank waits for its peers before it gives up.
         members: the ranks; ``None``: those of the default process group.
+        activity: what this rank is doing, for messages of all groups made here.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class GroupMaker:
         self.shared_memory = shared_memory
         self.timeout_s = timeout_s
         self.members = members
+        self.activity = Activity()
         self._process_groups: list[dist.ProcessGroup] = []
         let_go_with(self, self._process_groups)
         self._world: Control | None = None
@@ -48,10 +51,10 @@ class GroupMaker:
             ValueError: ``shared_memory`` is True and it cannot be used.
         """
         if all(len(ranks) == 1 for ranks in rank_lists):
-            return LocalGroup(name, self.device)
+            return LocalGroup(name, self.device, self.activity)
         # Ranks in messages are those of the group, so where these are not all ranks the name says whose they are.
         called = name if self.members is None else f"{name} of ranks {self._own(rank_lists)}"
-        control = Control(called, self.process_group(name, rank_lists, "gloo"))
+        control = Control(called, self.process_group(name, rank_lists, "gloo"), self.activity)
         if self.device.type != "cpu":
             # NCCL wants a GPU for each rank; ranks that share one have met over gloo.
             met_over = dist.get_backend(self.members.process_group if self.members is not None else None)
@@ -147,5 +150,5 @@ class GroupMaker:
             if default is None or dist.get_backend(default) != "gloo":
                 everyone = [list(range(dist.get_world_size()))]
                 default = self.process_group("agree", everyone, "gloo")
-            self._world = Control("world", default)
+            self._world = Control("world", default, self.activity)
         return self._world

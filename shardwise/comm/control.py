@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.comm.activity import Activity
 from shardwise.comm.errors import PeerError
 from shardwise.comm.single import all_gather_single
 
@@ -38,35 +40,46 @@ def decode(data: bytes) -> Any:
 class Control:
     """Blocking host-side collectives of one group.
 
+    Args:
+        name: the group's, for messages.
+        process_group: see below.
+        activity: what this rank is doing, for messages.
+
     Attributes:
         process_group: the gloo process group underneath.
         rank: this process in it.
         size: its number of ranks.
     """
 
-    def __init__(self, name: str, process_group: dist.ProcessGroup) -> None:
+    def __init__(self, name: str, process_group: dist.ProcessGroup, activity: Activity | None = None) -> None:
         self.name = name
+        self.activity = activity or Activity()
         self.process_group = process_group
         self.rank = process_group.rank()
         self.size = process_group.size()
 
-    def exchange(self, values: Sequence[float]) -> list[list[float]]:
-        """Every rank's ``values`` (the same number everywhere) as float64, by rank."""
+    def exchange(self, values: Sequence[float], purpose: str = "") -> list[list[float]]:
+        """Every rank's ``values`` (the same number everywhere) as float64, by rank; ``purpose`` is for messages."""
         if not values:
             self.barrier()
             return [[] for _ in range(self.size)]
-        gathered: list[list[float]] = self._gather(torch.tensor(values, dtype=torch.float64), "exchange").tolist()
+        what = f"exchange of {purpose}" if purpose else "exchange"
+        gathered: list[list[float]] = self._gather(torch.tensor(values, dtype=torch.float64), what).tolist()
         return gathered
 
     def exchange_object(self, obj: object) -> tuple[list[Any], int]:
         """Every rank's ``obj`` after a round trip through JSON, by rank, and the bytes that this rank sent."""
         data = encode(obj)
         lengths = self._gather(torch.tensor([len(data)]), "exchange_object").flatten().tolist()
+        return [decode(each) for each in self.exchange_bytes(data, lengths)], (self.size - 1) * len(data)
+
+    def exchange_bytes(self, data: bytes, lengths: Sequence[int]) -> list[bytes]:
+        """Every rank's ``data``, by rank, where all know how many bytes each sends."""
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
-        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if data:
+            padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         rows = self._gather(padded, "exchange_object")
-        gathered = [decode(bytes(row[:length].tolist())) for row, length in zip(rows, lengths, strict=True)]
-        return gathered, (self.size - 1) * len(data)
+        return [row[:length].numpy().tobytes() for row, length in zip(rows, lengths, strict=True)]
 
     def barrier(self) -> None:
         """Return when every rank has come here."""
@@ -81,11 +94,25 @@ class Control:
         try:
             all_gather_single(rows.view(-1), mine, group=self.process_group)
         except RuntimeError as error:
-            raise PeerError(
-                f"{operation} in group {self.name!r} (rank {self.rank} of {self.size}) failed: {error}. A rank of the "
-                "group died, or did not come to the same operation in time; look at the first error of the other ranks"
-            ) from error
+            raise self._lost(operation, error) from error
         return rows
+
+    def around(self, ranks: Sequence[int]) -> str:
+        """What this rank is doing and what the group's ``ranks`` were last known to do, as the end of an error."""
+        told = ""
+        with contextlib.suppress(RuntimeError, ValueError, KeyError):  # the communicator may be gone
+            members = dist.get_process_group_ranks(self.process_group)
+            told = self.activity.around([members[rank] for rank in ranks])
+        return f". In global ranks: {told}" if told else ""
+
+    def _lost(self, operation: str, error: Exception) -> PeerError:
+        around = self.around([rank for rank in range(self.size) if rank != self.rank])
+        self.activity.gave_up(self.activity.now or operation)
+        return PeerError(
+            f"{operation} in group {self.name!r} (rank {self.rank} of {self.size}) failed: {error}. A rank of the "
+            "group died, or did not come to the same operation in time; look at the first error of the other ranks"
+            f"{around}"
+        )
 
 
 def broadcast(tensor: Tensor, src: int, process_group: dist.ProcessGroup, name: str) -> None:

@@ -22,8 +22,9 @@ from shardwise.comm.summing import RankSum
 
 __all__ = ["GlooGroup"]
 
-# gloo takes non-negative 32-bit tags; no two operations that are a million apart are in flight together.
-TAG_RANGE = 1 << 20
+# gloo takes non-negative 32-bit tags. Part of one is the buffer's number: what ranks that lost each other send of other
+# buffers (another model's) is never taken. No two operations that are a million apart are in flight together.
+TAG_RANGE, BUFFER_RANGE = 1 << 20, 1 << 10
 
 
 class _Scratch:
@@ -58,10 +59,10 @@ class _Link:
         self._name = name
         self._count = 0
 
-    def tag(self) -> int:
-        """A tag that no other operation in flight uses; the same on every rank."""
+    def tag(self, buffer: int) -> int:
+        """A tag that no other operation in flight uses, for buffer number ``buffer``; the same on every rank."""
         self._count = (self._count + 1) % TAG_RANGE
-        return self._count
+        return self._count + buffer % BUFFER_RANGE * TAG_RANGE
 
     def send(self, tensor: Tensor, peer: int, tag: int, what: str) -> _Message:
         """Start to send; ``tensor`` must stay as it is until the message is done."""
@@ -144,16 +145,19 @@ def _lost(what: str, error: Exception) -> PeerError:
 class _Reduction:
     """A reduce-scatter, or the two phases of an all-reduce."""
 
-    def __init__(self, group: GlooGroup, out: Tensor, full: Tensor, scale: float, spread: bool) -> None:
+    def __init__(self, group: GlooGroup, out: Tensor, buffer: Buffer, scale: float, spread: bool) -> None:
+        full = buffer.local
         self._group = group
         self._out = out
         self._full = full
         self._scale = scale
         self.done = False
         link, rank = group.reduce_link, group.rank
-        self._spread_tag = link.tag() if spread else None
-        tag = link.tag()
-        self._what = f"{'all_reduce' if spread else 'reduce_scatter'} of {full.numel()} x {full.dtype}"
+        self._spread_tag = link.tag(buffer.number) if spread else None
+        tag = link.tag(buffer.number)
+        self._what = (
+            f"{'all_reduce' if spread else 'reduce_scatter'} of {full.numel()} x {full.dtype}, buffer {buffer.number}"
+        )
         self._parts: list[Tensor] = []
         own = group.slice_of(full, rank)
         messages: list[_Message] = []
@@ -207,10 +211,11 @@ class GlooGroup(Group):
     """
 
     def __init__(self, name: str, control: Control, gather: dist.ProcessGroup, reduce: dist.ProcessGroup) -> None:
-        super().__init__(name, control.rank, control.size, torch.device("cpu"))
+        super().__init__(name, control.rank, control.size, torch.device("cpu"), control.activity)
         self._control = control
         self._gather_link = _Link(gather, name)
         self._reductions: deque[_Reduction] = deque()
+        self._buffer_count = 0
         self.reduce_link = _Link(reduce, name)
         self.scratch = _Scratch()
         self.sum = RankSum()
@@ -247,29 +252,33 @@ class GlooGroup(Group):
         self.scratch = _Scratch()
 
     def _buffers(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Buffer]:
-        return self._private_buffers(specs)
+        made = self._private_buffers(specs)
+        for buffer in made:
+            self._buffer_count += 1
+            buffer.number = self._buffer_count
+        return made
 
     def _all_gather(self, out: Tensor, shard: Buffer) -> Handle:
         self.slice_of(out, self.rank).copy_(shard.local)
-        return self._spread(out)
+        return self._spread(out, shard.number)
 
     def _all_gather_in_place(self, full: Buffer) -> Handle:
-        return self._spread(full.local)
+        return self._spread(full.local, full.number)
 
-    def _spread(self, full: Tensor) -> Handle:
+    def _spread(self, full: Tensor, number: int) -> Handle:
         if not full.numel():
             return DONE
-        what = f"all_gather of {full.numel()} x {full.dtype}"
-        return _Batch(self.start_spread(self._gather_link, full, self._gather_link.tag(), what))
+        what = f"all_gather of {full.numel()} x {full.dtype}, buffer {number}"
+        return _Batch(self.start_spread(self._gather_link, full, self._gather_link.tag(number), what))
 
     def _reduce_scatter(self, out: Tensor, full: Buffer, scale: float) -> Handle:
-        return self._start(out, full.local, scale, spread=False)
+        return self._start(out, full, scale, spread=False)
 
     def _all_reduce(self, full: Buffer, scale: float) -> Handle:
-        return self._start(self.slice_of(full.local, self.rank), full.local, scale, spread=True)
+        return self._start(self.slice_of(full.local, self.rank), full, scale, spread=True)
 
-    def _start(self, out: Tensor, full: Tensor, scale: float, spread: bool) -> Handle:
-        if not full.numel():
+    def _start(self, out: Tensor, full: Buffer, scale: float, spread: bool) -> Handle:
+        if not full.local.numel():
             return DONE
         reduction = _Reduction(self, out, full, scale, spread)
         self._reductions.append(reduction)
@@ -278,8 +287,8 @@ class GlooGroup(Group):
     def _broadcast(self, tensor: Tensor, src: int) -> None:
         self._control.broadcast(tensor, src)
 
-    def _exchange(self, values: Sequence[float]) -> list[list[float]]:
-        return self._control.exchange(values)
+    def _exchange(self, values: Sequence[float], purpose: str) -> list[list[float]]:
+        return self._control.exchange(values, purpose)
 
-    def _exchange_object(self, obj: object) -> tuple[list[object], int]:
-        return self._control.exchange_object(obj)
+    def _exchange_bytes(self, data: bytes, lengths: Sequence[int]) -> list[bytes]:
+        return self._control.exchange_bytes(data, lengths)

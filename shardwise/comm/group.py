@@ -2,59 +2,47 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from shardwise.comm.activity import Activity
 from shardwise.comm.control import decode, encode
 from shardwise.comm.errors import PeerError
 from shardwise.comm.summing import RankSum
 from shardwise.comm.traffic import Traffic
 
-__all__ = ["DONE", "PHASES", "Buffer", "Group", "Handle", "LocalGroup"]
+__all__ = ["DONE", "NOBODY", "PHASES", "Buffer", "Group", "Handle", "LocalGroup", "Party"]
 
 PHASES = ("", "before an update", "after an update")
 """What a fence may be for."""
 EXCHANGE_QUANTUM = 32  # values; what has a purpose is padded to it, so that ranks which differ still meet
+LENGTHS = 2**32  # a party's number travels above its number of values
 
-PURPOSES = (
-    "how far a failed backward pass came",
-    "the gradient norm",
-    "the order of reduction",
-    "tokens of the step",
-    "what could not be read back",
-    "what is to be built",
-    "what to gather",
-    "the norms that .grad is asked for",
-    "whether a shard could be read from the disk",
-    "whether the device has room for what others gather",
-    "whether the disk failed while changed parameters were taken over",
-    "whether the disk failed while its file was made",
-    "whether the disk failed while its state was put in place",
-    "whether the disk failed while optimizer state was loaded",
-    "whether the disk failed while optimizer state was read",
-    "whether the disk failed while parameters were read",
-    "whether the disk failed while parameters were written to it",
-    "whether the disk failed while space was reserved",
-    "whether the disk failed while the optimizer updated",
-    "which chunks were updated during backward",
-    "which .grad is read",
-    "which gradient is not finite",
-    "which gradients were changed by hand",
-    "which parameters had gradients",
-)
-"""What the layers above exchange. A checksum travels; what it stands for is looked up here."""
+_checksum = functools.lru_cache(maxsize=1024)(lambda purpose: zlib.crc32(purpose.encode()))
 
 
-def _checksum(purpose: str) -> int:
-    return zlib.crc32(purpose.encode())
+@dataclass(frozen=True)
+class Party:
+    """A model among those that share groups. Its number travels with what it exchanges, so that one model's values are
+    never taken for another's.
+
+    Attributes:
+        number: among those of a mesh, from 1, in the order in which they were built; the same on every rank.
+        name: for messages.
+    """
+
+    number: int
+    name: str
 
 
-_CHECKSUMS = {purpose: _checksum(purpose) for purpose in PURPOSES}
+NOBODY = Party(0, "")
 
 
 class Buffer:
@@ -63,7 +51,10 @@ class Buffer:
     Attributes:
         local: 1-D, this rank's memory.
         peers: the same buffer of every rank, by group rank (``peers[rank]`` is ``local``); ``()`` when not mapped.
+        number: among the group's, the same on every rank; 0 where the group needs none.
     """
+
+    number = 0
 
     def __init__(self, local: Tensor, peers: tuple[Tensor, ...] = ()) -> None:
         self.local = local
@@ -130,15 +121,17 @@ class Group(ABC):
         one_sided_gather: all-gathers read the peers' memory without their taking part. Peers must not write to what
             is gathered except between two calls of :meth:`fence`.
         staging: buffers that a user of the group keeps in it, by dtype.
+        activity: what this rank is doing, for messages.
     """
 
     one_sided_gather = False
 
-    def __init__(self, name: str, rank: int, size: int, device: torch.device) -> None:
+    def __init__(self, name: str, rank: int, size: int, device: torch.device, activity: Activity | None = None) -> None:
         self.name = name
         self.rank = rank
         self.size = size
         self.device = device
+        self.activity = activity or Activity()
         self.traffic = Traffic()
         self.staging: dict[torch.dtype, Buffer] = {}
 
@@ -252,59 +245,78 @@ class Group(ABC):
 
     # Host-side agreement
 
-    def exchange(self, values: Sequence[float], purpose: str = "") -> list[list[float]]:
+    def exchange(self, values: Sequence[float], purpose: str = "", whose: Party = NOBODY) -> list[list[float]]:
         """Every rank's ``values``, by rank, as float64 (integers below 2**53 are exact). Same length everywhere.
 
         Args:
             values: of this rank.
             purpose: what they are, in a few words; ranks that come here for different purposes are told so, where
                 otherwise one's values would be taken for the other's. Its checksum travels along, and small messages
-                are padded so that ranks which differ still meet. Those of :data:`PURPOSES` are named on all ranks.
+                are padded so that ranks which differ still meet.
+            whose: the model that they are of; the same on all ranks as the purpose is.
 
         Raises:
-            PeerError: the ranks' purposes or lengths differ; says what each rank came for.
+            PeerError: the ranks' purposes, lengths or models differ; says what each rank came for.
         """
         if not purpose:
             self.traffic.add("exchange", (self.size - 1) * 8 * len(values))
-            return self._exchange(values)
-        checksum = _CHECKSUMS.get(purpose) or _checksum(purpose)
-        sent = [float(checksum), float(len(values)), *values]
+            return self._exchange(values, purpose)
+        padded = len(values) + 2 + (-len(values) - 2) % EXCHANGE_QUANTUM
+        self.traffic.add("exchange", (self.size - 1) * 8 * padded)
+        return self._meet(values, purpose, whose)
+
+    def _meet(self, values: Sequence[float], purpose: str, whose: Party = NOBODY) -> list[list[float]]:
+        sent = [float(_checksum(purpose)), float(whose.number * LENGTHS + len(values)), *values]
         sent += [0.0] * (-len(sent) % EXCHANGE_QUANTUM)
-        self.traffic.add("exchange", (self.size - 1) * 8 * len(sent))
         # What is longer follows once the ranks know that they came for the same.
-        rows = self._exchange(sent[:EXCHANGE_QUANTUM])
+        rows = self._exchange(sent[:EXCHANGE_QUANTUM], purpose)
         if any(row[:2] != sent[:2] for row in rows):
-            raise PeerError(self._astray(purpose, checksum, rows))
+            of, now = f" of {whose.name}" if whose.name else "", self.activity.now
+            raise PeerError(self._astray(f"{purpose}{of} ({len(values)} values)", [f"while {now}"] if now else []))
         if len(sent) > EXCHANGE_QUANTUM:
-            for row, rest in zip(rows, self._exchange(sent[EXCHANGE_QUANTUM:]), strict=True):
+            for row, rest in zip(rows, self._exchange(sent[EXCHANGE_QUANTUM:], purpose), strict=True):
                 row.extend(rest)
         return [row[2 : 2 + len(values)] for row in rows]
 
-    def _astray(self, purpose: str, checksum: int, rows: Sequence[Sequence[float]]) -> str:
-        names = {float(of): known for known, of in _CHECKSUMS.items()} | {float(checksum): purpose}
-        came: dict[str, list[int]] = {}
-        advice = (
-            "; did they leave out a forward or backward pass, or fail in one? Passes must be made on every rank; use "
+    def _astray(self, came_for: str, while_: list[str]) -> str:
+        """All ranks have seen that they differ; now they tell each other in words."""
+        own = encode([" ".join([came_for, *while_]), bool(while_)])
+        lengths = [int(row[0]) for row in self._exchange([float(len(own))], "lengths")]
+        told = [decode(each) for each in self._exchange_bytes(own, lengths)]
+        by_purpose: dict[str, list[int]] = {}
+        for rank, (what, _) in enumerate(told):
+            by_purpose.setdefault(what, []).append(rank)
+        lines = (
+            f"rank {who[0]}: {what}" if len(who) == 1 else f"ranks {who}: {what}" for what, who in by_purpose.items()
         )
-        advice += "optimizer.backward(loss) for a loss that may not depend on the model"
-        for rank, (found, length) in enumerate(row[:2] for row in rows):
-            name = names.get(found)
-            if name is None:
-                name = f"something that this rank does not know (checksum {found:.0f})"
-                advice = "; all ranks must run the same version of shardwise"
-            came.setdefault(f"{name} ({length:.0f} values)", []).append(rank)
-        told = (f"rank {who[0]}: {what}" if len(who) == 1 else f"ranks {who}: {what}" for what, who in came.items())
-        return f"group {self.name!r}: the ranks came to exchange different things: {'; '.join(told)}{advice}"
+        if any(inside for _, inside in told):
+            advice = "every rank has to make such a call, at the same place among its forward and backward passes"
+        else:
+            advice = (
+                "did they leave out a forward or backward pass, or fail in one? Passes must be made on every rank, "
+                "those of several models in the same order, also within one loss.backward(); use "
+                "optimizer.backward(loss) for a loss that may not depend on the model"
+            )
+        return f"group {self.name!r}: the ranks came to exchange different things: {'; '.join(lines)}; {advice}"
 
-    def exchange_object(self, obj: object) -> list[object]:
+    def exchange_object(self, obj: object, purpose: str = "what all of them have to tell") -> list[Any]:
         """Every rank's ``obj``, by rank, after a round trip through JSON (tuples come back as lists). For rare use.
+
+        Args:
+            obj: of this rank.
+            purpose: as in :meth:`exchange`.
 
         Raises:
             TypeError: ``obj`` cannot be written as JSON.
+            PeerError: as :meth:`exchange`.
         """
-        gathered, sent = self._exchange_object(obj)
-        self.traffic.add("exchange", sent)
-        return gathered
+        data = encode(obj)
+        self.traffic.add("exchange", (self.size - 1) * (8 * EXCHANGE_QUANTUM + len(data)))
+        return self._meet_bytes(data, purpose)
+
+    def _meet_bytes(self, data: bytes, purpose: str) -> list[Any]:
+        lengths = [int(row[0]) for row in self._meet([float(len(data))], purpose)]
+        return [decode(each) for each in self._exchange_bytes(data, lengths)]
 
     @abstractmethod
     def barrier(self) -> None:
@@ -348,10 +360,10 @@ class Group(ABC):
     def _broadcast(self, tensor: Tensor, src: int) -> None: ...
 
     @abstractmethod
-    def _exchange(self, values: Sequence[float]) -> list[list[float]]: ...
+    def _exchange(self, values: Sequence[float], purpose: str) -> list[list[float]]: ...
 
     @abstractmethod
-    def _exchange_object(self, obj: object) -> tuple[list[object], int]: ...
+    def _exchange_bytes(self, data: bytes, lengths: Sequence[int]) -> list[bytes]: ...
 
     # For backends
 
@@ -401,8 +413,8 @@ class LocalGroup(Group):
 
     one_sided_gather = True
 
-    def __init__(self, name: str, device: torch.device) -> None:
-        super().__init__(name, rank=0, size=1, device=device)
+    def __init__(self, name: str, device: torch.device, activity: Activity | None = None) -> None:
+        super().__init__(name, rank=0, size=1, device=device, activity=activity)
         self._sum = RankSum()
 
     def barrier(self) -> None:
@@ -430,8 +442,8 @@ class LocalGroup(Group):
     def _broadcast(self, tensor: Tensor, src: int) -> None:
         pass
 
-    def _exchange(self, values: Sequence[float]) -> list[list[float]]:
+    def _exchange(self, values: Sequence[float], purpose: str) -> list[list[float]]:
         return [[float(value) for value in values]]
 
-    def _exchange_object(self, obj: object) -> tuple[list[object], int]:
-        return [decode(encode(obj))], 0
+    def _exchange_bytes(self, data: bytes, lengths: Sequence[int]) -> list[bytes]:
+        return [data]

@@ -57,7 +57,7 @@ class NativeGroup(Group):
         gather: dist.ProcessGroup,
         reduce: dist.ProcessGroup,
     ) -> None:
-        super().__init__(name, control.rank, control.size, device)
+        super().__init__(name, control.rank, control.size, device, control.activity)
         self._control = control
         self._gather = gather
         self._reduce = reduce
@@ -92,11 +92,11 @@ class NativeGroup(Group):
     def _broadcast(self, tensor: Tensor, src: int) -> None:
         broadcast(tensor, src, self._gather, self.name)
 
-    def _exchange(self, values: Sequence[float]) -> list[list[float]]:
-        return self._control.exchange(values)
+    def _exchange(self, values: Sequence[float], purpose: str) -> list[list[float]]:
+        return self._control.exchange(values, purpose)
 
-    def _exchange_object(self, obj: object) -> tuple[list[object], int]:
-        return self._control.exchange_object(obj)
+    def _exchange_bytes(self, data: bytes, lengths: Sequence[int]) -> list[bytes]:
+        return self._control.exchange_bytes(data, lengths)
 
     def _factor(self, scale: float) -> float:
         return 1.0 if scale == 1.0 / self.size else scale * self.size

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from shardwise.comm.control import Control
+from shardwise.comm.control import Control, encode
 from shardwise.comm.errors import PeerError
 from shardwise.comm.group import DONE, PHASES, Buffer, Group, Handle
 from shardwise.comm.mapping import (
@@ -227,7 +227,7 @@ class SharedGroup(Group):
         Raises:
             MappingError: shared memory cannot be had by ``method``, on every rank alike.
         """
-        super().__init__(name, control.rank, control.size, torch.device("cpu"))
+        super().__init__(name, control.rank, control.size, torch.device("cpu"), control.activity)
         self.sum = RankSum()
         self._control = control
         self._method = method
@@ -303,7 +303,7 @@ class SharedGroup(Group):
             shard.drop_private()
 
     def _agree_on(self, specs: Sequence[tuple[int, torch.dtype]]) -> None:
-        given, _ = self._control.exchange_object([[numel, str(dtype)] for numel, dtype in specs])
+        given = self._meet_bytes(encode([[numel, str(dtype)] for numel, dtype in specs]), "which buffers to make")
         for rank, other in enumerate(given):
             if other != given[0]:
                 raise ValueError(
@@ -382,18 +382,15 @@ class SharedGroup(Group):
         """
         self._sync(FENCE, (), PHASES.index(phase))
 
-    def _exchange(self, values: Sequence[float]) -> list[list[float]]:
+    def _exchange(self, values: Sequence[float], purpose: str) -> list[list[float]]:
         pieces = [values[start : start + SLOT_VALUES] for start in range(0, len(values), SLOT_VALUES)]
-        gathered: list[list[float]] = [[] for _ in range(self.size)]
-        for piece in pieces or [values]:
-            for row, part in zip(gathered, self._sync(EXCHANGE, piece, len(values)), strict=True):
-                row.extend(part)
-        return gathered
+        parts = [self._sync(EXCHANGE, piece, len(values), purpose) for piece in pieces or [values]]
+        return [[value for row in rows for value in row] for rows in zip(*parts, strict=True)]
 
-    def _exchange_object(self, obj: object) -> tuple[list[object], int]:
-        return self._control.exchange_object(obj)
+    def _exchange_bytes(self, data: bytes, lengths: Sequence[int]) -> list[bytes]:
+        return self._control.exchange_bytes(data, lengths)
 
-    def _sync(self, kind: int, values: Sequence[float], total: int = 0) -> list[list[float]]:
+    def _sync(self, kind: int, values: Sequence[float], total: int = 0, purpose: str = "") -> list[list[float]]:
         """Arrive, wait for all, and read everybody's values. ``total`` must be equal on all ranks."""
         self._arrived += 1
         arrived = self._arrived
@@ -410,13 +407,14 @@ class SharedGroup(Group):
             return [rank for rank, words in enumerate(self._words) if words[ARRIVED] < arrived]
 
         if missing():
-            self.wait_until(missing, f"{SYNCS[kind]} number {arrived}")
+            self.wait_until(missing, f"{SYNCS[kind]} number {arrived}" + (f" ({purpose})" if purpose else ""))
         for rank, words in enumerate(self._words):
             if words[slot] != kind or words[slot + 1] != total:
                 self.fail()
                 raise PeerError(
                     f"group {self.name!r}: rank {self.rank} is at {_sync_name(kind, total)} and rank {rank} at "
                     f"{_sync_name(words[slot], words[slot + 1])}; all must come to the same operations in order"
+                    + self._control.around([rank])
                 )
         return [list(map(float, row[body : body + len(values)])) for row in self._values]
 
@@ -462,6 +460,7 @@ class SharedGroup(Group):
         raise PeerError(
             f"{what} in group {self.name!r}: rank {self.rank} waited {waited_s:.1f} s for ranks {waited_for} of "
             f"{self.size} ({told}). Look at the first error of those ranks; the time-out is {self._timeout_s:g} s"
+            + self._control.around(waited_for)
         )
 
     def _fate(self, rank: int) -> str:

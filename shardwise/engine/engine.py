@@ -68,6 +68,7 @@ class Engine:
             names = all_names(model)
             self.params = [p for p in model.parameters() if p.is_floating_point()]
             facts = parameter_facts(self.params, names, optimizers, plan)
+        self.party = mesh.enroll(type(model).__name__)
         shard = plan.shard
         self.layout: Layout = make_layout(facts, model, shard.packing, mesh.shard.size, mesh.replicate.size, shard.kept)
         report = search_report(self.layout)
@@ -94,6 +95,7 @@ class Engine:
             overlap=plan.comm.overlap,
             same_order=plan.comm.same_order,
             predivide=plan.comm.predivide,
+            party=self.party,
         )
         self.passes = BackwardPasses(self.pool, self.reducer, self.meter)
         self.visible = VisibleGrads(self)
@@ -157,6 +159,7 @@ class Engine:
             prefetch=shard.prefetch if self.plan.comm.overlap else 0,
             # What fits decides what is evicted, and that differs between ranks.
             same_order=self.plan.comm.same_order and self.meter is None,
+            party=self.party,
         )
         if self.meter is not None:
             self.meter.attach(pool)

@@ -6,14 +6,14 @@ Source: ``torch.nn.utils.clip_grad_norm_`` (the factor ``max_norm / (norm + 1e-6
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from shardwise.comm import Group
 
-__all__ = ["OtherParts", "RanksDiffer", "clip_factor", "each_norm", "global_norm", "shard_norm"]
+__all__ = ["OtherParts", "clip_factor", "each_norm", "global_norm", "shard_norm"]
 
 
 def _partial(tensors: Sequence[torch.Tensor], p: float, wide: torch.dtype) -> float:
@@ -47,16 +47,12 @@ def _column(shares: Sequence[float], p: float) -> float:
     return math.fsum(shares) if all(map(math.isfinite, shares)) else math.inf
 
 
-class RanksDiffer(RuntimeError):
-    """The ranks came with different marks."""
+Gather = Callable[[float], list[float]]
+"""Every rank's number, by rank."""
 
 
-def _over(mine: float, p: float, group: Group, mark: float = 0.0) -> float:
-    """The ranks' shares made one."""
-    posts = group.exchange([mine, mark], "the gradient norm")
-    if any(post[1] != mark for post in posts):
-        raise RanksDiffer(f"marks {[post[1] for post in posts]} of the ranks differ; say in what")
-    return _column([post[0] for post in posts], p)
+def _asking(group: Group) -> Gather:
+    return lambda mine: [post[0] for post in group.exchange([mine], "the gradient norm")]
 
 
 @dataclass(frozen=True)
@@ -73,51 +69,47 @@ class OtherParts:
 
 
 def _combined(
-    tensors: Sequence[torch.Tensor], p: float, wide: torch.dtype, group: Group, others: OtherParts | None, mark: float
+    tensors: Sequence[torch.Tensor], p: float, wide: torch.dtype, gather: Gather, others: OtherParts | None
 ) -> float:
     share = _partial(tensors, p, wide)
     if others is not None:
         # What does not count must be finite all the same.
         if others.counted is not None and math.isfinite(share):
             share = _partial(others.counted, p, wide)
-        share = _over(_over(share, p, group, mark), p, others.group)
+        share = _column(_asking(others.group)(_column(gather(share), p)), p)
     else:
-        share = _over(share, p, group, mark)
+        share = _column(gather(share), p)
     return share if p == math.inf else float(share ** (1.0 / p))
 
 
 def global_norm(
     tensors: Sequence[torch.Tensor],
     p: float,
-    group: Group,
+    group: Group | Gather,
     inverse_scale: float,
     known: Sequence[float] = (),
     others: OtherParts | None = None,
-    mark: float = 0.0,
 ) -> float:
     """p-norm of the gradients whose disjoint shards lie over ``group``, each multiplied by ``inverse_scale``.
 
     Args:
         tensors: this rank's gradient shards, 1-D, any float dtype.
         p: order of the norm, ``math.inf`` included.
-        group: the ranks that hold the other shards (replicas are not counted twice).
+        group: the ranks that hold the other shards (replicas are not counted twice), or how to ask them.
         inverse_scale: 1 / loss scale, so that the result is the true norm.
         known: norms of further shards of this rank, whose gradients are no longer there.
         others: the ranks that hold other parts of the model, whose gradients count as well.
-        mark: the same on all ranks of ``group``, which travels along.
 
     Returns:
         The same value on every rank; NaN or infinite if any gradient is.
-
-    Raises:
-        RanksDiffer: ``mark`` is not the same on all.
     """
+    gather = _asking(group) if isinstance(group, Group) else group
     extra = [torch.tensor(known, dtype=torch.float64)] if known else []
     everything = [*tensors, *extra]  # the norm of norms is the norm
-    norm = _combined(everything, p, torch.float32, group, others, mark)
+    norm = _combined(everything, p, torch.float32, gather, others)
     if norm == math.inf and p != math.inf:
         # The powers of large finite gradients overflow in fp32; then they are summed again in fp64.
-        norm = _combined(everything, p, torch.float64, group, others, mark)
+        norm = _combined(everything, p, torch.float64, gather, others)
     return norm * inverse_scale
 
 

@@ -11,7 +11,8 @@ import torch
 
 from shardwise.engine.engine import Engine
 from shardwise.engine.grads import ChunkGrads
-from shardwise.engine.norm import RanksDiffer, clip_factor, global_norm
+from shardwise.engine.hyper_parameters import HyperParameters
+from shardwise.engine.norm import clip_factor, global_norm
 from shardwise.engine.optimizer_state import OptimizerState
 from shardwise.engine.other_parts import Counting
 from shardwise.engine.scaler import LossScaler
@@ -52,6 +53,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             engine.expect_state(self._updates.expected_bytes(Tier.DEVICE))
         self._margin_used = False
         self._norm: float | None = None
+        self._settings = HyperParameters(optimizer, index, engine.mesh, lambda: engine.visible.asked.get(index, ()))
+        engine.reducer.riders.append(self._settings)
         self.last_step_skipped = False
         self.skipped_because: str | None = None
         if scaler is not None:
@@ -138,12 +141,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _global_norm(self, p: float, inverse: float, known: Sequence[float] = ()) -> float:
         others = self._counting.others() if self._counting is not None else None
-        visible = self.engine.visible
-        try:
-            mark = visible.mark(self.index)
-            return global_norm(self._reduced(), p, self.engine.mesh.shard, inverse, known, others, mark)
-        except RanksDiffer:
-            raise visible.differing(self.index) from None
+        return global_norm(self._reduced(), p, self._ask, inverse, known, others)
+
+    def _ask(self, mine: float) -> list[float]:
+        """Every rank's share of the norm. What the ranks are about to update with rides along.
+
+        Raises:
+            RuntimeError: on every rank, where they have changed other gradients by hand.
+            ValueError: the same, where they have other settings.
+        """
+        engine, settings = self.engine, self._settings
+        riding = [engine.visible.mark(self.index), *settings.beside_norm()]
+        posts = engine.mesh.shard.exchange([mine, *riding], "the gradient norm", engine.party)
+        if any(post[1] != riding[0] for post in posts):
+            raise engine.visible.differing(self.index)
+        if any(post[1:] != riding for post in posts):
+            settings.explain()
+        return [post[0] for post in posts]
 
     @property
     def _clip(self) -> float:
@@ -213,6 +227,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 early.rollback()
             raise
         self.engine.publish(optimizer=self.index)
+        self._settings.used()
         if early is not None:
             early.forget()
         self._updates.after_step()
@@ -288,6 +303,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._check_kept(f"clip_grad_by_norm({max_norm})")
         inverse = 1.0 / self.divisor()
         norm = self._global_norm(norm_type, inverse) * self._clip
+        self.engine.visible.note(self.index, "clip_grad_by_norm()", max_norm)
         if math.isfinite(norm):
             self.engine.visible.clip[self.index] = self._clip * clip_factor(norm, max_norm)
         return norm
@@ -312,6 +328,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "backward are not limited; use update='step'"
             )
         inverse = 1.0 / self.divisor()
+        self.engine.visible.note(self.index, "clip_grad_by_value()", clip_value)
         if math.isfinite(self._global_norm(math.inf, inverse)):
             limit = clip_value * self.engine.visible.scale(self.index)
             for gradient in self._reduced():

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
 
-from shardwise.comm import Buffer, Group, Handle
+from shardwise.comm import NOBODY, Buffer, Group, Handle, Party
 from shardwise.engine.grads import ChunkGrads, SlotPool
+from shardwise.engine.hyper_parameters import HyperParameters
 from shardwise.engine.patience import Patience
 from shardwise.memory.ledger import Ledger
 from shardwise.memory.tier import Tier
@@ -97,6 +99,7 @@ class Reducer:
         overlap: reduce during backward.
         same_order: all ranks use the same parameters, so nothing needs agreement.
         predivide: gradients are divided by it before their sum, and the rest of the way to the mean after it.
+        party: the model, among those that share the mesh.
     """
 
     def __init__(
@@ -109,7 +112,11 @@ class Reducer:
         overlap: bool,
         same_order: bool,
         predivide: float = 1.0,
+        party: Party = NOBODY,
     ) -> None:
+        self._exchange = partial(mesh.world.exchange, whose=party)
+        self.riders: list[HyperParameters] = []
+        """Settings that have to be alike on all ranks, compared with what is exchanged at the end of a pass."""
         self.states, self.mesh, self._ledger = list(states), mesh, ledger
         self.keep_whole, self.overlap = keep_whole, overlap
         self._agrees = mesh.size > 1 and not same_order
@@ -340,7 +347,7 @@ class Reducer:
             return
         flags = observer.wait()
         if observer.must_agree:
-            posts = self.mesh.world.exchange(flags, "which chunks were updated during backward")
+            posts = self._exchange(flags, "which chunks were updated during backward")
             observer.agreed([any(column) for column in zip(*posts, strict=True)])
 
     def _end_pass(self, sync: bool) -> None:
@@ -367,7 +374,7 @@ class Reducer:
         # Whoever reads gradients beside this thread is done with them first.
         reached = [float(self._cursor), *(observer.wait() if observer is not None else ())]
         # Also where all use the same parameters: how many reductions each has started depends on its patience.
-        posts = self.mesh.world.exchange(reached, "how far a failed backward pass came")
+        posts = self._exchange(reached, "how far a failed backward pass came")
         self.observer = None  # what is finished here is dropped
         try:
             while self._cursor < max(post[0] for post in posts):
@@ -417,8 +424,12 @@ class Reducer:
             marks += [i in state.seen for i in range(len(state.spec.slots))]
         counts = [float(self._unreduced_passes[optimizer]) for optimizer in self._optimizers]
         if self._agrees:
-            posts = self.mesh.world.exchange(counts + pack_bits(marks), "which parameters had gradients")
-            first = len(counts)
+            riding = [word for rider in self.riders for word in rider.beside_marks()]
+            posts = self._exchange(riding + counts + pack_bits(marks), "which parameters had gradients")
+            if any(post[: len(riding)] != riding for post in posts):
+                for rider in self.riders:
+                    rider.explain()
+            posts, first = [post[len(riding) :] for post in posts], len(counts)
             counts = [max(post[i] for post in posts) for i in range(first)]
             ranks = list(zip(*(unpack_bits(post[first:], len(marks)) for post in posts), strict=True))
             self._patience.compared(all(len(set(flag)) == 1 for flag in ranks))
@@ -444,9 +455,7 @@ class Reducer:
         arrived = [position[s.spec.index] for s in dict.fromkeys(self._arrivals)]
         seen = set(arrived)
         mine = arrived + [position[s.spec.index] for s in self._order if position[s.spec.index] not in seen]
-        order = (
-            self.mesh.world.exchange([float(i) for i in mine], "the order of reduction")[0] if self._agrees else mine
-        )
+        order = self._exchange([float(i) for i in mine], "the order of reduction")[0] if self._agrees else mine
         in_use = dict(zip([s.spec.index for s in self._order], used, strict=True))
         ranked = [self.states[int(i)] for i in order]
         self._order = sorted(ranked, key=lambda s: not in_use[s.spec.index])

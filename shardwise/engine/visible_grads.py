@@ -39,6 +39,7 @@ class VisibleGrads:
 
     Attributes:
         clip: by optimizer, a factor of its next step that the stored gradients do not have yet.
+        asked: by optimizer, calls for its next step and their arguments, which are the same on every rank.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -75,6 +76,7 @@ class VisibleGrads:
         self._judged: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
         self._nothing = torch.empty(0, device=engine.mesh.device)
         self.clip: dict[int, float] = {}
+        self.asked: dict[int, tuple[tuple[str, float], ...]] = {}
 
     @property
     def engine(self) -> Engine:
@@ -159,7 +161,7 @@ class VisibleGrads:
     def forget(self, optimizer: int | None = None) -> None:
         """The gradients of one optimizer, or of all, were used or dropped."""
         self._changed()
-        for held in (self._by_hand, self.clip):
+        for held in (self._by_hand, self.clip, self.asked):
             for each in list(held) if optimizer is None else (optimizer, -1):
                 held.pop(each, None)
 
@@ -234,6 +236,10 @@ class VisibleGrads:
         part.copy_(whole.reshape(-1)[where])
         if scale != 1.0:
             part.mul_(scale)
+
+    def note(self, optimizer: int, call: str, argument: float) -> None:
+        """Every rank called it for the next step."""
+        self.asked[optimizer] = (*self.asked.get(optimizer, ()), (call, argument))
 
     def mark(self, optimizer: int) -> float:
         """What was changed by hand since the last step, as a number that ranks can compare; 0.0: nothing."""
@@ -329,7 +335,9 @@ class VisibleGrads:
             if engine.plan.grad.average == "mean":
                 divisor *= max(engine.reducer.passes_so_far(optimizer), 1)
             elif engine.plan.grad.average == "tokens":
-                posts = engine.mesh.world.exchange([engine.passes.tokens(optimizer)], "tokens of the step")
+                posts = engine.mesh.world.exchange(
+                    [engine.passes.tokens(optimizer)], "tokens of the step", engine.party
+                )
                 total = math.fsum(post[0] for post in posts)
                 # The reduction took the mean over ranks; what is wanted is the sum over the tokens of all ranks.
                 divisor *= total / engine.mesh.world.size if total else 1.0

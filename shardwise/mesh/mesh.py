@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardwise.comm import Group, GroupMaker, LocalGroup, Members, ranks_of, timeout_s
+from shardwise.comm import Group, GroupMaker, LocalGroup, Members, Party, ranks_of, timeout_s
 from shardwise.mesh.launch import check_joined
 from shardwise.plan import CommPlan, MeshPlan
 
@@ -61,6 +63,8 @@ class Mesh:
         self._parts: tuple[int, ...] | None = None
         self.device_mesh = device_mesh
         self._makers = [] if maker is None else [maker]
+        self._parties = 0
+        self._process = os.getpid()
 
     @classmethod
     def create(
@@ -150,6 +154,15 @@ class Mesh:
         self.model_parallel = maker.make(MODEL_AXIS, [list(ranks)])
         self._parts = ranks
 
+    def enroll(self, name: str) -> Party:
+        """A model that will use the groups. Every rank enrols the same ones in the same order."""
+        self._parties += 1
+        return Party(self._parties, f"model {self._parties} of the mesh ({name})")
+
+    def doing(self, what: str) -> AbstractContextManager[None]:
+        """Around what all ranks have to call ("saving checkpoint 'x'"): errors of ranks that do not meet tell it."""
+        return self.world.activity.doing(what)
+
     @property
     def groups(self) -> tuple[Group, ...]:
         """The different groups, each once (traffic is summed over these)."""
@@ -170,7 +183,10 @@ class Mesh:
             group.traffic.reset()
 
     def close(self) -> None:
-        """Give back mapped memory and communicators, as a mesh does that is dropped. Calling it again does nothing."""
+        """Give back mapped memory and communicators, as a mesh does that is dropped. Calling it again does nothing, nor
+        does a forked child's copy."""
+        if os.getpid() != self._process:
+            return  # what it would close is its parent's
         for group in self.groups:
             group.close()
         for maker in self._makers:

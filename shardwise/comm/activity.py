@@ -1,0 +1,81 @@
+"""What ranks are doing, in words, for the errors of those that wait for them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+__all__ = ["Activity"]
+
+KEY = "shardwise/doing/"
+
+
+class Activity:
+    """Of this rank, in calls that every rank has to make and few do often: saving, loading, taking a state.
+
+    What begins and ends is told to the store that the ranks met through, so that a rank that waits in vain can say what
+    the others were doing. Where there is none, or it is gone, nothing is told.
+    """
+
+    def __init__(self) -> None:
+        self._inside: list[str] = []
+        self._last = ""
+        self._store: Any = None
+        self.rank = 0
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            self.rank = dist.get_rank()
+            with contextlib.suppress(Exception):  # a backend may do without one
+                self._store = distributed_c10d._get_default_store()
+
+    @property
+    def now(self) -> str:
+        """What this rank is doing, the outermost first; empty where it is nothing of the kind."""
+        return ", ".join(dict.fromkeys(self._inside))
+
+    @contextlib.contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        """Inside the block this rank does ``what`` ("saving checkpoint 'x'")."""
+        self._inside.append(what)
+        self._tell()
+        try:
+            yield
+        finally:
+            self._inside.pop()
+            if not self._inside:
+                self._last = what
+            self._tell()
+
+    def gave_up(self, what: str) -> None:
+        """This rank waited in vain in ``what``, and will not come to anything else."""
+        self._publish([f"{what} (where it gave up)", ""])
+
+    def around(self, ranks: Sequence[int]) -> str:
+        """What this rank is doing and what the world's ``ranks`` were last known to do; empty where that is nothing."""
+        told = {rank: self._told_by(rank) for rank in ranks if rank != self.rank}
+        if not self._inside and not any(told.values()):
+            return ""
+        others = "; ".join(f"rank {rank} {text or 'has made no such call'}" for rank, text in told.items())
+        return f"rank {self.rank} is in: {self.now or 'training'}; {others}"
+
+    def _tell(self) -> None:
+        if len(self._inside) <= 1:  # what is inside of another is not told: each takes a message to the store
+            self._publish([self._inside[0] if self._inside else "", self._last])
+
+    def _publish(self, what: list[str]) -> None:
+        if self._store is not None:
+            with contextlib.suppress(Exception):
+                self._store.set(f"{KEY}{self.rank}", json.dumps(what))
+
+    def _told_by(self, rank: int) -> str:
+        told: list[str] = ["", ""]
+        with contextlib.suppress(Exception):
+            if self._store is not None and self._store.check([f"{KEY}{rank}"]):
+                told = json.loads(self._store.get(f"{KEY}{rank}"))
+        if told[0]:
+            return f"is in: {told[0]}"
+        return f"is in no such call, its last was: {told[1]}" if told[1] else ""

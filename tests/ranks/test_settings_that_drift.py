@@ -1,0 +1,167 @@
+"""Settings that become different on one rank after build: an error on every rank, in what a step exchanges anyway."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from engine_setup import PLANS, one_mesh
+from torch import nn
+
+from shardwise.build import Session, build
+from shardwise.engine.hyper_parameters import HyperParameters
+from shardwise.mesh import Mesh
+from shardwise.testing import run_ranks
+
+Change = Callable[[Session], None]
+
+
+def groups(session: Session) -> list[dict[str, object]]:
+    assert session.optimizer is not None
+    return session.optimizer.param_groups
+
+
+def rate(session: Session) -> None:
+    groups(session)[1]["lr"] = 0.25
+
+
+def decay(session: Session) -> None:
+    groups(session)[0]["weight_decay"] = 0.5
+
+
+def betas(session: Session) -> None:
+    groups(session)[0]["betas"] = (0.5, 0.999)
+
+
+def tensor_rate(session: Session) -> None:
+    groups(session)[0]["lr"].fill_(0.25)  # type: ignore[attr-defined]
+
+
+def mode(session: Session) -> None:
+    groups(session)[0]["maximize"] = True
+
+
+def clipping(session: Session) -> None:
+    assert session.optimizer is not None
+    session.optimizer.clip_grad_by_norm(0.5 + session.mesh.rank)
+
+
+def limiting(session: Session) -> None:
+    assert session.optimizer is not None
+    session.optimizer.clip_grad_by_value(0.5 + session.mesh.rank)
+
+
+DRIFTS: list[tuple[Change, str]] = [
+    (rate, "lr of group 1 of optimizer 0 is 0.25 on rank 1 and 0.125 on rank 0"),
+    (decay, "weight_decay of group 0 of optimizer 0 is 0.5 on rank 1 and 0.01 on rank 0"),
+    (betas, "betas of group 0 of optimizer 0 is [0.5, 0.999] on rank 1 and [0.9, 0.999] on rank 0"),
+    (tensor_rate, "lr of group 0 of optimizer 0 is 0.25 on rank 1 and 0.125 on rank 0"),
+    (mode, "maximize of group 0 of optimizer 0 is True on rank 1 and False on rank 0"),
+    (clipping, "clip_grad_by_norm() of optimizer 0 is 1.5 on rank 1 and 0.5 on rank 0"),
+    (limiting, "clip_grad_by_value() of optimizer 0 is 1.5 on rank 1 and 0.5 on rank 0"),
+]
+EVERY_RANK = (clipping, limiting)
+
+
+def made(mesh: Mesh, plan: str) -> Session:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
+    split = [
+        {"params": model[0].parameters(), "lr": torch.tensor(0.125)},
+        {"params": model[1].parameters(), "lr": 0.125},
+    ]
+    return build(model, torch.optim.AdamW(split, foreach=False, fused=False), PLANS[plan], mesh)
+
+
+def backward(session: Session) -> None:
+    session.backward(session.module(torch.ones(2, 4)).sum())
+
+
+def step(session: Session) -> None:
+    backward(session)
+    assert session.optimizer is not None
+    session.optimizer.step()
+
+
+def drift(plan: str) -> list[tuple[str, bool]]:
+    """What each change leads to, and whether the parameters are those before it."""
+    found = []
+    with one_mesh(PLANS[plan]) as mesh:
+        for change, _ in DRIFTS:
+            session = made(mesh, plan)
+            step(session)
+            before = session.module.state_dict()
+            told = ""
+            try:
+                if change not in EVERY_RANK:
+                    backward(session)
+                    session.optimizer.zero_grad()  # type: ignore[union-attr]
+                    if mesh.rank == 1:
+                        change(session)
+                    step(session)
+                else:
+                    backward(session)
+                    change(session)
+                    session.optimizer.step()  # type: ignore[union-attr]
+                    backward(session)  # replicas compare at the end of a pass
+            except ValueError as error:
+                told = str(error)
+            after = session.module.state_dict()
+            found.append((told, all(torch.equal(after[name], before[name]) for name in before)))
+            session.close()
+    return found
+
+
+@pytest.mark.parametrize("plan", ["zero2", "zero3", "zero2_gloo", "ddp"])
+def test_a_setting_that_differs_is_told_before_the_update(plan: str) -> None:
+    for found in run_ranks(2, drift, plan):
+        for (told, untouched), (change, expected) in zip(found, DRIFTS, strict=True):
+            late = plan == "ddp" and change in EVERY_RANK  # replicas tell at the next pass what came after a pass
+            assert (" at the last step" in told) == late, (change, told)
+            told = told.replace(" at the last step", "")
+            assert "the ranks would update with different settings: " in told and expected in told, (change, told)
+            assert untouched or late, change
+
+
+def together(plan: str) -> bool:
+    """What all ranks change alike is nothing to tell, nor are notes, functions and what is on one rank for a while."""
+    with one_mesh(PLANS[plan]) as mesh:
+        session = made(mesh, plan)
+        step(session)
+        groups(session)[1]["lr"] = 0.5
+        groups(session)[0]["weight_decay"] = 0.0
+        groups(session)[0]["note"] = lambda: None
+        step(session)
+        assert session.optimizer is not None
+        backward(session)
+        session.optimizer.clip_grad_by_norm(0.5)
+        session.optimizer.clip_grad_by_value(0.25)
+        session.optimizer.step()
+        if mesh.rank:
+            groups(session)[1]["lr"] = 9.0
+        groups(session)[1]["lr"] = 0.5
+        step(session)
+        exchanges = mesh.world.traffic.calls["exchange"]
+        step(session)
+        exchanges = mesh.world.traffic.calls["exchange"] - exchanges
+        session.close()
+    return exchanges <= 2
+
+
+@pytest.mark.parametrize("plan", ["zero2", "ddp"])
+def test_what_all_ranks_change_alike_is_no_difference_and_nothing_more_is_exchanged(plan: str) -> None:
+    assert all(run_ranks(2, together, plan))
+
+
+def test_an_optimizer_in_hundreds_of_groups_has_another_word_for_every_change() -> None:
+    params = [nn.Parameter(torch.ones(2)) for _ in range(300)]
+    optimizer = torch.optim.AdamW([{"params": [param]} for param in params])
+    settings = HyperParameters(
+        optimizer, 0, Mesh.create(PLANS["zero2"].mesh, torch.device("cpu"), PLANS["zero2"].comm), lambda: ()
+    )
+    words = {settings.word()}
+    for number in (0, 150, 299):
+        optimizer.param_groups[number]["lr"] = 0.5
+        words.add(settings.word())
+    assert len(words) == 4 and all(word == int(word) < 2**48 for word in words)

@@ -1,0 +1,140 @@
+"""Two equal models on one mesh whose passes come in another order on each rank: told, never one's gradients for the
+other's. In the same order they train as by themselves."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from engine_setup import PLANS, adam, data, one_mesh, seeded
+from scope import Scope
+from torch import nn
+
+from shardwise.build import Session, build
+from shardwise.comm import PeerError
+from shardwise.mesh import Mesh
+from shardwise.plan import Plan
+from shardwise.testing import RankPool, run_ranks
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+
+
+def pair(mesh: Mesh, plan: Plan) -> list[Session]:
+    models = [seeded(net, seed) for seed in (0, 1)]
+    return [build(model, adam(model), plan, mesh) for model in models]
+
+
+def astray(name: str, way: str) -> str:
+    plan = PLANS[name]
+    mesh = Mesh.create(plan.mesh, torch.device("cpu"), plan.comm)
+    sessions = pair(mesh, plan)
+    order = sessions if mesh.rank == 0 else sessions[::-1]
+    x = data(mesh.rank, 0)
+    told = ""
+    try:
+        if way == "one loss":
+            # The last to be used is the first to be reached in backward.
+            sum(session.module(x).square().sum() for session in order).backward()  # type: ignore[union-attr]
+        elif way == "plain":
+            for loss in [session.module(x).square().sum() for session in order]:
+                loss.backward()
+        else:
+            losses = [session.module(x).square().sum() for session in sessions]
+            for index in range(2) if mesh.rank == 0 else (1, 0):
+                sessions[index].backward(losses[index])
+    except PeerError as error:
+        told = str(error)
+    dist.barrier()
+    return told
+
+
+@pytest.mark.parametrize("way", ["passes", "plain", "one loss"])
+@pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "zero2_gloo", "zero3_gloo"])
+def test_passes_in_another_order_are_told(name: str, way: str) -> None:
+    for told in run_ranks(2, astray, name, way):
+        first, second = "of model 1 of the mesh (Sequential)", "of model 2 of the mesh (Sequential)"
+        assert first in told and second in told and "of several models in the same order" in told, told
+
+
+def in_order(name: str) -> bool:
+    with one_mesh(PLANS[name]) as mesh:
+        sessions = pair(mesh, PLANS[name])
+        for step in range(2):
+            losses = [session.module(data(mesh.rank, step, i)).square().sum() for i, session in enumerate(sessions)]
+            (losses[0] + losses[1]).backward()
+            for session in sessions:
+                session.optimizer.step()  # type: ignore[union-attr]
+        together = [session.module.state_dict() for session in sessions]
+        for session in sessions:
+            session.close()
+        alone = pair(mesh, PLANS[name])
+        for i, session in enumerate(alone):
+            for step in range(2):
+                session.backward(session.module(data(mesh.rank, step, i)).square().sum())
+                session.optimizer.step()  # type: ignore[union-attr]
+        states = [session.module.state_dict() for session in alone]
+        for session in alone:
+            session.close()
+    return all(torch.equal(a[n], b[n]) for a, b in zip(together, states, strict=True) for n in a)
+
+
+@pytest.mark.parametrize("name", ["zero2", "zero2_gloo", "zero3_gloo"])
+def test_passes_in_one_order_train_each_model(name: str) -> None:
+    assert all(run_ranks(2, in_order, name))
+
+
+def other_buffers() -> bool:
+    """Over gloo what is sent of one buffer is never received into another, also where nothing is exchanged before."""
+    scope = Scope("gloo")
+    group = scope.group
+    buffers = group.buffers([(4, torch.float32), (4, torch.float32)])
+    for buffer, value in zip(buffers, (1.0, 10.0), strict=True):
+        buffer.local.fill_(value)
+    mine = buffers if group.rank == 0 else buffers[::-1]
+    handles = [group.all_reduce(buffer, 1.0) for buffer in mine]
+    dist.barrier()
+    # Their second operation is in flight as well, and has the other buffer.
+    taken = [handle.finished() for handle in handles]
+    dist.barrier()
+    os._exit(0 if not any(taken) and [b.local.tolist() for b in buffers] == [[1.0] * 4, [10.0] * 4] else 1)
+
+
+def test_what_is_sent_of_one_buffer_is_not_received_into_another() -> None:
+    with RankPool(2) as pool, pytest.raises(Exception, match="exit") as caught:
+        pool.run(other_buffers)
+    assert getattr(caught.value, "exit_code", None) == 0
+
+
+def forked() -> list[object]:
+    """A child that closes its copies of session and mesh; its parent goes on."""
+    found: list[object] = []
+    for name in ("zero2", "zero2_gloo"):
+        with one_mesh(PLANS[name]) as mesh:
+            session = pair(mesh, PLANS[name])[0]
+            session.backward(session.module(data(mesh.rank, 0)).square().sum())
+            session.optimizer.step()  # type: ignore[union-attr]
+            dist.barrier()
+            child = os.fork()
+            if child == 0:
+                try:
+                    mesh.close()
+                    for group in mesh.groups:
+                        group.close()
+                    os._exit(0)
+                finally:
+                    os._exit(1)
+            found.append(os.waitpid(child, 0)[1])
+            dist.barrier()
+            session.backward(session.module(data(mesh.rank, 1)).square().sum())
+            session.optimizer.step()  # type: ignore[union-attr]
+            session.close()
+    return found
+
+
+def test_a_forked_child_closes_nothing_of_its_parent() -> None:
+    for found in run_ranks(2, forked):
+        assert found == [0, 0]
