@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from shardwise.comm import Group
@@ -14,13 +14,17 @@ DiskFailures = Mapping[int, tuple[str, int]]
 """Message and errno (0: none) by the rank that failed."""
 
 
-def disk_failures(group: Group, failure: Exception | None, doing: str) -> DiskFailures:
+def disk_failures(
+    group: Group, failure: Exception | None, doing: str, before: Callable[[], None] = lambda: None
+) -> DiskFailures:
     """What failed on which ranks of ``group``, empty if nothing did. Every rank calls it.
 
     Args:
         failure: of this rank, or ``None``.
         doing: what was tried, in a few words, the same on all ranks.
+        before: called right before the others may learn of it.
     """
+    before()
     posts = group.exchange([float(failure is None)], f"whether the disk failed while {doing}")
     if all(post[0] for post in posts):
         return {}

@@ -293,6 +293,7 @@ class TileVisits:
         self._visited: dict[DiskTile, None] = {}
         self._reading: deque[DiskTile] = deque()
         self._writing: deque[DiskTile] = deque()
+        self._visiting = False
         self._lock = threading.RLock()
 
     def read_ahead(self) -> None:
@@ -300,13 +301,16 @@ class TileVisits:
 
         What cannot be read is no error yet, in a pass, where peers would wait for this rank; :meth:`visit` meets it.
         """
-        if self._lock.acquire(blocking=False):
+        if self._visiting:
+            return
+        with self._lock:
             try:
                 self._read_ahead()
             except DiskError:
                 self._forget_reads()
-            finally:
-                self._lock.release()
+            except BaseException:
+                self._forget_reads()  # one of them may not have begun
+                raise
 
     def _read_ahead(self) -> None:
         while self._at < len(self._expected) and len(self._reading) + len(self._writing) < self._depth:
@@ -325,6 +329,7 @@ class TileVisits:
         """
         with self._lock:
             try:
+                self._visiting = True
                 self._bring(tile)
                 self._read_ahead()
                 tile.bind()
@@ -337,6 +342,8 @@ class TileVisits:
             except BaseException:
                 self.release()
                 raise
+            finally:
+                self._visiting = False
 
     def _bring(self, tile: DiskTile) -> None:
         if tile in self._reading:

@@ -61,6 +61,12 @@ class EarlyUpdates:
         self._kept_bytes = 0
         self._factor: float | None = None
         self._options: list[dict[str, Any]] = []
+        self._done: set[int] = set()
+        """What of :attr:`updated` the worker has finished."""
+        self._undoing = False
+        """What was updated is being put back; an interrupt may have come in between."""
+        self._broken = False
+        """Updates in place can be neither used nor put back."""
         self._failure: BaseException | None = None
         self._stopped = False
         """Set by the worker: an update failed, the others that wait are not made."""
@@ -120,6 +126,16 @@ class EarlyUpdates:
         return values + sum(value.nbytes for value in held if isinstance(value, torch.Tensor))
 
     @property
+    def failed(self) -> bool:
+        """Whether something has to be loaded, if updates are made in place."""
+        return self._broken or self._failure is not None
+
+    @property
+    def pending(self) -> bool:
+        """Whether something was updated ahead of its step here, or in place on any rank."""
+        return bool(self.updated) or self.anywhere or self._undoing
+
+    @property
     def device_bytes(self) -> int:
         """Copies of what is on the device, to go back to."""
         return self._kept_bytes
@@ -134,7 +150,7 @@ class EarlyUpdates:
             self._wait_for_one()
         if self._failure is not None:
             return  # step() raises it
-        self.updated.add(state.spec.index)
+        self.updated.add(state.spec.index)  # before the worker has it: an interrupt may come in between
         tiles = self._tiles.get(state.spec.index, ())
         if not self.in_place and tiles and tiles[0].state.tier is Tier.DEVICE:
             self._kept_bytes += self._size(tiles)
@@ -160,12 +176,13 @@ class EarlyUpdates:
             return
         try:
             self._update_chunk(state, reduced, factor)
-        except BaseException:
-            self._stopped = True
-            raise
-        if self.in_place:
-            self.norms.append(shard_norm(reduced, self._norm_type))
-            state.release()
+            if self.in_place:
+                self.norms.append(shard_norm(reduced, self._norm_type))
+                state.release()
+        except BaseException as error:
+            self._failure, self._stopped = self._failure or error, True
+            return
+        self._done.add(state.spec.index)
 
     @torch.no_grad()
     def _update_chunk(self, state: ChunkGrads, reduced: torch.Tensor, factor: float) -> None:
@@ -211,6 +228,10 @@ class EarlyUpdates:
         What happened on a disk is kept instead (:attr:`disk_failure`), because all ranks have to learn of it.
         """
         self.wait()
+        if self._broken:
+            raise RuntimeError(self._lost)
+        if self._undoing:
+            self.rollback()
         failure = self._failure
         if failure is not None and self.disk_failure is None:
             if not self.in_place:
@@ -218,9 +239,16 @@ class EarlyUpdates:
             raise failure
 
     def wait(self) -> None:
-        """Wait for them; what one of them raised is kept for :meth:`settle`."""
-        while self._jobs:
-            self._wait_for_one()
+        """Wait for them; what one of them raised is kept for :meth:`settle`. May be called again if interrupted."""
+        if self.updated:
+            # Not for the jobs that are noted: an interrupt may have come before one of them was.
+            self._worker.submit(_nothing).result()
+            self._jobs.clear()
+            missing = self.updated - self._done
+            if missing and self._failure is None:
+                self._failure = RuntimeError(
+                    f"the updates of chunks {sorted(missing)} were interrupted before they began"
+                )
         if self._disk is not None and self._failure is None:
             try:
                 self._disk.drain()
@@ -228,8 +256,8 @@ class EarlyUpdates:
                 self._failure = error
 
     def _wait_for_one(self) -> None:
-        error = self._jobs.popleft().exception()
-        self._failure = self._failure or error
+        self._jobs[0].result()
+        self._jobs.popleft()
 
     def confirm(self, factor: float) -> bool:
         """Whether the updates that were made are those of a step with ``factor`` and the options of now.
@@ -268,18 +296,31 @@ class EarlyUpdates:
         """
         self.wait()
         if self.in_place and (self.updated or self.anywhere):
-            raise RuntimeError(
-                f"{len(self.updated)} chunks were updated during a backward pass that was not completed, whose "
-                "gradients are dropped, or that gave a parameter a second gradient (nested passes), and cannot be put "
-                "back: load a checkpoint, and use update='step' to be safe"
-            )
-        if self._disk is not None and self.updated:
+            self._broken = True
+            raise RuntimeError(self._lost)
+        self._undoing = True
+        if self._disk is not None:
             self._disk.rollback()
         with torch.no_grad():
             for restore in reversed(self._undo):
                 restore()
         self._stepper.state_changed()
         self.forget()
+
+    def step_failed(self) -> None:
+        """``step()`` raises: :meth:`rollback`, or later calls say that there is none."""
+        if self.in_place and self.pending:
+            self._broken = True
+        else:
+            self.rollback()
+
+    @property
+    def _lost(self) -> str:
+        return (
+            f"{len(self.updated)} chunks were updated during a backward pass that was not completed, whose gradients "
+            "are dropped, or that gave a parameter a second gradient (nested passes), and cannot be put back: load a "
+            "checkpoint, and use update='step' to be safe"
+        )
 
     def undo_for(self, what: str) -> None:
         """``what`` reads or writes all values between backward and step: they become those of the last step again.
@@ -296,13 +337,19 @@ class EarlyUpdates:
             )
         self.take_back()
 
-    def discard(self) -> None:
-        """Masters are about to be replaced: what was updated ahead of its step no longer matters."""
+    def discard(self) -> bool:
+        """Masters, or state, are about to be replaced: what was updated ahead of its step no longer matters.
+
+        Returns:
+            Whether what is not replaced is half that of the next step.
+        """
         self.wait()
-        if self.in_place:
-            self.forget()
-        else:
+        if not self.in_place:
             self.rollback()
+            return False
+        begun = bool(self.updated or self.anywhere)
+        self.forget()
+        return begun
 
     def forget(self) -> None:
         """The step is over."""
@@ -311,12 +358,18 @@ class EarlyUpdates:
             self._disk.forget()
         self._kept_bytes = 0
         self.updated.clear()
+        self._done.clear()
         self.norms.clear()
         self._factor, self._failure, self.anywhere, self._stopped = None, None, False, False
+        self._undoing = self._broken = False
 
     def close(self) -> None:
         """Wait for what was begun and end the worker."""
         self._worker.shutdown()
+
+
+def _nothing() -> None:
+    """Whoever waits for it has waited for all that the worker was given before."""
 
 
 def _copied(state: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -400,5 +453,5 @@ class EarlyObserver:
     def dropped(self, optimizer: int | None) -> None:
         """Gradients that were used already are dropped: undo what was done with them."""
         for index, each in self._by_optimizer.items():
-            if optimizer in (None, index) and (each.updated or each.anywhere):
+            if optimizer in (None, index) and each.pending:
                 each.take_back()

@@ -31,6 +31,7 @@ from shardwise.engine.staging import WhenAsked, gather_shards
 from shardwise.engine.storage import Storage
 from shardwise.engine.tiles import check_element_wise
 from shardwise.engine.transforms import outside_transforms
+from shardwise.engine.unfinished import Unfinished, state_of
 from shardwise.engine.visible_grads import VisibleGrads
 from shardwise.engine.weak import weakly
 from shardwise.engine.writer import ValueWriter
@@ -102,6 +103,7 @@ class Engine:
         self.passes.before_pass, self.passes.after_pass = [self.visible.begin_pass], self.visible.end_pass
         self._scratch_holders: list[Callable[[Tier], int]] = []
         self._early: dict[int, EarlyUpdates] = {}
+        self.unfinished = Unfinished()
         self.read_ahead: list[Callable[[], None]] = []
         """Called when an update is to be expected; begin to read what it needs from a disk."""
         self.ledger.watch("masters and optimizer state", self._device_state_bytes)
@@ -228,7 +230,12 @@ class Engine:
             self.ledger.watch("copies to undo updates with", kept)
 
     def undo_early(self, what: str) -> None:
-        """Before all values are read or written; see :meth:`EarlyUpdates.undo_for`. Masters have what was written."""
+        """Before all values are read or written; see :meth:`EarlyUpdates.undo_for`. Masters have what was written.
+
+        Raises:
+            RuntimeError: some are neither old nor new; see :class:`Unfinished`.
+        """
+        self.unfinished.check(what)
         self._undo_guesses(what)
         self.master_edits.take()
 
@@ -249,8 +256,9 @@ class Engine:
 
     def discard_early(self) -> None:
         """Masters are about to be replaced: what was updated ahead of its step no longer matters."""
-        for each in self._early.values():
-            each.discard()
+        for index, each in self._early.items():
+            if each.discard():
+                self.unfinished.begin("updates during backward", state_of(index))
 
     # ---- accounts
 
@@ -290,6 +298,7 @@ class Engine:
         self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         self.passes.recover()
+        self.unfinished.check("a forward pass")
         self.guards.check_forward()
         if self._early and torch.is_grad_enabled():
             self.take_edits()

@@ -18,6 +18,8 @@ from shardwise.chunk.chunk import Chunk
 from shardwise.engine.disk_tiles import is_element_wise
 from shardwise.engine.engine import Engine
 from shardwise.engine.optimizer import ShardedOptimizer
+from shardwise.engine.unfinished import PARAMETERS
+from shardwise.engine.unfinished import state_of as unfinished_state
 
 __all__ = [
     "EXTRA_STATE",
@@ -294,11 +296,21 @@ class Held:
             state_of: by the name of a parameter ``{key: small value, or Stored}``; ``None``: it was never stepped.
             optimizers: indices of those whose state is replaced.
         """
-        for chunk in self.engine.chunks:
-            self._put_values(chunk, fill, stored)
-            for optimizer, position in self._positions.get(chunk.spec.index, ()):
-                if optimizer.index in optimizers:
-                    self._put_state(optimizer, position, fill, state_of)
+        unfinished, states = self.engine.unfinished, [unfinished_state(index) for index in optimizers]
+        every = all(stored(self.names[slot.param][0]) is not None for c in self.engine.chunks for slot in c.spec.slots)
+        parameters = [PARAMETERS] if every or PARAMETERS not in unfinished else []
+        whole = [part for part in (*parameters, *states) if part not in unfinished]
+        unfinished.begin("a load", *parameters, *states)
+        try:
+            for chunk in self.engine.chunks:
+                self._put_values(chunk, fill, stored)
+                for optimizer, position in self._positions.get(chunk.spec.index, ()):
+                    if optimizer.index in optimizers:
+                        self._put_state(optimizer, position, fill, state_of)
+        except Exception:  # it says that some values were replaced; an interrupt says nothing
+            unfinished.end(*whole)
+            raise
+        unfinished.end(*parameters, *states)
 
     def _put_values(self, chunk: Chunk, fill: Fill, stored: Callable[[str], str | None]) -> None:
         state = self.engine.states.get(chunk.spec.index)

@@ -15,6 +15,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.memory import MemoryReport, memory_report
 from shardwise.engine.names import StateNames
 from shardwise.engine.staging import gather_shards
+from shardwise.engine.unfinished import PARAMETERS
 from shardwise.engine.writer import ValueWriter
 from shardwise.memory.tier import Tier
 
@@ -173,6 +174,8 @@ class ShardedModule(nn.Module):
                 f"the state does not fit the model: missing {missing}, unexpected {unexpected}, wrong shapes {wrong}"
             )
         self._load(state_dict, names)
+        if not missing:
+            self._engine.unfinished.end(PARAMETERS)
         return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
 
     @torch.no_grad()
@@ -180,6 +183,8 @@ class ShardedModule(nn.Module):
         engine = self._engine
         engine.discard_early()
         engine.before_update()
+        was_whole = PARAMETERS not in engine.unfinished
+        engine.unfinished.begin("loading a state", PARAMETERS)
         with ValueWriter(engine.storage) as writer:
             for param, own_names in names.of_parameter.items():
                 given = next((name for name in own_names if name in state), None)
@@ -194,3 +199,5 @@ class ShardedModule(nn.Module):
                 owner = name.removesuffix(EXTRA_STATE).rstrip(".")
                 engine.model.get_submodule(owner).set_extra_state(state[name])
         engine.publish(everything=True)
+        if was_whole:
+            engine.unfinished.end(PARAMETERS)

@@ -16,6 +16,7 @@ from shardwise.engine.norm import clip_factor, global_norm
 from shardwise.engine.optimizer_state import OptimizerState
 from shardwise.engine.other_parts import Counting
 from shardwise.engine.scaler import LossScaler
+from shardwise.engine.unfinished import PARAMETERS, state_of
 from shardwise.engine.updates import TileUpdates
 from shardwise.memory.tier import Tier
 from shardwise.plan import HALF_DTYPES
@@ -180,6 +181,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 value = closure()
         if self.engine.hooks is not None:
             self.engine.hooks.unwind()
+        self.engine.unfinished.check("step()")
         self.engine.guards.check()
         self._updates.param_groups.check()
         self.engine.take_edits(self.index)
@@ -202,6 +204,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.last_step_skipped, self.skipped_because = False, None
         self._drop()
         self._use_margin()
+        self.engine.unfinished.end(*self._updates.parts)
         return value
 
     def _settle_early(self) -> Exception | None:
@@ -224,7 +227,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._updates.run(factor, done, failure or (early.disk_failure if early is not None else None))
         except BaseException:
             if early is not None:
-                early.rollback()
+                early.step_failed()
             raise
         self.engine.publish(optimizer=self.index)
         self._settings.used()
@@ -369,7 +372,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         scaler = LossScaler(self.scaler.plan) if self.scaler is not None and "scaler" in state_dict else None
         if scaler is not None:
             scaler.load_state_dict(state_dict["scaler"])  # checked before anything is taken over
-        self.engine.undo_early("loading a state")
+        if self._early is not None:
+            if self._early.in_place and self._early.failed:
+                self._early.discard()
+                self.engine.unfinished.begin("updates during backward", PARAMETERS)
+            else:
+                self._early.undo_for("loading a state")
         self._full.distribute(state_dict)
+        self.engine.unfinished.end(state_of(self.index))
         if scaler is not None and self.scaler is not None:
             self.scaler.load_state_dict(scaler.state_dict())

@@ -238,6 +238,8 @@ class Reducer:
     def _into_buffer(self, state: ChunkGrads) -> Buffer:
         """The exchange memory that holds the whole gradient, moved there from private memory if need be."""
         while (buffer := state.buffer) is None:
+            if self._slots.user(state) is state:  # taken, and interrupted before it was put there
+                self._slots.give(state)
             if self._move_in(state, self._slots.take(state)):
                 continue
             if self._slots.user(state) in self._in_flight:
@@ -254,9 +256,9 @@ class Reducer:
         self._release(state)
 
     def _release(self, state: ChunkGrads) -> None:
-        if state.buffer is not None:
+        state.buffer = None
+        if self._slots.user(state) is state:  # also where an interrupt came before it was noted down
             self._slots.give(state)
-            state.buffer = None
 
     def _launch(self, state: ChunkGrads) -> None:
         if self.keep_whole and not state.filled and state.buffer is not None:

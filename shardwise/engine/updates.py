@@ -28,6 +28,7 @@ from shardwise.engine.grads import ChunkGrads
 from shardwise.engine.param_groups import ParamGroups
 from shardwise.engine.promote import promote
 from shardwise.engine.tiles import Piece, Tile, TileStepper, make_tiles
+from shardwise.engine.unfinished import PARAMETERS, state_of
 from shardwise.memory.disk import DiskError
 from shardwise.memory.tier import Tier
 
@@ -146,9 +147,12 @@ class TileUpdates:
     @contextmanager
     def undone_on_error(self) -> Iterator[None]:
         """All state, and what the disk holds, is as it was if the block raises."""
+        part = state_of(self._index)
+        was_whole = part not in self._engine.unfinished
         before = dict(self.optimizer.state)
         undo = [each.snapshot() for each in self._disk.values()]
         try:
+            self._engine.unfinished.begin("loading a state", part)
             yield
         except BaseException:
             if self._engine.storage.store is not None:
@@ -158,7 +162,11 @@ class TileUpdates:
             for restore in undo:
                 restore()
             self._stepper.state_changed()
+            if was_whole:
+                self._engine.unfinished.end(part)
             raise
+        if was_whole:
+            self._engine.unfinished.end(part)
 
     # ---- an update
 
@@ -191,6 +199,8 @@ class TileUpdates:
     def run(self, factor: float, updated: Collection[int] = (), failure: Exception | None = None) -> None:
         """Update with ``factor`` times the gradients. Every rank calls it.
 
+        From the moment when nothing can be put back any more :attr:`parts` are unfinished, until the caller ends that.
+
         Args:
             factor: gradients are multiplied by it.
             updated: chunks whose masters and state are updated already; only their parameters are renewed.
@@ -202,6 +212,7 @@ class TileUpdates:
         with self._stepper.stepping(factor) as update:
             if self.uses_disk:
                 self._update_disk(update, updated, failure)
+            self._begin()
             rest = [t for i, t in enumerate(self.tiles) if i not in self._disk and t.chunk.source.tier is not Tier.DISK]
             for tile in rest:
                 if tile.chunk.spec.index in updated:
@@ -210,6 +221,14 @@ class TileUpdates:
                 with chunk.opened(write=True) as shard:
                     for tile in tiles:
                         update(tile, shard)
+
+    @property
+    def parts(self) -> tuple[str, str]:
+        """What an update changes; see :class:`Unfinished`."""
+        return PARAMETERS, state_of(self._index)
+
+    def _begin(self) -> None:
+        self._engine.unfinished.begin("optimizer.step()", *self.parts)
 
     def _live(self, tiles: Sequence[Tile]) -> list[tuple[Chunk, list[Tile]]]:
         """Those that have a gradient, by chunk."""
@@ -230,14 +249,17 @@ class TileUpdates:
         try:
             if failure is None:
                 failure, draws = self._try_disk(update, state_on_disk, params_on_disk, changed)
-            failures = disk_failures(self._engine.mesh.world, failure, DOING)
-        except BaseException:  # an interrupt, or a peer is gone: nobody agrees on anything any more
+            failures = disk_failures(self._engine.mesh.world, failure, DOING, self._begin)
+        except BaseException as error:  # an interrupt, or a peer is gone: nobody agrees on anything any more
             _set_random_state(device, before)
             self._undo(changed, undo)
+            if isinstance(error, Exception) or self._engine.mesh.world.size == 1:
+                self._engine.unfinished.end(*self.parts)  # otherwise the peers may have learnt that all went well
             raise
         if failures:
             _set_random_state(device, before)
             self._undo(changed, undo)
+            self._engine.unfinished.end(*self.parts)
             self._engine.mesh.shard.fence()  # peers read the shards that were put back
             posts = self._engine.mesh.world.exchange([float(len(self._stale))], "what could not be read back")
             lost = [rank for rank, post in enumerate(posts) if post[0]]

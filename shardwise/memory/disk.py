@@ -165,7 +165,9 @@ class DiskStore:
             RuntimeError: all that are large enough are out.
         """
         with self._lock:
-            return self._buffers.take(nbytes)
+            buffer = self._buffers.take(nbytes)
+            self._end_transfers(buffer)  # whoever had it before may have been interrupted, and lost it
+            return buffer
 
     def give(self, buffer: Tensor) -> None:
         """Gives back what :meth:`buffer` returned (any view with the same start), once no transfer uses it any more.
@@ -173,14 +175,17 @@ class DiskStore:
         Raises:
             ValueError: it is not out.
         """
+        # Whoever was interrupted while it waited comes here, too, and the next user must not have it overwritten.
+        self._end_transfers(buffer)
+        with self._lock:
+            self._buffers.give(buffer)
+
+    def _end_transfers(self, buffer: Tensor) -> None:
         with self._lock:
             using = [one for _, one in self._unfinished() if one.memory.ctypes.data == buffer.data_ptr()]
-        # Whoever was interrupted while it waited comes here, too, and the next user must not have it overwritten.
         for operation in using:
             with contextlib.suppress(DiskError):
                 self._io.handle(operation).wait()
-        with self._lock:
-            self._buffers.give(buffer)
 
     def idle_buffers(self, nbytes: int) -> int:
         """How many calls of :meth:`buffer` for ``nbytes`` would succeed now."""
@@ -216,7 +221,8 @@ class DiskStore:
                 state = "was written but not committed" if record._written is not None else "was never written"
                 raise DiskError(f"{self._what(record)} {state}: write(), wait() and commit() come before read()")
             version = record._versions[index]
-            operation = self._start(record, version, buffer, version.sums, urgent=urgent)
+            operation = self._operation(record, version, buffer, version.sums, urgent=urgent)
+            self._start(version, operation)
             return self._io.handle(operation)
 
     def write(self, record: Record, buffer: Tensor) -> Handle:
@@ -234,9 +240,15 @@ class DiskStore:
             if names := ", ".join(operation.name for used, operation in self._unfinished() if used is version):
                 raise RuntimeError(f"cannot write {self._what(record)} while {names} runs: wait() for it first")
             sums = [0] * self._io.segments(record.padded_bytes)
-            operation = self._start(record, version, buffer, sums, writing=True)
-            version.sums = sums
-            record._written = self._pending[record] = operation
+            operation = self._operation(record, version, buffer, sums, writing=True)
+            try:
+                # Noted down before it begins: a version that is being written must not be taken for an untouched one.
+                self._pending[record] = record._written = operation
+                version.sums = sums
+                self._start(version, operation)
+            except BaseException as error:
+                operation.abandon(DiskError(f"{operation.name} did not begin: {error!r}"))
+                raise
             return self._io.handle(operation)
 
     def commit(self, owner: int | None = None) -> None:
@@ -326,7 +338,16 @@ class DiskStore:
         self._running = [each for each in self._running if not each[1].over.is_set()]
         return self._running
 
-    def _start(
+    def _start(self, version: _Version, operation: Operation) -> None:
+        try:
+            # Noted down first: an interrupt in between must not leave a transfer that nobody knows of.
+            self._unfinished().append((version, operation))
+            self._io.start(operation)
+        except BaseException as error:
+            operation.abandon(DiskError(f"{operation.name} did not begin: {error!r}"))
+            raise
+
+    def _operation(
         self,
         record: Record,
         version: _Version,
@@ -339,7 +360,7 @@ class DiskStore:
         self._require_open()
         if self._records.get(record.name) is not record:
             raise ValueError(f"record {record.name!r} belongs to another store, not to the one in {self.path}")
-        operation = Operation(
+        return Operation(
             what=self._what(record),
             kind=record.kind,
             writing=writing,
@@ -350,10 +371,6 @@ class DiskStore:
             memory=_bytes_of(buffer, record),
             sums=sums,
         )
-        running = self._unfinished()
-        self._io.start(operation)
-        running.append((version, operation))
-        return operation
 
 
 def _bytes_of(buffer: Tensor, record: Record) -> npt.NDArray[np.uint8]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import mmap
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -19,6 +21,9 @@ Allocate = Callable[[int], Tensor]
 class BufferPool:
     """Buffers whose number and sizes :meth:`reserve` fixes. One thread at a time takes and gives them.
 
+    Whoever is interrupted (Ctrl-C) between taking a buffer and noting it down has lost it; it is free again as soon as
+    nobody holds the tensor that :meth:`take` returned.
+
     ``allocate(nbytes)`` makes a one-dimensional uint8 CPU tensor of that many bytes (pinned memory, for example);
     ``None``: anonymous pages of this process.
 
@@ -28,8 +33,10 @@ class BufferPool:
 
     def __init__(self, allocate: Allocate | None = None) -> None:
         self._allocate = allocate or _pages
-        self._free: list[Tensor] = []
-        self._taken: dict[int, Tensor] = {}  # by address
+        self._buffers: list[tuple[int, Tensor]] = []
+        """All of them with their addresses, the smallest first."""
+        self._taken: dict[int, weakref.ref[Tensor]] = {}
+        """By address, what was returned. The only record of what is out, so each change is one operation."""
         self.reserved_bytes = 0
 
     def reserve(self, count: int, nbytes: int) -> None:
@@ -41,14 +48,16 @@ class BufferPool:
         if count < 0 or nbytes < 0:
             raise ValueError(f"reserve(count={count}, nbytes={nbytes}): give numbers >= 0")
         size = max(round_up(nbytes), ALIGNMENT_BYTES)
+        more = []
         for _ in range(count):
             memory = self._allocate(size + ALIGNMENT_BYTES)
             if memory.dtype is not torch.uint8 or memory.device.type != "cpu" or memory.numel() < size:
                 raise ValueError(f"allocate gave {memory.dtype} on {memory.device}: give uint8 on the CPU")
             skip = -memory.data_ptr() % ALIGNMENT_BYTES
-            self._free.append(memory[skip : skip + size].zero_())
-            self.reserved_bytes += size
-        self._free.sort(key=Tensor.numel)
+            buffer = memory[skip : skip + size].zero_()
+            more.append((buffer.data_ptr(), buffer))
+        self._buffers = sorted([*self._buffers, *more], key=lambda each: each[1].numel())
+        self.reserved_bytes += size * count
 
     def take(self, nbytes: int) -> Tensor:
         """The smallest free buffer that holds ``nbytes``: uint8, one dimension, ``nbytes`` rounded up to 4096.
@@ -57,20 +66,32 @@ class BufferPool:
             RuntimeError: none is free. Whoever takes them keeps within the number that was reserved for it.
         """
         size = max(round_up(nbytes), ALIGNMENT_BYTES)
-        for place, buffer in enumerate(self._free):
-            if buffer.numel() >= size:
-                del self._free[place]
-                self._taken[buffer.data_ptr()] = buffer
-                return buffer[:size]
-        out = sorted(buffer.numel() for buffer in self._taken.values())
+        for look_again in (True, False):
+            for address, buffer in self._buffers:
+                if address not in self._taken and buffer.numel() >= size:
+                    out = buffer[:size]
+                    self._taken[address] = weakref.ref(out)
+                    return out
+            if look_again and not self._take_back_lost():
+                gc.collect()  # an exception that was caught may hold it in a cycle
+                self._take_back_lost()
+        free = [buffer.numel() for address, buffer in self._buffers if address not in self._taken]
+        sizes = [buffer.numel() for address, buffer in self._buffers if address in self._taken]
         raise RuntimeError(
-            f"no free buffer of {size} bytes; free sizes: {[b.numel() for b in self._free]}, taken: {out}; "
+            f"no free buffer of {size} bytes; free sizes: {free}, taken: {sizes}; "
             "give() one back first, or reserve() more"
         )
 
+    def _take_back_lost(self) -> bool:
+        lost = [address for address, out in self._taken.items() if out() is None]
+        for address in lost:
+            del self._taken[address]
+        return bool(lost)
+
     def idle(self, nbytes: int) -> int:
         """How many free buffers hold ``nbytes``."""
-        return sum(buffer.numel() >= round_up(nbytes) for buffer in self._free)
+        self._take_back_lost()
+        return sum(buffer.numel() >= round_up(nbytes) for at, buffer in self._buffers if at not in self._taken)
 
     def give(self, buffer: Tensor) -> None:
         """Takes back what :meth:`take` gave (the same start; any view of it will do).
@@ -78,17 +99,14 @@ class BufferPool:
         Raises:
             ValueError: it is not out, or not from here.
         """
-        whole = self._taken.pop(buffer.data_ptr(), None)
-        if whole is None:
+        if self._taken.pop(buffer.data_ptr(), None) is None:
             raise ValueError(
                 f"a buffer at address {buffer.data_ptr():#x} is not out: give back what buffer() returned, once"
             )
-        self._free.append(whole)
-        self._free.sort(key=Tensor.numel)
 
     def close(self) -> None:
         """Forgets all memory; who still holds a buffer keeps it."""
-        self._free, self._taken, self.reserved_bytes = [], {}, 0
+        self._buffers, self._taken, self.reserved_bytes = [], {}, 0
 
 
 def _pages(nbytes: int) -> Tensor:

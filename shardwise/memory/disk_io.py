@@ -95,6 +95,12 @@ class Operation:
         if not parts:
             self.over.set()
 
+    def abandon(self, error: DiskError) -> None:
+        """Whoever was to start it was interrupted, or could not: it is over, unless threads have it."""
+        if not self._parts and not self.over.is_set():
+            self.error = error
+            self.over.set()
+
     def part_done(self) -> None:
         """The last part ends the operation."""
         with self._lock:
@@ -146,6 +152,7 @@ class _Part:
         self.in_flight = 0
         self.exhausted = False
         self.unchecked = 0
+        self.received = False
         self._missing: dict[int, int] = {}  # bytes by segment
         self._requests = self._cut(range(first, last), block_bytes, segment_bytes)
         self._again: list[Request] = []
@@ -263,7 +270,9 @@ class _Worker:
             part_or_end = self._inbox.get()
             if part_or_end is None:
                 return
-            self._live.add(part_or_end)
+            if not part_or_end.received:
+                part_or_end.received = True
+                self._live.add(part_or_end)
 
     def _receive(self) -> bool:
         """Takes in new work, waiting only where there is nothing else to do; False at the end."""
@@ -275,7 +284,8 @@ class _Worker:
                 return bool(self._live) or not self._closing
             if part is None:
                 self._closing = True
-            else:
+            elif not part.received:
+                part.received = True
                 self._queue_up(part)
                 self._live.add(part)
 
@@ -392,11 +402,21 @@ class DiskIO:
             raise DiskError(f"{operation.name}: the store is closed, or this is a forked process; make a new store")
         segments = self.segments(operation.memory.nbytes)
         parts = min(segments, len(self._workers))
-        operation.begin(parts)
+        work = []
         for index in range(parts):
             first, last = segments * index // parts, segments * (index + 1) // parts
             part = _Part(operation, first, last, self._knobs.block_bytes, self.segment_bytes)
-            self._workers[(self._turn + index) % len(self._workers)].post(part)
+            work.append((self._workers[(self._turn + index) % len(self._workers)], part))
+        try:
+            operation.begin(parts)
+            for worker, part in work:
+                worker.post(part)
+        except BaseException as error:
+            operation.fail(DiskError(f"{operation.name} was interrupted: {error!r}"))
+            # Every part has to come to its end once it is counted; which ones were posted is not known.
+            for worker, part in work if operation._parts else ():
+                worker.post(part)
+            raise
         self._turn += parts
 
     def handle(self, operation: Operation) -> Handle:

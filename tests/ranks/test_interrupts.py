@@ -1,0 +1,185 @@
+"""Ctrl-C anywhere in a backward pass or a step: what follows is right, or an error that says what to load."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from early_setup import LOOSE
+from interrupts import Interrupts
+from tier_setup import OPTIMIZERS, batch, digest, make_net, small_tiles, with_tiers
+
+from shardwise.build import Session, build
+from shardwise.engine import (
+    disk_tiles,
+    early,
+    early_disk,
+    optimizer,
+    optimizer_state,
+    passes,
+    reducer,
+    tiles,
+    unfinished,
+    updates,
+)
+from shardwise.memory import disk, disk_buffers, disk_io
+from shardwise.plan import Plan, zero
+from shardwise.testing import run_ranks
+
+WATCHED = [early, early_disk, disk_tiles, optimizer, optimizer_state, passes, reducer, tiles, unfinished, updates]
+WATCHED += [disk, disk_buffers, disk_io]
+
+
+def backward(session: Session, step: int) -> None:
+    session.backward(session.module(batch(0, step)).square().mean())
+
+
+def values(session: Session) -> str:
+    """Digest of masters and optimizer state."""
+    return digest([session.module.state_dict(), session.optimizers[0].state_dict()])
+
+
+def step(session: Session) -> None:
+    session.optimizers[0].step()
+
+
+def start(plan: Plan) -> Session:
+    model = make_net()
+    made = build(model, OPTIMIZERS["adamw"]([p for p in model.parameters() if p.requires_grad]), plan)
+    backward(made, 0)
+    step(made)
+    return made
+
+
+@dataclass
+class Run:
+    """What an undisturbed run has: values after each step, free buffers at its end, and a state after the first."""
+
+    after: list[str]
+    idle: int
+    saved: tuple[dict[str, Any], dict[str, Any]]
+    points: int
+
+
+def idle(session: Session) -> int:
+    """Free buffers when nothing is read ahead."""
+    store = session.engine.storage.store
+    for each in session.engine.chunks:
+        each.source.forget()
+    session.optimizers[0].state_dict()
+    return store.idle_buffers(1) if store is not None else 0
+
+
+def undisturbed(plan: Plan, inside: Interrupts, during: str) -> Run:
+    with contextlib.closing(start(plan)) as session:
+        after = ["", values(session)]
+        saved = session.module.state_dict(), session.optimizers[0].state_dict()
+        if during == "backward":
+            inside.run(lambda: backward(session, 1))
+            points = inside.passed
+            step(session)
+        else:
+            backward(session, 1)
+            inside.run(lambda: step(session))
+            points = inside.passed
+        after.append(values(session))
+        backward(session, 2)
+        step(session)
+        after.append(values(session))
+        return Run(after, idle(session), saved, points)
+
+
+def attempt(act: Callable[[], Any]) -> tuple[Any, str]:
+    """What it returns, and the message if it is refused until something is loaded."""
+    try:
+        return act(), ""
+    except RuntimeError as error:
+        message = str(error)
+    assert "load a checkpoint" in message, message
+    return None, message
+
+
+def again(session: Session) -> None:
+    session.optimizers[0].zero_grad()
+    backward(session, 1)
+    step(session)
+
+
+def interrupted(plan: Plan, inside: Interrupts, during: str, at: int, like: Run) -> str:
+    """What is wrong after an interrupt at one point; nothing, if all is well."""
+    with contextlib.closing(start(plan)) as session:
+        if during == "step":
+            backward(session, 1)
+        if not inside.run(lambda: backward(session, 1) if during == "backward" else step(session), at):
+            return "the interrupt did not come out"
+        here = f"{inside.where} (point {at} of {like.points}): "
+        if during == "step":
+            seen, _ = attempt(lambda: values(session)) if at % 2 else (None, "")
+            if seen is not None and seen not in like.after[1:3]:
+                return here + "a torn state could be saved"
+            before = seen == like.after[1] or seen is None
+            _, refused = attempt(lambda: step(session))
+            if not before and not refused:
+                return here + "a step was made twice"
+        else:
+            if at % 2:
+                with contextlib.suppress(RuntimeError):
+                    step(session)  # without all gradients: refused, or as if there were none
+            _, refused = attempt(lambda: again(session))
+        if refused:
+            session.module.load_state_dict(like.saved[0])
+            session.optimizers[0].load_state_dict(like.saved[1])
+            again(session)
+        if values(session) != like.after[2]:
+            return here + f"other values than without the interrupt (refused: {refused!r})"
+        backward(session, 2)
+        step(session)
+        if values(session) != like.after[3]:
+            return here + "other values one step later"
+        if idle(session) != like.idle:
+            return here + f"{idle(session)} free buffers instead of {like.idle}"
+    return ""
+
+
+def everywhere(plan: Plan, during: str, tries: int, first: int) -> tuple[int, list[str]]:
+    """At ``tries`` points, evenly spread, or at all (0)."""
+    inside = Interrupts(WATCHED)
+    with small_tiles():
+        like = undisturbed(plan, inside, during)
+        stride = max(like.points // tries, 1) if tries else 1
+        wrong = []
+        for at in range(first % stride, like.points, stride):
+            try:
+                wrong.append(interrupted(plan, inside, during, at, like))
+            except Exception as error:
+                wrong.append(f"{inside.where} (point {at}): {type(error).__name__}: {error}")
+    return like.points, [each for each in wrong if each]
+
+
+PLANS: dict[str, tuple[str, dict[str, Any]]] = {
+    "memory": ("device", {}),
+    "in place": ("device", {"update": "backward"}),
+    "guess": ("device", {"update": "backward", **LOOSE}),
+    "wrong guess": ("device", {"update": "backward", "max_norm": 1e-3}),
+    "all on disk": ("all_disk", {}),
+    "parameters on disk": ("p_disk_s_host", {}),
+    "guess on disk": ("s_disk", {"update": "backward", **LOOSE}),
+}
+
+
+def short(name: str, during: str, directory: str, tries: int) -> tuple[int, list[str]]:
+    mix, changes = PLANS[name]
+    return everywhere(with_tiers(zero(3), mix, directory).but(**changes), during, tries, first=sum(map(ord, name)))
+
+
+@pytest.mark.parametrize("during", ["backward", "step"])
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("tries", [6, pytest.param(0, marks=pytest.mark.campaign)])
+def test_an_interrupt_anywhere_is_followed_by_what_is_right(name: str, during: str, tries: int, tmp_path: Path) -> None:
+    ((points, wrong),) = run_ranks(1, short, name, during, str(tmp_path), tries, timeout=60.0 if tries else 1800.0)
+    assert points > 20
+    assert not wrong, "\n".join([f"{len(wrong)} times:", *wrong[:20]])
