@@ -270,6 +270,10 @@ class Reducer:
         state.launched = True
         self._in_flight.append(state)
         self._ledger.claim(state.late)
+        self._begin(state, whole)
+
+    def _begin(self, state: ChunkGrads, whole: Buffer) -> None:
+        """Have the reduction of ``whole`` begin, of a chunk that counts as in flight."""
         if self.mesh.shard.size == 1:
             state.out = whole.local
             state.handle = self.mesh.replicate.all_reduce(whole, self._scale)
@@ -292,9 +296,13 @@ class Reducer:
 
     def _complete(self, state: ChunkGrads) -> None:
         """Wait for a launched reduction and add its result to what the step has so far. Oldest first, always."""
-        self._in_flight.remove(state)
-        if state.handle is not None:
-            state.handle.wait()
+        try:
+            if state.handle is not None:
+                state.handle.wait()
+        except Exception:
+            self._in_flight.remove(state)
+            raise
+        self._in_flight.remove(state)  # only now: who is interrupted while it waits has to wait again
         out, state.out, state.handle = state.out, None, None
         if out is None:
             raise RuntimeError(f"chunk {state.spec.index}: reduced without a result ({out}); report this")
@@ -373,6 +381,7 @@ class Reducer:
             PeerError: some rank has not; nothing is forgotten.
         """
         observer = self.observer
+        self._count_launched()
         # Whoever reads gradients beside this thread is done with them first.
         reached = [float(self._cursor), *(observer.wait() if observer is not None else ())]
         # Also where all use the same parameters: how many reductions each has started depends on its patience.
@@ -396,6 +405,14 @@ class Reducer:
             if observer.must_agree:
                 observer.agreed([any(column) for column in list(zip(*posts, strict=True))[1:]])
             observer.dropped(None)
+
+    def _count_launched(self) -> None:
+        """After an interrupt: what counts as launched has begun, and the cursor is behind it."""
+        for state in self._in_flight:
+            if state.handle is None and state.buffer is not None:
+                self._begin(state, state.buffer)
+        while self._cursor < len(self._order) and self._order[self._cursor].launched:
+            self._cursor += 1
 
     def rescale(self, factor: float) -> None:
         """Multiply all gradients held by ``factor``."""

@@ -66,13 +66,14 @@ class BufferPool:
             RuntimeError: none is free. Whoever takes them keeps within the number that was reserved for it.
         """
         size = max(round_up(nbytes), ALIGNMENT_BYTES)
+        self._take_back_lost()  # or a larger one, that another needs, would be taken instead
         for look_again in (True, False):
             for address, buffer in self._buffers:
                 if address not in self._taken and buffer.numel() >= size:
                     out = buffer[:size]
                     self._taken[address] = weakref.ref(out)
                     return out
-            if look_again and not self._take_back_lost():
+            if look_again:
                 gc.collect()  # an exception that was caught may hold it in a cycle
                 self._take_back_lost()
         free = [buffer.numel() for address, buffer in self._buffers if address not in self._taken]
@@ -82,11 +83,9 @@ class BufferPool:
             "give() one back first, or reserve() more"
         )
 
-    def _take_back_lost(self) -> bool:
-        lost = [address for address, out in self._taken.items() if out() is None]
-        for address in lost:
+    def _take_back_lost(self) -> None:
+        for address in [address for address, out in self._taken.items() if out() is None]:
             del self._taken[address]
-        return bool(lost)
 
     def idle(self, nbytes: int) -> int:
         """How many free buffers hold ``nbytes``."""

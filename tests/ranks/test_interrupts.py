@@ -121,15 +121,14 @@ def interrupted(plan: Plan, inside: Interrupts, during: str, at: int, like: Run)
             seen, _ = attempt(lambda: values(session)) if at % 2 else (None, "")
             if seen is not None and seen not in like.after[1:3]:
                 return here + "a torn state could be saved"
-            before = seen == like.after[1] or seen is None
             _, refused = attempt(lambda: step(session))
-            if not before and not refused:
-                return here + "a step was made twice"
         else:
-            if at % 2:
+            made = False
+            if at % 2:  # refused, or the whole step where the pass had ended
                 with contextlib.suppress(RuntimeError):
-                    step(session)  # without all gradients: refused, or as if there were none
-            _, refused = attempt(lambda: again(session))
+                    step(session)
+                    made = values(session) == like.after[2]
+            refused = "" if made else attempt(lambda: again(session))[1]
         if refused:
             session.module.load_state_dict(like.saved[0])
             session.optimizers[0].load_state_dict(like.saved[1])
