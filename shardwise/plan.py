@@ -389,8 +389,8 @@ class CommPlan:
     Attributes:
         overlap: reduce during backward and gather ahead; ``False`` does the same work in sequence.
         shared_memory: exchange through shared memory between CPU ranks of one host; ``None`` chooses by itself.
-        same_order: the caller promises that all ranks run the same modules in the same order, so that gathers need no
-            agreement between ranks. ``False`` is always safe.
+        same_order: the caller promises that all ranks run the same modules in the same order, and fail alike, so that
+            gathers and reductions need no agreement between ranks. ``False`` is always safe.
         gather_on_use: after a step, parameters that stay gathered are renewed in the background and waited for at their
             first use (until then they read as before; change them inside ``gathered()``). ``False``: by ``step()``.
         sync_init: every rank starts from rank 0's parameters and buffers (DDP does the same).

@@ -375,11 +375,8 @@ class SharedGroup(Group):
         self._sync(BARRIER, ())
 
     def fence(self, phase: str = "") -> None:
-        """Return when every rank has come to a fence of this ``phase``.
-
-        Reductions go on: their buffers have counters of their own, and a peer may come here before it publishes what
-        this rank would wait for.
-        """
+        """Return when every rank has come to a fence of this ``phase``, even before it publishes what this rank
+        reduces: reductions have counters of their own."""
         self._sync(FENCE, (), PHASES.index(phase))
 
     def _exchange(self, values: Sequence[float], purpose: str) -> list[list[float]]:

@@ -190,7 +190,7 @@ class BackwardPasses:
         except BaseException as error:
             # Peers may still be in the pass, so nothing waits for them here; see recover().
             self._failed = True
-            if isinstance(error, DeviceMemoryError):
+            if isinstance(error, DeviceMemoryError) and self._gathering:
                 self._pool.tell(error)
             raise
         finally:

@@ -1,8 +1,8 @@
 """``python -m tests.faults KILLS``: the fault campaign; the last line says what was lost.
 
-``KILLS`` is the number of kills and the scale of the rest: from 1,000 on every byte is flipped, every call fails and
-the soak has 10,000 steps; below, they take a share of about KILLS / 1,000, and the soak at least 5,000 steps, since
-memory takes some to settle.
+``KILLS`` is the number of kills and the scale of the rest: from 1,000 on every byte is flipped, every call fails, and
+the soak and each mix of tiers have 10,000 steps; below, they take a share of about KILLS / 1,000, the soak at least
+3,000 steps, since memory takes some to settle, and a quarter of the mixes at least 50.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from collections.abc import Callable
 import torch
 
 from shardwise.testing import close_pools
-from tests.faults import flips, io_errors, kills, soak
+from tests.faults import flips, io_errors, kills, mixes, soak
 from tests.faults.report import Report
 
 WHOLE = 1000  # kills
-LEAST_STEPS, STEPS = 5_000, 10_000
+LEAST_STEPS, STEPS = 3_000, 10_000
+LEAST_OF_A_MIX = 50
 
 
 def parts(count: int, seed: int, directory: str | None) -> dict[str, Callable[[], Report]]:
@@ -27,12 +28,14 @@ def parts(count: int, seed: int, directory: str | None) -> dict[str, Callable[[]
     share = min(count / WHOLE, 1.0)
     whole = share == 1
     # Of bytes there are some 60,000 and of calls 250 an action, in all numbers of errors.
+    mixed = STEPS if whole else max(round(STEPS * share / len(mixes.PAIRS)), LEAST_OF_A_MIX)
     byte_stride, call_stride = (1, 1) if whole else (max(round(3 / share), 2), max(round(0.6 / share), 2))
     return {
         "kills": lambda: kills.campaign(count, seed, directory),
         "flips": lambda: flips.campaign(byte_stride, bits=8 if whole else 1),
         "errors": lambda: io_errors.campaign(call_stride, directory),
         "soak": lambda: soak.campaign(max(round(STEPS * share), LEAST_STEPS), directory),
+        "mixes": lambda: mixes.campaign(mixed, directory, mixes.MIXES if whole else mixes.PAIRS),
     }
 
 
@@ -41,7 +44,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("kills", type=int)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", nargs="+", choices=("kills", "flips", "errors", "soak"))
+    parser.add_argument("--only", nargs="+", choices=("kills", "flips", "errors", "soak", "mixes"))
     parser.add_argument("--directory", help="where checkpoints are written (default: the system's for temporary files)")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -60,7 +63,7 @@ def sum_of(report: Report) -> int:
     """The number of trials."""
     if report.name == "flips":
         return sum(n for what, n in report.counts.items() if not what.startswith(("bytes in", "in what")))
-    return report.counts[{"kills": "kills", "I/O errors": "injected", "soak": "steps"}[report.name]]
+    return report.counts[{"kills": "kills", "I/O errors": "injected", "soak": "steps", "mixes": "steps"}[report.name]]
 
 
 if __name__ == "__main__":
