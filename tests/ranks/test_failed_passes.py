@@ -259,10 +259,15 @@ def test_step_or_pass_after_one_that_failed(name: str) -> None:
 def at_random(seed: int, size: int, shared: bool | None, directory: Path) -> Run:
     """A plan, and what happens to each rank in each step: failures, delays, impatience."""
     draw = random.Random(seed)
-    name, plan = draw.choice(list(plans(shared, directory).items()))
+    choices = plans(shared, directory)
+    if size == 4:
+        choices["hybrid"] = PLANS["hybrid"].but(shared_memory=shared)
+    name, plan = draw.choice(list(choices.items()))
+    promised = draw.random() < 0.2
+    kinds = ["none", "alike"] if promised else ["none", "one", "some", "alike", "apart", "forward"]
     trials = [[Trial() for _ in range(STEPS)] for _ in range(size)]
     for step in range(STEPS):
-        kind = draw.choice(["none", "one", "some", "alike", "apart", "forward"])
+        kind = draw.choice(kinds)
         if kind in ("one", "forward"):
             fail = [draw.randrange(size)]
         else:
@@ -279,7 +284,8 @@ def at_random(seed: int, size: int, shared: bool | None, directory: Path) -> Run
                 impatient_at=draw.choice([None, draw.randrange(8)]),
                 naps=tuple(draw.choice([0.0, 0.0, 0.01]) if slow else 0.0 for _ in range(LAYERS)),
             )
-    return Run(plan, trials, draw.random() < 0.6, draw.random() < 0.5, f"seed {seed}: {name}")
+    plan = plan.but(same_order=promised)
+    return Run(plan, trials, draw.random() < 0.6, draw.random() < 0.5, f"seed {seed}: {name}, same_order={promised}")
 
 
 @TRANSPORTS
@@ -292,4 +298,8 @@ def test_at_random(shared: bool | None, tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("start", range(0, 60, 20))
 def test_at_random_widely(size: int, shared: bool | None, start: int, tmp_path: Path) -> None:
-    check([at_random(1000 * size + start + each, size, shared, tmp_path) for each in range(20)], size, timeout=300.0)
+    runs = [at_random(1000 * size + start + each, size, shared, tmp_path) for each in range(20)]
+    for hybrid in (False, True):  # another mesh
+        of_mesh = [run for run in runs if (run.plan.mesh.dp_replicate == 2) == hybrid]
+        if of_mesh:
+            check(of_mesh, size, timeout=300.0)
