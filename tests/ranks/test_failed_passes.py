@@ -253,6 +253,43 @@ def test_step_or_pass_after_one_that_failed(name: str) -> None:
         assert len(told) == 6 and all("zero_grad()" in each and "failed" in each for each in told), told
 
 
+def in_place(direct: bool) -> tuple[list[str], dict[str, Tensor]]:
+    """Rank 0 fails where updates were made already: what each ``zero_grad`` says, until a state is loaded."""
+    said: list[str] = []
+    with one_mesh(zero(3)) as mesh:
+        model = seeded(Net)
+        session = build(model, adam(model), zero(3).but(update="backward"), mesh)
+        own = session.optimizer
+        assert own is not None
+        saved = session.module.state_dict(), own.state_dict()
+        loss = square(session, 5)
+        At.in_backward = staticmethod(lambda place: 1 // (place + 9 * mesh.rank))  # type: ignore[assignment]
+        with pytest.raises(PeerError if mesh.rank else ZeroDivisionError):
+            loss.backward() if direct else session.backward(loss)
+        At.in_backward = staticmethod(lambda place: None)  # type: ignore[assignment]
+        for _ in range(4 - mesh.rank):
+            with pytest.raises((PeerError, RuntimeError)) as error:
+                own.zero_grad()
+            said.append(str(error.value))
+        session.module.load_state_dict(saved[0])
+        own.load_state_dict(saved[1])
+        for step in range(STEPS):
+            own.zero_grad()
+            loss = square(session, step)
+            loss.backward() if direct else session.backward(loss)
+            own.step()
+        found = session.module.state_dict()
+        session.close()
+    return said[1 - mesh.rank :], found
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_updates_in_place_of_a_pass_that_failed_are_refused_until_a_load(direct: bool) -> None:
+    for said, found in run_ranks(2, in_place, direct):
+        assert len(said) == 3 and all("load a checkpoint" in each for each in said), said
+        assert_close(found, plain(2), 1e-11, "after the load")
+
+
 # ---- at random
 
 
