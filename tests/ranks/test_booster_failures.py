@@ -109,7 +109,7 @@ def _beside(folder: str) -> None:
     between the copy of what is there and the exchange would be lost."""
     run = Run(PLUGINS["gemini"]())
     run.steps(0, 1)
-    create, take_along = FileSystem.create, output._take_along
+    create, take_along = FileSystem.create, output.take_along
 
     def later(self: FileSystem, path: str) -> int:
         time.sleep(0.2)
@@ -119,7 +119,7 @@ def _beside(folder: str) -> None:
         take_along(*given)
         time.sleep(0.5)
 
-    with mock.patch.object(FileSystem, "create", later), mock.patch.object(output, "_take_along", slow):
+    with mock.patch.object(FileSystem, "create", later), mock.patch.object(output, "take_along", slow):
         for tag, write in (("a", run.booster.save_model), ("b", run.booster.save_optimizer)):
             run.booster.save_checkpoint(folder, run.model, run.optimizer, tag=tag, use_async=True)
             write(run.model if tag == "a" else run.optimizer, folder, shard=True)
