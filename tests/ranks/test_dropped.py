@@ -21,6 +21,8 @@ from shardwise import deepspeed
 from shardwise.booster import Booster
 from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin
 from shardwise.build import Session, build
+from shardwise.comm import PeerError
+from shardwise.comm.shared import OPEN, STATE
 from shardwise.mesh import Mesh
 from shardwise.plan import Plan, replicated, zero
 from shardwise.strategies.sessions import shard
@@ -206,3 +208,37 @@ def _closed(directory: str) -> None:
 
 def test_what_is_closed_says_so(tmp_path: Path) -> None:
     run_ranks(2, _closed, str(tmp_path))
+
+
+def _left_behind() -> None:
+    """Rank 1 drops its mesh while rank 0 waits for it there."""
+    plan = zero(3)
+    mesh = Mesh.create(plan.mesh, torch.device("cpu"), plan.comm)
+    if dist.get_rank() == 1:
+        del mesh
+        gc.collect()
+        return
+    with pytest.raises(PeerError, match="rank 1 has closed the group"):
+        mesh.world.fence()
+
+
+def test_a_peer_does_not_wait_for_a_group_that_was_dropped() -> None:
+    run_ranks(2, _left_behind)
+
+
+def _in_a_fork() -> None:
+    plan = zero(3)
+    mesh = Mesh.create(plan.mesh, torch.device("cpu"), plan.comm)
+    child = os.fork()
+    if child == 0:  # as a data loader's worker that ends
+        del mesh
+        gc.collect()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert mesh.world._words[mesh.rank][STATE] == OPEN  # type: ignore[attr-defined]
+    assert mesh.world.exchange([float(mesh.rank)]) == [[0.0], [1.0]]
+    mesh.close()
+
+
+def test_what_a_forked_child_drops_stays_the_parents() -> None:
+    run_ranks(2, _in_a_fork)
