@@ -114,8 +114,10 @@ def check_joined() -> None:
     Raises:
         RuntimeError: ``torch.distributed`` is not initialised, so each process would train alone.
     """
+    if dist.is_available() and dist.is_initialized():
+        return  # whatever the launcher left in the environment: Lightning's own has WORLD_SIZE and no RANK
     facts = LaunchFacts.read()
-    if facts.world_size > 1 and not (dist.is_available() and dist.is_initialized()):
+    if facts.world_size > 1:
         raise RuntimeError(
             f"WORLD_SIZE={facts.world_size} in the environment, but torch.distributed is not initialised, so rank "
             f"{facts.rank} would train alone: first call shardwise.mesh.init_distributed(), or "
