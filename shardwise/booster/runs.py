@@ -47,14 +47,14 @@ class Runs:
         self._modules: WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[nn.Module]] = WeakKeyDictionary()
         self._savers: WeakKeyDictionary[nn.Module, Checkpointer] = WeakKeyDictionary()
         self._all: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
-        self._sessions: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._sharded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def add(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         """What boost returns."""
         session = _session(model)
         if session is not None:
             self._all.add(session.checkpoints)
-            self._sessions.add(session)
+            self._sharded.add(model)
             return
         module = unwrap_model(model)
         if optimizer is not None:
@@ -119,9 +119,9 @@ class Runs:
             CheckpointError: the last asynchronous save of one failed; all are closed.
         """
         with ExitStack() as stack:
-            for each in [*self._sessions, *self._savers.values()]:
+            for each in [*map(_session, self._sharded), *self._savers.values()]:
                 stack.callback(each.close)
-        self._sessions.clear()
+        self._sharded.clear()
 
 
 def _torch_run(module: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> TorchRun:
