@@ -55,7 +55,11 @@ def shift_seeds() -> None:
         return
     seed_all, plain = torch.manual_seed, torch.Generator
 
-    class Generator(plain):  # type: ignore[misc, valid-type]
+    class Kind(type(plain)):  # type: ignore[misc]
+        def __instancecheck__(cls, instance: object) -> bool:
+            return isinstance(instance, plain)
+
+    class Generator(plain, metaclass=Kind):  # type: ignore[misc, valid-type]
         shifted = True
 
         def manual_seed(self, seed: int) -> torch.Generator:
