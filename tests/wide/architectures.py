@@ -18,7 +18,7 @@ from tests.parity.sharded import OPTIMIZERS, Run, Setting, Tolerance, check_runs
 from tests.parity.tiers import tier_plan
 from tests.wide.zoo import case_of
 
-__all__ = ["PLANS", "Oracle", "check_kind", "oracle", "train_kind"]
+__all__ = ["PLANS", "Oracle", "check_kind", "oracle", "plan_of", "train_kind"]
 
 _SEARCHED = BySearch(search_range_numel=4096, interval_numel=256, min_chunk_numel=1024)
 PLANS: dict[str, Plan] = {
@@ -40,7 +40,8 @@ CAPACITY = 256 * 2**20
 STEPS = 2
 
 
-def _plan(name: str, directory: str) -> Plan:
+def plan_of(name: str, directory: str) -> Plan:
+    """One of :data:`PLANS`, with its tiers; a disk is in ``directory``."""
     plan = PLANS[name]
     if name in TIERS:
         return plan.but(tiers=tier_plan(TIERS[name], directory))
@@ -62,7 +63,7 @@ def train_kind(kind: str, plans: Sequence[str], directory: str) -> list[Run | st
     meshes: dict[Any, Mesh] = {}
     runs: list[Run | str] = []
     for name in plans:
-        setting = _setting(kind, _plan(name, directory))
+        setting = _setting(kind, plan_of(name, directory))
         key = (setting.plan.mesh, setting.plan.comm.shared_memory)
         if key not in meshes:
             meshes[key] = Mesh.create(setting.plan.mesh, torch.device("cpu"), setting.plan.comm)
@@ -100,7 +101,7 @@ def oracle(kind: str) -> Oracle:
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for p in model.parameters():
-                p *= 1 + 2e-16 * torch.randint(-1, 2, p.shape, generator=generator)
+                p *= 1 + torch.finfo(p.dtype).eps * torch.randint(-1, 2, p.shape, generator=generator).to(p.dtype)
         return model
 
     make = OPTIMIZERS[setting.optimizer]

@@ -220,8 +220,8 @@ def loss_of(model: nn.Module, batch: dict[str, Any]) -> Tensor:
     out = model(**batch)
     found = list(_outputs(dict(out) if hasattr(out, "keys") else out))
     phases = [torch.arange(value.shape[-1] if value.dim() else 1) for value in found]
-    shifted = [value.double() + phase for value, phase in zip(found, phases, strict=True)]
-    return torch.stack([torch.sin(value).mean() for value in shifted]).sum()
+    waves = [torch.sin(value.double() + phase).mean() for value, phase in zip(found, phases, strict=True)]
+    return torch.stack(waves).sum()
 
 
 @functools.cache
