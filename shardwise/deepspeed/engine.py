@@ -168,6 +168,7 @@ class DeepSpeedEngine(nn.Module):
         with watched_step(optimizer, self.settings):
             optimizer.step()
             self._count_step(optimizer)
+        self.zero_grad()  # of .grad nothing is left, as under DeepSpeed
         if self._applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**lr_kwargs)
 
