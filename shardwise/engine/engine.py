@@ -15,13 +15,13 @@ from shardwise.chunk.layout import Layout, make_layout, search_report
 from shardwise.chunk.pool import ChunkPool
 from shardwise.engine.agreement import agreed_build
 from shardwise.engine.casts import cast_floats, each_tensor
-from shardwise.engine.deferred import adopt, initial_values, set_buffer
 from shardwise.engine.description import describe_build
 from shardwise.engine.disk_agreement import agreed
 from shardwise.engine.early import EarlyObserver, EarlyUpdates
 from shardwise.engine.facts import all_names, parameter_facts
 from shardwise.engine.guards import Guards, check_shardable
 from shardwise.engine.hooks import GatherHooks, trace_hooks
+from shardwise.engine.initial import load_initial_values
 from shardwise.engine.masters import MasterEdits, take_over
 from shardwise.engine.meter import MemoryMeter
 from shardwise.engine.outside_trace import of_units
@@ -34,7 +34,6 @@ from shardwise.engine.transforms import outside_transforms
 from shardwise.engine.unfinished import Unfinished, state_of
 from shardwise.engine.visible_grads import VisibleGrads
 from shardwise.engine.weak import weakly
-from shardwise.engine.writer import ValueWriter
 from shardwise.memory.ledger import DeviceMemoryError
 from shardwise.memory.stats import MemStats
 from shardwise.memory.tier import Tier
@@ -79,7 +78,7 @@ class Engine:
         self.ledger = self.storage.ledger
         self.chunks = self.storage.chunks
         self.states = self.storage.states
-        self._load_initial_values()
+        load_initial_values(model, self.params, self.storage, plan, mesh)
         self.master_edits = MasterEdits(self.chunks, self.states)
         self.master_edits.note()
         self.grads = self.storage.make_grads()
@@ -114,38 +113,6 @@ class Engine:
         self._install_hooks()
 
     # ---- set-up
-
-    def _load_initial_values(self) -> None:
-        """Each parameter's whole value exists only while it is cut into its shard (and master)."""
-        index_of = {id(p): i for i, p in enumerate(self.params)}
-        sync = self.plan.comm.sync_init and self.mesh.world.size > 1
-        with ValueWriter(self.storage) as writer:
-            for names, held, value, is_parameter in initial_values(self.model, self.mesh.device):
-                if sync:
-                    value = value.contiguous()
-                    self.mesh.world.broadcast(value, 0)
-                if not is_parameter:
-                    dtype = self.plan.precision.buffer_dtype
-                    cast = value.to(dtype) if dtype is not None and value.is_floating_point() else value
-                    set_buffer(self.model, names, cast)
-                elif isinstance(held, nn.Parameter) and id(held) in index_of:
-                    self._store(writer, held, index_of[id(held)], value)
-                elif isinstance(held, nn.Parameter):
-                    adopt(held, value)  # integer parameters are replicated as they are
-        self._commit()
-        for chunk in self.chunks:
-            if chunk.resident:
-                chunk.point_params()
-            else:
-                chunk.unpoint_params()
-
-    def _store(self, writer: ValueWriter, param: nn.Parameter, index: int, value: torch.Tensor) -> None:
-        writer.store(index, value)
-        chunk_index, slot = self.layout.where[index]
-        dtype = self.chunks[chunk_index].spec.dtype
-        param.grad = None  # from before: it is no part of the first step
-        # The old memory goes now, one parameter at a time.
-        adopt(param, torch.full((), float("nan"), dtype=dtype, device=self.mesh.device).expand(slot.shape))
 
     def _make_pool(self) -> ChunkPool:
         shard = self.plan.shard

@@ -11,81 +11,19 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Protocol
 
 import torch
 
-from shardwise.comm import NOBODY, Buffer, Group, Handle, Party
+from shardwise.comm import NOBODY, Buffer, Party
 from shardwise.engine.grads import ChunkGrads, SlotPool
 from shardwise.engine.hyper_parameters import HyperParameters
 from shardwise.engine.patience import Patience
+from shardwise.engine.reductions import Observer, ThenReplicas, pack_bits, unpack_bits
 from shardwise.memory.ledger import Ledger
 from shardwise.memory.tier import Tier
 from shardwise.mesh import Mesh
 
 __all__ = ["Reducer"]
-
-BITS = 48  # flags per exchanged number; integers below 2**53 are exact
-
-
-def pack_bits(flags: Sequence[bool]) -> list[float]:
-    """Flags as exactly representable numbers, :data:`BITS` each."""
-    words = []
-    for start in range(0, len(flags), BITS):
-        words.append(float(sum(1 << i for i, flag in enumerate(flags[start : start + BITS]) if flag)))
-    return words
-
-
-def unpack_bits(words: Sequence[float], count: int) -> list[bool]:
-    """The ``count`` flags that :func:`pack_bits` made ``words`` of."""
-    return [bool(int(words[i // BITS]) >> (i % BITS) & 1) for i in range(count)]
-
-
-class _ThenReplicas:
-    """A reduce-scatter over the shard group followed by an all-reduce of the shard over the replicas.
-
-    The second part starts when the first is done, and only the oldest operation in flight is ever asked, so all ranks
-    start their second parts in one order.
-    """
-
-    def __init__(self, first: Handle, group: Group, shard: Buffer) -> None:
-        self._first, self._group, self._shard = first, group, shard
-        self._second: Handle | None = None
-
-    def _start(self) -> Handle:
-        if self._second is None:
-            self._first.wait()
-            self._second = self._group.all_reduce(self._shard, 1.0)
-        return self._second
-
-    def finished(self) -> bool:
-        return (self._second is not None or self._first.finished()) and self._start().finished()
-
-    def wait(self) -> None:
-        self._start().wait()
-
-
-class Observer(Protocol):
-    """Whoever wants gradients as soon as they are reduced."""
-
-    def before_result(self, state: ChunkGrads) -> None:
-        """A result for ``state`` is about to be added to what there is."""
-
-    def after_result(self, state: ChunkGrads) -> None:
-        """``state.reduced`` has it."""
-
-    def wait(self) -> list[float]:
-        """At the end of a pass: what was begun is finished. Flags of this rank, in the same order everywhere."""
-
-    @property
-    def must_agree(self) -> bool:
-        """Whether :meth:`agreed` has to be told which flags any rank has, and there can be one result a pass only."""
-
-    def agreed(self, anywhere: Sequence[bool]) -> None:
-        """The flags that any rank has."""
-
-    def dropped(self, optimizer: int | None) -> None:
-        """The gradients of an optimizer (of all, for ``None``) are dropped."""
 
 
 class Reducer:
@@ -290,7 +228,7 @@ class Reducer:
             self._ledger.claim(state.out)
         scattered = self.mesh.shard.reduce_scatter(state.out, whole, self._scale)
         if state.spec.index in self._replica:
-            state.handle = _ThenReplicas(scattered, self.mesh.replicate, self._replica[state.spec.index])
+            state.handle = ThenReplicas(scattered, self.mesh.replicate, self._replica[state.spec.index])
         else:
             state.handle = scattered
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import itertools
 import sys
 from collections.abc import Callable, Iterable
 from types import CodeType, FrameType, ModuleType
@@ -70,5 +71,5 @@ class Interrupts:
 def _after_calls(code: CodeType) -> frozenset[int]:
     instructions = list(dis.get_instructions(code))
     return frozenset(
-        after.offset for one, after in zip(instructions, instructions[1:], strict=False) if one.opname in CALLS
+        after.offset for one, after in itertools.pairwise(instructions) if one.opname in CALLS
     )

@@ -1,0 +1,60 @@
+"""The values that training starts from, of the user's modules or of a deferred construction, go into the shards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from shardwise.engine.deferred import adopt, initial_values, set_buffer
+from shardwise.engine.storage import Storage
+from shardwise.engine.writer import ValueWriter
+from shardwise.mesh import Mesh
+from shardwise.plan import Plan
+
+__all__ = ["load_initial_values"]
+
+
+def load_initial_values(
+    model: nn.Module, params: Sequence[nn.Parameter], storage: Storage, plan: Plan, mesh: Mesh
+) -> None:
+    """Each parameter's whole value exists only while it is cut into its shard (and master). Collective.
+
+    Args:
+        model: the user's module; its parameters belong to the chunks from here on.
+        params: those that are sharded, by index.
+        storage: where they go.
+        plan, mesh: whether rank 0's values are taken, and in which dtype buffers are.
+    """
+    index_of = {id(param): index for index, param in enumerate(params)}
+    sync = plan.comm.sync_init and mesh.world.size > 1
+    with ValueWriter(storage) as writer:
+        for names, held, value, is_parameter in initial_values(model, mesh.device):
+            if sync:
+                value = value.contiguous()
+                mesh.world.broadcast(value, 0)
+            if not is_parameter:
+                dtype = plan.precision.buffer_dtype
+                cast = value.to(dtype) if dtype is not None and value.is_floating_point() else value
+                set_buffer(model, names, cast)
+            elif isinstance(held, nn.Parameter) and id(held) in index_of:
+                writer.store(index_of[id(held)], value)
+                _let_go(held, storage, index_of[id(held)], mesh.device)
+            elif isinstance(held, nn.Parameter):
+                adopt(held, value)  # integer parameters are replicated as they are
+    if storage.store is not None:
+        storage.store.commit()  # from here on that is what is read
+    for chunk in storage.chunks:
+        if chunk.resident:
+            chunk.point_params()
+        else:
+            chunk.unpoint_params()
+
+
+def _let_go(param: nn.Parameter, storage: Storage, index: int, device: torch.device) -> None:
+    """Its old memory goes now, one parameter at a time."""
+    chunk_index, slot = storage.layout.where[index]
+    dtype = storage.chunks[chunk_index].spec.dtype
+    param.grad = None  # from before: it is no part of the first step
+    adopt(param, torch.full((), float("nan"), dtype=dtype, device=device).expand(slot.shape))
