@@ -7,6 +7,7 @@ comes on top of it.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 
@@ -16,6 +17,7 @@ from shardwise.chunk.arrays import ArrayPool
 from shardwise.chunk.chunk import Chunk
 from shardwise.chunk.layout import UnitSpec
 from shardwise.chunk.policy import Trace, choose_victim, next_units
+from shardwise.chunk.turns import in_turn
 from shardwise.comm import DONE, NOBODY, Group, Party, PeerError
 from shardwise.memory.ledger import KEPT, DeviceMemoryError, Ledger
 from shardwise.memory.sizes import size_text
@@ -43,6 +45,7 @@ class ChunkPool:
         party: the model, among those that share ``group``.
 
     Attributes:
+        lock: held by the thread that changes residency.
         on_use: called with every unit that is acquired, before room is made for it.
         on_ready: the same when it can be read.
     """
@@ -79,6 +82,7 @@ class ChunkPool:
         self._ahead_pays = not group.one_sided_gather or group.device.type == "cuda"
         self._bytes = {u: sum(c.spec.padded_bytes for c in cs) for u, cs in self._transient.items()}
         self.arrays = ArrayPool(group.device, (2 + prefetch) * max(self._bytes.values(), default=0))
+        self.lock = threading.RLock()
         self._pins = dict.fromkeys(self._transient, 0)
         self._held: set[int] = set()
         self._renewing: dict[int, list[Chunk]] = {}
@@ -124,16 +128,19 @@ class ChunkPool:
         """Gathered bytes of every unit (what is resident does not count)."""
         return self._bytes
 
+    @in_turn
     def begin_forward(self, training: bool) -> None:
         """A forward pass begins. One that makes no graph has a trace of its own and does not disturb the step's."""
         self.trace = self._training if training else self._evaluation
 
+    @in_turn
     def end_forward(self) -> None:
         """A forward pass ended; see :meth:`begin_forward`."""
         if self.trace is self._evaluation:
             self._evaluation.end_step()
             self.trace = self._training
 
+    @in_turn
     def acquire(self, unit: int, pin: bool = False) -> None:
         """Make a unit's parameters readable; with ``pin`` they stay so until :meth:`unpin`."""
         # Pinned meanwhile in any case: room that is made for others must not be made of this unit.
@@ -154,6 +161,7 @@ class ChunkPool:
         finally:
             self._pins[unit] -= not kept
 
+    @in_turn
     def used_in_transform(self, unit: int) -> None:
         """A ``torch.func`` transform uses the unit, which is gathered."""
         for chunk in self._transient[unit]:
@@ -209,6 +217,7 @@ class ChunkPool:
             fitting.append(soon)
         return fitting
 
+    @in_turn
     def unpin(self, unit: int) -> None:
         """The unit may be evicted at a later acquire."""
         if self._pins[unit] <= 0:
@@ -219,6 +228,7 @@ class ChunkPool:
         """The resident ``chunk`` has a gather under way (``chunk.pending``), to be waited for at its first use."""
         self._renewing.setdefault(chunk.spec.unit, []).append(chunk)
 
+    @in_turn
     def settle(self) -> None:
         """Wait for all such gathers."""
         for unit in list(self._renewing):
@@ -230,6 +240,7 @@ class ChunkPool:
                 chunk.pending.wait()
                 chunk.pending = None
 
+    @in_turn
     def acquire_all(self) -> None:
         """Gather and pin everything (``gathered()``), as copies: views of them may outlive it. :meth:`release_all` ends
         it."""
@@ -249,6 +260,7 @@ class ChunkPool:
         self.finish_phase()
         self.all_held = True
 
+    @in_turn
     def release_all(self) -> None:
         """End of :meth:`acquire_all`."""
         self.all_held = False
@@ -258,6 +270,7 @@ class ChunkPool:
                 chunk.allow_holders()  # lists of parameters that were made inside and are kept
         self._make_room(None)
 
+    @in_turn
     def invalidate(self, everything: bool = False) -> None:
         """After an update: gathered copies of trainable chunks (or of all) are stale. Ends the trace's step."""
         for unit in list(self._held):
@@ -267,6 +280,7 @@ class ChunkPool:
         self._training.end_step()
         self.arrays.trim()
 
+    @in_turn
     def finish_phase(self) -> None:
         """At the end of a forward or backward pass: take part in the gathers of ranks that use more than this one."""
         if not self._agrees or self.all_held:
@@ -305,6 +319,7 @@ class ChunkPool:
         """Whether its parameters are held, so that pointing them elsewhere would change what others read."""
         return any(chunk.is_read for chunk in self._transient[unit])
 
+    @in_turn
     def drop_idle(self) -> None:
         """Evict everything that nothing reads."""
         for unit in [u for u in self._held if not self._pins[u] and not self._is_read(u)]:
@@ -312,6 +327,7 @@ class ChunkPool:
             self._evict(unit)
         self.arrays.drop()
 
+    @in_turn
     def drop_changed(self) -> None:
         """The gathered arrays are not what the shards are any more: evict all of them."""
         for unit in [u for u in self._held if not self._pins[u]]:

@@ -105,10 +105,11 @@ class Guards:
 
     def check_edits(self, values: bool, held: bool) -> None:
         """See :meth:`Edits.check_placed`; inside ``gathered()`` writing is allowed."""
-        writable = self._pool.all_held
-        self.edits.check_placed(values and not writable)
-        if not writable:
-            self.edits.check_written(held)
+        with self._pool.lock:  # another thread may be gathering
+            writable = self._pool.all_held
+            self.edits.check_placed(values and not writable)
+            if not writable:
+                self.edits.check_written(held)
 
     def check(self) -> None:
         """Every parameter is still the one that was sharded, where the engine put it.

@@ -6,6 +6,7 @@ the first step records, at every use of a unit, how much the rest takes; later s
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -49,6 +50,7 @@ class MemoryMeter:
         self._pool: ChunkPool | None = None
         self._recorder: MemoryRecorder | None = None
         self._depth = 0
+        self._thread = 0
         # Peaks of a GPU's allocator are reset to be measured, which users notice; so only while a trace is needed.
         self._always = device.type == "cpu"
 
@@ -80,7 +82,17 @@ class MemoryMeter:
             self.leave()
 
     def enter(self) -> None:
-        """A forward pass begins; :meth:`leave` ends it, and :meth:`leave_all` whatever was not left."""
+        """A forward pass begins; :meth:`leave` ends it, and :meth:`leave_all` whatever was not left.
+
+        Raises:
+            RuntimeError: another thread's has not ended; what operations make is counted for one thread.
+        """
+        if self._depth and self._elsewhere():
+            raise RuntimeError(
+                f"thread {threading.get_ident()} runs the model while thread {self._thread} does, under a declared "
+                "device capacity: hold a lock around each use of the model, or declare no capacity"
+            )
+        self._thread = threading.get_ident()
         if self._depth == 0 and (self._always or self._recorder is not None):
             # Every pass that ended well was looked at; what is left is of one that failed, or of before.
             self._tracker.take_peak()
@@ -89,9 +101,13 @@ class MemoryMeter:
 
     def leave(self) -> None:
         """See :meth:`enter`."""
-        if self._depth:
+        if self._depth and not self._elsewhere():
             self._depth -= 1
             self._tracker.__exit__(None, None, None)
+
+    def _elsewhere(self) -> bool:
+        """Whether the pass that began is another thread's. On a GPU autograd has threads of its own."""
+        return self._thread != threading.get_ident() and torch._C._current_graph_task_id() == -1
 
     def forward_ended(self) -> None:
         """A forward pass ended well.

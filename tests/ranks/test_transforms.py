@@ -104,7 +104,7 @@ def on_rank(plan: Plan) -> dict[str, dict[str, Tensor]]:
         return transformed(plan, mesh)
 
 
-@pytest.mark.parametrize("name", ["shared", "gloo", pytest.param("alone", marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("name", ["alone", "gloo", pytest.param("shared", marks=pytest.mark.campaign)])
 def test_transforms_of_the_whole_model(name: str) -> None:
     model = seeded(Net)
     optimizer = sgd(model)
