@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shardwise.comm import LocalGroup
-from shardwise.engine.norm import clip_factor, global_norm
+from shardwise.engine.norm import clip_factor, each_norm, global_norm
 
 NAN, INF = math.nan, math.inf
 P = [1.0, 2.0, 3.0, 0.5, INF]
@@ -96,3 +96,44 @@ def test_clip_factor_edges() -> None:
     assert clip_factor(INF, 1.0) == 0.0
     # NaN must stay visible: a factor of 1 would hide it, 0 would not make the gradients finite either.
     assert math.isnan(clip_factor(NAN, 1.0))
+
+
+@pytest.mark.parametrize("p", P)
+def test_each_norm(p: float) -> None:
+    """Of parts over two ranks, of what nobody has, and where the powers overflow; parts of a model are counted once."""
+    generator = torch.Generator().manual_seed(2)
+    mine = [torch.randn(5, generator=generator), None, torch.full((3,), 1e30), torch.empty(0, dtype=torch.bfloat16)]
+    theirs = torch.randn(4, generator=generator)
+
+    def share(value: Tensor) -> float:
+        norm = float(torch.linalg.vector_norm(value.double(), p))
+        return norm if p == math.inf else norm**p
+
+    class Peers(LocalGroup):
+        """Another rank with ``theirs`` of the first gradient and as much of the third."""
+
+        def __init__(self, shares: Sequence[float]) -> None:
+            super().__init__("peers", torch.device("cpu"))
+            self.shares = list(shares)
+
+        def exchange(self, values: Sequence[float], purpose: str = "") -> list[list[float]]:
+            assert len(values) == len(self.shares) == 4
+            return [list(values), self.shares]
+
+    whole = [torch.cat([mine[0], theirs]), torch.zeros(1), torch.full((6,), 1e30), torch.zeros(1)]  # type: ignore[list-item]
+    expected = [float(torch.linalg.vector_norm(each.double(), p)) for each in whole]
+    peers = Peers([share(theirs), 0.0, share(torch.full((3,), 1e30)), 0.0])
+    assert each_norm(mine, p, peers, None, [False] * 4) == pytest.approx(expected, rel=1e-5)
+    # The other ranks of the model have the same again of a divided one, and of one that is not.
+    parts = Peers([share(each) for each in whole])
+    twice = [float(torch.linalg.vector_norm(torch.cat([each, each]).double(), p)) for each in whole]
+    divided = [True, False, False, False]
+    found = each_norm(mine, p, peers, parts, divided)
+    assert found == pytest.approx([twice[0], *expected[1:]], rel=1e-5)
+
+
+def test_each_norm_of_what_is_not_finite() -> None:
+    values = [torch.tensor([1.0, math.nan]), torch.tensor([math.inf, 1.0]), torch.tensor([3.0, 4.0])]
+    for p in (2.0, math.inf):
+        nan, infinite, finite = each_norm(values, p, ALONE, None, [False] * 3)
+        assert math.isnan(nan) and infinite == math.inf and finite == (5.0 if p == 2.0 else 4.0)
