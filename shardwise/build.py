@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from shardwise.checkpoint.session import Checkpointer
+from shardwise.engine.collective import collective
 from shardwise.engine.deferred_record import is_recording, recorders
 from shardwise.engine.engine import Engine
 from shardwise.engine.memory import MemoryReport
@@ -55,6 +56,7 @@ class Session:
         """Backward passes inside are not reduced (plans that keep whole gradients only)."""
         return self.engine.no_sync()
 
+    @collective("full_gradients()")
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """The gradients that the next step would apply, before clipping: averaged over ranks and unscaled, full shape.
 
@@ -174,7 +176,8 @@ def build(
         if mesh is None:
             mesh = Mesh.create(plan.mesh, device or default_device(), plan.comm)
             undo.callback(mesh.close)
-        engine = Engine(model, optimizers, plan, mesh)
+        with mesh.doing("build()"):
+            engine = Engine(model, optimizers, plan, mesh)
         undo.callback(engine.close)  # its hooks and files
         scaler = LossScaler(plan.precision.scaler) if plan.precision.scaler is not None else None
         wrapped = []

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.comm import Members, destroy, let_go_with, timeout_s
+from shardwise.comm import Activity, Members, destroy, let_go_with, timeout_s
+from shardwise.comm.control import Control
 
 __all__ = ["Ranks"]
 
@@ -23,9 +24,12 @@ class Ranks:
         own: a communicator of its own, for a thread beside training. Otherwise the group's serves where it takes
             tensors of the host.
         members: the group of the run's mesh; ``None``: all ranks.
+        activity: what this rank is doing, for messages.
     """
 
-    def __init__(self, own: bool, members: Members | None = None) -> None:
+    def __init__(self, own: bool, members: Members | None = None, activity: Activity | None = None) -> None:
+        self._activity = activity
+        self._control: Control | None = None
         self._group: Any = None
         self._own: list[dist.ProcessGroup] = []
         self.rank, self.size = 0, 1
@@ -48,19 +52,13 @@ class Ranks:
         """Every rank's JSON-able ``value``. Collective.
 
         Raises:
-            RuntimeError: a peer died, or did not come in time.
+            PeerError: a peer died, or did not come in time.
         """
-        text = json.dumps(value).encode()
         if self._group is None:
-            return [json.loads(text)]
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(sizes, torch.tensor([len(text)]), group=self._group)
-        longest = max(int(size) for size in sizes)
-        mine = torch.zeros(longest, dtype=torch.uint8)
-        mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        rows = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
-        dist.all_gather(rows, mine, group=self._group)
-        return [json.loads(row[: int(size)].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
+            return [json.loads(json.dumps(value))]
+        if self._control is None:
+            self._control = Control("ranks of a checkpoint", self._group, self._activity)
+        return self._control.exchange_object(value)[0]
 
     def send(self, tensor: torch.Tensor, rank: int) -> None:
         """A contiguous tensor of the host to ``rank``, which calls :meth:`receive`."""
@@ -73,5 +71,5 @@ class Ranks:
 
     def close(self) -> None:
         """Give it back. Safe to call twice."""
-        self._group = None
+        self._group = self._control = None
         destroy(self._own)

@@ -109,6 +109,9 @@ class Run(Protocol):
     def gather(self, value: object, /) -> list[Any]:
         """Every rank's JSON-able ``value``."""
 
+    def doing(self, what: str) -> AbstractContextManager[None]:
+        """Around what all ranks have to call; errors of ranks that do not meet then tell it."""
+
     def world(self) -> Mapping[str, int]:
         """The sizes of this run, for information."""
 
@@ -127,6 +130,7 @@ class EngineRun:
 
     def __init__(self, session: Trained) -> None:
         self._session = session
+        self._purpose = "what a checkpoint needs"
         mesh = session.mesh
         self.rank, self.size, self.device, self.members = mesh.rank, mesh.size, mesh.device, mesh.members
 
@@ -136,7 +140,17 @@ class EngineRun:
 
     def gather(self, value: object, /) -> list[Any]:
         """Every rank's JSON-able ``value``. Collective."""
-        return self._session.mesh.world.exchange_object(value)
+        return self._session.mesh.world.exchange_object(value, self._purpose)
+
+    @contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        """See :meth:`Mesh.doing`. The first word of ``what`` ("saving") is the same on all ranks that do the same."""
+        before, self._purpose = self._purpose, f"what {what.split()[0]} needs"
+        try:
+            with self._session.mesh.doing(what):
+                yield
+        finally:
+            self._purpose = before
 
     def world(self) -> dict[str, int]:
         """The mesh."""

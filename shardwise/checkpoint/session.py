@@ -95,30 +95,31 @@ class Checkpointer:
             raise ValueError(f"step={step!r}: give a whole number, or None for the number of updates")
         step = self.steps if step is None else int(step)
         tag = check_tag(f"step-{step}" if tag is None else tag)
-        self.wait()
-        run = self._run
-        run.settle()
-        given = Given(step, self.steps, lr_schedulers, data_position, user_state)
-        owner = self._root(os.fspath(root)) if run.rank == 0 else None
-        hidden, serial, first_digests = self._prepare(owner, os.fspath(root), tag)
-        contents: Contents | None = None
-        failure: Exception | None = None
-        try:
-            contents = Contents(run, given, first_digests)
-        except Exception as error:  # the others learn of it when they agree on what was written
-            failure = error
+        with self._run.doing(f"saving checkpoint {tag!r} in {os.fspath(root)}"):
+            self.wait()
+            run = self._run
+            run.settle()
+            given = Given(step, self.steps, lr_schedulers, data_position, user_state)
+            owner = self._root(os.fspath(root)) if run.rank == 0 else None
+            hidden, serial, first_digests = self._prepare(owner, os.fspath(root), tag)
+            contents: Contents | None = None
+            failure: Exception | None = None
+            try:
+                contents = Contents(run, given, first_digests)
+            except Exception as error:  # the others learn of it when they agree on what was written
+                failure = error
 
-        def values() -> Iterator[torch.Tensor]:
-            if failure is not None or contents is None:
-                raise failure or RuntimeError(f"no contents ({contents}); report this")
-            return contents.values()
+            def values() -> Iterator[torch.Tensor]:
+                if failure is not None or contents is None:
+                    raise failure or RuntimeError(f"no contents ({contents}); report this")
+                return contents.values()
 
-        job = SaveJob(run.rank, owner, self._files, hidden, Head(tag, serial, step, this_process()), contents, keep)
-        if use_async:
-            self._start(job, values)
-        else:
-            job.run(lambda: map(as_bytes, values()), run.gather)
-        return os.path.join(os.fspath(root), tag)
+            job = SaveJob(run.rank, owner, self._files, hidden, Head(tag, serial, step, this_process()), contents, keep)
+            if use_async:
+                self._start(job, values)
+            else:
+                job.run(lambda: map(as_bytes, values()), run.gather)
+            return os.path.join(os.fspath(root), tag)
 
     def _root(self, root: str) -> CheckpointRoot:
         return CheckpointRoot(root, self._files, self.latest, self._damaged, self._owners)
@@ -221,7 +222,8 @@ class Checkpointer:
             ValueError: names or shapes do not fit; nothing was changed.
         """
         self.wait()
-        restored = restore(self._run, os.fspath(root), tag, strict, lr_schedulers)
+        with self._run.doing(f"loading checkpoint {tag!r} of {os.fspath(root)}"):
+            restored = restore(self._run, os.fspath(root), tag, strict, lr_schedulers)
         if restored is not None:
             self.steps = restored.updates
             self._damaged.discard(os.path.realpath(restored.path))

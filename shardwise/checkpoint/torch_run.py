@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.run import Scaler
+from shardwise.comm import Activity
 from shardwise.engine.fragments import EXTRA_STATE, Block, Fill, Fragment, FragmentPlan, Stored, TensorShape
 from shardwise.engine.names import StateNames
 
@@ -90,6 +91,7 @@ class TorchRun:
         self._module = None if module is None else weakref.ref(module)
         self.optimizers = () if optimizer is None else (TorchTrainer(optimizer, scaler),)
         self._ranks: Ranks | None = None
+        self._activity = Activity()
 
     @property
     def members(self) -> None:
@@ -112,8 +114,12 @@ class TorchRun:
     def gather(self, value: object, /) -> list[Any]:
         """Every rank's JSON-able ``value``. Collective."""
         if self._ranks is None or self._ranks.size != self.size:
-            self._ranks = Ranks(own=False)
+            self._ranks = Ranks(own=False, activity=self._activity)
         return self._ranks.gather(value)
+
+    def doing(self, what: str) -> AbstractContextManager[None]:
+        """What the errors of ranks that do not meet tell."""
+        return self._activity.doing(what)
 
     def world(self) -> dict[str, int]:
         """The number of ranks."""

@@ -356,15 +356,17 @@ class Engine:
     @contextlib.contextmanager
     def gathered(self, write_back: bool = False) -> Iterator[None]:
         """Full parameters in place, gathered once (every rank enters). With ``write_back`` changes are kept."""
-        self.pool.acquire_all()
-        if self.plan.comm.gather_on_use:
-            self.mesh.shard.fence()  # nobody writes while a peer's renewal still reads
+        with self.mesh.doing("gathered()"):
+            self.pool.acquire_all()
+            if self.plan.comm.gather_on_use:
+                self.mesh.shard.fence()  # nobody writes while a peer's renewal still reads
         self.guards.edits.allow()
         try:
             yield
             self.guards.check_edits(values=False, held=False)
             if write_back:
-                self.write_back()
+                with self.mesh.doing("gathered(write_back=True)"):
+                    self.write_back()
         finally:
             self.pool.release_all()
             if write_back:

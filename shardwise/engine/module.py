@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from shardwise.chunk.chunk import Chunk
+from shardwise.engine.collective import collective
 from shardwise.engine.disk_agreement import agreed
 from shardwise.engine.engine import Engine
 from shardwise.engine.memory import MemoryReport, memory_report
@@ -136,6 +137,7 @@ class ShardedModule(nn.Module):
                     part = stack.enter_context(chunk.opened())
             return gather_shards(mesh.shard, part.to(chunk.device))
 
+    @collective("state_dict() of the model")
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The full state on every rank, on the host, in the module's own order and names. Collective."""
         full = {n: v.cpu() if isinstance(v, torch.Tensor) else v for n, v in self.full_state()}
@@ -146,6 +148,7 @@ class ShardedModule(nn.Module):
         """Names and shapes of :meth:`state_dict` without gathering; the values of parameters are not to be read."""
         return self._engine.guards.state_names().layout(self._engine.params)
 
+    @collective("load_state_dict() of the model")
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Take over a full state; every rank gives it and keeps its part (fp32 masters included).
 

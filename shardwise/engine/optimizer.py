@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from shardwise.engine.collective import collective
 from shardwise.engine.engine import Engine
 from shardwise.engine.grads import ChunkGrads
 from shardwise.engine.hyper_parameters import HyperParameters
@@ -351,6 +352,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """See :meth:`OptimizerState.params_by_group`."""
         return self._full.params_by_group()
 
+    @collective("state_dict() of an optimizer")
     def state_dict(self) -> dict[str, Any]:
         """Full state on every rank, keyed as plain torch keys it, and ``scaler`` if there is one. Collective."""
         self.engine.undo_early("a state")
@@ -363,6 +365,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """See :meth:`TileUpdates.undone_on_error`."""
         return self._updates.undone_on_error()
 
+    @collective("load_state_dict() of an optimizer")
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a full state (ours or plain torch's for the same parameters); each rank keeps its part.
 

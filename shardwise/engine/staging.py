@@ -19,6 +19,8 @@ def gather_shards(group: Group, shard: torch.Tensor) -> torch.Tensor:
     """All ranks' equally long 1-D ``shard`` tensors (any float dtype) in rank order, a new tensor. Collective."""
     if group.size == 1:
         return shard.clone()
+    if not group.one_sided_gather:  # a rank that is at something else is told so; fences tell it where memory is shared
+        group.exchange([float(shard.numel())], "a gather of shards")
     staging = _staging(group, shard.numel(), shard.dtype)
     staging.local.copy_(shard)
     group.fence()

@@ -1,0 +1,26 @@
+"""Calls that every rank has to make and few make often: what they are is told where ranks do not meet."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+__all__ = ["collective"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def collective(what: str) -> Callable[[F], F]:
+    """A method of something that has an ``engine``: while it runs this rank is doing ``what``; see
+    :meth:`shardwise.mesh.Mesh.doing`."""
+
+    def wrap(method: F) -> F:
+        @functools.wraps(method)
+        def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with self.engine.mesh.doing(what):
+                return method(self, *args, **kwargs)
+
+        return called  # type: ignore[return-value]
+
+    return wrap

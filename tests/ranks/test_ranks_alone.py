@@ -1,0 +1,120 @@
+"""One rank alone in a call that every rank has to make: each is told what the other was doing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from engine_setup import PLANS, adam, data, seeded
+from torch import nn
+
+from shardwise.build import Session, build
+from shardwise.comm import PeerError
+from shardwise.mesh import Mesh
+from shardwise.testing import run_ranks
+
+Call = Callable[[Session, str], object]
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+
+
+def save(session: Session, folder: str) -> object:
+    return session.checkpoints.save(folder, "alone")
+
+
+def load(session: Session, folder: str) -> object:
+    return session.checkpoints.load(folder, "before")
+
+
+def model_state(session: Session, _: str) -> object:
+    return session.module.state_dict()
+
+
+def optimizer_state(session: Session, _: str) -> object:
+    assert session.optimizer is not None
+    return session.optimizer.state_dict()
+
+
+def gradients(session: Session, _: str) -> object:
+    return session.full_gradients()
+
+
+def gathered(session: Session, _: str) -> None:
+    with session.module.gathered(write_back=True):
+        pass
+
+
+def train(session: Session, _: str) -> None:
+    session.backward(session.module(data(session.mesh.rank, 1)).square().sum())
+    session.optimizer.step()  # type: ignore[union-attr]
+
+
+def nothing(session: Session, _: str) -> None:
+    pass
+
+
+CALLS: dict[Call, str] = {
+    save: "saving checkpoint 'alone' in ",
+    load: "loading checkpoint 'before' of ",
+    model_state: "state_dict() of the model",
+    optimizer_state: "state_dict() of an optimizer",
+    gradients: "full_gradients()",
+    gathered: "gathered(",
+}
+
+
+def alone(plan: str, first: Call, second: Call, folder: str, seconds: float) -> str:
+    """Rank 0 makes the first call, rank 1 the second, in a group whose ranks wait for so long."""
+    group = dist.new_group(timeout=timedelta(seconds=seconds), backend="gloo")
+    mesh = Mesh.create(PLANS[plan].mesh, torch.device("cpu"), PLANS[plan].comm, group)
+    model = seeded(net)
+    session = build(model, adam(model), PLANS[plan], mesh)
+    train(session, folder)
+    session.checkpoints.save(folder, "before")
+    session.backward(session.module(data(mesh.rank, 0)).square().sum())
+    told = ""
+    try:
+        (first if mesh.rank == 0 else second)(session, folder)
+    except PeerError as error:
+        told = str(error)
+    dist.barrier()
+    return told
+
+
+CASES = [(call, plan) for call in CALLS for plan in ("zero3", "zero3_gloo") if (call, plan) != (gathered, "zero3_gloo")]
+
+
+@pytest.mark.parametrize(("call", "plan"), CASES)
+def test_a_rank_that_trains_on_and_one_that_is_alone_in_a_call_are_told_at_once(
+    call: Call, plan: str, tmp_path: object
+) -> None:
+    first, second = run_ranks(2, alone, plan, call, train, str(tmp_path), 60.0)
+    assert CALLS[call] in first, first
+    assert CALLS[call] in second, second
+
+
+def test_two_different_calls_are_told_of_each_other(tmp_path: object) -> None:
+    for told in run_ranks(2, alone, "zero3", save, load, str(tmp_path), 60.0):
+        assert "rank 0: what saving needs (1 values) while saving checkpoint 'alone' in " in told
+        assert "rank 1: what loading needs (1 values) while loading checkpoint 'before' of " in told
+        assert "every rank has to make such a call" in told
+
+
+@pytest.mark.parametrize("plan", ["zero3", "zero3_gloo"])
+def test_who_waits_in_vain_says_in_what_and_who_did_not_come(plan: str, tmp_path: object) -> None:
+    told, _ = run_ranks(2, alone, plan, save, nothing, str(tmp_path), 1.5)
+    assert "rank 0 is in: saving checkpoint 'alone' in " in told, told
+    assert "rank 1 is in no such call, its last was: saving checkpoint 'before' in " in told, told
+
+
+def test_a_gather_of_everything_is_served_by_a_forward_pass_and_told_where_the_next_does_not_come(
+    tmp_path: object,
+) -> None:
+    """Over gloo each gather is agreed, so one rank's whole model may be gathered beside the other's pass."""
+    _, told = run_ranks(2, alone, "zero3_gloo", gathered, train, str(tmp_path), 1.5)
+    assert "rank 0 is in no such call, its last was: gathered(write_back=True)" in told, told
