@@ -94,6 +94,7 @@ class DiskTile:
 
     def start(self) -> None:
         """Begin to read."""
+        self._give_back()  # what an interrupt has left
         self._take(self._values, self._sizes.values_bytes)
         if self._state is not None and self._entries:
             self._take(self._state, self._sizes.state_bytes)
@@ -151,9 +152,12 @@ class DiskTile:
         try:
             self._wait()
         finally:
-            while self._buffers:
-                self._store.give(self._buffers[0])  # waits for transfers whose handle was lost
-                del self._buffers[0]
+            self._give_back()
+
+    def _give_back(self) -> None:
+        while self._buffers:
+            # It waits for transfers whose handle was lost. Out of the list first: what nobody holds becomes free.
+            self._store.give(self._buffers.pop(0))
 
     def finished(self) -> bool:
         """Whether :meth:`finish` would not have to wait."""
@@ -224,9 +228,8 @@ class DiskTile:
             state = self._optimizer.state.get(self.tile.pieces[entry.piece].value, {})
             if entry.key in state:
                 state[entry.key] = state[entry.key].clone()
-        for buffer in self._buffers[1:]:
-            self._store.give(buffer)
-        del self._buffers[1:]
+        while len(self._buffers) > 1:
+            self._store.give(self._buffers.pop())
 
     def replace(self, states: Sequence[dict[str, Any] | None]) -> None:
         """Write other state, one dict a piece (``None``: never stepped), in place of what there is."""
@@ -337,7 +340,7 @@ class TileVisits:
                 tile.save()
                 self._visited[tile] = None
                 while self._writing and (len(self._writing) > max(self._depth // 2, 1) or self._writing[0].finished()):
-                    self._writing.popleft().finish()
+                    self._finish_oldest()
                 self._read_ahead()
             except BaseException:
                 self.release()
@@ -347,16 +350,21 @@ class TileVisits:
 
     def _bring(self, tile: DiskTile) -> None:
         if tile in self._reading:
+            self._writing.append(tile)  # for a moment in both, rather than in none
             self._reading.remove(tile)
-            self._writing.append(tile)
             return
         while len(self._reading) + len(self._writing) >= self._depth:
             if self._writing:
-                self._writing.popleft().finish()
+                self._finish_oldest()
             else:
-                _leave(self._reading.pop())  # it is expected, but others come first
+                _leave(self._reading[-1])  # it is expected, but others come first
+                self._reading.pop()
         self._writing.append(tile)
         tile.start()
+
+    def _finish_oldest(self) -> None:
+        self._writing[0].finish()
+        self._writing.popleft()  # only now: it holds buffers until then, also if this is interrupted
 
     def drain(self) -> None:
         """Wait until all that was visited is written.
@@ -367,7 +375,7 @@ class TileVisits:
         with self._lock:
             try:
                 while self._writing:
-                    self._writing.popleft().finish()
+                    self._finish_oldest()
             except BaseException:
                 self.release()
                 raise

@@ -307,11 +307,11 @@ class TileUpdates:
         """Update copies of the tile's values and state; only ``shard`` changes."""
         state = self.optimizer.state
         kept = [(piece, piece.value.data, state.get(piece.value)) for piece in tile.pieces]
-        for piece, values, entry in kept:
-            piece.value.data = values.clone()
-            if entry is not None:
-                state[piece.value] = {key: _copy(value) for key, value in entry.items()}
         try:
+            for piece, values, entry in kept:
+                piece.value.data = values.clone()
+                if entry is not None:
+                    state[piece.value] = {key: _copy(value) for key, value in entry.items()}
             update(tile, shard)
             with torch.no_grad():
                 for piece in self._stepper.live(tile):
