@@ -358,14 +358,14 @@ class ChunkPool:
         units = [float(u) for u in wanted] + [NO_UNIT] * (width - len(wanted))
         posts = self.group.exchange(units, "what to gather", self._party)
         if any(FAILED in post for post in posts):
-            raise self._told_of([rank for rank, post in enumerate(posts) if FAILED in post])
+            raise self.ledger.short_elsewhere(self.group.name, [rank for rank, post in enumerate(posts) if FAILED in post])
         union = sorted({int(u) for post in posts for u in post if u != NO_UNIT})
         if self.ledger.capacity_bytes is not None and len({frozenset(post) for post in posts}) > 1:
             fits = self._others_fit(set(union) - set(wanted), wanted)
             purpose = "whether the device has room for what others gather"
             posts = self.group.exchange([float(fits)], purpose, self._party)
             if not all(post[0] for post in posts):
-                raise self._told_of([rank for rank, post in enumerate(posts) if not post[0]])
+                raise self.ledger.short_elsewhere(self.group.name, [rank for rank, post in enumerate(posts) if not post[0]])
         for unit in union:
             if unit in wanted:
                 self._start(unit)
@@ -402,14 +402,6 @@ class ChunkPool:
         """Sizes of what is to be allocated for them."""
         chunks = [chunk for unit in units if unit not in self._held for chunk in self._transient[unit]]
         return [(chunk.spec.padded_numel, chunk.spec.dtype) for chunk in chunks]
-
-    def _told_of(self, ranks: Sequence[int]) -> DeviceMemoryError:
-        error = DeviceMemoryError(
-            f"ranks {list(ranks)} of {self.group.name} have not enough device memory for this pass; see their messages "
-            f"(this rank's {self.ledger.device} has {size_text(self.ledger.free_bytes() or 0)} left)"
-        )
-        error.told = True
-        return error
 
     def _take_part(self, unit: int) -> None:
         """Gather for the others' sake; the array is dropped at once, or overwritten with the same values if held."""

@@ -124,6 +124,15 @@ class Ledger:
             raise DeviceMemoryError(self._message(what, total))
         self.peak_bytes = max(self.peak_bytes, total)
 
+    def short_elsewhere(self, group: str, ranks: Sequence[int]) -> DeviceMemoryError:
+        """What this rank raises where others, ``ranks`` of ``group``, have too little."""
+        error = DeviceMemoryError(
+            f"ranks {list(ranks)} of {group} have not enough device memory for this pass; see their messages "
+            f"(this rank's {self.device} has {size_text(self.free_bytes() or 0)} left)"
+        )
+        error.told = True
+        return error
+
     def _message(self, what: str, total: int) -> str:
         capacity = self.capacity_bytes or 0
         held = sorted(self.held().items(), key=lambda item: -item[1])
