@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 import pytest
 import torch
-from engine_setup import data, one_mesh, seeded, sharded
-from saving_setup import OPS, ROWS, WAYS, Table, ops_of
+from engine_setup import data, one_mesh, seeded, sharded, told
+from saving_setup import OPS, ROWS, WAYS, Table, ops_of, plainly
 from torch import Tensor, nn
 
 from shardwise.mesh import Mesh
@@ -87,3 +87,24 @@ def test_some_over_gloo() -> None:
 def test_every_operator_on_its_own(plan: Plan, way: str) -> None:
     compare(plan, [way], each=True)
     compare(plan, [way])
+
+
+def stale(plan: Plan) -> dict[str, str]:
+    """What the backward pass of a graph from before an update says."""
+    found = {}
+    with one_mesh(plan) as mesh:
+        for way in ("plainly", "without_hooks", "under_identity", "graph_inside", "mapped", "penalty"):
+            table = seeded(lambda: Table(["layer_norm", "mul", "linear"]))
+            with sharded(table, plain_sgd(table), plan, mesh) as session:
+                late = WAYS[way](table, session.module, data(0, 0, rows=ROWS).requires_grad_())
+                session.backward(plainly(table, session.module, data(0, 1, rows=ROWS)))
+                session.optimizer.step()
+                found[way] = told(late.backward)
+    return found
+
+
+@pytest.mark.parametrize("plan", [SHARED, GLOO], ids=["shared", "gloo"])
+def test_graphs_from_before_an_update_are_refused(plan: Plan) -> None:
+    for found in run_ranks(2, stale, plan):
+        for way, message in found.items():
+            assert "inplace operation" in message or "since the forward pass" in message, way
