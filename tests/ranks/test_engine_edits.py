@@ -57,7 +57,8 @@ def assigned_frozen(model: nn.Module) -> None:
 
 
 def cast(model: nn.Module) -> None:
-    model[2].half()
+    for param in model[2].parameters():
+        param.data = param.data.half()
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from engine_setup import PLANS, data, loss_of, one_mesh, run_plain, seeded, sgd, sharded, told
+from engine_setup import PLANS, adam, data, loss_of, one_mesh, run_plain, seeded, sgd, sharded, told
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -179,8 +179,7 @@ def program(model: nn.Module, rank: int, step: int) -> object:
 
 def harmless(plan: Plan) -> tuple[State, State]:
     model = seeded(Net)
-    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.05, eps=1e-4)
-    with sharded(model, optimizer, plan) as session:
+    with sharded(model, adam(model), plan) as session:
         before = session.module.state_dict()
         torch.manual_seed(5)
         changed(model)
