@@ -1,7 +1,7 @@
 # Everything runs from a plain Python and make: each target first makes .venv and installs what it needs, once.
 # A second run finds the stamp and starts at once. PYTHON=... chooses the interpreter, VENV=... the folder.
 .DEFAULT_GOAL := help
-.PHONY: help demo test campaign faults lint types arch bench clean venv dev
+.PHONY: help demo test numbers campaign faults lint types arch bench clean venv dev
 
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
 PYTHON ?= $(shell for p in python3 python3.12 python3.11; do $$p -c '$(SUPPORTED)' 2>/dev/null && echo $$p && break; done)
@@ -15,10 +15,14 @@ BENCH ?=
 TESTS ?= tests
 WORKERS ?= 2
 KILLS ?= 1000
+SHIFT ?= 1
+NUMBERS ?= tests/ranks/test_booster_replicas.py tests/ranks/test_booster_lora.py tests/ranks/test_sharded_groups.py \
+  tests/ranks/test_engine_checkpointing.py tests/parity/test_random_graphs.py
 
 help:
 	@echo "make demo      train a byte-level GPT over 2 ranks (DEMO='--plugin low_level_zero --stage 2' passes options)"
 	@echo "make test      run the tests (TESTS=tests/unit for a part; WORKERS=1 for one file at a time)"
+	@echo "make numbers   compare with other seeds and roundings, and the simplest kernels (SHIFT=2 for other seeds)"
 	@echo "make campaign  run the larger sets, for hours (TESTS=tests/parity for a part)"
 	@echo "make faults    kill ranks during saves (KILLS=1000), flip bytes, fail calls, soak; count what was lost"
 	@echo "make lint      ruff        make types   mypy --strict        make arch   layers and budgets"
@@ -56,6 +60,10 @@ demo: $(VENV)/.runtime
 # Two processes share the test files, since ranks idle while the caller compares, and the other way round.
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest --workers $(WORKERS) $(TESTS)
+
+# A few comparisons as another processor and other inputs would have them: what rests on rounding errors fails.
+numbers: $(VENV)/.dev
+	ATEN_CPU_CAPABILITY=default $(BIN)/python -m pytest --workers $(WORKERS) --seed-shift $(SHIFT) --rounding $(NUMBERS)
 
 # What is left out of the tests by default: every model x plan x ranks x number format of the parity matrix (its other
 # factors drawn at random by row), every mix of tiers, more random graphs, checkpoints and front-ends.

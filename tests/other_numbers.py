@@ -7,7 +7,7 @@ that is zero but for rounding, of which an optimizer without a large epsilon mak
 ``--seed-shift N`` adds N to every seed that tests give to torch, here and on the ranks of pools.
 ``--rounding`` adds to each element of a gradient that is not zero, before an optimizer of this process steps, at most
 half a unit in the last place of the largest of its gradients. The optimizers of this process are the plain ones that
-ranks are compared with. What is compared bit for bit cannot pass then.
+ranks are compared with. What is compared bit for bit cannot pass then, nor what is rounded to 16 bits after each step.
 """
 
 from __future__ import annotations

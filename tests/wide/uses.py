@@ -188,6 +188,11 @@ def by_function(a: Around) -> None:
     a.backward(square(out))
 
 
+def same_rows(a: Around) -> None:
+    """On all ranks, since each writes into the rows that it reads."""
+    a.backward(square(a.module(data(0, a.step))))
+
+
 def mapped(a: Around) -> None:
     a.backward(square(torch.func.vmap(lambda x: a.model.blocks(x))(data(a.rank, a.step)[:, None])))  # type: ignore[operator]
 
@@ -395,7 +400,7 @@ USES: dict[str, Use] = {
     "hook on a parameter": Use(prepare=hooks_on_parameters, refused=("first.weight",)),
     "hook after accumulation": Use(prepare=hooks_after_accumulation, refused=HANDS),
     "hooks on modules": Use(prepare=hooks_on_modules),
-    "written in place": Use(after_step=write_in_place, refused=("first.weight",)),
+    "written in place": Use(after_step=write_in_place, refused=("written",)),
     "data given": Use(after_step=give_data, refused=("first.weight",)),
     "replaced module": Use(after_step=replace_a_module, refused=("head.weight",), must=True),
     "added module": Use(after_step=add_a_module, refused=("blocks.4",), must=True),
@@ -409,7 +414,7 @@ USES: dict[str, Use] = {
     "tied": Use(build=net_of(tie)),
     "parametrized": Use(build=net_of(normalise_weights)),
     "frozen and unused": Use(build=net_of(freeze_some)),
-    "max_norm": Use(build=lambda: Rows(0.5), refused=("first.weight",)),
+    "max_norm": Use(same_rows, build=lambda: Rows(0.5), refused=("first.weight",)),
     "embeddings": Use(build=lambda: Rows(None)),
     "sparse": Use(build=lambda: Rows(None, sparse=True)),
 }
