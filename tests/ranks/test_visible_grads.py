@@ -32,7 +32,7 @@ ROWS |= {"zero3_guessed": zero(3).but(update="backward", max_norm=1e9)}
 ROWS |= {name: PLANS[name] for name in ("ddp", "zero1", "zero2", "half", "zero3", "zero3_straddling", "zero3_gloo")}
 ROWS |= {"zero2_mean": zero(2).but(average="mean"), "zero3_tokens": zero(3).but(average="tokens")}
 ROWS |= {"zero2_scaled": zero(2).but(scaler=SCALER), "zero1_scaled_mean": zero(1).but(scaler=SCALER, average="mean")}
-WIDE = ("zero2_host", "half", "zero3_straddling")
+WIDE = ("zero1", "zero2_host", "half", "zero3_straddling")
 
 
 class Odd(nn.Module):
