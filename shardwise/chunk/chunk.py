@@ -211,6 +211,8 @@ class Chunk:
 def _point(params: Sequence[nn.Parameter], values: Sequence[torch.Tensor]) -> None:
     for param, value in zip(params, values, strict=True):
         param.data = value
+
+
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two 1-D tensors of one dtype on the CPU are equal, NaN to NaN."""
     aligned = one.data_ptr() % 8 == 0 and other.data_ptr() % 8 == 0 and one.nbytes % 8 == 0
