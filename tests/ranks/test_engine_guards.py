@@ -312,7 +312,7 @@ def test_rank_without_a_backward_pass_is_an_error_on_both() -> None:
     """Each says what both came for, long before the group would give up waiting."""
     for message in run_ranks(2, one_rank_makes_no_pass, PLANS["zero2"]):
         for rank, purpose in enumerate(("which parameters had gradients", "the gradient norm")):
-            assert f"rank {rank}: {purpose} (" in message, message
+            assert f"rank {rank}: {purpose} of model 1 of the mesh (" in message, message
         assert "leave out a forward or backward pass" in message
 
 
