@@ -295,7 +295,7 @@ class ChunkPool:
             PeerError: on them and here, unless they all come with the same.
         """
         if self._agrees:
-            self.group.exchange([], "how far a failed backward pass came")
+            self.group.exchange([], "how far a failed backward pass came", self._party)
 
     def _make_room(self, unit: int | None) -> None:
         needed = self._bytes[unit] if unit is not None else 0

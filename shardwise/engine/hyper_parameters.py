@@ -16,6 +16,7 @@ import torch
 
 from shardwise.engine.agreement import Description, differences, digest
 from shardwise.engine.description import called, group_values
+from shardwise.engine.param_groups import ParamGroups
 from shardwise.mesh import Mesh
 
 __all__ = ["HyperParameters"]
@@ -26,6 +27,7 @@ class HyperParameters:
 
     Args:
         optimizer: the user's.
+        groups: its param groups. While updates run beside the caller, the optimizer's own list is one tile's.
         index: its position among the engine's optimizers.
         mesh: the ranks whose updates have to be alike.
         asked: what the next step was told besides, by calls that every rank makes (clipping).
@@ -34,18 +36,20 @@ class HyperParameters:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
+        groups: ParamGroups,
         index: int,
         mesh: Mesh,
         asked: Callable[[], Sequence[tuple[str, float]]],
     ) -> None:
         self._optimizer, self._index, self._mesh, self._asked = optimizer, index, mesh, asked
+        self._groups = groups
         self._replicated = mesh.replicate.size > 1
         self._used: tuple[float, Description] = (0.0, {})
 
     def word(self) -> float:
         """Of what a step would use now; microseconds a group."""
         numbers = array("d")
-        for group in self._optimizer.param_groups:
+        for group in self._groups.now:
             for key, value in group.items():
                 if key != "params":
                     _append(numbers, value)
@@ -84,9 +88,9 @@ class HyperParameters:
     def _describe(self, when: str) -> Description:
         optimizer = self._optimizer
         told: dict[str, dict[str, Any]] = {
-            f"{called(self._index)}{when}": {"number of groups": len(optimizer.param_groups), **dict(self._asked())}
+            f"{called(self._index)}{when}": {"number of groups": len(self._groups.now), **dict(self._asked())}
         }
-        for number, group in enumerate(optimizer.param_groups):
+        for number, group in enumerate(self._groups.now):
             told[f"{called(self._index, number)}{when}"] = group_values(optimizer, group)
         return told
 

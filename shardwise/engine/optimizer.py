@@ -55,7 +55,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             engine.expect_state(self._updates.expected_bytes(Tier.DEVICE))
         self._margin_used = False
         self._norm: float | None = None
-        self._settings = HyperParameters(optimizer, index, engine.mesh, lambda: engine.visible.asked.get(index, ()))
+        asked = lambda: engine.visible.asked.get(index, ())  # noqa: E731
+        self._settings = HyperParameters(optimizer, self._updates.param_groups, index, engine.mesh, asked)
         engine.reducer.riders.append(self._settings)
         self.last_step_skipped = False
         self.skipped_because: str | None = None

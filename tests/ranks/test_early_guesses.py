@@ -200,3 +200,32 @@ def test_ranks_may_count_apart(tmp_path: Path) -> None:
     assert first.state == second.state == plain.state
     assert (first.guessed, first.undone) == ([0], [0])
     assert (second.guessed, second.undone) == ([0, 1, 2, 3], [])
+
+
+class Asks(torch.optim.AdamW):
+    """Asks in each of its steps what the ranks would compare now."""
+
+    ask: Any = None
+
+    def step(self, closure: Any = None) -> Any:
+        if self.ask is not None:
+            self.ask()
+        return super().step(closure)
+
+
+def words() -> tuple[list[float], float]:
+    model = torch.nn.Linear(4, 4)
+    optimizer = Asks(model.parameters(), lr=0.1)
+    with sharded(model, optimizer, zero(3).but(update="backward")) as session:
+        settings, seen = session.optimizers[0]._settings, []
+        optimizer.ask = lambda: seen.append(settings.word())
+        session.backward(session.module(torch.ones(2, 4)).sum())
+        session.optimizers[0].step()
+        optimizer.ask = None
+        return seen, settings.word()
+
+
+def test_settings_are_the_same_while_an_update_runs() -> None:
+    """Beside the caller, the optimizer steps a copy of one group, with a kernel of our choice."""
+    seen, after = run_ranks(1, words)[0]
+    assert seen and set(seen) == {after}
