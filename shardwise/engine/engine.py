@@ -264,13 +264,14 @@ class Engine:
     def _before_forward(
         self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        self.passes.recover()
-        self.unfinished.check("a forward pass")
-        self.guards.check_forward()
-        if self._early and torch.is_grad_enabled():
-            self.take_edits()
-        self.pool.begin_forward(torch.is_grad_enabled())
-        self._read_ahead()
+        with outside_transforms():
+            self.passes.recover()
+            self.unfinished.check("a forward pass")
+            self.guards.check_forward()
+            if self._early and torch.is_grad_enabled():
+                self.take_edits()
+            self.pool.begin_forward(torch.is_grad_enabled())
+            self._read_ahead()
         if self.meter is not None:
             self.meter.enter()
         dtype = self.plan.precision.param_dtype
@@ -283,9 +284,9 @@ class Engine:
             self._look_at_peak(self.meter)
         with outside_transforms():
             self.pool.finish_phase()
-        self.pool.end_forward()
-        self.guards.after_forward()
-        self._read_ahead()
+            self.pool.end_forward()
+            self.guards.after_forward()
+            self._read_ahead()
         dtype = self.plan.precision.output_dtype
         output = cast_floats(output, dtype) if dtype is not None else output
         if torch.is_grad_enabled():

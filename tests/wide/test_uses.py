@@ -164,3 +164,8 @@ OFTEN = ("zero2", "zero3")
 def test_odd_uses_train_as_plain_or_are_refused(plan: str, tmp_path: Path) -> None:
     found = wrong(list(USES), plan, tmp_path)
     assert not found, "\n".join(f"{name}: {text}" for name, text in found.items())
+
+
+def test_transforms_while_a_disk_is_read_ahead(tmp_path: Path) -> None:
+    found = wrong(["jvp", "func.grad"], "disk", tmp_path)
+    assert not found, "\n".join(f"{name}: {text}" for name, text in found.items())

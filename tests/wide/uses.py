@@ -392,7 +392,7 @@ USES: dict[str, Use] = {
     "jvp": Use(forward_mode, build=lambda: Net("no attention"), refused=("torch.func",)),
     "func.grad": Use(grad_function, build=lambda: Net("no attention"), refused=("torch.func",)),
     "discarded": Use(dropped=another_pass),
-    "clip norm": Use(before_step=clip_norm),
+    "clip norm": Use(before_step=clip_norm, refused=("update='backward'",)),
     "clip value": Use(before_step=clip_value, refused=HANDS),
     "halved gradients": Use(before_step=halve_gradients, refused=HANDS),
     "assigned gradients": Use(before_step=assign_gradients, refused=HANDS),
