@@ -358,14 +358,16 @@ class ChunkPool:
         units = [float(u) for u in wanted] + [NO_UNIT] * (width - len(wanted))
         posts = self.group.exchange(units, "what to gather", self._party)
         if any(FAILED in post for post in posts):
-            raise self.ledger.short_elsewhere(self.group.name, [rank for rank, post in enumerate(posts) if FAILED in post])
+            short = [rank for rank, post in enumerate(posts) if FAILED in post]
+            raise self.ledger.short_elsewhere(self.group.name, short)
         union = sorted({int(u) for post in posts for u in post if u != NO_UNIT})
         if self.ledger.capacity_bytes is not None and len({frozenset(post) for post in posts}) > 1:
             fits = self._others_fit(set(union) - set(wanted), wanted)
             purpose = "whether the device has room for what others gather"
             posts = self.group.exchange([float(fits)], purpose, self._party)
             if not all(post[0] for post in posts):
-                raise self.ledger.short_elsewhere(self.group.name, [rank for rank, post in enumerate(posts) if not post[0]])
+                short = [rank for rank, post in enumerate(posts) if not post[0]]
+                raise self.ledger.short_elsewhere(self.group.name, short)
         for unit in union:
             if unit in wanted:
                 self._start(unit)

@@ -84,7 +84,7 @@ def take_over(shard: torch.Tensor, master: torch.Tensor | None) -> None:
 
 
 def _sums(shard: torch.Tensor) -> torch.Tensor:
-    """The sum of each block of its bits, and the bits of what is left over.
+    """The sum of each block of its bits, and one of what is left over, each element by its place.
 
     Only where whole words of one block change places nothing shows.
     """
@@ -92,10 +92,10 @@ def _sums(shard: torch.Tensor) -> torch.Tensor:
     aligned = shard.storage_offset() % words == 0
     whole = shard.numel() // (words * BLOCK) * words * BLOCK if aligned else 0
     with torch.no_grad():
-        rest = shard[whole:].view(_INTEGERS[shard.itemsize]).to(torch.int64, copy=True)
-        if not whole:
-            return rest
-        return torch.cat([shard[:whole].view(torch.int64).view(-1, BLOCK).sum(1), rest])
+        rest = shard[whole:].view(_INTEGERS[shard.itemsize])
+        places = torch.arange(1, 2 * rest.numel(), 2, device=rest.device)
+        last = (rest * places).sum().view(1)
+        return torch.cat([shard[:whole].view(torch.int64).view(-1, BLOCK).sum(1), last]) if whole else last
 
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
