@@ -289,11 +289,7 @@ class ChunkPool:
             pass
 
     def abandon_phase(self) -> None:
-        """This rank's pass failed. Where gathers are agreed on, the others may wait for what it would gather next.
-
-        Raises:
-            PeerError: on them and here, unless they all come with the same.
-        """
+        """This rank's pass failed: PeerError here and where ranks wait for its next gather, unless all come here."""
         if self._agrees:
             self.group.exchange([], "how far a failed backward pass came", self._party)
 

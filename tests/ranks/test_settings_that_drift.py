@@ -11,6 +11,7 @@ from torch import nn
 
 from shardwise.build import Session, build
 from shardwise.engine.hyper_parameters import HyperParameters
+from shardwise.engine.param_groups import ParamGroups
 from shardwise.mesh import Mesh
 from shardwise.testing import run_ranks
 
@@ -157,9 +158,9 @@ def test_what_all_ranks_change_alike_is_no_difference_and_nothing_more_is_exchan
 def test_an_optimizer_in_hundreds_of_groups_has_another_word_for_every_change() -> None:
     params = [nn.Parameter(torch.ones(2)) for _ in range(300)]
     optimizer = torch.optim.AdamW([{"params": [param]} for param in params])
-    settings = HyperParameters(
-        optimizer, 0, Mesh.create(PLANS["zero2"].mesh, torch.device("cpu"), PLANS["zero2"].comm), lambda: ()
-    )
+    groups = ParamGroups(optimizer, [[param] for param in params])
+    mesh = Mesh.create(PLANS["zero2"].mesh, torch.device("cpu"), PLANS["zero2"].comm)
+    settings = HyperParameters(optimizer, groups, 0, mesh, lambda: ())
     words = {settings.word()}
     for number in (0, 150, 299):
         optimizer.param_groups[number]["lr"] = 0.5
