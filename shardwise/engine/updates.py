@@ -339,8 +339,9 @@ class TileUpdates:
     def _renew(self) -> DiskError | None:
         """Parameters in memory become again what the values on the disk say; NaN, and the error, where that fails."""
         failure: DiskError | None = None
-        if self._stale:
-            self._visits.release()
+        if not self._stale:
+            return None
+        self._visits.release()
         for each in tuple(self._stale):
             shard = each.tile.chunk.shard
             try:
@@ -352,6 +353,7 @@ class TileUpdates:
                 failure = failure or error
                 for piece in each.tile.pieces:
                     shard[piece.start : piece.end].fill_(float("nan"))
+        self._engine.master_edits.note(self._index)  # these changes are no program's
         return failure
 
     def close(self) -> None:

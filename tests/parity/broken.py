@@ -15,6 +15,7 @@ from shardwise.chunk.layout import ChunkSpec
 from shardwise.chunk.pool import ChunkPool
 from shardwise.comm import Group
 from shardwise.engine import optimizer as optimizer_module
+from shardwise.engine.edits import Edits
 from shardwise.engine.engine import Engine
 from shardwise.engine.grads import ChunkGrads
 from shardwise.engine.hooks import GatherHooks
@@ -76,9 +77,15 @@ def _not_unscaled() -> _Patch:
     return mock.patch.object(ShardedOptimizer, "divisor", lambda self: 1.0)
 
 
-def _stale_gather() -> _Patch:
-    """Copies gathered before the step are kept."""
-    return mock.patch.object(ChunkPool, "invalidate", lambda self, *_, **__: self.trace.end_step())
+@contextlib.contextmanager
+def _stale_gather() -> Iterator[None]:
+    """Copies gathered before the step are kept. The engine itself would notice that they are not the shards."""
+
+    def invalidate(self: ChunkPool, *_: Any, **__: Any) -> None:
+        self.trace.end_step()
+
+    with mock.patch.object(ChunkPool, "invalidate", invalidate), mock.patch.object(Edits, "check_written"):
+        yield
 
 
 def _gradient_of_rank_1_forgotten() -> _Patch:
@@ -95,8 +102,11 @@ def _norm_of_each_rank() -> _Patch:
     """Every rank clips by the norm of its own shards."""
 
     def make(real: Any) -> Any:
-        def norm(tensors: Any, p: float, group: Group, *others: Any) -> float:
-            alone = mock.Mock(exchange=lambda values, *_: [values])
+        def norm(tensors: Any, p: float, gather: Callable[[float], list[float]], *others: Any) -> float:
+            def alone(share: float) -> list[float]:
+                gather(share)  # the others wait for it
+                return [share]
+
             return float(real(tensors, p, alone, *others))
 
         return norm
@@ -215,7 +225,7 @@ def _replicas_drift() -> _Patch:
 
 def _gradients_not_cleared() -> _Patch:
     """What the last step used is added to by the next one."""
-    return mock.patch.object(ShardedOptimizer, "zero_grad", lambda self, set_to_none=True: None)
+    return mock.patch.object(ShardedOptimizer, "_drop", lambda self: None)
 
 
 def _frozen_copies() -> _Patch:

@@ -90,7 +90,7 @@ def spied() -> Iterator[Seen]:
 
 def _buffers(store: DiskStore, nbytes: int) -> int:
     """How many buffers of exactly that size there are."""
-    return sum(buffer.numel() == nbytes for buffer in store._buffers._free)
+    return sum(buffer.numel() == nbytes for _, buffer in store._buffers._buffers)
 
 
 def pages(nbytes: int) -> int:

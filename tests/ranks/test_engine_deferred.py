@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -239,13 +240,20 @@ def eager_is_cut_up(plan: Plan) -> int:
     before = live_tensor_bytes()
     model = seeded(lambda: nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])).requires_grad_(False)
     with sharded(model, None, plan):
-        return live_tensor_bytes() - before
+        for _ in range(200):  # the transport's own thread lets go of the last messages a moment after they have arrived
+            left = live_tensor_bytes() - before
+            if left <= CUT_UP:
+                break
+            time.sleep(0.01)
+        return left
+
+
+CUT_UP = 8 * 8 * (64 * 64 + 64) // 2 + 2048
 
 
 def test_a_real_model_is_freed() -> None:
-    whole = 8 * 8 * (64 * 64 + 64)
     for left in run_ranks(2, eager_is_cut_up, PLANS["zero3_gloo"]):
-        assert left <= whole // 2 + 2048
+        assert left <= CUT_UP
 
 
 PLUGINS: dict[str, Callable[[str], Plugin]] = {
