@@ -148,7 +148,7 @@ def with_broken(how: str, plan: Plan) -> bool:
     with broken(how):
         try:
             return requests_fail(plan, "adamw", 0, 3)[2]
-        except AssertionError:
+        except (AssertionError, RuntimeError):  # or the engine itself does
             return False
 
 
