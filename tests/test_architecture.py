@@ -21,7 +21,7 @@ PACKAGE = "shardwise"
 # A dotted unit ("chunk.layout") is a module that sits lower than the rest of its package.
 ROWS: tuple[tuple[str, ...], ...] = (
     ("plan", "device"),
-    ("comm", "chunk.search", "loss_scale"),
+    ("comm", "chunk.search", "loss_scale", "printable"),
     ("mesh",),  # builds the groups of comm
     ("memory", "chunk.layout", "chunk.policy"),
     ("optim",),  # moments may be at home on a disk

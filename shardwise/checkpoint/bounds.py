@@ -18,6 +18,7 @@ from typing import Any
 
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.source import CheckpointDamage, TensorFact
+from shardwise.printable import printable
 
 __all__ = [
     "checked_name",
@@ -26,7 +27,6 @@ __all__ = [
     "checked_total",
     "checked_tree",
     "open_regular",
-    "printable",
     "reading",
 ]
 
@@ -180,8 +180,3 @@ def checked_tree(value: object, most: int, where: object) -> None:
             stack.extend((each, depth + 1) for each in item.values())
         elif isinstance(item, list | tuple):
             stack.extend((each, depth + 1) for each in item)
-
-
-def printable(text: str) -> str:
-    """``text`` with everything that is not printable, line ends aside, as an escape that can be seen."""
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode("ascii") for c in text)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from shardwise.cli.errors import BadInput
 from shardwise.memory.sizes import parse_size, size_text
+from shardwise.printable import printable
 
 if TYPE_CHECKING:
     import torch
@@ -132,8 +133,6 @@ def _open(options: argparse.Namespace, name: str) -> CheckpointSource:
 
 def _say(text: str, stream: TextIO | None = None) -> None:
     """A line; what files say in it may not steer a terminal."""
-    from shardwise.checkpoint.bounds import printable
-
     print(printable(text), file=stream or sys.stdout)
 
 

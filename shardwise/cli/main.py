@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from shardwise import __version__
 from shardwise.cli import checkpoint, demo, run, trace
 from shardwise.cli.errors import BadInput
+from shardwise.printable import printable
 
 __all__ = ["main"]
 
@@ -45,18 +46,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _shown(text: str) -> str:
-    """What a file says about itself may not steer a terminal."""
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode("ascii") for c in text)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status: 2 for bad input, 130 and 143 after Ctrl-C and SIGTERM."""
     options = _parser().parse_args(arguments)
     try:
         return int(options.main(options))
     except BadInput as problem:
-        print(f"shardwise {options.command}: error: {_shown(str(problem))}", file=sys.stderr)
+        print(f"shardwise {options.command}: error: {printable(str(problem))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -398,6 +398,7 @@ class Engine:
         self._commit()
         self.master_edits.note()
         self._renew_resident([chunk for chunk in self.chunks if chunk.spec.trainable])
+        self._refuse_graphs(self.chunks)
 
     def _commit(self, optimizer: int | None = None) -> None:
         """What was written to the disk is from here on what is read."""
@@ -420,13 +421,16 @@ class Engine:
         self.pool.invalidate(everything)
         if self.meter is not None:
             self.meter.end_step(self.pool.followed)
-        for chunk in self.chunks if everything else updated:
-            chunk.generation += 1
-            if chunk.resident:
-                # As if each had been updated in place: autograd then refuses graphs from before the step.
-                torch.autograd.graph.increment_version(chunk.params)
+        self._refuse_graphs(self.chunks if everything else updated)
         self.guards.edits.accept()
         self.master_edits.note(None if everything else optimizer)
+
+    def _refuse_graphs(self, updated: Sequence[Chunk]) -> None:
+        """Of before: they were made with other values."""
+        for chunk in updated:
+            chunk.generation += 1
+            if chunk.resident:
+                chunk.refuse_graphs()
 
     def _renew_resident(self, updated: Sequence[Chunk]) -> None:
         group = self.mesh.shard

@@ -340,6 +340,27 @@ def test_write_back_without_changes_keeps_masters_bit_for_bit(name: str) -> None
         assert all(torch.equal(before[key], after[key]) for key in before)
 
 
+def graph_of_before(plan: Plan) -> str:
+    model = seeded(net)
+    with sharded(model, sgd(model), plan) as session:
+        loss = loss_of(session)
+        with session.module.gathered(write_back=True), torch.no_grad():
+            for param in model.parameters():
+                param.add_(1.0)
+        with pytest.raises(RuntimeError) as raised:
+            session.backward(loss)
+        session.module.zero_grad()
+        session.backward(loss_of(session))
+        session.optimizer.step()
+        return str(raised.value)
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_a_graph_from_before_values_were_taken_over_is_refused(name: str) -> None:
+    for message in run_ranks(2, graph_of_before, PLANS[name]):
+        assert "were updated 1 times since the forward pass" in message or "modified by an inplace operation" in message
+
+
 def write_back_all(plan: Plan) -> tuple[State, Tensor]:
     model = half_frozen()
     with sharded(model, adam(model), plan) as session:

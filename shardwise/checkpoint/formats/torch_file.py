@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.bounds import checked_tree, open_regular, printable
+from shardwise.checkpoint.bounds import checked_tree, open_regular
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.formats.lazy import Entry, entry_of_tensor
 from shardwise.checkpoint.formats.pickle_scan import check_pickle
 from shardwise.checkpoint.source import CheckpointDamage
+from shardwise.printable import printable
 
 __all__ = ["TORCH_SUFFIXES", "RefusedPickle", "check_zip", "load_torch", "tensor_entries"]
 
