@@ -324,8 +324,10 @@ def _mul(part: torch.Tensor, scale: float, other: Any) -> None:
     part.mul_(other)
 
 
-def _div(part: torch.Tensor, scale: float, other: Any) -> None:
-    part.div_(other)
+def _div(x: Any, other: Any, *, rounding_mode: str | None = None) -> Any:
+    if rounding_mode is not None:  # of what is stored in other units it would be another one
+        return NotImplemented
+    return _local("div_", lambda part, scale, by: part.div_(by), 1)(x, other)
 
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {
@@ -333,6 +335,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.norm: _norm,
     aten._foreach_norm: _foreach_norm,
     aten.mul_: _local("mul_", _mul, 1),
+    aten.div_: _div,
     aten.add_: _local("add_", _add, 1),
     aten.sub_: _local("sub_", _sub, 1),
     aten.neg_: _local("neg_", lambda part, scale: part.neg_(), 0),
