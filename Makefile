@@ -82,6 +82,7 @@ types: $(VENV)/.dev
 	$(BIN)/mypy
 
 arch: $(VENV)/.dev
+	@$(BIN)/python -m tests.structure
 	$(BIN)/python -m pytest -q tests/test_architecture.py
 
 bench: $(VENV)/.bench
