@@ -16,7 +16,10 @@ from dataclasses import dataclass, field
 
 from tests.test_architecture import PACKAGE, Source, functions, imports, ours
 
-PRIVATE_NAMES = {"_cdata", "_version", "_world", "_get_default_store", "_new_process_group_helper"}
+PRIVATE_NAMES = {"_cdata", "_version", "_use_count", "_backward_hooks", "_post_accumulate_grad_hooks"}
+"""Of tensors and storages, whatever they are called."""
+STRUCTURES = {"iocb"}
+"""Names of what has a ``data`` that is no tensor's."""
 SEAM = (f"{PACKAGE}.torch_internals",)
 """Where private names may be."""
 
@@ -80,8 +83,9 @@ def private_sites(source: Source) -> Iterator[tuple[int, str]]:
                     yield node.lineno, f"{module}.{alias.name}"
         elif isinstance(node, ast.Assign):
             for target in node.targets:
-                if isinstance(target, ast.Attribute) and target.attr == "data" and _dotted(target.value) != "self":
-                    yield node.lineno, f"{_dotted(target)} ="
+                name = _dotted(target) if isinstance(target, ast.Attribute) else ""
+                if name.endswith(".data") and name.removesuffix(".data") not in STRUCTURES:
+                    yield node.lineno, f"{name} ="
 
 
 def room_of(name: str) -> str:

@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.run import Scaler
 from shardwise.comm import Activity
 from shardwise.engine.fragments import EXTRA_STATE, Block, Fill, Fragment, FragmentPlan, Stored, TensorShape
 from shardwise.engine.names import StateNames
+from shardwise.torch_internals import offset_of_part
 
 __all__ = ["TorchHeld", "TorchRun", "TorchTrainer"]
 
@@ -358,7 +358,7 @@ def _local(tensor: torch.Tensor, name: str) -> tuple[torch.Tensor, int]:
             f"{name} is divided over ranks as {tensor.placements}; only along the first dimension can it be saved"
         )
     local = tensor.to_local().detach()
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    offset = offset_of_part(tensor)
     return local, offset[0] * tensor.shape[1:].numel() if offset else 0
 
 

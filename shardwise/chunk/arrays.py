@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 
+from shardwise.torch_internals import storage_holders
+
 __all__ = ["ArrayPool"]
 
-_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
-
-
-def _holders(array: torch.Tensor) -> int:
-    return _use_count(array.untyped_storage()._cdata) if _use_count is not None else 0
-
-
-_UNSHARED = _holders(torch.empty(1))
+_UNSHARED = storage_holders(torch.empty(1))
 """How many holders torch counts for an array that nobody else reads."""
 
 
@@ -30,7 +25,7 @@ class ArrayPool:
     def __init__(self, device: torch.device, limit_bytes: int) -> None:
         self.device = device
         self.limit_bytes = limit_bytes
-        self._keeps = device.type == "cpu" and _use_count is not None
+        self._keeps = device.type == "cpu" and _UNSHARED > 0
         self._idle: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
         self._given_up: list[weakref.ref[torch.UntypedStorage]] = []
 
@@ -38,7 +33,7 @@ class ArrayPool:
         """An uninitialised 1-D array of ``numel`` elements."""
         idle = self._idle.get((numel, dtype), [])
         for index, array in enumerate(idle):
-            if _holders(array) == _UNSHARED:
+            if storage_holders(array) == _UNSHARED:
                 return idle.pop(index)
         return torch.empty(numel, dtype=dtype, device=self.device)
 
@@ -54,7 +49,7 @@ class ArrayPool:
 
     def missing_bytes(self, wanted: Iterable[tuple[int, torch.dtype]]) -> int:
         """What :meth:`take` would have to allocate for these arrays, together."""
-        free = {key: sum(_holders(array) == _UNSHARED for array in idle) for key, idle in self._idle.items()}
+        free = {key: sum(storage_holders(array) == _UNSHARED for array in idle) for key, idle in self._idle.items()}
         missing = 0
         for numel, dtype in wanted:
             if free.get((numel, dtype), 0):
@@ -65,7 +60,7 @@ class ArrayPool:
 
     def _give_up(self, arrays: Iterable[torch.Tensor]) -> None:
         """Forget arrays; those that are still read elsewhere are watched until their readers free them."""
-        self._given_up += [weakref.ref(a.untyped_storage()) for a in arrays if _holders(a) != _UNSHARED]
+        self._given_up += [weakref.ref(a.untyped_storage()) for a in arrays if storage_holders(a) != _UNSHARED]
 
     def read_bytes(self) -> int:
         """Bytes of arrays that are not kept here any more and are still read elsewhere."""
@@ -80,7 +75,7 @@ class ArrayPool:
     def trim(self) -> None:
         """Forget idle arrays that are still read elsewhere, so that their readers free them."""
         for key, idle in self._idle.items():
-            self._idle[key] = [array for array in idle if _holders(array) == _UNSHARED]
+            self._idle[key] = [array for array in idle if storage_holders(array) == _UNSHARED]
             self._give_up(idle)
 
     def drop(self) -> None:

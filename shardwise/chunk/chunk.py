@@ -19,6 +19,7 @@ from shardwise.chunk.readers import is_read, python_holders
 from shardwise.chunk.source import ShardSource
 from shardwise.comm import Buffer, Handle
 from shardwise.memory.tier import Tier
+from shardwise.torch_internals import point, version_of
 
 __all__ = ["Chunk"]
 
@@ -157,14 +158,14 @@ class Chunk:
 
     def note_versions(self) -> None:
         """The parameters are as they should be: what is written to them from here on shows in :meth:`written`."""
-        self._versions = [0 if param.is_inference() else param._version for param in self.params]
+        self._versions = [version_of(param) for param in self.params]
 
     def written(self) -> int | None:
         """Index of the first parameter that was written to through itself (not its ``.data``) since they were noted."""
-        if self._versions is None or self._versions == [p._version for p in self.params if not p.is_inference()]:
+        if self._versions is None or self._versions == [version_of(p) for p in self.params]:
             return None
         pairs = zip(self.params, self._versions, strict=True)
-        return next((i for i, (p, noted) in enumerate(pairs) if not p.is_inference() and p._version != noted), None)
+        return next((i for i, (p, noted) in enumerate(pairs) if not p.is_inference() and version_of(p) != noted), None)
 
     def _note_lost(self) -> None:
         """What was done to the parameters is about to be lost, where they are not our own memory."""
@@ -210,7 +211,7 @@ class Chunk:
 
 def _point(params: Sequence[nn.Parameter], values: Sequence[torch.Tensor]) -> None:
     for param, value in zip(params, values, strict=True):
-        param.data = value
+        point(param, value)
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor, every: bool = False) -> bool:

@@ -21,6 +21,7 @@ from shardwise.chunk.turns import in_turn
 from shardwise.comm import DONE, NOBODY, Group, Party, PeerError
 from shardwise.memory.ledger import KEPT, DeviceMemoryError, Ledger
 from shardwise.memory.sizes import size_text
+from shardwise.torch_internals import storage_id
 
 __all__ = ["ChunkPool"]
 
@@ -445,7 +446,7 @@ class ChunkPool:
                 whole = chunk.source.joined(self.group) if self._joins else None
                 chunk.joined = whole is not None
                 chunk.full = self.arrays.take(chunk.spec.padded_numel, chunk.spec.dtype) if whole is None else whole
-                self.by_storage[chunk.full.untyped_storage()._cdata] = chunk
+                self.by_storage[storage_id(chunk.full.untyped_storage())] = chunk
                 if chunk.joined:
                     chunk.pending = DONE
                 else:
@@ -481,7 +482,7 @@ class ChunkPool:
                     pending.wait()
             if full is not None:
                 chunk.unpoint_params()
-                del self.by_storage[full.untyped_storage()._cdata]
+                del self.by_storage[storage_id(full.untyped_storage())]
                 chunk.full = None
                 if not chunk.joined:
                     self.copied_bytes -= chunk.spec.padded_bytes

@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
+from shardwise.torch_internals import tensor_holders
+
 __all__ = ["is_read", "python_holders"]
 
 
@@ -30,7 +32,7 @@ _ADDED = _added_by_torch()
 
 
 def _holders(param: nn.Parameter) -> int:
-    return sys.getrefcount(param) - (_ADDED if param._use_count() > 1 else 0)  # type: ignore[attr-defined]
+    return sys.getrefcount(param) - (_ADDED if tensor_holders(param) > 1 else 0)
 
 
 def python_holders(params: Sequence[nn.Parameter]) -> list[int]:
@@ -57,5 +59,5 @@ def _saved(param: nn.Parameter, in_transform: bool) -> bool:
     owners = 1 + param.requires_grad
     if in_transform and param.requires_grad:
         edge = get_gradient_edge(param)  # makes that node if there is none: two owners for certain
-        return bool(edge is not None and param._use_count() > owners)  # type: ignore[attr-defined]
-    return bool(param._use_count() > owners)  # type: ignore[attr-defined]
+        return bool(edge is not None and tensor_holders(param) > owners)
+    return bool(tensor_holders(param) > owners)

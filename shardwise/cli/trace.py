@@ -231,8 +231,9 @@ def _optimizer(name: str, model: Any) -> Any:
 
 def _move(value: Any, device: Any) -> Any:
     import torch
-    from torch.utils._pytree import tree_map_only
+
+    from shardwise.torch_internals import map_leaves_of
 
     if hasattr(value, "to") and not isinstance(value, torch.Tensor):
         return value.to(device)
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), value)
+    return map_leaves_of(torch.Tensor, lambda tensor: tensor.to(device), value)

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+
+from shardwise.torch_internals import default_store
 
 __all__ = ["Activity"]
 
@@ -30,7 +31,7 @@ class Activity:
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             self.rank = dist.get_rank()
             with contextlib.suppress(Exception):  # a backend may do without one
-                self._store = distributed_c10d._get_default_store()
+                self._store = default_store()
 
     @property
     def now(self) -> str:

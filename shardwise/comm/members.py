@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from shardwise.comm.errors import PeerError
+from shardwise.torch_internals import new_group
 
 __all__ = ["DEFAULT_TIMEOUT_S", "Members", "check_alike", "ranks_of", "timeout_s", "unbound"]
 
@@ -135,24 +135,12 @@ class Members:
         ranks = list(ranks)
         called = f"shardwise/{self._token}/{name}/{'_'.join(map(str, ranks))}"
         self._made[called] += 1
-        unique: Any = f"{called}/{self._made[called]}"
+        unique = f"{called}/{self._made[called]}"
         try:
             with unbound(dist.group.WORLD):
-                made, _ = distributed_c10d._new_process_group_helper(
-                    len(ranks),
-                    ranks.index(dist.get_rank()),
-                    ranks,
-                    dist.Backend(backend),
-                    distributed_c10d._get_default_store(),
-                    unique,
-                    timeout=timedelta(seconds=self.timeout_s),
-                    group_desc=f"shardwise_{name}",
-                )
+                return new_group(ranks, backend, unique, f"shardwise_{name}", timedelta(seconds=self.timeout_s))
         except RuntimeError as error:
             raise self._lost(f"making group {name!r} of ranks {ranks}", error) from error
-        distributed_c10d._world.pg_group_ranks[made] = {rank: index for index, rank in enumerate(ranks)}
-        group: dist.ProcessGroup = made
-        return group
 
     def _lost(self, what: str, error: Exception) -> PeerError:
         return PeerError(

@@ -8,7 +8,8 @@ import weakref
 from collections.abc import Callable
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+
+from shardwise.torch_internals import abort_group, group_is_known
 
 __all__ = ["destroy", "leave_with", "let_go_with"]
 
@@ -41,17 +42,17 @@ def destroy(process_groups: list[dist.ProcessGroup]) -> None:
     """Destroy all, and empty the list. Those that torch knows no more are left alone."""
     while process_groups:
         group = process_groups.pop()
-        if dist.is_initialized() and group in distributed_c10d._world.pg_map:
+        if group_is_known(group):
             dist.destroy_process_group(group)
 
 
 def _abandon(process_groups: list[dist.ProcessGroup], pid: int) -> None:
     while process_groups and os.getpid() == pid:  # connections of a parent are the parent's
         group = process_groups.pop()
-        if not (dist.is_initialized() and group in distributed_c10d._world.pg_map):
+        if not group_is_known(group):
             continue
         with contextlib.suppress(RuntimeError):  # a peer that is gone is no news here
             if "gloo" in str(dist.get_backend(group)):
                 dist.destroy_process_group(group)
             else:  # NCCL may wait for the peers when it is asked to finish, not when it is told to stop
-                distributed_c10d._abort_process_group(group)
+                abort_group(group)

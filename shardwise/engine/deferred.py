@@ -37,6 +37,15 @@ from shardwise.engine.deferred_record import (
     recorders,
 )
 from shardwise.engine.deferred_replay import META, replay, tape_of
+from shardwise.torch_internals import (
+    can_share_object,
+    exchange_content,
+    give_subclass,
+    move_hooks,
+    no_torch_function,
+    point,
+    tensor_holders,
+)
 
 __all__ = ["adopt", "deferred_init", "initial_values", "is_deferred", "paused", "set_buffer"]
 
@@ -136,12 +145,12 @@ def adopt(param: Tensor, data: Tensor) -> None:
         RuntimeError: an autograd graph or C++ code still holds a meta ``param``.
     """
     data = data.detach()
-    with torch._C.DisableTorchFunction():
+    with no_torch_function():
         deferred = isinstance(param, DeferredTensor | DeferredParameter)
-        if not deferred and torch._has_compatible_shallow_copy_type(param, data):
-            param.data = data
+        if not deferred and can_share_object(param, data):
+            point(param, data)
             return
-        uses: int = param._use_count()  # type: ignore[attr-defined]
+        uses = tensor_holders(param)
         if uses > 1:
             raise RuntimeError(
                 f"a meta tensor of shape {tuple(param.shape)} is held {uses - 1} times by an autograd graph or by C++ "
@@ -150,13 +159,10 @@ def adopt(param: Tensor, data: Tensor) -> None:
         kind: type = type(param)
         if deferred:
             kind = nn.Parameter if isinstance(param, nn.Parameter) else torch.Tensor
-        made: Tensor = torch.Tensor._make_subclass(kind, data, param.requires_grad)
-        made._backward_hooks = param._backward_hooks
-        made._post_accumulate_grad_hooks = param._post_accumulate_grad_hooks
+        made: Tensor = give_subclass(kind, data, param.requires_grad)
+        move_hooks(param, made)
         param.__class__ = kind
-        # Not torch.utils.swap_tensors: it refuses tensors with Python weak references (the RNN modules hold some),
-        # which stay valid here, because they point to the object and only its content is exchanged.
-        torch._C._swap_tensor_impl(param, made)
+        exchange_content(param, made)
 
 
 # ---- values ---------------------------------------------------------------------------------------------------------
@@ -198,7 +204,7 @@ def _slots(model: nn.Module) -> dict[nn.Module, list[_Slot]]:
     slots: dict[nn.Module, list[_Slot]] = {module: [] for module in model.modules()}
     for module, leaf, tensor, is_parameter in _own_tensors(model.modules()):
         found = tuple(dict.fromkeys(names.pop(id(tensor), ())))
-        with torch._C.DisableTorchFunction():
+        with no_torch_function():
             bare = tensor.device == META and tape_of(tensor) is None
             geometry = (tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad)
         slots[module].append(_Slot(module, leaf, tensor, found, is_parameter, bare, *geometry))

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from shardwise.engine.deferred_record import mark
 from shardwise.engine.deferred_replay import META, Cell, Ref, replay, tape_of
+from shardwise.torch_internals import no_torch_function
 
 __all__ = ["make_plain"]
 
@@ -119,7 +120,7 @@ class _Walk:
     def _values(self, tensor: Tensor) -> Tensor:
         tape = tape_of(tensor)
         assert tape is not None
-        with torch._C.DisableTorchFunction(), torch.no_grad():
+        with no_torch_function(), torch.no_grad():
             if tape.cell not in self._memory:
                 whole = torch.empty(0, dtype=torch.uint8, device=META)
                 whole.set_(tensor.untyped_storage())

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 
 from shardwise.engine.deferred_replay import (
     META,
@@ -41,7 +40,16 @@ from shardwise.engine.deferred_replay import (
     start_tape,
     tape_of,
     tensors_in,
+)
+from shardwise.torch_internals import (
+    DispatchMode,
+    dispatch_modes,
+    give_subclass,
+    no_subclass_dispatch,
+    no_torch_function,
+    parse_to,
     version_of,
+    without_modes,
 )
 
 __all__ = [
@@ -106,7 +114,7 @@ def _meta_twin(leaf: object) -> object:
     return None if isinstance(leaf, torch.Generator) else leaf
 
 
-class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Mode(DispatchMode):  # type: ignore[no-untyped-call]
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """Not wrapped in dynamo's disable: that imports the compiler (seconds), and nothing here is compiled."""
@@ -137,7 +145,7 @@ class Recorder(_Mode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.paused:
             return func(*args, **(kwargs or {}))
-        with torch._C.DisableTorchFunction():
+        with no_torch_function():
             return self._dispatch(func, tuple(args), dict(kwargs or {}))
 
     def close(self) -> None:
@@ -319,7 +327,7 @@ _FACTS: dict[object, Callable[[torch.device], object]] = {
 
 
 def _read_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    with _disable_current_modes(), torch._C.DisableTorchFunction():
+    with without_modes(), no_torch_function():
         values = func(replay(args[0]), *args[1:], **kwargs)
     if hasattr(values, "setflags"):
         values.setflags(write=False)  # the array is a copy: a write would be lost, so it had better fail
@@ -348,7 +356,7 @@ class Facade(TorchFunctionMode):
         if func in _READ_VALUES:
             return _read_values(func, args, kwargs)
         if func in _SHOW:
-            with torch._C.DisableTorchFunction():
+            with no_torch_function():
                 return func(*args, **kwargs)
         rewrite = _REWRITES.get(func)
         return func(*args, **kwargs) if rewrite is None else rewrite(tape.cell.device, *args, **kwargs)
@@ -359,7 +367,7 @@ def _to(device: torch.device, tensor: Tensor, /, *args: Any, **kwargs: Any) -> T
     if args and isinstance(args[0], Tensor):
         args = (args[0].device, args[0].dtype, *args[1:])
     copied = kwargs.pop("copy", False) or (len(args) > 0 and args[-1] is True and args.count(True) > 1)
-    where, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+    where, dtype, _, memory_format = parse_to(*args, **kwargs)
     options: dict[str, Any] = {} if memory_format is None else {"memory_format": memory_format}
     if where is not None and torch.device(where) not in (device, META):
         options["device"] = where
@@ -397,7 +405,7 @@ _REWRITES: dict[object, Callable[..., Tensor]] = {
 
 def recorders() -> list[Recorder]:
     """Those that are active in this thread, outermost first."""
-    return [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Recorder) and not mode.paused]
+    return [mode for mode in dispatch_modes() if isinstance(mode, Recorder) and not mode.paused]
 
 
 def is_recording() -> bool:
@@ -409,7 +417,7 @@ def _go_on_recording(func: Any, args: Any, kwargs: Any) -> Any:
     kwargs = kwargs or {}
     if func in _READ_VALUES:
         return _read_values(func, args, kwargs)
-    with torch._C.DisableTorchFunctionSubclass():
+    with no_subclass_dispatch():
         if getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__") or is_recording():
             output = func(*args, **kwargs)
         else:
@@ -425,8 +433,8 @@ def _deep_copy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
     if id(tensor) not in memo:
         result = tensor.detach().clone()
         if isinstance(tensor, nn.Parameter):
-            with torch._C.DisableTorchFunctionSubclass():
-                result = torch.Tensor._make_subclass(DeferredParameter, result, tensor.requires_grad)
+            with no_subclass_dispatch():
+                result = give_subclass(DeferredParameter, result, tensor.requires_grad)
         result.__dict__.update(copy.deepcopy(tensor.__dict__, memo))
         memo[id(tensor)] = result
     return memo[id(tensor)]  # type: ignore[no-any-return]

@@ -26,6 +26,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from shardwise.torch_internals import no_torch_function, version_of, with_negative_bit
+
 __all__ = [
     "META",
     "OWN_GENERATOR",
@@ -41,7 +43,6 @@ __all__ = [
     "start_tape",
     "tape_of",
     "tensors_in",
-    "version_of",
 ]
 
 META = torch.device("meta")
@@ -93,7 +94,7 @@ class Ref(NamedTuple):
         tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
         tensor.set_(storage, self.offset, self.size, self.stride)
         tensor = tensor.conj() if self.conj else tensor
-        return torch._neg_view(tensor) if self.neg else tensor
+        return with_negative_bit(tensor) if self.neg else tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,11 +181,6 @@ def _uninitialised(cell: Cell) -> torch.UntypedStorage:
     return torch.UntypedStorage(cell.nbytes, device=cell.device)  # type: ignore[no-untyped-call]
 
 
-def version_of(tensor: Tensor) -> int:
-    """A number that grows with every in-place change of ``tensor`` (0 for inference tensors, which have none)."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
 def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
     """``tree`` with ``fn`` of every leaf; lists, tuples and dicts are its nodes. (torch's pytree is much slower.)"""
     if isinstance(tree, Ref):
@@ -211,7 +207,7 @@ def tensors_in(tree: object) -> list[Tensor]:
 
 def tape_of(tensor: Tensor) -> Tape | None:
     """The record of ``tensor``, or None where it is real, or on the meta device without a record."""
-    with torch._C.DisableTorchFunction():
+    with no_torch_function():
         if tensor.device != META or tensor.layout != torch.strided:
             return None
         return cast("Tape | None", getattr(tensor.untyped_storage(), _ATTRIBUTE, None))
@@ -320,7 +316,7 @@ def replay(tensor: Tensor, kept: Kept | None = None) -> Tensor:
     tape = tape_of(tensor)
     if tape is None:
         raise ValueError(f"a tensor of shape {tuple(tensor.shape)} on {tensor.device} has no record to replay")
-    with torch._C.DisableTorchFunction(), torch.no_grad():
+    with no_torch_function(), torch.no_grad():
         ref = Ref.of(tensor, tape, tape.head)
         memory = {} if kept is None else kept.memory
         try:

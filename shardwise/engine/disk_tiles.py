@@ -22,6 +22,7 @@ import torch
 from shardwise.engine.on_disk import OnDisk
 from shardwise.engine.tiles import Piece, Tile
 from shardwise.memory.disk import DiskError, DiskStore, Handle, Record
+from shardwise.torch_internals import point
 
 __all__ = ["BufferSizes", "DiskTile", "TileVisits"]
 
@@ -109,7 +110,7 @@ class DiskTile:
         self._wait()
         values = self._buffers[0][: self._values.nbytes].view(self._dtype)
         for index, piece in enumerate(self.tile.pieces):
-            piece.value.data = values[piece.start - self.tile.start : piece.end - self.tile.start]
+            point(piece.value, values[piece.start - self.tile.start : piece.end - self.tile.start])
             state = self._optimizer.state.get(piece.value, {})
             for key, held in state.items():
                 if is_element_wise(held, piece) and not isinstance(held, OnDisk):
@@ -140,7 +141,7 @@ class DiskTile:
     def unbind(self) -> None:
         """Values read as NaN, and state not at all."""
         for piece in self.tile.pieces:
-            piece.value.data = _absent(piece.value)
+            point(piece.value, _absent(piece.value))
         for entry in self._entries if len(self._buffers) > 1 else ():
             state = self._optimizer.state.get(self.tile.pieces[entry.piece].value, {})
             held = state.get(entry.key)

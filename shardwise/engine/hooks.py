@@ -22,18 +22,28 @@ from torch import nn
 from shardwise.chunk.chunk import Chunk
 from shardwise.chunk.pool import ChunkPool
 from shardwise.engine.transforms import in_transform, outside_transforms
+from shardwise.torch_internals import (
+    current_graph_task,
+    is_transformed,
+    pop_saved_hooks,
+    push_saved_hooks,
+    saved_hooks_enabled,
+    storage_id,
+    top_saved_hooks,
+    version_of,
+)
 
 __all__ = ["GatherHooks", "in_backward", "trace_hooks"]
 
 
 def in_backward() -> bool:
     """Whether autograd is running a backward pass in this thread."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    return current_graph_task() != -1
 
 
 def _outside_compile(hook: Callable[..., Any]) -> Callable[..., Any]:
     """Run outside any compiled graph: the hooks make a graph break before and after the module."""
-    disabled: Callable[..., Any] = torch._dynamo.disable(hook)  # type: ignore[no-untyped-call]
+    disabled: Callable[..., Any] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
     return disabled
 
 
@@ -58,7 +68,7 @@ class _Kept:
 
 def _keep(tensor: torch.Tensor) -> _Kept:
     # Itself it would hold the graph that saves it, which would never be freed; the version counter is shared.
-    return _Kept(tensor.detach(), tensor._version)
+    return _Kept(tensor.detach(), version_of(tensor))
 
 
 @dataclass(frozen=True)
@@ -269,31 +279,31 @@ class GatherHooks:
 
     def _push_saved_hooks(self) -> Callable[..., Any] | None:
         """Ours go on top of others that are active, unless they are there already. Returns what was pushed."""
-        others = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        others = top_saved_hooks()
         packs = self._running.packs
         if others is not None and packs and others[0] is packs[-1]:
             return None
-        if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+        if not saved_hooks_enabled():
             return None  # some torch.func transforms take none
         pack, unpack = self._saved_hooks
         if others is not None:
             composed = _Composed(self, *others)
             pack, unpack = composed.pack, composed.unpack
-        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+        push_saved_hooks(pack, unpack)
         packs.append(pack)
         return pack
 
     def _pop_saved_hooks(self) -> None:
-        torch._C._autograd._pop_saved_tensors_default_hooks()
+        pop_saved_hooks()
         self._running.packs.pop()
 
     def note_of(self, tensor: torch.Tensor) -> _Note | None:
         """What stands for a view of a gathered chunk; ``None`` for any other tensor."""
         if type(tensor) is not torch.Tensor and type(tensor) is not nn.Parameter:
             return None
-        if tensor.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        if tensor.layout is not torch.strided or is_transformed(tensor):
             return None
-        chunk = self.pool.by_storage.get(tensor.untyped_storage()._cdata)
+        chunk = self.pool.by_storage.get(storage_id(tensor.untyped_storage()))
         if chunk is None or tensor.dtype != chunk.spec.dtype:
             return None
         return _Note(chunk, tensor.size(), tensor.stride(), tensor.storage_offset(), chunk.generation)
@@ -303,11 +313,11 @@ class GatherHooks:
 
     def _unpack(self, saved: _Kept | _Note) -> torch.Tensor:
         if isinstance(saved, _Kept):
-            if saved.tensor._version != saved.version:
+            if version_of(saved.tensor) != saved.version:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace operation: "
                     f"a {saved.tensor.dtype} of shape {tuple(saved.tensor.shape)} is at version "
-                    f"{saved.tensor._version} and was saved at version {saved.version}; "
+                    f"{version_of(saved.tensor)} and was saved at version {saved.version}; "
                     "torch.autograd.set_detect_anomaly(True) names the operation that saved it"
                 )
             return saved.tensor
@@ -399,5 +409,5 @@ def _while_tracing(call: Callable[[], None]) -> Callable[[], None]:
     def now() -> None:
         call()
 
-    constant: Callable[[], None] = torch._dynamo.assume_constant_result(now)  # type: ignore[no-untyped-call]
+    constant: Callable[[], None] = torch.compiler.assume_constant_result(now)  # type: ignore[no-untyped-call]
     return constant

@@ -19,6 +19,7 @@ from shardwise.memory.ledger import REST, Ledger
 from shardwise.memory.stats import MemoryRecorder, MemStats, Phase
 from shardwise.memory.tracker import Tracker, make_tracker
 from shardwise.plan import AutoPlan
+from shardwise.torch_internals import current_graph_task
 
 __all__ = ["MemoryMeter"]
 
@@ -107,7 +108,7 @@ class MemoryMeter:
 
     def _elsewhere(self) -> bool:
         """Whether the pass that began is another thread's. On a GPU autograd has threads of its own."""
-        return self._thread != threading.get_ident() and torch._C._current_graph_task_id() == -1
+        return self._thread != threading.get_ident() and current_graph_task() == -1
 
     def forward_ended(self) -> None:
         """A forward pass ended well.

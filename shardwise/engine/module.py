@@ -19,6 +19,7 @@ from shardwise.engine.staging import gather_shards
 from shardwise.engine.unfinished import PARAMETERS
 from shardwise.engine.writer import ValueWriter
 from shardwise.memory.tier import Tier
+from shardwise.torch_internals import incompatible_keys
 
 __all__ = ["ShardedModule"]
 
@@ -179,7 +180,7 @@ class ShardedModule(nn.Module):
         self._load(state_dict, names)
         if not missing:
             self._engine.unfinished.end(PARAMETERS)
-        return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
+        return incompatible_keys(missing, unexpected)
 
     @torch.no_grad()
     def _load(self, state: Mapping[str, Any], names: StateNames) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from shardwise.torch_internals import give_subclass, no_subclass_dispatch
+
 __all__ = ["OnDisk"]
 
 DESCRIBE = ("dim", "size", "numel", "nelement", "element_size", "is_floating_point", "data_ptr", "__hash__", "__len__")
@@ -20,7 +22,8 @@ class OnDisk(torch.Tensor):
         """In place of ``tensor``, which goes to the disk."""
         fill = float("nan") if tensor.is_floating_point() else 0
         absent = torch.full((), fill, dtype=tensor.dtype).expand(tensor.shape)
-        return torch.Tensor._make_subclass(OnDisk, absent)
+        made: OnDisk = give_subclass(OnDisk, absent)
+        return made
 
     @classmethod
     def __torch_function__(
@@ -33,7 +36,7 @@ class OnDisk(torch.Tensor):
                 "to read it call state_dict() of what boost/build returned; to change it in place keep it in memory "
                 "(a smaller share on the disk)"
             )
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_subclass_dispatch():
             return func(*args, **(kwargs or {}))
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]

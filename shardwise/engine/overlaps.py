@@ -13,6 +13,8 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
+from shardwise.torch_internals import no_torch_function, storage_id
+
 __all__ = ["check_apart"]
 
 
@@ -41,7 +43,7 @@ def check_apart(model: nn.Module) -> None:
     Raises:
         ValueError: two share one; both are named.
     """
-    with torch._C.DisableTorchFunction():
+    with no_torch_function():
         found = sorted(_held(model), key=lambda each: (each.memory, each.start))
         reaching: list[_Held] = []
         for each in found:
@@ -60,7 +62,7 @@ def _held(model: nn.Module) -> Iterator[_Held]:
             continue
         storage = tensor.untyped_storage()
         if tensor.is_meta:
-            memory, start = ("meta", storage._cdata), int(tensor.storage_offset()) * tensor.itemsize
+            memory, start = ("meta", storage_id(storage)), int(tensor.storage_offset()) * tensor.itemsize
         elif storage.data_ptr():
             memory, start = (str(tensor.device), 0), tensor.data_ptr()
         else:

@@ -15,6 +15,7 @@ from shardwise.engine.hooks import in_backward
 from shardwise.engine.meter import MemoryMeter
 from shardwise.engine.reducer import Reducer
 from shardwise.memory.ledger import DeviceMemoryError
+from shardwise.torch_internals import at_end_of_backward, current_graph_task, current_node, is_transformed
 
 __all__ = ["BackwardPasses"]
 
@@ -57,7 +58,7 @@ class BackwardPasses:
         """Called by what may happen first in a backward pass: an output's or a parameter's gradient, or a gather."""
         if self._around:
             return
-        task: int = torch._C._current_graph_task_id()
+        task = current_graph_task()
         if task != -1 and task not in self._tasks:
             self._check_nothing_failed()
             if not self._tasks:
@@ -65,7 +66,7 @@ class BackwardPasses:
                 self._gathering = True
             ending = partial(self._task_ended, task)
             self._tasks[task] = weakref.ref(ending)
-            torch.autograd.Variable._execution_engine.queue_callback(ending)
+            at_end_of_backward(ending)
 
     def _check_nothing_failed(self) -> None:
         if self._failed or any(ending() is None for ending in self._tasks.values()):
@@ -87,7 +88,7 @@ class BackwardPasses:
         """Have a model's output note the pass that starts from it, which is then the outermost one."""
         if not isinstance(output, torch.Tensor) or not output.requires_grad or in_backward():
             return
-        if not torch._C._functorch.is_functorch_wrapped_tensor(output):  # a transform's own passes give no gradients
+        if not is_transformed(output):  # a transform's own passes give no gradients
             output.register_hook(self.note)  # type: ignore[no-untyped-call]
 
     def check_scaled(self) -> None:
@@ -133,7 +134,7 @@ class BackwardPasses:
 
     def _task_ended(self, task: int) -> None:
         self._tasks.pop(task, None)
-        nested = torch._C._current_autograd_node() is not None
+        nested = current_node() is not None
         if self._around or (nested and self._tasks):
             return
         self._tasks.clear()

@@ -15,6 +15,7 @@ from shardwise.engine.grads import ChunkGrads
 from shardwise.engine.states import ChunkState
 from shardwise.engine.tiles import Tile
 from shardwise.memory.tier import Tier
+from shardwise.torch_internals import point
 
 __all__ = ["promote"]
 
@@ -65,7 +66,7 @@ def _move(state: ChunkState, optimizer: torch.optim.Optimizer, tiles: Sequence[T
         for piece in tile.pieces:
             old = optimizer.state.get(piece.value, {})
             elements = piece.value.shape
-            piece.value.data = state.master[piece.start : piece.end]
+            point(piece.value, state.master[piece.start : piece.end])
             for key, value in old.items():
                 if isinstance(value, torch.Tensor) and value.shape == elements:
                     old[key] = value.to(chunk.device, copy=True)

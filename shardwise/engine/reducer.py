@@ -22,6 +22,7 @@ from shardwise.engine.reductions import Observer, ThenReplicas, pack_bits, unpac
 from shardwise.memory.ledger import Ledger
 from shardwise.memory.tier import Tier
 from shardwise.mesh import Mesh
+from shardwise.torch_internals import storage_id
 
 __all__ = ["Reducer"]
 
@@ -439,9 +440,9 @@ class Reducer:
         kept = [memory for memory in own if memory is not None]
         rings = {id(s.ring): s.ring for s in self.states if s.ring is not None and s.home is tier}
         # What is given back meanwhile is in both.
-        taken = {memory.untyped_storage()._cdata for memory in kept}
+        taken = {storage_id(memory.untyped_storage()) for memory in kept}
         given = [memory for ring in rings.values() for memory in ring.idle()]
-        idle = sum(memory.nbytes for memory in given if memory.untyped_storage()._cdata not in taken)
+        idle = sum(memory.nbytes for memory in given if storage_id(memory.untyped_storage()) not in taken)
         if tier is not Tier.DEVICE:
             return idle + sum(memory.nbytes for memory in kept)
         elsewhere = {id(state.kept_memory) for state in self.states if state.home is not tier}
@@ -449,5 +450,5 @@ class Reducer:
         for state in self.states:
             live = (state.array, state.late, state.reduced)
             arrays += [t for t in live if t is not None and id(t) not in elsewhere]
-        storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in arrays}
+        storages = {storage_id(t.untyped_storage()): t.untyped_storage().nbytes() for t in arrays}
         return idle + sum(storages.values())

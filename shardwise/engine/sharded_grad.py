@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch.utils import _pytree as pytree
+
+from shardwise.torch_internals import current_node, each_leaf, map_leaves, no_own_torch_function, wrapper_subclass
 
 __all__ = ["GradOwner", "ShardedGrad"]
 
@@ -52,7 +53,7 @@ class ShardedGrad(torch.Tensor):
     """
 
     # What is called on it goes to the dispatcher at once.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_own_torch_function  # type: ignore[assignment]
 
     owner: Callable[[], GradOwner | None]
     param_index: int
@@ -79,9 +80,7 @@ class ShardedGrad(torch.Tensor):
             views: what makes the view out of the gradient, one after the other.
             complete: the view has each element of the gradient once.
         """
-        self: ShardedGrad = torch.Tensor._make_wrapper_subclass(
-            cls, like.size(), like.stride(), dtype=like.dtype, device=device, storage_size=0
-        )
+        self: ShardedGrad = wrapper_subclass(cls, like, device)
         self.owner, self.param_index, self.views, self.complete, self.arrived = owner, index, views, complete, None
         return self
 
@@ -145,7 +144,7 @@ class ShardedGrad(torch.Tensor):
         kwargs = kwargs or {}
         packet = func.overloadpacket
         if packet in (aten.add_, aten.add):
-            node = torch._C._current_autograd_node()
+            node = current_node()
             if node is not None and node.name().endswith("AccumulateGrad"):
                 return _arrive(packet, args[0], args[1])
         handler = _HANDLERS.get(packet)
@@ -367,7 +366,7 @@ def _one_by_one(op: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Any operation, on gathered gradients; what it writes into one is taken over."""
     what = str(func.overloadpacket).removeprefix("aten.") + "()"
-    ours = {id(each): each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, ShardedGrad)}
+    ours = {id(each): each for each in each_leaf((args, kwargs)) if isinstance(each, ShardedGrad)}
     if func.namespace in ("c10d", "_c10d_functional"):
         first = next(iter(ours.values()))
         raise RuntimeError(
@@ -394,7 +393,7 @@ def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             found = view(found)
         return found
 
-    plain_args, plain_kwargs = pytree.tree_map(plain, (args, kwargs))
+    plain_args, plain_kwargs = map_leaves(plain, (args, kwargs))
     if wide:
         plain_kwargs.setdefault("dtype", args[0].dtype)
         if plain_kwargs["dtype"] is None:
@@ -411,7 +410,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[t
     for at, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[at] if at < len(args) else kwargs.get(argument.name)
-            found += [each for each in pytree.tree_leaves(value) if isinstance(each, torch.Tensor)]
+            found += [each for each in each_leaf(value) if isinstance(each, torch.Tensor)]
     return found
 
 

@@ -31,6 +31,7 @@ from shardwise.engine.tiles import Piece, Tile, TileStepper, make_tiles
 from shardwise.engine.unfinished import PARAMETERS, state_of
 from shardwise.memory.disk import DiskError
 from shardwise.memory.tier import Tier
+from shardwise.torch_internals import point
 
 __all__ = ["TileUpdates"]
 
@@ -309,7 +310,7 @@ class TileUpdates:
         kept = [(piece, piece.value.data, state.get(piece.value)) for piece in tile.pieces]
         try:
             for piece, values, entry in kept:
-                piece.value.data = values.clone()
+                point(piece.value, values.clone())
                 if entry is not None:
                     state[piece.value] = {key: _copy(value) for key, value in entry.items()}
             update(tile, shard)
@@ -318,7 +319,7 @@ class TileUpdates:
                     shard[piece.start : piece.end].copy_(piece.value)
         finally:
             for piece, values, entry in kept:
-                piece.value.data = values
+                point(piece.value, values)
                 if entry is not None:
                     state[piece.value] = entry
                 else:

@@ -25,6 +25,7 @@ from shardwise.engine.norm import each_norm
 from shardwise.engine.other_parts import is_divided
 from shardwise.engine.sharded_grad import ShardedGrad
 from shardwise.engine.staging import gather_shards
+from shardwise.torch_internals import accumulate_hooks, storage_id
 
 if TYPE_CHECKING:
     from shardwise.engine.engine import Engine
@@ -125,7 +126,7 @@ class VisibleGrads:
     def take(self, index: int, param: torch.Tensor) -> torch.Tensor | None:
         """What autograd left in ``param.grad``, which is then empty: the running pass's gradient."""
         grad = param.grad
-        hooks = param._post_accumulate_grad_hooks
+        hooks = accumulate_hooks(param)
         if next(reversed(hooks)) != self._hook_ids[index]:
             raise RuntimeError(
                 f"{self.name(index)} has a post-accumulate-grad hook from after boost/build ({len(hooks)} hooks): it "
@@ -323,7 +324,7 @@ class VisibleGrads:
     def writes_parameter(self, index: int, target: torch.Tensor) -> bool:
         """Whether ``target`` shares memory with the parameter."""
         try:
-            return bool(target.untyped_storage()._cdata == self._params[index].untyped_storage()._cdata)
+            return bool(storage_id(target.untyped_storage()) == storage_id(self._params[index].untyped_storage()))
         except NotImplementedError:
             return False
 

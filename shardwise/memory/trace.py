@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.memory.stats import NO_UNIT, MemoryRecorder, MemStats, Phase
 from shardwise.memory.tracker import Tracker, make_tracker, storages
+from shardwise.torch_internals import storage_id
 
 __all__ = ["storage_bytes", "trace_memory"]
 
@@ -103,7 +104,7 @@ def _scalar(value: Any) -> Tensor:
 
 def storage_bytes(tensors: Iterable[Tensor | None], device: torch.device) -> int:
     """Bytes of the tensors' storages on ``device``, each storage once."""
-    found = {s._cdata: s.nbytes() for t in tensors if t is not None and t.device == device for s in storages(t)}
+    found = {storage_id(s): s.nbytes() for t in tensors if t is not None and t.device == device for s in storages(t)}
     return sum(found.values())
 
 

@@ -16,8 +16,8 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
+
+from shardwise.torch_internals import DispatchMode, each_leaf, is_wrapper, storage_id
 
 __all__ = ["AllocatorTracker", "TensorTracker", "Tracker", "make_tracker", "storages"]
 
@@ -52,7 +52,7 @@ class Tracker(Protocol):
 
 def storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
     """The storages behind a tensor: one, those of a sparse tensor's parts, or those inside a wrapper (DTensor)."""
-    if is_traceable_wrapper_subclass(tensor):
+    if is_wrapper(tensor):
         for name in tensor.__tensor_flatten__()[0]:
             yield from storages(getattr(tensor, name))
     elif tensor.layout is torch.strided:
@@ -103,7 +103,7 @@ class _Count:
     def add(self, storage: torch.UntypedStorage, base: int = 0) -> None:
         """Count a storage that is not known yet, less the ``base`` bytes that it had before."""
         entry = _Entry(storage, self._made_died)
-        entry.key, entry.base, entry.counted = storage._cdata, base, storage.nbytes() - base
+        entry.key, entry.base, entry.counted = storage_id(storage), base, storage.nbytes() - base
         entry.interval, entry.peak_before = self.interval, self.peak
         self.made[entry.key] = entry
         self.live += entry.counted
@@ -126,7 +126,7 @@ class _Count:
 
     def exclude(self, storage: torch.UntypedStorage) -> None:
         """From now on model data, and so taken out of the present interval's peak as well."""
-        key = storage._cdata
+        key = storage_id(storage)
         entry = self.made.pop(key, None)
         if entry is not None:
             self.live -= entry.counted
@@ -155,7 +155,7 @@ class _Count:
         if isinstance(outputs, Tensor):
             self._note(outputs, origin, arguments, before)
         elif isinstance(outputs, list | tuple | dict):
-            for output in tree_leaves(outputs):
+            for output in each_leaf(outputs):
                 if isinstance(output, Tensor):
                     self._note(output, origin, arguments, before)
 
@@ -163,7 +163,7 @@ class _Count:
         if output.device != self.device:
             return
         for storage in _parts(output):
-            key = storage._cdata
+            key = storage_id(storage)
             entry = self.made.get(key)
             if entry is not None:
                 self.resize(entry, storage)
@@ -181,14 +181,14 @@ def _shares(key: int, arguments: Iterable[Any]) -> bool:
     """Whether one of the arguments has this storage: some operations return an input without saying so."""
     for argument in arguments:
         if isinstance(argument, Tensor):
-            if any(storage._cdata == key for storage in _parts(argument)):
+            if any(storage_id(storage) == key for storage in _parts(argument)):
                 return True
         elif isinstance(argument, list | tuple) and _shares(key, argument):
             return True
     return False
 
 
-class _CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _CountingMode(DispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operation below autograd, in forward and in backward."""
 
     supports_higher_order_operators = True
@@ -218,7 +218,7 @@ class _CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for argument in arguments:
                 if isinstance(argument, Tensor) and argument.layout is torch.strided:
                     storage = argument.untyped_storage()
-                    before[storage._cdata] = storage.nbytes()
+                    before[storage_id(storage)] = storage.nbytes()
         outputs = func(*args, **kwargs)
         self._count.note(outputs, origin, arguments, before)
         return outputs

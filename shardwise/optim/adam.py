@@ -20,6 +20,7 @@ from shardwise.memory.host import HostArena
 from shardwise.optim.adam_tiles import AdamRule, AdamSlot, AdamTiles, moment_dtype
 from shardwise.optim.disk import open_disk_moments
 from shardwise.optim.offload import MomentStore, OffloadedMoments
+from shardwise.torch_internals import add_each
 
 __all__ = ["CPUAdam", "FusedAdam", "HybridAdam"]
 
@@ -338,8 +339,8 @@ def _count_step(steps: list[Tensor]) -> None:
     for step in steps:
         by_device.setdefault(step.device, []).append(step)
     for device, several in by_device.items():
-        # A Python number would be made a tensor once for each step count; CUDA wants that tensor where the counts are.
-        torch._foreach_add_(several, torch.ones((), device=device), alpha=1.0)
+        # CUDA wants the number where the counts are.
+        add_each(several, torch.ones((), device=device))
 
 
 def _flat_gradient(param: Tensor) -> Tensor:

@@ -15,6 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shardwise.torch_internals import copy_each, fused_adam
+
 __all__ = ["AdamRule", "AdamSlot", "AdamTiles", "adam_reference", "moment_dtype"]
 
 TILE_NUMEL = {"cpu": 1 << 18, "cuda": 1 << 24}
@@ -147,21 +149,21 @@ class AdamTiles:
         if scale != 1.0 or any(grad.dtype != dtype for grad in grads):
             scratch = self._scratch_for(params[0].device, dtype, 0, sum(numels))
             parts = list(torch.split(scratch, numels))
-            torch._foreach_copy_(parts, grads)
+            copy_each(parts, grads)
             if scale != 1.0:
                 scratch.mul_(scale)
             grads = parts
         narrow = [index for index, param in enumerate(params) if param.dtype != dtype]
         if narrow:
             wide = torch.split(self._scratch_for(params[0].device, dtype, 1, sum(numels)), numels)
-            torch._foreach_copy_([wide[i] for i in narrow], [params[i] for i in narrow])
+            copy_each([wide[i] for i in narrow], [params[i] for i in narrow])
             params = [wide[i] if param.dtype != dtype else param for i, param in enumerate(params)]
         self._kernel(tile, params, grads, rule)
         if narrow:
-            torch._foreach_copy_([tile[i].param for i in narrow], [params[i] for i in narrow])
+            copy_each([tile[i].param for i in narrow], [params[i] for i in narrow])
         outs = [(slot.out, param) for slot, param in zip(tile, params, strict=True) if slot.out is not None]
         if outs:
-            torch._foreach_copy_([out for out, _ in outs], [param for _, param in outs])
+            copy_each([out for out, _ in outs], [param for _, param in outs])
 
     def _kernel(self, slots: Sequence[AdamSlot], params: list[Tensor], grads: list[Tensor], rule: AdamRule) -> None:
         if rule.bias_correction:
@@ -169,8 +171,7 @@ class AdamTiles:
         else:
             # The kernel always corrects; beta**inf is 0, so after infinitely many steps it divides by exactly 1.
             steps = [self._infinity(params[0].device)] * len(slots)
-        kernel = torch._fused_adamw_ if rule.decoupled else torch._fused_adam_
-        kernel(
+        fused_adam(rule.decoupled)(
             params,
             grads,
             [slot.exp_avg for slot in slots],

@@ -7,7 +7,6 @@ ranks. So it is tried out: a copy of it steps a small matrix whole, and in flat 
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from shardwise.torch_internals import without_global_step_hooks
 
 __all__ = ["couples_elements"]
 
@@ -54,7 +54,7 @@ def couples_elements(optimizer: torch.optim.Optimizer) -> bool:
         return not said
     if not {"param_groups", "state"} <= vars(optimizer).keys():  # they are another optimizer's
         return False
-    with _without_global_hooks():
+    with without_global_step_hooks():
         return any(_differs(optimizer, group) for group in _distinct(optimizer.param_groups))
 
 
@@ -81,20 +81,6 @@ def _distinct(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def _key(options: dict[str, Any], texts: bool) -> str:
     ignored = ("param_names", "initial_lr")
     return repr({k: v for k, v in options.items() if k not in ignored and (texts or not isinstance(v, str))})
-
-
-@contextlib.contextmanager
-def _without_global_hooks() -> Iterator[None]:
-    """Inside the block those that torch runs in the step of every optimizer do not run."""
-    registered: tuple[dict[int, Any], ...] = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
-    before = [dict(hooks) for hooks in registered]
-    for hooks in registered:
-        hooks.clear()  # in place: the handles that remove them know this object
-    try:
-        yield
-    finally:
-        for hooks, own in zip(registered, before, strict=True):
-            hooks.update(own)
 
 
 def _stand_in(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> torch.optim.Optimizer:

@@ -16,6 +16,7 @@ from shardwise.engine.deferred import adopt
 from shardwise.mesh import Mesh
 from shardwise.plan import CommPlan, MeshPlan, Plan
 from shardwise.strategies.toggling import Toggling
+from shardwise.torch_internals import point
 
 __all__ = ["Live", "live_session", "shard"]
 
@@ -92,7 +93,7 @@ class Live:
             param.grad = None
             adopt(param, values.pop(index))
         for name, buffer in self.module.named_buffers():
-            buffer.data = buffer.data.to("cpu", self._buffer_dtypes.get(name, buffer.dtype))
+            point(buffer, buffer.detach().to("cpu", self._buffer_dtypes.get(name, buffer.dtype)))
         Toggling.remove(self.module)
         self.module.__dict__.pop(_KEY, None)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.traffic import Traffic
+from shardwise.torch_internals import storage_id
 
 __all__ = ["Traffic", "live_tensor_bytes", "live_tensors"]
 
@@ -47,5 +48,5 @@ def live_tensor_bytes(device: torch.device | str | None = None) -> int:
                 storage = tensor.untyped_storage()
             except (NotImplementedError, RuntimeError):  # wrapper subclasses without a storage of their own
                 continue
-            sizes[(tensor.device, storage._cdata)] = storage.nbytes()
+            sizes[(tensor.device, storage_id(storage))] = storage.nbytes()
     return sum(sizes.values())

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.torch_internals import point
+
 __all__ = ["PlainRecipe", "PlainRun", "train_plain"]
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -206,7 +208,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 def _masters(model: nn.Module, recipe: PlainRecipe) -> nn.Module:
     """The module whose parameters the optimizer updates: fp32 wherever the computation has 16 bits."""
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(_wide(_compute_dtype(parameter, recipe)))
+        point(parameter, parameter.detach().to(_wide(_compute_dtype(parameter, recipe))))
     return model
 
 
@@ -232,7 +234,7 @@ def _cast_model(model: nn.Module, recipe: PlainRecipe) -> None:
         return
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_floating_point():
-            tensor.data = tensor.data.to(dtype)
+            point(tensor, tensor.detach().to(dtype))
 
     def cast_inputs(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         return _cast_floating(args, dtype), _cast_floating(kwargs, dtype)

@@ -18,7 +18,7 @@ from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
@@ -31,6 +31,7 @@ from shardwise.checkpoint.formats.optimizer_state import OptimizerRecord, optimi
 from shardwise.checkpoint.formats.output import output_directory
 from shardwise.checkpoint.formats.small_values import decode_value, encode_value, group_options, group_record
 from shardwise.checkpoint.source import CheckpointDamage, CheckpointSource, TensorFact
+from shardwise.torch_internals import stored_at
 
 __all__ = ["open_dcp", "write_dcp"]
 
@@ -246,7 +247,7 @@ class _StreamingWriter(FileSystemWriter):
                 else:
                     file.write(data.getbuffer())
                 length = file.tell() - start
-                results.append(WriteResult(item.index, length, _StorageInfo(name, start, length)))
+                results.append(WriteResult(item.index, length, stored_at(name, start, length)))
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
