@@ -7,7 +7,9 @@ at 64 MB, and lets the sum be made in fp32 with one rounding.
 
 from __future__ import annotations
 
+import queue
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -99,40 +101,77 @@ class _Message:
         self._work = None
 
 
-class _Batch:
-    """Messages that are waited for together. As a handle, an all-gather is done when they are."""
+class _Watcher:
+    """One thread that waits for what it is given, one after the other, from the first time on.
 
-    def __init__(self, messages: list[_Message]) -> None:
+    A thread for each would have to be started, and torch keeps 150 bytes for every thread that ever waited.
+    """
+
+    def __init__(self) -> None:
+        self._batches: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self.close = weakref.finalize(self, self._batches.put, None)
+        """Ends the thread; so does the loss of the last reference to this."""
+        self.close.atexit = False
+
+    def watch(self, batch: _Batch) -> None:
+        """Wait for ``batch`` once the thread comes to it, unless somebody else does by then."""
+        self._batches.put(batch)
+        if self._thread is None:
+            self._thread = threading.Thread(target=_wait_for_each, args=[self._batches], daemon=True)
+            self._thread.name = "shardwise-gloo-watcher"
+            self._thread.start()
+
+
+def _wait_for_each(batches: queue.SimpleQueue[_Batch | None]) -> None:
+    while (batch := batches.get()) is not None:
+        batch.wait_unless_taken()
+        del batch  # the next may be long in coming
+
+
+class _Batch:
+    """Messages that are waited for together. As a handle, an all-gather is done when they are.
+
+    Whoever waits first takes it: its user in ``wait()``, or the watcher after the user has asked whether it is
+    finished. So no user waits for a batch that the watcher has not come to.
+    """
+
+    def __init__(self, messages: list[_Message], watcher: _Watcher) -> None:
         self._messages = messages
-        self._watcher: threading.Thread | None = None
+        self._watcher: _Watcher | None = watcher
+        self._taken = threading.Lock()
+        self._done = threading.Event()
         self._error: PeerError | None = None
 
     def wait(self) -> None:
-        if self._watcher is None:
-            self._wait_all()
-            return
-        self._watcher.join()
+        if self._messages:
+            self.wait_unless_taken()
+            self._done.wait()
         if self._error is not None:
             raise self._error
 
     def finished(self) -> bool:
         """Whether all messages are through (or lost, which ``wait`` tells). A point-to-point operation of gloo knows
-        that only from its own ``wait``, so the first question starts a thread that waits."""
-        if self._messages and self._watcher is None:
-            self._watcher = threading.Thread(target=self._watch, name="shardwise-gloo-watcher", daemon=True)
-            self._watcher.start()
-        return self._watcher is None or not self._watcher.is_alive()
+        that only from its own ``wait``, so after the first question the watcher waits."""
+        if self._messages and self._watcher is not None:
+            self._watcher.watch(self)
+        self._watcher = None
+        return not self._messages or self._done.is_set()
 
-    def _watch(self) -> None:
+    def wait_unless_taken(self) -> None:
+        """Wait for the messages, unless another thread does."""
+        if not self._taken.acquire(blocking=False):
+            return
         try:
-            self._wait_all()
+            for message in self._messages:
+                message.wait()
+            self._messages = []
         except PeerError as error:
             self._error = error
-
-    def _wait_all(self) -> None:
-        for message in self._messages:
-            message.wait()
-        self._messages = []
+        except BaseException:  # an interrupt: it can be waited for again
+            self._taken.release()
+            raise
+        self._done.set()
 
 
 def _lost(what: str, error: Exception) -> PeerError:
@@ -167,7 +206,7 @@ class _Reduction:
             if peer != rank:
                 messages.append(link.receive(part, peer, tag, self._what))
         messages += [link.send(group.slice_of(full, peer), peer, tag, self._what) for peer in group.others()]
-        self._slices = _Batch(messages)
+        self._slices = _Batch(messages, group.watchers[1])
         self._sums: _Batch | None = None
 
     def wait(self) -> None:
@@ -198,7 +237,7 @@ class _Reduction:
             spread: list[_Message] = []
             if self._spread_tag is not None:
                 spread = group.start_spread(group.reduce_link, self._full, self._spread_tag, self._what)
-            self._sums = _Batch(spread)
+            self._sums = _Batch(spread, group.watchers[1])
         return self._sums
 
 
@@ -219,6 +258,8 @@ class GlooGroup(Group):
         self.reduce_link = _Link(reduce, name)
         self.scratch = _Scratch()
         self.sum = RankSum()
+        self.watchers = _Watcher(), _Watcher()
+        """Of gathers and of reductions, which do not wait for each other."""
 
     def others(self) -> list[int]:
         """The other ranks, starting with the next one, so that not all ranks send to the same one first."""
@@ -248,8 +289,10 @@ class GlooGroup(Group):
         self._control.barrier()
 
     def close(self) -> None:
-        """Drop the kept receive buffers; the process groups belong to the mesh."""
+        """Drop the kept receive buffers and threads; the process groups belong to the mesh."""
         self.scratch = _Scratch()
+        for watcher in self.watchers:
+            watcher.close()
 
     def _buffers(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Buffer]:
         made = self._private_buffers(specs)
@@ -269,7 +312,8 @@ class GlooGroup(Group):
         if not full.numel():
             return DONE
         what = f"all_gather of {full.numel()} x {full.dtype}, buffer {number}"
-        return _Batch(self.start_spread(self._gather_link, full, self._gather_link.tag(number), what))
+        messages = self.start_spread(self._gather_link, full, self._gather_link.tag(number), what)
+        return _Batch(messages, self.watchers[0])
 
     def _reduce_scatter(self, out: Tensor, full: Buffer, scale: float) -> Handle:
         return self._start(out, full, scale, spread=False)

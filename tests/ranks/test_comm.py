@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from unittest import mock
 
@@ -203,7 +204,9 @@ def test_nobody_overtakes_a_reader(size: int) -> None:
 
 
 def polled(kind: str) -> None:
-    """finished() makes progress by itself, and is true only when the result is there."""
+    """finished() makes progress by itself, and is true only when the result is there. At most two threads see to it,
+    however often it is asked, and end with the group."""
+    watchers: set[threading.Thread] = set()
     with Scope(kind) as group:
         size, rank, numel = group.size, group.rank, 1000
         full, other, shard = group.buffers([(size * numel, torch.float32)] * 2 + [(numel, torch.float32)])
@@ -220,6 +223,7 @@ def polled(kind: str) -> None:
             handles.append(group.all_gather(gathered, shard))
             while not all(handle.finished() for handle in reversed(handles)):
                 time.sleep(0)  # a handle that never finishes is ended, and shown, by the pool
+                watchers |= {thread for thread in threading.enumerate() if thread.name == "shardwise-gloo-watcher"}
             for handle in handles:
                 handle.wait()
                 assert handle.finished()
@@ -228,6 +232,9 @@ def polled(kind: str) -> None:
             same(other.local, expected, kind)
             assert gathered.view(size, numel).eq(torch.arange(size).view(-1, 1)).all()
             group.fence()
+    assert len(watchers) <= 2 and (kind != "gloo" or watchers)
+    for thread in watchers:
+        thread.join()
 
 
 @pytest.mark.parametrize("kind", ["shared", "gloo"])
