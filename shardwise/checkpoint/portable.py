@@ -14,9 +14,10 @@ import torch.distributed as dist
 
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.formats.detect import detect_format, open_checkpoint
-from shardwise.checkpoint.formats.lazy import Entry, LazySource, entries_of
+from shardwise.checkpoint.formats.lazy import LazySource, entries_of
 from shardwise.checkpoint.gathered import Portion, stream
 from shardwise.checkpoint.match import Match
+from shardwise.checkpoint.numbered import with_names
 from shardwise.checkpoint.pieces import PieceLayout
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.restore import put_back, put_options, read_others
@@ -254,7 +255,7 @@ def _of_part(source: CheckpointSource, held: Holding, part: Part, path: str) -> 
         return source
     # Numbers, in the order of the groups, as torch has it.
     pairs = (zip(their, our, strict=True) for their, our in zip(theirs, ours, strict=True))
-    return _renamed(source, {name: own for group in pairs for name, own in group})
+    return _optimizer_alone(with_names(source, {0: {name: own for group in pairs for name, own in group}}))
 
 
 def _other_shapes(groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]], held: Holding) -> list[str]:
@@ -268,15 +269,7 @@ def _other_shapes(groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[
     ]
 
 
-def _renamed(source: CheckpointSource, names: dict[str, str]) -> CheckpointSource:
-    """The one optimizer of ``source`` under other parameter names."""
-    entries: dict[str, Entry] = {}
-    for full, entry in entries_of(source).items():
-        if full.startswith("optimizer/0/"):
-            name, _, key = full.removeprefix("optimizer/0/").rpartition("/")
-            entries[f"optimizer/0/{names.get(name, name)}/{key}"] = entry
-    record = source.state()["optimizers"][0]
-    groups = [{**group, "params": [names[name] for name in group["params"]]} for group in record["groups"]]
-    small = {names.get(name, name): values for name, values in record["small"].items()}
-    state = {**source.state(), "optimizers": [{**record, "groups": groups, "small": small}], "aliases": {}}
-    return LazySource("renamed", entries, state)
+def _optimizer_alone(source: CheckpointSource) -> CheckpointSource:
+    """Without the model, whose other names of tied parameters are not the optimizer's here."""
+    entries = {name: entry for name, entry in entries_of(source).items() if name.startswith("optimizer/0/")}
+    return LazySource("renamed", entries, {**source.state(), "aliases": {}})

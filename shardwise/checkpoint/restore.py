@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,9 +15,11 @@ from shardwise.checkpoint import tree
 from shardwise.checkpoint.directory import scan
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.format import MANIFEST, has_pieces
-from shardwise.checkpoint.formats.detect import detect_format, open_checkpoint
+from shardwise.checkpoint.formats.detect import detect_format, located, open_checkpoint
 from shardwise.checkpoint.formats.small_values import group_options
+from shardwise.checkpoint.formats.trainer import kind_of
 from shardwise.checkpoint.match import Match
+from shardwise.checkpoint.numbered import named_like
 from shardwise.checkpoint.randomness import restore_generators, spread_generators
 from shardwise.checkpoint.read import NativeSource
 from shardwise.checkpoint.run import Run, as_run
@@ -69,6 +72,9 @@ def _candidates(root: str, tag: str | None) -> list[str]:
         return [each.path for each in found]
     if tag is not None:
         chosen = [each.path for each in found if each.tag == tag]
+        place = Path(root, tag)
+        if not chosen and place.is_dir() and kind_of(place) is not None:
+            return [str(place)]  # a Trainer's checkpoint-N
         if not chosen:
             known = ", ".join(each.tag for each in found) or "none"
             raise FileNotFoundError(f"no checkpoint {tag!r} in {root}; there: {known}")
@@ -76,7 +82,7 @@ def _candidates(root: str, tag: str | None) -> list[str]:
     if not found:
         try:
             if tag is None and detect_format(root):
-                return [root]  # of a format of others
+                return [str(located(Path(root)))]  # of a format of others
         except FileNotFoundError as error:
             advice = "give the directory that was saved into, or tag='auto'"
             raise FileNotFoundError(f"no checkpoint in {root}; {advice} ({error})") from error
@@ -142,7 +148,8 @@ def _restore_one(run: Run, path: str, strict: bool, lr_schedulers: Sequence[Any]
     def look() -> tuple[Match, _Rest]:
         native = os.path.exists(os.path.join(path, MANIFEST))
         opened.append(NativeSource(path) if native else open_checkpoint(path))
-        match = Match(opened[0], run.held(), strict)
+        held = run.held()
+        match = Match(named_like(opened[0], held), held, strict)
         return match, _Rest(run, match, lr_schedulers)
 
     try:

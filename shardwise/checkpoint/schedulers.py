@@ -11,8 +11,10 @@ import torch
 
 from shardwise.checkpoint import tree
 from shardwise.checkpoint.files import CheckpointError, read_json
+from shardwise.checkpoint.formats.detect import located
 from shardwise.checkpoint.formats.output import output_file, write_text
 from shardwise.checkpoint.formats.torch_file import TORCH_SUFFIXES, load_torch
+from shardwise.checkpoint.formats.trainer import scheduler_files
 
 __all__ = ["read_lr_scheduler", "write_lr_scheduler"]
 
@@ -33,13 +35,16 @@ def write_lr_scheduler(state: Mapping[str, Any], path: str | Path) -> None:
 
 
 def read_lr_scheduler(path: str | Path) -> dict[str, Any]:
-    """The scheduler state in a file: our JSON, or a torch file (read with ``weights_only=True``).
+    """The scheduler state in a file: our JSON, or a torch file (read with ``weights_only=True``). In a directory of
+    Hugging Face's Trainer or of accelerate it is that of the first scheduler there.
 
     Raises:
         FileNotFoundError: nothing there.
         CheckpointError: the file is damaged, or is not a scheduler's.
     """
     source = Path(path)
+    if source.is_dir():
+        source = next(iter(scheduler_files(located(source))), source / "scheduler.pt")
     if source.suffix in TORCH_SUFFIXES:
         state = load_torch(source)
         if not isinstance(state, dict):

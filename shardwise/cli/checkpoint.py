@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser", "main"]
 
-READ = ("native", "huggingface", "single", "dcp", "colossalai", "deepspeed", "peft")
+READ = ("native", "huggingface", "single", "dcp", "colossalai", "deepspeed", "peft", "trainer", "accelerate")
 WRITTEN = ("native", "huggingface", "single", "dcp", "torchtitan", "colossalai", "peft")
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 
@@ -30,6 +30,7 @@ EXAMPLES = """
   shardwise checkpoint inspect runs/step-1000
   shardwise checkpoint convert runs/step-1000 llama --to huggingface --dtype bfloat16 --max-shard-size 5GB
   shardwise checkpoint convert deepspeed-run resume/step-1000 --to native
+  shardwise checkpoint convert trainer-output resume/step-1000 --to native
   shardwise checkpoint verify runs/step-1000
   shardwise checkpoint diff runs/step-1000 llama --rtol 1e-2
 

@@ -17,13 +17,16 @@ from shardwise.checkpoint.formats.indexed import read_index
 from shardwise.checkpoint.formats.peft import CONFIG, open_peft
 from shardwise.checkpoint.formats.single import open_single
 from shardwise.checkpoint.formats.torch_file import TORCH_SUFFIXES
+from shardwise.checkpoint.formats.trainer import find_latest, kind_of, open_trainer
 from shardwise.checkpoint.read import NativeSource
 from shardwise.checkpoint.source import CheckpointDamage, CheckpointSource
 from shardwise.checkpoint.state_check import check_state
 
-__all__ = ["FORMATS", "detect_format", "open_checkpoint"]
+__all__ = ["FORMATS", "detect_format", "located", "open_checkpoint"]
 
-FORMATS = ("native", "huggingface", "single", "dcp", "colossalai", "deepspeed", "peft")
+FORMATS = ("native", "huggingface", "single", "dcp", "colossalai", "deepspeed", "peft", "trainer", "accelerate")
+RUNS = ("trainer", "accelerate")
+"""Directories with a model of another format among their files."""
 
 
 def _is_native(path: Path) -> bool:
@@ -51,7 +54,8 @@ def _is_huggingface(path: Path) -> bool:
 
 def _files(path: Path) -> list[Path]:
     known = (".safetensors", *TORCH_SUFFIXES)
-    return sorted(item for item in path.iterdir() if item.suffix in known and item.is_file())
+    found = sorted(item for item in path.iterdir() if item.suffix in known and item.is_file())
+    return [item for item in found if item.name != "training_args.bin"]  # of Trainer's, never a model
 
 
 _TESTS: tuple[tuple[str, Callable[[Path], bool]], ...] = (
@@ -61,7 +65,16 @@ _TESTS: tuple[tuple[str, Callable[[Path], bool]], ...] = (
     ("deepspeed", lambda path: find_step(path) is not None),
     ("colossalai", _is_colossalai),
     ("huggingface", _is_huggingface),
+    ("trainer", lambda path: kind_of(path) == "trainer"),
+    ("accelerate", lambda path: kind_of(path) == "accelerate"),
 )
+
+
+def located(path: Path) -> Path:
+    """The checkpoint that ``path`` means: itself, or the last by number of a Trainer's or accelerate's in it."""
+    if not path.is_dir() or any(test(path) for _, test in _TESTS) or _files(path):
+        return path
+    return find_latest(path) or path
 
 
 def detect_format(path: str | Path, part: str | None = None) -> str:
@@ -83,7 +96,10 @@ def detect_format(path: str | Path, part: str | None = None) -> str:
         return "colossalai" if one_of_several else detect_format(place.parent, part)
     if not place.is_dir():
         raise FileNotFoundError(f"{place}: no such file or directory")
+    place = located(place)
     found = [name for name, test in _TESTS if test(place)]
+    if any(name in found for name in RUNS):  # one of our own that stands beside it holds all of it
+        found = ["native"] if "native" in found else [name for name in found if name in RUNS]
     if part is not None and found == ["colossalai", "huggingface"]:
         return "huggingface" if part == "model" else "colossalai"  # the optimizer beside a model in one file
     if len(found) > 1:
@@ -111,7 +127,8 @@ def open_checkpoint(
     """Open a checkpoint of any format for reading. Nothing in it is executed.
 
     Args:
-        path: a directory or a file. A directory of native checkpoints stands for the newest of them.
+        path: a directory or a file. A directory of native checkpoints stands for the newest of them, one of a Trainer
+            or of accelerate for the last ``checkpoint-N`` or ``checkpoint_N`` by its number.
         format: one of :data:`FORMATS`; ``None``: found out.
         optimizer: ColossalAI only: the optimizer's directory, where it is not beside the model.
         parameter_names: names of an optimizer's parameters in its own order, for files that only number them.
@@ -125,7 +142,7 @@ def open_checkpoint(
     """
     if format is not None and format not in FORMATS:
         raise ValueError(f"format={format!r}: known are {', '.join(FORMATS)}")
-    place = Path(path)
+    place = located(Path(path))
     name = format or detect_format(place)
     if place.is_file() and place.name.endswith(".json") and name != "colossalai":
         place = place.parent
@@ -133,7 +150,7 @@ def open_checkpoint(
         return NativeSource(_native_directory(place))
     if optimizer is not None and name != "colossalai":
         raise ValueError(f"optimizer={str(optimizer)!r}: {place} is of format {name}, which keeps it with the model")
-    if parameter_names is not None and name not in ("colossalai", "single"):
+    if parameter_names is not None and name not in ("colossalai", "single", *RUNS):
         raise ValueError(f"parameter_names given, but {place} is of format {name}, which has names")
     if name == "single":
         place = _files(place)[0] if place.is_dir() else place
@@ -144,6 +161,8 @@ def open_checkpoint(
         "dcp": open_dcp,
         "deepspeed": open_deepspeed,
         "peft": open_peft,
+        "trainer": lambda path: open_trainer(path, parameter_names),
+        "accelerate": lambda path: open_trainer(path, parameter_names),
     }
     with reading(place):
         return _checked(readers[name](place), (place, optimizer))

@@ -20,7 +20,15 @@ from shardwise.checkpoint.formats.lazy import Entry, entry_of_tensor
 from shardwise.checkpoint.formats.small_values import decode_value, encode_value, group_options, group_record
 from shardwise.checkpoint.source import CheckpointSource
 
-__all__ = ["OptimizerRecord", "Shapes", "from_numbered", "optimizer_entries", "records_of", "to_numbered"]
+__all__ = [
+    "OptimizerRecord",
+    "Shapes",
+    "from_numbered",
+    "match_by_shape",
+    "optimizer_entries",
+    "records_of",
+    "to_numbered",
+]
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -113,15 +121,18 @@ def from_numbered(
         if len(names) != len(numbers):
             raise CheckpointError(f"{where} has {len(numbers)} parameters; {len(names)} names were given")
         by_number = dict(zip(numbers, names, strict=True))
+    elif numbers and all(isinstance(number, str) for number in numbers):  # names already, as FSDP saves a whole state
+        by_number = {name: name for name in numbers}
     elif all("param_names" in group for group in groups):
         by_number = {n: name for group in groups for n, name in zip(group["params"], group["param_names"], strict=True)}
     else:
         wanted = [[(n, _shape_of(state.get(n, {}))) for n in group["params"]] for group in groups]
-        by_number = _match(wanted, shapes)
+        by_number = match_by_shape(wanted, shapes)
         if not by_number and numbers:
             notes.append(
                 f"{where} numbers its {len(numbers)} parameters, and the shapes do not say which is which; "
-                "they are called #0, #1, ...; give their names (parameter_names=) to use this state"
+                "they are called #0, #1, ... until a run that loads them names them by its own groups, or you do "
+                "(parameter_names=, --parameter-names)"
             )
             by_number = {number: f"#{number}" for number in numbers}
     record, entries = OptimizerRecord(), dict[str, Entry]()
@@ -149,7 +160,7 @@ def _shape_of(values: Mapping[str, Any]) -> tuple[int, ...] | None:
 Wanted = Sequence[Sequence[tuple[Any, tuple[int, ...] | None]]]
 
 
-def _match(wanted: Wanted, shapes: Shapes) -> dict[Any, str]:
+def match_by_shape(wanted: Wanted, shapes: Shapes) -> dict[Any, str]:
     """Names for numbers where only one assignment keeps the model's order inside each group; otherwise ``{}``."""
     if len(wanted) == 1:
         forward = _embed(wanted[0], list(shapes.items()))
