@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_value_, get_total_norm
 
-__all__ = ["ModelWrapper", "OptimizerWrapper", "own_class", "parameters_of", "unwrap_model", "unwrap_optimizer"]
+__all__ = ["ModelWrapper", "OptimizerWrapper", "parameters_of", "unwrap_model", "unwrap_optimizer"]
 
 
 class ModelWrapper(nn.Module):
@@ -67,11 +66,6 @@ def unwrap_model(model: nn.Module) -> nn.Module:
     unwrap = getattr(model, "unwrap", None)
     plain: nn.Module = model if unwrap is None else unwrap()
     return plain
-
-
-def own_class(module: nn.Module) -> type:
-    """The user's class: fully_shard gives a module one of its own, made of ``FSDPModule`` and the user's."""
-    return next(each for each in type(module).__mro__ if not issubclass(each, FSDPModule))
 
 
 def unwrap_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.booster.interface import ModelWrapper, OptimizerWrapper, own_class
+from shardwise.booster.interface import ModelWrapper, OptimizerWrapper
 from shardwise.checkpoint import CheckpointSource
 from shardwise.checkpoint.formats import write_peft
+from shardwise.checkpoint.settings import adapter_settings
 from shardwise.engine.module import ShardedModule
 from shardwise.engine.optimizer import ShardedOptimizer
 
@@ -130,7 +131,7 @@ def adapter_writer(model: nn.Module, path: Path, use_safetensors: bool) -> Calla
     configs = getattr(model, "peft_config", None)
     if not isinstance(configs, dict) or not hasattr(model, "base_model"):
         raise ValueError(f"{type(model).__name__} has no adapter; call booster.enable_lora before boost")
-    settings = {name: _settings(model, config) for name, config in configs.items()}
+    settings = {name: adapter_settings(model, config) for name, config in configs.items()}
 
     def write(source: CheckpointSource) -> None:
         for name, config in settings.items():
@@ -138,15 +139,3 @@ def adapter_writer(model: nn.Module, path: Path, use_safetensors: bool) -> Calla
             write_peft(source, place, config, name, use_safetensors)
 
     return write
-
-
-def _settings(model: Any, config: Any) -> dict[str, Any]:
-    """The configuration as peft saves it: for inference, with the base model's name."""
-    settings = {**config.to_dict(), "inference_mode": True}
-    inner = model.base_model.model
-    if settings.get("base_model_name_or_path") is None:
-        settings["base_model_name_or_path"] = vars(inner).get("name_or_path") or None
-    if settings.get("task_type") is None:
-        kind = own_class(inner)
-        settings["auto_mapping"] = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
-    return settings

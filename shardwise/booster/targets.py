@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable
 from numbers import Real
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
-from shardwise.booster.interface import own_class
 from shardwise.checkpoint import CheckpointSource
 from shardwise.checkpoint.formats import (
     write_colossalai_optimizer,
@@ -20,6 +17,7 @@ from shardwise.checkpoint.formats import (
     write_single_optimizer,
 )
 from shardwise.checkpoint.formats.lazy import LazySource, entries_of
+from shardwise.checkpoint.settings import configurations
 
 __all__ = ["SIZE_PER_SHARD", "check_loading", "model_writer", "optimizer_writer", "target"]
 
@@ -71,7 +69,7 @@ def model_writer(
     """
     _check(shard, gather_dtensor, size_per_shard, prefix)
     if shard:
-        config, generation = _configurations(module)
+        config, generation = configurations(module)
         return lambda source: write_huggingface(
             source,
             checkpoint,
@@ -112,17 +110,6 @@ def check_loading(low_cpu_mem_mode: bool, num_threads: int) -> None:
             "ranges that it needs, straight into their places",
             stacklevel=3,
         )
-
-
-def _configurations(module: nn.Module) -> tuple[Any, Any]:
-    """A transformers model's configuration and that of its generation; ``None`` for other modules and adapters."""
-    config = getattr(module, "config", None)
-    if config is None or not hasattr(config, "to_diff_dict") or hasattr(module, "peft_config"):
-        return None, None
-    content = json.loads(config.to_json_string(use_diff=True))
-    content["architectures"] = content.get("architectures") or [own_class(module).__name__]
-    generation = getattr(module, "generation_config", None)
-    return content, generation if hasattr(generation, "to_diff_dict") else None
 
 
 def _prefixed(source: CheckpointSource, prefix: str | None) -> CheckpointSource:

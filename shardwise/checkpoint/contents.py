@@ -14,6 +14,7 @@ from shardwise.checkpoint.formats.small_values import encode_value, group_record
 from shardwise.checkpoint.pieces import PieceLayout, as_bytes
 from shardwise.checkpoint.randomness import read_generators
 from shardwise.checkpoint.run import Holding, Run, Trainer
+from shardwise.checkpoint.settings import saved_settings
 from shardwise.engine.fragments import Fragment, TensorShape, split
 from shardwise.memory.disk_checksum import checksum
 
@@ -118,6 +119,7 @@ class Contents:
             "compute_dtype": {n: str(d).removeprefix("torch.") for n, d in held.compute_dtypes().items()},
             "scaler": None if scaler is None else scaler.state_dict(),
             "world": dict(run.world()),
+            **saved_settings(held.module),
         }
 
     def assemble(self, own: list[dict[str, Any]]) -> dict[str, Any]:

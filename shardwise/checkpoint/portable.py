@@ -142,7 +142,7 @@ class PortableFiles:
         opened: list[CheckpointSource] = []
 
         def look() -> tuple[Match, dict[str, Any]]:
-            source = open_checkpoint(path, detect_format(path, part))
+            source: CheckpointSource = open_checkpoint(path, detect_format(path, part))
             opened.append(source)
             held = run.held()
             source = _of_part(source, held, part, path)

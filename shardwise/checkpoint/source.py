@@ -17,7 +17,7 @@ import torch
 
 from shardwise.checkpoint.files import CheckpointError
 
-__all__ = ["CheckpointDamage", "CheckpointSource", "TensorFact"]
+__all__ = ["CheckpointDamage", "CheckpointSource", "OpenSource", "TensorFact"]
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,13 @@ class CheckpointSource(Protocol):
 
     def close(self) -> None:
         """Let go of open files. Safe to call twice."""
+
+
+class OpenSource(CheckpointSource, Protocol):
+    """One that the end of a ``with`` block closes."""
+
+    def __enter__(self) -> CheckpointSource: ...
+    def __exit__(self, *exception: object) -> None: ...
 
 
 class CheckpointDamage(CheckpointError):

@@ -103,4 +103,7 @@ _FORMS: dict[str, Callable[[object], bool]] = {
     "data_position": _is_list,
     "buffers": lambda value: isinstance(value, list) and all(_texts(each) for each in value),
     "extra": _by_name,
+    "config": _by_name,
+    "generation_config": _by_name,
+    "adapters": lambda value: _by_name(value) and all(_by_name(each) for each in value.values()),  # type: ignore[attr-defined]
 }

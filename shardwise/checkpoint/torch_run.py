@@ -156,7 +156,7 @@ class TorchHeld:
 
     def __init__(self, module: nn.Module | None, trainers: Sequence[TorchTrainer], rank: int, size: int) -> None:
         self.optimizers = tuple(trainers)
-        self._module, self._rank, self._size = module, rank, size
+        self.module, self._rank, self._size = module, rank, size
         self.others: dict[str, Any] = {}
         if module is None:
             trained = dict.fromkeys(p for each in trainers for group in each.param_groups for p in group["params"])
@@ -295,19 +295,19 @@ class TorchHeld:
     @torch.no_grad()
     def put_others(self, values: dict[str, Any]) -> None:
         """Buffers and extra state, by name."""
-        if self._module is None:
+        if self.module is None:
             return
-        registered = {id(buffer) for buffer in self._module.buffers()}
+        registered = {id(buffer) for buffer in self.module.buffers()}
         rest = {}
         for name, value in values.items():
             if id(self.others[name]) in registered:
                 self.others[name].copy_(value)
             elif name.endswith(EXTRA_STATE):
-                self._module.get_submodule(name.removesuffix(EXTRA_STATE).rstrip(".")).set_extra_state(value)
+                self.module.get_submodule(name.removesuffix(EXTRA_STATE).rstrip(".")).set_extra_state(value)
             else:  # made by a hook of the module, which has another one to take it
                 rest[name] = value
         if rest:
-            self._module.load_state_dict(rest, strict=False)
+            self.module.load_state_dict(rest, strict=False)
 
 
 class _Joined:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from shardwise.cli.checkpoint_targets import WRITTEN, add_options, notes_of, write
 from shardwise.cli.errors import BadInput
 from shardwise.memory.sizes import parse_size, size_text
 from shardwise.printable import printable
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 __all__ = ["add_parser", "main"]
 
 READ = ("native", "huggingface", "single", "dcp", "colossalai", "deepspeed", "peft", "trainer", "accelerate")
-WRITTEN = ("native", "huggingface", "single", "dcp", "torchtitan", "colossalai", "peft")
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 EXAMPLES = """
@@ -31,6 +31,7 @@ EXAMPLES = """
   shardwise checkpoint convert runs/step-1000 llama --to huggingface --dtype bfloat16 --max-shard-size 5GB
   shardwise checkpoint convert deepspeed-run resume/step-1000 --to native
   shardwise checkpoint convert trainer-output resume/step-1000 --to native
+  shardwise checkpoint convert runs/step-1000 adapter --to peft --lora-alpha 16 --base meta-llama/Llama-3.2-1B
   shardwise checkpoint verify runs/step-1000
   shardwise checkpoint diff runs/step-1000 llama --rtol 1e-2
 
@@ -59,7 +60,7 @@ def add_parser(commands: Any) -> None:
     convert.add_argument("--to", required=True, choices=WRITTEN, help="format to write")
     convert.add_argument("--dtype", choices=DTYPES, help="of the model's floating-point tensors; default: as stored")
     convert.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="such as 5GB or 512MiB (default 5GB)")
-    convert.add_argument("--safetensors", action="store_true", help="colossalai: safetensors shards instead of .bin")
+    add_options(convert)
     convert.set_defaults(action_main=_convert)
     verify = actions.add_parser("verify", help="read everything and compare it with its checksums, where there are any")
     _add_source(verify, "path", "")
@@ -249,60 +250,15 @@ def _convert(options: argparse.Namespace) -> int:
     with _opened(options, "source") as source:
         watched = _Watched(source, f"writing {options.target}")
         try:
-            _write(watched, options, dtype, megabytes)
+            write(watched, options, dtype, megabytes)
         except (CheckpointError, CheckpointDamage, OSError, ValueError, TypeError) as problem:
             raise BadInput(str(problem)) from None
         finally:
             watched.bar.end()
         _say(f"{options.target}: {options.to}, {size_text(watched.bar.done)} of tensors read")
-        _say_what_is_missing(source, options)
+        for note in notes_of(source, options):
+            _say(f"note: {note}", sys.stderr)
     return 0
-
-
-def _write(source: CheckpointSource, options: argparse.Namespace, dtype: torch.dtype | None, megabytes: float) -> None:
-    from shardwise.checkpoint import formats
-    from shardwise.checkpoint.formats.native import write_native
-
-    target: Path = options.target
-    if options.to == "native":
-        write_native(source, target, dtype)
-    elif options.to == "huggingface":
-        config, generation = (_config_beside(options.source, name) for name in ("config", "generation_config"))
-        formats.write_huggingface(source, target, megabytes, dtype, config, generation)
-    elif options.to == "single":
-        formats.write_single(source, target, dtype)
-    elif options.to in ("dcp", "torchtitan"):
-        formats.write_dcp(source, target, "fsdp2" if options.to == "dcp" else "torchtitan", dtype)
-    elif options.to == "peft":
-        formats.write_peft(source, target, dtype=dtype)
-    else:
-        has_optimizer = any(name.startswith("optimizer/") for name in source.tensors())
-        place = target / "model" if has_optimizer else target
-        formats.write_colossalai_model(source, place, megabytes, None, options.safetensors, dtype)
-        if has_optimizer:
-            formats.write_colossalai_optimizer(source, target / "optimizer", megabytes)
-
-
-def _config_beside(path: Path, name: str) -> Any:
-    try:
-        content = json.loads((path / f"{name}.json").read_text("utf-8"))
-    except (OSError, ValueError):
-        return None
-    return content if isinstance(content, dict) else None
-
-
-def _say_what_is_missing(source: CheckpointSource, options: argparse.Namespace) -> None:
-    state = source.state()
-    lost = []
-    if options.to in ("huggingface", "single", "peft") and state.get("optimizers"):
-        lost.append("optimizer state")
-    if options.to == "colossalai" and len(state.get("optimizers", [])) > 1:
-        lost.append("all optimizers but the first")
-    if options.to != "native":
-        others = ("scaler", "lr_schedulers", "rng", "data_position", "user_state")
-        lost += [f"state {key!r}" for key in others if state.get(key)]
-    if lost:
-        _say(f"note: {options.to} has no place for {', '.join(lost)}: left out", sys.stderr)
 
 
 def _megabytes(text: str) -> float:

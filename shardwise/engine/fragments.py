@@ -185,6 +185,11 @@ class Held:
             for position, tile in enumerate(optimizer._updates.tiles):
                 self._positions.setdefault(tile.chunk.spec.index, []).append((optimizer, position))
 
+    @property
+    def module(self) -> torch.nn.Module:
+        """The user's own."""
+        return self.engine.model
+
     # ---- names and shapes, the same on every rank
 
     def aliases(self) -> dict[str, str]:

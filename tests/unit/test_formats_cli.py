@@ -132,7 +132,7 @@ def test_convert_refuses(places: dict[str, Path], tmp_path: Path, capsys: pytest
         (["convert", places["dcp"], tmp_path / "x", "--to", "huggingface", "--max-shard-size", "big"], "'big'"),
         (["convert", places["dcp"], tmp_path / "x.bin", "--to", "single"], "written as .safetensors"),
         (["convert", places["dcp"], places["single"], "--to", "huggingface"], "is a file"),
-        (["convert", places["dcp"], tmp_path / "x", "--to", "peft"], "configuration"),
+        (["convert", places["dcp"], tmp_path / "x", "--to", "peft"], "no parameters of a LoRA adapter"),
         (["diff", places["dcp"], places["dcp"], "--rtol", "-1"], "--rtol -1"),
         (["verify", tmp_path / "nowhere"], "no such file"),
         (["inspect", tmp_path / "several"], "holds"),

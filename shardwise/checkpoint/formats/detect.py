@@ -19,7 +19,7 @@ from shardwise.checkpoint.formats.single import open_single
 from shardwise.checkpoint.formats.torch_file import TORCH_SUFFIXES
 from shardwise.checkpoint.formats.trainer import find_latest, kind_of, open_trainer
 from shardwise.checkpoint.read import NativeSource
-from shardwise.checkpoint.source import CheckpointDamage, CheckpointSource
+from shardwise.checkpoint.source import CheckpointDamage, OpenSource
 from shardwise.checkpoint.state_check import check_state
 
 __all__ = ["FORMATS", "detect_format", "located", "open_checkpoint"]
@@ -123,8 +123,8 @@ def open_checkpoint(
     format: str | None = None,
     optimizer: str | Path | None = None,
     parameter_names: Sequence[str] | None = None,
-) -> CheckpointSource:
-    """Open a checkpoint of any format for reading. Nothing in it is executed.
+) -> OpenSource:
+    """Open a checkpoint of any format for reading. Nothing in it is executed. The end of a ``with`` block closes it.
 
     Args:
         path: a directory or a file. A directory of native checkpoints stands for the newest of them, one of a Trainer
@@ -154,7 +154,7 @@ def open_checkpoint(
         raise ValueError(f"parameter_names given, but {place} is of format {name}, which has names")
     if name == "single":
         place = _files(place)[0] if place.is_dir() else place
-    readers: dict[str, Callable[[Path], CheckpointSource]] = {
+    readers: dict[str, Callable[[Path], OpenSource]] = {
         "colossalai": lambda path: open_colossalai(path, optimizer, parameter_names),
         "single": lambda path: open_single(path, parameter_names),
         "huggingface": open_huggingface,
@@ -168,7 +168,7 @@ def open_checkpoint(
         return _checked(readers[name](place), (place, optimizer))
 
 
-def _checked(source: CheckpointSource, places: Sequence[str | Path | None]) -> CheckpointSource:
+def _checked(source: OpenSource, places: Sequence[str | Path | None]) -> OpenSource:
     """What a foreign file says of its tensors and of its state is believed as far as it can be true."""
     where, there = places[0], 0
     try:

@@ -70,7 +70,7 @@ def write_huggingface(
         size_per_shard: MB of 2**20 bytes; a shard is larger only where one tensor is.
         dtype: of floating-point tensors; ``None``: as stored.
         config: a transformers configuration (or its ``to_dict()``), written as ``config.json``; ``None`` keeps the one
-            that the directory has.
+            that the directory has, or writes that of the run which saved the source.
         generation_config: the same for ``generation_config.json``.
         variant: put into the names of the files, for ``from_pretrained(path, variant=...)``.
         always_index: write an index where there is only one shard, too.
@@ -86,6 +86,9 @@ def write_huggingface(
     """
     target = Path(path)
     written: list[str] = []
+    if config is None and not (target / "config.json").exists():
+        config = source.state().get("config")
+        generation_config = generation_config or source.state().get("generation_config")
     configured = {"config.json": config, "generation_config.json": generation_config}
     given = {name: _as_dict(value) for name, value in configured.items() if value is not None}
     settings = given.get("config.json") or _existing_config(target)

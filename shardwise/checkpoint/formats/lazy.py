@@ -141,6 +141,12 @@ class LazySource:
         """The JSON state; ``{}`` where the format has none."""
         return self._state
 
+    def __enter__(self) -> LazySource:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
     def close(self) -> None:
         """Let go of open files; later reads fail."""
         self._closed = True

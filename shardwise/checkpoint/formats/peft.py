@@ -19,6 +19,7 @@ from shardwise.checkpoint.formats.indexed import Shards
 from shardwise.checkpoint.formats.lazy import Entry, LazySource, model_entries, whole
 from shardwise.checkpoint.formats.output import output_directory, write_text, write_torch
 from shardwise.checkpoint.formats.safetensors_file import write_safetensors_stream
+from shardwise.checkpoint.settings import plain
 from shardwise.checkpoint.source import CheckpointSource
 
 __all__ = ["CONFIG", "WEIGHTS", "name_in_file", "name_in_model", "open_peft", "write_peft"]
@@ -93,7 +94,7 @@ def write_peft(
     Args:
         source: a checkpoint with the parameters of a ``PeftModel``.
         path: the directory; an earlier adapter in it is replaced.
-        config: a ``PeftConfig`` or a dictionary; ``None``: what :func:`open_peft` found.
+        config: a ``PeftConfig`` or a dictionary; ``None``: what :func:`open_peft` found, or the run that saved had.
         adapter: the adapter's name in the model.
         use_safetensors: write ``adapter_model.safetensors`` instead of ``adapter_model.bin``.
         dtype: of floating-point tensors; ``None``: as stored.
@@ -102,7 +103,8 @@ def write_peft(
         CheckpointError: no configuration, no parameters of that adapter, or an adapter type other than LoRA.
         NotADirectoryError: ``path`` is a file.
     """
-    settings = _settings(config if config is not None else source.state().get("peft"), path)
+    kept = source.state().get("peft") or (source.state().get("adapters") or {}).get(adapter)
+    settings = _settings(config if config is not None else kept, path)
     if settings.get("peft_type") != "LORA":
         raise CheckpointError(f"adapters of type {settings.get('peft_type')!r} are not written; LORA is")
     entries: dict[str, Entry] = {}
@@ -124,16 +126,9 @@ def write_peft(
 
 def _settings(config: Any, path: str | Path) -> dict[str, Any]:
     if config is None:
-        raise CheckpointError(f"writing an adapter to {path} needs its configuration: pass config=")
+        raise CheckpointError(
+            f"writing an adapter to {path} needs its configuration: pass config= (--adapter-config FILE), or give "
+            "--lora-alpha to take the rest from the parameters"
+        )
     content = dict(config) if isinstance(config, Mapping) else dict(config.to_dict())
-    return {key: _json(value) for key, value in content.items()}
-
-
-def _json(value: Any) -> Any:
-    if isinstance(value, set | frozenset):
-        return sorted(value)
-    if isinstance(value, Mapping):
-        return {str(key): _json(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_json(item) for item in value]
-    return getattr(value, "value", value)  # peft's enumerations are strings
+    return {key: plain(value) for key, value in content.items()}

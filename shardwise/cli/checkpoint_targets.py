@@ -1,0 +1,138 @@
+"""What ``shardwise checkpoint convert`` writes: the options of each format, and what is said of what it leaves out."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from shardwise.checkpoint.source import CheckpointSource
+
+__all__ = ["WRITTEN", "add_options", "notes_of", "write"]
+
+WRITTEN = ("native", "huggingface", "single", "dcp", "torchtitan", "colossalai", "peft")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options that only some formats have."""
+    parser.add_argument("--safetensors", action="store_true", help="colossalai: safetensors shards instead of .bin")
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="huggingface: the model's config.json, or the directory with it; default: the source's own",
+    )
+    parser.add_argument(
+        "--adapter-config",
+        type=Path,
+        metavar="FILE",
+        help="peft: adapter_config.json, or the directory with it; default: the source's own, or --lora-alpha",
+    )
+    parser.add_argument("--adapter", metavar="NAME", help="peft: its name in the model; default: the only one")
+    parser.add_argument(
+        "--lora-alpha",
+        type=float,
+        metavar="ALPHA",
+        help="peft: the adapter's scale, with which rank, targets and the rest are taken from names and shapes",
+    )
+    parser.add_argument("--base", metavar="NAME", help="peft: base_model_name_or_path, a name or a directory")
+
+
+def write(source: CheckpointSource, options: argparse.Namespace, dtype: torch.dtype | None, megabytes: float) -> None:
+    """Write ``source`` as the options say.
+
+    Raises:
+        CheckpointError, OSError, ValueError, TypeError: it cannot be written; nothing is half-done.
+    """
+    from shardwise.checkpoint import formats
+    from shardwise.checkpoint.formats.native import write_native
+
+    target: Path = options.target
+    if options.to == "native":
+        write_native(source, target, dtype)
+    elif options.to == "huggingface":
+        config, generation = (_config_beside(options.source, name) for name in ("config", "generation_config"))
+        config = config if options.config is None else _given(options.config, "config.json")
+        formats.write_huggingface(source, target, megabytes, dtype, config, generation)
+    elif options.to == "single":
+        formats.write_single(source, target, dtype)
+    elif options.to in ("dcp", "torchtitan"):
+        formats.write_dcp(source, target, "fsdp2" if options.to == "dcp" else "torchtitan", dtype)
+    elif options.to == "peft":
+        _write_peft(source, options, dtype)
+    else:
+        has_optimizer = any(group["params"] for each in _optimizers(source)[:1] for group in each.get("groups", []))
+        place = target / "model" if has_optimizer else target
+        formats.write_colossalai_model(source, place, megabytes, None, options.safetensors, dtype)
+        if has_optimizer:
+            formats.write_colossalai_optimizer(source, target / "optimizer", megabytes)
+
+
+def _optimizers(source: CheckpointSource) -> list[dict[str, Any]]:
+    return list(source.state().get("optimizers") or [])
+
+
+def _write_peft(source: CheckpointSource, options: argparse.Namespace, dtype: torch.dtype | None) -> None:
+    from shardwise.checkpoint import formats
+    from shardwise.checkpoint.formats.peft_config import deduced_config, the_adapter
+
+    if options.lora_alpha is not None and not 0 < options.lora_alpha < float("inf"):
+        raise ValueError(f"--lora-alpha {options.lora_alpha}: give a number above 0")
+    if options.lora_alpha is not None and options.adapter_config is not None:
+        raise ValueError(f"--lora-alpha {options.lora_alpha} is in {options.adapter_config}: give one of the two")
+    adapter = options.adapter or the_adapter(source)
+    config: dict[str, Any] | None = None
+    if options.adapter_config is not None:
+        config = _given(options.adapter_config, "adapter_config.json")
+    elif options.lora_alpha is not None:
+        config = deduced_config(source, adapter, options.lora_alpha)
+    else:
+        state = source.state()
+        config = state.get("peft") or (state.get("adapters") or {}).get(adapter)
+    if config is not None and options.base is not None:
+        config = {**config, "base_model_name_or_path": options.base}
+    formats.write_peft(source, options.target, config, adapter, dtype=dtype)
+
+
+def _given(path: Path, name: str) -> dict[str, Any]:
+    from shardwise.checkpoint.files import read_json
+
+    file = path / name if path.is_dir() else path
+    content = read_json(file)
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} holds a {type(content).__name__}, not a configuration")
+    return content
+
+
+def _config_beside(path: Path, name: str) -> Any:
+    from shardwise.checkpoint.formats.detect import located
+
+    try:
+        content = json.loads((located(path) / f"{name}.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def notes_of(source: CheckpointSource, options: argparse.Namespace) -> list[str]:
+    """What was left out, and what the target lacks."""
+    state = source.state()
+    lost = []
+    if options.to in ("huggingface", "single", "peft") and state.get("optimizers"):
+        lost.append("optimizer state")
+    if options.to == "colossalai" and len(_optimizers(source)) > 1:
+        lost.append("all optimizers but the first")
+    if options.to != "native":
+        others = ("scaler", "lr_schedulers", "rng", "data_position", "user_state")
+        lost += [f"state {key!r}" for key in others if state.get(key)]
+    notes = [f"{options.to} has no place for {', '.join(lost)}: left out"] if lost else []
+    if options.to == "huggingface" and not (options.target / "config.json").is_file():
+        notes.append(
+            f"{options.target} has no config.json, which from_pretrained needs: neither {options.source} nor the run "
+            "that saved it had one. Give it with --config, or put it there"
+        )
+    return notes

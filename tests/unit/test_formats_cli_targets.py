@@ -1,0 +1,163 @@
+"""``convert`` to what needs more than tensors: a configuration, an adapter's settings, an optimizer without state."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from formats_setup import optimizer_facts
+from torch import nn
+
+from shardwise.checkpoint import Checkpointer, TorchRun
+from shardwise.checkpoint.formats import open_checkpoint, write_dcp, write_huggingface
+from shardwise.checkpoint.formats.lazy import LazySource, entry_of_tensor
+from shardwise.checkpoint.formats.native import write_native
+from shardwise.cli.main import main
+
+
+def convert(*arguments: object) -> int:
+    try:
+        return main(["checkpoint", "convert", *map(str, arguments)])
+    except SystemExit as stopped:
+        return int(stopped.code or 0)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.blocks = nn.ModuleList(nn.ModuleDict({"q": nn.Linear(6, 6), "k": nn.Linear(6, 6)}) for _ in range(2))
+        self.q = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(x)
+        for block in self.blocks:
+            hidden = hidden + block["k"](torch.tanh(block["q"](hidden)))  # type: ignore[index]
+        out: torch.Tensor = self.head(self.q(hidden))
+        return out
+
+
+def adapted(seed: int = 0, **settings: Any) -> tuple[nn.Module, nn.Module]:
+    """The base model, and a model with an adapter whose every parameter is random."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(seed)
+    base, other = Net(), Net()
+    other.load_state_dict(base.state_dict())
+    model = peft.get_peft_model(other, peft.LoraConfig(**settings))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))))
+    return base, model.eval()
+
+
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "some modules of a name": {"r": 3, "lora_alpha": 12, "target_modules": ["blocks.0.q", "blocks.1.q", "embed"]},
+    "all modules of a name": {"r": 2, "lora_alpha": 3, "target_modules": ["q", "k"], "modules_to_save": ["head"]},
+    "several ranks": {
+        "r": 4,
+        "lora_alpha": 4,
+        "target_modules": ["q", "k"],
+        "rank_pattern": {"^q$": 2, "blocks.1.k": 1},
+    },
+    "dora": {"r": 2, "lora_alpha": 5, "target_modules": ["k"], "use_dora": True},
+    "biases": {"r": 2, "lora_alpha": 5, "target_modules": ["k"], "lora_bias": True},
+}
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_an_adapters_configuration_is_deduced_from_its_parameters(kind: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    base, model = adapted(**ADAPTERS[kind])
+    entries = {f"model/{name}": entry_of_tensor(value) for name, value in model.state_dict().items()}
+    write_native(LazySource("memory", entries), tmp_path / "run")
+    alpha = ADAPTERS[kind]["lora_alpha"]
+    assert convert(tmp_path / "run", tmp_path / "out", "--to", "peft", "--lora-alpha", alpha, "--base", "a/b") == 0
+    again = peft.PeftModel.from_pretrained(base, tmp_path / "out").eval()
+    batch = torch.arange(11).reshape(1, 11)
+    assert torch.equal(again(batch), model(batch)), kind
+    assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["base_model_name_or_path"] == "a/b"
+
+
+def test_an_adapters_configuration_comes_from_the_run_or_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peft = pytest.importorskip("peft")
+    base, model = adapted(r=2, lora_alpha=7, target_modules=["k"], use_rslora=True)
+    run = Checkpointer(TorchRun(model)).save(tmp_path / "runs", "one")
+    assert convert(run, tmp_path / "out", "--to", "peft") == 0
+    batch = torch.arange(11).reshape(1, 11)
+    assert torch.equal(peft.PeftModel.from_pretrained(base, tmp_path / "out").eval()(batch), model(batch))
+    entries = {f"model/{name}": entry_of_tensor(value) for name, value in model.state_dict().items()}
+    write_native(LazySource("memory", entries), tmp_path / "bare")
+    assert convert(tmp_path / "bare", tmp_path / "x", "--to", "peft") == 2
+    assert "--adapter-config" in capsys.readouterr().err
+    assert convert(tmp_path / "bare", tmp_path / "x", "--to", "peft", "--adapter-config", tmp_path / "out") == 0
+    assert json.loads((tmp_path / "x" / "adapter_config.json").read_text())["use_rslora"] is True
+    for wrong, said in [
+        (["--lora-alpha", "nan"], "nan"),
+        (["--lora-alpha", "2", "--adapter-config", tmp_path / "out"], "one of the two"),
+        (["--lora-alpha", "2", "--adapter", "other"], "adapter 'other'"),
+    ]:
+        assert convert(tmp_path / "bare", tmp_path / "y", "--to", "peft", *wrong) == 2
+        shown = capsys.readouterr().err
+        assert said in shown and shown.count("\n") == 1, shown
+    assert not (tmp_path / "y").exists()
+
+
+def test_a_models_configuration_comes_from_the_run_that_saved_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 32, "n_positions": 16}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval()
+    run = Checkpointer(TorchRun(model)).save(tmp_path / "runs", "one")
+    assert convert(run, tmp_path / "out", "--to", "huggingface") == 0
+    assert "config.json" not in capsys.readouterr().err
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert type(again) is type(model) and again.config.n_embd == 8
+    batch = torch.arange(8).reshape(1, 8)
+    assert torch.equal(again(batch).logits, model(batch).logits)
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text())
+
+
+def test_a_missing_configuration_is_said_and_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_native(LazySource("memory", {"model/weight": entry_of_tensor(torch.ones(3))}), tmp_path / "run")
+    assert convert(tmp_path / "run", tmp_path / "out", "--to", "huggingface") == 0
+    said = capsys.readouterr().err
+    assert "has no config.json" in said and "--config" in said
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    assert convert(tmp_path / "run", tmp_path / "out", "--to", "huggingface", "--config", tmp_path / "config.json") == 0
+    assert "config.json" not in capsys.readouterr().err
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"model_type": "gpt2"}
+    (tmp_path / "config.json").write_text("[1]")
+    assert convert(tmp_path / "run", tmp_path / "out", "--to", "huggingface", "--config", tmp_path / "config.json") == 2
+    assert "not a configuration" in capsys.readouterr().err
+
+
+def test_an_optimizer_without_state_is_not_lost(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD([{"params": [model.weight], "lr": 0.5}, {"params": [model.bias]}], lr=0.25)
+    run = Checkpointer(TorchRun(model, optimizer)).save(tmp_path / "runs", "one")
+    assert convert(run, tmp_path / "colossalai", "--to", "colossalai") == 0
+    assert convert(tmp_path / "colossalai", tmp_path / "back", "--to", "native") == 0
+    with open_checkpoint(run) as first, open_checkpoint(tmp_path / "back") as second:
+        assert [[g["options"]["lr"] for g in groups] for groups, _ in optimizer_facts(second)] == [[0.5, 0.25]]
+        assert optimizer_facts(first) == optimizer_facts(second)
+
+
+@pytest.mark.parametrize("kind", ["native", "huggingface", "dcp"])
+def test_a_checkpoint_of_any_format_is_closed_by_its_block(kind: str, tmp_path: Path) -> None:
+    source = LazySource("memory", {"model/weight": entry_of_tensor(torch.ones(3))})
+    {"native": write_native, "huggingface": write_huggingface, "dcp": write_dcp}[kind](source, tmp_path / "x")
+    with open_checkpoint(tmp_path / "x") as opened:
+        assert opened.read("model/weight", 0, 3).tolist() == [1.0, 1.0, 1.0]
+    if kind != "native":  # a native one opens its files again when it is asked
+        with pytest.raises(ValueError, match="was closed"):
+            opened.read("model/weight", 0, 3)
