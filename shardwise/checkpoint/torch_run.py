@@ -385,8 +385,9 @@ def _fill(fill: Fill, name: str, tensor: torch.Tensor) -> None:
 
 
 def _room(there: object, parameter: torch.Tensor, value: Stored) -> torch.Tensor:
-    """A tensor like the parameter for its state: the one that is there, if it is."""
-    dtype = parameter.dtype if value.dtype.is_floating_point else value.dtype
-    if isinstance(there, torch.Tensor) and there.shape == parameter.shape and there.dtype == dtype:
-        return there
-    return torch.empty_like(parameter.detach(), dtype=dtype)
+    """A tensor like the parameter for its state: the one that is there, if it is. A new one has the dtype that was
+    saved, since the optimizer knows what it keeps for a 16-bit parameter, and casts what it is given."""
+    alike = isinstance(there, torch.Tensor) and there.shape == parameter.shape
+    if alike and there.dtype.is_floating_point == value.dtype.is_floating_point:  # type: ignore[attr-defined]
+        return there  # type: ignore[return-value]
+    return torch.empty_like(parameter.detach(), dtype=value.dtype)

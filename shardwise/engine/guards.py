@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.chunk.chunk import Chunk
 from shardwise.chunk.layout import Layout
@@ -24,12 +25,18 @@ def check_shardable(model: nn.Module) -> None:
     """Before anything is changed.
 
     Raises:
-        ValueError: a trainable parameter is complex or an integer, two parameters share memory, or the model is sharded
-            already.
+        ValueError: a trainable parameter is complex or an integer, two parameters share memory, the model is sharded
+            already, or a parameter or buffer of it is a ``DTensor``.
     """
     for name, module in model.named_modules():
         if MARK in module.__dict__:
             raise ValueError(f"module {name!r} of the model is sharded already ({MARK}); close that session first")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if isinstance(tensor, DTensor):
+            raise ValueError(
+                f"{name} {tuple(tensor.shape)} is a DTensor, which fully_shard, parallelize_module or "
+                "distribute_tensor divided already: give the model as it was before, and this divides it"
+            )
     for name, param in model.named_parameters():
         if param.requires_grad and not param.is_floating_point():
             raise ValueError(f"{name} is trainable and {param.dtype}: only real floating-point ones can be sharded")

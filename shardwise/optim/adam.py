@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from shardwise.memory.host import HostArena
 from shardwise.optim.adam_tiles import AdamRule, AdamSlot, AdamTiles, moment_dtype
@@ -116,6 +117,7 @@ class _Adam(torch.optim.Optimizer):
             for param in params:
                 self._check_gradient(param)
         if self._offload is not None:
+            self._check_whole()
             self._offload.place([p for group in self.param_groups for p in group["params"]])
             live = self._step_offloaded(self._offload, live, scale)
         for group, params in zip(self.param_groups, live, strict=True):
@@ -128,6 +130,14 @@ class _Adam(torch.optim.Optimizer):
             raise RuntimeError(
                 f"{type(self).__name__} does not take {gradient.layout} gradients (of a parameter of shape "
                 f"{tuple(param.shape)}): make the embedding with sparse=False, or use torch.optim.SparseAdam for it"
+            )
+
+    def _check_whole(self) -> None:
+        """Moments on a disk are those of whole parameters."""
+        if any(isinstance(param, DTensor) for group in self.param_groups for param in group["params"]):
+            raise RuntimeError(
+                f"nvme_offload_fraction={self.nvme_offload_fraction} with parameters that fully_shard divides: "
+                "leave it 0 there, or use GeminiPlugin, which offloads divided moments"
             )
 
     def _rule(self, group: dict[str, Any]) -> AdamRule:
@@ -150,7 +160,8 @@ class _Adam(torch.optim.Optimizer):
         for param, state in zip(params, states, strict=True):
             gradient = param.grad
             if gradient is not None:
-                slots.append(AdamSlot(param, gradient, state["exp_avg"], state["exp_avg_sq"], state["step"]))
+                own = (_own(param), _own(gradient, param), _own(state["exp_avg"]), _own(state["exp_avg_sq"]))
+                slots.append(AdamSlot(*own, state["step"]))
         self._tiles.update(slots, rule, scale)
 
     def _step_offloaded(self, offload: OffloadedMoments, live: list[list[Tensor]], scale: float) -> list[list[Tensor]]:
@@ -341,6 +352,15 @@ def _count_step(steps: list[Tensor]) -> None:
     for device, several in by_device.items():
         # CUDA wants the number where the counts are.
         add_each(several, torch.ones((), device=device))
+
+
+def _own(tensor: Tensor, like: Tensor | None = None) -> Tensor:
+    """This rank's part of what ``fully_shard`` divides (as ``like`` is), in its memory; any other tensor itself."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if isinstance(like, DTensor) and tensor.placements != like.placements:
+        tensor = tensor.redistribute(placements=like.placements)
+    return tensor.to_local()
 
 
 def _flat_gradient(param: Tensor) -> Tensor:
