@@ -16,7 +16,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_value_, get_total_norm
 
-__all__ = ["ModelWrapper", "OptimizerWrapper", "parameters_of", "unwrap_model", "unwrap_optimizer"]
+from shardwise.engine.attributes import attribute_of
+
+__all__ = ["ModelWrapper", "OptimizerWrapper", "own_class", "parameters_of", "unwrap_model", "unwrap_optimizer"]
 
 
 class ModelWrapper(nn.Module):
@@ -53,7 +55,7 @@ class ModelWrapper(nn.Module):
         except AttributeError:
             if name == "module":
                 raise
-            return getattr(self.unwrap(), name)
+            return attribute_of(self.unwrap(), name, self)
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -93,15 +95,21 @@ class OptimizerWrapper(torch.optim.Optimizer):
         # The base's __init__ would build groups of its own; every attribute is looked up on `optim` instead.
         self.optim = optim
         self._grad_norm: float | None = None
+        self._norm_type = 2.0
 
     def __getattr__(self, name: str) -> Any:
         if name == "optim":
             raise AttributeError(name)
-        return getattr(self.optim, name)
+        return attribute_of(self.optim, name, self)
 
     def unwrap(self) -> torch.optim.Optimizer:
         """The user's own optimizer."""
         return unwrap_optimizer(self)
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """Every parameter of every group, in order."""
+        return parameters_of(self.optim)
 
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         """``loss.backward()``, with the loss scale where there is one."""
@@ -133,11 +141,19 @@ class OptimizerWrapper(torch.optim.Optimizer):
         for gradient in gradients:
             local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
             local.mul_(factor.to(local.device))
-        self._grad_norm = float(norm)
+        self._grad_norm, self._norm_type = float(norm), norm_type
         return norm
 
-    def get_grad_norm(self) -> float | None:
-        """The true (unscaled) norm found by the last ``clip_grad_by_norm``; ``None`` before the first."""
+    def get_grad_norm(self, norm_type: float | None = None) -> float | None:
+        """The true (unscaled) norm found by the last ``clip_grad_by_norm``; ``None`` before the first.
+
+        Raises:
+            ValueError: ``norm_type`` is given, and not that of the last ``clip_grad_by_norm``.
+        """
+        if self._grad_norm is not None and norm_type not in (None, self._norm_type):
+            raise ValueError(
+                f"norm_type={norm_type}: clip_grad_by_norm found the norm of p={self._norm_type:g}; give it norm_type"
+            )
         return self._grad_norm
 
     def _with_gradients(self) -> list[torch.Tensor]:

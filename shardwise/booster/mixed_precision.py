@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from shardwise.booster.interface import ModelWrapper, OptimizerWrapper, unwrap_optimizer
+from shardwise.engine.attributes import attribute_of
 
 __all__ = ["BF16MixedPrecision", "FP16TorchMixedPrecision", "MixedPrecision", "mixed_precision_factory"]
 
@@ -60,7 +61,7 @@ class AutocastCriterion:
     def __getattr__(self, name: str) -> Any:
         if name == "criterion":
             raise AttributeError(name)
-        return getattr(self.criterion, name)
+        return attribute_of(self.criterion, name, self)
 
 
 class ScaledOptimizer(OptimizerWrapper):

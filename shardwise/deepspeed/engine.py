@@ -16,6 +16,7 @@ from shardwise.deepspeed.clock import StepClock
 from shardwise.deepspeed.config import Batch, Report, Settings
 from shardwise.deepspeed.saving import Saving
 from shardwise.deepspeed.stepping import watched_step
+from shardwise.engine.attributes import attribute_of
 
 __all__ = ["DeepSpeedEngine"]
 
@@ -59,7 +60,7 @@ class DeepSpeedEngine(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(super().__getattr__("module"), name)
+            return attribute_of(super().__getattr__("module"), name, self)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The model's full state on every rank, without a prefix. Collective."""
@@ -259,8 +260,7 @@ class DeepSpeedEngine(nn.Module):
     @property
     def loss_scale(self) -> float:
         """What losses are multiplied by now; 1 without fp16."""
-        scaler = self.optimizer.scaler if self.optimizer is not None else None
-        return scaler.scale if scaler is not None else 1.0
+        return 1.0 if self.optimizer is None else float(self.optimizer.loss_scale)
 
     def train_batch_size(self) -> int:
         """Samples a step, over all ranks."""

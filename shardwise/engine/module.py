@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from shardwise.chunk.chunk import Chunk
+from shardwise.engine.attributes import attribute_of
 from shardwise.engine.collective import collective
 from shardwise.engine.disk_agreement import agreed
 from shardwise.engine.engine import Engine
@@ -78,7 +79,7 @@ class ShardedModule(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(super().__getattr__("module"), name)
+            return attribute_of(super().__getattr__("module"), name, self)
 
     def unwrap(self) -> nn.Module:
         """The user's module."""
@@ -139,11 +140,32 @@ class ShardedModule(nn.Module):
             return gather_shards(mesh.shard, part.to(chunk.device))
 
     @collective("state_dict() of the model")
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The full state on every rank, on the host, in the module's own order and names. Collective."""
-        full = {n: v.cpu() if isinstance(v, torch.Tensor) else v for n, v in self.full_state()}
-        prefix = kwargs.get("prefix", "")
-        return {prefix + name: full[name] for name in self._engine.guards.state_names().order if name in full}
+    def state_dict(  # type: ignore[override]
+        self,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        only_rank_0: bool = False,
+    ) -> dict[str, Any]:
+        """The full state on every rank, on the host, in the module's own order and names. Collective.
+
+        Args:
+            destination: entries are added to it, as where this module is part of another.
+            prefix: put before every name.
+            keep_vars: only False: there are no whole parameters to keep.
+            only_rank_0: the other ranks, which call as well, get nothing and need no memory for it.
+
+        Raises:
+            ValueError: ``keep_vars=True``.
+        """
+        if keep_vars:
+            raise ValueError(f"state_dict(keep_vars={keep_vars}): a rank has parts of parameters; leave it False")
+        wanted = not only_rank_0 or self._engine.mesh.rank == 0
+        full = {n: v.cpu() if isinstance(v, torch.Tensor) else v for n, v in self.full_state() if wanted}
+        found = {} if destination is None else destination
+        order = self._engine.guards.state_names().order
+        found.update({prefix + name: full[name] for name in order if name in full})
+        return found
 
     def state_layout(self) -> dict[str, Any]:
         """Names and shapes of :meth:`state_dict` without gathering; the values of parameters are not to be read."""

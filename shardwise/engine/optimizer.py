@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from shardwise.engine.attributes import attribute_of
 from shardwise.engine.collective import collective
 from shardwise.engine.engine import Engine
 from shardwise.engine.grads import ChunkGrads
@@ -77,10 +78,29 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def state(self) -> Any:  # type: ignore[override]
         return self.optimizer.state
 
+    @property
+    def optim(self) -> torch.optim.Optimizer:
+        """The user's own optimizer, under the name that ColossalAI's wrappers have for it."""
+        return self.optimizer
+
+    def unwrap(self) -> torch.optim.Optimizer:
+        """The user's own optimizer. Step this one instead: its parameters are this rank's pieces."""
+        return self.optimizer
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """What the groups hold, in order: this rank's pieces of the parameters."""
+        return [piece for group in self.param_groups for piece in group["params"]]
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied by now; 1 without fp16."""
+        return 1.0 if self.scaler is None else self.scaler.scale
+
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":
             raise AttributeError(name)
-        return getattr(self.optimizer, name)
+        return attribute_of(self.optimizer, name, self)
 
     def __repr__(self) -> str:
         return f"ShardedOptimizer({self.optimizer!r})"
@@ -292,22 +312,45 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # ---- norms
 
-    def get_grad_norm(self) -> float | None:
-        """The global norm of the last step's gradients before clipping: averaged, unscaled; ``None`` before a step."""
-        return self._norm
-
-    def clip_grad_by_norm(self, max_norm: float, norm_type: float = 2.0) -> float:
-        """Clip the gradients that the next :meth:`step` applies; returns their norm before. Every rank calls it.
+    def get_grad_norm(self, norm_type: float | None = None) -> float | None:
+        """The global norm of the last step's gradients before clipping: averaged, unscaled; ``None`` before a step.
 
         Raises:
-            ValueError: ``max_norm`` is not positive.
-            RuntimeError: gradients are not kept (``update="backward"`` without clipping and loss scale).
+            ValueError: ``norm_type`` is given, and not the one that the plan has steps compute.
         """
+        of_steps = self.engine.plan.grad.norm_type
+        if norm_type not in (None, of_steps):
+            raise ValueError(
+                f"norm_type={norm_type}: step() computes the norm of p={of_steps:g} (norm_type of the plugin); "
+                "clip_grad_by_norm returns any other before the step"
+            )
+        return self._norm
+
+    def clip_grad_by_norm(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> float:
+        """Clip the gradients that the next :meth:`step` applies; returns their norm before. Every rank calls it.
+
+        Args:
+            max_norm: of all parameters' gradients together, averaged over the ranks and unscaled.
+            norm_type: p of the p-norm, ``math.inf`` included.
+            error_if_nonfinite: a norm that is not finite is an error, on every rank; otherwise nothing is clipped then.
+
+        Raises:
+            ValueError: ``max_norm`` or ``norm_type`` is not positive.
+            RuntimeError: gradients are not kept (``update="backward"`` without clipping and loss scale); or see
+                ``error_if_nonfinite``.
+        """
+        if not norm_type > 0:
+            raise ValueError(f"norm_type={norm_type}: give p > 0, or math.inf")
         if not max_norm > 0:
             raise ValueError(f"max_norm={max_norm}: give a positive norm")
         self._check_kept(f"clip_grad_by_norm({max_norm})")
         inverse = 1.0 / self.divisor()
         norm = self._global_norm(norm_type, inverse) * self._clip
+        if error_if_nonfinite and not math.isfinite(norm):
+            raise RuntimeError(
+                f"clip_grad_by_norm({max_norm}): the norm of the gradients is {norm}; call zero_grad(), or leave "
+                "error_if_nonfinite False"
+            )
         self.engine.visible.note(self.index, "clip_grad_by_norm()", max_norm)
         if math.isfinite(norm):
             self.engine.visible.clip[self.index] = self._clip * clip_factor(norm, max_norm)
@@ -354,10 +397,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._full.params_by_group()
 
     @collective("state_dict() of an optimizer")
-    def state_dict(self) -> dict[str, Any]:
-        """Full state on every rank, keyed as plain torch keys it, and ``scaler`` if there is one. Collective."""
+    def state_dict(self, only_rank_0: bool = False) -> dict[str, Any]:
+        """Full state on every rank, keyed as plain torch keys it, and ``scaler`` if there is one. Collective.
+
+        Args:
+            only_rank_0: the other ranks, which call as well, get groups without state and need no memory for it.
+        """
         self.engine.undo_early("a state")
-        full = self._full.collect()
+        full = self._full.collect(wanted=not only_rank_0 or self.engine.mesh.rank == 0)
         if self.scaler is not None:
             full["scaler"] = self.scaler.state_dict()
         return full

@@ -98,8 +98,8 @@ class OptimizerState:
             groups.append(packed | {"params": [number[p] for p in params]})
         return number, groups
 
-    def collect(self) -> dict[str, Any]:
-        """The full state_dict on every rank, tensors on the host. Collective."""
+    def collect(self, wanted: bool = True) -> dict[str, Any]:
+        """The full state_dict, tensors on the host; without state on a rank where it is not ``wanted``. Collective."""
         number, groups = self._numbering()
         state: dict[int, dict[str, Any]] = {}
         by_chunk: dict[int, list[int]] = {}
@@ -107,11 +107,11 @@ class OptimizerState:
             by_chunk.setdefault(tile.chunk.spec.index, []).append(position)
         for chunk_index, grads in self.engine.grads.items():
             if grads.spec.optimizer == self.index:
-                for param, entry in self._collect_chunk(chunk_index, by_chunk.get(chunk_index, [])).items():
+                for param, entry in self._collect_chunk(chunk_index, by_chunk.get(chunk_index, []), wanted).items():
                     state[number[param]] = entry
         return {"state": dict(sorted(state.items())), "param_groups": groups}
 
-    def _collect_chunk(self, chunk_index: int, positions: Sequence[int]) -> dict[int, dict[str, Any]]:
+    def _collect_chunk(self, chunk_index: int, positions: Sequence[int], wanted: bool) -> dict[int, dict[str, Any]]:
         """One chunk's state by parameter; a parameter that was never stepped has none, as in torch."""
         engine = self.engine
         chunk = engine.chunks[chunk_index]
@@ -127,9 +127,13 @@ class OptimizerState:
         on_disk = engine.storage.homes[chunk_index].state is Tier.DISK
         with agreed(engine.mesh.world, "optimizer state was read", READ_AGAIN, needed=on_disk):
             shards = self._shards(chunk, positions, dtypes)
-        full = {key: gather_shards(engine.mesh.shard, shard.to(chunk.device)).cpu() for key, shard in shards.items()}
+        full: dict[str, torch.Tensor] = {}
+        for key, shard in shards.items():
+            gathered = gather_shards(engine.mesh.shard, shard.to(chunk.device))
+            if wanted:
+                full[key] = gathered.cpu()
         result: dict[int, dict[str, Any]] = {}
-        for slot in chunk.spec.slots:
+        for slot in chunk.spec.slots if wanted else ():
             if str(slot.param) in entries:
                 result[slot.param] = {
                     key: full[key][slot.start : slot.end].view(slot.shape).clone() if plain is None else _plain(plain)

@@ -18,6 +18,7 @@ from torch import nn
 
 from shardwise.build import Session, build
 from shardwise.comm import ranks_of
+from shardwise.engine.attributes import attribute_of
 from shardwise.engine.deferred import adopt
 from shardwise.memory.dump import dump_memory_stats
 from shardwise.memory.ledger import REST
@@ -286,7 +287,7 @@ class ShardedModelV2(nn.Module):
         except AttributeError:
             if name == "module":
                 raise
-            return getattr(super().__getattr__("module"), name)
+            return attribute_of(super().__getattr__("module"), name, self)
 
 
 def _trace(session: Session) -> MemStats | None:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardwise.engine.attributes import attribute_of
 from shardwise.engine.optimizer import ShardedOptimizer
 from shardwise.loss_scale import PublishedDefault
 from shardwise.memory.tier import Tier
@@ -122,7 +123,7 @@ class ShardedOptimizerV2(torch.optim.Optimizer):
     def __getattr__(self, name: str) -> Any:
         if name == "_inner":
             raise AttributeError(name)
-        return getattr(self._inner, name)
+        return attribute_of(self._inner, name, self)
 
     def __repr__(self) -> str:
         return f"ShardedOptimizerV2({self.optim!r})"
@@ -166,8 +167,7 @@ class ShardedOptimizerV2(torch.optim.Optimizer):
     @property
     def loss_scale(self) -> float:
         """What losses are multiplied by now; 1 without fp16."""
-        scaler = self._inner.scaler
-        return 1.0 if scaler is None else scaler.scale
+        return self._inner.loss_scale
 
     @property
     def grad_scaler(self) -> Any:
@@ -180,9 +180,13 @@ class ShardedOptimizerV2(torch.optim.Optimizer):
         device, host = (sum(engine.state_bytes(tier)) for tier in (Tier.DEVICE, Tier.HOST))
         return (device, host) if engine.mesh.device.type == "cuda" else (0, device + host)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The full state on every rank, keyed as plain torch keys it, and ``scaler`` with fp16. Collective."""
-        return self._inner.state_dict()
+    def state_dict(self, only_rank_0: bool = False) -> dict[str, Any]:
+        """The full state on every rank, keyed as plain torch keys it, and ``scaler`` with fp16. Collective.
+
+        Args:
+            only_rank_0: the other ranks get groups without state.
+        """
+        return self._inner.state_dict(only_rank_0)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a full state (ours or plain torch's for the same parameters), and the scale where it has one.
