@@ -404,16 +404,20 @@ class EarlyObserver:
         """What ``step()`` multiplies gradients by if the running pass is its last and nothing is clipped."""
         return 1.0 / (self._passes.loss_scale * (early.passes if self._divides else 1))
 
-    def before_pass(self) -> None:
+    def check_pass(self) -> None:
         """Raises:
         RuntimeError: updates were made in place, to which another pass cannot add.
         """
-        for index, each in self._by_optimizer.items():
+        for each in self._by_optimizer.values():
             if each.in_place and (each.updated or each.anywhere):
                 raise RuntimeError(
                     f"{len(each.updated)} chunks were updated during the last backward pass (update='backward'): call "
                     "step() before the next one, or use update='step' to accumulate gradients"
                 )
+
+    def begin_pass(self) -> None:
+        """An outermost pass begins."""
+        for index, each in self._by_optimizer.items():
             each.settle()  # a new pass writes where gradients of the last one may be
             if each.disk_failure is not None:
                 each.rollback()  # step() meets the disk again

@@ -97,9 +97,8 @@ class Engine:
             predivide=plan.comm.predivide,
             party=self.party,
         )
-        self.passes = BackwardPasses(self.pool, self.reducer, self.meter)
-        self.visible = VisibleGrads(self)
-        self.passes.before_pass, self.passes.after_pass = [self.visible.begin_pass], self.visible.end_pass
+        self.visible = visible = VisibleGrads(self)
+        self.passes = BackwardPasses(self.pool, self.reducer, self.meter, visible.begin_pass, visible.end_pass)
         self._scratch_holders: list[Callable[[Tier], int]] = []
         self._early: dict[int, EarlyUpdates] = {}
         self.unfinished = Unfinished()
@@ -192,7 +191,6 @@ class Engine:
         if self.reducer.observer is None:
             observer = EarlyObserver(self._early, self.reducer.passes_so_far, self.passes, self.plan.grad.average)
             self.reducer.observer = observer
-            self.passes.before_pass.insert(0, observer.before_pass)
             kept = lambda: sum(each.device_bytes for each in self._early.values())  # noqa: E731
             self.ledger.watch("copies to undo updates with", kept)
 

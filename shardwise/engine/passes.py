@@ -26,6 +26,11 @@ class BackwardPasses:
     A pass that comes through :meth:`around` ends with its block. One that the user starts (``loss.backward()``) ends
     with autograd's callback of its outermost task; nested ones (reentrant checkpointing) end nothing by themselves.
 
+    Args:
+        pool, reducer, meter: of the model; ``meter`` is ``None`` where memory has no limit.
+        begin: called when an outermost pass begins and nobody has refused it.
+        end: called when what was to be reduced is.
+
     Attributes:
         loss_scale: the scale that the gradients held now carry.
         scaled: set where a loss scaler is in use: gradients must then come through :meth:`around`.
@@ -33,18 +38,23 @@ class BackwardPasses:
         unreduced: whether the last pass was not.
     """
 
-    def __init__(self, pool: ChunkPool, reducer: Reducer, meter: MemoryMeter | None) -> None:
+    def __init__(
+        self,
+        pool: ChunkPool,
+        reducer: Reducer,
+        meter: MemoryMeter | None,
+        begin: Callable[[], None],
+        end: Callable[[], None],
+    ) -> None:
         self._pool, self._reducer, self._meter = pool, reducer, meter
+        self._own_begin, self._own_end = begin, end
+        self._checks: list[Callable[[], None]] = []
         self.loss_scale = 1.0
         self.scaled = False
         self.sync = True
         self._tokens = 0.0
         self._dropped: dict[int | None, float] = {}
         """By optimizer, and ``None`` for all: tokens of passes whose gradients were used or dropped."""
-        self.before_pass: list[Callable[[], None]] = []
-        """Called when an outermost pass begins; may refuse it."""
-        self.after_pass: Callable[[], None] = lambda: None
-        """Called when what was to be reduced is."""
         self._around = False
         self._failed = False
         """A pass has failed, and not all ranks have dropped it yet."""
@@ -75,9 +85,19 @@ class BackwardPasses:
                 "zero_grad() and make the step's passes again, on every rank"
             )
 
+    def check_with(self, check: Callable[[], None]) -> None:
+        """Call ``check`` when an outermost pass begins, before anything is done for it: what it raises refuses it."""
+        self._checks.append(check)
+
     def _begin(self) -> None:
-        for each in self.before_pass:
-            each()
+        """All that may refuse the pass, then all that begins with it: updates during backward before what they read."""
+        observer = self._reducer.observer
+        for check in self._checks:
+            check()
+        if observer is not None:
+            observer.check_pass()
+            observer.begin_pass()
+        self._own_begin()
 
     @property
     def running(self) -> bool:
@@ -148,7 +168,7 @@ class BackwardPasses:
             self._reducer.finish(self.sync)
             self._failed = False
         self.unreduced = not self.sync
-        self.after_pass()
+        self._own_end()
 
     def reduce_rest(self) -> None:
         """Reduce the gradients of passes under :meth:`no_sync` that no other pass followed. Collective.
@@ -166,7 +186,7 @@ class BackwardPasses:
             with torch.no_grad():
                 self._reducer.finish(True)
             self._failed = self.unreduced = False
-            self.after_pass()
+            self._own_end()
 
     @contextlib.contextmanager
     def around(self, loss_scale: float = 1.0, weight: float = 1.0) -> Iterator[None]:

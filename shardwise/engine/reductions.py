@@ -55,6 +55,12 @@ class ThenReplicas:
 class Observer(Protocol):
     """Whoever wants gradients as soon as they are reduced."""
 
+    def check_pass(self) -> None:
+        """An outermost backward pass wants to begin; what is raised refuses it, and nothing has been done for it."""
+
+    def begin_pass(self) -> None:
+        """It begins."""
+
     def before_result(self, state: ChunkGrads) -> None:
         """A result for ``state`` is about to be added to what there is."""
 

@@ -245,25 +245,28 @@ def test_what_has_no_effect_is_said_once() -> None:
         assert "reduce_scatter_bucket_size_mb=3" in said[0] and "cpu_offload=False" in said[1]
 
 
-def second_pass() -> tuple[str, float]:
+def second_pass() -> tuple[str, float, float]:
     model, optimizer = linear(reuse_fp16_shard=True)
     loss = model(torch.ones(1, 4)).sum()
     optimizer.backward(loss)
+    (parameter,) = model.parameters()
     said = ""
     again = model(torch.ones(1, 4)).sum()
     try:
         optimizer.backward(again)
     except RuntimeError as error:
         said = str(error)
+    shown = float("nan") if parameter.grad is None else float(parameter.grad.float().sum())
     optimizer.step()
     weight = float(step_with(model, optimizer, [1.0] * 4)[0])
     model.close()
-    return said, weight
+    return said, shown, weight
 
 
 def test_a_reused_shard_refuses_accumulation() -> None:
-    for said, weight in run_ranks(2, second_pass):
+    for said, shown, weight in run_ranks(2, second_pass):
         assert "reuse_fp16_shard=True" in said
+        assert shown == 4.0  # what was refused has changed nothing: .grad is that of the first pass
         assert weight == 6.0  # the first pass counts, and training goes on
 
 
