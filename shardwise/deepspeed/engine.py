@@ -32,7 +32,9 @@ class DeepSpeedEngine(nn.Module):
         report: what became of each key of the configuration.
         global_steps: steps so far, skipped ones included.
         micro_steps: calls of :meth:`step` so far.
-        global_samples: samples of those steps, over all ranks.
+        global_samples: samples of the backward passes of those steps, over all ranks. With
+            ``managed_gradient_accumulation=false`` a pass with ``retain_graph=True`` is not counted: another follows
+            over the same samples.
         skipped_steps: steps without an update, since a gradient was not finite.
     """
 
@@ -48,6 +50,7 @@ class DeepSpeedEngine(nn.Module):
         self.collate_fn: Any = None
         self.global_steps = self.micro_steps = self.global_samples = self.skipped_steps = 0
         self._passes = 0  # calls of step since the last update
+        self._unmanaged = 0  # backward passes since then, where nobody calls step after each
         self._boundary: bool | None = None
         self._applied = self._stepping = False
         self._norm: float | None = None
@@ -103,8 +106,10 @@ class DeepSpeedEngine(nn.Module):
                 "scalar that a forward pass of the engine returned"
             )
         scaled = loss / self._batch.accumulation if scale_wrt_gas else loss
+        before, self._unmanaged = self._unmanaged, 0  # a pass that fails takes with it what came before
         with self._clock.timed("backward"), self._held_back():
             optimizer.backward(scaled, retain_graph=retain_graph)
+        self._unmanaged = before + (not retain_graph)
         return scaled.detach() if not retain_graph else scaled
 
     @contextmanager
@@ -177,20 +182,20 @@ class DeepSpeedEngine(nn.Module):
         self._norm = optimizer.get_grad_norm()
         self._applied = not optimizer.last_step_skipped
         # What was accumulated is used up, whatever happens next.
-        passes, self._passes = self._passes, 0
+        passes = self._passes if self.settings["managed_gradient_accumulation"] else self._unmanaged
+        self._passes = 0
         self.global_steps += 1
         self.skipped_steps += optimizer.last_step_skipped
-        managed = self.settings["managed_gradient_accumulation"]
-        micro_samples = self._batch.train // self._batch.accumulation
-        self._samples = self._batch.train if managed else micro_samples * passes
+        self._samples = self._batch.micro * self.dp_world_size * passes
         self.global_samples += self._samples
 
     def _progress(self) -> str:
         return f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}"
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients. The count of passes goes on."""
+        """Drop all gradients. The count of passes goes on; without managed accumulation it starts anew."""
         self.module.zero_grad()
+        self._unmanaged = 0
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside exchange nothing (stages 0 and 1); see :meth:`Session.no_sync`."""

@@ -245,6 +245,14 @@ class DeepSpeed(ShardedStrategy):
                 f"wall_clock_breakdown={settings['wall_clock_breakdown']} shows with logging_level=logging.INFO only"
             )
 
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """See :meth:`ShardedStrategy.model_sharded_context`. What a module builds may depend on the configuration
+        (transformers' ``HfDeepSpeedConfig(self.trainer.strategy.config)``), so that is complete by now."""
+        self.config = self._completed(self.lightning_module.trainer)
+        with super().model_sharded_context():
+            yield
+
     def _building(self) -> AbstractContextManager[Any]:
         return zero.Init() if self.zero_stage_3 else nullcontext()
 

@@ -148,6 +148,14 @@ CONFIG: Options = {
 }
 
 
+class Looking(Toy):
+    """Remembers the configuration that the hook which builds the model meets."""
+
+    def configure_model(self) -> None:
+        self.configs = [*getattr(self, "configs", ()), dict(self.trainer.strategy.config)]  # type: ignore[attr-defined]
+        self.build()
+
+
 def configured(directory: str) -> None:
     given = json.loads(json.dumps(CONFIG))
     options: Options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
@@ -156,7 +164,9 @@ def configured(directory: str) -> None:
         assert worst(fit(strategy(config=given), toy(), **options), expected) <= 1e-6
         assert given == CONFIG
     made = trainer(strategy(config=given), **options)
-    made.fit(toy(), data(batch_size=3))
+    model = toy(body=Looking)
+    made.fit(model, data(batch_size=3))
+    assert model.configs == [made.strategy.config]
     assert made.strategy.config == {
         "zero_optimization": CONFIG["zero_optimization"],
         "train_micro_batch_size_per_gpu": 3,
@@ -164,6 +174,13 @@ def configured(directory: str) -> None:
         "gradient_clipping": 0.05,
         "bf16": {"enabled": False},
     }
+    close(made)
+    made = trainer(strategy(stage=1), precision="bf16-mixed")
+    model = toy(body=Looking)
+    made.validate(model, data(batch_size=3), verbose=False)
+    made.test(model, data(batch_size=3), verbose=False)  # the model is sharded already, and asked again
+    names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "bf16")
+    assert [[found.get(name) for name in names] for found in model.configs] == [[1, 1, 0.0, {"enabled": True}]] * 2
     close(made)
     path = Path(directory) / f"{rank()}.json"
     path.write_text(json.dumps({"zero_optimization": {"stage": 1}}))

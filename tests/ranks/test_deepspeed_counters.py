@@ -1,0 +1,82 @@
+"""What DeepSpeed's engine counts: samples of the passes that a step was made of, whoever says when it is due."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import shardwise.deepspeed as deepspeed
+from shardwise.testing import run_ranks
+
+RANKS, MICRO = 2, 3
+
+
+def started(**changes: Any) -> deepspeed.DeepSpeedEngine:
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": MICRO,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 2},
+        **changes,
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return deepspeed.initialize(model=nn.Linear(4, 2), config=config)[0]
+
+
+def loss(engine: deepspeed.DeepSpeedEngine) -> Tensor:
+    value: Tensor = engine(torch.ones(MICRO, 4)).square().mean()
+    return value
+
+
+def close(engine: deepspeed.DeepSpeedEngine) -> list[int]:
+    counts = [engine.global_steps, engine.global_samples]
+    engine.destroy()
+    engine.session.mesh.close()
+    return counts
+
+
+def unmanaged() -> list[list[int]]:
+    engine = started(managed_gradient_accumulation=False)
+    seen = []
+    for passes in (3, 1, 2):
+        for _ in range(passes):
+            engine.backward(loss(engine))
+        engine.step()
+        seen.append([engine.global_steps, engine.global_samples])
+    engine.backward(loss(engine))
+    engine.zero_grad()  # that pass is of no step
+    engine.backward(loss(engine))
+    with contextlib.suppress(ValueError):
+        engine.backward(torch.ones(2))
+    value = loss(engine)
+    engine.backward(value, retain_graph=True)
+    engine.backward(value)
+    engine.step()
+    return [*seen, close(engine)]
+
+
+def managed() -> list[list[int]]:
+    engine = started(gradient_accumulation_steps=2)
+    for _ in range(4):
+        engine.backward(loss(engine))
+        engine.step()
+    seen = [[engine.global_steps, engine.global_samples]]
+    engine.set_gradient_accumulation_boundary(False)
+    for passes_left in (2, 1, 0):
+        engine.set_gradient_accumulation_boundary(passes_left == 0)
+        engine.backward(loss(engine))
+        engine.step()
+    return [*seen, close(engine)]
+
+
+def test_samples_are_those_of_the_passes_of_each_step() -> None:
+    each = MICRO * RANKS
+    for counts in run_ranks(RANKS, unmanaged):
+        assert counts == [[1, 3 * each], [2, 4 * each], [3, 6 * each], [4, 8 * each]]
+    for counts in run_ranks(RANKS, managed):
+        assert counts == [[2, 4 * each], [3, 7 * each]]
