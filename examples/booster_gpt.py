@@ -22,5 +22,6 @@ for epoch in range(10):
         booster.backward(loss, optimizer)
         optimizer.step()
         optimizer.zero_grad()
-    print(f"epoch {epoch}: loss {loss.item():.3f}")
+    if loader.sampler.rank == 0:  # one line an epoch, not one a rank
+        print(f"epoch {epoch}: loss {loss.item():.3f}")
 booster.save_model(model, "booster_gpt.safetensors", use_safetensors=True)

@@ -59,8 +59,8 @@ def _gpt() -> tuple[list[float], dict[str, torch.Tensor]]:
 
 def test_booster_gpt_learns_and_saves_what_it_learnt(tmp_path: Path) -> None:
     (losses, state), (others, _) = run_ranks(RANKS, _gpt)
-    assert len(losses) == len(others) == 10
-    assert max(losses[-1], others[-1]) < 1.5 < 3.0 < min(losses[0], others[0])
+    assert len(losses) == 10 and others == []  # rank 0 speaks for all
+    assert losses[-1] < 1.5 < 3.0 < losses[0]
     (saved,) = tmp_path.iterdir()
     assert saved.name == "booster_gpt.safetensors"
     model = ByteGPT(ModelSize(width=64, depth=2, heads=4, context=64))

@@ -1,0 +1,379 @@
+"""What becomes of each block of README.md and docs/*.md: run, with what around it, or shown, for what reason.
+
+Blocks of a page are named by how they begin and stand in the page's order. Those that are run share the names of the
+page, on every rank of a pool, in an empty folder: a block finds what those before it made, as a reader would have it.
+``before`` is the hidden set-up that a fragment needs, ``after`` what it must have done.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tarfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+__all__ = ["PAGES", "ROOT", "Block", "Fence", "fences"]
+
+ROOT = Path(__file__).parents[2]
+Names = dict[str, Any]
+WIDTH = 8
+
+
+@dataclass(frozen=True)
+class Fence:
+    """A block as it is printed: its page, the number of its first line there, its language and its text."""
+
+    page: str
+    line: int
+    language: str
+    text: str
+
+    @property
+    def first(self) -> str:
+        return self.text.lstrip("\n").partition("\n")[0].strip()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """What becomes of the block whose first line begins with ``first``.
+
+    Attributes:
+        first: as much of it as tells it from the page's others.
+        how: ``"run"``: Python, on ranks. ``"main"``: Python, a module whose last part is guarded by ``__main__``, in
+            the test's own process. ``"shell"``: commands of ours, in the test's own process. ``"options"``: the same,
+            but only their options are checked. ``"make"``: targets that exist. ``"shown"``: not run, for ``why``.
+        why: of ``"options"`` and ``"shown"``.
+        before, after: called with the page's names.
+        instead: texts of the block that are replaced, and by what: what only a larger machine has.
+    """
+
+    first: str
+    how: str = "run"
+    why: str = ""
+    before: Callable[[Names], None] = lambda names: None
+    after: Callable[[Names], None] = lambda names: None
+    instead: tuple[tuple[str, str], ...] = ()
+
+
+def fences(page: str) -> list[Fence]:
+    """Every fenced block of a page, those inside lists included."""
+    found: list[Fence] = []
+    inside: tuple[int, str, str] | None = None
+    lines: list[str] = []
+    for number, line in enumerate((ROOT / page).read_text("utf-8").splitlines(), 1):
+        fence = re.match(r"(\s*)```\s*(\S*)\s*$", line)
+        if inside is None and fence is not None:
+            inside, lines = (number, fence[2], fence[1]), []
+        elif inside is not None and line.strip() == "```":
+            found.append(Fence(page, inside[0], inside[1], "\n".join(lines) + "\n"))
+            inside = None
+        elif inside is not None:
+            lines.append(line.removeprefix(inside[2]))
+    assert inside is None, f"{page}:{inside and inside[0]}: a block that does not end"
+    return found
+
+
+# ---- what fragments find
+
+
+def _net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+
+def _dataset() -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(32, WIDTH, generator=generator)
+    return TensorDataset(inputs, torch.tanh(inputs))
+
+
+def _criterion(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(outputs.float(), targets)
+
+
+def _training(names: Names) -> None:
+    names["model"] = _net()
+    names["optimizer"] = torch.optim.AdamW(names["model"].parameters(), lr=1e-2)
+    names["lr_scheduler"] = names["scheduler"] = torch.optim.lr_scheduler.StepLR(names["optimizer"], 8)
+    names["train_dataset"] = names["dataset"] = _dataset()
+    names["loader"] = DataLoader(names["dataset"], batch_size=8)
+    names["criterion"] = _criterion
+
+
+def _changed(names: Names) -> None:
+    """The page's model was trained."""
+    state = names["model"].state_dict()
+    assert any(not torch.equal(state[name].float(), value) for name, value in _net().state_dict().items())
+
+
+class _Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.v_proj = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.v_proj(torch.tanh(self.q_proj(inputs)))
+        return outputs
+
+
+def _lora(names: Names) -> None:
+    import peft
+
+    names["model"], names["peft"] = _Attention(), peft
+    names["optimizer"] = torch.optim.AdamW(names["model"].parameters(), lr=1e-2)
+
+
+def _exists(*paths: str) -> Callable[[Names], None]:
+    def after(_names: Names) -> None:
+        if dist.is_initialized():
+            dist.barrier()
+        for path in paths:
+            assert Path(path).exists(), path
+
+    return after
+
+
+def _deferred(names: Names) -> None:
+    from shardwise.optim import HybridAdam
+
+    names.update(build_model=_net, HybridAdam=HybridAdam, torch=torch)
+
+
+def _tokens(names: Names) -> None:
+    _training(names)
+    inputs, targets = next(iter(names["loader"]))
+    names.update(inputs=inputs, targets=targets, tokens=8)
+
+
+def _restored(names: Names) -> None:
+    assert names["restored"] is not None and names["restored"].step == 0
+    names["session"].close()
+
+
+def _of_deepspeed(_names: Names) -> None:
+    """A directory that DeepSpeed wrote, as ``deepspeed-run``."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        with tarfile.open(ROOT / "tests" / "data" / "deepspeed.tar.xz") as archive:
+            archive.extractall(".", filter="data")
+        Path("ds", "zero2-2ranks-fp32").rename("deepspeed-run")
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _converted(_names: Names) -> None:
+    """One run of ours under ``runs``, and the one of DeepSpeed."""
+    from shardwise.build import build
+    from shardwise.plan import replicated
+
+    model = _net()
+    session = build(model, torch.optim.AdamW(model.parameters()), replicated())
+    session.backward(session.module(torch.ones(2, WIDTH)).square().mean())
+    session.optimizer.step()
+    session.checkpoints.save("runs", "step-1000")
+    session.close()
+    session.mesh.close()
+    _of_deepspeed({})
+
+
+def _lm_head(names: Names) -> None:
+    """A model with a head and a configuration, in a directory that is opened by its format's own reader."""
+    from shardwise.build import build
+    from shardwise.plan import zero
+
+    model = nn.ModuleDict({"lm_head": nn.Linear(64, 64)})
+    session = build(model, None, zero(1))
+    session.checkpoints.save("deepspeed-run", "step-1")
+    session.close()
+    names["model"] = model
+    model.config = {"model_type": "gpt2"}
+
+
+def _configuration(names: Names) -> None:
+    _training(names)
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-2}}
+    config = {"train_batch_size": 16, "optimizer": optimizer, "scheduler": {"type": "WarmupLR"}}
+    Path(f"ds_config{dist.get_rank()}.json").write_text(json.dumps(config))
+    Path(f"ds_config{dist.get_rank()}.json").rename("ds_config.json")
+    dist.barrier()
+
+
+def _activations(names: Names) -> None:
+    layer = nn.Linear(WIDTH, WIDTH)
+    x = torch.ones(2, WIDTH, requires_grad=True)
+    names.update(mpu=None, mask=torch.ones(2, WIDTH), x=x, given=x)
+    names["block"] = lambda x, mask, scale: layer(x * mask) * scale
+
+
+def _activations_back(names: Names) -> None:
+    names["x"].sum().backward()
+    assert names["given"].grad is not None and float(names["given"].grad.abs().sum()) > 0.0
+
+
+def _trainer(names: Names) -> None:
+    from test_huggingface import arguments, gpt2, rows
+
+    options = {"eval_strategy": "no", "save_strategy": "no", "num_train_epochs": 1}
+    names.update(model=gpt2(), args=arguments("trained", 4, **options), data=rows()[:8])
+
+
+def _accelerate(names: Names) -> None:
+    _training(names)
+
+
+def _lightning(names: Names) -> None:
+    from lightning_setup import data, quiet, toy
+
+    quiet()
+    names.update(model=toy(), loader=data())
+
+
+def _sharded(names: Names) -> None:
+    names.update(MyModel=_net, loader=DataLoader(_dataset(), batch_size=8), criterion=_criterion)
+
+
+def _groups(names: Names) -> None:
+    names["data_group"] = dist.new_group(list(range(dist.get_world_size())))
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    names.update(model_group=alone[dist.get_rank()], MyPartOfTheModel=_net)
+    names["model"].close()
+
+
+def _read_by_itself(names: Names) -> None:
+    from shardwise.build import build
+    from shardwise.plan import zero
+
+    model = _net()
+    session = build(model, None, zero(2))
+    path = session.checkpoints.save("runs", "one")
+    for name, value in session.module.state_dict().items():
+        assert torch.equal(torch.from_numpy(names["read"](path, f"model/{name}").copy()), value)
+    session.close()
+
+
+def _loads(names: Names) -> None:
+    assert names["expected"].norms[-1] > 0.0
+
+
+def _fixture(names: Names) -> None:
+    assert callable(names["rank_pools"])
+
+
+# ---- the pages
+
+PICTURE = "a picture of packages and files"
+TRAINS = "it trains for minutes; tests/ranks/test_demo.py and test_demo_memory.py run the demo with smaller numbers"
+OTHER_VERSIONS = "it needs other versions of Lightning than the environment has; docs/lightning.md says what they gave"
+AN_ERROR = "what an error looks like; tests/unit/test_testing_pool.py and test_oracle.py ask for its parts"
+
+PAGES: dict[str, list[Block]] = {
+    "README.md": [
+        Block(first="make demo    # train", how="make"),
+        Block(first='make demo DEMO="--plugin gemini"', how="options", why=TRAINS),
+        Block(
+            first="from pathlib import Path",
+            how="shown",
+            why="it is examples/booster_gpt.py, which tests/ranks/test_examples.py compares with this page and runs",
+        ),
+    ],
+    "docs/architecture.md": [
+        Block(first="cli    ", how="shown", why=PICTURE),
+    ],
+    "docs/booster.md": [
+        Block(first="from shardwise.booster import Booster", before=_training, after=_changed),
+        Block(first="booster.save_checkpoint(", after=lambda names: _is(names["first_batch"], 120)),
+        Block(
+            first="model = booster.enable_lora(",
+            before=_lora,
+            after=_exists("adapter/adapter_config.json"),
+        ),
+        Block(first="from shardwise.engine.deferred import deferred_init", before=_deferred),
+        Block(first="from shardwise.build import build", before=_tokens, after=_changed),
+    ],
+    "docs/checkpoint-format.md": [
+        Block(first="import json", after=_read_by_itself),
+    ],
+    "docs/checkpoints.md": [
+        Block(
+            first="from shardwise.build import build",
+            before=_training,
+            after=_restored,
+        ),
+        Block(
+            first="from shardwise.checkpoint.formats import open_checkpoint, write_huggingface",
+            before=_lm_head,
+            after=_exists("out/model.safetensors"),
+        ),
+        Block(first="shardwise checkpoint inspect runs/step-1000", how="shell", before=_converted),
+    ],
+    "docs/deepspeed.md": [
+        Block(
+            first="import shardwise.deepspeed as deepspeed", before=_configuration, after=_exists("checkpoints/latest")
+        ),
+        Block(
+            first="plan, report = deepspeed.to_plan(",
+            after=lambda names: _is("zero_optimization.stage" in names["report"].used, True),
+        ),
+        Block(
+            first="deepspeed.checkpointing.configure(",
+            before=_activations,
+            after=_activations_back,
+        ),
+    ],
+    "docs/disk.md": [
+        Block(first="<directory>/", how="shown", why=PICTURE),
+    ],
+    "docs/huggingface.md": [
+        Block(
+            first="from shardwise.huggingface import ShardwiseTrainer",
+            before=_trainer,
+            after=_exists("model/model.safetensors"),
+        ),
+        Block(first="from shardwise.huggingface import ShardwiseAccelerator", before=_accelerate, after=_changed),
+    ],
+    "docs/lightning.md": [
+        Block(
+            first="import lightning.pytorch as pl",
+            before=_lightning,
+            instead=(("devices=4", "devices=2, max_epochs=1, logger=False, accelerator='cpu', plugins=environment()"),),
+        ),
+        Block(first="python -m pip install --no-deps --target old", how="shown", why=OTHER_VERSIONS),
+    ],
+    "docs/memory-trace.md": [
+        Block(first="$ shardwise trace examples/trace_memory.py:build", how="shell"),
+        Block(first="import torch"),
+    ],
+    "docs/offload.md": [
+        Block(first="shardwise demo --device-memory 64MiB", how="options", why=TRAINS),
+    ],
+    "docs/optim.md": [
+        Block(first="from shardwise.nn.optimizer import HybridAdam", before=_training),
+    ],
+    "docs/sharded-model.md": [
+        Block(first="from shardwise.optim import CPUAdam", before=_sharded),
+        Block(first="with ZeroInitContext(", before=_groups),
+    ],
+    "docs/testing.md": [
+        Block(first="# ranks.py", how="main"),
+        Block(first="from operator import add", how="main"),
+        Block(first="shardwise.testing.pool.RankError:", how="shown", why=AN_ERROR),
+        Block(first="# parity.py", how="main", after=_loads),
+        Block(first="parameters after 5 steps:", how="shown", why=AN_ERROR),
+        Block(first="from shardwise.testing import MODELS, make_batches", how="main"),
+        Block(first="import torch", how="main"),
+        Block(first="# traffic.py", how="main"),
+        Block(first="# conftest.py", how="main", after=_fixture),
+    ],
+}
+"""By page, its blocks in their order."""
+
+
+def _is(found: object, wanted: object) -> None:
+    assert found == wanted, (found, wanted)

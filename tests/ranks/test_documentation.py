@@ -1,0 +1,199 @@
+"""Every block of README.md and of docs/*.md runs as it is printed, or is listed with the reason why it does not."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import os
+import re
+import shlex
+import sys
+import types
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from documentation_setup import PAGES, ROOT, Block, Fence, fences
+from lightning_setup import _environment
+
+from shardwise.cli import demo, main
+from shardwise.strategies.namespace import LIGHTNING
+from shardwise.testing import run_ranks
+
+RANKS = 2
+EVERY_PAGE = sorted(["README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))])
+RUN = [page for page, blocks in PAGES.items() if any(block.how == "run" for block in blocks)]
+TOLD = "tests/ranks/documentation_setup.py says what becomes of each block: "
+Names = dict[str, Any]
+
+
+def matched(page: str) -> list[tuple[Fence, Block]]:
+    """The blocks of a page beside what is said of them."""
+    printed, listed = fences(page), list(PAGES.get(page, []))
+    pairs: list[tuple[Fence, Block]] = []
+    for fence in printed:
+        found = next((block for block in listed if fence.first.startswith(block.first)), None)
+        assert found is not None, (
+            f"{page}:{fence.line}: nothing is said of the block that begins with {fence.first!r}. {TOLD}add "
+            "Block(first=<how it begins>) at its place, with before= where it is a fragment, or how='shown' and why="
+        )
+        listed.remove(found)
+        pairs.append((fence, found))
+    assert not listed, f"{page} has no block that begins with {listed[0].first!r}. {TOLD}change or remove that one"
+    order = [PAGES[page].index(block) for _, block in pairs]
+    assert order == sorted(order), f"{page}: its blocks stand in another order than in the table. {TOLD}sort them"
+    return pairs
+
+
+@pytest.mark.parametrize("page", EVERY_PAGE)
+def test_every_block_is_run_or_has_a_reason(page: str) -> None:
+    for fence, block in matched(page):
+        assert block.how in ("run", "main", "shell", "options", "make", "shown"), block
+        assert bool(block.why) == (block.how in ("shown", "options")), f"{page}:{fence.line}: {block}"
+        runs = block.how in ("run", "main")
+        assert not runs or fence.language == "python", f"{page}:{fence.line} is {fence.language or 'no language'}"
+        assert runs or fence.language != "python" or block.why, f"{page}:{fence.line}: Python that is not run"
+
+
+def _place(fence: Fence, text: str) -> Any:
+    """Compiled so that a traceback has the page's own lines."""
+    return compile("\n" * fence.line + text, fence.page, "exec", dont_inherit=True)
+
+
+def run_page(page: str) -> list[str]:
+    """The Python of a page, block after block, in one set of names. Called inside a rank, in an empty folder."""
+    names: Names = {"__name__": "documentation", "environment": lambda: _environment(LIGHTNING)()}
+    done = []
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        if page == "docs/huggingface.md":
+            from test_huggingface import launched
+
+            stack.enter_context(launched())
+        for fence, block in matched(page):
+            if block.how != "run":
+                continue
+            text = fence.text
+            for printed, instead in block.instead:
+                assert printed in text, (page, fence.line, printed)
+                text = text.replace(printed, instead)
+            block.before(names)
+            exec(_place(fence, text), names)
+            block.after(names)
+            done.append(block.first)
+        for name in ("booster", "engine", "session", "trainer", "accelerator"):
+            _close(names.get(name))
+    return done
+
+
+def _close(what: Any) -> None:
+    """Of what a page leaves open, that which would be in the way of the next test."""
+    strategy = getattr(what, "strategy", None)
+    for owner, name in ((strategy, "unshard"), (getattr(what, "accelerator", None), "close"), (what, "close")):
+        close: Callable[[], None] | None = getattr(owner, name, None)
+        if close is not None:
+            close()
+            return
+
+
+@pytest.mark.parametrize("page", RUN)
+def test_python_runs_as_it_is_printed(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if page == "docs/huggingface.md":
+        pytest.importorskip("accelerate")
+        pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    wanted = [block.first for block in PAGES[page] if block.how == "run"]
+    assert run_ranks(RANKS, run_page, page, timeout=300.0) == [wanted] * RANKS
+
+
+def test_modules_run_as_they_are_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each is a module of its own, which ranks import; what stands under ``__main__`` is run here.
+
+    Comments after a ``print`` say what it prints, up to the words after the first comma.
+    """
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    ran = 0
+    for page in PAGES:
+        for fence, block in matched(page):
+            if block.how != "main":
+                continue
+            ran += 1
+            named = re.match(r"# (\w+)\.py$", fence.first)
+            name = f"page_{named[1] if named else ran}"
+            Path(f"{name}.py").write_text(fence.text, "utf-8")
+            module = types.ModuleType(name)
+            module.__file__ = str(tmp_path / f"{name}.py")
+            monkeypatch.setitem(sys.modules, name, module)
+            exec(_place(fence, fence.text), module.__dict__)
+            for node in ast.parse(fence.text).body:
+                if isinstance(node, ast.If):  # under __main__
+                    exec(_place(fence, "\n".join(ast.unparse(each) for each in node.body)), module.__dict__)
+            block.after(module.__dict__)
+            out = capsys.readouterr().out
+            for said in re.findall(r"^ *print\(.*\)  # (.*)$", fence.text, re.MULTILINE):
+                first = said.split(", some")[0].split(": ")[0] if not said.startswith("'") else said.split(", some")[0]
+                assert first in out, (page, fence.line, first, out)
+    assert ran == sum(block.how == "main" for blocks in PAGES.values() for block in blocks) > 5
+
+
+def _commands(text: str) -> list[str]:
+    """Lines without comments, prompts and what is printed after one with a prompt."""
+    prompted = [line.removeprefix("$ ") for line in text.splitlines() if line.startswith("$ ")]
+    return [line for line in prompted or text.splitlines() if line.strip() and not line.startswith("#")]
+
+
+@pytest.mark.parametrize(
+    "page", [page for page, blocks in PAGES.items() if any(block.how == "shell" for block in blocks)]
+)
+def test_commands_run_as_they_are_printed(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("examples").symlink_to(ROOT / "examples")
+    for fence, block in matched(page):
+        if block.how != "shell":
+            continue
+        assert run_ranks(1, _prepare, page, block.first) == [None]
+        lines = fence.text.splitlines() if fence.text.startswith("$ ") else []
+        printed = [line for line in lines if not line.startswith(("$ ", "..."))]
+        for line in _commands(fence.text):
+            words = shlex.split(line, comments=True)
+            assert words[0] == "shardwise", f"{page}:{fence.line}: {line}"
+            capsys.readouterr()
+            assert main.main(words[1:]) == 0, f"{page}:{fence.line}: {line}\n{capsys.readouterr().err}"
+            out = re.sub(r"\s+", " ", capsys.readouterr().out)
+            for shown in printed:
+                assert re.sub(r"\s+", " ", shown) in out, f"{page}:{fence.line} prints something else: {shown!r}\n{out}"
+
+
+def _prepare(page: str, first: str) -> None:
+    next(block for block in PAGES[page] if block.first == first).before({})
+
+
+def test_options_and_targets_are_those_that_there_are(tmp_path: Path) -> None:
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
+    checked = 0
+    for page in PAGES:
+        for fence, block in matched(page):
+            if block.how not in ("options", "make"):
+                continue
+            for line in _commands(fence.text):
+                words = shlex.split(line, comments=True)
+                if words[0] == "make":
+                    given = dict(word.split("=", 1) for word in words[2:])
+                    assert words[1] in targets and set(given) <= {"DEMO"}, f"{page}:{fence.line}: {line}"
+                    words = ["shardwise", words[1], *shlex.split(given.get("DEMO", ""))]
+                if block.how == "options":
+                    assert os.path.basename(words[0]) == "shardwise" and words[1] == "demo", f"{page}: {line}"
+                    made = demo.check(main._parser().parse_args([*words[1:], "--out", str(tmp_path / "out")]))
+                    assert made.steps == 500
+                checked += 1
+    assert checked >= 7
