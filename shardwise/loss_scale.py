@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from shardwise.checked import number, whole
 from shardwise.plan import ScalerPlan
 
 __all__ = ["PublishedDefault", "ScalerArguments", "scaler_plan"]
@@ -39,8 +40,10 @@ def scaler_plan(arguments: ScalerArguments) -> ScalerPlan:
     from 2**32 the first 15 steps or so are certain to overflow and be skipped.
 
     Raises:
-        ValueError: a value out of range, see :class:`~shardwise.plan.ScalerPlan`.
+        TypeError, ValueError: no number, or one out of range, see :class:`~shardwise.plan.ScalerPlan`.
     """
+    for name in ("initial_scale", "min_scale", "growth_factor", "backoff_factor", "max_scale"):
+        number(name, getattr(arguments, name), "(-inf, inf)")  # kinds; the plan has the ranges
     start = float(arguments.initial_scale)
     if isinstance(arguments.initial_scale, PublishedDefault):
         start = min(max(min(start, START_SCALE), float(arguments.min_scale)), float(arguments.max_scale))
@@ -49,7 +52,7 @@ def scaler_plan(arguments: ScalerArguments) -> ScalerPlan:
         min_scale=float(arguments.min_scale),
         growth_factor=float(arguments.growth_factor),
         backoff_factor=float(arguments.backoff_factor),
-        growth_interval=int(arguments.growth_interval),
-        hysteresis=int(arguments.hysteresis),
+        growth_interval=whole("growth_interval", arguments.growth_interval, 1, what="a number of steps", floats=True),
+        hysteresis=whole("hysteresis", arguments.hysteresis, 0, what="a number of overflows", floats=True),
         max_scale=float(arguments.max_scale),
     )

@@ -15,7 +15,11 @@ from typing import Literal
 
 import torch
 
+from shardwise.checked import MOST_BYTES, MOST_NUMEL, MOST_SCALE, number, share, switch, whole
+from shardwise.tier_plan import AutoPlan, DiskPlan, TierPlan, on_device
+
 __all__ = [
+    "MOST_SEARCHED",
     "AutoPlan",
     "ByModule",
     "ByNumel",
@@ -37,6 +41,10 @@ __all__ = [
 ]
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
+ELEMENTS = "a size in elements"
+MOST_SEARCHED = 2**20
+"""Sizes that a chunk search tries at most: a few seconds for a model of a hundred parameters."""
+MOST_DIVISOR = 2.0**32
 
 
 def _require(condition: bool, message: str) -> None:
@@ -55,9 +63,9 @@ class MeshPlan:
     dp_replicate: int
 
     def __post_init__(self) -> None:
-        _require(self.dp_shard == -1 or self.dp_shard >= 1, f"dp_shard={self.dp_shard}: give a size >= 1, or -1")
-        valid = self.dp_replicate == -1 or self.dp_replicate >= 1
-        _require(valid, f"dp_replicate={self.dp_replicate}: give a number of replicas >= 1, or -1")
+        for name, size in (("dp_shard", self.dp_shard), ("dp_replicate", self.dp_replicate)):
+            whole(name, size, -1, what="a number of ranks, or -1 for all that remain,")
+            _require(size != 0, f"{name}={size}: give a number of ranks >= 1, or -1 for all that remain")
         _require(
             not (self.dp_shard == -1 and self.dp_replicate == -1),
             "dp_shard=-1 and dp_replicate=-1: at most one of them can be 'all ranks that remain'",
@@ -97,8 +105,8 @@ class ByNumel:
     min_chunks: int = 1
 
     def __post_init__(self) -> None:
-        _require(self.min_chunks >= 1, f"min_chunks={self.min_chunks}: give a number of chunks >= 1")
-        _require(self.chunk_numel >= 1, f"chunk_numel={self.chunk_numel}: give a size in elements >= 1")
+        whole("min_chunks", self.min_chunks, 1, what="a number of chunks")
+        whole("chunk_numel", self.chunk_numel, 1, MOST_NUMEL, ELEMENTS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +116,7 @@ class ByTensor:
     persist_numel: int
 
     def __post_init__(self) -> None:
-        _require(self.persist_numel >= 0, f"persist_numel={self.persist_numel}: give a size in elements >= 0")
+        whole("persist_numel", self.persist_numel, 0, MOST_NUMEL, ELEMENTS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +134,8 @@ class ByModule:
     def __post_init__(self) -> None:
         named = not self.unit_names or not self.unit_classes
         _require(named, f"unit_classes={self.unit_classes} with unit_names={self.unit_names}: give one of them")
-        _require(self.rest_numel is None or self.rest_numel >= 1, f"rest_numel={self.rest_numel}: give >= 1 elements")
+        if self.rest_numel is not None:
+            whole("rest_numel", self.rest_numel, 1, MOST_NUMEL, ELEMENTS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,9 +147,14 @@ class BySearch:
     min_chunk_numel: int
 
     def __post_init__(self) -> None:
-        _require(self.search_range_numel >= 0, f"search_range_numel={self.search_range_numel}: give >= 0 elements")
-        _require(self.interval_numel >= 1, f"interval_numel={self.interval_numel}: give >= 1 elements")
-        _require(self.min_chunk_numel >= 1, f"min_chunk_numel={self.min_chunk_numel}: give >= 1 elements")
+        for name, least in (("search_range_numel", 0), ("interval_numel", 1), ("min_chunk_numel", 1)):
+            whole(name, getattr(self, name), least, MOST_NUMEL, ELEMENTS)
+        sizes = self.search_range_numel // self.interval_numel + 1
+        _require(
+            sizes <= MOST_SEARCHED,
+            f"search_range_numel={self.search_range_numel} in steps of interval_numel={self.interval_numel}: {sizes} "
+            f"sizes to try; give a smaller range or larger steps, for {MOST_SEARCHED} at most",
+        )
 
 
 Packing = ByNumel | ByTensor | ByModule | BySearch
@@ -168,12 +182,10 @@ class ShardPlan:
     kept: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        _require(
-            0.0 <= self.gathered_fraction <= 1.0, f"gathered_fraction={self.gathered_fraction}: give a share in [0, 1]"
-        )
-        budget = self.gathered_budget_bytes
-        _require(budget is None or budget >= 0, f"gathered_budget_bytes={budget}: give bytes >= 0, or None")
-        _require(self.prefetch >= 0, f"prefetch={self.prefetch}: give a number of units >= 0")
+        share("gathered_fraction", self.gathered_fraction)
+        if self.gathered_budget_bytes is not None:
+            whole("gathered_budget_bytes", self.gathered_budget_bytes, 0, MOST_BYTES, "bytes, or None,")
+        whole("prefetch", self.prefetch, 0, what="a number of units")
         _require(self.reduce in ("every", "last"), f"reduce={self.reduce!r}: give 'every' or 'last'")
 
     @property
@@ -195,15 +207,16 @@ class ScalerPlan:
     max_scale: float
 
     def __post_init__(self) -> None:
-        _require(self.initial_scale > 0, f"initial_scale={self.initial_scale}: the loss scale must be > 0")
+        for name in ("initial_scale", "min_scale", "max_scale"):
+            number(name, getattr(self, name), f"(0, {MOST_SCALE!r}]", f"a loss scale > 0, at most {MOST_SCALE:g}")
         _require(
             self.min_scale <= self.initial_scale <= self.max_scale,
             f"initial_scale={self.initial_scale} is outside [min_scale={self.min_scale}, max_scale={self.max_scale}]",
         )
-        _require(self.growth_factor > 1, f"growth_factor={self.growth_factor}: give a factor > 1")
-        _require(0 < self.backoff_factor < 1, f"backoff_factor={self.backoff_factor}: give a factor in (0, 1)")
-        _require(self.growth_interval >= 1, f"growth_interval={self.growth_interval}: give a number of steps >= 1")
-        _require(self.hysteresis >= 0, f"hysteresis={self.hysteresis}: give a number of overflows >= 0")
+        number("growth_factor", self.growth_factor, f"(1, {MOST_SCALE!r}]", "a factor > 1 and finite")
+        number("backoff_factor", self.backoff_factor, "(0, 1)", "a factor in (0, 1)")
+        whole("growth_interval", self.growth_interval, 1, what="a number of steps")
+        whole("hysteresis", self.hysteresis, 0, what="a number of overflows")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,9 +246,10 @@ class PrecisionPlan:
     def __post_init__(self) -> None:
         for name in ("param_dtype", "buffer_dtype", "reduce_dtype", "accumulate_dtype", "output_dtype"):
             dtype = getattr(self, name)
-            _require(
-                dtype is None or dtype.is_floating_point, f"{name}={dtype}: give a floating-point torch.dtype, or None"
-            )
+            floating = dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
+            _require(floating, f"{name}={dtype!r}: give a floating-point torch.dtype, or None")
+        for name in ("master_weights", "cast_inputs"):
+            switch(name, getattr(self, name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,9 +274,8 @@ class GradPlan:
     update: Literal["step", "backward"]
 
     def __post_init__(self) -> None:
-        valid = self.max_norm >= 0  # False for NaN
-        _require(valid, f"max_norm={self.max_norm}: give a norm >= 0 (0 is off)")
-        _require(self.norm_type > 0, f"norm_type={self.norm_type}: give p > 0, or math.inf")
+        number("max_norm", self.max_norm, "[0, inf)", "a finite norm >= 0 (0 is off)")
+        number("norm_type", self.norm_type, "(0, inf]", "p > 0, or math.inf")
         _require(self.average in ("sum", "mean", "tokens"), f"average={self.average!r}: give 'sum', 'mean' or 'tokens'")
         _require(self.update in ("step", "backward"), f"update={self.update!r}: give 'step' or 'backward'")
         _require(
@@ -270,116 +283,6 @@ class GradPlan:
             f"update={self.update!r} with average={self.average!r}: the weights of a step are known at its end only; "
             "give update='step'",
         )
-
-
-PAGE_BYTES = 4096  # what unbuffered disk access wants offsets, lengths and addresses to be multiples of
-
-
-@dataclass(frozen=True, kw_only=True)
-class DiskPlan:
-    """How shards and optimizer state travel to and from a disk (the ``aio`` arguments of ZeRO-Infinity).
-
-    Attributes:
-        directory: per-run directories are made in it.
-        block_bytes: largest single request, a multiple of 4096.
-        queue_depth: requests in flight for each thread.
-        threads: submitting threads; while one makes checksums the others' requests go on.
-        single_submit: submit requests one by one, not up to ``queue_depth`` at once.
-        overlap_events: collect completions while further requests are in flight.
-        state_buffers: host buffers for optimizer tiles; three overlap a read, an update and a write.
-        param_buffers: host buffers for parameter shards.
-    """
-
-    directory: str
-    block_bytes: int = 2**20
-    queue_depth: int = 8
-    threads: int = 2
-    single_submit: bool = False
-    overlap_events: bool = True
-    state_buffers: int = 8
-    param_buffers: int = 5
-
-    def __post_init__(self) -> None:
-        _require(bool(self.directory), f"directory={self.directory!r}: name a directory on the disk to use")
-        aligned = self.block_bytes > 0 and self.block_bytes % PAGE_BYTES == 0
-        _require(aligned, f"block_bytes={self.block_bytes}: give a positive multiple of {PAGE_BYTES}")
-        for name in ("queue_depth", "threads", "state_buffers", "param_buffers"):
-            _require(getattr(self, name) >= 1, f"{name}={getattr(self, name)}: give a number >= 1")
-
-
-@dataclass(frozen=True, kw_only=True)
-class AutoPlan:
-    """Placement from the memory trace (Gemini's ``auto``); shares of the device's capacity, in [0, 1].
-
-    Attributes:
-        warmup_non_model_ratio: what the first step leaves free for everything that is not model data.
-        steady_capacity_ratio: what later steps use at most, traced non-model data included.
-        margin_ratio: share of what then remains that optimizer state moves into.
-    """
-
-    warmup_non_model_ratio: float
-    steady_capacity_ratio: float
-    margin_ratio: float
-
-    def __post_init__(self) -> None:
-        for name in ("warmup_non_model_ratio", "steady_capacity_ratio", "margin_ratio"):
-            value = getattr(self, name)
-            _require(0.0 <= value <= 1.0, f"{name}={value}: give a share in [0, 1]")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TierPlan:
-    """Which memory is the home of what: the device, the host's memory, or a disk.
-
-    Attributes:
-        param_host_fraction: share of the bytes of parameter shards whose home is the host.
-        param_disk_fraction: the same for the disk; what neither has is the device's.
-        state_host_fraction: share of fp32 masters, optimizer state and reduced gradients whose home is the host.
-        state_disk_fraction: share of masters and state whose home is the disk (their gradients are the host's).
-        device_capacity_bytes: memory of the device that may be used; ``None``: no limit, under ``auto`` all a GPU has.
-        pin_memory: host memory is page-locked (where there is CUDA).
-        disk: how to reach the disk; needed where a disk share is not 0.
-        auto: place by the memory trace; ``None`` for the fixed shares above.
-    """
-
-    param_host_fraction: float
-    param_disk_fraction: float
-    state_host_fraction: float
-    state_disk_fraction: float
-    device_capacity_bytes: int | None
-    pin_memory: bool
-    disk: DiskPlan | None
-    auto: AutoPlan | None
-
-    def __post_init__(self) -> None:
-        for kind in ("param", "state"):
-            host, disk = getattr(self, f"{kind}_host_fraction"), getattr(self, f"{kind}_disk_fraction")
-            valid = 0.0 <= host <= 1.0 and 0.0 <= disk <= 1.0 and host + disk <= 1.0 + 1e-9
-            shares = f"{kind}_host_fraction={host}, {kind}_disk_fraction={disk}"
-            _require(valid, f"{shares}: give shares in [0, 1] whose sum is at most 1")
-            _require(disk == 0.0 or self.disk is not None, f"{shares} with disk={self.disk}: give a DiskPlan")
-        capacity = self.device_capacity_bytes
-        _require(capacity is None or capacity > 0, f"device_capacity_bytes={capacity}: give bytes > 0, or None")
-
-    @property
-    def all_on_device(self) -> bool:
-        """Whether nothing is at home elsewhere."""
-        params = self.param_host_fraction + self.param_disk_fraction
-        return self.auto is None and params + self.state_host_fraction + self.state_disk_fraction == 0.0
-
-
-def on_device() -> TierPlan:
-    """Everything on the device, without a limit."""
-    return TierPlan(
-        param_host_fraction=0.0,
-        param_disk_fraction=0.0,
-        state_host_fraction=0.0,
-        state_disk_fraction=0.0,
-        device_capacity_bytes=None,
-        pin_memory=False,
-        disk=None,
-        auto=None,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -405,7 +308,11 @@ class CommPlan:
     predivide: float = 1.0
 
     def __post_init__(self) -> None:
-        _require(self.predivide > 0, f"predivide={self.predivide}: give a divisor > 0")
+        number("predivide", self.predivide, f"[{1 / MOST_DIVISOR!r}, {MOST_DIVISOR!r}]", "a divisor > 0, at most 2**32")
+        for name in ("overlap", "same_order", "gather_on_use", "sync_init"):
+            switch(name, getattr(self, name))
+        if self.shared_memory is not None:
+            switch("shared_memory", self.shared_memory)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -419,6 +326,9 @@ class Plan:
     comm: CommPlan
     tiers: TierPlan
     verbose: bool
+
+    def __post_init__(self) -> None:
+        switch("verbose", self.verbose)
 
     @property
     def streams_gradients(self) -> bool:

@@ -20,6 +20,8 @@ PACKAGE = "shardwise"
 # Lower rows first. A unit may import itself and units of lower rows; units of one row never import each other.
 # A dotted unit ("chunk.layout") is a module that sits lower than the rest of its package.
 ROWS: tuple[tuple[str, ...], ...] = (
+    ("checked",),
+    ("tier_plan",),  # the part of a plan that is about memories
     ("plan", "device", "torch_internals"),
     ("comm", "chunk.search", "loss_scale", "printable"),
     ("mesh",),  # builds the groups of comm

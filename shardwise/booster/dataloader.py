@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from numbers import Integral
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-__all__ = ["distributed_dataloader", "distributed_sampler"]
+from shardwise.checked import MOST_SEED, switch, whole
+
+__all__ = ["check_numbers", "distributed_dataloader", "distributed_sampler", "require_map_style"]
+
+
+def check_numbers(batch_size: Any, seed: Any, num_workers: Any, **switches: Any) -> None:
+    """Raises:
+    TypeError, ValueError: one is no number, or out of range; one of ``switches`` is neither True nor False.
+    """
+    if batch_size is not None:
+        whole("batch_size", batch_size, 1, what="a number of samples")
+    whole("seed", seed, 0, MOST_SEED)
+    whole("num_workers", num_workers, 0, what="a number of processes")
+    for name, value in switches.items():
+        switch(name, value)
 
 
 def distributed_sampler(
@@ -62,7 +75,6 @@ def distributed_dataloader(
     and a run repeats itself. ``options`` are further arguments of ``DataLoader``.
 
     Raises:
-        TypeError: ``seed`` is no number.
         ValueError: ``options`` holds something that the sampler decides.
     """
     clash = sorted({"sampler", "batch_sampler"} & options.keys())
@@ -71,8 +83,6 @@ def distributed_dataloader(
             f"{clash[0]}={options[clash[0]]!r}: prepare_dataloader makes the sampler itself; give "
             "distributed_sampler_cls, or build torch.utils.data.DataLoader yourself and pass it to boost"
         )
-    if not isinstance(seed, Integral):
-        raise TypeError(f"seed={seed!r}: give a whole number")
     if "generator" not in options:
         options = {**options, "generator": torch.Generator().manual_seed(seed + replicas[0])}
     return DataLoader(dataset, batch_size=batch_size, sampler=sampler, **options)

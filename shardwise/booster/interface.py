@@ -18,7 +18,7 @@ from torch.nn.utils import clip_grad_value_, get_total_norm
 
 from shardwise.engine.attributes import attribute_of
 
-__all__ = ["ModelWrapper", "OptimizerWrapper", "own_class", "parameters_of", "unwrap_model", "unwrap_optimizer"]
+__all__ = ["ModelWrapper", "OptimizerWrapper", "parameters_of", "unwrap_model", "unwrap_optimizer"]
 
 
 class ModelWrapper(nn.Module):

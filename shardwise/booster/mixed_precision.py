@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from shardwise.booster.interface import ModelWrapper, OptimizerWrapper, unwrap_optimizer
+from shardwise.checked import MOST_SCALE, number, whole
 from shardwise.engine.attributes import attribute_of
 
 __all__ = ["BF16MixedPrecision", "FP16TorchMixedPrecision", "MixedPrecision", "mixed_precision_factory"]
@@ -142,6 +143,11 @@ class FP16TorchMixedPrecision(MixedPrecision):
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
     ) -> None:
+        what = f"a loss scale > 0, at most {MOST_SCALE:g}"
+        number("init_scale", init_scale, f"(0, {MOST_SCALE!r}]", what)
+        number("growth_factor", growth_factor, f"(1, {MOST_SCALE!r}]", "a factor > 1 and finite")
+        number("backoff_factor", backoff_factor, "(0, 1)", "a factor in (0, 1)")
+        whole("growth_interval", growth_interval, 1, what="a number of steps")
         self.scaler_arguments: dict[str, Any] = {
             "init_scale": init_scale,
             "growth_factor": growth_factor,

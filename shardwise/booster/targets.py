@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from numbers import Real
 from pathlib import Path
 
 from torch import nn
 
+from shardwise.checked import MOST_BYTES, number, switch, whole
 from shardwise.checkpoint import CheckpointSource
 from shardwise.checkpoint.formats import (
     write_colossalai_optimizer,
@@ -43,10 +43,10 @@ def target(path: str | Path, suffix: str) -> Path:
 
 
 def _check(shard: bool, gather_dtensor: bool, size_per_shard: float, prefix: str | None) -> None:
-    if not gather_dtensor:
+    if not switch("gather_dtensor", gather_dtensor):
         raise NotImplementedError(f"gather_dtensor={gather_dtensor}: files hold full tensors; leave it True")
-    if not isinstance(size_per_shard, Real) or not size_per_shard > 0:
-        raise ValueError(f"size_per_shard={size_per_shard!r}: give a size in MB > 0")
+    switch("shard", shard)
+    number("size_per_shard", size_per_shard, f"(0, {MOST_BYTES // 2**20}]", "a size in MB > 0")
     if shard and prefix is not None and (not isinstance(prefix, str) or "/" in prefix):
         raise ValueError(f"prefix={prefix!r}: give a part of the files' names, without '/'")
     if size_per_shard != SIZE_PER_SHARD and not shard:
@@ -80,7 +80,7 @@ def model_writer(
             always_index=True,
         )
     path = target(checkpoint, ".safetensors")
-    if use_safetensors and path.suffix != ".safetensors":
+    if switch("use_safetensors", use_safetensors) and path.suffix != ".safetensors":
         raise ValueError(f"checkpoint={str(path)!r} with use_safetensors=True: give a name ending in .safetensors")
     return lambda source: write_single(_prefixed(source, prefix), path)
 
@@ -104,6 +104,8 @@ def optimizer_writer(
 
 def check_loading(low_cpu_mem_mode: bool, num_threads: int) -> None:
     """Warn of arguments that mean nothing here."""
+    switch("low_cpu_mem_mode", low_cpu_mem_mode)
+    whole("num_threads", num_threads, 1, what="a number of threads")
     if not low_cpu_mem_mode or num_threads != 1:
         warnings.warn(
             f"low_cpu_mem_mode={low_cpu_mem_mode}, num_threads={num_threads} have no effect: each rank reads the "

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from numbers import Integral
 from typing import Any
 
 import torch
 
+from shardwise.checked import MOST_STEP, switch, whole
 from shardwise.checkpoint.contents import Contents, Given, Scheduler, buffer_digests
 from shardwise.checkpoint.directory import CheckpointRoot, check_tag
 from shardwise.checkpoint.file_system import DISK
@@ -86,14 +86,14 @@ class Checkpointer:
         Raises:
             CheckpointError: on every rank, when one could not write (no space, no permission, a failed device) or an
                 asynchronous save before this one failed; earlier checkpoints are as they were, training can go on.
-            ValueError: a tag that is no plain name, ``keep`` < 1, a step that is no number, or something that a
-                checkpoint cannot hold.
+            ValueError: a tag that is no plain name, ``keep`` < 1, a step < 0, or something that a checkpoint
+                cannot hold.
+            TypeError: ``keep`` or ``step`` is no whole number.
         """
-        if keep is not None and (not isinstance(keep, Integral) or keep < 1):
-            raise ValueError(f"keep={keep!r}: give how many checkpoints remain, at least 1, or None for all")
-        if step is not None and not isinstance(step, Integral):
-            raise ValueError(f"step={step!r}: give a whole number, or None for the number of updates")
-        step = self.steps if step is None else int(step)
+        if keep is not None:
+            whole("keep", keep, 1, what="how many checkpoints remain (None: all),")
+        switch("use_async", use_async)
+        step = self.steps if step is None else whole("step", step, 0, MOST_STEP)
         tag = check_tag(f"step-{step}" if tag is None else tag)
         with self._run.doing(f"saving checkpoint {tag!r} in {os.fspath(root)}"):
             self.wait()

@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from shardwise.checked import number
 from shardwise.cli.checkpoint_targets import WRITTEN, add_options, notes_of, write
-from shardwise.cli.errors import BadInput
+from shardwise.cli.errors import BadInput, option
 from shardwise.memory.sizes import parse_size, size_text
 from shardwise.printable import printable
 
@@ -326,8 +327,8 @@ def _read_through(source: CheckpointSource, path: Path) -> list[str]:
 
 
 def _diff(options: argparse.Namespace) -> int:
-    if not (options.rtol >= 0 and options.atol >= 0):
-        raise BadInput(f"--rtol {options.rtol} --atol {options.atol}: give numbers that are not negative")
+    for name in ("rtol", "atol"):
+        option(f"--{name}", number, getattr(options, name), "[0, inf)", "a finite number >= 0")
     with _opened(options, "first") as first, _opened(options, "second") as second:
         ours, theirs = (_named(source, options.model_only) for source in (first, second))
         differences = 0

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from shardwise.checked import MOST_COUNT, MOST_NUMEL, MOST_RANKS, MOST_SEED, number, whole
 from shardwise.cli.demo_tiers import (
     MEMORY_MARKER,
     Shape,
@@ -22,7 +22,7 @@ from shardwise.cli.demo_tiers import (
     shape_for,
     shape_for_device,
 )
-from shardwise.cli.errors import BadInput
+from shardwise.cli.errors import BadInput, option
 from shardwise.cli.launch import launch
 
 __all__ = ["DemoConfig", "add_parser", "check", "main"]
@@ -124,9 +124,8 @@ def add_parser(commands: Any) -> None:
 
 def _need_at_least(options: argparse.Namespace, low: int, *names: str) -> None:
     for name in names:
-        value = getattr(options, name)
-        if value < low:
-            raise BadInput(f"--{name} {value}: give a number >= {low}")
+        most = {"seed": MOST_SEED, "nproc": MOST_RANKS}.get(name, MOST_COUNT)
+        option(f"--{name}", whole, getattr(options, name), low, most, "a number")
 
 
 def _with_defaults(options: argparse.Namespace) -> tuple[argparse.Namespace, TierOptions | None]:
@@ -149,6 +148,8 @@ def _with_defaults(options: argparse.Namespace) -> tuple[argparse.Namespace, Tie
         setattr(chosen, name, getattr(options, name, value))
     _need_at_least(chosen, 1, "width", "depth", "heads")
     wanted = Shape(width=chosen.width, depth=chosen.depth, heads=chosen.heads)
+    if wanted.parameters > MOST_NUMEL:
+        raise BadInput(f"--width {chosen.width} --depth {chosen.depth}: {wanted.parameters} parameters; give less")
     wider = max(wanted.width / DEFAULT_SHAPE.width, 1.0) if tiers is not None else 1.0
     chosen.learning_rate = getattr(options, "learning_rate", DEFAULT_RATE / wider)
     context, batch = DEFAULT_CONTEXT, DEFAULT_BATCH
@@ -188,8 +189,7 @@ def check(options: argparse.Namespace) -> DemoConfig:
         raise BadInput(f"--precision {precision}: {plugin} trains in {' or '.join(known)}")
     if options.width % (2 * options.heads):
         raise BadInput(f"--width {options.width}: give a multiple of 2 x --heads ({2 * options.heads})")
-    if not 0 < options.learning_rate < math.inf:
-        raise BadInput(f"--learning-rate {options.learning_rate}: give a number > 0, such as 3e-3")
+    option("--learning-rate", number, options.learning_rate, "(0, inf)", "a finite number > 0, such as 3e-3")
     out = options.out.absolute()
     if out.exists() and not out.is_dir():
         raise BadInput(f"--out {options.out}: is a file; give a folder")

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shardwise.cli.errors import BadInput
+from shardwise.checked import MOST_NUMEL, share
+from shardwise.cli.errors import BadInput, option
 
 __all__ = [
     "MEMORY_MARKER",
@@ -100,7 +101,7 @@ def parse_count(text: str) -> int:
     """
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kmb]?)", text.strip().lower())
     count = round(float(match[1]) * {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}[match[2]]) if match else 0
-    if count < 1:
+    if not 1 <= count <= MOST_NUMEL:
         raise BadInput(f"--size {text}: give a number of parameters such as 20M, 1.5B or 400K")
     return count
 
@@ -150,8 +151,8 @@ def check_tiers(options: argparse.Namespace) -> TierOptions | None:
     if options.plugin not in (None, "gemini"):
         raise BadInput(f"--plugin {options.plugin} with {flags}: leave one of them out; gemini is what offloads")
     for name in ("offload_optim", "offload_params", "nvme_optim"):
-        if name in given and not 0.0 <= given[name] <= 1.0:
-            raise BadInput(f"--{name.replace('_', '-')} {given[name]}: give a share from 0 to 1")
+        if name in given:
+            option(f"--{name.replace('_', '-')}", share, given[name])
     disk = _disk_share(given)
     host = given.get("offload_optim", 1.0 - disk)
     if host + disk > 1.0:

@@ -339,8 +339,9 @@ def _introduce(demo: Demo) -> None:
     held_out = f"{corpus.held_out_files} held out" if corpus.held_out_files else "the last tenth held out"
     stage = f" stage {config.stage}" if config.stage else ""
     tiers = config.tiers
-    memory = ""
+    memory, held = "", "the most that a rank held"
     if tiers is not None:
+        held = "what a rank holds in each tier (on the device the most so far)"
         device = "as much as there is" if tiers.device_bytes is None else size_text(tiers.device_bytes)
         disk = f", optimizer state on disk {tiers.optim_disk:.0%}" if tiers.disk_directory else ""
         shares = f", optimizer state on the host {tiers.optim_host:.0%}{disk}, parameters {tiers.params_host or 0:.0%}"
@@ -350,8 +351,8 @@ def _introduce(demo: Demo) -> None:
         f"text: {corpus.files} files of {config.data}, {held_out}; {corpus.train.numel():,} bytes to train on\n"
         f"model: {demo.parameters:,} parameters; {config.plugin}{stage}, {demo.precision}, {demo.ranks} ranks on "
         f"{demo.device.type}, {torch.get_num_threads()} threads each\n"
-        f"memory: the most that a rank held, of what an unsharded run needs (16 bytes a parameter: with its gradient,\n"
-        f"        any fp32 copy and Adam's two moments; activations are not counted)\n"
+        f"memory: {held}, and what an unsharded run needs (16 bytes a parameter: with its\n"
+        f"        gradient, any fp32 copy and Adam's two moments; activations are not counted)\n"
         f"{memory}"
         f"{demo.opening}"
     )

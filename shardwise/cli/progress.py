@@ -30,13 +30,17 @@ class StepFacts:
 
 
 def progress_text(facts: StepFacts, tokens_per_second: float) -> str:
-    """The line itself. ``peak 18.5 of 21.1 MiB``: the most that a rank held, of what an unsharded run would hold."""
+    """The line itself. ``peak 18.5 of 21.1 MiB``: the most that a rank held, of what an unsharded run would hold.
+
+    Where there are tiers each is told by itself: their sum is in no memory.
+    """
+    unsharded = f"{facts.unsharded_bytes / MEBI:.1f} MiB"
+    peak = f"peak {facts.memory_bytes / MEBI:.1f} of {unsharded}"
     return (
         f"step {facts.step:>{len(str(facts.last_step))}}/{facts.last_step}"
         f"  loss {facts.loss:.3f}"
         f"  {tokens_per_second:,.0f} tokens/s"
-        f"  peak {facts.memory_bytes / MEBI:.1f} of {facts.unsharded_bytes / MEBI:.1f} MiB"
-        f"{facts.tiers and '  ' + facts.tiers}"
+        f"  {f'{facts.tiers} (unsharded {unsharded})' if facts.tiers else peak}"
         f"  lr {facts.learning_rate:.2e}"
     )
 

@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from shardwise.cli.errors import BadInput
+from shardwise.checked import MOST_RANKS, whole
+from shardwise.cli.errors import BadInput, option
 from shardwise.cli.launch import launch
 
 __all__ = ["add_parser", "check_hosts", "launcher_arguments", "main"]
@@ -54,10 +55,10 @@ def launcher_arguments(options: argparse.Namespace) -> list[str]:
     Raises:
         BadInput: a number out of range, hosts without a meeting place, or no such script.
     """
-    if options.nproc < 1:
-        raise BadInput(f"--nproc {options.nproc}: give the number of ranks on this host, at least 1")
-    if options.max_restarts < 0:
-        raise BadInput(f"--max-restarts {options.max_restarts}: give 0 or more")
+    option("--nproc", whole, options.nproc, 1, MOST_RANKS, "the number of ranks on this host,")
+    option("--max-restarts", whole, options.max_restarts, 0)
+    if options.node_rank is not None:
+        option("--node-rank", whole, options.node_rank, 0)
     if not options.module and not Path(options.script).is_file():
         raise BadInput(f"{options.script}: no such file; give a Python script (or -m and a module name)")
     arguments = [f"--nproc-per-node={options.nproc}", f"--max-restarts={options.max_restarts}"]

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from shardwise.checked import whole
 from shardwise.deepspeed.activations import Keeper, Kept
 from shardwise.deepspeed.config import Settings, Source, load_config, read_config
 from shardwise.deepspeed.logs import LOG
@@ -114,8 +115,8 @@ def use_settings(settings: Settings) -> None:
 
 def _use(options: Mapping[str, Any], mpu: Any) -> None:
     number = options["number"]
-    if number is not None and number < 1:
-        raise ValueError(f"num_checkpoints={number}: give how many tensors a buffer holds, at least 1, or None")
+    if number is not None:
+        whole("num_checkpoints", number, 1, what="how many tensors a buffer holds (None: any),")
     group = _group_of(mpu) if options["partition"] else None
     if options["partition"] and (group is None or dist.get_world_size(group) == 1):
         _warn_once(

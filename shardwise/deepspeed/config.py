@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from shardwise.checked import shown
 from shardwise.deepspeed.schema import ALIASES, BLOCKS, KEYS, Block, Key, known_names
 
 __all__ = ["Batch", "Findings", "Report", "Settings", "Source", "batch_of", "load_config", "read_config"]
@@ -195,7 +196,7 @@ class _Reader:
             path = f"{section}.{name}" if section else name
             canonical = ALIASES.get(path, path)
             if canonical != path and canonical.rpartition(".")[2] in tree:
-                raise ValueError(f"{path}={value!r:.80} and {canonical} mean the same; give one of them")
+                raise ValueError(f"{path}={shown(value)} and {canonical} mean the same; give one of them")
             if canonical == "zero_optimization" and isinstance(value, bool):
                 self.findings.note(f"zero_optimization={value} is an old form of stage {int(value)}")
                 value = {"stage": int(value)}
@@ -223,7 +224,7 @@ class _Reader:
         if value is None or value is False or value == AUTO:
             return
         if not isinstance(value, Mapping):
-            raise ValueError(f"{path}={value!r:.80}: give a block, {{...}}, with {', '.join(known_names(canonical))}")
+            raise ValueError(f"{path}={shown(value)}: give a block, {{...}}, with {', '.join(known_names(canonical))}")
         self.sections.add(canonical)
         self.read(value, canonical)
 
@@ -242,7 +243,7 @@ class _Reader:
         if not on:
             self.findings.use(path)
         elif block.role == "refused":
-            raise NotImplementedError(f"{path}={value!r:.80} is not available; {block.reason}")
+            raise NotImplementedError(f"{path}={shown(value)} is not available; {block.reason}")
         else:
             self.findings.ignore(path, block.reason)
 
@@ -262,7 +263,7 @@ class _Reader:
         if key.role == "used" or value in key.exact:
             self.findings.use(path)
         elif key.role == "refused":
-            raise NotImplementedError(f"{path}={value!r:.80} is not available; {key.reason}")
+            raise NotImplementedError(f"{path}={shown(value)} is not available; {key.reason}")
         else:
             self.findings.ignore(path, key.reason)
         self.values[canonical] = value
@@ -273,7 +274,7 @@ class _Reader:
 
     def _parameters(self, path: str, value: Any) -> dict[str, Any]:
         if not isinstance(value, Mapping):
-            raise ValueError(f"{path}={value!r:.80}: give a block, {{...}}")
+            raise ValueError(f"{path}={shown(value)}: give a block, {{...}}")
         found = {}
         for name, inner in value.items():
             full = f"{path}.{name}"
@@ -284,6 +285,9 @@ class _Reader:
             if inner == AUTO:
                 raise ValueError(f"{full}='auto': nothing here knows it; give a value")
             if inner is not _FROM_OPTIMIZER:
+                for each in inner if isinstance(inner, list) else [inner]:
+                    if isinstance(each, int | float) and not math.isfinite(_number(each) or 0.0):
+                        raise ValueError(f"{full}={shown(inner)}: give finite numbers")
                 found[name] = inner
         return found
 
@@ -301,7 +305,7 @@ def _is_on(value: Any) -> bool:
 
 def _unknown(path: str, value: Any, section: str, names: Iterable[str]) -> str:
     name = path.rpartition(".")[2]
-    message = f"{path}={value!r:.60} is not a key of the DeepSpeed configuration"
+    message = f"{path}={shown(value)} is not a key of the DeepSpeed configuration"
     near = difflib.get_close_matches(name, list(names), 1, 0.5)
     inside = [key for key in [*KEYS, *ALIASES] if key.rpartition(".")[2] == name]
     if inside:
@@ -317,17 +321,22 @@ def _number(value: Any) -> float | None:
         return float(value) if isinstance(value, int | float | str) else None
     except ValueError:
         return None
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 def _convert(path: str, key: Key, value: Any) -> Any:
     """``value`` as ``key`` wants it. Numbers may be written as texts, whole numbers as 5e8."""
     if key.kind in ("int", "float"):
         number = _number(value)
-        whole = number is not None and math.isfinite(number) and number == int(number)
-        if number is None or math.isnan(number) or not (whole or key.kind == "float"):
-            raise ValueError(f"{path}={value!r:.80}: give {'a whole number' if key.kind == 'int' else 'a number'}")
-        if (key.minimum is not None and number < key.minimum) or math.isinf(number):
-            raise ValueError(f"{path}={value!r:.80}: give a finite number >= {key.minimum:g}")
+        if number is not None and math.isinf(number):
+            raise ValueError(f"{path}={shown(value)}: give a finite number")
+        if number is None or math.isnan(number) or not (number.is_integer() or key.kind == "float"):
+            raise ValueError(f"{path}={shown(value)}: give {'a whole number' if key.kind == 'int' else 'a number'}")
+        if key.minimum is not None and number < key.minimum:
+            raise ValueError(f"{path}={shown(value)}: give a finite number >= {key.minimum:g}")
+        if number > key.maximum:
+            raise ValueError(f"{path}={shown(value)}: give a number <= {key.maximum:g}")
         if key.kind == "float":
             return number
         return value if isinstance(value, int) else int(number)
@@ -336,16 +345,16 @@ def _convert(path: str, key: Key, value: Any) -> Any:
             return _TEXTS[value.lower()]
         if isinstance(value, bool) or value in (0, 1):
             return bool(value)
-        raise ValueError(f"{path}={value!r:.80}: give true or false")
+        raise ValueError(f"{path}={shown(value)}: give true or false")
     if key.kind == "dtype":
         name = str(value).lower().removeprefix("torch.")
         if name not in DTYPES:
-            raise ValueError(f"{path}={value!r:.80}: give 'fp32', 'fp16' or 'bf16'")
+            raise ValueError(f"{path}={shown(value)}: give 'fp32', 'fp16' or 'bf16'")
         return DTYPES[name]
     if key.kind == "list":
         return list(value) if isinstance(value, list | tuple) else value
     if not isinstance(value, str | os.PathLike):
-        raise ValueError(f"{path}={value!r:.80}: give a text")
+        raise ValueError(f"{path}={shown(value)}: give a text")
     text = os.fspath(value)
     for choice in key.choices:
         if text.lower() == choice.lower():

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from shardwise.build import Session
+from shardwise.checked import whole
 from shardwise.comm import ranks_of
 from shardwise.deepspeed.clock import StepClock
 from shardwise.deepspeed.config import Batch, Report, Settings
@@ -290,14 +291,13 @@ class DeepSpeedEngine(nn.Module):
             ValueError: it is no multiple of the micro-batch over all ranks.
         """
         together = self._batch.micro * self.dp_world_size
-        if train_batch_size <= 0 or train_batch_size % together:
+        if whole("train_batch_size", train_batch_size, 1, what="a number of samples") % together:
             raise ValueError(f"train_batch_size={train_batch_size}: give a multiple of {together} samples (all ranks')")
         self._batch = Batch(train_batch_size, self._batch.micro, train_batch_size // together)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Change the micro-batch, and with it the batch."""
-        if micro_batch_size <= 0:
-            raise ValueError(f"micro_batch_size={micro_batch_size}: give a number of samples >= 1")
+        whole("micro_batch_size", micro_batch_size, 1, what="a number of samples")
         accumulation = self._batch.accumulation
         self._batch = Batch(micro_batch_size * accumulation * self.dp_world_size, micro_batch_size, accumulation)
 
@@ -345,6 +345,9 @@ class DeepSpeedEngine(nn.Module):
             collate_fn: by default the one given to ``initialize``.
             num_local_io_workers: worker processes.
         """
+        for name, value in (("batch_size", batch_size), ("num_local_io_workers", num_local_io_workers)):
+            if value is not None:
+                whole(name, value, 1 if name == "batch_size" else 0)
         options: dict[str, Any] = {
             "batch_size": batch_size or self._batch.micro,
             "pin_memory": pin_memory,

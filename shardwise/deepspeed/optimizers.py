@@ -9,11 +9,33 @@ from typing import Any
 
 import torch
 
-from shardwise.deepspeed.schedules import check_parameters
+from shardwise.deepspeed.config import Settings
+from shardwise.deepspeed.schedules import check_parameters, make_schedule
+from shardwise.engine.tiles import check_element_wise
 
-__all__ = ["make_optimizer"]
+__all__ = ["check_optimizer", "make_optimizer"]
 
 _UNAVAILABLE = ("lamb", "muon", "muadam", "muadamw", "musgd", "onebitadam", "onebitlamb", "zerooneadam", "lion")
+
+
+def check_optimizer(settings: Settings) -> None:
+    """Whether the optimizer and the scheduler that a configuration names can be made and sharded: on one element.
+
+    Raises:
+        ValueError, NotImplementedError: see :func:`make_optimizer`, :func:`make_schedule` and
+            :func:`~shardwise.engine.tiles.check_element_wise`.
+    """
+    name, schedule = settings["optimizer.type"], settings["scheduler.type"]
+    params = settings["scheduler.params"] or {}
+    # Where a scheduler has a number for each param group, there are so many.
+    count = max([1, *(len(each) for each in params.values() if isinstance(each, list))])
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))]} for _ in range(count)]
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(groups, lr=1.0)  # where the program brings its own
+    if name is not None:
+        optimizer = make_optimizer(name, groups, settings["optimizer.params"] or {})
+        check_element_wise(optimizer)
+    if schedule is not None:
+        make_schedule(schedule, optimizer, params)
 
 
 def make_optimizer(name: str, parameters: Iterable[Any], params: dict[str, Any]) -> torch.optim.Optimizer:

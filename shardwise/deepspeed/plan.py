@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
+from shardwise.checked import MOST_NUMEL, MOST_SCALE
 from shardwise.deepspeed.config import Report, Settings, Source, batch_of, read_config
+from shardwise.deepspeed.optimizers import check_optimizer
 from shardwise.plan import (
     ByNumel,
     ByTensor,
@@ -42,7 +44,6 @@ NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", None: "fp32"}
 MOST_AHEAD = 8
 """Units fetched ahead at most: as many idle arrays of the largest unit's size are kept."""
 PAGE = 4096
-HIGHEST_SCALE = 2.0**126
 
 
 def to_plan(
@@ -64,10 +65,11 @@ def to_plan(
     Raises:
         ValueError, NotImplementedError, TypeError, FileNotFoundError: see
             :func:`~shardwise.deepspeed.config.read_config`; also batch sizes or shard sizes that do not fit
-            ``world_size``.
+            ``world_size``, and an optimizer or a scheduler that ``initialize`` would refuse to make.
     """
     settings = read_config(config, known)
     batch_of(settings, world_size)
+    check_optimizer(settings)
     plan = plan_of(settings, world_size, numels)
     return plan, settings.findings.report()
 
@@ -208,7 +210,7 @@ def _scaler(s: Settings) -> ScalerPlan | None:
         backoff_factor=0.5,
         growth_interval=s["fp16.loss_scale_window"] if not constant else 1000,
         hysteresis=s["fp16.hysteresis"] if not constant else 1,
-        max_scale=constant or max(HIGHEST_SCALE, initial),
+        max_scale=constant or MOST_SCALE,
     )
 
 
@@ -222,8 +224,9 @@ def _shard(s: Settings, precision: PrecisionPlan, numels: Sequence[int] | None) 
             prefetch=0,
             reduce="every" if s.stage == 2 else "last",
         )
-    persist = _persist(s, numels)
-    live = min(s[f"{ZERO}.stage3_max_live_parameters"], s[f"{ZERO}.stage3_max_reuse_distance"])
+    # Limits may be beyond any model, and then stand for all of it.
+    persist = min(_persist(s, numels), MOST_NUMEL)
+    live = min(MOST_NUMEL, s[f"{ZERO}.stage3_max_live_parameters"], s[f"{ZERO}.stage3_max_reuse_distance"])
     itemsize = (precision.param_dtype or torch.float32).itemsize
     return ShardPlan(
         packing=ByTensor(persist_numel=persist),

@@ -9,6 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from shardwise.checked import MOST_COUNT, MOST_NUMEL, MOST_SCALE
+from shardwise.tier_plan import MOST_BLOCK_BYTES, MOST_QUEUED, MOST_THREADS
+
 __all__ = ["ALIASES", "BLOCKS", "KEYS", "Block", "Key", "known_names"]
 
 Kind = Literal["int", "float", "bool", "text", "map", "list", "dtype"]
@@ -27,6 +30,7 @@ class Key:
         exact: values for which nothing is lost by not acting on them, so that they are neither listed nor refused.
         minimum: smallest accepted number.
         choices: accepted texts.
+        maximum: largest accepted number. Thresholds and limits may be larger than any model.
     """
 
     kind: Kind
@@ -36,6 +40,7 @@ class Key:
     exact: tuple[Any, ...] = ()
     minimum: float | None = None
     choices: tuple[str, ...] = ()
+    maximum: float = 2.0**63
 
 
 @dataclass(frozen=True)
@@ -54,8 +59,10 @@ class Block:
     inner: tuple[str, ...] = ()
 
 
-def _use(kind: Kind, default: Any, minimum: float | None = None, choices: tuple[str, ...] = ()) -> Key:
-    return Key(kind, default, minimum=minimum, choices=choices)
+def _use(
+    kind: Kind, default: Any, minimum: float | None = None, maximum: float = 2.0**63, choices: tuple[str, ...] = ()
+) -> Key:
+    return Key(kind, default, minimum=minimum, choices=choices, maximum=maximum)
 
 
 def _skip(kind: Kind, default: Any, reason: str, *exact: Any) -> Key:
@@ -74,9 +81,9 @@ _CONTEXT = "parameters are gathered and dropped by the order of use alone"
 _NO_QUANTIZED = "leave it false; communication_data_type='bf16' halves the bytes of fp32"
 
 _TOP = {
-    "train_batch_size": _use("int", None, 1),
-    "train_micro_batch_size_per_gpu": _use("int", None, 1),
-    "gradient_accumulation_steps": _use("int", None, 1),
+    "train_batch_size": _use("int", None, 1, MOST_COUNT),
+    "train_micro_batch_size_per_gpu": _use("int", None, 1, MOST_COUNT),
+    "gradient_accumulation_steps": _use("int", None, 1, MOST_COUNT),
     "managed_gradient_accumulation": _use("bool", True),
     "gradient_clipping": _use("float", 1.0, 0.0),
     "prescale_gradients": _skip("bool", False, _MEAN, False),
@@ -89,7 +96,7 @@ _TOP = {
     "disable_allgather": _skip("bool", False, "updated parameters always travel by all-gather", False),
     "dump_state": _skip("bool", False, "print engine.session.plan and engine.report instead", False),
     "disable_python_gc": _skip("bool", False, "call gc.disable() in the program", False),
-    "steps_per_print": _use("int", None, 1),
+    "steps_per_print": _use("int", None, 1, MOST_COUNT),
     "wall_clock_breakdown": _use("bool", False),
     "memory_breakdown": _skip("bool", False, "print engine.session.memory() where it is wanted", False),
     "zero_allow_untested_optimizer": _skip("bool", True, _ANY_OPTIMIZER, True),
@@ -106,12 +113,12 @@ _TOP = {
 _FP16 = {
     "enabled": _use("bool", False),
     "auto_cast": _use("bool", False),
-    "loss_scale": _use("float", 0.0, 0.0),
-    "initial_scale_power": _use("int", 16, 0),
-    "loss_scale_window": _use("int", 1000, 1),
-    "hysteresis": _use("int", 2, 1),
+    "loss_scale": _use("float", 0.0, 0.0, MOST_SCALE),
+    "initial_scale_power": _use("int", 16, 0, 126),
+    "loss_scale_window": _use("int", 1000, 1, MOST_COUNT),
+    "hysteresis": _use("int", 2, 1, MOST_COUNT),
     "consecutive_hysteresis": _use("bool", False),
-    "min_loss_scale": _use("float", 1.0, 0.0),
+    "min_loss_scale": _use("float", 1.0, 0.0, MOST_SCALE),
     "fp16_master_weights_and_grads": _use("bool", False),
 }
 _BF16 = {
@@ -132,8 +139,8 @@ _ZERO = {
     "stage": _use("int", 0, 0),
     "contiguous_gradients": _skip("bool", True, _ARRAY, True),
     "reduce_scatter": _skip("bool", True, "an all-reduce would give the same sums for twice the bytes", True),
-    "reduce_bucket_size": _use("int", 500_000_000, 1),
-    "allgather_bucket_size": _use("int", 500_000_000, 0),
+    "reduce_bucket_size": _use("int", 500_000_000, 1, MOST_NUMEL),
+    "allgather_bucket_size": _use("int", 500_000_000, 0, MOST_NUMEL),
     "allgather_partitions": _skip("bool", True, "broadcasts would give the same values, more slowly", True),
     "use_multi_rank_bucket_allreduce": _skip("bool", True, "each chunk is one reduction anyway", True),
     "overlap_comm": _use("bool", None),
@@ -154,8 +161,8 @@ _ZERO = {
     "legacy_stage1": _skip("bool", False, "there is one implementation of stage 1", False),
     "round_robin_gradients": _skip("bool", False, "every rank copies its shard of each chunk, which is even already"),
     "parameter_alignment": _skip("bool", False, "every parameter starts at a multiple of 64 bytes anyway"),
-    "zero_hpz_partition_size": _use("int", 1, 0),
-    "mics_shard_size": _use("int", -1, -1),
+    "zero_hpz_partition_size": _use("int", 1, 0, MOST_COUNT),
+    "mics_shard_size": _use("int", -1, -1, MOST_COUNT),
     "mics_hierarchical_params_gather": _skip("bool", False, "gathers stay inside the shard group", False),
     "zero_quantized_weights": _refuse("bool", False, _NO_QUANTIZED),
     "zero_quantized_nontrainable_weights": _refuse("bool", False, _NO_QUANTIZED),
@@ -172,7 +179,7 @@ _ZERO = {
 _OFFLOAD_PARAM = {
     "device": _use("text", "none", choices=("none", "cpu", "nvme")),
     "nvme_path": _use("text", None),
-    "buffer_count": _use("int", 5, 0),
+    "buffer_count": _use("int", 5, 0, MOST_QUEUED),
     "buffer_size": _skip("int", 100_000_000, "buffers are as large as the largest shard"),
     "max_in_cpu": _use("int", 1_000_000_000, 0),
     "pin_memory": _use("bool", True),
@@ -180,7 +187,7 @@ _OFFLOAD_PARAM = {
 _OFFLOAD_OPTIMIZER = {
     "device": _use("text", "none", choices=("none", "cpu", "nvme")),
     "nvme_path": _use("text", None),
-    "buffer_count": _use("int", 4, 0),
+    "buffer_count": _use("int", 4, 0, MOST_QUEUED),
     "pin_memory": _use("bool", True),
     "pipeline_read": _skip("bool", False, "reads overlap updates from a buffer_count of 3 on"),
     "pipeline_write": _skip("bool", False, "writes overlap updates from a buffer_count of 3 on"),
@@ -190,9 +197,9 @@ _OFFLOAD_OPTIMIZER = {
     "cpuadam_cores_perc": _skip("float", 0.8, "torch's own number of threads is used"),
 }
 _AIO = {
-    "block_size": _use("int", 1_048_576, 1),
-    "queue_depth": _use("int", 8, 1),
-    "intra_op_parallelism": _use("int", 1, 1),
+    "block_size": _use("int", 1_048_576, 1, MOST_BLOCK_BYTES),
+    "queue_depth": _use("int", 8, 1, MOST_QUEUED),
+    "intra_op_parallelism": _use("int", 1, 1, MOST_THREADS),
     "single_submit": _use("bool", False),
     "overlap_events": _use("bool", True),
     "use_gds": _skip("bool", False, "disk transfers go through host memory", False),
@@ -216,7 +223,7 @@ _ACTIVATIONS = {
     "partition_activations": _use("bool", False),
     "cpu_checkpointing": _use("bool", False),
     "contiguous_memory_optimization": _use("bool", False),
-    "number_checkpoints": _use("int", None, 1),
+    "number_checkpoints": _use("int", None, 1, MOST_COUNT),
     "synchronize_checkpoint_boundary": _use("bool", False),
     "profile": _use("bool", False),
 }

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from shardwise.checked import number
 from shardwise.engine.attributes import attribute_of
 from shardwise.engine.collective import collective
 from shardwise.engine.engine import Engine
@@ -125,6 +126,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         average = self.engine.plan.grad.average
         if (tokens is None) == (average == "tokens"):
             raise ValueError(f"backward(tokens={tokens}) under average={average!r}: give tokens exactly under 'tokens'")
+        if tokens is not None:
+            number("tokens", tokens, "[0, inf)")
         scale = self.scaler.scale if self.scaler is not None else 1.0
         weight = 1.0 if tokens is None else tokens / TOKEN_UNIT
         with self.engine.passes.around(scale, weight):
@@ -339,10 +342,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             RuntimeError: gradients are not kept (``update="backward"`` without clipping and loss scale); or see
                 ``error_if_nonfinite``.
         """
-        if not norm_type > 0:
-            raise ValueError(f"norm_type={norm_type}: give p > 0, or math.inf")
-        if not max_norm > 0:
-            raise ValueError(f"max_norm={max_norm}: give a positive norm")
+        number("norm_type", norm_type, "(0, inf]", "p > 0, or math.inf")
+        number("max_norm", max_norm, "(0, inf]", "a positive norm")
         self._check_kept(f"clip_grad_by_norm({max_norm})")
         inverse = 1.0 / self.divisor()
         norm = self._global_norm(norm_type, inverse) * self._clip
@@ -367,8 +368,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             ValueError: ``clip_value`` is not positive.
             RuntimeError: gradients are not kept, or the plan updates during backward.
         """
-        if not clip_value > 0:
-            raise ValueError(f"clip_value={clip_value}: give a positive value")
+        number("clip_value", clip_value, "(0, inf]", "a positive value")
         self._check_kept(f"clip_grad_by_value({clip_value})")
         if self._early is not None:
             raise RuntimeError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from operator import is_
 from typing import Any
@@ -14,6 +15,12 @@ __all__ = ["ParamGroups", "check_modes", "same_value"]
 UNSHARDABLE_MODES = ("differentiable", "capturable")
 
 
+def _is_nan(value: object) -> bool:
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type == "cpu":
+        value = value.item()
+    return isinstance(value, float) and math.isnan(value)
+
+
 def check_modes(name: str, groups: Sequence[dict[str, Any]]) -> None:
     """Modes that shards cannot have.
 
@@ -22,9 +29,12 @@ def check_modes(name: str, groups: Sequence[dict[str, Any]]) -> None:
         groups: its param groups.
 
     Raises:
-        ValueError: a group has one.
+        ValueError: a group has one, or an option of a group is NaN, which would be in every parameter after a step.
     """
     for position, group in enumerate(groups):
+        for option, value in group.items():
+            if option != "params" and any(map(_is_nan, value if isinstance(value, tuple | list) else (value,))):
+                raise ValueError(f"{name} has {option}={value} in param group {position}: give numbers")
         for mode in UNSHARDABLE_MODES:
             if group.get(mode):
                 raise ValueError(

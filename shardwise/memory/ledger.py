@@ -85,7 +85,7 @@ class Ledger:
         return free is None or nbytes <= free
 
     def require(self, nbytes: int, what: str) -> None:
-        """``nbytes`` more are about to be taken for ``what``.
+        """``nbytes`` more are about to be taken for ``what``; 0: what is there must fit.
 
         Raises:
             DeviceMemoryError: they do not fit, even after all that is kept for speed was freed.
@@ -94,7 +94,8 @@ class Ledger:
             return
         if not self.make_room(nbytes):
             total = sum(self.held().values()) + nbytes
-            raise DeviceMemoryError(self._message(f"{what} needs {size_text(nbytes)} more on {self.device}", total))
+            needs = f" needs {size_text(nbytes)} more on {self.device}, which makes"
+            raise DeviceMemoryError(self._message(what + (needs if nbytes else f": {self.device} holds"), total))
 
     def make_room(self, nbytes: int) -> bool:
         """Whether ``nbytes`` more can be taken, if need be after all that is kept for speed was freed."""
@@ -120,7 +121,7 @@ class Ledger:
         # What is only kept for reuse would have made room, as an allocator's cache does.
         total = sum(size for kind, size in self.held().items() if kind not in (REST, KEPT)) + rest_bytes
         if total > self.capacity_bytes:
-            what = f"{when} {REST} took up to {size_text(rest_bytes)} on {self.device}"
+            what = f"{when} {REST} took up to {size_text(rest_bytes)} on {self.device}, which makes"
             raise DeviceMemoryError(self._message(what, total))
         self.peak_bytes = max(self.peak_bytes, total)
 
@@ -139,7 +140,7 @@ class Ledger:
         accounts = "".join(f"\n  {kind}: {size_text(size)}" for kind, size in held if size)
         advice = "".join(f"\n  {ADVICE[kind]}" for kind, size in held if size and kind in ADVICE)
         return (
-            f"{what}, which makes {size_text(total)} of a capacity of "
+            f"{what} {size_text(total)} of a capacity of "
             f"{size_text(capacity)}: {size_text(total - capacity)} too much. It holds:{accounts or ' nothing'}\n"
             f"What would help, the largest first:{advice or ' a larger capacity (device_capacity_bytes)'}"
         )

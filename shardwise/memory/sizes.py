@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import re
 
+from shardwise.checked import MOST_BYTES
+
 __all__ = ["parse_size", "size_text"]
 
 BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
@@ -20,7 +22,7 @@ def parse_size(text: str) -> int:
     """``'64MiB'``, ``'1.5 GiB'``, ``'24GB'`` (of 1000) or ``'4096'`` in bytes, rounded down.
 
     Raises:
-        ValueError: something else, or less than one byte.
+        ValueError: something else, less than one byte, or more than any machine has.
     """
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-z]*)", text.strip().lower())
     factor = BY_LOWER_CASE.get(match[2]) if match else None
@@ -28,6 +30,8 @@ def parse_size(text: str) -> int:
         raise ValueError(f"{text!r} is no size: give a number of bytes, or one with a unit such as 64MiB, 1.5GiB, 24GB")
     # Whole numbers stay exact beyond 2^53.
     size = int(match[1]) * factor if match[1].isdecimal() else math.floor(float(match[1]) * factor)
+    if size > MOST_BYTES:
+        raise ValueError(f"{text[:80]!r} is more than {size_text(MOST_BYTES)}: give a size that a machine can have")
     if size < 1:
         raise ValueError(f"{text!r} is less than one byte: give a positive size such as 64MiB")
     return size

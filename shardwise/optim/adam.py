@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from shardwise.checked import number, share
 from shardwise.memory.host import HostArena
 from shardwise.optim.adam_tiles import AdamRule, AdamSlot, AdamTiles, moment_dtype
 from shardwise.optim.disk import open_disk_moments
@@ -35,15 +36,14 @@ NOT_HERE = {
 
 
 def _check_numbers(lr: float | Tensor, betas: Sequence[float], eps: float, weight_decay: float) -> None:
-    # "not a >= b" rather than "a < b", so that NaN is refused.
-    if not float(lr) >= 0.0:
-        raise ValueError(f"lr={lr} is not a learning rate; use 0 or more (maximize=True in a group goes up)")
-    if len(betas) != 2 or not all(0.0 <= float(beta) < 1.0 for beta in betas):
-        raise ValueError(f"betas={betas} must be two numbers in [0, 1)")
-    if not eps >= 0.0:
-        raise ValueError(f"eps={eps} must be 0 or more")
-    if not weight_decay >= 0.0:
-        raise ValueError(f"weight_decay={weight_decay} must be 0 or more")
+    rate = float(lr) if isinstance(lr, Tensor) else lr
+    number("lr", rate, "[0, inf)", "a learning rate >= 0 and finite (maximize=True in a group goes up)")
+    if len(betas) != 2:
+        raise ValueError(f"betas={betas}: give two numbers in [0, 1)")
+    for beta in betas:
+        number("betas", float(beta) if isinstance(beta, Tensor) else beta, "[0, 1)", "two numbers in [0, 1)")
+    number("eps", eps, "[0, inf)")
+    number("weight_decay", weight_decay, "[0, inf)")
 
 
 def _scale_of(div_scale: float) -> float:
@@ -68,8 +68,7 @@ class _Adam(torch.optim.Optimizer):
     ) -> None:
         fraction, folder = offload
         _check_numbers(defaults["lr"], defaults["betas"], defaults["eps"], defaults["weight_decay"])
-        if not 0.0 <= fraction <= 1.0:
-            raise ValueError(f"nvme_offload_fraction={fraction} is not a share; use a number from 0 to 1")
+        share("nvme_offload_fraction", fraction)
         self.adamw_mode = bool(adamw_mode)
         self.nvme_offload_fraction, self.nvme_offload_dir = float(fraction), folder
         self._tiles = AdamTiles()
@@ -234,11 +233,11 @@ class _Adam(torch.optim.Optimizer):
             return packed
         numbers = [n for group in packed["param_groups"] for n in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]
-        for number, param in zip(numbers, params, strict=True):
-            if packed["state"].get(number) and self._offload.holds(param):
+        for index, param in zip(numbers, params, strict=True):
+            if packed["state"].get(index) and self._offload.holds(param):
                 exp_avg, exp_avg_sq = self._offload.read(param)
                 # A new dict: the one there is the live state.
-                packed["state"][number] = packed["state"][number] | {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+                packed["state"][index] = packed["state"][index] | {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

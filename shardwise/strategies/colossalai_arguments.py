@@ -8,8 +8,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from shardwise.booster.plugin import gemini
+from shardwise.checked import MOST_NUMEL, share, switch, whole
 from shardwise.loss_scale import scaler_plan
-from shardwise.plan import ByTensor, Plan
+from shardwise.plan import MOST_SEARCHED, ByTensor, Plan
 
 __all__ = ["ColossalAIArguments", "to_plan", "without_effect"]
 
@@ -84,13 +85,18 @@ class ColossalAIArguments:
             raise ValueError(
                 f"placement_policy={self.placement_policy!r}: give one of {', '.join(map(repr, PLACEMENTS))}"
             )
-        if self.chunk_size is not None and self.chunk_size < 1:
-            raise ValueError(f"chunk_size={self.chunk_size}: give a size in elements >= 1, or None to search for one")
-        for name, least in (("chunk_search_range", 0), ("chunk_search_n_grids", 1), ("min_chunk_size", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}={getattr(self, name)}: give a number >= {least}")
-        if not 0.0 <= self.gpu_margin_mem_ratio <= 1.0:
-            raise ValueError(f"gpu_margin_mem_ratio={self.gpu_margin_mem_ratio}: give a share in [0, 1]")
+        for name in ("use_chunk", "enable_distributed_storage", "force_outputs_fp32"):
+            switch(name, getattr(self, name))
+        if self.chunk_size is not None:
+            what = "a size in elements (None searches for one)"
+            whole("chunk_size", self.chunk_size, 1, MOST_NUMEL, what, floats=True)
+        for name, least, most in (
+            ("chunk_search_range", 0, MOST_NUMEL),
+            ("chunk_search_n_grids", 1, MOST_SEARCHED - 1),
+            ("min_chunk_size", 0, MOST_NUMEL),
+        ):
+            whole(name, getattr(self, name), least, most, "a number", floats=True)
+        share("gpu_margin_mem_ratio", self.gpu_margin_mem_ratio)
         scaler_plan(self)
 
 
@@ -135,7 +141,7 @@ def to_plan(arguments: ColossalAIArguments, precision: str, world_size: int, mas
         placement["gpu_margin_mem_ratio"] = a.gpu_margin_mem_ratio
     chunks = None
     if a.use_chunk and a.chunk_size is not None:
-        chunks = {world_size // replicas: {"chunk_size": a.chunk_size}}
+        chunks = {world_size // replicas: {"chunk_size": int(a.chunk_size)}}
     translated = gemini.GeminiArguments(
         chunk_config_dict=chunks,
         **placement,

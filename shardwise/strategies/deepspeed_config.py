@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from shardwise.checked import switch, whole
 from shardwise.deepspeed.config import Report, Settings, Source, load_config, read_config
 from shardwise.deepspeed.plan import home_of_parameters, plan_of
 from shardwise.plan import Plan
@@ -160,8 +161,10 @@ class DeepSpeedArguments:
             if getattr(self, name) not in DEVICES:
                 raise ValueError(f"{name}={getattr(self, name)!r}: give 'cpu' or 'nvme'")
         batch = self.logging_batch_size_per_gpu
-        if batch != AUTO and (isinstance(batch, bool) or not isinstance(batch, int) or batch < 1):
-            raise ValueError(f"logging_batch_size_per_gpu={batch!r}: give a number of samples >= 1, or 'auto'")
+        if batch != AUTO:
+            whole("logging_batch_size_per_gpu", batch, 1, what="'auto', or a number of samples")
+        for name in ("zero_optimization", "offload_optimizer", "offload_parameters"):
+            switch(name, getattr(self, name))
         self.check()
 
     def check(self) -> None:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from shardwise.checked import MOST_BYTES, MOST_NUMEL, switch, whole
 from shardwise.engine.deferred import deferred_init
 from shardwise.plan import (
     ByModule,
@@ -59,8 +60,14 @@ class FullyShardedArguments:
         dtype = self.compute_dtype
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(f"compute_dtype={dtype!r}: give a floating-point torch.dtype, or None")
-        if self.min_num_params < 0:
-            raise ValueError(f"min_num_params={self.min_num_params}: give a number of elements >= 0")
+        whole("min_num_params", self.min_num_params, 0, MOST_NUMEL, "a number of elements", floats=True)
+        most = MOST_BYTES // MIB
+        whole("bucket_cap_mb", self.bucket_cap_mb, -most, most, "a size in MiB", floats=True)
+        for name in ("cpu_offload", "flatten_parameters", "reshard_after_forward", "state_dict_to_cpu"):
+            switch(name, getattr(self, name))
+        for name in ("move_grads_to_cpu", "fp32_reduce_scatter"):
+            if getattr(self, name) is not None:
+                switch(name, getattr(self, name))
 
 
 def to_plan(arguments: FullyShardedArguments, number_format: Format, units: tuple[str, ...]) -> Plan:
@@ -120,7 +127,7 @@ def to_plan(arguments: FullyShardedArguments, number_format: Format, units: tupl
 def _packing(arguments: FullyShardedArguments, dtype: torch.dtype, units: tuple[str, ...]) -> Packing:
     if not arguments.flatten_parameters:
         return ByTensor(persist_numel=0)
-    bucket = arguments.bucket_cap_mb * MIB // dtype.itemsize
+    bucket = int(arguments.bucket_cap_mb) * MIB // dtype.itemsize
     if units:
         return ByModule(unit_classes=(), unit_names=units, rest_numel=bucket if bucket > 0 else None)
     return ByNumel(chunk_numel=bucket, min_chunks=8) if bucket > 0 else ByModule(unit_classes=())

@@ -6,9 +6,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from shardwise.checked import MOST_BYTES, number, share, switch
 from shardwise.loss_scale import PublishedDefault, scaler_plan
 from shardwise.plan import (
     HALF_DTYPES,
+    MOST_DIVISOR,
     AutoPlan,
     ByNumel,
     ByTensor,
@@ -44,9 +46,14 @@ class ModelArguments:
     tensor_placement_policy: str | None = None
 
     def __post_init__(self) -> None:
-        factor = self.gradient_predivide_factor
-        if factor is not None and not factor > 0:
-            raise ValueError(f"gradient_predivide_factor={factor}: give a divisor > 0, or None to choose it")
+        factor, bound = self.gradient_predivide_factor, int(MOST_DIVISOR)
+        if factor is not None:
+            what = "a divisor > 0, at most 2**32, or None to choose it"
+            number("gradient_predivide_factor", factor, f"[{1 / bound!r}, {bound}]", what)
+        size, most = self.reduce_scatter_bucket_size_mb, MOST_BYTES // MIB
+        number("reduce_scatter_bucket_size_mb", size, f"[{-most}, {most}]", "a size in MiB")
+        for name in ("fp32_reduce_scatter", "use_memory_tracer", "reuse_fp16_shard"):
+            switch(name, getattr(self, name))
         given = self.offload_config
         if given is not None and (set(given) != {"device"} or given["device"] not in ("cpu", "cuda", "none", None)):
             raise ValueError(f"offload_config={given!r}: give {{'device': 'cpu'}}, or None to offload nothing")
@@ -97,8 +104,9 @@ class OptimizerArguments:
     verbose: bool = False
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.gpu_margin_mem_ratio <= 1.0:
-            raise ValueError(f"gpu_margin_mem_ratio={self.gpu_margin_mem_ratio}: give a share in [0, 1]")
+        share("gpu_margin_mem_ratio", self.gpu_margin_mem_ratio)
+        for name in ("cpu_offload", "verbose"):
+            switch(name, getattr(self, name))
         self.scaler()
 
     def scaler(self) -> ScalerPlan:

@@ -350,7 +350,7 @@ def test_optimizer_on_disk_in_detail() -> None:
     assert tiers.disk == on_disk(tempfile.gettempdir()) and not tiers.pin_memory
     assert with_optimizer(plan.but(pin_memory=True), DiskSGD(1.0)).tiers.pin_memory
     for wrong in (1.5, -0.5, math.nan):
-        with pytest.raises(ValueError, match=f"nvme_offload_fraction={wrong} of DiskSGD"):
+        with pytest.raises(ValueError, match=f"DiskSGD's nvme_offload_fraction={wrong}"):
             with_optimizer(plan, DiskSGD(wrong))
     with pytest.raises(NotImplementedError, match=r"nvme_offload_fraction=1\.0.*placement_policy='static'"):
         with_optimizer(GeminiPlugin(placement_policy="auto").plan(1), DiskSGD(1.0))

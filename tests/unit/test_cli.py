@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from launching import SECONDS, finished, started
+from torch import nn
 
 from shardwise.cli import demo, run
 from shardwise.cli.demo_model import ByteGPT, ModelSize, generate
@@ -22,7 +24,7 @@ from shardwise.cli.demo_train import learning_rate_factor, starting_state
 from shardwise.cli.errors import BadInput
 from shardwise.cli.launch import status_of
 from shardwise.cli.main import _parser, main
-from shardwise.cli.progress import Progress, StepFacts
+from shardwise.cli.progress import Progress, StepFacts, progress_text
 
 BAD_DEMO = [
     ("--plugin nothing", "invalid choice: 'nothing'"),
@@ -35,6 +37,14 @@ BAD_DEMO = [
     ("--width 10 --heads 4", "--width 10"),
     ("--learning-rate nan", "--learning-rate nan"),
     ("--learning-rate inf", "--learning-rate inf"),
+    ("--seed 12345678901234567890123", "--seed 12345678901234567890123: give a number <= 9223372036854775807"),
+    ("--seed -1", "--seed -1: give a number >= 0"),
+    ("--steps 99999999999", "--steps 99999999999: give a number <= 2147483647"),
+    ("--nproc 100000", "--nproc 100000: give a number <= 4096"),
+    ("--width 2000000 --heads 1000", "--width 2000000 --depth 3: "),
+    ("--size 9999999B", "--size 9999999B: give"),
+    ("--device-memory 99999999999PiB", "--device-memory: '99999999999PiB' is more than"),
+    ("--offload-optim nan", "--offload-optim nan: give a share in [0, 1]"),
     ("--data /nowhere/at/all", "/nowhere/at/all: no such folder"),
     ("--data /dev/null", "/dev/null: is a file"),
     ("--out /dev/null", "--out /dev/null"),
@@ -43,6 +53,8 @@ BAD_DEMO = [
 ]
 BAD_RUN = [
     ("--nproc 0 SCRIPT", "--nproc 0"),
+    ("--nproc 100000 SCRIPT", "--nproc 100000: give the number of ranks on this host, <= 4096"),
+    ("--node-rank -1 SCRIPT", "--node-rank -1: give a whole number >= 0"),
     ("--max-restarts -1 SCRIPT", "--max-restarts -1"),
     ("/nowhere.py", "/nowhere.py: no such file"),
     ("--nnodes 2 SCRIPT", "--nnodes 2"),
@@ -233,6 +245,12 @@ def test_progress_is_one_line() -> None:
         assert part in log.getvalue()
 
 
+def test_progress_tells_each_tier_and_not_their_sum() -> None:
+    text = progress_text(replace(FACTS, memory_bytes=9 * 2**20, tiers="device 2 MiB, host 7 MiB, disk 0 B"), 10.0)
+    assert "device 2 MiB, host 7 MiB, disk 0 B (unsharded 8.0 MiB)" in text
+    assert "9.0" not in text and "peak" not in text
+
+
 def test_progress_is_not_too_often_and_only_where_enabled() -> None:
     log = io.StringIO()
     progress = Progress(enabled=True, stream=log)
@@ -255,6 +273,25 @@ def test_the_model_is_causal_and_tied_and_generates_the_same_twice() -> None:
     one, two = (generate(model, b"ab", 12, context=8, temperature=0.7, seed=3) for _ in range(2))
     assert one == two and len(one) == 12
     assert generate(model, b"ab", 3, 8, 0.0, 0) == generate(model, b"ab", 3, 8, 0.0, 1)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_sample_is_no_run_of_blanks(temperature: float) -> None:
+    class Blank(nn.Module):
+        """Has learnt that a blank follows a blank; what else might come is even."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.scores = nn.Parameter(torch.zeros(256))
+            with torch.no_grad():
+                self.scores[ord(" ")] = 50.0
+
+        def forward(self, text: torch.Tensor) -> torch.Tensor:
+            return self.scores.expand(*text.shape, 256)
+
+    text = generate(Blank(), b"if x:\n", 90, 64, temperature, 0)
+    runs = [len(run) for run in re.findall(rb"[ \t\r\n\0]+", text)]
+    assert len(text) == 90 and max(runs) == 8 and len(text.split()) >= 9
 
 
 def test_importing_the_command_line_does_not_import_torch() -> None:

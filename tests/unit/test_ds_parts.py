@@ -62,6 +62,38 @@ def test_wrong_optimizers(name: str, params: Tree, error: type[Exception], messa
         make_optimizer(name, [_parameter()], params)
 
 
+@pytest.mark.parametrize(
+    ("block", "error", "message"),
+    [
+        ({"optimizer": {"type": "OneBitAdam"}}, NotImplementedError, "optimizer.type='OneBitAdam'"),
+        ({"optimizer": {"type": "Lamb", "params": {"lr": 1e-3}}}, NotImplementedError, "optimizer.type='Lamb'"),
+        ({"optimizer": {"type": "Muon"}}, NotImplementedError, "optimizer.type='Muon'"),
+        ({"optimizer": {"type": "LBFGS"}}, ValueError, "LBFGS needs whole matrices"),
+        ({"optimizer": {"type": "Adafactor"}}, ValueError, "Adafactor needs whole matrices"),
+        ({"optimizer": {"type": "AdemW"}}, ValueError, "did you mean 'AdamW'"),
+        ({"optimizer": {"type": "SGD", "params": {"lrr": 1}}}, ValueError, "did you mean 'lr'"),
+        ({"optimizer": {"type": "SGD", "params": {"capturable": True}}}, ValueError, "capturable"),
+        ({"optimizer": {"type": "AdamW", "params": {"capturable": True}}}, ValueError, "capturable=True"),
+        ({"scheduler": {"type": "WarmupLr"}}, ValueError, "did you mean 'WarmupLR'"),
+        ({"scheduler": {"type": "WarmupDecayLR"}}, ValueError, "needs 'total_num_steps'"),
+    ],
+)
+def test_to_plan_takes_what_initialize_takes(block: Tree, error: type[Exception], message: str) -> None:
+    config = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, **block}
+    for call in (lambda: deepspeed.to_plan(config, 1), lambda: deepspeed.initialize(model=nn.Linear(2, 1), config=config)):
+        with pytest.raises(error, match=message):
+            call()
+
+
+def test_to_plan_knows_no_number_of_param_groups() -> None:
+    """A scheduler's lists are for as many groups as the program's own optimizer has."""
+    params = {"warmup_min_lr": [0.0, 0.0], "warmup_max_lr": [0.1, 0.2]}
+    deepspeed.to_plan({"scheduler": {"type": "WarmupLR", "params": params}}, 2)
+    with pytest.raises(ValueError, match="for 3 param groups"):
+        params["warmup_max_lr"] = [0.1, 0.2, 0.3]
+        deepspeed.to_plan({"scheduler": {"type": "WarmupLR", "params": params | {"warmup_min_lr": [0.0, 0.0]}}}, 2)
+
+
 # Rates before the first step and after each, as DeepSpeed 0.19.8 printed them.
 RATES: list[tuple[str, Tree, list[float]]] = [
     ("WarmupLR", {"warmup_min_lr": 0.1, "warmup_max_lr": 1.0, "warmup_num_steps": 4, "warmup_type": "linear"}, [0.1, 0.1, 0.325, 0.55, 0.775, 1.0]),

@@ -134,6 +134,8 @@ def test_convert_refuses(places: dict[str, Path], tmp_path: Path, capsys: pytest
         (["convert", places["dcp"], places["single"], "--to", "huggingface"], "is a file"),
         (["convert", places["dcp"], tmp_path / "x", "--to", "peft"], "no parameters of a LoRA adapter"),
         (["diff", places["dcp"], places["dcp"], "--rtol", "-1"], "--rtol -1"),
+        (["diff", places["dcp"], places["dcp"], "--rtol", "nan"], "--rtol nan: give a finite number >= 0"),
+        (["diff", places["dcp"], places["dcp"], "--atol", "inf"], "--atol inf: give a finite number >= 0"),
         (["verify", tmp_path / "nowhere"], "no such file"),
         (["inspect", tmp_path / "several"], "holds"),
         (["inspect", tmp_path], "manifest.json is missing"),

@@ -56,3 +56,6 @@ def test_the_error_has_the_accounts_and_what_would_help() -> None:
     assert text.index("masters and optimizer state: 7 KiB") < text.index("parameter shards: 2 KiB")
     assert text.index(ADVICE["masters and optimizer state"]) < text.index(ADVICE["parameter shards"])
     assert "gradients: " not in text and ADVICE["gradients"] not in text
+    ledger.watch("gathered parameters", lambda: 3 * KIB)
+    with pytest.raises(DeviceMemoryError, match=r"^the model: cpu holds 12 KiB of a capacity of 10 KiB: "):
+        ledger.require(0, "the model")

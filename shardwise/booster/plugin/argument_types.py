@@ -11,13 +11,15 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import numpy as np
 import torch
 
+from shardwise.checked import shown
+
 __all__ = ["check_types", "fits"]
 
 WORDS = {"bool": "True or False", "int": "a whole number", "float": "a number", "torch.dtype": "a torch.dtype"}
 
 
 def check_types(published: type, arguments: Any, fractions: Collection[str] = (), own: Collection[str] = ()) -> None:
-    """Whether each argument is what its annotation says, without a look at its value.
+    """Whether each argument is what its annotation says, without a look at its value; what means the same becomes it.
 
     Args:
         published: the dataclass of the arguments.
@@ -32,11 +34,22 @@ def check_types(published: type, arguments: Any, fractions: Collection[str] = ()
     for field in fields(published):
         hint = float if field.name in fractions else hints[field.name]
         value = getattr(arguments, field.name)
-        if field.name in own or fits(value, hint):
+        if field.name in own:
+            continue
+        if fits(value, hint):
+            object.__setattr__(arguments, field.name, _same(value, hint))  # it is frozen
             continue
         kind, optional, _ = str(field.type).partition(" | None")
         word = "a number" if field.name in fractions else WORDS.get(kind, kind)
-        raise TypeError(f"{field.name}={value!r:.80}: give {word}{', or None' if optional else ''}")
+        raise TypeError(f"{field.name}={shown(value)}: give {word}{', or None' if optional else ''}")
+
+
+def _same(value: Any, hint: Any) -> Any:
+    """``value``, or the whole number or the switch that is asked for and means the same: 8 for 8.0 and numpy's 8."""
+    if hint is bool:
+        return bool(value)
+    numbers = isinstance(value, Real) and not isinstance(value, bool)
+    return int(value) if numbers and int in (hint, *get_args(hint)) and fits(value, int) else value
 
 
 def fits(value: object, hint: Any) -> bool:
@@ -51,7 +64,8 @@ def fits(value: object, hint: Any) -> bool:
         return isinstance(value, bool | np.bool_) or (isinstance(value, Integral) and value in (0, 1))
     if hint in (int, float):
         number = isinstance(value, Real) and not isinstance(value, bool)
-        return number and (hint is float or float(value).is_integer())  # type: ignore[arg-type]
+        whole = isinstance(value, Integral) or (number and float(value).is_integer())  # type: ignore[arg-type]
+        return number and (hint is float or whole)
     if hint is torch.device and isinstance(value, str):
         try:
             torch.device(value)

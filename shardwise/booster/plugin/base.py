@@ -17,9 +17,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from shardwise.booster.dataloader import distributed_dataloader, distributed_sampler, require_map_style
+from shardwise.booster.dataloader import (
+    check_numbers,
+    distributed_dataloader,
+    distributed_sampler,
+    require_map_style,
+)
 from shardwise.booster.lora import add_lora_parameters
 from shardwise.booster.runs import SESSION, remember_session
+from shardwise.checked import MOST_BYTES, share, whole
 from shardwise.memory.sizes import parse_size
 from shardwise.plan import DiskPlan, Plan
 
@@ -62,8 +68,10 @@ def device_bytes(device_memory: int | str | None) -> int | None:
     """
     if device_memory is None:
         return None
+    if not isinstance(device_memory, str):
+        return whole("device_memory", device_memory, 1, MOST_BYTES, "bytes, or a text such as '64MiB',")
     try:
-        return parse_size(str(device_memory))
+        return parse_size(device_memory)
     except ValueError as error:
         raise ValueError(f"device_memory={device_memory!r}: {error}") from None
 
@@ -80,8 +88,7 @@ def with_optimizer(plan: Plan, optimizer: torch.optim.Optimizer | None) -> Plan:
         NotImplementedError: the plan places state by the memory trace, which knows device and host only.
     """
     fraction = getattr(optimizer, "nvme_offload_fraction", 0.0) or 0.0
-    if not 0.0 <= fraction <= 1.0:
-        raise ValueError(f"nvme_offload_fraction={fraction} of {type(optimizer).__name__}: give a share in [0, 1]")
+    share(f"{type(optimizer).__name__}'s nvme_offload_fraction", fraction)
     if fraction == 0.0:
         return plan
     tiers = plan.tiers
@@ -185,10 +192,11 @@ class Plugin(ABC):
             kwargs: further arguments of ``DataLoader``.
 
         Raises:
-            TypeError: the dataset has no length.
-            ValueError: ``kwargs`` holds a sampler.
+            TypeError: the dataset has no length, or an argument is of a wrong kind.
+            ValueError: ``kwargs`` holds a sampler, or a number is out of range.
         """
         require_map_style(dataset)
+        check_numbers(batch_size, seed, num_workers, shuffle=shuffle, drop_last=drop_last, pin_memory=pin_memory)
         replicas = self.data_parallel()
         sampler = distributed_sampler(
             dataset, replicas, shuffle=shuffle, seed=seed, drop_last=drop_last, cls=distributed_sampler_cls

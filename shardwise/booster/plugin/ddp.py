@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardwise.booster.interface import ModelWrapper, OptimizerWrapper
 from shardwise.booster.plugin.argument_types import check_types
 from shardwise.booster.plugin.base import Boosted, Plugin, refuse, start_ranks
+from shardwise.checked import MOST_BYTES, whole
 
 __all__ = ["TorchDDPArguments", "TorchDDPModel", "TorchDDPPlugin", "ddp_arguments"]
 
@@ -52,8 +53,7 @@ def ddp_arguments(arguments: TorchDDPArguments) -> dict[str, Any]:
         ValueError: ``bucket_cap_mb`` is not positive.
         NotImplementedError: ``fp8_communication`` or ``check_reduction`` is set.
     """
-    if arguments.bucket_cap_mb <= 0:
-        raise ValueError(f"bucket_cap_mb={arguments.bucket_cap_mb}: give a size in MiB > 0")
+    whole("bucket_cap_mb", arguments.bucket_cap_mb, 1, MOST_BYTES // 2**20, "a size in MiB")
     if arguments.fp8_communication:
         refuse("fp8_communication", True, "leave it False")
     if arguments.check_reduction:

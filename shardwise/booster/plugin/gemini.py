@@ -16,8 +16,11 @@ import torch
 from shardwise.booster.plugin.argument_types import check_types, fits
 from shardwise.booster.plugin.base import ShardedPlugin, device_bytes, refuse
 from shardwise.booster.plugin.precision import precision_plan
+from shardwise.checked import MOST_NUMEL, number, share, whole
+from shardwise.loss_scale import scaler_plan
 from shardwise.memory.stats import MemStats
 from shardwise.plan import (
+    MOST_SEARCHED,
     AutoPlan,
     ByNumel,
     BySearch,
@@ -161,6 +164,7 @@ class GeminiArguments:
     def __post_init__(self) -> None:
         check_types(GeminiArguments, self, fractions=("search_range_m",), own=("memstats",))
         _check(self)
+        scaler_plan(self)  # also where the precision is another
         ranks = next(iter(self.chunk_config_dict)) * self.extra_dp_size if self.chunk_config_dict else None
         _check_accumulation(self, to_plan(self, ranks))
         _ = self._stats  # a file that is none is an error here, not at the first boost
@@ -220,13 +224,11 @@ def _check(arguments: GeminiArguments) -> None:
             f"placement_policy={a.placement_policy!r}: give 'static' or 'auto'" + (f" ({hint})" if hint else "")
         )
     for name in (*STATIC_FRACTIONS, *AUTO_RATIOS):
-        if not 0.0 <= getattr(a, name) <= 1.0:
-            raise ValueError(f"{name}={getattr(a, name)}: give a share in [0, 1]")
+        share(name, getattr(a, name))
     for name in ("tp_size", "extra_dp_size"):
-        if getattr(a, name) < 1:
-            raise ValueError(f"{name}={getattr(a, name)}: give a number of ranks >= 1")
-    if a.max_prefetch < 0:
-        raise ValueError(f"max_prefetch={a.max_prefetch}: give a number of chunks >= 0")
+        whole(name, getattr(a, name), 1, what="a number of ranks")
+    whole("max_prefetch", a.max_prefetch, 0, what="a number of chunks")
+    _check_search(a)
     if a.chunk_config_dict is not None:
         _check_chunks(a.chunk_config_dict)
     if a.tp_size > 1:
@@ -234,6 +236,21 @@ def _check(arguments: GeminiArguments) -> None:
     for name, instead in NOT_YET.items():
         if getattr(a, name):
             refuse(name, True, instead)
+
+
+def _check_search(arguments: GeminiArguments) -> None:
+    a, most = arguments, MOST_NUMEL // 2**20
+    times = f"at most {most} (times 2**20 elements)"
+    number("search_range_m", a.search_range_m, f"[0, {most}]", f"a range >= 0 and {times}")
+    number("min_chunk_size_m", a.min_chunk_size_m, f"(0, {most}]", f"a size > 0 and {times}")
+    if a.hidden_dim is not None:
+        whole("hidden_dim", a.hidden_dim, 1, MOST_NUMEL, "a number of elements")
+    step = a.hidden_dim or DEFAULT_HIDDEN_DIM
+    if a.search_range_m * 2**20 // step >= MOST_SEARCHED:
+        raise ValueError(
+            f"search_range_m={a.search_range_m} in steps of hidden_dim={step} elements: more than {MOST_SEARCHED} "
+            "sizes to try; give a smaller range or larger steps"
+        )
 
 
 def _check_chunks(config: Mapping[int, Mapping[str, Any]]) -> None:
@@ -248,8 +265,8 @@ def _check_chunks(config: Mapping[int, Mapping[str, Any]]) -> None:
             raise ValueError(f"{where}: give a number of ranks >= 1 as the key")
         if not isinstance(entry, Mapping) or "chunk_size" not in entry or set(entry) - {"chunk_size", "keep_gathered"}:
             raise ValueError(f"{where}: give 'chunk_size' (elements), and optionally 'keep_gathered'")
-        if not fits(entry["chunk_size"], int) or entry["chunk_size"] < 1:
-            raise ValueError(f"{where}: give a whole number of elements >= 1 as 'chunk_size'")
+        if not fits(entry["chunk_size"], int) or not 1 <= entry["chunk_size"] <= MOST_NUMEL:
+            raise ValueError(f"{where}: give a whole number of elements from 1 to {MOST_NUMEL} as 'chunk_size'")
         if not fits(entry.get("keep_gathered", False), bool):
             raise ValueError(f"{where}: give True or False as 'keep_gathered'")
 
@@ -268,12 +285,6 @@ def _packing(arguments: GeminiArguments, shard_ranks: int | None) -> tuple[Packi
     a = arguments
     fraction = 1.0 - a.shard_param_frac
     if a.chunk_config_dict is None:
-        sizes = 0 <= a.search_range_m < math.inf and 0 < a.min_chunk_size_m < math.inf  # False for NaN
-        if not sizes or (a.hidden_dim is not None and a.hidden_dim < 1):
-            raise ValueError(
-                f"search_range_m={a.search_range_m}, min_chunk_size_m={a.min_chunk_size_m}, hidden_dim={a.hidden_dim}: "
-                "give search_range_m >= 0, min_chunk_size_m > 0 and hidden_dim >= 1 (or None)"
-            )
         search = BySearch(
             search_range_numel=int(a.search_range_m * 2**20),
             interval_numel=a.hidden_dim or DEFAULT_HIDDEN_DIM,

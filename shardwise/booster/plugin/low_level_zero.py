@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -11,7 +10,8 @@ import torch
 from shardwise.booster.plugin.argument_types import check_types
 from shardwise.booster.plugin.base import ShardedPlugin, device_bytes, refuse
 from shardwise.booster.plugin.precision import precision_plan
-from shardwise.loss_scale import PublishedDefault
+from shardwise.checked import MOST_NUMEL, number, shown
+from shardwise.loss_scale import PublishedDefault, scaler_plan
 from shardwise.plan import ByNumel, CommPlan, GradPlan, MeshPlan, Plan, ShardPlan, on_device
 
 __all__ = ["LowLevelZeroArguments", "LowLevelZeroPlugin", "to_plan"]
@@ -78,6 +78,7 @@ class LowLevelZeroArguments:
 
     def __post_init__(self) -> None:
         check_types(LowLevelZeroArguments, self, fractions=("reduce_bucket_size_in_m",))
+        scaler_plan(self)  # also where the precision is another
         to_plan(self)  # every value is checked where it is given, not at the first boost
 
 
@@ -89,9 +90,10 @@ def to_plan(arguments: LowLevelZeroArguments) -> Plan:
         NotImplementedError: an argument that the engine cannot honour yet.
     """
     if arguments.stage not in (1, 2):
-        raise ValueError(f"stage={arguments.stage!r}: LowLevelZeroPlugin has stages 1 and 2; GeminiPlugin is stage 3")
-    if not 0 < arguments.reduce_bucket_size_in_m < math.inf:  # False for NaN
-        raise ValueError(f"reduce_bucket_size_in_m={arguments.reduce_bucket_size_in_m}: give a size > 0")
+        raise ValueError(f"stage={shown(arguments.stage)}: LowLevelZeroPlugin has stages 1, 2; GeminiPlugin is stage 3")
+    most = MOST_NUMEL // 2**20
+    size = f"a size > 0 and at most {most} (times 2**20 elements)"
+    number("reduce_bucket_size_in_m", arguments.reduce_bucket_size_in_m, f"(0, {most}]", size)
     dtype = arguments.communication_dtype
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"communication_dtype={dtype}: give a floating-point torch.dtype, or None")
