@@ -18,7 +18,8 @@ class RankSum:
     """``out = scale * (sources[0] + sources[1] + ...)``, added in that order.
 
     fp64 is summed in fp64 and everything else in fp32; the scale is applied to the sum, and the result is rounded once
-    to ``out.dtype``. The scratch tiles are kept, because fresh pages cost more than the arithmetic.
+    to ``out.dtype``. The scratch tiles are kept, because fresh pages cost more than the arithmetic. A single source
+    needs no sum, and nothing is kept for it unless it is also converted to a dtype that cannot hold it.
     """
 
     def __init__(self, tile_numel: int = TILE_NUMEL) -> None:
@@ -30,11 +31,13 @@ class RankSum:
         them otherwise)."""
         if out.numel() == 0:
             return
+        if len(sources) == 1 and _scaled(out, sources[0], scale):
+            return
         dtype = torch.float64 if sources[0].dtype == torch.float64 else torch.float32
         # Writing into out directly is safe unless out is a source that is read after the first addition.
         address = out.data_ptr()
         direct = out.dtype == dtype and all(source.data_ptr() != address for source in sources[2:])
-        tile_numel = self._tile_numel if out.device.type == "cpu" else out.numel()
+        tile_numel = self._tile_numel
         numel = min(tile_numel, out.numel())
         scratch = out if direct else self._scratch(0, numel, dtype, out.device)
         converted = scratch if sources[0].dtype == dtype else self._scratch(1, numel, dtype, out.device)
@@ -55,6 +58,18 @@ class RankSum:
         if kept is None or kept.numel() < numel:
             kept = self._kept[dtype, device, number] = torch.empty(numel, dtype=dtype, device=device)
         return kept[:numel]
+
+
+def _scaled(out: Tensor, source: Tensor, scale: float) -> bool:
+    """``out = scale * source`` with one rounding and without memory; False, and nothing done, where that cannot be."""
+    if scale == 1.0:
+        if out.data_ptr() != source.data_ptr() or out.dtype != source.dtype:
+            out.copy_(source)
+        return True
+    if out.dtype != source.dtype:
+        return False
+    torch.mul(source, scale, out=out)  # kernels multiply 16 bits in fp32
+    return True
 
 
 def _add_up(total: Tensor, tiles: list[Tensor], converted: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 import time
@@ -11,9 +12,10 @@ import pytest
 import torch
 from scope import CPU, Scope, same, summed, values
 
-from shardwise.comm import Buffer, Group
+from shardwise.comm import Buffer, Group, LocalGroup
 from shardwise.comm.mapping import MappingError
 from shardwise.comm.summing import TILE_NUMEL, RankSum
+from shardwise.memory.tracker import TensorTracker
 from shardwise.testing import run_ranks
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -444,3 +446,31 @@ def test_rank_sum_reuses_its_scratch() -> None:
     assert kept == {key: tensor.data_ptr() for key, tensor in total._kept.items()} and len(kept) == 2
     expected = ((sources[0].float() + sources[1].float() + sources[2].float()) * 0.5).bfloat16()
     assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [1.0, 0.3, 1 / 3])
+def test_a_group_of_one_rank_takes_no_memory_for_sums(dtype: torch.dtype, scale: float) -> None:
+    """On a GPU a tile would be as long as the largest chunk, and no account has it."""
+    group = LocalGroup("test", CPU)
+    full, out = group.buffers([(LARGE, dtype), (LARGE, dtype)])
+    full.local.copy_(values(0, LARGE, dtype))
+    expected = summed(1, LARGE, dtype, dtype, scale)
+    with TensorTracker(CPU) as tracker:
+        group.reduce_scatter(out.local, full, scale).wait()
+        group.all_reduce(full, scale).wait()
+    assert tracker.take_peak() == 0 and not group._sum._kept
+    assert torch.equal(out.local, expected)
+    assert torch.equal(full.local, expected)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.3])
+def test_a_group_of_one_rank_converts_and_scales_with_one_rounding(scale: float) -> None:
+    for kept, wanted in itertools.permutations(DTYPES, 2):
+        group = LocalGroup("test", CPU)
+        (full,) = group.buffers([(LARGE, kept)])
+        full.local.copy_(values(0, LARGE, kept))
+        out = torch.empty(LARGE, dtype=wanted)
+        group.reduce_scatter(out, full, scale).wait()
+        assert torch.equal(out, summed(1, LARGE, kept, wanted, scale)), (kept, wanted)
+        assert all(tile.numel() <= TILE_NUMEL for tile in group._sum._kept.values())
