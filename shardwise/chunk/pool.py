@@ -17,6 +17,7 @@ from shardwise.chunk.arrays import ArrayPool
 from shardwise.chunk.chunk import Chunk
 from shardwise.chunk.layout import UnitSpec
 from shardwise.chunk.policy import Trace, choose_victim, next_units
+from shardwise.chunk.rounds import Rounds
 from shardwise.chunk.turns import in_turn
 from shardwise.comm import DONE, NOBODY, Group, Party, PeerError
 from shardwise.memory.ledger import KEPT, DeviceMemoryError, Ledger
@@ -24,9 +25,6 @@ from shardwise.memory.sizes import size_text
 from shardwise.torch_internals import storage_id
 
 __all__ = ["ChunkPool"]
-
-NO_UNIT = -1.0
-FAILED = -2.0
 
 
 def _ignore(_: object) -> None:
@@ -46,6 +44,7 @@ class ChunkPool:
         party: the model, among those that share ``group``.
 
     Attributes:
+        agrees: the ranks agree on gathers, in :attr:`rounds`.
         lock: held by the thread that changes residency.
         on_use: called with every unit that is acquired, before room is made for it.
         on_ready: the same when it can be read.
@@ -64,6 +63,7 @@ class ChunkPool:
         party: Party = NOBODY,
     ) -> None:
         self._party = party
+        self.rounds = Rounds(group, ledger, 1 + prefetch, party)
         self.units, self.chunks, self.group, self.ledger = units, chunks, group, ledger
         self.budget_bytes, self.prefetch = budget_bytes, prefetch
         self.on_use: Callable[[int], None] = _ignore
@@ -78,7 +78,7 @@ class ChunkPool:
         self._transient = {u.index: [chunks[c] for c in u.chunks if not chunks[c].resident] for u in units}
         # Where everything stays gathered there is nothing to agree on, and passes under no_sync cost nothing.
         agreed = self.has_transient and not (group.one_sided_gather or same_order or group.size == 1)
-        self._agrees = agreed or any(c.source.peers_take_part for cs in self._transient.values() for c in cs)
+        self.agrees = agreed or any(c.source.peers_take_part for cs in self._transient.values() for c in cs)
         # Between CPU ranks of one host a gather is a copy by the reader, which nothing hides.
         self._ahead_pays = not group.one_sided_gather or group.device.type == "cuda"
         self._bytes = {u: sum(c.spec.padded_bytes for c in cs) for u, cs in self._transient.items()}
@@ -88,6 +88,8 @@ class ChunkPool:
         self._held: set[int] = set()
         self._renewing: dict[int, list[Chunk]] = {}
         self._joins = True
+        self._looked = 0
+        """Uses so far when what comes next was last looked at."""
         self.all_held = False
         """Inside ``gathered()``: everything stays, and nothing needs the peers."""
         self.followed = False
@@ -133,6 +135,7 @@ class ChunkPool:
     def begin_forward(self, training: bool) -> None:
         """A forward pass begins. One that makes no graph has a trace of its own and does not disturb the step's."""
         self.trace = self._training if training else self._evaluation
+        self._looked = 0
 
     @in_turn
     def end_forward(self) -> None:
@@ -173,22 +176,22 @@ class ChunkPool:
 
         Waits until they come to what they would gather next, or to the end of the pass.
         """
-        if self._agrees and not error.told:
+        if self.agrees and not error.told:
             error.told = True
             with suppress(PeerError):  # they failed, too
-                self.group.exchange([FAILED] * (1 + self.prefetch), "what to gather", self._party)
+                self.rounds.give_up()
 
     def _bring(self, unit: int) -> None:
         if unit in self._held and self.ledger.capacity_bytes is not None:
             self._make_room(unit)  # what was gathered when there was more room than now goes
             self._trim_idle()
-        if unit in self._held and not any(c.pending for c in self._transient[unit]):
+        looks, self._looked = self._ahead_pays and self._looked != len(self.trace.current), len(self.trace.current)
+        absent = unit not in self._held
+        if not (absent or looks or any(c.pending for c in self._transient[unit])):
             return
-        if unit not in self._held:
-            self._make_room(unit)
-            self._gather(unit, self._fitting(unit))
-        elif not self._agrees:
-            self._start_all(self._fitting(unit))
+        # Also of what was fetched ahead, which counts from here on, and makes place for what is next.
+        self._make_room(unit)
+        self._gather([unit] if absent else [], self._fitting(unit) if absent or looks else [])
         self._complete(unit)
         self._trim_idle()
         for soon in next_units(self.trace, self.prefetch):
@@ -254,7 +257,7 @@ class ChunkPool:
                     self._evict(unit)
                 self._pins[unit] += 1
                 if unit not in self._held:
-                    self._gather(unit, [])
+                    self._gather([unit], [])
                 self._complete(unit)
         finally:
             self._joins = True
@@ -279,19 +282,20 @@ class ChunkPool:
                 self._evict_all_the_same(unit)
         self.followed = self._training.followed and len(self._training.current) == len(self._training.recorded)
         self._training.end_step()
+        self._looked = 0
         self.arrays.trim()
 
     @in_turn
     def finish_phase(self) -> None:
         """At the end of a forward or backward pass: take part in the gathers of ranks that use more than this one."""
-        if not self._agrees or self.all_held:
+        if not self.agrees or self.all_held:
             return
-        while self._round([]):
+        while self._round(None):
             pass
 
     def abandon_phase(self) -> None:
         """This rank's pass failed: PeerError here and where ranks wait for its next gather, unless all come here."""
-        if self._agrees:
+        if self.agrees:
             self.group.exchange([], "how far a failed backward pass came", self._party)
 
     def _make_room(self, unit: int | None) -> None:
@@ -339,51 +343,40 @@ class ChunkPool:
                 chunk.refuse_graphs()
         self._evict(unit)
 
-    def _gather(self, unit: int, ahead: list[int]) -> None:
+    def _gather(self, needed: list[int], ahead: list[int]) -> None:
         # Made in inference mode, arrays and parameters could not be written or trained outside it.
         with torch.inference_mode(False), torch.no_grad():
-            if self._agrees:
-                self._round([unit, *ahead])
-            else:
-                self._start_all([unit, *ahead])
+            if not self.agrees:
+                self._start_all([*needed, *ahead])
+            elif needed or ahead or (self.rounds.due() and not self.all_held):
+                self._round(self._with_room(needed, ahead))
 
-    def _round(self, wanted: list[int]) -> bool:
-        """One agreement: every rank says what it wants, all gather the union in order. False when nobody wants any."""
-        width = 1 + self.prefetch
-        if wanted:
-            wanted = self._with_room(wanted)
-        units = [float(u) for u in wanted] + [NO_UNIT] * (width - len(wanted))
-        posts = self.group.exchange(units, "what to gather", self._party)
-        if any(FAILED in post for post in posts):
-            short = [rank for rank, post in enumerate(posts) if FAILED in post]
-            raise self.ledger.short_elsewhere(self.group.name, short)
-        union = sorted({int(u) for post in posts for u in post if u != NO_UNIT})
-        if self.ledger.capacity_bytes is not None and len({frozenset(post) for post in posts}) > 1:
-            fits = self._others_fit(set(union) - set(wanted), wanted)
-            purpose = "whether the device has room for what others gather"
-            posts = self.group.exchange([float(fits)], purpose, self._party)
-            if not all(post[0] for post in posts):
-                short = [rank for rank, post in enumerate(posts) if not post[0]]
-                raise self.ledger.short_elsewhere(self.group.name, short)
-        for unit in union:
-            if unit in wanted:
+    def _round(self, wanted: list[int] | None) -> bool:
+        """Gather what any rank wants (``None``: this one's pass is over). False when the passes of all are over."""
+        met, own = self.rounds.meet(wanted), wanted or []
+        if self.ledger.capacity_bytes is not None and not met.alike:
+            self.rounds.all_fit(self._others_fit(set(met.units) - set(own), own))
+        for unit in met.units:
+            if unit in own:
                 self._start(unit)
             else:
                 self._take_part(unit)
-        return bool(union)
+        self.rounds.begin(met)
+        return met.running
 
-    def _with_room(self, wanted: list[int]) -> list[int]:
-        """What of ``wanted`` can be gathered; the first must be.
+    def _with_room(self, needed: list[int], ahead: list[int]) -> list[int]:
+        """``needed`` units, and of those that are fetched ahead what there is room for.
 
         Raises:
-            DeviceMemoryError: it cannot. Before the others count on this rank.
+            DeviceMemoryError: there is none for the first. Before the others count on this rank.
         """
+        wanted = [*needed, *ahead]
         if self.ledger.capacity_bytes is None:
             return wanted
-        while len(wanted) > 1 and not self.ledger.fits(self.arrays.missing_bytes(self._arrays(wanted))):
+        while len(wanted) > len(needed) and not self.ledger.fits(self.arrays.missing_bytes(self._arrays(wanted))):
             wanted = wanted[:-1]
-        if wanted[0] not in self._held:
-            self._require(self._transient[wanted[0]], wanted[0])
+        for unit in needed:
+            self._require(self._transient[unit], unit)
         return wanted
 
     def _others_fit(self, others: Iterable[int], wanted: Sequence[int]) -> bool:

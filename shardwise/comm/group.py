@@ -120,11 +120,16 @@ class Group(ABC):
         traffic: what this rank has sent in this group.
         one_sided_gather: all-gathers read the peers' memory without their taking part. Peers must not write to what
             is gathered except between two calls of :meth:`fence`.
+        starts_together: an operation that this rank has started and a peer has not may hold up more than itself (what
+            is queued behind it, or the host): where ranks may differ they agree before they start one.
+        waits_in_queue: ``wait()`` of a handle returns at once, and has the device's current stream wait.
         staging: buffers that a user of the group keeps in it, by dtype.
         activity: what this rank is doing, for messages.
     """
 
     one_sided_gather = False
+    starts_together = False
+    waits_in_queue = False
 
     def __init__(self, name: str, rank: int, size: int, device: torch.device, activity: Activity | None = None) -> None:
         self.name = name

@@ -25,8 +25,8 @@ class _Launched:
         self._factor = factor
 
     def finished(self) -> bool:
-        # On CUDA wait() only orders streams, so the host has nothing to wait for.
-        return self._work is None or self._out.is_cuda or self._work.is_completed()
+        # Asked of the device, since what is queued behind a wait for it would wait for the peers as well.
+        return self._work is None or self._work.is_completed()
 
     def wait(self) -> None:
         if self._work is None:
@@ -49,6 +49,8 @@ class NativeGroup(Group):
     reported by the backend's own watchdog.
     """
 
+    starts_together = True
+
     def __init__(
         self,
         name: str,
@@ -61,6 +63,8 @@ class NativeGroup(Group):
         self._control = control
         self._gather = gather
         self._reduce = reduce
+        # gloo takes tensors of a GPU too, and has the host wait for them.
+        self.waits_in_queue = device.type == "cuda" and dist.get_backend(reduce) != "gloo"
 
     def barrier(self) -> None:
         """Return when every rank has come here."""

@@ -97,6 +97,8 @@ class Engine:
             predivide=plan.comm.predivide,
             party=self.party,
         )
+        if self.pool.agrees and mesh.shard.starts_together:
+            self.reducer.begin_in(self.pool.rounds)
         self.visible = visible = VisibleGrads(self)
         self.passes = BackwardPasses(self.pool, self.reducer, self.meter, visible.begin_pass, visible.end_pass)
         self._scratch_holders: list[Callable[[Tier], int]] = []

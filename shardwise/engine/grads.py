@@ -10,8 +10,9 @@ from shardwise.chunk.chunk import Chunk
 from shardwise.comm import Buffer, Handle
 from shardwise.memory.host import host_block
 from shardwise.memory.tier import Tier
+from shardwise.torch_internals import storage_id
 
-__all__ = ["ChunkGrads", "SlotPool"]
+__all__ = ["ChunkGrads", "SlotPool", "gradient_bytes"]
 
 
 class ChunkGrads:
@@ -242,3 +243,24 @@ class SlotPool:
     def give(self, state: ChunkGrads) -> None:
         """The chunk needs its buffer no longer."""
         self._user[self._slot[state.spec.index]] = None
+
+
+def gradient_bytes(states: Sequence[ChunkGrads], exchanged: Sequence[torch.Tensor], tier: Tier) -> int:
+    """Live bytes of gradients in ``tier``; ``exchanged`` is further memory of the device."""
+    # Read once each: updates during backward let go of it in another thread.
+    own = [state.kept_memory for state in states if state.home is tier]
+    kept = [memory for memory in own if memory is not None]
+    rings = {id(s.ring): s.ring for s in states if s.ring is not None and s.home is tier}
+    # What is given back meanwhile is in both.
+    taken = {storage_id(memory.untyped_storage()) for memory in kept}
+    given = [memory for ring in rings.values() for memory in ring.idle()]
+    idle = sum(memory.nbytes for memory in given if storage_id(memory.untyped_storage()) not in taken)
+    if tier is not Tier.DEVICE:
+        return idle + sum(memory.nbytes for memory in kept)
+    elsewhere = {id(state.kept_memory) for state in states if state.home is not tier}
+    arrays = [*kept, *exchanged]
+    for state in states:
+        live = (state.array, state.late, state.reduced)
+        arrays += [t for t in live if t is not None and id(t) not in elsewhere]
+    storages = {storage_id(t.untyped_storage()): t.untyped_storage().nbytes() for t in arrays}
+    return idle + sum(storages.values())

@@ -14,15 +14,15 @@ from functools import partial
 
 import torch
 
+from shardwise.chunk.rounds import Rounds
 from shardwise.comm import NOBODY, Buffer, Party
-from shardwise.engine.grads import ChunkGrads, SlotPool
+from shardwise.engine.grads import ChunkGrads, SlotPool, gradient_bytes
 from shardwise.engine.hyper_parameters import HyperParameters
 from shardwise.engine.patience import Patience
 from shardwise.engine.reductions import Observer, ThenReplicas, pack_bits, unpack_bits
 from shardwise.memory.ledger import Ledger
 from shardwise.memory.tier import Tier
 from shardwise.mesh import Mesh
-from shardwise.torch_internals import storage_id
 
 __all__ = ["Reducer"]
 
@@ -64,6 +64,9 @@ class Reducer:
         self._order = list(reversed(self.states))
         self._ordered_for: list[bool] | None = None
         self._cursor = 0
+        self._reduces = False
+        """Whether the running pass is a reduced one."""
+        self._in_rounds = False
         self._patience = Patience()
         self._arrivals: list[ChunkGrads] = []
         self._optimizers = sorted({state.spec.optimizer for state in self.states})
@@ -88,12 +91,39 @@ class Reducer:
             specs = [(s.spec.shard_numel, s.dtype) for s in self.states]
             buffers = self.mesh.replicate.buffers(specs)
             self._replica = {s.spec.index: b for s, b in zip(self.states, buffers, strict=True)}
+        on_gpu = bool(self._replica) and self.mesh.device.type == "cuda"
+        self._beside = torch.cuda.Stream(self.mesh.device) if on_gpu else None  # type: ignore[no-untyped-call]
 
     # ---- during backward
+
+    def begin_in(self, rounds: Rounds) -> None:
+        """Reductions begin where the ranks agree on gathers, and at the end of a pass; see :mod:`~.chunk.rounds`."""
+        self._in_rounds = self.overlap
+        rounds.carry(self)
+
+    @property
+    def begun(self) -> int:
+        """Reductions of this pass that have begun, a prefix of the agreed order."""
+        return self._cursor
+
+    @property
+    def ready(self) -> int:
+        """As :attr:`begun`, with those that could begin now."""
+        at, last = self._cursor, len(self._order) if self._reduces and self._in_rounds else 0
+        while at < last and self._order[at].ready:
+            at += 1
+        return at
+
+    def begin(self, count: int) -> None:
+        """Begin reductions up to the first ``count`` of the agreed order, all of which are ready."""
+        while self._cursor < count:
+            self._launch(self._order[self._cursor])
+            self._cursor += 1
 
     def add(self, state: ChunkGrads, index: int, grad: torch.Tensor, sync: bool) -> None:
         """Take the gradient of slot ``index``; reduce what is complete if this pass is a reduced one."""
         self._patience.begin()
+        self._reduces = sync
         if not state.launched:
             if state.array is None:
                 self._assign(state)
@@ -103,7 +133,8 @@ class Reducer:
         if sync and state.ready:
             self._arrivals.append(state)
             if self.overlap:
-                self._advance()
+                if not self._in_rounds:
+                    self._advance()
                 while self.observer is not None and self._in_flight and self._oldest_finished():
                     self._complete(self._in_flight[0])
 
@@ -128,6 +159,8 @@ class Reducer:
         """
         if self._slots.free(state):
             return self._slots.take(state)
+        if self._in_rounds or self._group.waits_in_queue:
+            return self._take_behind(state)
         limit_s = self._patience.limit_s(self._ledger.fits(state.spec.padded_numel * state.dtype.itemsize))
         began, waited_s, in_vain = time.monotonic(), 0.0, False
         try:
@@ -145,6 +178,28 @@ class Reducer:
             return self._slots.take(state)
         finally:
             self._patience.waited(waited_s, in_vain)
+
+    def _take_behind(self, state: ChunkGrads) -> Buffer | None:
+        """The same where what has begun ends by itself, because it has begun on all ranks (in rounds) or will without
+        this one: what writes to the buffer waits, and only a user whose turn has not come keeps it.
+
+        Outside rounds that is so because nothing but reductions is waited for. They begin in one order, so a peer that
+        has yet to begin the n-th waits for earlier ones at most.
+        """
+        while not self._slots.free(state):
+            user = self._slots.user(state)
+            if user is None or user not in self._in_flight:
+                return None
+            self._vacate(user)
+        return self._slots.take(state)
+
+    def _vacate(self, user: ChunkGrads) -> None:
+        """Have the buffer back of a chunk whose reduction has begun."""
+        if self._group.starts_together and isinstance(user.handle, ThenReplicas):
+            user.handle.wait_for_first()  # the rest needs other ranks, and not the buffer
+            self._release(user)
+        else:
+            self._complete(self._in_flight[0])
 
     def _oldest_finished(self) -> bool:
         handle = self._in_flight[0].handle
@@ -181,10 +236,11 @@ class Reducer:
                 self._slots.give(state)
             if self._move_in(state, self._slots.take(state)):
                 continue
-            if self._slots.user(state) in self._in_flight:
-                self._complete(self._in_flight[0])
+            user = self._slots.user(state)
+            if user is not None and user in self._in_flight:
+                self._vacate(user)
             else:
-                self._move_out(self._slots.user(state))
+                self._move_out(user)
         return buffer
 
     def _move_out(self, state: ChunkGrads | None) -> None:
@@ -229,7 +285,7 @@ class Reducer:
             self._ledger.claim(state.out)
         scattered = self.mesh.shard.reduce_scatter(state.out, whole, self._scale)
         if state.spec.index in self._replica:
-            state.handle = ThenReplicas(scattered, self.mesh.replicate, self._replica[state.spec.index])
+            state.handle = ThenReplicas(scattered, self.mesh.replicate, self._replica[state.spec.index], self._beside)
         else:
             state.handle = scattered
 
@@ -309,7 +365,7 @@ class Reducer:
             if sync:
                 state.seen.clear()
                 state.launched = False
-        self._cursor = 0
+        self._cursor, self._reduces = 0, False
         self._patience.end_pass()
         self._arrivals.clear()
 
@@ -435,20 +491,5 @@ class Reducer:
 
     def bytes(self, tier: Tier) -> int:
         """Live bytes of gradient memory in ``tier``: exchange buffers, private arrays and reduced shards."""
-        # Read once each: updates during backward let go of it in another thread.
-        own = [state.kept_memory for state in self.states if state.home is tier]
-        kept = [memory for memory in own if memory is not None]
-        rings = {id(s.ring): s.ring for s in self.states if s.ring is not None and s.home is tier}
-        # What is given back meanwhile is in both.
-        taken = {storage_id(memory.untyped_storage()) for memory in kept}
-        given = [memory for ring in rings.values() for memory in ring.idle()]
-        idle = sum(memory.nbytes for memory in given if storage_id(memory.untyped_storage()) not in taken)
-        if tier is not Tier.DEVICE:
-            return idle + sum(memory.nbytes for memory in kept)
-        elsewhere = {id(state.kept_memory) for state in self.states if state.home is not tier}
-        arrays = [*kept, *self._slots.arrays(), *(buffer.local for buffer in self._replica.values())]
-        for state in self.states:
-            live = (state.array, state.late, state.reduced)
-            arrays += [t for t in live if t is not None and id(t) not in elsewhere]
-        storages = {storage_id(t.untyped_storage()): t.untyped_storage().nbytes() for t in arrays}
-        return idle + sum(storages.values())
+        exchanged = [*self._slots.arrays(), *(buffer.local for buffer in self._replica.values())]
+        return gradient_bytes(self.states, exchanged, tier)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
+
 from shardwise.comm import Buffer, Group, Handle
 from shardwise.engine.grads import ChunkGrads
 
@@ -31,15 +33,34 @@ class ThenReplicas:
 
     The second part starts when the first is done, and only the oldest operation in flight is ever asked, so all ranks
     start their second parts in one order.
+
+    Args:
+        first: the reduce-scatter into ``shard``.
+        group: the replicas.
+        shard: their buffer.
+        beside: of a GPU, where the second part waits for the first.
     """
 
-    def __init__(self, first: Handle, group: Group, shard: Buffer) -> None:
+    def __init__(self, first: Handle, group: Group, shard: Buffer, beside: torch.cuda.Stream | None) -> None:
         self._first, self._group, self._shard = first, group, shard
         self._second: Handle | None = None
+        self._between: torch.cuda.Event | None = None
+        if group.waits_in_queue:  # it is queued behind the first, in the same order on all ranks
+            with torch.cuda.stream(beside):
+                self._start()
+
+    def wait_for_first(self) -> None:
+        """Until what was reduced has been read, and may be written again."""
+        if self._between is not None:
+            torch.cuda.current_stream(self._shard.local.device).wait_event(self._between)
+        else:
+            self._first.wait()
 
     def _start(self) -> Handle:
         if self._second is None:
             self._first.wait()
+            if self._shard.local.is_cuda:  # only this stream has waited
+                self._between = torch.cuda.current_stream(self._shard.local.device).record_event()
             self._second = self._group.all_reduce(self._shard, 1.0)
         return self._second
 

@@ -70,6 +70,4 @@ class Interrupts:
 
 def _after_calls(code: CodeType) -> frozenset[int]:
     instructions = list(dis.get_instructions(code))
-    return frozenset(
-        after.offset for one, after in itertools.pairwise(instructions) if one.opname in CALLS
-    )
+    return frozenset(after.offset for one, after in itertools.pairwise(instructions) if one.opname in CALLS)

@@ -278,9 +278,7 @@ def crosswise() -> None:
             order = (0, 1) if group.rank else (1, 0)
             for index in order:
                 handles[index].wait()
-                expected = summed(
-                    group.size, group.size * 10, torch.float32, torch.float32, 1.0, 10 * round_ + index
-                )
+                expected = summed(group.size, group.size * 10, torch.float32, torch.float32, 1.0, 10 * round_ + index)
                 same(buffers[index].local, expected, "shared")
                 buffers[index].wait_writable()
 

@@ -105,9 +105,7 @@ def oracle(kind: str) -> Oracle:
         return model
 
     make = OPTIMIZERS[setting.optimizer]
-    plain, other = (
-        train_plain(f, case.loss, make, batches) for f in (lambda: case.factory(torch.float64), off)
-    )
+    plain, other = (train_plain(f, case.loss, make, batches) for f in (lambda: case.factory(torch.float64), off))
     error = 0.0
     for one, two in zip(plain.gradients, other.gradients, strict=True):
         error = max(error, _error(two, one, EXACT.share))

@@ -81,7 +81,7 @@ class ReduceScatterBucketer:
     """
 
     def __init__(self, bucket_size_mb: float = 25) -> None:
-        self.bucket_size_mb = number("bucket_size_mb", bucket_size_mb, f"[{-2**40}, {2**40}]", "a size in MiB")
+        self.bucket_size_mb = number("bucket_size_mb", bucket_size_mb, f"[{-(2**40)}, {2**40}]", "a size in MiB")
         self._buckets: dict[tuple[torch.dtype, torch.device, dist.ProcessGroup | None], _Bucket] = {}
 
     @torch.no_grad()

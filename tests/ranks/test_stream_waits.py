@@ -1,0 +1,173 @@
+"""Ranks on different branches over groups whose waits are queued on a GPU: nothing waits for itself.
+
+The note in :mod:`shardwise.chunk.rounds` has the argument; here it is tried.
+"""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+from engine_setup import adam, one_mesh, seeded, sharded
+from stream_setup import (
+    LAYERS,
+    Branching,
+    Name,
+    Program,
+    QueuedGroup,
+    begun_apart,
+    losses_of,
+    plain,
+    queued,
+    stuck,
+    train_on,
+)
+from torch import Tensor
+from wait_setup import quick_patience
+
+from shardwise.comm import NativeGroup
+from shardwise.engine.grads import ChunkGrads
+from shardwise.engine.reducer import Reducer
+from shardwise.plan import Plan, zero
+from shardwise.testing import assert_close, run_ranks
+
+STEPS = 10
+
+
+def alone(plan: Plan, steps: int, differ: bool) -> Program:
+    """A wrong way: each rank begins reductions when its own gradients are there, and its stream waits for them."""
+    with mock.patch.object(Reducer, "begin_in", lambda *_: None):
+        return train_on(QueuedGroup, plan, steps, differ)[1]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_branches_that_differ_close_no_cycle(size: int, prefetch: int) -> None:
+    found = run_ranks(size, train_on, QueuedGroup, zero(3).but(prefetch=prefetch), STEPS, True)
+    programs = [program for _, program in found]
+    assert stuck(programs) == []
+    assert begun_apart(programs) == []
+    expected = plain(size, STEPS, True)
+    for rank, (state, _) in enumerate(found):
+        assert_close(state, expected, 1e-9, f"rank {rank} of {size}")
+
+
+def test_a_rank_that_begins_reductions_alone_closes_one() -> None:
+    """The tests above can fail."""
+    programs = run_ranks(2, alone, zero(3), STEPS, True)
+    assert stuck(programs) and begun_apart(programs)
+
+
+def test_branches_that_differ_among_replicas_close_no_cycle() -> None:
+    found = run_ranks(4, train_on, QueuedGroup, zero(3, dp_replicate=2), STEPS, True)
+    assert stuck([program for _, program in found]) == []
+    expected = plain(4, STEPS, True)
+    for rank, (state, _) in enumerate(found):
+        assert_close(state, expected, 1e-9, f"rank {rank}")
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_without_gathers_in_backward_there_is_no_cycle(stage: int) -> None:
+    found = run_ranks(3, train_on, QueuedGroup, zero(stage), STEPS, True)
+    assert stuck([program for _, program in found]) == []
+    expected = plain(3, STEPS, True)
+    for rank, (state, _) in enumerate(found):
+        assert_close(state, expected, 1e-9, f"rank {rank}")
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_groups_of_the_backend_train_on_branches_that_differ(stage: int) -> None:
+    """Over gloo it is the host that waits, where a GPU's stream would."""
+    found = run_ranks(3, on_the_backend, zero(stage), STEPS)
+    expected = plain(3, STEPS, True)
+    for rank, state in enumerate(found):
+        assert_close(state, expected, 1e-9, f"rank {rank}")
+
+
+def on_the_backend(plan: Plan, steps: int) -> dict[str, Tensor]:
+    with quick_patience():
+        return train_on(NativeGroup, plan, steps, True)[0]
+
+
+@pytest.mark.parametrize("same_order", [False, True])
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_reductions_begin_while_backward_runs(same_order: bool, prefetch: int) -> None:
+    """Where all do the same, a buffer is free again when the layer after the next one needs it."""
+    ranks = run_ranks(2, count_begun, zero(3).but(same_order=same_order, prefetch=prefetch), 4)
+    for begun, copied in ranks:
+        assert begun == [LAYERS] * 4, "all before their end is agreed on"
+        assert copied == [0] * 4, "gradients had no buffer"
+
+
+def count_begun(plan: Plan, steps: int) -> tuple[list[int], list[int]]:
+    """For each pass, how many reductions had begun when backward ended, and how many gradients had no buffer."""
+    begun, copied = [], [0]
+    finish, assign = Reducer.finish, Reducer._assign
+
+    def finishing(reducer: Reducer, sync: bool) -> None:
+        begun.append(reducer.begun)
+        finish(reducer, sync)
+        copied.append(0)
+
+    def assigning(reducer: Reducer, state: ChunkGrads) -> None:
+        assign(reducer, state)
+        copied[-1] += state.buffer is None
+
+    with mock.patch.multiple(Reducer, finish=finishing, _assign=assigning):
+        train_on(QueuedGroup, plan, steps, False)
+    return begun, copied[:-1]
+
+
+@pytest.mark.parametrize("same_order", [False, True])
+@pytest.mark.parametrize("prefetch", [1, 2])
+def test_only_the_first_gather_of_each_direction_is_exposed(same_order: bool, prefetch: int) -> None:
+    """Of n equal layers; the last one of the forward pass is still there when backward begins."""
+    for steps in run_ranks(2, exposed_gathers, zero(3).but(same_order=same_order, prefetch=prefetch), 4):
+        assert len(steps[0]) > 2, "nothing is known of the first step"
+        assert steps[1:] == [[0]] * 3
+
+
+@pytest.mark.parametrize("same_order", [False, True])
+def test_what_was_fetched_ahead_makes_place_for_what_is_next(same_order: bool) -> None:
+    """One layer in use, one ahead, and one that has just been left."""
+    for peak in run_ranks(2, peak_layers, zero(3).but(same_order=same_order), 4):
+        assert peak <= 3
+
+
+def exposed_gathers(plan: Plan, steps: int) -> list[list[int]]:
+    """By step, the units whose first use came before any other since their gather had started."""
+    found: list[list[int]] = []
+    with queued() as program:
+        model = seeded(Branching)
+        with one_mesh(plan) as mesh, sharded(model, adam(model), plan, mesh) as session:
+            for step in range(steps):
+                program.steps.clear()
+                uses, pool = [], session.engine.pool
+                pool.on_ready = lambda unit, uses=uses: uses.append((unit, len(program.steps)))
+                session.backward(losses_of(session.module, mesh.rank, step, False))
+                found.append(exposed(program, uses))
+                session.optimizer.step()
+    return found
+
+
+def exposed(program: Program, uses: list[tuple[int, int]]) -> list[int]:
+    started: dict[Name, int] = {}
+    late: dict[int, None] = {}
+    for at, (what, name, _) in enumerate(program.steps):
+        if what == "start":
+            started[name] = at
+        elif name[0] == "gather" and not any(started[name] < when <= at for _, when in uses):
+            late[next(unit for unit, when in uses if when > at)] = None
+    return list(late)
+
+
+def peak_layers(plan: Plan, steps: int) -> int:
+    """At most so many layers were gathered at a time, after the first step."""
+    model = seeded(Branching)
+    with queued(), one_mesh(plan) as mesh, sharded(model, adam(model), plan, mesh) as session:
+        pool = session.engine.pool
+        for step in range(steps):
+            pool.peak_gathered_bytes = pool.gathered_bytes if step == 1 else pool.peak_gathered_bytes
+            session.backward(losses_of(session.module, mesh.rank, step, False))
+            session.optimizer.step()
+        return pool.peak_gathered_bytes // max(pool.sizes.values())
