@@ -54,7 +54,6 @@ class DeepSpeedEngine(nn.Module):
         self._unmanaged = 0  # backward passes since then, where nobody calls step after each
         self._boundary: bool | None = None
         self._applied = self._stepping = False
-        self._norm: float | None = None
         self._samples = 0  # of the last step
         self._clock = StepClock(
             session.mesh.device, session.mesh.rank, settings["wall_clock_breakdown"], settings["steps_per_print"]
@@ -180,7 +179,6 @@ class DeepSpeedEngine(nn.Module):
             self.lr_scheduler.step(**lr_kwargs)
 
     def _count_step(self, optimizer: Any) -> None:
-        self._norm = optimizer.get_grad_norm()
         self._applied = not optimizer.last_step_skipped
         # What was accumulated is used up, whatever happens next.
         passes = self._passes if self.settings["managed_gradient_accumulation"] else self._unmanaged
@@ -249,7 +247,7 @@ class DeepSpeedEngine(nn.Module):
 
     def get_global_grad_norm(self) -> float | None:
         """The norm of the last step's gradients before clipping; ``None`` before the first."""
-        return self._norm
+        return self.optimizer.get_grad_norm() if self.optimizer is not None else None
 
     def _of_groups(self, name: str) -> list[Any]:
         return [group.get(name, 0.0) for group in self.optimizer.param_groups] if self.optimizer is not None else []

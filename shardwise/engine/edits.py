@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from shardwise.chunk.chunk import Chunk
+from shardwise.device import Later, runs_ahead
 
 __all__ = ["Edits"]
 
@@ -30,6 +31,7 @@ class Edits:
         self._chunks, self._name_of, self._drop = chunks, name_of, drop
         self._transient = [chunk for chunk in chunks if not chunk.resident]
         self._absent: dict[torch.dtype, torch.Tensor] = {}
+        self._asked: list[Later] = []
         for dtype in dict.fromkeys(chunk.spec.dtype for chunk in self._transient):
             own = [chunk for chunk in self._transient if chunk.spec.dtype is dtype]
             nan = torch.full((sum(len(c.spec.slots) for c in own),), float("nan"), dtype=dtype, device=own[0].device)
@@ -53,8 +55,8 @@ class Edits:
         """Every parameter is where the engine put it, and none was given other data before it was moved.
 
         Args:
-            values: look at the values that stand for parameters that are not gathered as well, for which a GPU must
-                finish what it is doing.
+            values: look at the values that stand for parameters that are not gathered as well; on a GPU at those of
+                the last time that this was called so, which do not hold up the host.
 
         Raises:
             RuntimeError: one is not; it is named, and all are put back.
@@ -70,9 +72,17 @@ class Edits:
                     "sharded, which is dropped; do that before boost/build, write to it inside `with "
                     "model.gathered(write_back=True)` of what boost/build returned, or load a state"
                 )
-        if values and not all(bool(torch.isnan(nan).all()) for nan in self._absent.values()):
+        if values and self._changed():
             where = next(c for c in self._transient if not all(map(_is_nan, c.absent)))
             self._refuse_write(where, next(i for i, nan in enumerate(where.absent) if not _is_nan(nan)))
+
+    def _changed(self) -> bool:
+        """Whether something was written to what stands for absent parameters."""
+        asked, self._asked = self._asked, []
+        if not any(runs_ahead(nan.device) for nan in self._absent.values()):
+            return not all(bool(torch.isnan(nan).all()) for nan in self._absent.values())
+        self._asked = [Later(torch.isnan(nan).all()) for nan in self._absent.values()]
+        return not all(later.value() for later in asked)
 
     def check_written(self, held: bool) -> None:
         """Nothing was written to a parameter that would be lost.
@@ -103,6 +113,7 @@ class Edits:
 
     def _put_back(self) -> None:
         self._drop()
+        self._asked = []
         for nan in self._absent.values():
             nan.fill_(float("nan"))
         for chunk in self._chunks:

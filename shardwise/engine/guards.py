@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.chunk.chunk import Chunk
 from shardwise.chunk.layout import Layout
 from shardwise.chunk.pool import ChunkPool
+from shardwise.device import runs_ahead
 from shardwise.engine.edits import Edits
 from shardwise.engine.names import StateNames
 from shardwise.engine.overlaps import check_apart
@@ -64,7 +65,7 @@ class Guards:
         self._model, self._params, self._chunks, self._layout, self._pool = model, params, chunks, layout, pool
         self._structure = Structure(model, params, self._name)
         self.edits = Edits(chunks, self._name, pool.drop_changed)
-        self._on_cpu = all(chunk.device.type == "cpu" for chunk in chunks)
+        self._reads_cost = any(runs_ahead(chunk.device) for chunk in chunks)
         for module in model.modules():
             module.__dict__[MARK] = True
         self._naming = False
@@ -103,7 +104,7 @@ class Guards:
         """
         if not torch.compiler.is_compiling():
             self._structure.check_children()
-            self.check_edits(values=self._on_cpu, held=False)
+            self.check_edits(values=not self._reads_cost, held=False)
 
     def after_forward(self) -> None:
         """After one: nothing was written to copies that end; see :meth:`check_edits`."""

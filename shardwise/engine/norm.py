@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from shardwise.comm import Group
+from shardwise.comm import DONE, Group, Handle
 
-__all__ = ["OtherParts", "clip_factor", "each_norm", "global_norm", "shard_norm"]
+__all__ = ["LateNorm", "OtherParts", "clip_factor", "each_norm", "global_norm", "shard_norm"]
 
 
 def _partial(tensors: Sequence[torch.Tensor], p: float, wide: torch.dtype) -> float:
@@ -111,6 +112,40 @@ def global_norm(
         # The powers of large finite gradients overflow in fp32; then they are summed again in fp64.
         norm = _combined(everything, p, torch.float64, gather, others)
     return norm * inverse_scale
+
+
+class LateNorm:
+    """The norm of gradients that nothing in their step depends on: made on the device, read when it is asked for.
+
+    Args:
+        group: the ranks that hold the other shards. Collective: every rank makes one, and calls :meth:`note` alike.
+    """
+
+    def __init__(self, group: Group) -> None:
+        (self._shares,) = group.buffers([(group.size, torch.float64)])
+        self._group, self._gather = group, DONE
+
+    def note(self, tensors: Sequence[torch.Tensor], p: float, factor: float) -> Callable[[], float]:
+        """The p-norm of all ranks' ``tensors``, on the device, times ``factor``, to be read before the next call.
+
+        Powers are summed up in fp64: there is no second look at gradients that are gone.
+        """
+        gathered, self._gather = self._gather, DONE
+        gathered.wait()
+        self._group.fence()  # peers that read this memory have read it
+        own = self._group.slice_of(self._shares.local, self._group.rank)
+        parts = [torch.linalg.vector_norm(each, p, dtype=torch.float64) for each in tensors if each.numel()]
+        own.copy_(torch.linalg.vector_norm(torch.stack(parts), p)) if parts else own.zero_()
+        self._group.fence()
+        self._gather = self._group.all_gather_in_place(self._shares)
+        return partial(self._read, self._gather, p, factor)
+
+    def _read(self, gather: Handle, p: float, factor: float) -> float:
+        gather.wait()
+        norms = self._shares.local.tolist()
+        if p == math.inf:
+            return _column(norms, p) * factor
+        return float(_column([norm**p for norm in norms], p) ** (1.0 / p)) * factor
 
 
 def _shares(parts: Sequence[torch.Tensor | None], p: float, wide: torch.dtype) -> list[float]:

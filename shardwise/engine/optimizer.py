@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from shardwise.checked import number
+from shardwise.device import runs_ahead
 from shardwise.engine.attributes import attribute_of
 from shardwise.engine.collective import collective
 from shardwise.engine.engine import Engine
 from shardwise.engine.grads import ChunkGrads
 from shardwise.engine.hyper_parameters import HyperParameters
-from shardwise.engine.norm import clip_factor, global_norm
+from shardwise.engine.norm import LateNorm, clip_factor, global_norm
 from shardwise.engine.optimizer_state import OptimizerState
 from shardwise.engine.other_parts import Counting
 from shardwise.engine.scaler import LossScaler
@@ -56,7 +57,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if engine.meter is not None:
             engine.expect_state(self._updates.expected_bytes(Tier.DEVICE))
         self._margin_used = False
-        self._norm: float | None = None
+        self._norm: Callable[[], float] | None = None
+        self._late_norm = LateNorm(engine.mesh.shard) if self._norm_may_wait() else None
         asked = lambda: engine.visible.asked.get(index, ())  # noqa: E731
         self._settings = HyperParameters(optimizer, self._updates.param_groups, index, engine.mesh, asked)
         engine.reducer.riders.append(self._settings)
@@ -215,14 +217,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
         inverse = 1.0 / self.divisor()
         grad_plan = self.engine.plan.grad
         failure = self._settle_early()
-        known = self._early.norms if self._early is not None else ()
-        norm = self._global_norm(grad_plan.norm_type, inverse, known)
         clip = self._clip
-        self._norm = norm * clip
-        if self.scaler is not None and not math.isfinite(norm):
-            self._skip()
-            return value
-        self._update(inverse * clip * clip_factor(self._norm, grad_plan.max_norm), failure)
+        if self._late_norm is not None:
+            self._ask(0.0)
+            self._norm = self._late_norm.note(self._reduced(), grad_plan.norm_type, inverse * clip)
+            factor = inverse * clip
+        else:
+            known = self._early.norms if self._early is not None else ()
+            norm = self._global_norm(grad_plan.norm_type, inverse, known)
+            clipped = norm * clip
+            self._norm = lambda: clipped
+            if self.scaler is not None and not math.isfinite(norm):
+                self._skip()
+                return value
+            factor = inverse * clip * clip_factor(clipped, grad_plan.max_norm)
+        self._update(factor, failure)
         # Only now may the scale move: these gradients were made under the old one.
         if self.scaler is not None:
             self.scaler.update(overflow=False)
@@ -231,6 +240,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._use_margin()
         self.engine.unfinished.end(*self._updates.parts)
         return value
+
+    def _norm_may_wait(self) -> bool:
+        """Whether a step does not depend on the norm of its gradients, and to know it would hold up the host."""
+        engine = self.engine
+        plan = engine.plan
+        wanted = self.scaler is not None or plan.grad.max_norm > 0.0 or self._early is not None
+        on_device = runs_ahead(engine.mesh.device) and plan.tiers.all_on_device
+        return on_device and not wanted and engine.mesh.model_parallel is None
 
     def _settle_early(self) -> Exception | None:
         """What an update during backward raised, where the ranks will meet once more to agree on what a disk did."""
@@ -327,7 +344,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"norm_type={norm_type}: step() computes the norm of p={of_steps:g} (norm_type of the plugin); "
                 "clip_grad_by_norm returns any other before the step"
             )
-        return self._norm
+        return self._norm() if self._norm is not None else None
 
     def clip_grad_by_norm(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> float:
         """Clip the gradients that the next :meth:`step` applies; returns their norm before. Every rank calls it.

@@ -1,0 +1,33 @@
+"""Devices that are told what to do and not waited for."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["Later", "runs_ahead"]
+
+
+def runs_ahead(device: torch.device) -> bool:
+    """Whether the host is ahead of ``device``: reading a value there waits for all that was queued before."""
+    return device.type != "cpu"
+
+
+class Later:
+    """A value on its way from a device to the host, where it is read when it has long arrived.
+
+    Args:
+        value: of one element; what is written to it later does not count.
+    """
+
+    def __init__(self, value: Tensor) -> None:
+        on_gpu = value.is_cuda
+        self._host = torch.empty(value.shape, dtype=value.dtype, pin_memory=on_gpu)
+        self._host.copy_(value, non_blocking=True)
+        self._arrived = torch.cuda.current_stream(value.device).record_event() if on_gpu else None
+
+    def value(self) -> bool | float:
+        """The value; waits for what was queued before it was asked for, and nothing later."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._host.item()

@@ -1,0 +1,138 @@
+"""What a training step makes the host wait for, counted: values it reads of the device, and exchanges with other ranks.
+
+A CPU stands in for a GPU: the code that spares the host waits there is switched on, and whatever would be read of the
+device counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from engine_setup import adam, one_mesh, seeded, sharded, told
+from stream_setup import LAYERS, Branching, losses_of
+from torch import nn
+
+from shardwise.comm import Group
+from shardwise.engine import edits, guards, optimizer
+from shardwise.plan import Plan, zero
+from shardwise.testing import assert_close, run_ranks
+
+READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "nonzero")
+LATER = "ahead.py"
+"""Reads what was sent to the host a step before."""
+STEPS = 5
+
+
+@contextlib.contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """Inside, what reading a value costs on a GPU decides."""
+    yes = lambda _device: True  # noqa: E731
+    with contextlib.ExitStack() as stack:
+        for module in (edits, guards, optimizer):
+            stack.enter_context(mock.patch.object(module, "runs_ahead", yes))
+        yield
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[tuple[list[str], list[str]]]:
+    """What is read of tensors inside, by the place that reads it, and for what ranks exchange something."""
+    reads: list[str] = []
+    exchanges: list[str] = []
+    exchange = Group.exchange
+
+    def reading(name: str) -> Callable[..., Any]:
+        original = getattr(torch.Tensor, name)
+
+        def read(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            ours = [frame for frame in traceback.extract_stack() if "/shardwise/" in frame.filename]
+            # What ranks exchange is on the host already, and so are settings.
+            at = ours[-1].filename.rsplit("/", 1)[-1] if ours else ""
+            if at and at not in ("control.py", "shared.py", LATER):
+                reads.append(f"{name} in {ours[-1].name} of {at}")
+            return original(self, *args, **kwargs)
+
+        return read
+
+    def exchanging(group: Group, values: Any, purpose: str = "", *rest: Any, **named: Any) -> Any:
+        exchanges.append(purpose)
+        return exchange(group, values, purpose, *rest, **named)
+
+    patched = {name: reading(name) for name in READS}
+    with mock.patch.multiple(torch.Tensor, **patched), mock.patch.object(Group, "exchange", exchanging):
+        yield reads, exchanges
+
+
+def one_step(plan: Plan, dtype: torch.dtype) -> tuple[list[str], list[str], list[float | None], list[float | None]]:
+    """Of the last of some steps: what was read and exchanged; norms of all steps, and those of a host that waits."""
+    norms: dict[bool, list[float | None]] = {True: [], False: []}
+    for ahead in (True, False):
+        with as_on_a_gpu() if ahead else contextlib.nullcontext(), counted() as (reads, exchanges):
+            model: nn.Module = seeded(Branching).to(dtype)
+            with one_mesh(plan) as mesh, sharded(model, adam(model), plan, mesh) as session:
+                assert session.optimizer is not None
+                for step in range(STEPS):
+                    loss = losses_of(session.module, mesh.rank, step, False)
+                    reads.clear()
+                    exchanges.clear()
+                    session.backward(loss)
+                    session.optimizer.step()
+                    if ahead:
+                        found = list(reads), list(exchanges)
+                    norms[ahead].append(session.optimizer.get_grad_norm())
+    return *found, norms[True], norms[False]
+
+
+ROUNDS = "what to gather"
+OTHERS = ["which parameters had gradients", "the gradient norm"]
+
+
+@pytest.mark.parametrize("shared", [None, False], ids=["shared", "gloo"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_step_reads_nothing_of_the_device(stage: int, shared: bool | None) -> None:
+    plan = zero(stage).but(shared_memory=shared)
+    for reads, exchanges, late, now in run_ranks(2, one_step, plan, torch.float64):
+        assert reads == []
+        assert [purpose for purpose in exchanges if purpose != ROUNDS] == OTHERS
+        assert exchanges.count(ROUNDS) <= (2 * (LAYERS + 1) if stage == 3 and shared is False else 0)
+        assert_close({"norms": torch.tensor(late)}, {"norms": torch.tensor(now)}, 1e-6, f"stage {stage}")
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_clipping_reads_the_norm_once(stage: int) -> None:
+    for reads, exchanges, late, now in run_ranks(2, one_step, zero(stage).but(max_norm=0.1), torch.float64):
+        assert reads == ["cpu in <listcomp> of norm.py", "__float__ in _partial of norm.py"]
+        assert exchanges == OTHERS
+        assert late == now
+
+
+def test_separate_masters_are_compared_in_one_read() -> None:
+    """What a program wrote to a parameter has to be known before the update."""
+    for reads, exchanges, _, _ in run_ranks(2, one_step, zero(2, torch.bfloat16), torch.float32):
+        assert reads == ["tolist in changed of masters.py"]
+        assert exchanges == OTHERS
+
+
+def late_write(plan: Plan) -> str:
+    with as_on_a_gpu():
+        model = seeded(Branching)
+        with one_mesh(plan) as mesh, sharded(model, adam(model), plan, mesh) as session:
+            assert session.optimizer is not None
+            weight = session.module.unwrap().layers[2].weight
+            session.backward(losses_of(session.module, mesh.rank, 0, False))
+            session.optimizer.step()
+            weight.data[0, 0] = 3.0  # it is not gathered: one NaN stands for all of it
+            session.backward(losses_of(session.module, mesh.rank, 1, False))
+            session.optimizer.step()
+            session.backward(losses_of(session.module, mesh.rank, 2, False))
+            return told(session.optimizer.step)
+
+
+def test_a_write_to_an_absent_parameter_is_told_a_step_later() -> None:
+    for message in run_ranks(2, late_write, zero(3)):
+        assert "layers.2.weight" in message and "was written to" in message
