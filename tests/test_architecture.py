@@ -42,6 +42,10 @@ FREE = {"testing", "", "__main__"}
 MAX_FILE, MAX_FUNCTION, HARD_FUNCTION, MAX_PARAMETERS = 500, 60, 100, 8
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
 ENVIRONMENT_READERS = (f"{PACKAGE}.mesh.launch", f"{PACKAGE}.cli.")
+# What of torch.cuda concerns no device in particular; all else is asked by the package that names one.
+OF_NO_DEVICE = {"is_available", "is_initialized", "device_count", "manual_seed_all"}
+TYPES = {"Stream", "Event"}
+IMPLICIT_DEVICE = {"record_stream", "get_device_module"}
 EXPLAINED_ERRORS = {"ValueError", "RuntimeError", "NotImplementedError", "TypeError"}
 
 # Signatures that others published, reproduced name by name.
@@ -220,6 +224,36 @@ def check_state(source: Source) -> list[str]:
     return complaints
 
 
+def _dotted(node: ast.AST) -> str:
+    """``a.b.c`` of an attribute of names, else the empty text."""
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else ""
+
+
+def check_devices(source: Source) -> list[str]:
+    """Streams, events, generators and the current GPU are asked for in one place, which names the device."""
+    if source.name.startswith(f"{PACKAGE}.device"):
+        return []
+    complaints = []
+    called = {id(node.func) for node in ast.walk(source.tree) if isinstance(node, ast.Call)}
+    for node in ast.walk(source.tree):
+        found: list[str] = []
+        if isinstance(node, ast.ImportFrom | ast.Import):
+            base = f"{node.module}." if isinstance(node, ast.ImportFrom) and node.module else ""
+            found = [base + alias.name for alias in node.names if (base + alias.name).startswith("torch.cuda")]
+        elif isinstance(node, ast.Attribute):
+            name, calls = _dotted(node), id(node) in called
+            if name.startswith(("torch.cuda.", "torch.accelerator.")):
+                found = [] if node.attr in OF_NO_DEVICE or (node.attr in TYPES and not calls) else [name]
+            elif node.attr in IMPLICIT_DEVICE or (node.attr == "cuda" and calls):
+                found = [node.attr]
+        complaints += [f"{source.name}:{node.lineno} {each}: ask shardwise.device, with a device" for each in found]
+    return complaints
+
+
 def check_docstrings(source: Source) -> list[str]:
     """The module and its public functions and classes say what they are."""
     complaints = [] if ast.get_docstring(source.tree) or not source.tree.body else [f"{source.name}: no docstring"]
@@ -306,6 +340,7 @@ PACKAGE_CHECKERS: tuple[Checker, ...] = (
     check_layers,
     check_sizes,
     check_state,
+    check_devices,
     check_docstrings,
     check_raises,
     check_all,
@@ -361,6 +396,15 @@ BAD: list[tuple[Checker, Source, str]] = [
     (check_state, _source("plan", "def f():\n global x\n x = 1"), "global x"),
     (check_state, _source("plan", "import os\nx = os.environ['A']"), "environment"),
     (check_state, _source("plan", "from os import getenv"), "environment"),
+    (check_devices, _source("chunk.pool", "import torch\nx = torch.cuda.current_stream()"), "current_stream"),
+    (check_devices, _source("chunk.pool", "import torch\nx = torch.cuda.current_stream(device)"), "current_stream"),
+    (check_devices, _source("chunk.pool", "import torch\nx = torch.cuda.Stream(device)"), "Stream"),
+    (check_devices, _source("chunk.pool", "from torch.cuda import Event"), "Event"),
+    (check_devices, _source("chunk.pool", "from torch import cuda"), "torch.cuda"),
+    (check_devices, _source("chunk.pool", "import torch.cuda as gpu"), "torch.cuda"),
+    (check_devices, _source("chunk.pool", "tensor.record_stream(stream)"), "record_stream"),
+    (check_devices, _source("chunk.pool", "module.cuda()"), "cuda"),
+    (check_devices, _source("chunk.pool", "import torch\ntorch.accelerator.synchronize()"), "accelerator"),
     (check_docstrings, _source("plan", "'doc'\ndef f(): pass"), "f has no docstring"),
     (check_docstrings, _source("plan", "'doc'\nclass A: pass"), "A has no docstring"),
     (check_docstrings, _source("plan", "x = 1"), "no docstring"),
@@ -382,6 +426,8 @@ GOOD: list[tuple[Checker, Source]] = [
     (check_layers, _source("chunk.pool", "from shardwise.chunk import layout")),
     (check_layers, _source("testing", "from shardwise.cli import main")),
     (check_state, _source("cli.main", "import os\nx = os.environ")),
+    (check_devices, _source("device.streams", "import torch\nx = torch.cuda.current_stream(device)")),
+    (check_devices, _source("plan", "import torch\ndef f(s: torch.cuda.Stream): return torch.cuda.is_available()")),
     (check_raises, _source("plan", "try:\n  pass\nexcept ValueError as e:\n  raise\n")),
     (check_raises, _source("plan", "raise ValueError(f'{x} is odd' ' here')\nraise ValueError(message)")),
     (check_docstrings, _source("plan", "'doc'\ndef _f(): pass\nasync def g():\n 'doc'")),

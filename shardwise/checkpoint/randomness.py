@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from shardwise.device import random_state, set_random_state
 from shardwise.memory.disk_checksum import checksum
 
 __all__ = ["read_generators", "restore_generators", "spread_generators"]
@@ -26,11 +27,9 @@ def read_generators(device: torch.device) -> dict[str, Any]:
             "has_gauss": int(has_gauss),
             "cached": float(cached),
         },
-        "torch": torch.get_rng_state(),
     }
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
+    state["torch"], on_gpu = random_state(device)
+    return state if on_gpu is None else {**state, "cuda": on_gpu}
 
 
 def restore_generators(state: dict[str, Any], device: torch.device) -> None:
@@ -38,9 +37,7 @@ def restore_generators(state: dict[str, Any], device: torch.device) -> None:
     python, numpy = state["python"], state["numpy"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     np.random.set_state((numpy["name"], numpy["keys"].numpy(), numpy["position"], numpy["has_gauss"], numpy["cached"]))
-    torch.set_rng_state(state["torch"])
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
+    set_random_state(device, (state["torch"], state.get("cuda") if device.type == "cuda" else None))
 
 
 def spread_generators(state: dict[str, Any], rank: int) -> None:

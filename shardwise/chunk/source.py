@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from shardwise.comm import DONE, Buffer, Group, Handle
+from shardwise.device import SideCopy
 from shardwise.memory.disk import DiskError, DiskStore, Record
 from shardwise.memory.tier import Tier
 
@@ -89,7 +90,7 @@ class MemorySource:
         if local.device == out.device:
             return group.all_gather(out, self._exchange)
         if group.size == 1 and self._uploads is not None:
-            return _Upload(local, out, self._uploads)
+            return SideCopy(local, out, self._uploads)
         staged = Buffer(local.to(out.device, non_blocking=True))
         return _Keeping(group.all_gather(out, staged), staged)
 
@@ -98,23 +99,6 @@ class MemorySource:
 
     def disjoin(self, group: Group) -> None:
         group.disjoin(self._exchange)
-
-
-class _Upload:
-    """A copy from the host's memory to a GPU on a stream of its own."""
-
-    def __init__(self, local: torch.Tensor, out: torch.Tensor, stream: torch.cuda.Stream) -> None:
-        stream.wait_stream(torch.cuda.current_stream(out.device))  # for whoever used this memory before
-        with torch.cuda.stream(stream):
-            out.copy_(local, non_blocking=True)
-        out.record_stream(stream)
-        self._event = stream.record_event()
-
-    def finished(self) -> bool:
-        return bool(self._event.query())
-
-    def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self._event)
 
 
 class _Keeping:

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.device import record_event, wait_event
+
 __all__ = ["Keeper", "Kept"]
 
 
@@ -89,7 +91,7 @@ class Kept:
 
     def __init__(self, keeper: Keeper, value: Tensor, parts: int, requires_grad: bool) -> None:
         self._keeper, self._parts, self._requires_grad = keeper, parts, requires_grad
-        self._shape, self._stride, self._device = value.shape, value.stride(), value.device
+        self._shape, self._stride, self.device = value.shape, value.stride(), value.device
         self._dense = _extent(value) == value.numel()
         self._numel = value.numel()
         # A dense tensor in the order of its memory: it comes back with its strides, and kernels choose by those.
@@ -101,8 +103,7 @@ class Kept:
         self._kept[: mine.numel()].copy_(mine, non_blocking=True)
         self._copied: Any = None
         if self._kept.device != value.device:
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._copied.record(torch.cuda.current_stream(value.device))
+            self._copied = record_event(value.device)
         self._nbytes = share * value.element_size()
         keeper.count(self._nbytes)
 
@@ -114,8 +115,8 @@ class Kept:
     def restore(self) -> Tensor:
         """The tensor as it was: shape, strides, device and bits. With a group, all its ranks call it."""
         if self._copied is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._copied)
-        kept = self._kept.to(self._device, non_blocking=True)
+            wait_event(self.device, self._copied)
+        kept = self._kept.to(self.device, non_blocking=True)
         if self._parts > 1:
             flat = torch.empty(kept.numel() * self._parts, dtype=kept.dtype, device=kept.device)
             # As bytes, so that every backend takes every dtype.
@@ -126,7 +127,7 @@ class Kept:
         if self._dense:
             value = flat.as_strided(self._shape, self._stride)
         else:
-            value = torch.empty_strided(self._shape, self._stride, dtype=flat.dtype, device=self._device)
+            value = torch.empty_strided(self._shape, self._stride, dtype=flat.dtype, device=self.device)
             value.copy_(flat.view(self._shape))
         return value.requires_grad_(self._requires_grad)
 

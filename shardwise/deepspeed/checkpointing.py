@@ -24,6 +24,7 @@ from shardwise.checked import whole
 from shardwise.deepspeed.activations import Keeper, Kept
 from shardwise.deepspeed.config import Settings, Source, load_config, read_config
 from shardwise.deepspeed.logs import LOG
+from shardwise.device import synchronize
 
 __all__ = ["checkpoint", "configure", "held_bytes", "is_configured", "reset", "use_settings"]
 
@@ -201,7 +202,8 @@ class _Call:
     def run(self, *given: Any) -> Any:
         total = self.positional + len(self.names)
         flat, self.first = self.first, ()
-        with self._watched():
+        found = [each for each in (*flat, *given) if isinstance(each, Tensor | Kept)]
+        with self._watched({each.device for each in found}):
             if not flat:
                 flat = tuple(each.restore() if isinstance(each, Kept) else each for each in given[:total])
             named = dict(zip(self.names, flat[self.positional :], strict=True))
@@ -209,27 +211,22 @@ class _Call:
             return self.function(*flat, **named)
 
     @contextmanager
-    def _watched(self) -> Iterator[None]:
+    def _watched(self, devices: set[torch.device]) -> Iterator[None]:
         what, self._again = "recomputation" if self._again else "forward", True
         keeper = _PRESENT.keeper
         if keeper is None:
             yield
             return
-        synchronize, profile = _PRESENT.synchronize, _PRESENT.profile
-        if synchronize:
-            _wait_for_gpu()
+        waits_for, profile = devices if _PRESENT.synchronize else (), _PRESENT.profile
+        for device in waits_for:
+            synchronize(device)
         start = time.perf_counter()
         try:
             with keeper.within():
                 yield
         finally:  # torch ends a recomputation by an exception, when it has what it needs
-            if synchronize:
-                _wait_for_gpu()
+            for device in waits_for:
+                synchronize(device)
             if profile and _is_first():
                 name = getattr(self.function, "__qualname__", type(self.function).__name__)
                 LOG.info("%s of %s: %.2f ms", what, name, 1000.0 * (time.perf_counter() - start))
-
-
-def _wait_for_gpu() -> None:
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize()

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from shardwise.deepspeed.logs import LOG
+from shardwise.device import synchronize
 
 __all__ = ["StepClock"]
 
@@ -45,8 +46,7 @@ class StepClock:
         self._seconds[what] += self._now() - start - (sum(self._seconds.values()) - others)
 
     def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        synchronize(self._device)
         return time.perf_counter()
 
     def restart(self) -> None:

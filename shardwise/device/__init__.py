@@ -1,8 +1,54 @@
-"""Facts about devices: memory in use, peaks, what tensors hold, and whether the host runs ahead."""
+"""Facts about devices, and streams: memory in use, peaks, what tensors hold, and which GPU work is given to."""
 
 from __future__ import annotations
 
 from shardwise.device.ahead import Later, runs_ahead
-from shardwise.device.memory import MemoryFacts, live_bytes, memory_facts, reset_peak
+from shardwise.device.memory import (
+    MemoryFacts,
+    allocator_bytes,
+    live_bytes,
+    memory_facts,
+    reset_allocator_peak,
+    reset_peak,
+)
+from shardwise.device.streams import (
+    RandomState,
+    SideCopy,
+    default_generator,
+    make_current,
+    numbered,
+    on_device,
+    page_lock,
+    random_state,
+    record_event,
+    set_random_state,
+    side_stream,
+    synchronize,
+    total_bytes,
+    wait_event,
+)
 
-__all__ = ["Later", "MemoryFacts", "live_bytes", "memory_facts", "reset_peak", "runs_ahead"]
+__all__ = [
+    "Later",
+    "MemoryFacts",
+    "RandomState",
+    "SideCopy",
+    "allocator_bytes",
+    "default_generator",
+    "live_bytes",
+    "make_current",
+    "memory_facts",
+    "numbered",
+    "on_device",
+    "page_lock",
+    "random_state",
+    "record_event",
+    "reset_allocator_peak",
+    "reset_peak",
+    "runs_ahead",
+    "set_random_state",
+    "side_stream",
+    "synchronize",
+    "total_bytes",
+    "wait_event",
+]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["MemoryFacts", "live_bytes", "memory_facts", "reset_peak"]
+__all__ = ["MemoryFacts", "allocator_bytes", "live_bytes", "memory_facts", "reset_allocator_peak", "reset_peak"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,25 @@ def reset_peak(device: torch.device | None = None) -> None:
     with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as file:
         file.write("5")
     if device is not None and device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+        reset_allocator_peak(device)
+
+
+def allocator_bytes(device: torch.device) -> tuple[int, int]:
+    """What CUDA's caching allocator holds for tensors of a GPU now, and the most since :func:`reset_allocator_peak`.
+
+    With memory that was dropped and waits for another stream (``record_stream``), which is not to be had either and
+    which torch's ``memory_allocated`` leaves out. One call for both numbers, without making a flat table of all others.
+    """
+    found = torch.cuda.memory_stats_as_nested_dict(device)
+    if not found:
+        return 0, 0  # nothing has been made there
+    kinds = [found[kind]["all"] for kind in ("active_bytes", "allocated_bytes")]  # other allocators know but one
+    return max(kind["current"] for kind in kinds), max(kind["peak"] for kind in kinds)
+
+
+def reset_allocator_peak(device: torch.device) -> None:
+    """Let :func:`allocator_bytes` give the most from now on; torch's own peaks start anew with it."""
+    torch.cuda.reset_peak_memory_stats(device)
 
 
 def live_bytes(tensors: Iterable[Tensor]) -> int:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from shardwise.device import default_generator
 from shardwise.engine.deferred_replay import (
     META,
     OWN_GENERATOR,
@@ -34,7 +35,6 @@ from shardwise.engine.deferred_replay import (
     Operation,
     Ref,
     Tape,
-    default_generator,
     map_leaves,
     replay,
     start_tape,

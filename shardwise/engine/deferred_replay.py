@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from shardwise.device import default_generator
 from shardwise.torch_internals import no_torch_function, version_of, with_negative_bit
 
 __all__ = [
@@ -37,7 +38,6 @@ __all__ = [
     "Operation",
     "Ref",
     "Tape",
-    "default_generator",
     "map_leaves",
     "replay",
     "start_tape",
@@ -219,15 +219,6 @@ def start_tape(tensor: Tensor, tape: Tape) -> None:
 
 
 # ---- generators -----------------------------------------------------------------------------------------------------
-
-
-def default_generator(device: torch.device) -> torch.Generator:
-    """The global generator of ``device`` (the current one of its type where it has no index)."""
-    if device.type == "cpu":
-        return torch.default_generator
-    module = torch.get_device_module(device)
-    index = module.current_device() if device.index is None else device.index
-    return cast(torch.Generator, module.default_generators[index])
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from shardwise.device import make_current
 from shardwise.engine.early_disk import EarlyDisk
 from shardwise.engine.grads import ChunkGrads
 from shardwise.engine.norm import shard_norm
@@ -44,10 +45,18 @@ class EarlyUpdates:
         disk: its tiles on a disk, or ``None``.
         in_place: nothing needs to be undone: no clipping, no loss scale, no disk.
         norm_type: p of the norm that ``step()`` reports.
+        device: where the model computes; the current one of the thread that updates, where it is a GPU.
     """
 
     def __init__(
-        self, stepper: TileStepper, tiles: Sequence[Tile], disk: EarlyDisk | None, in_place: bool, norm_type: float
+        self,
+        stepper: TileStepper,
+        tiles: Sequence[Tile],
+        disk: EarlyDisk | None,
+        *,
+        in_place: bool,
+        norm_type: float,
+        device: torch.device,
     ) -> None:
         self._stepper, self.in_place, self._norm_type = stepper, in_place, norm_type
         self._disk = disk
@@ -55,7 +64,8 @@ class EarlyUpdates:
         for tile in tiles:
             if tile.pieces[0].value.device.type == "cpu" and tile.state.master is not None:
                 self._tiles.setdefault(tile.chunk.spec.index, []).append(tile)
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="shardwise-update")
+        # A new thread's current GPU is the first one, where torch's optimizers would ask about streams.
+        self._worker = ThreadPoolExecutor(1, "shardwise-update", initializer=make_current, initargs=(device,))
         self._jobs: deque[Future[None]] = deque()
         self._undo: list[Callable[[], None]] = []
         self._kept_bytes = 0

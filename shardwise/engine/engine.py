@@ -13,6 +13,7 @@ from torch import nn
 from shardwise.chunk.chunk import Chunk
 from shardwise.chunk.layout import Layout, make_layout, search_report
 from shardwise.chunk.pool import ChunkPool
+from shardwise.device import synchronize
 from shardwise.engine.agreement import agreed_build
 from shardwise.engine.casts import cast_floats, each_tensor
 from shardwise.engine.description import describe_build
@@ -462,8 +463,8 @@ class Engine:
         if self.pool.all_held:
             raise RuntimeError(f"an update inside gathered() (all_held={self.pool.all_held}): leave the block first")
         self.pool.settle()
-        if self.mesh.device.type == "cuda" and not self.plan.tiers.all_on_device:
-            torch.cuda.synchronize(self.mesh.device)  # uploads still read the shards that the CPU will write
+        if not self.plan.tiers.all_on_device:
+            synchronize(self.mesh.device)  # uploads still read the shards that the CPU will write
         self.mesh.shard.fence("before an update")
         self.guards.edits.allow()
 

@@ -159,11 +159,11 @@ class GradRing:
 
     Args:
         device: where it is.
-        pin: page-lock it; it is on the host.
+        pin_for: page-lock it for this GPU; it is on the host.
     """
 
-    def __init__(self, device: torch.device, pin: bool) -> None:
-        self._device, self._pin = device, pin
+    def __init__(self, device: torch.device, pin_for: torch.device | None) -> None:
+        self._device, self._pin_for = device, pin_for
         self._idle: list[torch.Tensor] = []
 
     def idle(self) -> list[torch.Tensor]:
@@ -180,8 +180,8 @@ class GradRing:
         for index in range(len(self._idle)):  # the other thread only appends
             if self._idle[index].nbytes >= nbytes:
                 return self._idle.pop(index)[:nbytes].view(dtype)
-        if self._pin:
-            return host_block(nbytes, pin=True).view(dtype)
+        if self._pin_for is not None:
+            return host_block(nbytes, self._pin_for).view(dtype)
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device).view(dtype)
 
     def give(self, memory: torch.Tensor) -> None:

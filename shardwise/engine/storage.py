@@ -14,6 +14,7 @@ from shardwise.chunk.chunk import Chunk
 from shardwise.chunk.layout import ChunkSpec, Layout
 from shardwise.chunk.source import DiskSource, MemorySource, ReadAhead, ShardSource
 from shardwise.comm import Buffer
+from shardwise.device import side_stream, total_bytes
 from shardwise.engine.disk_agreement import agreed
 from shardwise.engine.grads import ChunkGrads, GradRing
 from shardwise.engine.states import ChunkState
@@ -64,11 +65,10 @@ class Storage:
         self.store: DiskStore | None = None
         self.value_buffer_bytes = 0
         self._rings: dict[Tier, GradRing] = {}
-        on_gpu = mesh.device.type == "cuda"
-        self._uploads = torch.cuda.Stream(mesh.device) if on_gpu else None  # type: ignore[no-untyped-call]
+        self._uploads = side_stream(mesh.device)
         try:
             self._open_store()
-            self._arena = HostArena(self._host_bytes(), plan.tiers.pin_memory)
+            self._arena = HostArena(self._host_bytes(), self._pins_for)
             self.new_shards = {s.index: self._arena.take(s.shard_numel, s.dtype) for s in specs if self._waits(s)}
             self.chunks = self._make_chunks(params)
             with self._all_reserve():
@@ -83,7 +83,7 @@ class Storage:
     def _open_store(self) -> None:
         disk = self.plan.tiers.disk
         with agreed(self.mesh.world, "its file was made", REMEDY, needed=self.uses_disk):
-            allocate = partial(host_block, pin=True) if self._pins else None
+            allocate = partial(host_block, pin_for=self._pins_for) if self._pins_for is not None else None
             disk = disk if self.uses_disk else None
             self.store = DiskStore(disk, self.mesh.rank, allocate=allocate) if disk is not None else None
         shards = [s for s in self.layout.chunks if self.homes[s.index].param is Tier.DISK]
@@ -99,9 +99,10 @@ class Storage:
         return agreed(self.mesh.world, "space was reserved", REMEDY, needed=self.uses_disk)
 
     @property
-    def _pins(self) -> bool:
-        """Whether host memory is page-locked: copies to and from a GPU would else pass through the driver's own."""
-        return self.plan.tiers.pin_memory and self.mesh.device.type == "cuda"
+    def _pins_for(self) -> torch.device | None:
+        """The GPU that host memory is page-locked for: copies would else pass through the driver's own."""
+        device = self.mesh.device
+        return device if self.plan.tiers.pin_memory and device.type == "cuda" else None
 
     # ---- which memory
 
@@ -276,8 +277,9 @@ class Storage:
 
     def ring(self, home: Tier) -> GradRing:
         """Memory of gradients that stream, in the tier where their updates read them."""
-        device = torch.device("cpu") if home is Tier.HOST else self.mesh.device
-        return self._rings.setdefault(home, GradRing(device, self._pins and home is Tier.HOST))
+        on_host = home is Tier.HOST
+        device = torch.device("cpu") if on_host else self.mesh.device
+        return self._rings.setdefault(home, GradRing(device, self._pins_for if on_host else None))
 
     # ---- accounts
 
@@ -318,5 +320,5 @@ def _capacity(plan: Plan, device: torch.device) -> int | None:
     if plan.tiers.device_capacity_bytes is not None or plan.tiers.auto is None:
         return plan.tiers.device_capacity_bytes
     if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
+        return total_bytes(device)
     return None

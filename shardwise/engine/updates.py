@@ -19,6 +19,7 @@ import torch
 
 from shardwise.chunk.chunk import Chunk
 from shardwise.chunk.source import DiskSource
+from shardwise.device import RandomState, random_state, set_random_state
 from shardwise.engine.disk_agreement import disk_failures, raise_failures
 from shardwise.engine.disk_tiles import BufferSizes, DiskTile, TileVisits
 from shardwise.engine.early import EarlyUpdates
@@ -36,7 +37,6 @@ from shardwise.torch_internals import point
 __all__ = ["TileUpdates"]
 
 Update = Callable[[Tile, torch.Tensor], None]
-RandomState = tuple[torch.Tensor, torch.Tensor | None]
 DOING = "the optimizer updated"
 INTACT = (
     "Everything is as it was after the previous step and the gradients are kept: save a checkpoint, or repair the disk "
@@ -195,7 +195,14 @@ class TileUpdates:
             for each in self._disk.values():
                 by_chunk.setdefault(each.tile.chunk.spec.index, []).append(each)
             self._early_disk = EarlyDisk(by_chunk, self._visits, storage.new_shards, storage.store, self._index)
-        return EarlyUpdates(self._stepper, in_memory, self._early_disk, in_place, plan.grad.norm_type)
+        return EarlyUpdates(
+            self._stepper,
+            in_memory,
+            self._early_disk,
+            in_place=in_place,
+            norm_type=plan.grad.norm_type,
+            device=self._engine.mesh.device,
+        )
 
     def run(self, factor: float, updated: Collection[int] = (), failure: Exception | None = None) -> None:
         """Update with ``factor`` times the gradients. Every rank calls it.
@@ -245,20 +252,20 @@ class TileUpdates:
         undo = [each.snapshot() for each in state_on_disk]
         unreadable = self._renew()
         failure = failure or unreadable
-        before = draws = _random_state(device)
+        before = draws = random_state(device)
         changed: list[DiskTile] = []
         try:
             if failure is None:
                 failure, draws = self._try_disk(update, state_on_disk, params_on_disk, changed)
             failures = disk_failures(self._engine.mesh.world, failure, DOING, self._begin)
         except BaseException as error:  # an interrupt, or a peer is gone: nobody agrees on anything any more
-            _set_random_state(device, before)
+            set_random_state(device, before)
             self._undo(changed, undo)
             if isinstance(error, Exception) or self._engine.mesh.world.size == 1:
                 self._engine.unfinished.end(*self.parts)  # otherwise the peers may have learnt that all went well
             raise
         if failures:
-            _set_random_state(device, before)
+            set_random_state(device, before)
             self._undo(changed, undo)
             self._engine.unfinished.end(*self.parts)
             self._engine.mesh.shard.fence()  # peers read the shards that were put back
@@ -267,7 +274,7 @@ class TileUpdates:
             raise_failures(failures, failure, DOING, LOST.format(ranks=lost) if lost else INTACT)
         self._visits.end_step()
         # An optimizer that draws random numbers draws the same ones again.
-        _set_random_state(device, draws)
+        set_random_state(device, draws)
         for chunk, tiles in params_on_disk:
             if isinstance(chunk.source, DiskSource):
                 with chunk.source.scratch() as shard:
@@ -285,10 +292,10 @@ class TileUpdates:
         changed: list[DiskTile],
     ) -> tuple[Exception | None, RandomState]:
         """What was wrong, if anything, and the random state between the updates of the two."""
-        draws = _random_state(self._engine.mesh.device)
+        draws = random_state(self._engine.mesh.device)
         try:
             self._visit_all(state_on_disk, update, changed)
-            draws = _random_state(self._engine.mesh.device)
+            draws = random_state(self._engine.mesh.device)
             for chunk, tiles in params_on_disk:
                 with _for_update(chunk, tiles[0].grads) as shard:
                     for tile in tiles:
@@ -376,16 +383,6 @@ def _for_update(chunk: Chunk, grads: ChunkGrads) -> AbstractContextManager[torch
 
 def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
-
-
-def _random_state(device: torch.device) -> RandomState:
-    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-
-def _set_random_state(device: torch.device, state: RandomState) -> None:
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.cuda.set_rng_state(state[1], device)
 
 
 @contextmanager

@@ -6,28 +6,28 @@ request up to a power of two.
 
 from __future__ import annotations
 
-import weakref
-
 import torch
+
+from shardwise.device import page_lock
 
 __all__ = ["HostArena", "host_block"]
 
 ALIGN_BYTES = 256
 
 
-def host_block(nbytes: int, pin: bool) -> torch.Tensor:
+def host_block(nbytes: int, pin_for: torch.device | None) -> torch.Tensor:
     """Long-lived host memory: zeroed uint8 of ``nbytes``.
 
     Args:
         nbytes: how much.
-        pin: page-lock it; without CUDA it is ordinary memory.
+        pin_for: page-lock it for this GPU; ``None``, or another device: it is ordinary memory.
 
     Raises:
         RuntimeError: CUDA refuses to page-lock that much.
     """
     block = torch.zeros(nbytes, dtype=torch.uint8)
-    if pin and nbytes and torch.cuda.is_available():
-        _register(block)
+    if pin_for is not None and pin_for.type == "cuda" and nbytes:
+        page_lock(block, pin_for)
     return block
 
 
@@ -36,14 +36,14 @@ class HostArena:
 
     Args:
         total_bytes: what will be taken in all, each tensor rounded up (:meth:`rounded`).
-        pin: page-lock the block; without CUDA it is ordinary memory.
+        pin_for: page-lock the block for this GPU; ``None``, or another device: it is ordinary memory.
 
     Raises:
         RuntimeError: CUDA refuses to page-lock that much.
     """
 
-    def __init__(self, total_bytes: int, pin: bool) -> None:
-        self._block = host_block(total_bytes, pin)
+    def __init__(self, total_bytes: int, pin_for: torch.device | None) -> None:
+        self._block = host_block(total_bytes, pin_for)
         self._at = 0
         self.pinned = self._block.is_pinned()
 
@@ -64,14 +64,3 @@ class HostArena:
             raise RuntimeError(f"{stop} bytes of host memory are wanted of {self._block.numel()}; report this")
         self._at = stop
         return self._block[start : start + nbytes].view(dtype)
-
-
-def _register(block: torch.Tensor) -> None:
-    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    result = runtime.cudaHostRegister(block.data_ptr(), block.numel(), 0)
-    if int(result) != 0:
-        raise RuntimeError(
-            f"CUDA could not page-lock {block.numel()} bytes of host memory (error {int(result)}); raise the limit of "
-            "locked memory (ulimit -l), or use pin_memory=False"
-        )
-    weakref.finalize(block.untyped_storage(), runtime.cudaHostUnregister, block.data_ptr())

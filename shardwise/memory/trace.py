@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from shardwise.device import total_bytes
 from shardwise.memory.stats import NO_UNIT, MemoryRecorder, MemStats, Phase
 from shardwise.memory.tracker import Tracker, make_tracker, storages
 from shardwise.torch_internals import storage_id
@@ -66,7 +67,7 @@ def trace_memory(
             raise ValueError(f"{name} is not initialised yet (a lazy module): run the model once before tracing it")
     device = _device_of(model, batch)
     if capacity_bytes is None and device.type == "cuda":
-        capacity_bytes = torch.cuda.mem_get_info(device)[1]
+        capacity_bytes = total_bytes(device)
     with contextlib.ExitStack() as undo:
         hidden = _keep(model, batch, optimizer, device, undo)
         if optimizer is not None and not optimizer.state:

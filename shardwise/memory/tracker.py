@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from shardwise.device import allocator_bytes, reset_allocator_peak
 from shardwise.torch_internals import DispatchMode, each_leaf, is_wrapper, storage_id
 
 __all__ = ["AllocatorTracker", "TensorTracker", "Tracker", "make_tracker", "storages"]
@@ -323,17 +324,17 @@ class AllocatorTracker:
 
     def _restart(self) -> None:
         self._model_at_start = self._model_bytes()
-        torch.cuda.reset_peak_memory_stats(self.device)
+        reset_allocator_peak(self.device)
 
     @property
     def live_bytes(self) -> int:
         """Allocated now, less model data."""
-        return max(torch.cuda.memory_allocated(self.device) - self._model_bytes(), 0)
+        return max(allocator_bytes(self.device)[0] - self._model_bytes(), 0)
 
     def sample(self) -> None:
         """End a part of the interval in which the amount of model data was constant."""
         model = max(self._model_at_start, self._model_bytes())
-        self._peak = max(self._peak, torch.cuda.max_memory_allocated(self.device) - model)
+        self._peak = max(self._peak, allocator_bytes(self.device)[1] - model)
         self._restart()
 
     def call_above(self, limit_bytes: int, action: Callable[[], None]) -> None:

@@ -10,6 +10,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from shardwise.device import make_current
+
 __all__ = ["LaunchFacts", "check_joined", "default_device", "init_distributed", "read_variable", "shutdown"]
 
 # Long enough for a slow checkpoint, short enough that a lost rank does not hold the others for torch's half hour.
@@ -100,8 +102,7 @@ def init_distributed(
     """
     facts = LaunchFacts.read()
     chosen = _device(facts, device)
-    if chosen.type == "cuda":
-        torch.cuda.set_device(chosen)
+    make_current(chosen)
     if facts.launched and not dist.is_initialized():
         backend = backend or ("nccl" if chosen.type == "cuda" else "gloo")
         dist.init_process_group(backend, rank=facts.rank, world_size=facts.world_size, timeout=timeout)

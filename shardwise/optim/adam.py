@@ -173,7 +173,7 @@ class _Adam(torch.optim.Optimizer):
         rules = [self._rule(group) for group in self.param_groups]
         held = [(p, rule) for params, rule in zip(live, rules, strict=True) for p in params if offload.holds(p)]
         # One block, which goes back to the system when the step ends; many would stay in the allocator, in fragments.
-        copies = HostArena(sum(HostArena.rounded(param.nbytes) for param, _ in held), pin=False)
+        copies = HostArena(sum(HostArena.rounded(param.nbytes) for param, _ in held), pin_for=None)
         new: list[tuple[Tensor, Tensor]] = []
         gradient = torch.empty(0)
         with contextlib.closing(offload.stream([param for param, _ in held])) as pieces:

@@ -11,7 +11,7 @@ from shardwise.memory.host import HostArena
 def test_tensors_do_not_overlap_and_share_one_storage() -> None:
     wanted = [(3, torch.float32), (0, torch.float32), (1000, torch.bfloat16), (1, torch.float64), (65, torch.int8)]
     total = sum(HostArena.rounded(n * dtype.itemsize) for n, dtype in wanted)
-    arena = HostArena(total, pin=False)
+    arena = HostArena(total, pin_for=None)
     taken = [arena.take(numel, dtype) for numel, dtype in wanted]
     assert not arena.pinned
     with pytest.raises(RuntimeError, match=f"{total + 256} bytes of host memory are wanted of {total}"):
@@ -28,7 +28,7 @@ def test_tensors_do_not_overlap_and_share_one_storage() -> None:
 
 
 def test_more_than_was_announced_is_an_error() -> None:
-    arena = HostArena(256, pin=False)
+    arena = HostArena(256, pin_for=None)
     arena.take(1, torch.float32)
     for _ in range(2):  # an error takes nothing
         with pytest.raises(RuntimeError, match="512 bytes of host memory are wanted of 256"):
@@ -41,5 +41,5 @@ def test_rounding(nbytes: int, rounded: int) -> None:
 
 
 def test_nothing_is_allocated_for_nothing() -> None:
-    arena = HostArena(0, pin=True)
+    arena = HostArena(0, pin_for=torch.device("cpu"))
     assert not arena.pinned and arena.take(0, torch.float32).numel() == 0

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from cuda_setup import FakeCuda
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -388,23 +389,6 @@ def test_it_is_what_the_process_grows_by() -> None:
     counted, grown = map(int, done.stdout.split())
     assert counted == 16 * 65536 * 64 * F32
     assert 0.97 * counted <= grown <= 1.1 * counted
-
-
-class FakeCuda:
-    """Counts as CUDA's allocator does."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = self.highest = 0
-        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: self.now)
-        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: self.highest)
-        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", self.reset)
-
-    def reset(self, device: Any) -> None:
-        self.highest = self.now
-
-    def allocate(self, size: int) -> None:
-        self.now += size
-        self.highest = max(self.highest, self.now)
 
 
 def test_allocator_tracker(monkeypatch: pytest.MonkeyPatch) -> None:

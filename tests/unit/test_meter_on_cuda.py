@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cuda_setup import FakeCuda
 
 from shardwise.engine.meter import MemoryMeter
 from shardwise.memory.ledger import REST, Ledger
@@ -11,27 +12,9 @@ from shardwise.memory.ledger import REST, Ledger
 CUDA = torch.device("cuda")
 
 
-class Fake:
-    """Bytes that are allocated, and how often their peak was reset."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now, self.highest, self.resets = 0, 0, 0
-        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _device: self.now)
-        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _device: self.highest)
-        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _device: self.reset())
-
-    def reset(self) -> None:
-        self.resets += 1
-        self.highest = self.now
-
-    def allocate(self, size: int) -> None:
-        self.now += size
-        self.highest = max(self.highest, self.now)
-
-
 def test_what_is_only_foreseen_is_not_taken_off_what_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the rest of the first step, before there is optimizer state, would seem smaller by that."""
-    cuda, made = Fake(monkeypatch), [0]
+    cuda, made = FakeCuda(monkeypatch), [0]
     ledger = Ledger(CUDA, 10_000)
     ledger.watch("parameter shards", lambda: 1000)
     ledger.watch("masters and optimizer state", lambda: 3000)
@@ -48,7 +31,7 @@ def test_what_is_only_foreseen_is_not_taken_off_what_is_allocated(monkeypatch: p
 
 def test_the_peak_is_left_alone_once_there_is_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is the user's as well; without a recorder there is nothing to be measured."""
-    cuda = Fake(monkeypatch)
+    cuda = FakeCuda(monkeypatch)
     meter = MemoryMeter(Ledger(CUDA, 10_000), CUDA, None, lambda: 0)
     before = cuda.resets
     for _ in range(3):
@@ -57,4 +40,4 @@ def test_the_peak_is_left_alone_once_there_is_a_trace(monkeypatch: pytest.Monkey
         meter.forward_ended()
         meter.leave()
         cuda.allocate(-700)
-    assert cuda.resets == before and cuda.highest == 700
+    assert cuda.resets == before and cuda.peak == 700

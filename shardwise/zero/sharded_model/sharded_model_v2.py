@@ -18,6 +18,7 @@ from torch import nn
 
 from shardwise.build import Session, build
 from shardwise.comm import ranks_of
+from shardwise.device import numbered, total_bytes
 from shardwise.engine.attributes import attribute_of
 from shardwise.engine.deferred import adopt
 from shardwise.memory.dump import dump_memory_stats
@@ -332,8 +333,7 @@ def _facts(
 ) -> tuple[ModelFacts, torch.device]:
     first = next(iter(marks.values()), ParameterMark(False, None, torch.device("cpu")))
     device = first.target_device if first.target_device.type == "cuda" else default_device()
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
+    device = numbered(device)
     sharded = any(mark.param_is_sharded for mark in marks.values())
     facts = ModelFacts(
         ranks=ranks,
@@ -349,5 +349,5 @@ def _facts(
 
 def _capacity_bytes(device: torch.device) -> int:
     if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
+        return total_bytes(device)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

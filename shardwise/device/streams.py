@@ -1,0 +1,175 @@
+"""Streams, events and which GPU they are of: the only module that asks CUDA for any of them, and always by device.
+
+Torch answers what no device is named for with the *current* one, of the thread that asks: GPU 0 in a thread that was
+just started, and whatever the program chose last elsewhere, which need not be where the model is. A wait on the wrong
+GPU's stream waits for nothing, and the numbers are wrong without a word. So everything here takes a device, and
+``tests/test_architecture.py`` keeps the rest of the library from asking by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from contextlib import AbstractContextManager
+from typing import cast
+
+import torch
+
+__all__ = [
+    "RandomState",
+    "SideCopy",
+    "current_stream",
+    "default_generator",
+    "make_current",
+    "numbered",
+    "on_device",
+    "page_lock",
+    "random_state",
+    "record_event",
+    "set_random_state",
+    "side_stream",
+    "synchronize",
+    "total_bytes",
+    "wait_event",
+]
+
+RandomState = tuple[torch.Tensor, torch.Tensor | None]
+"""Of the CPU's generator, and of a GPU's."""
+
+
+def numbered(device: torch.device) -> torch.device:
+    """``device`` as tensors on it name it: of a GPU without a number, the current one of this thread."""
+    if device.type != "cuda" or device.index is not None:
+        return device
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Inside, ``device`` is this thread's current one, where it is a GPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def make_current(device: torch.device) -> None:
+    """From here on ``device`` is this thread's current one, where it is a GPU. For the first line of a thread."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def current_stream(device: torch.device) -> torch.cuda.Stream:
+    """Of a GPU: the stream that operations of this thread on its tensors run on."""
+    return torch.cuda.current_stream(device)
+
+
+def side_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """A new stream of a GPU; ``None`` of any other device."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+
+def record_event(device: torch.device) -> torch.cuda.Event:
+    """An event of a GPU that happens when its current stream has done what it was given so far."""
+    event: torch.cuda.Event = current_stream(device).record_event()
+    return event
+
+
+def wait_event(device: torch.device, event: torch.cuda.Event) -> None:
+    """What is given to the current stream of a GPU from here on waits for ``event``; the host does not."""
+    current_stream(device).wait_event(event)
+
+
+def synchronize(device: torch.device) -> None:
+    """The host waits until a GPU has done all it was given; nothing to do for other devices."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def total_bytes(device: torch.device) -> int:
+    """The memory that a GPU has."""
+    return int(torch.cuda.get_device_properties(device).total_memory)
+
+
+def random_state(device: torch.device) -> RandomState:
+    """Of the CPU's generator and, where ``device`` is a GPU, of its own."""
+    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """The global generator of ``device`` (the current one of its type where it has no number)."""
+    if device.type == "cpu":
+        return torch.default_generator
+    module = torch.get_device_module(device)
+    index = module.current_device() if device.index is None else device.index
+    return cast(torch.Generator, module.default_generators[index])
+
+
+def set_random_state(device: torch.device, state: RandomState) -> None:
+    """What :func:`random_state` gave for ``device``."""
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state(state[1], device)
+
+
+def page_lock(block: torch.Tensor, device: torch.device) -> None:
+    """Page-lock host memory, as long as it lives, so that copies between it and a GPU run beside the host.
+
+    Called for the GPU by name: in a thread whose current device is another, that one would get a context, which takes
+    hundreds of megabytes of it.
+
+    Raises:
+        RuntimeError: CUDA refuses to page-lock that much.
+    """
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    with on_device(device):
+        result = int(runtime.cudaHostRegister(block.data_ptr(), block.numel(), 0))
+    if result != 0:
+        raise RuntimeError(
+            f"CUDA could not page-lock {block.numel()} bytes of host memory (error {result}); raise the limit of "
+            "locked memory (ulimit -l), or use pin_memory=False"
+        )
+    weakref.finalize(block.untyped_storage(), _unlock, block.data_ptr(), device, os.getpid())
+
+
+def _unlock(address: int, device: torch.device, process: int) -> None:
+    """The memory at ``address`` is about to be given back: no copy may still read or write it."""
+    if os.getpid() != process:
+        return  # a forked child, which may not speak to CUDA and has locked nothing
+    synchronize(device)
+    with on_device(device):
+        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+
+
+class SideCopy:
+    """A copy from the host's memory to a GPU on a stream of its own; what it makes is usable after :meth:`wait`.
+
+    ``out`` may be dropped at any time after :meth:`wait`, without ``record_stream``, and its memory is not written by
+    this copy then: the allocator gives memory that was dropped to the stream that it was allocated on, which is the one
+    that was current when the copy was begun, and :meth:`wait` makes that stream wait for the copy. Whoever drops
+    ``out`` must have called it. ``record_stream`` would keep the memory from being used again until the *host* finds
+    the copy done, so that a host which runs ahead allocates more and more, which ``memory_allocated`` does not count.
+
+    Args:
+        source: host memory; it must live, and keep its values, until the copy is done. For the copy to run beside
+            anything it has to be page-locked.
+        out: on a GPU, just allocated there or not used by anything that the current stream does not wait for.
+        stream: of the same GPU.
+    """
+
+    def __init__(self, source: torch.Tensor, out: torch.Tensor, stream: torch.cuda.Stream) -> None:
+        self._out, self._source = out, source
+        self._owner = current_stream(out.device)
+        stream.wait_stream(self._owner)  # for whoever used this memory before
+        with torch.cuda.stream(stream):
+            out.copy_(source, non_blocking=True)
+            self._event = stream.record_event()
+
+    def finished(self) -> bool:
+        """Whether the copy is done."""
+        return bool(self._event.query())
+
+    def wait(self) -> None:
+        """What the current stream is given from here on comes after the copy; the host does not wait."""
+        reader = current_stream(self._out.device)
+        reader.wait_event(self._event)
+        if reader != self._owner:  # the program has changed streams since
+            self._owner.wait_event(self._event)
+            self._out.record_stream(reader)

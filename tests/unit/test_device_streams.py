@@ -1,0 +1,147 @@
+"""Streams, page-locked memory and threads belong to the model's GPU, whichever is current; against a CUDA of two."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from typing import Any, cast
+
+import pytest
+import torch
+from cuda_setup import FakeArray, FakeCuda, Stream
+
+from shardwise.chunk.source import MemorySource
+from shardwise.comm import Buffer, LocalGroup
+from shardwise.device import (
+    SideCopy,
+    allocator_bytes,
+    make_current,
+    numbered,
+    on_device,
+    record_event,
+    side_stream,
+    wait_event,
+)
+from shardwise.engine.early import EarlyUpdates
+from shardwise.engine.grads import GradRing
+from shardwise.engine.tiles import TileStepper
+from shardwise.memory.disk_buffers import BufferPool
+from shardwise.memory.host import HostArena, host_block
+from shardwise.memory.tier import Tier
+
+SECOND = torch.device("cuda", 1)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    return FakeCuda(monkeypatch)
+
+
+def _upload(cuda: FakeCuda) -> tuple[Any, FakeArray, torch.Tensor, Stream]:
+    """A gather from the host's memory to the second GPU while the first one is current."""
+    source, out, side = torch.zeros(4), FakeArray(cuda, 1), side_stream(SECOND)
+    memory = MemorySource(Buffer(source), Tier.HOST, cast(Any, side))
+    handle = memory.gather(LocalGroup("one", SECOND), cast(torch.Tensor, out))
+    return handle, out, source, cast(Stream, side)
+
+
+def test_an_upload_is_waited_for_on_the_gpu_of_the_array(cuda: FakeCuda) -> None:
+    handle, out, source, side = _upload(cuda)
+    assert side.device == 1 and side.comes_after(source)
+    assert not out.owner.comes_after(source)
+    handle.wait()
+    assert out.owner.comes_after(source)
+    assert not cuda.stream_of(0).given, "the other GPU has nothing to wait for"
+
+
+def test_an_upload_waits_for_whoever_used_the_memory_before(cuda: FakeCuda) -> None:
+    cuda.stream_of(1).given.append("reads the array that was there")
+    before = cuda.stream_of(1).given[-1]
+    _, _, _, side = _upload(cuda)
+    assert side.comes_after(before)
+
+
+def test_memory_of_an_upload_is_free_for_its_own_stream_as_soon_as_it_is_dropped(cuda: FakeCuda) -> None:
+    """Without record_stream: the stream that gets the memory next comes after the copy."""
+    handle, out, source, _ = _upload(cuda)
+    handle.wait()
+    assert not out.readers and out.owner.comes_after(source)
+
+
+def test_a_program_that_changes_streams_between_gather_and_use(cuda: FakeCuda) -> None:
+    """Both streams come after the copy: the one that reads, and the one that the memory goes back to."""
+    handle, out, source, _ = _upload(cuda)
+    other = cuda.change_stream(1)
+    handle.wait()
+    assert other.comes_after(source) and out.owner.comes_after(source)
+    assert out.readers == [other], "its memory must not be given away while this stream reads"
+
+
+def test_an_event_is_of_the_gpu_that_is_named(cuda: FakeCuda) -> None:
+    event = cast(Any, record_event(SECOND))
+    assert event.stream is cuda.stream_of(1) and cuda.current == 0
+    wait_event(SECOND, event)
+    assert cuda.stream_of(1).given == [event] and not cuda.stream_of(0).given
+
+
+def test_a_gpu_without_a_number_is_the_current_one(cuda: FakeCuda) -> None:
+    make_current(SECOND)
+    assert numbered(torch.device("cuda")) == SECOND and numbered(torch.device("cuda:0")).index == 0
+    with on_device(torch.device("cuda:0")):
+        assert cuda.current == 0
+    assert cuda.current == 1
+    for device in (torch.device("cpu"), torch.device("meta")):
+        make_current(device)
+        with on_device(device):
+            assert numbered(device) == device and cuda.current == 1
+    make_current(torch.device("cuda:0"))
+
+
+@pytest.mark.parametrize("kind", ["arena", "block", "ring", "disk buffers"])
+def test_memory_is_page_locked_for_the_gpu_in_any_thread(cuda: FakeCuda, kind: str) -> None:
+    """A thread's current GPU is the first one, on which a context would take hundreds of megabytes."""
+    makes = {
+        "arena": lambda: HostArena(512, SECOND),
+        "block": lambda: host_block(512, SECOND),
+        "ring": lambda: GradRing(torch.device("cpu"), SECOND).take(100, torch.float32),
+        "disk buffers": lambda: _pool().reserve(2, 4096),
+    }
+
+    def _pool() -> BufferPool:
+        return BufferPool(lambda nbytes: host_block(nbytes, SECOND))
+
+    thread = threading.Thread(target=makes[kind])
+    thread.start()
+    thread.join()
+    gc.collect()
+    assert cuda.ever_locked_on == {1}
+    assert not cuda.locked, "what is dropped is unlocked, after the GPU has done its copies"
+    assert set(cuda.synchronized) == {1}
+
+
+def test_memory_for_no_gpu_is_not_locked(cuda: FakeCuda) -> None:
+    assert host_block(16, None).numel() == host_block(16, torch.device("cpu")).numel() == 16
+    assert host_block(0, SECOND).numel() == 0 and not cuda.locked
+
+
+def test_updates_during_backward_run_with_the_models_gpu_current(cuda: FakeCuda) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    stepper = TileStepper(torch.optim.SGD([parameter], lr=0.1), [])
+    early = EarlyUpdates(stepper, [], None, in_place=True, norm_type=2.0, device=SECOND)
+    assert early._worker.submit(lambda: cuda.current).result() == 1 and cuda.current == 0
+    early.close()
+
+
+def test_memory_that_waits_for_a_stream_is_held(cuda: FakeCuda) -> None:
+    """What was dropped after record_stream is in torch's memory_allocated no more, and nobody can have it yet."""
+    cuda.allocate(700)
+    cuda.drop_recorded(500)
+    assert allocator_bytes(SECOND) == (700, 700)
+    cuda.waiting = 0
+    assert allocator_bytes(SECOND) == (200, 700)
+
+
+def test_a_copy_keeps_its_source(cuda: FakeCuda) -> None:
+    source = torch.zeros(3)
+    copy = SideCopy(source, cast(torch.Tensor, FakeArray(cuda, 1)), cast(Any, side_stream(SECOND)))
+    assert not copy.finished() and any(each is source for each in gc.get_referents(vars(copy)))
