@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from shardwise.checkpoint.session import Checkpointer
+from shardwise.device import on_device
 from shardwise.engine.collective import collective
 from shardwise.engine.deferred_record import is_recording, recorders
 from shardwise.engine.engine import Engine
@@ -154,7 +155,8 @@ def build(
         optimizer: one, several (each parameter in at most one), or none. They stay usable through ``param_groups``.
         plan: what to do; see :mod:`shardwise.plan`.
         mesh: made from ``plan.mesh`` over all ranks if not given.
-        device: where parameters live, if no mesh is given; by default this rank's GPU where there is one a rank.
+        device: where parameters live, if no mesh is given; by default this rank's GPU where there is one a rank. It
+            need not be the current one.
 
     Raises:
         RuntimeError: called inside ``deferred_init()``.
@@ -176,16 +178,17 @@ def build(
         if mesh is None:
             mesh = Mesh.create(plan.mesh, device or default_device(), plan.comm)
             undo.callback(mesh.close)
-        with mesh.doing("build()"):
-            engine = Engine(model, optimizers, plan, mesh)
-        undo.callback(engine.close)  # its hooks and files
-        scaler = LossScaler(plan.precision.scaler) if plan.precision.scaler is not None else None
-        wrapped = []
-        for index, each in enumerate(optimizers):
-            undo.callback(_give_back_step, each, vars(each).get("step"))  # also if it fails half way
-            wrapped.append(ShardedOptimizer(engine, each, index, scaler))
-            undo.callback(wrapped[-1].close)
-        session = Session(engine, ShardedModule(engine), wrapped)
+        with on_device(mesh.device):
+            with mesh.doing("build()"):
+                engine = Engine(model, optimizers, plan, mesh)
+            undo.callback(engine.close)  # its hooks and files
+            scaler = LossScaler(plan.precision.scaler) if plan.precision.scaler is not None else None
+            wrapped = []
+            for index, each in enumerate(optimizers):
+                undo.callback(_give_back_step, each, vars(each).get("step"))  # also if it fails half way
+                wrapped.append(ShardedOptimizer(engine, each, index, scaler))
+                undo.callback(wrapped[-1].close)
+            session = Session(engine, ShardedModule(engine), wrapped)
         undo.pop_all()
     return session
 

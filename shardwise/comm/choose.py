@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -57,8 +58,7 @@ class GroupMaker:
         control = Control(called, self.process_group(name, rank_lists, "gloo"), self.activity)
         if self.device.type != "cpu":
             # NCCL wants a GPU for each rank; ranks that share one have met over gloo.
-            met_over = dist.get_backend(self.members.process_group if self.members is not None else None)
-            backend = met_over if met_over == "gloo" else dist.get_default_backend_for_device(self.device)
+            backend = "gloo" if self.backend == "gloo" else dist.get_default_backend_for_device(self.device)
             gather = self.process_group(f"{name}_gather", rank_lists, backend)
             reduce = self.process_group(f"{name}_reduce", rank_lists, backend)
             return NativeGroup(called, self.device, control, gather, reduce)
@@ -73,6 +73,15 @@ class GroupMaker:
         gather = self.process_group(f"{name}_gather", rank_lists, "gloo")
         reduce = self.process_group(f"{name}_reduce", rank_lists, "gloo")
         return shared or GlooGroup(called, control, gather, reduce)
+
+    @property
+    def backend(self) -> str:
+        """Of torch, over which the ranks have met."""
+        return str(dist.get_backend(self.members.process_group if self.members is not None else None))
+
+    def tell(self, obj: object) -> list[Any]:
+        """Every rank's ``obj`` (JSON-able), by rank. Collective, over the same ranks as :meth:`make`."""
+        return self.members.exchange(obj) if self.members is not None else self._everyone().exchange_object(obj)[0]
 
     def agree(self, argument: str, wanted: object) -> None:
         """All ranks of the run want the same (JSON-able), which ``argument`` is for. Collective; without ``members``,

@@ -117,13 +117,22 @@ class Members:
         self.process_group = group
         self.timeout_s = timeout_s(group)
         self._made: Counter[str] = Counter()
-        rows: list[Any] = [None] * len(self.ranks)
-        try:
-            dist.all_gather_object(rows, [uuid.uuid4().hex, agreed], group=group)
-        except RuntimeError as error:
-            raise self._lost("agreeing", error) from error
+        rows = self.exchange([uuid.uuid4().hex, agreed])
         check_alike(argument, self.ranks, [row[1] for row in rows])
         self._token = rows[0][0]
+
+    def exchange(self, obj: object) -> list[Any]:
+        """Every member's ``obj``, by rank. Collective over them; on GPUs the current one speaks.
+
+        Raises:
+            PeerError: a member died, or did not come in time.
+        """
+        rows: list[Any] = [None] * len(self.ranks)
+        try:
+            dist.all_gather_object(rows, obj, group=self.process_group)
+        except RuntimeError as error:
+            raise self._lost("agreeing", error) from error
+        return rows
 
     def new_group(self, name: str, ranks: Sequence[int], backend: str) -> dist.ProcessGroup:
         """A process group of ``ranks`` (world ranks of members, this rank among them), in that order. Collective over

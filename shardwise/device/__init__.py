@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shardwise.device.ahead import Later, runs_ahead
+from shardwise.device.gpus import gpu_identity, gpus_of_host, visible_gpus
 from shardwise.device.memory import (
     MemoryFacts,
     allocator_bytes,
@@ -35,6 +36,8 @@ __all__ = [
     "SideCopy",
     "allocator_bytes",
     "default_generator",
+    "gpu_identity",
+    "gpus_of_host",
     "live_bytes",
     "make_current",
     "memory_facts",
@@ -50,5 +53,6 @@ __all__ = [
     "side_stream",
     "synchronize",
     "total_bytes",
+    "visible_gpus",
     "wait_event",
 ]

@@ -2,20 +2,40 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
+import socket
+import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from shardwise.device import make_current
+from shardwise.comm import PeerError
+from shardwise.device import gpu_identity, gpus_of_host, make_current, numbered, visible_gpus
+from shardwise.mesh.seats import Seat, decide, own_index
 
-__all__ = ["LaunchFacts", "check_joined", "default_device", "init_distributed", "read_variable", "shutdown"]
+__all__ = [
+    "LaunchFacts",
+    "check_joined",
+    "default_device",
+    "init_distributed",
+    "own_device",
+    "read_variable",
+    "seat_on",
+    "shutdown",
+]
 
 # Long enough for a slow checkpoint, short enough that a lost rank does not hold the others for torch's half hour.
 TIMEOUT = timedelta(seconds=300)
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+BINDINGS = (VISIBLE, "SLURM_GPUS_PER_TASK", "SLURM_STEP_GPUS", "SLURM_GPU_BIND")
+"""Where one is set, the GPUs that a process sees may be its own."""
+
+_meetings = itertools.count()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +64,8 @@ class LaunchFacts:
     def read(cls, environment: Mapping[str, str] | None = None) -> LaunchFacts:
         """From torchrun's variables (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` ...).
 
+        Where the two of a host are not set, Slurm's are taken, if they are of the same rank.
+
         Raises:
             ValueError: a variable is missing beside others, is no number, or is out of range.
         """
@@ -53,8 +75,9 @@ class LaunchFacts:
                 launched=False, rank=0, world_size=1, local_rank=0, local_world_size=1, restart_count=0, run_id="none"
             )
         rank, world_size = _number(found, "RANK", None), _number(found, "WORLD_SIZE", None)
-        local_rank = _number(found, "LOCAL_RANK", rank)
-        local_world_size = _number(found, "LOCAL_WORLD_SIZE", world_size)
+        own, together = _from_slurm(found, rank) or (rank, world_size)
+        local_rank = _number(found, "LOCAL_RANK", own)
+        local_world_size = _number(found, "LOCAL_WORLD_SIZE", together)
         for name, value, limit in (
             ("RANK", rank, world_size),
             ("LOCAL_RANK", local_rank, local_world_size),
@@ -84,6 +107,22 @@ def _number(found: Mapping[str, str], name: str, default: int | None) -> int:
         raise ValueError(f"{name}={text!r} in the environment is not a whole number: start with torchrun") from None
 
 
+def _from_slurm(found: Mapping[str, str], rank: int) -> tuple[int, int] | None:
+    """This task's number on its host and how many are there, where ``srun`` started it as ``rank``."""
+    if "LOCAL_RANK" in found or "LOCAL_WORLD_SIZE" in found or found.get("SLURM_PROCID") != str(rank):
+        return None
+    own, host = found.get("SLURM_LOCALID", ""), found.get("SLURM_NODEID", "0")
+    counts: list[int] = []
+    for part in (found.get("SLURM_STEP_TASKS_PER_NODE") or found.get("SLURM_TASKS_PER_NODE") or "").split(","):
+        tasks, _, times = part.rstrip(")").partition("(x")  # such as 8(x2),4
+        if not tasks.isdecimal() or not (times or "1").isdecimal():
+            return None
+        counts += [int(tasks)] * int(times or "1")
+    if not (own.isdecimal() and host.isdecimal()) or int(host) >= len(counts) or int(own) >= counts[int(host)]:
+        return None
+    return int(own), counts[int(host)]
+
+
 def init_distributed(
     device: torch.device | str | None = None, backend: str | None = None, timeout: timedelta = TIMEOUT
 ) -> torch.device:
@@ -91,22 +130,111 @@ def init_distributed(
 
     Calling it again, or after ``torch.distributed`` was initialised elsewhere, only returns the device.
 
+    A rank takes the GPU with its number on its host; where it sees fewer, as under Slurm's ``--gpus-per-task=1``, one
+    of those. Before they join, the ranks compare which GPUs these are. Several ranks on one GPU is an error, unless
+    they join over gloo; where no device was asked for, all compute on the CPU then, with a warning.
+
     Args:
-        device: by default the GPU with the local rank's number where every local rank has one, else the CPU. A CUDA
-            device without a number gets the local rank's.
+        device: by default a GPU of its own where every rank has one, else the CPU. A CUDA device without a number gets
+            the rank's own.
         backend: of the default process group; ``None``: ``"gloo"`` on CPU, ``"nccl"`` on CUDA.
         timeout: how long a rank waits for the others before it gives up.
 
     Raises:
-        ValueError: the device does not exist here.
+        ValueError: the device does not exist here; on every rank, where several would compute on one GPU or some would
+            on GPUs and others on the CPU.
+        PeerError: not all ranks came in time.
+
+    Warns:
+        UserWarning: no GPU is used where there are some, and no device was asked for; a task of Slurm trains alone.
     """
     facts = LaunchFacts.read()
+    if not facts.launched:
+        _warn_of_tasks()
+    joins = facts.launched and not dist.is_initialized()
+    if joins and facts.world_size > 1 and backend != "mpi":
+        store = _store(facts, timeout)
+        chosen = _agreed(facts, store, device, backend == "gloo")
+        make_current(chosen)
+        backend = backend or ("nccl" if chosen.type == "cuda" else "gloo")
+        size, rank = facts.world_size, facts.rank
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        return chosen
     chosen = _device(facts, device)
     make_current(chosen)
-    if facts.launched and not dist.is_initialized():
+    if joins:
         backend = backend or ("nccl" if chosen.type == "cuda" else "gloo")
         dist.init_process_group(backend, rank=facts.rank, world_size=facts.world_size, timeout=timeout)
     return chosen
+
+
+def _store(facts: LaunchFacts, timeout: timedelta) -> dist.Store:
+    """The one that the launcher names, where torch would meet the other ranks, too."""
+    store, _, _ = next(dist.rendezvous("env://", facts.rank, facts.world_size, timeout=timeout))
+    store.set_timeout(timeout)
+    return dist.PrefixStore(f"shardwise/{next(_meetings)}", store)
+
+
+def _agreed(facts: LaunchFacts, store: dist.Store, device: torch.device | str | None, may_share: bool) -> torch.device:
+    """This rank's device, after all have said which they would take."""
+    refusal: ValueError | None = None
+    try:
+        chosen = _device(facts, device)
+        told = asdict(seat_on(chosen, facts.rank, None if device is None else str(device)))
+    except ValueError as error:
+        refusal, told = error, {"refused": str(error)}
+    seats = []
+    for rank, row in enumerate(_exchange(facts, store, told)):
+        if "refused" in row and refusal is None:
+            raise ValueError(f"rank {rank} cannot compute where it was asked to: {row['refused']}")
+        if "refused" not in row:
+            seats.append(Seat(**row))
+    if refusal is not None:
+        raise refusal
+    stays, remark = decide(seats, may_share)
+    if remark is not None and facts.rank == 0:
+        warnings.warn(remark, stacklevel=3)
+    return chosen if stays else torch.device("cpu")
+
+
+def _exchange(facts: LaunchFacts, store: dist.Store, mine: dict[str, object]) -> list[dict[str, str]]:
+    """What every rank has to tell, by rank. The first one collects, so that the store is asked twice a rank."""
+    try:
+        store.set(f"seat/{facts.rank}", json.dumps(mine))
+        if facts.rank == 0:
+            everything = [json.loads(store.get(f"seat/{rank}")) for rank in range(facts.world_size)]
+            store.set("seats", json.dumps(everything))
+        found: list[dict[str, str]] = json.loads(store.get("seats"))
+        return found
+    except RuntimeError as error:
+        raise PeerError(
+            f"rank {facts.rank} of {facts.world_size} waited in vain for the others to start: {error}"
+        ) from error
+
+
+def seat_on(device: torch.device, rank: int, asked: str | None = None) -> Seat:
+    """What a rank that computes on ``device``, with its number where it is a GPU, tells the others."""
+    on_gpu = device.type == "cuda" and device.index is not None
+    return Seat(
+        rank=rank,
+        host=socket.gethostname(),
+        asked=asked,
+        device=str(device),
+        gpu=gpu_identity(device.index, os.environ.get(VISIBLE)) if on_gpu else None,
+        visible=visible_gpus(),
+    )
+
+
+def _warn_of_tasks() -> None:
+    """``srun`` started several tasks, which know nothing of each other."""
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "")
+    if tasks.isdecimal() and int(tasks) > 1 and "SLURM_PROCID" in os.environ and not dist.is_initialized():
+        warnings.warn(
+            f"Slurm started {tasks} tasks, but there is no RANK and WORLD_SIZE in the environment: task "
+            f"{os.environ['SLURM_PROCID']} trains alone, as every other; start torchrun or 'shardwise run' once a "
+            "host, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT from Slurm's variables",
+            stacklevel=4,
+        )
 
 
 def check_joined() -> None:
@@ -128,26 +256,60 @@ def check_joined() -> None:
 
 
 def _device(facts: LaunchFacts, device: torch.device | str | None) -> torch.device:
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    """What this rank takes by itself."""
+    count = visible_gpus()
     if device is None:
-        device = "cuda" if count >= facts.local_world_size and _group_takes_cuda() else "cpu"
+        reason = _why_no_gpu(facts, count)
+        if reason is not None:
+            if reason and facts.rank == 0:
+                warnings.warn(f"no GPU is used: {reason}; give device='cpu' where that is meant", stacklevel=4)
+            return torch.device("cpu")
+        device = "cuda"
     chosen = torch.device(device)
     if chosen.type != "cuda":
         return chosen
-    index = facts.local_rank if chosen.index is None else chosen.index
-    if index >= count:
-        raise ValueError(f"device cuda:{index} was asked for, but {count} are visible; start fewer ranks or use cpu")
-    return torch.device("cuda", index)
+    if count == 0 or (chosen.index or 0) >= count:
+        raise ValueError(
+            f"device {chosen} was asked for, but {count} GPUs are visible to rank {facts.rank} "
+            f"({VISIBLE}={os.environ.get(VISIBLE)!r}), numbered from 0: give 'cuda' for the rank's own, or 'cpu'"
+        )
+    return chosen if chosen.index is not None else torch.device("cuda", own_index(facts.local_rank, count))
 
 
-def _group_takes_cuda() -> bool:
-    """False where the processes have already met over gloo alone: then they mean to compute on the CPU."""
-    return not (dist.is_available() and dist.is_initialized()) or dist.get_backend() != "gloo"
+def _why_no_gpu(facts: LaunchFacts, count: int) -> str | None:
+    """Why a rank that was asked for no device computes on the CPU, ``""`` where that goes without saying; ``None``: it
+    does not."""
+    if count == 0:
+        hidden = os.environ.get(VISIBLE) in ("", "-1", "NoDevFiles")
+        there = 0 if hidden else gpus_of_host()
+        return f"the system shows {there}, but torch {torch.__version__} cannot use them" if there else ""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    if dist.get_backend() == "gloo":
+        return f"the processes have met over gloo, and {count} GPUs are visible"
+    fewer = count < facts.local_world_size and not any(name in os.environ for name in BINDINGS)
+    if fewer and dist.get_backend() != "nccl":
+        return f"{facts.local_world_size} ranks of this host see {count} GPUs"
+    return None
 
 
 def default_device() -> torch.device:
-    """The device that :func:`init_distributed` chooses by itself."""
+    """The device that :func:`init_distributed` chooses by itself, once the processes have met."""
     return _device(LaunchFacts.read(), None)
+
+
+def own_device(device: torch.device) -> torch.device:
+    """``device`` with its number: of a GPU without one, this thread's current one where the program has chosen it (any
+    but the first), else the rank's own.
+
+    Raises:
+        ValueError: there is no GPU.
+    """
+    if device.type != "cuda" or device.index is not None:
+        return device
+    if visible_gpus() and numbered(device).index:
+        return numbered(device)
+    return _device(LaunchFacts.read(), device)
 
 
 def read_variable(name: str) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import asdict
 from typing import TypeVar
 
 import torch
@@ -12,7 +13,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.comm import Group, GroupMaker, LocalGroup, Members, Party, ranks_of, timeout_s
-from shardwise.mesh.launch import check_joined
+from shardwise.device import on_device
+from shardwise.mesh.launch import check_joined, own_device, seat_on
+from shardwise.mesh.seats import Seat, check_own_gpus
 from shardwise.plan import CommPlan, MeshPlan
 
 __all__ = ["REPLICATE_AXIS", "SHARD_AXIS", "Mesh"]
@@ -78,17 +81,23 @@ class Mesh:
 
         Args:
             plan: how.
-            device: where this rank computes.
+            device: where this rank computes; ``"cuda"`` is the rank's own GPU.
             comm: how the ranks communicate.
             group: one that this rank belongs to, in the order of its ranks; other ranks may give others, which this one
                 needs to know nothing of. ``None``: all ranks.
 
         Raises:
             ValueError: this rank is no member of ``group``; the plan does not fit the number of ranks, or differs
-                between them; ``comm.shared_memory`` is True where memory cannot be shared.
+                between them; ``comm.shared_memory`` is True where memory cannot be shared; two ranks that have not met
+                over gloo alone would compute on one GPU, which every rank is told.
             RuntimeError: a launcher started several processes, which have not met.
         """
-        device = torch.device(device)
+        device = own_device(torch.device(device))
+        with on_device(device):  # torch makes communicators, and talks through them, for the current GPU
+            return cls._create(plan, device, comm, group)
+
+    @classmethod
+    def _create(cls, plan: MeshPlan, device: torch.device, comm: CommPlan, group: dist.ProcessGroup | None) -> Mesh:
         if not plan.dp_shard == plan.dp_replicate == 1:
             check_joined()
         ranks = ranks_of("group", group)
@@ -108,6 +117,9 @@ class Mesh:
         try:
             if members is None:
                 _told(refusal, lambda: maker.agree("this mesh", wanted))
+            if device.type == "cuda" and len(ranks) > 1 and maker.backend != "gloo":
+                rows = maker.tell(asdict(seat_on(device, dist.get_rank())))
+                check_own_gpus([Seat(**row) for row in rows])
             wide = sizes.dp_shard
             grid = [list(ranks[start : start + wide]) for start in range(0, len(ranks), wide)]
             if members is not None:

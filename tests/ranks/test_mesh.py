@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -16,6 +17,7 @@ from launching import finished
 
 from shardwise.comm import choose, timeout_s
 from shardwise.mesh import LaunchFacts, Mesh, init_distributed
+from shardwise.mesh.seats import Seat
 from shardwise.plan import CommPlan, MeshPlan
 from shardwise.testing import run_ranks
 
@@ -246,3 +248,81 @@ def test_torchrun(tmp_path: Path) -> None:
     status, shown = finished(*command, log=tmp_path / "log", whole=True)
     assert status == 0, shown
     assert shown.count("ranks [[0.0], [1.0]] gloo") == 2
+
+
+def test_torchrun_with_gpus_of_each_kind(tmp_path: Path) -> None:
+    """Two ranks and an emulated CUDA: a GPU each, one for both by default, and one for both that was asked for."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import os, warnings
+            from types import SimpleNamespace
+            import torch, torch.distributed as dist
+            from shardwise.mesh import init_distributed, shutdown
+            rank = os.environ["RANK"]
+            torch.cuda.is_available = lambda: True
+            torch.cuda.device_count = lambda: 1
+            torch.cuda.set_device = lambda device: None
+            start, seen = dist.init_process_group, []
+
+            def init(backend, **options):
+                seen.append(backend)
+                start("gloo", **options)  # NCCL has to wait for a GPU
+
+            dist.init_process_group = init
+
+            def launch(what, identity, device=None):
+                torch.cuda.get_device_properties = lambda _: SimpleNamespace(uuid=identity, name="H100")
+                with warnings.catch_warnings(record=True) as told:
+                    warnings.simplefilter("always")
+                    try:
+                        found = init_distributed(device)
+                    except ValueError as error:
+                        found = str(error)[:38]
+                shutdown()
+                print(f"{what} {rank}: {found} {seen} {len(told)}\\n", end="", flush=True)
+                seen.clear()
+
+            launch("own", f"g{rank}")
+            launch("both", "g")
+            launch("asked", "g", "cuda")
+            """
+        )
+    )
+    command = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    status, shown = finished(*command, log=tmp_path / "log", whole=True)
+    assert status == 0, shown
+    for rank in range(2):
+        assert f"own {rank}: cuda:0 ['nccl'] 0\n" in shown, shown
+        assert f"both {rank}: cpu ['gloo'] {int(rank == 0)}\n" in shown, shown
+        assert f"asked {rank}: ranks [0, 1] would share the GPU GPU-g [] 0\n" in shown, shown
+
+
+def meshes_on_gpus(identities: Sequence[str], group: bool) -> str:
+    """What a mesh over CUDA says before it makes anything, where the ranks' GPUs are these."""
+    members = dist.new_group(list(range(len(identities)))) if group else None
+    seat = Seat(dist.get_rank(), "host", None, "cuda:0", identities[dist.get_rank()], 1)
+    comm = CommPlan(overlap=True, shared_memory=None, same_order=False, gather_on_use=False, sync_init=True)
+    made = RuntimeError("the groups would be made here")
+    with (
+        mock.patch("shardwise.mesh.mesh.on_device", lambda _: nullcontext()),
+        mock.patch("shardwise.mesh.mesh.seat_on", lambda *_: seat),
+        mock.patch.object(choose.GroupMaker, "backend", "nccl"),
+        mock.patch("shardwise.mesh.mesh.init_device_mesh", side_effect=made),
+        mock.patch("shardwise.mesh.mesh._axes", side_effect=made),
+    ):
+        try:
+            Mesh.create(MeshPlan(dp_shard=-1, dp_replicate=1), torch.device("cuda:0"), comm, members)
+        except (ValueError, RuntimeError) as error:
+            return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("group", [False, True], ids=["all ranks", "a group"])
+def test_a_mesh_refuses_ranks_on_one_gpu(group: bool) -> None:
+    """Also where the program chose the devices itself; every rank is told."""
+    for told in run_ranks(2, meshes_on_gpus, ["GPU-x", "GPU-x"], group):
+        assert told.startswith("ranks [0, 1] would share the GPU GPU-x of host"), told
+    for told in run_ranks(2, meshes_on_gpus, ["GPU-x", "GPU-y"], group):
+        assert told == "the groups would be made here"

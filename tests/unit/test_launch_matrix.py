@@ -1,0 +1,298 @@
+"""Which device each rank of a launch gets: numbers of GPUs and ranks, who sees which, and what was asked for.
+
+Ranks are simulated one after the other, each with its own environment and its own ``torch.cuda``; what they would tell
+each other is then decided once, as every rank does.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwise.comm import PeerError
+from shardwise.mesh import LaunchFacts, default_device, launch
+from shardwise.mesh.seats import Seat, check_own_gpus, decide, own_index
+
+VARIABLES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES"),
+    *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_NUM_TASKS", "SLURM_TASKS_PER_NODE"),
+    *("SLURM_GPUS_PER_TASK", "SLURM_STEP_GPUS", "SLURM_GPU_BIND", "SLURM_STEP_TASKS_PER_NODE"),
+)
+
+
+@dataclass
+class Rank:
+    """One process: the GPUs that it sees, by identity, and its variables beside torchrun's."""
+
+    sees: Sequence[str]
+    host: str = "host"
+    variables: Mapping[str, str] = field(default_factory=dict)
+    name: str = "NVIDIA H100"
+
+
+def become(monkeypatch: pytest.MonkeyPatch, rank: Rank, environment: Mapping[str, str]) -> None:
+    for variable in VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in {**environment, **rank.variables}.items():
+        monkeypatch.setenv(variable, value)
+    properties = [SimpleNamespace(uuid=each, name=rank.name, total_memory=1) for each in rank.sees]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(rank.sees))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(rank.sees))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties[index])
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(launch.socket, "gethostname", lambda: rank.host)
+
+
+def started(
+    monkeypatch: pytest.MonkeyPatch, ranks: Sequence[Rank], device: str | None = None, may_share: bool = False
+) -> tuple[list[str], str | None]:
+    """The devices of all ranks, and what is said of them."""
+    seats, hosts = [], [rank.host for rank in ranks]
+    for number, rank in enumerate(ranks):
+        environment = {
+            "RANK": str(number),
+            "WORLD_SIZE": str(len(ranks)),
+            "LOCAL_RANK": str(hosts[:number].count(rank.host)),
+            "LOCAL_WORLD_SIZE": str(hosts.count(rank.host)),
+        }
+        become(monkeypatch, rank, environment)
+        chosen = launch._device(LaunchFacts.read(), device)
+        seats.append(launch.seat_on(chosen, number, device))
+    stays, remark = decide(seats, may_share)
+    return [seat.device if stays else "cpu" for seat in seats], remark
+
+
+def all_see(gpus: int, ranks: int, host: str = "host") -> list[Rank]:
+    return [Rank([f"{host}-{gpu}" for gpu in range(gpus)], host) for _ in range(ranks)]
+
+
+def bound(ranks: int, each: int = 1, host: str = "host") -> list[Rank]:
+    """Slurm's ``--gpus-per-task``: each sees its own, and has them under the first numbers."""
+    visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(each))), "SLURM_GPUS_PER_TASK": str(each)}
+    return [Rank([f"{host}-{rank}-{gpu}" for gpu in range(each)], host, visible) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("device", [None, "cuda"])
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        (all_see(8, 8), [f"cuda:{rank}" for rank in range(8)]),
+        (all_see(8, 3), ["cuda:0", "cuda:1", "cuda:2"]),
+        (bound(8), ["cuda:0"] * 8),
+        (bound(4, each=2), ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]),
+        (all_see(2, 2, "a") + all_see(2, 2, "b"), ["cuda:0", "cuda:1"] * 2),
+        (bound(2, host="a") + all_see(2, 2, "b"), ["cuda:0", "cuda:0", "cuda:0", "cuda:1"]),
+        ([Rank(["x", "y"]), Rank(["x", "y"]), Rank(["z", "w"]), Rank(["z", "w"])], ["cuda:0", "cuda:1"] * 2),
+        (all_see(1, 1), ["cuda:0"]),
+    ],
+    ids=["one each", "more gpus", "slurm 1 each", "slurm 2 each", "two hosts", "hosts that differ", "pairs", "alone"],
+)
+def test_every_rank_gets_a_gpu_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, ranks: list[Rank], expected: list[str], device: str | None
+) -> None:
+    assert started(monkeypatch, ranks, device) == (expected, None)
+
+
+def test_without_gpus_it_is_the_cpu_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "gpus_of_host", lambda: 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert started(monkeypatch, all_see(0, 4)) == (["cpu"] * 4, None)
+        assert started(monkeypatch, all_see(8, 4), "cpu") == (["cpu"] * 4, None)
+
+
+@pytest.mark.parametrize(("gpus", "ranks"), [(1, 2), (4, 8), (7, 8)])
+def test_fewer_gpus_than_ranks_is_the_cpu_and_said(monkeypatch: pytest.MonkeyPatch, gpus: int, ranks: int) -> None:
+    devices, remark = started(monkeypatch, all_see(gpus, ranks))
+    assert devices == ["cpu"] * ranks
+    assert remark is not None and "no GPU is used" in remark and f"ranks [0, {gpus}" in remark
+    assert "GPU-host-0 of host" in remark and "--gpus-per-task=1" in remark
+
+
+@pytest.mark.parametrize(("gpus", "ranks"), [(1, 2), (4, 8)])
+def test_a_shared_gpu_that_was_asked_for_is_an_error(monkeypatch: pytest.MonkeyPatch, gpus: int, ranks: int) -> None:
+    with pytest.raises(
+        ValueError, match=rf"ranks \[0, {gpus}\] would share the GPU GPU-host-0 of host, which is cuda:0"
+    ):
+        started(monkeypatch, all_see(gpus, ranks), "cuda")
+
+
+def test_the_same_number_on_all_ranks_is_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"ranks \[0, 1, 2\] would share the GPU GPU-host-1 of host, which is cuda:1"):
+        started(monkeypatch, all_see(4, 3), "cuda:1")
+    assert started(monkeypatch, bound(3, each=2), "cuda:1") == (["cuda:1"] * 3, None)
+
+
+def test_sharing_over_gloo_is_allowed_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert started(monkeypatch, all_see(1, 2), "cuda", may_share=True) == (["cuda:0"] * 2, None)
+    assert started(monkeypatch, all_see(1, 2), None, may_share=True)[0] == ["cpu"] * 2
+
+
+def test_one_gpu_in_two_containers_is_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="would share the GPU GPU-x"):
+        started(monkeypatch, [Rank(["x"], "a"), Rank(["x"], "b")], "cuda")
+
+
+def test_parts_of_one_gpu_are_told_apart_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA may give each part the whole GPU's identity; without names nobody knows, and nothing is claimed."""
+    parts = [Rank(["x"], variables={"CUDA_VISIBLE_DEVICES": f"MIG-{i}"}, name="H100 MIG 1g.10gb") for i in range(2)]
+    assert started(monkeypatch, parts) == (["cuda:0"] * 2, None)
+    with pytest.raises(ValueError, match="share the GPU MIG-0"):
+        started(monkeypatch, [parts[0], parts[0]], "cuda")
+    unnamed = [Rank(["x"], name="H100 MIG 1g.10gb") for _ in range(2)]
+    assert started(monkeypatch, unnamed) == (["cuda:0"] * 2, None)
+
+
+def test_a_host_without_gpus_among_others_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "gpus_of_host", lambda: 0)
+    with pytest.raises(ValueError, match=r"ranks \[2, 3\] would compute on the CPU \(rank 2 sees 0 GPUs on b\)"):
+        started(monkeypatch, all_see(2, 2, "a") + all_see(0, 2, "b"))
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "text"),
+    [
+        ("cuda:1", 1, "device cuda:1 was asked for, but 1 GPUs are visible to rank 0"),
+        ("cuda:99", 8, "device cuda:99 was asked for, but 8 GPUs"),
+        ("cuda", 0, "device cuda was asked for, but 0 GPUs"),
+    ],
+)
+def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, device: str, gpus: int, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        started(monkeypatch, all_see(gpus, 1), device)
+
+
+def test_gpus_that_torch_cannot_use_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "gpus_of_host", lambda: 8)
+    with pytest.warns(UserWarning, match="no GPU is used: the system shows 8, but torch"):
+        started(monkeypatch, all_see(0, 1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # hidden on purpose
+        started(monkeypatch, [Rank([], variables={"CUDA_VISIBLE_DEVICES": ""})])
+
+
+@pytest.mark.parametrize(
+    ("backend", "rank", "expected", "text"),
+    [
+        ("nccl", Rank(["x"]), "cuda:0", ""),
+        ("gloo", Rank(["x"]), "cpu", "met over gloo, and 1 GPUs are visible"),
+        ("cpu:gloo,cuda:nccl", Rank(["x"]), "cpu", "2 ranks of this host see 1 GPUs"),
+        ("cpu:gloo,cuda:nccl", Rank(["x"], variables={"CUDA_VISIBLE_DEVICES": "1"}), "cuda:0", ""),
+        ("cpu:gloo,cuda:nccl", Rank(["x", "y"]), "cuda:0", ""),
+    ],
+)
+def test_once_the_processes_have_met(
+    monkeypatch: pytest.MonkeyPatch, backend: str, rank: Rank, expected: str, text: str
+) -> None:
+    """Somebody else started torch.distributed: its backend says what it is for."""
+    become(monkeypatch, rank, {"RANK": "0", "WORLD_SIZE": "2"})
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda *_: backend)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert str(default_device()) == expected
+    assert [text in str(each.message) for each in told] == ([True] if text else [])
+
+
+def test_a_gpu_without_a_number_is_the_ranks_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    become(monkeypatch, Rank(["x", "y", "z"]), {"RANK": "2", "WORLD_SIZE": "3"})
+    assert launch.own_device(torch.device("cuda")) == torch.device("cuda", 2)
+    assert launch.own_device(torch.device("cuda:0")) == torch.device("cuda", 0)
+    assert launch.own_device(torch.device("cpu")) == torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert launch.own_device(torch.device("cuda")) == torch.device("cuda", 1), "the program has chosen"
+
+
+def test_meshes_refuse_ranks_on_one_gpu() -> None:
+    """Where others have chosen the devices."""
+    seats = [Seat(rank, "host", None, "cuda:0", "GPU-x", 2) for rank in range(2)]
+    with pytest.raises(ValueError, match=r"ranks \[0, 1\] would share the GPU GPU-x of host"):
+        check_own_gpus(seats)
+    check_own_gpus([Seat(0, "a", None, "cuda:0", "GPU-x", 1), Seat(1, "a", None, "cuda:0", "GPU-y", 1)])
+    check_own_gpus([Seat(rank, "a", None, "cuda:0", None, 1) for rank in range(2)])
+
+
+def test_own_index_is_a_gpu_that_is_there() -> None:
+    assert all(0 <= own_index(rank, gpus) < gpus for rank in range(9) for gpus in range(1, 9))
+    assert [own_index(rank, 8) for rank in range(8)] == list(range(8))
+
+
+# ---- what launchers say
+
+
+SLURM = {"RANK": "9", "WORLD_SIZE": "20", "SLURM_PROCID": "9", "SLURM_LOCALID": "1", "SLURM_NODEID": "1"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({**SLURM, "SLURM_TASKS_PER_NODE": "8(x2),4"}, (1, 8)),
+        ({**SLURM, "SLURM_TASKS_PER_NODE": "8,12", "SLURM_STEP_TASKS_PER_NODE": "8(x2),4"}, (1, 8)),
+        ({**SLURM, "SLURM_TASKS_PER_NODE": "8(x2),4", "SLURM_PROCID": "0"}, (9, 20)),
+        ({**SLURM, "SLURM_TASKS_PER_NODE": "8(x2),4", "LOCAL_RANK": "3"}, (3, 20)),
+        ({**SLURM, "SLURM_TASKS_PER_NODE": "many"}, (9, 20)),
+        ({**SLURM, "SLURM_TASKS_PER_NODE": "8", "SLURM_NODEID": "1"}, (9, 20)),
+        (SLURM, (9, 20)),
+    ],
+)
+def test_ranks_of_a_host_under_slurm(variables: dict[str, str], expected: tuple[int, int]) -> None:
+    facts = LaunchFacts.read(variables)
+    assert (facts.local_rank, facts.local_world_size) == expected
+
+
+def test_tasks_of_slurm_that_train_alone_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8"}
+    become(monkeypatch, Rank([]), alone)
+    monkeypatch.setattr(launch, "gpus_of_host", lambda: 0)
+    with pytest.warns(UserWarning, match="Slurm started 8 tasks.*task 3 trains alone"):
+        launch.init_distributed()
+    become(monkeypatch, Rank([]), {**alone, "SLURM_STEP_NUM_TASKS": "1"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        launch.init_distributed()
+
+
+# ---- how they tell each other
+
+
+def _facts(rank: int, size: int) -> LaunchFacts:
+    return LaunchFacts.read({"RANK": str(rank), "WORLD_SIZE": str(size)})
+
+
+def test_ranks_tell_each_other_over_the_store() -> None:
+    store, found = dist.HashStore(), dict[int, Any]()
+
+    def tell(rank: int) -> None:
+        found[rank] = launch._exchange(_facts(rank, 3), store, {"rank": rank})
+
+    threads = [threading.Thread(target=tell, args=(rank,)) for rank in range(3)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert found == dict.fromkeys(range(3), [{"rank": rank} for rank in range(3)])
+
+
+def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_said() -> None:
+    store = dist.HashStore()
+    store.set_timeout(timedelta(milliseconds=50))
+    with pytest.raises(PeerError, match="rank 0 of 2 waited in vain for the others to start"):
+        launch._exchange(_facts(0, 2), store, {})
+
+
+def test_a_rank_that_cannot_is_heard_by_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    store.set("seat/0", '{"refused": "device cuda:7 was asked for"}')
+    store.set("seats", '[{"refused": "device cuda:7 was asked for"}, {}]')
+    become(monkeypatch, Rank(["x"]), {})
+    with pytest.raises(ValueError, match="rank 0 cannot compute where it was asked to: device cuda:7"):
+        launch._agreed(_facts(1, 2), store, "cuda", may_share=False)
