@@ -279,7 +279,9 @@ def test_torchrun_with_gpus_of_each_kind(tmp_path: Path) -> None:
                     try:
                         found = init_distributed(device)
                     except ValueError as error:
-                        found = str(error)[:38]
+                        found = str(error).split(" of ")[0]
+                if dist.is_initialized():
+                    dist.barrier()  # or one would leave while the other still connects
                 shutdown()
                 print(f"{what} {rank}: {found} {seen} {len(told)}\\n", end="", flush=True)
                 seen.clear()

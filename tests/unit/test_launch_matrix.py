@@ -279,7 +279,7 @@ def test_ranks_tell_each_other_over_the_store() -> None:
         each.start()
     for each in threads:
         each.join()
-    assert found == dict.fromkeys(range(3), [{"rank": rank} for rank in range(3)])
+    assert [found[rank] for rank in range(3)] == [[{"rank": rank} for rank in range(3)]] * 3
 
 
 def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_said() -> None:
