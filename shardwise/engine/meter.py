@@ -42,6 +42,7 @@ class MemoryMeter:
     ) -> None:
         self._ledger, self._device, self._auto = ledger, device, auto
         # An allocator does not have what is only foreseen.
+        self._foreseen_bytes = foreseen_bytes
         self._tracker = make_tracker(device, lambda: ledger.model_bytes() - foreseen_bytes())
         self._peaks = _Peaks(self._tracker)
         ledger.measure_rest(self._tracker)
@@ -53,7 +54,9 @@ class MemoryMeter:
         self._depth = 0
         self._thread = 0
         # Peaks of a GPU's allocator are reset to be measured, which users notice; so only while a trace is needed.
-        self._always = device.type == "cpu"
+        self._always = not self._tracker.shares_peak
+        self._asked: set[tuple[int, bool]] = set()
+        """Units that were used in the running pass, in a forward or a backward pass, since when the rest was found."""
 
     def attach(self, pool: ChunkPool) -> None:
         """Follow the acquires of ``pool``."""
@@ -94,9 +97,13 @@ class MemoryMeter:
                 "device capacity: hold a lock around each use of the model, or declare no capacity"
             )
         self._thread = threading.get_ident()
-        if self._depth == 0 and (self._always or self._recorder is not None):
-            # Every pass that ended well was looked at; what is left is of one that failed, or of before.
-            self._tracker.take_peak()
+        if self._depth == 0:
+            self._asked.clear()
+            if self._always or self._recorder is not None:
+                # Every pass that ended well was looked at; what is left is of one that failed, or of before.
+                self._tracker.take_peak()
+            if self._ledger.capacity_bytes is not None:
+                self._tracker.begin_pass(self._ledger.capacity_bytes - self._foreseen_bytes())
         self._tracker.__enter__()
         self._depth += 1
 
@@ -120,13 +127,15 @@ class MemoryMeter:
 
     def _check(self, when: str) -> None:
         """The highest moment since the last use of a unit, which no gather looked at; on a GPU that is not traced now,
-        the present one."""
+        that of the pass."""
+        self._ledger.expire()
         if self._recorder is not None:
             self._recorder.end_interval()
         elif self._always:
             self._peaks.take_peak()
         looked = self._recorder is not None or self._always
-        self._ledger.check_peak(self._peaks.last_bytes if looked else self._tracker.live_bytes, when)
+        rest, highest = self._peaks.last_bytes if looked else self._tracker.live_bytes, self._tracker.highest_bytes
+        self._ledger.check_peak(rest, when, highest + self._foreseen_bytes() if highest and self._depth else 0)
 
     def leave_all(self) -> None:
         """After a forward pass that was interrupted without running its hooks."""
@@ -137,10 +146,18 @@ class MemoryMeter:
     def _recording(self) -> bool:
         return self._recorder is not None and self._pool is not None and self._pool.in_training
 
-    def _before_use(self, _unit: int) -> None:
+    def _before_use(self, unit: int) -> None:
         self._tracker.call_above(1 << 62, _nothing)  # what is gathered now is soon known to be model data
+        use = (unit, in_backward())
+        if use not in self._asked or not self._is_gathered(unit):
+            self._asked.add(use)
+            self._ledger.expire()
         if self._recording:
             self._check("before the next unit")
+
+    def _is_gathered(self, unit: int) -> bool:
+        pool = self._pool
+        return pool is None or all(pool.chunks[index].full is not None for index in pool.units[unit].chunks)
 
     def _after_use(self, unit: int) -> None:
         if self._recording and self._recorder is not None and self._pool is not None:

@@ -58,6 +58,16 @@ class Ledger:
         self._rest = tracker
         self.watch(REST, lambda: tracker.live_bytes)
 
+    def expire(self) -> None:
+        """What is no model data may have changed: the next question finds it anew.
+
+        On a GPU that asks the allocator, so it is called where much depends on the answer, and bounded a step: once a
+        gather, once for each unit in each pass, and at the ends of passes. In between only model data changes the
+        accounts, which holders know, and whatever else grew is found at the next such place.
+        """
+        if self._rest is not None:
+            self._rest.expire()
+
     def claim(self, tensor: torch.Tensor | None) -> None:
         """``tensor`` is model data that a holder accounts for, so that it is not counted with the rest as well."""
         if self._rest is not None and tensor is not None:
@@ -76,7 +86,8 @@ class Ledger:
         return sum(ask() for kind, ask in self._holders.items() if kind != REST)
 
     def free_bytes(self) -> int | None:
-        """What may still be taken; ``None`` without a limit."""
+        """What may still be taken; ``None`` without a limit. What is no model data is as old as the last
+        :meth:`expire` that was followed by a question, and all else as it is."""
         return None if self.capacity_bytes is None else self.capacity_bytes - sum(self.held().values())
 
     def fits(self, nbytes: int) -> bool:
@@ -110,8 +121,9 @@ class Ledger:
             self.peak_bytes = max(self.peak_bytes, total)
         return total <= self.capacity_bytes
 
-    def check_peak(self, rest_bytes: int, when: str) -> None:
-        """At the highest moment since the last look, what is no model data took ``rest_bytes``.
+    def check_peak(self, rest_bytes: int, when: str, total_bytes: int = 0) -> None:
+        """At the highest moment since the last look, what is no model data took ``rest_bytes``, and everything
+        ``total_bytes`` where that is known.
 
         Raises:
             DeviceMemoryError: with the model data of now that was more than the capacity.
@@ -120,6 +132,8 @@ class Ledger:
             return
         # What is only kept for reuse would have made room, as an allocator's cache does.
         total = sum(size for kind, size in self.held().items() if kind not in (REST, KEPT)) + rest_bytes
+        if total_bytes > self.capacity_bytes:
+            total = max(total, total_bytes)
         if total > self.capacity_bytes:
             what = f"{when} {REST} took up to {size_text(rest_bytes)} on {self.device}, which makes"
             raise DeviceMemoryError(self._message(what, total))

@@ -28,7 +28,17 @@ Origin = Literal["input", "new", "unknown"]
 
 
 class Tracker(Protocol):
-    """What both trackers can do."""
+    """What both trackers can do.
+
+    Attributes:
+        shares_peak: peaks are found by resetting what others (torch's own statistics) see as well.
+        highest_bytes: the most of everything, model data included, since :meth:`begin_pass`; 0 where that is not known.
+    """
+
+    shares_peak: bool
+
+    @property
+    def highest_bytes(self) -> int: ...
 
     def __enter__(self) -> Any: ...
 
@@ -46,6 +56,12 @@ class Tracker(Protocol):
 
     def call_above(self, limit_bytes: int, action: Callable[[], None]) -> None:
         """Call ``action`` when ``live_bytes`` is above ``limit_bytes``, where that can be noticed."""
+
+    def expire(self) -> None:
+        """What was found last is out of date: it is found anew when it is asked for."""
+
+    def begin_pass(self, limit_bytes: int) -> None:
+        """:attr:`highest_bytes` begins here; it is at most ``limit_bytes`` then, or what there is now."""
 
     def sample(self) -> None:
         """To be called just before model data grows and just after it shrinks."""
@@ -249,6 +265,9 @@ class TensorTracker:
     inside a compiled graph.
     """
 
+    shares_peak = False
+    highest_bytes = 0
+
     def __init__(self, device: torch.device) -> None:
         # Without an index "cuda" would never equal the device of a tensor.
         needs_index = device.type not in ("cpu", "meta") and device.index is None
@@ -295,6 +314,12 @@ class TensorTracker:
         for storage in storages(tensor):
             self._count.exclude(storage)
 
+    def expire(self) -> None:
+        """Nothing to do: every change is seen."""
+
+    def begin_pass(self, limit_bytes: int) -> None:
+        """Nothing to do."""
+
     def sample(self) -> None:
         """Nothing to do: excluded storages never enter the count."""
 
@@ -306,12 +331,18 @@ class AllocatorTracker:
     tensor). Its peaks use ``torch.cuda.reset_peak_memory_stats``, so torch's own peak starts anew with each interval.
     The peak of an interval is exact if :meth:`sample` is called just before model data grows and just after it shrinks;
     otherwise the larger amount of model data at either end of the interval is taken off.
+
+    Asking takes the host a tenth of a millisecond or more, so it is only done where :meth:`expire` has been called
+    since the last time, and for a peak. What is not model data counts as unchanged until then.
     """
+
+    shares_peak = True
 
     def __init__(self, device: torch.device, model_bytes: Callable[[], int]) -> None:
         self.device = device
         self._model_bytes = model_bytes
-        self._peak = 0
+        self._peak = self._live = self._total_peak = self._highest = 0
+        self._stale = True
         self._restart()
 
     def __enter__(self) -> AllocatorTracker:
@@ -326,15 +357,42 @@ class AllocatorTracker:
         self._model_at_start = self._model_bytes()
         reset_allocator_peak(self.device)
 
+    def _look(self) -> None:
+        now, self._total_peak = allocator_bytes(self.device)
+        self._live, self._stale = max(now - self._model_bytes(), 0), False
+        self._highest = max(self._highest, self._total_peak)
+
+    def expire(self) -> None:
+        """See :class:`Tracker`. What is model data is known at any time, so only the rest is out of date."""
+        self._stale = True
+
     @property
     def live_bytes(self) -> int:
-        """Allocated now, less model data."""
-        return max(allocator_bytes(self.device)[0] - self._model_bytes(), 0)
+        """Allocated, less model data, when that was found last."""
+        if self._stale:
+            self._look()
+        return self._live
+
+    @property
+    def highest_bytes(self) -> int:
+        """The most that was allocated since :meth:`begin_pass`, when that was found last."""
+        if self._stale:
+            self._look()
+        return self._highest
+
+    def begin_pass(self, limit_bytes: int) -> None:
+        """See :class:`Tracker`. The allocator's peak is left alone where it tells what will be above the limit."""
+        self._highest = 0
+        self._look()
+        if self._total_peak > limit_bytes:
+            self.sample()
+            self._highest = 0
 
     def sample(self) -> None:
         """End a part of the interval in which the amount of model data was constant."""
+        self._look()
         model = max(self._model_at_start, self._model_bytes())
-        self._peak = max(self._peak, allocator_bytes(self.device)[1] - model)
+        self._peak = max(self._peak, self._total_peak - model)
         self._restart()
 
     def call_above(self, limit_bytes: int, action: Callable[[], None]) -> None:
@@ -343,7 +401,7 @@ class AllocatorTracker:
     def take_peak(self) -> int:
         """The highest ``live_bytes`` since the last call; the next interval starts at the present value."""
         self.sample()
-        peak, self._peak = self._peak, self.live_bytes
+        peak, self._peak = self._peak, self._live
         return peak
 
     def exclude(self, tensor: Tensor) -> None:

@@ -10,9 +10,12 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from shardwise.comm import PeerError
 from shardwise.device import gpu_identity, gpus_of_host, make_current, numbered, visible_gpus
@@ -168,14 +171,14 @@ def init_distributed(
     return chosen
 
 
-def _store(facts: LaunchFacts, timeout: timedelta) -> dist.Store:
+def _store(facts: LaunchFacts, timeout: timedelta) -> Store:
     """The one that the launcher names, where torch would meet the other ranks, too."""
-    store, _, _ = next(dist.rendezvous("env://", facts.rank, facts.world_size, timeout=timeout))
+    store, _, _ = next(rendezvous("env://", facts.rank, facts.world_size, timeout=timeout))
     store.set_timeout(timeout)
-    return dist.PrefixStore(f"shardwise/{next(_meetings)}", store)
+    return PrefixStore(f"shardwise/{next(_meetings)}", store)
 
 
-def _agreed(facts: LaunchFacts, store: dist.Store, device: torch.device | str | None, may_share: bool) -> torch.device:
+def _agreed(facts: LaunchFacts, store: Store, device: torch.device | str | None, may_share: bool) -> torch.device:
     """This rank's device, after all have said which they would take."""
     refusal: ValueError | None = None
     try:
@@ -197,14 +200,14 @@ def _agreed(facts: LaunchFacts, store: dist.Store, device: torch.device | str | 
     return chosen if stays else torch.device("cpu")
 
 
-def _exchange(facts: LaunchFacts, store: dist.Store, mine: dict[str, object]) -> list[dict[str, str]]:
+def _exchange(facts: LaunchFacts, store: Store, mine: dict[str, object]) -> list[dict[str, Any]]:
     """What every rank has to tell, by rank. The first one collects, so that the store is asked twice a rank."""
     try:
         store.set(f"seat/{facts.rank}", json.dumps(mine))
         if facts.rank == 0:
             everything = [json.loads(store.get(f"seat/{rank}")) for rank in range(facts.world_size)]
             store.set("seats", json.dumps(everything))
-        found: list[dict[str, str]] = json.loads(store.get("seats"))
+        found: list[dict[str, Any]] = json.loads(store.get("seats"))
         return found
     except RuntimeError as error:
         raise PeerError(

@@ -7,7 +7,7 @@ as in torch, so that whoever forgets to name one can be seen to.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -87,6 +87,8 @@ class FakeCuda:
         self._here = threading.local()
         self._streams = {index: Stream(self, index) for index in range(2)}
         self.allocated = self.waiting = self.peak = self.queries = self.resets = 0
+        self.model: Callable[[], int] = lambda: 0
+        """Bytes that are allocated besides."""
         self.locked: dict[int, int] = {}
         self.ever_locked_on: set[int] = set()
         self.synchronized: list[int] = []
@@ -162,7 +164,7 @@ class FakeCuda:
     def allocate(self, size: int) -> None:
         """A tensor of that many bytes is made, or dropped (negative)."""
         self.allocated += size
-        self.peak = max(self.peak, self.allocated + self.waiting)
+        self.peak = max(self.peak, self.allocated + self.waiting + self.model())
 
     def drop_recorded(self, size: int) -> None:
         """A tensor is dropped that another stream may still use."""
@@ -171,12 +173,13 @@ class FakeCuda:
 
     def _stats(self, device: Any = None) -> dict[str, Any]:
         self.queries += 1
-        active = self.allocated + self.waiting
+        active = self.allocated + self.waiting + self.model()
+        self.peak = max(self.peak, active)
         return {
-            "allocated_bytes": {"all": {"current": self.allocated, "peak": self.allocated}},
+            "allocated_bytes": {"all": {"current": active - self.waiting, "peak": active - self.waiting}},
             "active_bytes": {"all": {"current": active, "peak": self.peak}},
         }
 
     def _reset(self, device: Any = None) -> None:
         self.resets += 1
-        self.peak = self.allocated + self.waiting
+        self.peak = self.allocated + self.waiting + self.model()
