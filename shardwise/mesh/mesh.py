@@ -160,10 +160,11 @@ class Mesh:
                 f"the model-parallel group of ranks {list(ranks)} and the data-parallel one of ranks "
                 f"{list(self.ranks)} share ranks {shared} beside rank {dist.get_rank()}: give groups that cross"
             )
-        members = Members(group, "the model-parallel group", MODEL_AXIS)
-        maker = GroupMaker(self.device, shared_memory, members.timeout_s, members)
-        self._makers.append(maker)  # first: what it made is closed even if the rest fails
-        self.model_parallel = maker.make(MODEL_AXIS, [list(ranks)])
+        with on_device(self.device):
+            members = Members(group, "the model-parallel group", MODEL_AXIS)
+            maker = GroupMaker(self.device, shared_memory, members.timeout_s, members)
+            self._makers.append(maker)  # first: what it made is closed even if the rest fails
+            self.model_parallel = maker.make(MODEL_AXIS, [list(ranks)])
         self._parts = ranks
 
     def enroll(self, name: str) -> Party:

@@ -6,7 +6,7 @@ import gc
 import os
 import textwrap
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -328,3 +328,27 @@ def test_a_mesh_refuses_ranks_on_one_gpu(group: bool) -> None:
         assert told.startswith("ranks [0, 1] would share the GPU GPU-x of host"), told
     for told in run_ranks(2, meshes_on_gpus, ["GPU-x", "GPU-y"], group):
         assert told == "the groups would be made here"
+
+
+def devices_named() -> list[str]:
+    """The devices that are current while torch makes what a mesh needs."""
+    named: list[str] = []
+
+    def noted(device: torch.device) -> AbstractContextManager[None]:
+        named.append(str(device))
+        return nullcontext()
+
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    together = dist.new_group([0, 1])
+    comm = CommPlan(overlap=True, shared_memory=None, same_order=False, gather_on_use=False, sync_init=True)
+    with mock.patch("shardwise.mesh.mesh.on_device", noted):
+        mesh = Mesh.create(MeshPlan(dp_shard=-1, dp_replicate=1), CPU, comm, alone)
+        mesh.join_model_parallel(together)
+    mesh.close()
+    dist.barrier()
+    return named
+
+
+def test_a_mesh_is_made_with_its_device_current() -> None:
+    """Torch's communicators, and the objects that ranks send through them, are of the current GPU."""
+    assert run_ranks(2, devices_named) == [["cpu", "cpu"]] * 2
