@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -22,19 +22,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark everything here ``gpu``, and skip it where there is none."""
-    on_cpu = config.getoption("--gpu-device", "cuda") == "cpu"
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    device_type = config.getoption("--gpu-device", "cuda")
     for item in items:
         if HERE not in item.path.parents:
             continue
         item.add_marker(pytest.mark.gpu)
-        needed = 1
-        for mark in item.iter_markers("gpus"):
-            needed = int(mark.args[0])
-        if on_cpu and item.get_closest_marker("gpus") is None:
-            continue
-        if gpus < needed:
-            item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA device(s), {gpus} visible"))
+        reason = reason_to_skip(device_type, [int(mark.args[0]) for mark in item.iter_markers("gpus")])
+        if reason:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def reason_to_skip(device_type: str, needed: Sequence[int]) -> str:
+    """Why a test that is marked with ``gpus(n)`` for each of ``needed`` cannot run; empty where it can."""
+    if device_type == "cpu" and not needed:
+        return ""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    wanted = max(needed, default=1)
+    return f"needs {wanted} CUDA device(s), {gpus} visible" if gpus < wanted else ""
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gpu.counting import kernels_of
 from shardwise.build import Session, build
 from shardwise.plan import Plan, zero
 from shardwise.testing import MODELS, PlainRecipe, PlainRun, make_batches, train_plain
@@ -212,28 +213,11 @@ def trace_overlap(plan: Plan, width: int, depth: int) -> tuple[float, float]:
 
     for _ in range(3):
         step()
-    torch.cuda.synchronize(device)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        step()
-        torch.cuda.synchronize(device)
+    kernels = kernels_of(step, device)
     session.close()
     session.mesh.close()
-    kernels = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    spans = [(e.time_range.start, e.time_range.end, "nccl" in e.name.lower()) for e in kernels]
-    compute = _merged([(start, end) for start, end, nccl in spans if not nccl])
-    comm = [(start, end) for start, end, nccl in spans if nccl]
-    hidden = sum(max(0, min(end, stop) - max(start, begin)) for start, end in comm for begin, stop in compute)
-    return float(sum(end - start for start, end in comm)), float(hidden)
-
-
-def _merged(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    result: list[tuple[float, float]] = []
-    for start, end in sorted(spans):
-        if result and start <= result[-1][1]:
-            result[-1] = (result[-1][0], max(end, result[-1][1]))
-        else:
-            result.append((start, end))
-    return result
+    comm = kernels.gathers + kernels.reductions
+    return sum(end - start for start, end in comm), kernels.hidden(comm)
 
 
 def forward_backward_without_sync(plan: Plan) -> list[float]:

@@ -52,6 +52,17 @@ def test_building_never_holds_the_whole_model(two_ranks: RankPool) -> None:
 
 
 @pytest.mark.gpus(1)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_one_rank_in_bf16_keeps_nothing_beside_the_accounts(one_rank: RankPool, stage: int) -> None:
+    """A large chunk, whose sums over ranks have nothing to add up: an fp32 array of it would be 256 MiB."""
+    (peak,) = one_rank.run(measure_memory, zero(stage, torch.bfloat16), 8192, 1, timeout=240.0)
+    psi = 8192 * 8192
+    assert peak.after_step <= peak.reported + SLACK
+    # Weights, gradient, masters and two moments, the gradient's exchange buffer, and the update's fp32 gradient.
+    assert peak.in_step <= (2 + 2 + 12 + 2 + 2 + 4) * psi + SLACK
+
+
+@pytest.mark.gpus(1)
 @pytest.mark.parametrize("plan", [replicated(), zero(2), zero(3)], ids=["ddp", "zero2", "zero3"])
 def test_host_does_not_wait_in_forward_and_backward(one_rank: RankPool, plan: Plan) -> None:
     (losses,) = one_rank.run(forward_backward_without_sync, plan, timeout=240.0)

@@ -1,4 +1,4 @@
-"""Started by torchrun in test_launch.py with the device type; prints backend, device, first and last loss."""
+"""Started with a device, or ``auto``; prints backend, device, first and last loss."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardwise.plan import zero
 
 def main() -> None:
     """Twenty steps of a small classifier in bf16."""
-    device = init_distributed(sys.argv[1])
+    device = init_distributed(None if sys.argv[1] == "auto" else sys.argv[1])
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4))
     session = build(model, torch.optim.AdamW(model.parameters(), lr=1e-2), zero(3, torch.bfloat16), device=device)
@@ -27,7 +27,7 @@ def main() -> None:
         session.optimizer.step()
         session.optimizer.zero_grad()
         losses.append(float(loss.detach()))
-    print(dist.get_backend(), device.type, losses[0], losses[-1])
+    print(dist.get_backend() if dist.is_initialized() else "alone", device.type, losses[0], losses[-1])
     session.close()
     shutdown()
 

@@ -1,0 +1,209 @@
+"""What a step costs besides its work: exchanges between hosts, waits of the host, questions to the allocator, and
+copies that nothing hides. Counted, so that no machine is too slow for them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from gpu.counting import allocator_queries, host_waits, kernels_of
+from gpu.on_device import Stack, adamw, device_of_rank
+from gpu.test_tiers import tiered
+from shardwise.build import Session, build
+from shardwise.plan import Plan, on_device, replicated, zero
+from shardwise.testing import RankPool
+
+WARM_UP = 3
+"""Steps until everything has been recorded, planned and allocated."""
+HOST = ((1.0, 0.0), (1.0, 0.0))
+
+
+@contextlib.contextmanager
+def training(plan: Plan, width: int, depth: int, device: torch.device) -> Iterator[Session]:
+    """A session after its first steps."""
+    torch.manual_seed(0)
+    model = Stack(width, depth)
+    session = build(model, adamw(model), plan, device=device)
+    for _ in range(WARM_UP):
+        one_step(session, torch.randn(8, width, device=device))
+    yield session
+    session.close()
+    session.mesh.close()
+
+
+def one_step(session: Session, rows: torch.Tensor) -> None:
+    """Forward, backward, update; what it returns nobody waits for."""
+    assert session.optimizer is not None
+    session.backward(session.module(rows).float().square().mean())
+    session.optimizer.step()
+    session.optimizer.zero_grad()
+
+
+# ---- exchanges
+
+
+def exchanges(plan: Plan, depth: int, device_type: str) -> list[int]:
+    """Of the steps after the first: how often this rank exchanged words with others, in all groups."""
+    device = device_of_rank(device_type)
+    with training(plan, 64, depth, device) as session:
+        mesh, found = session.mesh, []
+        groups = {id(group): group for group in (mesh.shard, mesh.replicate, mesh.world)}.values()
+        for _ in range(3):
+            before = sum(group.traffic.calls["exchange"] for group in groups)
+            one_step(session, torch.randn(8, 64, device=device))
+            found.append(sum(group.traffic.calls["exchange"] for group in groups) - before)
+    return found
+
+
+PLANS = {"ddp": replicated(), "zero2": zero(2), "zero3": zero(3).but(same_order=True)}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_exchanges_do_not_grow_with_the_model(pool: RankPool, device_type: str, plan: str) -> None:
+    """Where ranks need not agree on gathers, a step has a few: which gradients there are, and the norm."""
+    few, many = (pool.run(exchanges, PLANS[plan], depth, device_type, timeout=120.0) for depth in (6, 12))
+    assert few == many
+    for counts in few:
+        assert len(set(counts)) == 1, "each step has as many"
+        assert counts[0] <= 4
+
+
+def test_a_gather_needs_one_exchange_at_most(two_ranks: RankPool, device_type: str) -> None:
+    """Where ranks agree on gathers: one for a unit's gather, forward and backward, and those of the step."""
+    depth = 8
+    plan = zero(3).but(shared_memory=False) if device_type == "cpu" else zero(3)
+    for counts in two_ranks.run(exchanges, plan, depth, device_type, timeout=120.0):
+        assert 0 < max(counts) <= 2 * depth + 6, counts
+
+
+# ---- waits of the host
+
+
+def waits(plan: Plan, whole_step: bool) -> tuple[int, int]:
+    """How often the host waits in a step (without the update unless ``whole_step``), and in one that does so once."""
+    device = device_of_rank("cuda")
+    rows = torch.randn(8, 256, device=device)
+    with training(plan, 256, 6, device) as session:
+        assert session.optimizer is not None
+        torch.cuda.synchronize(device)
+        with host_waits() as control:
+            float(rows[0, 0])
+        with host_waits() as count:
+            session.backward(session.module(rows).float().square().mean())
+            if whole_step:
+                session.optimizer.step()
+                session.optimizer.zero_grad()
+        if not whole_step:
+            session.optimizer.step()
+    return count.times, control.times
+
+
+HERE = {"ddp": replicated(), "zero1": zero(1), "zero2": zero(2), "zero3": zero(3), "bf16": zero(3, torch.bfloat16)}
+AWAY = {
+    "state_host": tiered(zero(3, torch.bfloat16), (0.0, 0.0), (1.0, 0.0), None),
+    "all_host": tiered(zero(3, torch.bfloat16), *HOST, None),
+    "ahead": tiered(zero(3, torch.bfloat16), *HOST, None).but(prefetch=2),
+}
+
+
+@pytest.mark.gpus(1)
+@pytest.mark.parametrize("plan", HERE)
+def test_the_host_never_waits_where_all_is_on_the_device(one_rank: RankPool, plan: str) -> None:
+    """Without clipping and loss scale nobody needs the norm, so not in ``step()`` either."""
+    ((found, control),) = one_rank.run(waits, HERE[plan], True, timeout=120.0)
+    assert control == 1, "the count sees a wait"
+    assert found == 0
+
+
+@pytest.mark.gpus(1)
+@pytest.mark.parametrize("plan", AWAY)
+def test_the_host_does_not_wait_in_passes_with_offload(one_rank: RankPool, plan: str) -> None:
+    """Parameters on their way up and gradients on their way down, over page-locked memory."""
+    ((found, control),) = one_rank.run(waits, AWAY[plan], False, timeout=120.0)
+    assert control == 1 and found == 0
+
+
+# ---- questions to the allocator
+
+
+def queries(plan: Plan, depth: int) -> int:
+    """In one step."""
+    device = device_of_rank("cuda")
+    with training(plan, 256, depth, device) as session:
+        with allocator_queries() as control:
+            torch.cuda.memory_allocated(device)
+        assert control.times == 1
+        with allocator_queries() as count:
+            one_step(session, torch.randn(8, 256, device=device))
+    return count.times
+
+
+DECLARED = tiered(zero(3), *HOST, None).but(device_capacity_bytes=2**32)
+QUERIES_A_LAYER = 8
+"""A unit is gathered twice and its gradient reduced once; each may look once before and once after."""
+
+
+@pytest.mark.gpus(1)
+def test_the_allocator_is_asked_a_few_times_a_layer(one_rank: RankPool) -> None:
+    few, many = (one_rank.run(queries, DECLARED, depth, timeout=120.0)[0] for depth in (6, 12))
+    assert many - few <= 6 * QUERIES_A_LAYER, f"{(many - few) / 6:.0f} questions for each further layer"
+    assert few <= 6 * QUERIES_A_LAYER + 16
+
+
+@pytest.mark.gpus(1)
+def test_nobody_asks_the_allocator_without_a_capacity(one_rank: RankPool) -> None:
+    assert one_rank.run(queries, zero(3), 6, timeout=120.0) == [0]
+
+
+# ---- gathers that show
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Gathers of one step: how many there were, and how many nothing hid."""
+
+    gathers: int
+    exposed: int
+
+
+def shown(plan: Plan, width: int, depth: int, rows: int) -> Shown:
+    """Copies from the host on one rank, NCCL's gathers on several."""
+    device = device_of_rank("cuda")
+    given = torch.randn(rows, width, device=device)
+    with training(plan, width, depth, device) as session:
+        one_step(session, given)
+        kernels = kernels_of(lambda: one_step(session, given), device)
+    spans = kernels.gathers if session.mesh.size > 1 else kernels.uploads
+    return Shown(len(spans), kernels.exposed(spans))
+
+
+@pytest.mark.gpus(1)
+@pytest.mark.parametrize("prefetch", [1, 2])
+def test_uploads_hide_behind_compute(one_rank: RankPool, prefetch: int) -> None:
+    """A layer computes several times as long as its 16 MiB travel; forward's first and backward's first may show."""
+    plan = tiered(zero(3), (1.0, 0.0), (0.0, 0.0), None).but(prefetch=prefetch)
+    (found,) = one_rank.run(shown, plan, 2048, 12, 16384, timeout=120.0)
+    assert found.gathers >= 12, found
+    assert found.exposed <= 2, found
+
+
+@pytest.mark.gpus(1)
+def test_uploads_without_prefetch_show(one_rank: RankPool) -> None:
+    """The count can fail."""
+    plan = tiered(zero(3), (1.0, 0.0), (0.0, 0.0), None).but(prefetch=0)
+    (found,) = one_rank.run(shown, plan, 2048, 12, 16384, timeout=120.0)
+    assert found.exposed >= 6, found
+
+
+@pytest.mark.gpus(2)
+@pytest.mark.parametrize("same_order", [False, True])
+def test_gathers_over_nccl_hide_behind_compute(two_ranks: RankPool, same_order: bool) -> None:
+    """Also where ranks agree on each gather, which is the default."""
+    plan = replace(zero(3), tiers=on_device()).but(same_order=same_order, prefetch=1)
+    for found in two_ranks.run(shown, plan, 2048, 12, 16384, timeout=120.0):
+        assert found.gathers >= 12, found
+        assert found.exposed <= 2, found
