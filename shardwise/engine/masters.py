@@ -93,7 +93,7 @@ def _sums(shard: torch.Tensor) -> torch.Tensor:
     whole = shard.numel() // (words * BLOCK) * words * BLOCK if aligned else 0
     with torch.no_grad():
         rest = shard[whole:].view(_INTEGERS[shard.itemsize])
-        places = torch.arange(1, 2 * rest.numel(), 2, device=rest.device)
+        places = 2 * torch.arange(rest.numel(), device=rest.device) + 1  # also where nothing is left over
         last = (rest * places).sum().view(1)
         return torch.cat([shard[:whole].view(torch.int64).view(-1, BLOCK).sum(1), last]) if whole else last
 
