@@ -1,9 +1,10 @@
 # Everything runs from a plain Python and make: each target first makes .venv and installs what it needs, once.
 # A second run finds the stamp and starts at once. PYTHON=... chooses the interpreter, VENV=... the folder.
 .DEFAULT_GOAL := help
-.PHONY: help demo test numbers campaign faults lint types arch bench clean venv dev
+.PHONY: help demo test numbers campaign faults lint types arch bench gpu clean venv dev
 
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
+GIVEN := $(PYTHON)
 PYTHON ?= $(shell for p in python3 python3.12 python3.11; do $$p -c '$(SUPPORTED)' 2>/dev/null && echo $$p && break; done)
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -12,6 +13,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 INSTALL := $(PIP) install --quiet --progress-bar off -c constraints.txt
 DEMO ?=
 BENCH ?=
+GPU ?=
+SEES_GPU := import torch, sys; sys.exit(not torch.cuda.is_available())
 TESTS ?= tests
 WORKERS ?= 2
 KILLS ?= 1000
@@ -27,6 +30,7 @@ help:
 	@echo "make faults    kill ranks during saves (KILLS=1000), flip bytes, fail calls, soak; count what was lost"
 	@echo "make lint      ruff        make types   mypy --strict        make arch   layers and budgets"
 	@echo "make bench     compare with the peers (installs them)        make clean  remove .venv and caches"
+	@echo "make gpu       everything that needs a GPU, in parts (GPU='--limit 560' for 560 s; call again to go on)"
 
 $(VENV)/.made:
 	@"$(or $(PYTHON),none)" -c '$(SUPPORTED)' 2>/dev/null || { \
@@ -87,6 +91,14 @@ arch: $(VENV)/.dev
 
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks $(BENCH)
+
+# Runs from the source tree with any Python that has torch, numpy and safetensors: PYTHON=... if given, else a python3
+# whose torch sees a GPU, else the one of .venv, where there is a stand-in on the CPU.
+gpu:
+	@python="$(GIVEN)"; \
+	if [ -z "$$python" ] && python3 -c '$(SEES_GPU)' 2>/dev/null; then python=python3; fi; \
+	if [ -z "$$python" ]; then $(MAKE) --no-print-directory dev || exit; python=$(BIN)/python; fi; \
+	exec "$$python" -m benchmarks.gpu $(GPU)
 
 clean:
 	rm -rf "$(VENV)" build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

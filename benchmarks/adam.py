@@ -1,4 +1,4 @@
-"""``python -m benchmarks.adam``: one Adam step of mixed-precision training on the host.
+"""``python -m benchmarks.adam``: one Adam step of mixed-precision training on the host; ``--device cuda``: on a GPU.
 
 Everybody does the same work on the same arrays: a bf16 gradient comes in, an fp32 master and two fp32 moments are
 updated (AdamW), bf16 weights go out. The systems take turns within each repeat, in rotating order, with all cores; the
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import importlib.util
+import json
 import os
 import shutil
 import statistics
@@ -24,7 +25,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shardwise.optim import AdamRule, AdamSlot, AdamTiles, HybridAdam, adam_reference
+from shardwise.optim import AdamRule, AdamSlot, AdamTiles, FusedAdam, HybridAdam, adam_reference
 
 SOURCE = Path(__file__).with_name("adam_kernel.c")
 COMPILE = ["-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC"]
@@ -237,6 +238,30 @@ def piecewise(pieces: int, numel: int, repeats: int) -> str:
     )
 
 
+def on_device(numel: int, repeats: int) -> tuple[dict[str, list[float]], int]:
+    """Seconds of ``optimizer.step()`` on the GPU by system, over fp32 parameters of about 4M elements as a model has
+    them; and their elements. Each step is waited for."""
+    pieces = max(1, numel // (1 << 22))
+    kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {
+        "shardwise": lambda params: FusedAdam(params, weight_decay=0.01),
+        "shardwise HybridAdam": lambda params: HybridAdam(params, weight_decay=0.01),
+        "torch, fused": lambda params: torch.optim.AdamW(params, fused=True),
+        "torch, foreach": lambda params: torch.optim.AdamW(params, foreach=True),
+    }
+
+    def waited(optimizer: torch.optim.Optimizer) -> Step:
+        def step() -> None:
+            optimizer.step()
+            torch.cuda.synchronize()
+
+        return step
+
+    params = [torch.nn.Parameter(torch.randn(1 << 22, device="cuda")) for _ in range(pieces)]
+    for param in params:
+        param.grad = torch.randn_like(param)
+    return measure({name: waited(make(params)) for name, make in kinds.items()}, repeats), pieces << 22
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.adam", description=__doc__)
@@ -245,19 +270,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads (default: all cores)")
     parser.add_argument("--tile", type=int, help="elements a tile (default: what the package chooses)")
     parser.add_argument("--quiet", type=float, default=-1.0, help="start a turn when others use at most so many cores")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: optimizer.step() on the GPU")
+    parser.add_argument("--json", type=Path, help="write the table and its figures here")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    with tempfile.TemporaryDirectory(prefix="bench-") as name:
-        print("\n".join(check(options.tile, Path(name))), flush=True)
-        steps, missing = systems(Arrays.make(int(options.numel)), options.tile, Path(name))
-        times = measure(steps, options.repeats, options.quiet)
-    print(f"\n{options.numel:.3g} parameters, {options.threads} threads, {options.repeats} repeats")
-    print(f"load of the machine, 1 minute: {os.getloadavg()[0]:.1f}\n", flush=True)
-    print(table(times, missing, int(options.numel)))
-    print()
-    for pieces, numel in ((1, 1 << 20), (8, 1 << 17), (64, 1 << 10)):
-        print(piecewise(pieces, numel, options.repeats * 4))
+    if options.device == "cuda":
+        times, numel = on_device(int(options.numel), options.repeats)
+        head = f"Adam on the GPU, {numel:.3g} fp32 parameters, {options.repeats} repeats"
+        missing: dict[str, str] = {}
+    else:
+        numel = int(options.numel)
+        with tempfile.TemporaryDirectory(prefix="bench-") as name:
+            print("\n".join(check(options.tile, Path(name))), flush=True)
+            steps, missing = systems(Arrays.make(numel), options.tile, Path(name))
+            times = measure(steps, options.repeats, options.quiet)
+        head = f"Adam on the host, {numel:.3g} parameters, {options.threads} threads, {options.repeats} repeats"
+    text = f"{head}; load of the machine, 1 minute: {os.getloadavg()[0]:.1f}\n\n{table(times, missing, numel)}"
+    print(text, flush=True)
+    if options.json:
+        typical = {name: statistics.median(seconds) / numel * 1e9 for name, seconds in times.items()}
+        line = "ns an element: " + ", ".join(f"{name} {each:.3f}" for name, each in typical.items())
+        options.json.write_text(json.dumps({"line": line, "text": text, "seconds": times, "missing": missing}))
+    if options.device == "cpu":
+        print()
+        for pieces, each in ((1, 1 << 20), (8, 1 << 17), (64, 1 << 10)):
+            print(piecewise(pieces, each, options.repeats * 4))
     sys.stdout.flush()
 
 

@@ -40,8 +40,12 @@ SIZES = {
     "tiny": Size(width=128, layers=2, heads=4, vocabulary=512),
     "small": Size(width=512, layers=6, heads=8, vocabulary=6144),
     "base": Size(width=768, layers=12, heads=12, vocabulary=25600),
+    "0.3B": Size(width=1024, layers=20, heads=16, vocabulary=32000, sequence=1024, micro_batch=16),
+    "1.3B": Size(width=2048, layers=24, heads=16, vocabulary=32000, sequence=1024, micro_batch=8),
+    "7B": Size(width=4096, layers=32, heads=32, vocabulary=32000, sequence=1024, micro_batch=4),
 }
-"""``small`` has 25.3M parameters, ``base`` 124.5M; ``tiny`` (0.5M) is for testing the harness itself."""
+"""``small`` has 25.3M parameters, ``base`` 124.5M; ``tiny`` (0.5M) is for testing the harness itself. For a GPU: 319M,
+1.34B and 6.71B."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,8 @@ class Job:
         steps: timed steps a turn.
         data_ranks: ranks whose batches are trained on. Differs from ``ranks`` only for the one-process reference.
         owner: process that calls the turns; a rank leaves when that is gone.
+        device: type of the device that trains.
+        offload: masters and optimizer state are at home on the host, in every system that can.
     """
 
     system: str
@@ -69,6 +75,8 @@ class Job:
     steps: int
     data_ranks: int
     owner: int = 0
+    device: str = "cpu"
+    offload: bool = False
 
     def label(self) -> str:
         """``small/4/fp32 fsdp2 +malloc``: for progress lines."""

@@ -28,9 +28,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
+from benchmarks.gpu.train import Checkpointed
 from benchmarks.job import Size
+from benchmarks.launch import available_bytes
 from benchmarks.model import GPT, batch
 from benchmarks.table import replace_section
 from benchmarks.training import machine
@@ -40,7 +41,19 @@ from shardwise.memory.ledger import DeviceMemoryError
 from shardwise.memory.sizes import parse_size, size_text
 from shardwise.plan import Plan, on_device, zero
 
-__all__ = ["Case", "Fractions", "Result", "fractions_for", "plan_of", "run_case", "size_of"]
+__all__ = [
+    "Case",
+    "Fractions",
+    "Result",
+    "fitting",
+    "fractions_for",
+    "from_json",
+    "plan_of",
+    "run_case",
+    "size_of",
+    "summary",
+    "table",
+]
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "offload.md"
 STATE_BYTES, WEIGHT_BYTES, GRADIENT_BYTES = 12, 2, 2
@@ -141,6 +154,19 @@ def fractions_for(case: Case, size: Size, parameters: int) -> Fractions:
     return Fractions(params, state)
 
 
+def fitting(case: Case) -> int:
+    """The most parameters, in steps of 1e8, for which there are shares (:func:`fractions_for`); at least 1e8."""
+    parameters = 10**8
+    while True:
+        larger = parameters + 10**8
+        size = size_of(larger, case.sequence, case.micro_batch)
+        try:
+            fractions_for(replace(case, parameters=larger), size, larger)
+        except DeviceMemoryError:
+            return parameters
+        parameters = larger
+
+
 def plan_of(case: Case, fractions: Fractions) -> Plan:
     """ZeRO-3 in bf16 with the shares, one block ahead."""
     tiers = replace(
@@ -152,18 +178,6 @@ def plan_of(case: Case, fractions: Fractions) -> Plan:
     )
     plan = zero(3, torch.bfloat16).but(tiers=tiers, prefetch=1)
     return plan if case.update == "step" else plan.but(update=case.update)
-
-
-class Checkpointed(nn.Module):
-    """A block whose activations are made again in backward."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = checkpoint(self.block, x, use_reentrant=False)
-        return result
 
 
 def _model(size: Size, checkpointing: bool) -> GPT:
@@ -302,6 +316,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device-memory", help="default: 0.92 of the GPU's")
     parser.add_argument("--host-memory", help="default: what is available now")
     parser.add_argument("--sizes", help="growing, such as 1.3B,6.7B,11B,13B; the first also runs without offload")
+    parser.add_argument("--fit", type=float, help="one size instead: this share of what should fit")
+    parser.add_argument("--json", type=Path, help="write the results here, after each size")
     parser.add_argument("--sequence", type=int, default=1024)
     parser.add_argument("--micro-batch", type=int, default=4)
     parser.add_argument("--steps", type=int, default=3, help="after one to warm up")
@@ -310,10 +326,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds a size")
     parser.add_argument("--write", action="store_true", help=f"rewrite the table in {DOCUMENT.name}")
     return parser.parse_args(arguments)
-
-
-def _available_bytes() -> int:
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _cases(options: argparse.Namespace) -> list[Case]:
@@ -326,7 +338,7 @@ def _cases(options: argparse.Namespace) -> list[Case]:
     common = {
         "device": "cpu" if dry else "cuda:0",
         "device_bytes": parse_size(str(device_text)) if device_text else int(0.92 * total),
-        "host_bytes": parse_size(str(host_text)) if host_text else _available_bytes(),
+        "host_bytes": parse_size(str(host_text)) if host_text else available_bytes(),
         "sequence": int(str(DRY["sequence"])) if dry else options.sequence,
         "micro_batch": 1 if dry else options.micro_batch,
         "steps": options.steps,
@@ -334,6 +346,9 @@ def _cases(options: argparse.Namespace) -> list[Case]:
         "checkpointing": not options.no_checkpointing,
         "dry": dry,
     }
+    if options.fit is not None:
+        parameters = round(options.fit * fitting(Case(0, "shardwise", offload="needed", **common)), -8)
+        return [Case(parameters, "shardwise", offload="needed", **common)]
     sizes = [_count(text) for text in str(options.sizes or (DRY["sizes"] if dry else "1.3B,6.7B,11B,13B")).split(",")]
     cases = [Case(sizes[0], "shardwise", offload=offload, **common) for offload in ("none", "state")]
     cases += [Case(size, "shardwise", offload="needed", **common) for size in sizes]
@@ -386,18 +401,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if case.offload == "needed" and not result.losses:
             over.add(case.system)
         said = result.error or f"{result.tokens_per_second:,.0f} tokens/s"
+        if options.json:
+            options.json.write_text(json.dumps(_to_json(results)))
         print(
             f"{case.system} {case.parameters / 1e6:,.1f}M offload {case.offload}: {said}", file=sys.stderr, flush=True
         )
     where = machine() if options.dry else f"{machine()}; {torch.cuda.get_device_name(0)}"
     facts = f"{where}; torch {torch.__version__}; bf16 with fp32 Adam, updates in {options.update}."
-    text = f"{facts} {_summary(results)}\n\n{table(results)}\n"
+    text = f"{facts} {summary(results)}\n\n{table(results)}\n"
     print(text)
     if options.write:
         replace_section(DOCUMENT, "largest-dry" if options.dry else "largest", text)
+    if options.fit is not None and not results[0][1].losses:
+        raise SystemExit(results[0][1].error)  # who asked for one size wants it to train
 
 
-def _summary(results: Sequence[tuple[Case, Result]]) -> str:
+def _to_json(results: Sequence[tuple[Case, Result]]) -> dict[str, Any]:
+    return {"line": summary(results), "results": [[asdict(case), asdict(result)] for case, result in results]}
+
+
+def from_json(row: Sequence[dict[str, Any]]) -> tuple[Case, Result]:
+    """One of the ``results`` that ``--json`` wrote."""
+    case, result = row
+    return Case(**case), Result(**result | {"fractions": Fractions(**result["fractions"])})
+
+
+def summary(results: Sequence[tuple[Case, Result]]) -> str:
+    """In one or two sentences."""
     good = [(case, r) for case, r in results if r.losses and not r.error and case.system == "shardwise"]
     if not good:
         return "Nothing trained."

@@ -9,11 +9,12 @@ step takes as long as the longest of them. All of it takes turns within a repeat
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -324,6 +325,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5, help="interleaved (default 5)")
     parser.add_argument("--steps", type=int, default=3, help="timed steps a mode and repeat (default 3)")
     parser.add_argument("--threads", type=int, help="of torch (default: its own)")
+    parser.add_argument("--json", type=Path, help="write the table and its figures here")
     parser.add_argument("--write", action="store_true", help=f"rewrite the table in {DOCUMENT.name}")
     chosen = parser.parse_args(arguments)
     if not chosen.directory.is_dir():
@@ -347,6 +349,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     text = f"{facts}\n\n{table(parts, device.type == 'cpu')}\n"
     print(text)
+    if options.json:
+        worst = max(parts, key=lambda name: statistics.median(parts[name].step))
+        line = f"{worst}: {statistics.median(parts[worst].step) * 1e3:,.0f} ms a step; {remarks[0]}"
+        found = {"line": line, "text": text, "seconds": {name: asdict(each) for name, each in parts.items()}}
+        options.json.write_text(json.dumps(found))
     if options.write:
         section = (
             "offload-cuda" if device.type != "cpu" else "offload" if options.update == "step" else "offload-backward"

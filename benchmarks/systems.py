@@ -89,14 +89,17 @@ def build_ddp(model: GPT, job: Job) -> Step:
 def build_fsdp2(model: GPT, job: Job) -> Step:
     """torch fully_shard, one group a block and one for the rest, resharded after forward."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
     half = torch.bfloat16 if job.dtype == "bf16" else None
     options: dict[str, Any] = {
-        "mesh": init_device_mesh("cpu", (job.ranks,)),
+        "mesh": init_device_mesh(job.device, (job.ranks,)),
         "reshard_after_forward": True,
         "mp_policy": MixedPrecisionPolicy(param_dtype=half, reduce_dtype=half),
     }
+    if job.offload:  # its parameters go with their state
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=job.device == "cuda")
+        model.cpu()
     for block in model.blocks:
         fully_shard(block, **options)
     fully_shard(model, **options)
@@ -114,12 +117,15 @@ def deepspeed_builder(stage: int, **zero_options: Any) -> Callable[[GPT, Job], S
     def build(model: GPT, job: Job) -> Step:
         import deepspeed
 
+        on_host = {"device": "cpu", "pin_memory": job.device == "cuda"}
+        offload = {"offload_optimizer": on_host} if job.offload else {}
         config = {
             "train_micro_batch_size_per_gpu": SIZES[job.size].micro_batch,
             "gradient_accumulation_steps": 1,
             "zero_allow_untested_optimizer": True,
             "gradient_clipping": 0.0,
-            "zero_optimization": {"stage": stage} | zero_options,
+            "zero_optimization": {"stage": stage} | zero_options | offload,
+            "zero_force_ds_cpu_optimizer": False,
             "bf16": {"enabled": job.dtype == "bf16"},
             "steps_per_print": 10**9,
         }
@@ -145,21 +151,37 @@ def shardwise_builder(stage: int) -> Callable[[GPT, Job], Step]:
 
         half = torch.bfloat16 if job.dtype == "bf16" else None
         chosen = plan.zero(stage, half) if stage else plan.replicated(half)  # type: ignore[arg-type]
-        session = build_session(model, adamw(model.parameters()), chosen)
-        optimizer = session.optimizer
-        if optimizer is None:
-            raise RuntimeError(f"build() returned optimizer {optimizer} although it was given one")
-
-        def step(tokens: Tensor, targets: Tensor) -> Tensor:
-            loss: Tensor = session.module(tokens, targets)
-            session.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach()
-
-        return step
+        if job.offload:
+            chosen = chosen.but(state_host_fraction=1.0, pin_memory=job.device == "cuda")
+        session = build_session(model, adamw(model.parameters()), chosen, device=job.device)
+        return _own_step(session.module, session.backward, session.optimizer)
 
     return build
+
+
+def build_gemini(model: GPT, job: Job) -> Step:
+    """This library through the Booster: GeminiPlugin with chunks of its own choice, nothing kept gathered."""
+    from shardwise.booster import Booster
+    from shardwise.booster.plugin import GeminiPlugin
+
+    offload: dict[str, Any] = {"offload_optim_frac": 1.0, "pin_memory": job.device == "cuda"} if job.offload else {}
+    booster = Booster(plugin=GeminiPlugin(precision=job.dtype, max_prefetch=1, **offload))
+    module, optimizer, *_ = booster.boost(model, adamw(model.parameters()))
+    return _own_step(module, lambda loss: booster.backward(loss, optimizer), optimizer)
+
+
+def _own_step(module: nn.Module, backward: Callable[[Tensor], object], optimizer: Any) -> Step:
+    if optimizer is None:
+        raise RuntimeError(f"the model came back with optimizer {optimizer} although there was one")
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = module(tokens, targets)
+        backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
 
 
 PEERS: dict[str, Callable[[GPT, Job], Step]] = {
@@ -176,6 +198,7 @@ SHARDWISE: dict[str, Callable[[GPT, Job], Step]] = {
     "sw_zero1": shardwise_builder(1),
     "sw_zero2": shardwise_builder(2),
     "sw_zero3": shardwise_builder(3),
+    "sw_gemini": build_gemini,
 }
 SYSTEMS: dict[str, Callable[[GPT, Job], Step]] = PEERS | SHARDWISE | {"reference": build_local}
 """``reference`` is one process that trains on the batches of all ranks: what the losses are compared with."""

@@ -35,6 +35,7 @@ PAIRS = {
     "sw_zero1": ("local", "ddp", "ds1"),
     "sw_zero2": ("local", "ddp", "ds2"),
     "sw_zero3": ("local", "ddp", "fsdp2", "ds3", "ds3_release"),
+    "sw_gemini": ("fsdp2", "ds3"),
 }
 """With whom each of our plans trains in turns."""
 NAMES = {
@@ -49,6 +50,7 @@ NAMES = {
     "sw_zero1": "shardwise zero1",
     "sw_zero2": "shardwise zero2",
     "sw_zero3": "shardwise zero3",
+    "sw_gemini": "shardwise gemini",
 }
 
 

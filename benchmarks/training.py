@@ -37,7 +37,7 @@ def _listed(text: str, known: Sequence[str], option: str) -> list[str]:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Command line; lists are comma-separated and checked."""
     systems = [*PEERS, *SHARDWISE]
-    default = [name for name in systems if name != "ds3_release"]
+    default = [name for name in systems if name not in ("ds3_release", "sw_gemini")]
     parser = argparse.ArgumentParser(prog="python -m benchmarks.training", description=__doc__)
     parser.add_argument("--sizes", default="small,base", help=f"of {', '.join(SIZES)} (default small,base)")
     parser.add_argument("--ranks", default="4,2", help="process counts (default 4,2)")

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpu.counting import kernels_of
+from benchmarks.gpu.counting import kernels_of
 from shardwise.build import Session, build
 from shardwise.plan import Plan, zero
 from shardwise.testing import MODELS, PlainRecipe, PlainRun, make_batches, train_plain

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from gpu.counting import allocator_queries, host_waits, kernels_of
+from benchmarks.gpu.counting import allocator_queries, host_waits, kernels_of
 from gpu.on_device import Stack, adamw, device_of_rank
 from gpu.test_tiers import tiered
 from shardwise.build import Session, build

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpu.counting import no_current_device
+from benchmarks.gpu.counting import no_current_device
 from gpu.on_device import Stack, adamw, device_of_rank
 from gpu.test_tiers import tiered
 from shardwise.build import build
