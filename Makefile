@@ -5,6 +5,7 @@
 
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
 GIVEN := $(PYTHON)
+SELF := $(MAKE)
 PYTHON ?= $(shell for p in python3 python3.12 python3.11; do $$p -c '$(SUPPORTED)' 2>/dev/null && echo $$p && break; done)
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -97,7 +98,7 @@ bench: $(VENV)/.bench
 gpu:
 	@python="$(GIVEN)"; \
 	if [ -z "$$python" ] && python3 -c '$(SEES_GPU)' 2>/dev/null; then python=python3; fi; \
-	if [ -z "$$python" ]; then $(MAKE) --no-print-directory dev || exit; python=$(BIN)/python; fi; \
+	if [ -z "$$python" ]; then $(SELF) --no-print-directory dev || exit; python=$(BIN)/python; fi; \
 	exec "$$python" -m benchmarks.gpu $(GPU)
 
 clean:

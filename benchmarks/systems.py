@@ -153,7 +153,8 @@ def shardwise_builder(stage: int) -> Callable[[GPT, Job], Step]:
         chosen = plan.zero(stage, half) if stage else plan.replicated(half)  # type: ignore[arg-type]
         if job.offload:
             chosen = chosen.but(state_host_fraction=1.0, pin_memory=job.device == "cuda")
-        session = build_session(model, adamw(model.parameters()), chosen, device=job.device)
+        device = torch.device("cuda", torch.cuda.current_device()) if job.device == "cuda" else torch.device("cpu")
+        session = build_session(model, adamw(model.parameters()), chosen, device=device)
         return _own_step(session.module, session.backward, session.optimizer)
 
     return build

@@ -30,6 +30,7 @@ STATE_BYTES = 16
 """Of mixed-precision Adam a parameter: weights and gradient in 16 bits, master and two moments in fp32; as much in
 FSDP2, which keeps weights and gradient in fp32."""
 ROOM_BYTES = 8 << 30  # activations, logits, gathered parameters
+OFFLOAD_DISK_BYTES = 16 << 30  # 124.5M parameters three times, in two versions of each record
 LARGEST_SHARES = (1.0, 0.85, 0.7)
 """Of the parameters that should fit: the first size that trains ends the search."""
 
@@ -59,9 +60,9 @@ def _training(system: str, size: str, facts: Facts) -> Part:
     return Part(f"training {size} {system}", command, expects, limit, needs, skip)
 
 
-def _offload(directory: str, update: str, *options: str, expects_s: float, limit_s: float) -> Part:
+def _offload(directory: str, update: str, *options: str, expects_s: float, limit_s: float, skip: str = "") -> Part:
     command = ("-m", "benchmarks.offload", directory, "--update", update, "--json", OUT, *options)
-    return Part(f"offload {update}", command, expects_s, limit_s)
+    return Part(f"offload {update}", command, expects_s, limit_s, skip=skip)
 
 
 def _on_gpu(facts: Facts, directory: str) -> list[Part]:
@@ -70,8 +71,12 @@ def _on_gpu(facts: Facts, directory: str) -> list[Part]:
         found += [_training(system, size, facts) for system in (*FIRST, *LATER, *DEEPSPEED)]
     found.append(_adam("cuda", "2e8", "10"))
     large = ("--size", "base", "--dtype", "bf16", "--micro-batch", "16", "--repeats", "2", "--tiles", "16")
+    free, short = facts.disk_bytes, ""
+    if free < OFFLOAD_DISK_BYTES:
+        short = f"needs {OFFLOAD_DISK_BYTES >> 30} GiB on the disk of {directory}, which has {free / 2**30:.0f}"
     for update in ("step", "backward"):
-        found.append(_offload(directory, update, "--device", "cuda", *large, expects_s=60.0, limit_s=180.0))
+        options = ("--device", "cuda", *large)
+        found.append(_offload(directory, update, *options, expects_s=60.0, limit_s=180.0, skip=short))
     found += [_training(system, "7B", facts) for system in FIRST]
     before = ""
     for share in LARGEST_SHARES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +26,17 @@ def device_of_rank(device_type: str) -> torch.device:
     torch.cuda.set_device(device)
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
+    _make_work_spaces(device)
     return device
+
+
+@functools.cache
+def _make_work_spaces(device: torch.device) -> None:
+    """Those of cuBLAS, of this thread and of autograd's: up to 32 MiB each, from the allocator that tests ask."""
+    for dtype in (torch.float32, torch.bfloat16):
+        layer = nn.Linear(64, 64, device=device, dtype=dtype)
+        layer(torch.ones(8, 64, device=device, dtype=dtype, requires_grad=True)).sum().backward()
+    torch.cuda.synchronize(device)
 
 
 def to_device(value: Any, device: torch.device) -> Any:

@@ -59,9 +59,9 @@ def train(plan: Plan, lagging: bool) -> Ahead:
 
 
 PLANS = {
-    "state_host": ((0.0, 0.0), (1.0, 0.0), DEPTH + 6),
-    "all_host": ((1.0, 0.0), (1.0, 0.0), 8),
-    "half": ((0.5, 0.0), (1.0, 0.0), DEPTH // 2 + 8),
+    "state_host": ((0.0, 0.0), (1.0, 0.0), DEPTH + 8),
+    "all_host": ((1.0, 0.0), (1.0, 0.0), 10),
+    "half": ((0.5, 0.0), (1.0, 0.0), DEPTH // 2 + 10),
 }
 """Shares of parameters and of state on the host and on disk, and the layers that the device may hold."""
 

@@ -200,7 +200,9 @@ def test_parts_of_a_machine(facts: Facts) -> None:
 def test_too_little_memory_is_said(tmp_path: Path) -> None:
     found = {each.name: each for each in parts(replace(FACTS, host_bytes=20 * GIB), "/disk")}
     assert found["training 7B sw_zero3"].skip == "needs 108 GiB on the device or the host, which has 20"
-    assert not found["training 1.3B sw_zero3"].skip
+    assert not found["training 1.3B sw_zero3"].skip and not found["offload step"].skip
+    found = {each.name: each for each in parts(replace(FACTS, disk_bytes=3 * GIB), "/disk")}
+    assert found["offload step"].skip == "needs 16 GiB on the disk of /disk, which has 3"
 
 
 def _figures(system: str, speed: float, **more: object) -> dict[str, object]:
