@@ -20,7 +20,7 @@ def sections(results: Results) -> dict[tuple[str, str], str]:
     found: dict[tuple[str, str], str] = {}
     training = _of(results, "training")
     if training or _of(results, "tests"):
-        parts = [head, _tests(results)]
+        parts = [head, *([_tests(results)] if _of(results, "tests") else [])]
         parts += [_training_table(training)] if training else []
         parts += [str(o.figures["text"]) for name, o in _of(results, "adam").items() if name != "adam cpu"]
         found["benchmarks.md", "gpu"] = "\n\n".join(parts)

@@ -89,7 +89,7 @@ def run(parts: Sequence[Part], results: Results, *, limit_s: float, total_s: flo
         reason = _reason_to_skip(part, results, total_s)
         left = ends - time.monotonic()
         if reason:
-            outcome.skipped = reason
+            outcome.skipped, outcome.error = reason, ""
         elif left < (part.expects_s if began_any else min(part.expects_s, GRACE_S)):
             _say(f"{progress}: needs about {part.expects_s:.0f} s, {max(left, 0.0):.0f} s are left of this call")
             return False

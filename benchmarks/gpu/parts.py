@@ -75,7 +75,7 @@ def _on_gpu(facts: Facts, directory: str) -> list[Part]:
     if free < OFFLOAD_DISK_BYTES:
         short = f"needs {OFFLOAD_DISK_BYTES >> 30} GiB on the disk of {directory}, which has {free / 2**30:.0f}"
     for update in ("step", "backward"):
-        options = ("--device", "cuda", *large)
+        options = ("--device", "cuda:0", *large)
         found.append(_offload(directory, update, *options, expects_s=60.0, limit_s=180.0, skip=short))
     found += [_training(system, "7B", facts) for system in FIRST]
     before = ""
