@@ -114,6 +114,7 @@ class DeepSpeedArguments:
         synchronize_checkpoint_boundary: wait for the GPU at each.
 
     Raises:
+        TypeError: a number or a switch that is none.
         ValueError: a value out of range.
     """
 

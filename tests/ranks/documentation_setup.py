@@ -53,6 +53,7 @@ class Block:
         why: of ``"options"`` and ``"shown"``.
         before, after: called with the page's names.
         instead: texts of the block that are replaced, and by what: what only a larger machine has.
+        left_out: of ``"shell"``: how commands begin that are not run, with the reason.
     """
 
     first: str
@@ -61,6 +62,7 @@ class Block:
     before: Callable[[Names], None] = lambda names: None
     after: Callable[[Names], None] = lambda names: None
     instead: tuple[tuple[str, str], ...] = ()
+    left_out: tuple[tuple[str, str], ...] = ()
 
 
 def fences(page: str) -> list[Fence]:
@@ -311,7 +313,17 @@ PAGES: dict[str, list[Block]] = {
             before=_lm_head,
             after=_exists("out/model.safetensors"),
         ),
-        Block(first="shardwise checkpoint inspect runs/step-1000", how="shell", before=_converted),
+        Block(
+            first="shardwise checkpoint inspect runs/step-1000",
+            how="shell",
+            before=_converted,
+            left_out=(
+                (
+                    "shardwise checkpoint convert runs/step-1000 adapter --to peft",
+                    "it is for a run with an adapter: tests/unit/test_formats_peft.py converts one",
+                ),
+            ),
+        ),
     ],
     "docs/deepspeed.md": [
         Block(

@@ -79,7 +79,7 @@ def test_wrong_optimizers(name: str, params: Tree, error: type[Exception], messa
     ],
 )
 def test_to_plan_takes_what_initialize_takes(block: Tree, error: type[Exception], message: str) -> None:
-    config = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, **block}
+    config = {**MINIMAL, **block}
     for call in (
         lambda: deepspeed.to_plan(config, 1),
         lambda: deepspeed.initialize(model=nn.Linear(2, 1), config=config),
