@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack
@@ -20,6 +20,7 @@ from shardwise.booster.plugin.base import Plugin
 from shardwise.booster.runs import Runs
 from shardwise.booster.targets import SIZE_PER_SHARD, check_loading, model_writer, optimizer_writer, target
 from shardwise.checkpoint import PortableFiles, Restored, read_lr_scheduler, write_lr_scheduler
+from shardwise.checkpoint.fitting import Fit, Rows
 
 __all__ = ["Booster", "SaveOptions"]
 
@@ -42,6 +43,15 @@ class SaveOptions(TypedDict, total=False):
 
 def _is_dataloader(value: object) -> bool:
     return isinstance(value, DataLoader) or (hasattr(value, "__iter__") and not callable(value))
+
+
+class FitOptions(TypedDict, total=False):
+    """How :meth:`Booster.load_checkpoint` fits a checkpoint to another model; see :meth:`Checkpointer.load`."""
+
+    rename: Mapping[str, str] | None
+    """Names in the checkpoint, or regular expressions, and what they are here."""
+    rows: Mapping[str, Rows] | None
+    """Parameters that may have another number of rows, and what new ones get: ``"keep"``, ``"zero"``, ``"mean"``."""
 
 
 class Booster:
@@ -263,6 +273,9 @@ class Booster:
         strict: bool = True,
         low_cpu_mem_mode: bool = True,
         num_threads: int = 1,
+        *,
+        rename: Mapping[str, str] | None = None,
+        rows: Mapping[str, Rows] | None = None,
     ) -> nn.Module:
         """Load a model of any format into a boosted one (or a plain one). Collective; each rank reads what it needs.
 
@@ -273,6 +286,7 @@ class Booster:
             strict: refuse missing and unexpected names. False loads what fits. A shape that differs is always refused.
             low_cpu_mem_mode: no effect, False warns: each rank reads what it needs, straight into its place.
             num_threads: no effect; another number than 1 warns.
+            rename, rows: names and numbers of rows that differ; see :meth:`Checkpointer.load`.
 
         Returns:
             ``model``.
@@ -283,7 +297,7 @@ class Booster:
             CheckpointError: it is damaged or cannot be read, on every rank.
         """
         check_loading(low_cpu_mem_mode, num_threads)
-        self._files.load_model(self._runs.of_model(model), os.fspath(checkpoint), strict)
+        self._files.load_model(self._runs.of_model(model), os.fspath(checkpoint), strict, Fit(rename, rows))
         return model
 
     def save_optimizer(
@@ -324,6 +338,9 @@ class Booster:
         checkpoint: str | Path,
         low_cpu_mem_mode: bool = True,
         num_threads: int = 1,
+        *,
+        rename: Mapping[str, str] | None = None,
+        rows: Mapping[str, Rows] | None = None,
     ) -> torch.optim.Optimizer:
         """Load an optimizer's state of any format. Collective; each rank reads what it needs.
 
@@ -334,6 +351,7 @@ class Booster:
             checkpoint: a file, a directory, or an index.
             low_cpu_mem_mode: no effect, as in :meth:`load_model`.
             num_threads: no effect; another number than 1 warns.
+            rename, rows: as in :meth:`load_model`; rows that are new have a state of zero.
 
         Returns:
             ``optimizer``.
@@ -345,7 +363,7 @@ class Booster:
         """
         check_loading(low_cpu_mem_mode, num_threads)
         run, _ = self._runs.of_optimizer(optimizer)
-        self._files.load_optimizer(run, os.fspath(checkpoint))
+        self._files.load_optimizer(run, os.fspath(checkpoint), Fit(rename, rows))
         return optimizer
 
     def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:
@@ -410,6 +428,7 @@ class Booster:
         tag: str | None = None,
         resume: Literal["auto"] | None = None,
         strict: bool = True,
+        **fit: Unpack[FitOptions],
     ) -> Restored | None:
         """Restore what :meth:`save_checkpoint` saved, under any plugin and number of ranks. Collective.
 
@@ -422,6 +441,7 @@ class Booster:
             resume: ``"auto"``: the newest whole one; damaged ones are skipped with a notice, and ``None`` is returned
                 where there is none, so that one command starts and resumes a run.
             strict: names that are missing or unexpected are errors. Shapes always are.
+            fit: see :class:`FitOptions`.
 
         Returns:
             Where training was: step, user state and this rank's data position.
@@ -435,7 +455,8 @@ class Booster:
             raise ValueError(f"resume={resume!r}, tag={tag!r}: give resume='auto', or a tag, or neither")
         self._files.wait()
         saver = self._runs.saver(model, optimizer)
-        return saver.load(directory, resume or tag, strict=strict, lr_schedulers=_several(lr_scheduler))
+        given = _several(lr_scheduler)
+        return saver.load(directory, resume or tag, strict=strict, lr_schedulers=given, **fit)
 
     def wait(self) -> None:
         """Return when nothing that this Booster saves asynchronously is being written any more.

@@ -82,6 +82,14 @@ class Runs:
         Raises:
             ValueError: the optimizer was not boosted with this model.
         """
+        if isinstance(model, list | tuple) or isinstance(optimizer, list | tuple):
+            several = len(model) if isinstance(model, list | tuple) else 1
+            raise ValueError(
+                f"{several} models and {len(optimizer) if isinstance(optimizer, list | tuple) else 1} optimizers: a "
+                "checkpoint is that of one model. Save each with its own optimizer into a directory of its own under "
+                "the same tag, such as save_checkpoint('runs/generator', generator, its_optimizer, tag='step-100') and "
+                "save_checkpoint('runs/discriminator', ..., tag='step-100'), and load the last tag that both have"
+            )
         session = _session(model)
         if session is not None:
             if optimizer is not None and all(optimizer is not each for each in session.optimizers):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -96,7 +96,14 @@ class Match:
 
     def _check(self, name: str, shape: tuple[int, ...], owner: str = "model") -> None:
         if self.facts[name].shape != shape:
-            self._wrong.append(f"{name}: {self.facts[name].shape} in the checkpoint, {shape} in the {owner}")
+            advice = self._rows_advice(name, shape)
+            self._wrong.append(f"{name}: {self.facts[name].shape} in the checkpoint, {shape} in the {owner}{advice}")
+
+    def _rows_advice(self, name: str, shape: tuple[int, ...]) -> str:
+        there = self.facts[name].shape
+        rows = name.startswith("model/") and bool(shape) and len(there) == len(shape) and there[1:] == shape[1:]
+        given = f"rows={{{name.removeprefix('model/')!r}: 'keep'}}"
+        return f" ({given} takes the rows that both have)" if rows else ""
 
     def _match_optimizers(self) -> dict[str, dict[str, Any]]:
         """Optimizer state by the parameter's name in the checkpoint."""
@@ -176,6 +183,9 @@ class Match:
     def fill(self, name: str, start: int, out: torch.Tensor) -> None:
         """See :data:`shardwise.engine.fragments.Fill`."""
         dtype = self.facts[name].dtype
+        kept: Mapping[str, int] = getattr(self.source, "kept", {})
+        if name in kept:  # further elements stay as they are
+            out = out[: max(0, kept[name] - start)]
         straight = out.dtype == dtype and out.device.type == "cpu" and out.is_contiguous()
         if straight and isinstance(self.source, NativeSource):
             self.source.read_into(name, start, out)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.checkpoint.files import CheckpointError
+from shardwise.checkpoint.fitting import Fit
 from shardwise.checkpoint.formats.detect import detect_format, open_checkpoint
 from shardwise.checkpoint.formats.lazy import LazySource, entries_of
 from shardwise.checkpoint.gathered import Portion, stream
@@ -31,6 +32,7 @@ __all__ = ["PortableFiles"]
 
 Write = Callable[[CheckpointSource], object]
 Part = Literal["model", "optimizer"]
+AS_IT_IS = Fit()
 
 
 class _Lane:
@@ -122,7 +124,7 @@ class PortableFiles:
 
         lane.background.start(lambda: stream(ranks, prepared, write, what))
 
-    def load_model(self, run: Run, path: str, strict: bool) -> Match:
+    def load_model(self, run: Run, path: str, strict: bool, fit: Fit = AS_IT_IS) -> Match:
         """Weights, buffers and extra state from any format. Collective.
 
         Raises:
@@ -130,13 +132,13 @@ class PortableFiles:
             FileNotFoundError: nothing is there.
             CheckpointError: it cannot be read, on every rank.
         """
-        return self._load(run, path, "model", strict)
+        return self._load(run, path, "model", strict, fit)
 
-    def load_optimizer(self, run: Run, path: str) -> Match:
+    def load_optimizer(self, run: Run, path: str, fit: Fit = AS_IT_IS) -> Match:
         """State, groups and loss scale of the run's optimizer from any format. Collective. Raises as load_model."""
-        return self._load(run, path, "optimizer", True)
+        return self._load(run, path, "optimizer", True, fit)
 
-    def _load(self, run: Run, path: str, part: Part, strict: bool) -> Match:
+    def _load(self, run: Run, path: str, part: Part, strict: bool, fit: Fit) -> Match:
         self.wait()
         run.settle()
         opened: list[CheckpointSource] = []
@@ -145,7 +147,7 @@ class PortableFiles:
             source: CheckpointSource = open_checkpoint(path, detect_format(path, part))
             opened.append(source)
             held = run.held()
-            source = _of_part(source, held, part, path)
+            source = _of_part(fit.apply(source, held), held, part, path)
             match = Match(source, held, strict, part)
             return match, read_others(run, match) if part == "model" else {}
 

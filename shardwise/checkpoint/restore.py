@@ -14,12 +14,12 @@ import torch
 from shardwise.checkpoint import tree
 from shardwise.checkpoint.directory import scan
 from shardwise.checkpoint.files import CheckpointError
+from shardwise.checkpoint.fitting import Fit
 from shardwise.checkpoint.format import MANIFEST, has_pieces
 from shardwise.checkpoint.formats.detect import detect_format, located, open_checkpoint
 from shardwise.checkpoint.formats.small_values import group_options
 from shardwise.checkpoint.formats.trainer import kind_of
 from shardwise.checkpoint.match import Match
-from shardwise.checkpoint.numbered import named_like
 from shardwise.checkpoint.randomness import restore_generators, spread_generators
 from shardwise.checkpoint.read import NativeSource
 from shardwise.checkpoint.run import Run, as_run
@@ -42,6 +42,7 @@ class Restored:
         missing: names of the model that the checkpoint does not have (``strict=False``).
         unexpected: names in the checkpoint that the model does not have.
         skipped: damaged checkpoints that were newer.
+        resized: of each parameter that has other rows than the checkpoint, what became of them.
     """
 
     path: str
@@ -54,6 +55,7 @@ class Restored:
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     skipped: tuple[str, ...]
+    resized: tuple[str, ...] = ()
 
     @property
     def world_size(self) -> int:
@@ -92,7 +94,9 @@ def _candidates(root: str, tag: str | None) -> list[str]:
     return [found[0].path]
 
 
-def restore(run: Run, root: str, tag: str | None, strict: bool, lr_schedulers: Sequence[Any]) -> Restored | None:
+def restore(
+    run: Run, root: str, tag: str | None, strict: bool, lr_schedulers: Sequence[Any], fit: Fit
+) -> Restored | None:
     """See :meth:`shardwise.checkpoint.session.Checkpointer.load`."""
     rank, gather = run.rank, run.gather
 
@@ -108,7 +112,7 @@ def restore(run: Run, root: str, tag: str | None, strict: bool, lr_schedulers: S
     skipped: list[str] = []
     for path in paths:
         try:
-            return _restore_one(run, path, strict, lr_schedulers, tuple(skipped))
+            return _restore_one(run, path, strict, lr_schedulers, fit, tuple(skipped))
         except CheckpointDamage as error:
             if tag != "auto":
                 raise
@@ -141,7 +145,9 @@ class StateTensors(Mapping[str, torch.Tensor]):
         return sum(1 for _ in self)
 
 
-def _restore_one(run: Run, path: str, strict: bool, lr_schedulers: Sequence[Any], skipped: tuple[str, ...]) -> Restored:
+def _restore_one(
+    run: Run, path: str, strict: bool, lr_schedulers: Sequence[Any], fit: Fit, skipped: tuple[str, ...]
+) -> Restored:
     rank, gather = run.rank, run.gather
     opened: list[CheckpointSource] = []
 
@@ -149,7 +155,7 @@ def _restore_one(run: Run, path: str, strict: bool, lr_schedulers: Sequence[Any]
         native = os.path.exists(os.path.join(path, MANIFEST))
         opened.append(NativeSource(path) if native else open_checkpoint(path))
         held = run.held()
-        match = Match(named_like(opened[0], held), held, strict)
+        match = Match(fit.apply(opened[0], held), held, strict)
         return match, _Rest(run, match, lr_schedulers)
 
     try:
@@ -171,6 +177,7 @@ def _restore_one(run: Run, path: str, strict: bool, lr_schedulers: Sequence[Any]
         tuple(match.missing),
         tuple(match.unexpected),
         skipped,
+        tuple(getattr(match.source, "resized", ())),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from shardwise.checkpoint.contents import Contents, Given, Scheduler, buffer_dig
 from shardwise.checkpoint.directory import CheckpointRoot, check_tag
 from shardwise.checkpoint.file_system import DISK
 from shardwise.checkpoint.files import CheckpointError
+from shardwise.checkpoint.fitting import Fit, Rows
 from shardwise.checkpoint.format import Head
 from shardwise.checkpoint.owners import Owners, this_process
 from shardwise.checkpoint.pieces import Bytes, as_bytes
@@ -200,6 +201,8 @@ class Checkpointer:
         *,
         strict: bool = True,
         lr_schedulers: Sequence[Scheduler] = (),
+        rename: Mapping[str, str] | None = None,
+        rows: Mapping[str, Rows] | None = None,
     ) -> Restored | None:
         """Restore what :meth:`save` saved, at any number of ranks, stage, packing, tier and precision.
 
@@ -211,6 +214,10 @@ class Checkpointer:
                 with a notice from rank 0, and None is returned where there is no checkpoint at all.
             strict: names that are missing from the checkpoint or from the model are errors. Shapes always are.
             lr_schedulers: as many as were saved, in the same order, or none.
+            rename: names in the checkpoint, or regular expressions, and what they are here; see
+                :func:`~shardwise.checkpoint.formats.renamed.renamed`.
+            rows: parameters that may have another number of rows here, and what new ones get (``"keep"``, ``"zero"``,
+                ``"mean"``); see :class:`~shardwise.checkpoint.fitting.Fit`.
 
         Returns:
             Where training was; see :class:`Restored`.
@@ -223,7 +230,7 @@ class Checkpointer:
         """
         self.wait()
         with self._run.doing(f"loading checkpoint {tag!r} of {os.fspath(root)}"):
-            restored = restore(self._run, os.fspath(root), tag, strict, lr_schedulers)
+            restored = restore(self._run, os.fspath(root), tag, strict, lr_schedulers, Fit(rename, rows))
         if restored is not None:
             self.steps = restored.updates
             self._damaged.discard(os.path.realpath(restored.path))

@@ -379,7 +379,7 @@ def _fill(fill: Fill, name: str, tensor: torch.Tensor) -> None:
     if local.is_contiguous():
         fill(name, start, local.view(-1))
         return
-    flat = torch.empty(local.numel(), dtype=local.dtype, device=local.device)
+    flat = local.reshape(-1).clone()  # of which a part may stay
     fill(name, start, flat)
     local.copy_(flat.view(local.shape))
 

@@ -64,7 +64,7 @@ def add_parser(commands: Any) -> None:
     add_options(convert)
     convert.set_defaults(action_main=_convert)
     verify = actions.add_parser("verify", help="read everything and compare it with its checksums, where there are any")
-    _add_source(verify, "path", "")
+    _add_source(verify, "path", "", rename=False)
     verify.set_defaults(action_main=_verify)
     diff = actions.add_parser("diff", help="compare names, shapes, dtypes and values")
     _add_source(diff, "first", "-a")
@@ -77,7 +77,7 @@ def add_parser(commands: Any) -> None:
     parser.set_defaults(main=main)
 
 
-def _add_source(parser: argparse.ArgumentParser, name: str, suffix: str) -> None:
+def _add_source(parser: argparse.ArgumentParser, name: str, suffix: str, rename: bool = True) -> None:
     parser.add_argument(name, type=Path, metavar=name.upper(), help="a checkpoint: directory or file")
     parser.add_argument(f"--format{suffix}", dest=f"{name}_format", choices=READ, help="its format; default: found out")
     parser.add_argument(
@@ -93,6 +93,16 @@ def _add_source(parser: argparse.ArgumentParser, name: str, suffix: str) -> None
         type=Path,
         metavar="FILE",
         help="one name a line: parameters in the optimizer's order, for files that only number them",
+    )
+    if not rename:
+        return
+    parser.add_argument(
+        f"--rename{suffix}",
+        dest=f"{name}_rename",
+        action="append",
+        default=[],
+        metavar="OLD=NEW",
+        help="a name, or a regular expression for parts of names (the last '=' divides); may be given again",
     )
 
 
@@ -129,9 +139,17 @@ def _open(options: argparse.Namespace, name: str) -> CheckpointSource:
     listed: Path | None = getattr(options, f"{name}_names")
     try:
         names = listed.read_text("utf-8").split() if listed is not None else None
-        return open_checkpoint(path, format, optimizer, names)
+        rules = dict(_rule(each) for each in getattr(options, f"{name}_rename"))
+        return open_checkpoint(path, format, optimizer, names, rules)
     except (OSError, ValueError, CheckpointError, CheckpointDamage) as problem:
         raise BadInput(str(problem)) from None
+
+
+def _rule(text: str) -> tuple[str, str]:
+    old, divided, new = text.rpartition("=")
+    if not divided or not old:
+        raise ValueError(f"--rename {text!r}: give OLD=NEW")
+    return old, new
 
 
 def _say(text: str, stream: TextIO | None = None) -> None:

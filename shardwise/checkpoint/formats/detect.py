@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from shardwise.checkpoint.bounds import checked_names, checked_total, reading
@@ -15,6 +15,7 @@ from shardwise.checkpoint.formats.deepspeed import find_step, open_deepspeed
 from shardwise.checkpoint.formats.huggingface import INDEX, WHOLE, open_huggingface
 from shardwise.checkpoint.formats.indexed import read_index
 from shardwise.checkpoint.formats.peft import CONFIG, open_peft
+from shardwise.checkpoint.formats.renamed import renamed
 from shardwise.checkpoint.formats.single import open_single
 from shardwise.checkpoint.formats.torch_file import TORCH_SUFFIXES
 from shardwise.checkpoint.formats.trainer import find_latest, kind_of, open_trainer
@@ -123,6 +124,7 @@ def open_checkpoint(
     format: str | None = None,
     optimizer: str | Path | None = None,
     parameter_names: Sequence[str] | None = None,
+    rename: Mapping[str, str] | None = None,
 ) -> OpenSource:
     """Open a checkpoint of any format for reading. Nothing in it is executed. The end of a ``with`` block closes it.
 
@@ -132,16 +134,31 @@ def open_checkpoint(
         format: one of :data:`FORMATS`; ``None``: found out.
         optimizer: ColossalAI only: the optimizer's directory, where it is not beside the model.
         parameter_names: names of an optimizer's parameters in its own order, for files that only number them.
+        rename: names in it, or regular expressions, and what they become; see
+            :func:`~shardwise.checkpoint.formats.renamed.renamed`.
 
     Raises:
         FileNotFoundError: nothing is there.
-        ValueError: ``format`` is not one of the names.
+        ValueError: ``format`` is not one of the names, or a rule of ``rename`` fits nothing.
         CheckpointError: several formats, or content that is not known.
         RefusedPickle: a file that could only be read by running code; it says which classes it names.
         CheckpointDamage: a file is missing, cut off or changed.
     """
     if format is not None and format not in FORMATS:
         raise ValueError(f"format={format!r}: known are {', '.join(FORMATS)}")
+    source = _opened(path, format, optimizer, parameter_names)
+    if not rename:
+        return source
+    try:
+        return renamed(source, rename)
+    except BaseException:
+        source.close()
+        raise
+
+
+def _opened(
+    path: str | Path, format: str | None, optimizer: str | Path | None, parameter_names: Sequence[str] | None
+) -> OpenSource:
     place = located(Path(path))
     name = format or detect_format(place)
     if place.is_file() and place.name.endswith(".json") and name != "colossalai":

@@ -1,0 +1,241 @@
+"""Checkpoints whose names or numbers of rows are others than the model's, across ranks and plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardwise.booster import Booster
+from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, Plugin, TorchDDPPlugin, TorchFSDPPlugin
+from shardwise.build import build
+from shardwise.checkpoint import Checkpointer, TorchRun
+from shardwise.checkpoint.formats import open_checkpoint
+from shardwise.cli.main import main
+from shardwise.plan import Plan, zero
+from shardwise.testing import assert_close, run_ranks
+
+OLD = 11
+PLUGINS: dict[str, Callable[[], Plugin]] = {
+    "ddp": TorchDDPPlugin,
+    "fsdp": TorchFSDPPlugin,
+    "zero": lambda: LowLevelZeroPlugin(stage=2, precision="fp32"),
+    "gemini": lambda: GeminiPlugin(
+        precision="fp32",
+        min_chunk_size_m=1e-4,
+        hidden_dim=8,
+        search_range_m=1,  # type: ignore[arg-type]
+    ),
+}
+PLANS: dict[str, Plan] = {
+    "zero-1": zero(1),
+    "zero-3": zero(3),
+    "bf16": zero(2, torch.bfloat16),
+    "host": zero(3).but(state_host_fraction=1.0),
+}
+
+
+class Net(nn.Module):
+    """An embedding that is tied to the head, whose bias has as many rows."""
+
+    def __init__(self, words: int, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Embedding(words, 6)
+        self.body = nn.Linear(6, 6)
+        self.head = nn.Linear(6, words)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(torch.tanh(self.body(self.embed(x))))
+        return out
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=0.03)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Tensor], dict[str, Tensor]]:
+    """A checkpoint of OLD words after two updates, its weights, and its first moments by name."""
+    model = Net(OLD, 1)
+    optimizer = adamw(model)
+    for _ in range(2):
+        model(torch.arange(OLD)).square().sum().backward()
+        optimizer.step()
+    path = Checkpointer(TorchRun(model, optimizer)).save(tmp_path_factory.mktemp("runs"), "one")
+    moments = {name: optimizer.state[p]["exp_avg"].clone() for name, p in model.named_parameters()}
+    return path, {name: value.detach().clone() for name, value in model.state_dict().items()}, moments
+
+
+def expected_rows(old: Tensor, here: Tensor, how: str) -> Tensor:
+    both = min(len(old), len(here))
+    new = {"keep": here[both:], "zero": torch.zeros_like(here[both:])}.get(how)
+    if new is None:
+        new = old.double().mean(0).to(old.dtype).expand_as(here[both:])
+    return torch.cat([old[:both], new])
+
+
+def check(state: dict[str, Tensor], weights: dict[str, Tensor], here: dict[str, Tensor], how: str) -> None:
+    expected = {name: expected_rows(weights[name], here[name], how) for name in weights if name.startswith("head.")}
+    expected |= {"embed.weight": expected["head.weight"]}
+    expected |= {name: value for name, value in weights.items() if name.startswith("body")}
+    dtype = state["embed.weight"].dtype
+    tolerance = 0.0 if how != "mean" else 1e-6
+    assert_close(state, {name: value.to(dtype) for name, value in expected.items()}, tolerance, how)
+
+
+def moments_of(path: str) -> dict[str, Tensor]:
+    with open_checkpoint(path) as source:
+        facts = source.tensors()
+        found = {name.split("/")[2]: name for name in facts if name.endswith("/exp_avg")}
+        return {n: source.read(full, 0, facts[full].numel).reshape(facts[full].shape) for n, full in found.items()}
+
+
+def into_session(path: str, plan: str, words: int, how: str, folder: str) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    model = Net(words, 2)
+    session = build(model, adamw(model), PLANS[plan])
+    restored = session.checkpoints.load(path, rows={"embed.weight": how, "head.bias": how})  # type: ignore[dict-item]
+    assert restored is not None
+    state = {name: value.clone() for name, value in session.module.state_dict().items()}
+    session.checkpoints.save(folder, "again")
+    session.backward(session.module(torch.arange(words)).square().sum())
+    assert session.optimizer is not None
+    session.optimizer.step()  # and it can be trained
+    session.close()
+    return state, restored.resized
+
+
+@pytest.mark.parametrize("how", ["keep", "zero", "mean"])
+@pytest.mark.parametrize("words", [17, 5])
+@pytest.mark.parametrize("plan", PLANS)
+def test_rows_of_a_vocabulary_that_changed(saved: Any, plan: str, words: int, how: str, tmp_path: Path) -> None:
+    if how != "keep" and words < OLD:
+        how = "keep"  # nothing is new
+    path, weights, moments = saved
+    here = {name: value.detach() for name, value in Net(words, 2).state_dict().items()}
+    if plan == "bf16":
+        here = {name: value.detach() for name, value in here.items()}
+    for state, said in run_ranks(3, into_session, path, plan, words, how, str(tmp_path)):
+        check(state, weights, here, how)
+        assert len(said) == 2 and said[0].startswith(
+            f"embed.weight: {OLD} rows in the checkpoint, {words} in the model"
+        )
+    again = moments_of(str(tmp_path / "again"))
+    zeros = {name: torch.zeros_like(here[name]) for name in moments}
+    expected = {n: expected_rows(v, zeros[n], "zero") if v.shape != zeros[n].shape else v for n, v in moments.items()}
+    assert_close(again, expected, 0.0, "moments")
+
+
+def into_booster(path: str, kind: str, words: int) -> dict[str, Tensor]:
+    booster = Booster(plugin=PLUGINS[kind]())
+    plain = Net(words, 2)
+    model: Any
+    model, optimizer, *_ = booster.boost(plain, adamw(plain))
+    rows: Any = {"embed.weight": "keep", "head.bias": "keep"}
+    with pytest.raises(ValueError, match=r"embed\.weight.*rows=\{'embed\.weight': 'keep'\}"):
+        booster.load_model(model, path)
+    booster.load_model(model, path, rows=rows)
+    assert optimizer is not None
+    booster.load_optimizer(optimizer, path, rows=rows)
+    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    booster.close()
+    return state
+
+
+@pytest.mark.parametrize("kind", PLUGINS)
+@pytest.mark.parametrize("words", [17, 5])
+def test_rows_under_every_plugin(saved: Any, kind: str, words: int) -> None:
+    path, weights, _ = saved
+    here = {name: value.detach() for name, value in Net(words, 2).state_dict().items()}
+    for state in run_ranks(2, into_booster, path, kind, words):
+        check({name: value.cpu() for name, value in state.items()}, weights, here, "keep")
+
+
+class Other(nn.Module):
+    """The same under other names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.ModuleDict({"tokens": nn.Embedding(OLD, 6), "layer": nn.Linear(6, 6)})
+        self.head = nn.Linear(6, OLD)
+        self.head.weight = self.model["tokens"].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(torch.tanh(self.model["layer"](self.model["tokens"](x))))
+        return out
+
+
+RULES = {"embed.weight": "model.tokens.weight", r"^body\.(\w+)$": r"model.layer.\1"}
+NEW = {"embed.weight": "model.tokens.weight", "body.weight": "model.layer.weight", "body.bias": "model.layer.bias"}
+
+
+def under_other_names(path: str, folder: str) -> dict[str, Tensor]:
+    model = Other()
+    session = build(model, adamw(model), zero(3))
+    session.checkpoints.load(path, rename=RULES)
+    session.checkpoints.save(folder, "again")
+    state = session.module.state_dict()
+    session.close()
+    return state
+
+
+def test_other_names(saved: Any, tmp_path: Path) -> None:
+    path, weights, moments = saved
+    for state in run_ranks(2, under_other_names, path, str(tmp_path)):
+        assert_close(state, {NEW.get(name, name): value for name, value in weights.items()}, 0.0, "renamed")
+    expected = {NEW.get(name, name): value for name, value in moments.items()}
+    assert_close(moments_of(str(tmp_path / "again")), expected, 0.0, "moments")
+
+
+def test_other_names_on_the_command_line(saved: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, _, moments = saved
+    rules = [f"--rename={old}={new}" for old, new in RULES.items()]
+    assert main(["checkpoint", "convert", path, str(tmp_path / "x"), "--to", "native", *rules]) == 0
+    assert_close(moments_of(str(tmp_path / "x")), {NEW.get(n, n): v for n, v in moments.items()}, 0.0, "converted")
+    assert main(["checkpoint", "inspect", path, "--rename", r"^body=trunk"]) == 0
+    assert "model/trunk.weight" in capsys.readouterr().out
+    assert main(["checkpoint", "inspect", path, "--rename", "nothing=else"]) == 2
+    assert "no name in the checkpoint fits it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("rules", "said"),
+    [
+        ({"absent": "x"}, "'absent' to 'x': no name"),
+        ({"(": "x"}, "regular expression"),
+        ({"body": r"\3"}, "regular expression"),
+        ({r"^body\.weight$": "head.bias"}, "'head.bias'"),
+    ],
+)
+def test_rules_that_cannot_be(saved: Any, rules: dict[str, str], said: str) -> None:
+    with pytest.raises(ValueError, match="rename") as error:
+        open_checkpoint(saved[0], rename=rules)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ({"absent": "keep"}, "no such parameter"),
+        ({"embed.weight": "twice"}, "known are"),
+        ({"body.weight": "keep"}, "in more than the number of rows"),
+    ],
+)
+def test_rows_that_cannot_be(saved: Any, rows: Any, said: str) -> None:
+    model = Net(17, 2)
+    model.body = nn.Linear(5, 6)
+    with pytest.raises(ValueError, match=r"nothing was loaded|rows=") as error:
+        Checkpointer(TorchRun(model)).load(saved[0], rows=rows)
+    assert said in str(error.value)
+
+
+def test_several_models_are_told_how() -> None:
+    booster, models = Booster(), [Net(3, 1), Net(3, 2)]
+    for call in (booster.save_checkpoint, booster.load_checkpoint):
+        with pytest.raises(ValueError, match=r"2 models and 2 optimizers.*directory of its own"):
+            call("runs", models, [adamw(each) for each in models])  # type: ignore[arg-type]
