@@ -19,7 +19,7 @@ from shardwise.booster.mixed_precision import MixedPrecision, mixed_precision_fa
 from shardwise.booster.plugin.base import Plugin
 from shardwise.booster.runs import Runs
 from shardwise.booster.targets import SIZE_PER_SHARD, check_loading, model_writer, optimizer_writer, target
-from shardwise.checkpoint import PortableFiles, Restored, read_lr_scheduler, write_lr_scheduler
+from shardwise.checkpoint import PortableFiles, Restored, SavedScheduler, read_lr_scheduler, write_lr_scheduler
 from shardwise.checkpoint.fitting import Fit, Rows
 
 __all__ = ["Booster", "SaveOptions"]
@@ -339,6 +339,7 @@ class Booster:
         low_cpu_mem_mode: bool = True,
         num_threads: int = 1,
         *,
+        strict: bool = True,
         rename: Mapping[str, str] | None = None,
         rows: Mapping[str, Rows] | None = None,
     ) -> torch.optim.Optimizer:
@@ -351,19 +352,22 @@ class Booster:
             checkpoint: a file, a directory, or an index.
             low_cpu_mem_mode: no effect, as in :meth:`load_model`.
             num_threads: no effect; another number than 1 warns.
+            strict: other groups, and the state of another class, are errors. False takes over by name what fits, starts
+                the rest anew, and warns of both on rank 0; where there are no names groups have to be alike.
             rename, rows: as in :meth:`load_model`; rows that are new have a state of zero.
 
         Returns:
             ``optimizer``.
 
         Raises:
-            ValueError: other groups, names or shapes than the optimizer has. Nothing was loaded then, on any rank.
+            ValueError: other groups, names or shapes than the optimizer has, or the state of another class. Nothing was
+                loaded then, on any rank.
             FileNotFoundError: nothing there.
             CheckpointError: it is damaged or cannot be read, on every rank.
         """
         check_loading(low_cpu_mem_mode, num_threads)
         run, _ = self._runs.of_optimizer(optimizer)
-        self._files.load_optimizer(run, os.fspath(checkpoint), Fit(rename, rows))
+        self._files.load_optimizer(run, os.fspath(checkpoint), strict, Fit(rename, rows))
         return optimizer
 
     def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:
@@ -374,8 +378,8 @@ class Booster:
             CheckpointError: on every rank, when rank 0 could not write; what was there still is.
         """
         path = target(checkpoint, ".json")
-        state = lr_scheduler.state_dict()
-        self._files.on_rank_zero(lambda: write_lr_scheduler(state, path), f"save the lr_scheduler to {path}")
+        what = f"save the lr_scheduler to {path}"
+        self._files.on_rank_zero(lambda: write_lr_scheduler(lr_scheduler, path), what)
 
     def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:
         """Load what ``save_lr_scheduler`` wrote (or a torch file of a scheduler's state). Collective.
@@ -383,9 +387,18 @@ class Booster:
         Raises:
             FileNotFoundError: nothing there.
             CheckpointError: the file is damaged or cannot be read, on every rank.
+            ValueError: it is the state of another class of scheduler, or one for another number of param groups.
         """
-        what = f"load the lr_scheduler from {checkpoint}"
-        lr_scheduler.load_state_dict(self._files.everywhere(lambda: read_lr_scheduler(checkpoint), what))
+
+        def read() -> SavedScheduler:
+            saved = read_lr_scheduler(checkpoint)
+            reason = saved.misfit(lr_scheduler)
+            if reason is not None:
+                raise ValueError(f"{checkpoint} does not fit, nothing was loaded: {reason}")
+            return saved
+
+        found: SavedScheduler = self._files.everywhere(read, f"load the lr_scheduler from {checkpoint}")
+        lr_scheduler.load_state_dict(dict(found.state))
 
     # -- everything at once
 

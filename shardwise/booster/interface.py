@@ -17,8 +17,16 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_value_, get_total_norm
 
 from shardwise.engine.attributes import attribute_of
+from shardwise.optim.state_form import check_full_state
 
-__all__ = ["ModelWrapper", "OptimizerWrapper", "parameters_of", "unwrap_model", "unwrap_optimizer"]
+__all__ = [
+    "ModelWrapper",
+    "OptimizerWrapper",
+    "check_state",
+    "parameters_of",
+    "unwrap_model",
+    "unwrap_optimizer",
+]
 
 
 class ModelWrapper(nn.Module):
@@ -86,6 +94,23 @@ def _total_norm(gradients: Sequence[torch.Tensor], norm_type: float, error_if_no
             norm = get_total_norm(found, norm_type, error_if_nonfinite)
             norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.tensor(0.0)
+
+
+def check_state(optimizer: torch.optim.Optimizer, full: Mapping[str, Any]) -> None:
+    """Whether a ``state_dict()`` can be that of ``optimizer``.
+
+    Raises:
+        ValueError: it has groups of other sizes, or another class made it.
+    """
+    if isinstance(optimizer, OptimizerWrapper):
+        return  # which asks for itself
+    theirs, own = full["param_groups"], optimizer.param_groups
+    if [len(group["params"]) for group in theirs] != [len(group["params"]) for group in own]:
+        raise ValueError(
+            f"the state has param groups of {[len(g['params']) for g in theirs]} parameters, this optimizer of "
+            f"{[len(g['params']) for g in own]}; load it into an optimizer with the same groups"
+        )
+    check_full_state(optimizer, full, [[param.dim() for param in group["params"]] for group in own])
 
 
 class OptimizerWrapper(torch.optim.Optimizer):
@@ -164,7 +189,12 @@ class OptimizerWrapper(torch.optim.Optimizer):
         return self.optim.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned."""
+        """Load what :meth:`state_dict` returned.
+
+        Raises:
+            ValueError: another class made the state, or its groups have other sizes.
+        """
+        check_state(self.optim, state_dict)
         self.optim.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from shardwise.checkpoint.portable import PortableFiles
 from shardwise.checkpoint.read import NativeSource, verify
 from shardwise.checkpoint.restore import Restored
 from shardwise.checkpoint.run import EngineRun, Run
-from shardwise.checkpoint.schedulers import read_lr_scheduler, write_lr_scheduler
+from shardwise.checkpoint.schedulers import SavedScheduler, read_lr_scheduler, write_lr_scheduler
 from shardwise.checkpoint.session import Checkpointer
 from shardwise.checkpoint.source import CheckpointDamage, CheckpointSource, TensorFact
 from shardwise.checkpoint.torch_run import TorchRun
@@ -27,6 +27,7 @@ __all__ = [
     "PortableFiles",
     "Restored",
     "Run",
+    "SavedScheduler",
     "TensorFact",
     "TorchRun",
     "read_lr_scheduler",

@@ -14,6 +14,7 @@ from shardwise.checkpoint.formats.small_values import encode_value, group_record
 from shardwise.checkpoint.pieces import PieceLayout, as_bytes
 from shardwise.checkpoint.randomness import read_generators
 from shardwise.checkpoint.run import Holding, Run, Trainer
+from shardwise.checkpoint.schedulers import scheduler_class
 from shardwise.checkpoint.settings import saved_settings
 from shardwise.engine.fragments import Fragment, TensorShape, split
 from shardwise.memory.disk_checksum import checksum
@@ -98,6 +99,7 @@ class Contents:
         if rank == 0:
             schedulers = [each.state_dict() for each in self._given.lr_schedulers]
             state["lr_schedulers"] = tree.encode(schedulers, tensors, "lr_schedulers")
+            state["lr_scheduler_classes"] = [scheduler_class(each) for each in self._given.lr_schedulers]
             state["user_state"] = tree.encode(self._given.user_state, tensors, "user_state")
             state["extra"] = {n: tree.encode(v, tensors, f"extra/{n}") for n, v in held.extra().items()}
             shapes = {f"model/{name}": shape for name, shape in held.model_shapes().items()}
@@ -126,7 +128,7 @@ class Contents:
         """The state of the checkpoint from all ranks' ``own``."""
         state = dict(self._common)
         optimizers = merge_optimizers(state["optimizers"], own)
-        first = {key: own[0][key] for key in ("lr_schedulers", "user_state", "extra")}
+        first = {key: own[0][key] for key in ("lr_schedulers", "lr_scheduler_classes", "user_state", "extra")}
         by_rank = {key: [part[key] for part in own] for key in ("rng", "data_position", "buffers")}
         return {**state, "optimizers": optimizers, **first, **by_rank}
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 
 from shardwise.checkpoint.format import PIECE_BYTES
-from shardwise.checkpoint.formats.small_values import decode_value
+from shardwise.checkpoint.match_optimizers import OptimizerMatch, Taken
 from shardwise.checkpoint.read import NativeSource
 from shardwise.checkpoint.run import Holding
 from shardwise.checkpoint.source import CheckpointSource
@@ -44,20 +45,41 @@ class Match:
         self._known = self._names_in_source()
         self.stored_name: dict[str, str | None] = {names[0]: self._stored(names) for names in held.names}
         """By the name of a parameter here, that in the checkpoint."""
-        self._entries: dict[str, dict[str, Any]] = {}
-        self.optimizers: list[int] = []
+        self.taken: dict[int, Taken] = {}
+        """By index, what optimizers take over; the state of the others stays as it is."""
+        self.notes: list[str] = []
+        """What optimizers do not take over, or start anew with."""
+        others: list[str] = []
         if wanted != "optimizer":
             self._match_model()
-        if wanted != "model":
-            self._entries = self._match_optimizers()
-            self.optimizers = self._match_groups()
-        if self._wrong or (strict and (self.missing or self.unexpected)):
-            ours = "optimizer" if wanted == "optimizer" else "model"
-            lists = [("missing from the checkpoint", self.missing), (f"not in the {ours}", self.unexpected)]
-            lines = [f"{what}: {', '.join(names)}" for what, names in lists if names and strict]
-            listed = "\n  ".join([*lines, *self._wrong])
-            advice = "" if self._wrong or wanted == "optimizer" else "\npass strict=False to load what fits"
-            raise ValueError(f"the checkpoint does not fit, nothing was loaded:\n  {listed}{advice}")
+        saved = bool(self.state.get("optimizers")) or isinstance(source, NativeSource)
+        if wanted != "model" and held.optimizers and saved:  # otherwise a model's weights: the optimizers stay
+            found = OptimizerMatch(source, held, self.stored_name, strict, self._fitting)
+            self.taken, self.notes, others = found.taken, found.notes, found.others
+            self.missing += found.missing
+            self.unexpected += found.unexpected
+        self._state_of = {name: entry for taken in self.taken.values() for name, entry in taken.state.items()}
+        if self._wrong or (strict and (self.missing or self.unexpected or others)):
+            self._refuse(others if strict else [], strict)
+
+    def _refuse(self, others: list[str], strict: bool) -> None:
+        ours = "optimizer" if self.wanted == "optimizer" else "model"
+        lists = [("missing from the checkpoint", self.missing), (f"not in the {ours}", self.unexpected)]
+        lines = [f"{what}: {', '.join(names)}" for what, names in lists if names and strict]
+        listed = "\n  ".join([*lines, *others, *self._wrong])
+        advice = "" if self._wrong else "\npass strict=False to load what fits"
+        raise ValueError(f"the checkpoint does not fit, nothing was loaded:\n  {listed}{advice}")
+
+    @property
+    def optimizers(self) -> list[int]:
+        """Indices of the optimizers whose state is replaced."""
+        return sorted(self.taken)
+
+    def tell(self, where: str) -> None:
+        """Warn of what was left out of the optimizers' state, and of what starts anew."""
+        if self.notes:
+            listed = "\n  ".join(self.notes)
+            warnings.warn(f"{where} was loaded as far as it fits:\n  {listed}", stacklevel=2)
 
     def _names_in_source(self) -> set[str]:
         """Of parameters: of the model, or of the optimizers where only those are wanted."""
@@ -105,30 +127,6 @@ class Match:
         given = f"rows={{{name.removeprefix('model/')!r}: 'keep'}}"
         return f" ({given} takes the rows that both have)" if rows else ""
 
-    def _match_optimizers(self) -> dict[str, dict[str, Any]]:
-        """Optimizer state by the parameter's name in the checkpoint."""
-        entries: dict[str, dict[str, Any]] = {}
-        for saved in self.state.get("optimizers", []):
-            for name, small in saved["small"].items():
-                entries.setdefault(name, {}).update({key: decode_value(value) for key, value in small.items()})
-        for full in self.facts:
-            if _is_state(full):
-                name, _, key = full.split("/", 2)[2].rpartition("/")
-                entries.setdefault(name, {})[key] = Stored(full, self.facts[full].dtype)
-        if self.held.optimizers:
-            own = {}
-            for each in self.held.optimizers:
-                for name in (name for names in self.held.group_names(each) for name in names):
-                    own[self.stored_name[name]] = self._shapes[name]
-            self.unexpected += [f"optimizer state of {name}" for name in entries if name not in own]
-            for name, entry in entries.items():
-                for key, value in entry.items():
-                    if isinstance(value, Stored) and name in own:
-                        entry[key] = self._fitting(value, name, tuple(own[name]))
-        order = list(dict.fromkeys(key for saved in self.state.get("optimizers", []) for key in saved["keys"]))
-        place = {key: index for index, key in enumerate(order)}
-        return {n: dict(sorted(e.items(), key=lambda item: place.get(item[0], len(place)))) for n, e in entries.items()}
-
     def _fitting(self, value: Stored, name: str, shape: tuple[int, ...]) -> Any:
         """State that is element-wise; or, where whole parameters are trained and this one is known to have had the same
         shape, state of another shape (rows and columns of a factored one), which is read."""
@@ -145,35 +143,9 @@ class Match:
                     return tuple(group["shapes"][group["params"].index(name)])
         return None
 
-    def _match_groups(self) -> list[int]:
-        """Indices of the optimizers that the checkpoint has, with the same groups."""
-        fitting = []
-        saved = self.state.get("optimizers", [])
-        if not saved and not isinstance(self.source, NativeSource):
-            return []  # a model's weights; the optimizers stay as they are
-        for each in self.held.optimizers:
-            if each.index >= len(saved):
-                self.missing.append(f"optimizer {each.index} ({type(each.optimizer).__name__})")
-                continue
-            ours = [{self.stored_name[name] for name in names} for names in self.held.group_names(each)]
-            theirs = [set(group["params"]) for group in saved[each.index]["groups"]]
-            if ours == theirs:
-                fitting.append(each.index)
-            else:
-                self.missing.append(
-                    f"optimizer {each.index} with groups of {[len(group) for group in ours]} such parameters (the "
-                    f"checkpoint's have {[len(group) for group in theirs]})"
-                )
-        if self.held.optimizers and len(saved) > len(self.held.optimizers):
-            self.unexpected += [
-                f"optimizer {i} ({saved[i]['class']})" for i in range(len(self.held.optimizers), len(saved))
-            ]
-        return fitting
-
     def state_of(self, name: str) -> dict[str, Any] | None:
-        """Optimizer state of a parameter here; ``None``: it was never stepped."""
-        stored = self.stored_name[name]
-        return None if stored is None else self._entries.get(stored)
+        """Optimizer state of a parameter here; ``None``: it starts anew, or was never stepped."""
+        return self._state_of.get(name)
 
     def tensor_of(self, name: str) -> str | None:
         """The tensor that holds a parameter here; ``None`` leaves it as it is."""

@@ -134,9 +134,9 @@ class PortableFiles:
         """
         return self._load(run, path, "model", strict, fit)
 
-    def load_optimizer(self, run: Run, path: str, fit: Fit = AS_IT_IS) -> Match:
+    def load_optimizer(self, run: Run, path: str, strict: bool = True, fit: Fit = AS_IT_IS) -> Match:
         """State, groups and loss scale of the run's optimizer from any format. Collective. Raises as load_model."""
-        return self._load(run, path, "optimizer", True, fit)
+        return self._load(run, path, "optimizer", strict, fit)
 
     def _load(self, run: Run, path: str, part: Part, strict: bool, fit: Fit) -> Match:
         self.wait()
@@ -147,7 +147,7 @@ class PortableFiles:
             source: CheckpointSource = open_checkpoint(path, detect_format(path, part))
             opened.append(source)
             held = run.held()
-            source = _of_part(fit.apply(source, held), held, part, path)
+            source = _of_part(fit.apply(source, held), held, part, path, strict)
             match = Match(source, held, strict, part)
             return match, read_others(run, match) if part == "model" else {}
 
@@ -219,12 +219,12 @@ def _copy(image: HostImage, fragments: Sequence[Fragment], values: Any) -> list[
     return [torch.from_numpy(data).view(each.dtype) for data, each in zip(copied, fragments, strict=True)]
 
 
-def _of_part(source: CheckpointSource, held: Holding, part: Part, path: str) -> CheckpointSource:
+def _of_part(source: CheckpointSource, held: Holding, part: Part, path: str, strict: bool) -> CheckpointSource:
     """``source``, if it has that part; an optimizer's numbers made names.
 
     Raises:
         CheckpointError: it has not.
-        ValueError: an optimizer with other groups.
+        ValueError: an optimizer with other groups, which is always an error where there are no names.
     """
     if part == "model":
         if not any(name.startswith("model/") for name in source.tensors()):
@@ -237,6 +237,9 @@ def _of_part(source: CheckpointSource, held: Holding, part: Part, path: str) -> 
         raise CheckpointError(f"{path} holds {len(saved)} optimizers; load it with load_checkpoint")
     theirs = [list(group["params"]) for group in saved[0]["groups"]]
     ours = held.group_names(held.optimizers[0])
+    numbered = any(name.startswith("#") for names in (*theirs, *ours) for name in names)
+    if not strict and not numbered:
+        return source
     if len(theirs) != len(ours):
         raise ValueError(
             f"the checkpoint has {len(theirs)} parameter groups and the optimizer {len(ours)}; "
@@ -247,7 +250,6 @@ def _of_part(source: CheckpointSource, held: Holding, part: Part, path: str) -> 
         for index, (their, our) in enumerate(zip(theirs, ours, strict=True))
         if len(their) != len(our)
     ]
-    numbered = any(name.startswith("#") for names in (*theirs, *ours) for name in names)
     if not wrong:
         wrong = _other_shapes(saved[0]["groups"], ours if numbered else theirs, held)
     if wrong:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from shardwise.checkpoint import tree
 from shardwise.checkpoint.directory import scan
@@ -17,16 +16,16 @@ from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.fitting import Fit
 from shardwise.checkpoint.format import MANIFEST, has_pieces
 from shardwise.checkpoint.formats.detect import detect_format, located, open_checkpoint
-from shardwise.checkpoint.formats.small_values import group_options
 from shardwise.checkpoint.formats.trainer import kind_of
 from shardwise.checkpoint.match import Match
+from shardwise.checkpoint.match_schedulers import SchedulerMatch, saved_schedulers
 from shardwise.checkpoint.randomness import restore_generators, spread_generators
 from shardwise.checkpoint.read import NativeSource
 from shardwise.checkpoint.run import Run, as_run
-from shardwise.checkpoint.source import CheckpointDamage, CheckpointSource
+from shardwise.checkpoint.source import CheckpointDamage, CheckpointSource, StateTensors
 from shardwise.checkpoint.write import agree
 
-__all__ = ["Restored", "StateTensors", "put_back", "put_options", "read_others", "restore"]
+__all__ = ["Restored", "put_back", "put_options", "read_others", "restore"]
 
 
 @dataclass(frozen=True)
@@ -128,23 +127,6 @@ def restore(
     return None
 
 
-class StateTensors(Mapping[str, torch.Tensor]):
-    """Tensors that the JSON state refers to, read when asked for."""
-
-    def __init__(self, source: CheckpointSource) -> None:
-        self._source, self._facts = source, source.tensors()
-
-    def __getitem__(self, path: str) -> torch.Tensor:
-        fact = self._facts[f"state/{path}"]
-        return self._source.read(f"state/{path}", 0, fact.numel).reshape(fact.shape)
-
-    def __iter__(self) -> Iterator[str]:
-        return (name.removeprefix("state/") for name in self._facts if name.startswith("state/"))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-
 def _restore_one(
     run: Run, path: str, strict: bool, lr_schedulers: Sequence[Any], fit: Fit, skipped: tuple[str, ...]
 ) -> Restored:
@@ -156,7 +138,7 @@ def _restore_one(
         opened.append(NativeSource(path) if native else open_checkpoint(path))
         held = run.held()
         match = Match(fit.apply(opened[0], held), held, strict)
-        return match, _Rest(run, match, lr_schedulers)
+        return match, _Rest(run, match, lr_schedulers, strict)
 
     try:
         (match, rest), _ = agree(gather, rank, f"load {path}", look, share=False)
@@ -196,6 +178,8 @@ def put_back(session: Any, match: Match, what: str) -> None:
             lambda: match.held.put_back(match.fill, match.tensor_of, match.state_of, match.optimizers),
             share=False,
         )
+    if run.rank == 0:
+        match.tell(what)
 
 
 def read_others(run: Run, match: Match) -> dict[str, Any]:
@@ -214,10 +198,9 @@ def read_others(run: Run, match: Match) -> dict[str, Any]:
 
 def put_options(run: Run, match: Match) -> None:
     """Options of the parameter groups, and the loss scale."""
-    for index in match.optimizers:
-        groups = zip(run.optimizers[index].param_groups, match.state["optimizers"][index]["groups"], strict=True)
-        for group, saved in groups:
-            group.update(group_options(saved))
+    for index, taken in match.taken.items():
+        for group, options in zip(run.optimizers[index].param_groups, taken.options, strict=True):
+            group.update(copy.deepcopy(options))
     scaler = run.optimizers[0].scaler if run.optimizers else None
     if scaler is not None and match.state.get("scaler") is not None:
         scaler.load_state_dict(match.state["scaler"])
@@ -226,16 +209,11 @@ def put_options(run: Run, match: Match) -> None:
 class _Rest:
     """Everything beside parameters and element-wise state, read and checked before anything is changed."""
 
-    def __init__(self, run: Run, match: Match, lr_schedulers: Sequence[Any]) -> None:
-        self._run, self._match, self._schedulers = run, match, lr_schedulers
+    def __init__(self, run: Run, match: Match, lr_schedulers: Sequence[Any], strict: bool) -> None:
+        self._run, self._match = run, match
         state, tensors = match.state, StateTensors(match.source)
-        saved = tree.decode(state.get("lr_schedulers", []), tensors) if lr_schedulers else []
-        if lr_schedulers and len(saved) != len(lr_schedulers):
-            raise ValueError(
-                f"the checkpoint has {len(saved)} learning-rate schedulers and {len(lr_schedulers)} were given; "
-                "give as many, or none"
-            )
-        self._saved_schedulers = saved
+        saved = saved_schedulers(match) if lr_schedulers else []
+        self._schedulers = SchedulerMatch(match, saved, lr_schedulers, strict)
         # Formats of others have none of these: what they do not say stays as it is.
         self.user_state = tree.decode(state["user_state"], tensors) if "user_state" in state else None
         self.positions = [tree.decode(each, tensors) for each in state.get("data_position", [])] or [None]
@@ -249,8 +227,7 @@ class _Rest:
         """Change the run."""
         self._match.held.put_others(self._others)
         put_options(self._run, self._match)
-        for scheduler, saved in zip(self._schedulers, self._saved_schedulers, strict=True):
-            scheduler.load_state_dict(saved)
+        self._schedulers.put_back(self._run)
         if self._generators is None:
             return
         if self._exact:

@@ -1,9 +1,10 @@
-"""Learning-rate schedulers alone: their state as a JSON file."""
+"""Learning-rate schedulers: whose state it is, and their state alone as a JSON file."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +17,118 @@ from shardwise.checkpoint.formats.output import output_file, write_text
 from shardwise.checkpoint.formats.torch_file import TORCH_SUFFIXES, load_torch
 from shardwise.checkpoint.formats.trainer import scheduler_files
 
-__all__ = ["read_lr_scheduler", "write_lr_scheduler"]
+__all__ = [
+    "SavedScheduler",
+    "inner_scheduler",
+    "read_lr_scheduler",
+    "regrouped",
+    "scheduler_class",
+    "write_lr_scheduler",
+]
+
+BASES = {"LRScheduler", "_LRScheduler", "object"}
+UNUSED = {"verbose"}
+"""Entries that some versions of torch have."""
 
 
-def write_lr_scheduler(state: Mapping[str, Any], path: str | Path) -> None:
-    """Write a scheduler's ``state_dict()``.
+@dataclass(frozen=True)
+class SavedScheduler:
+    """The state of a learning-rate scheduler; ``kind`` is its class, empty where that is not known."""
+
+    state: Mapping[str, Any]
+    kind: str = ""
+
+    def misfit(self, scheduler: Any, groups_alike: bool = True) -> str | None:
+        """Why it is not a state of ``scheduler``; ``None``: it is, as far as that can be known.
+
+        A class of the same name, or one that ``scheduler`` is derived from, is the same. Otherwise the entries decide:
+        all of torch's own, and of others that not both have some that the other lacks.
+
+        Args:
+            scheduler: that is to take it.
+            groups_alike: the optimizer has the groups that it had then.
+        """
+        own_kind, own = scheduler_class(scheduler), scheduler.state_dict()
+        theirs = f"of {self.kind}" if self.kind else f"one with {_listed(_entries(self.state))}"
+        ours = own_kind if self.kind else f"{own_kind}, which has {_listed(_entries(own))}"
+        same = self.kind in {each.__name__ for each in type(inner_scheduler(scheduler)).__mro__} - BASES
+        only_here, only_there = _entries(own) - _entries(self.state), _entries(self.state) - _entries(own)
+        of_torch = type(inner_scheduler(scheduler)).__module__.startswith("torch.optim")
+        other = self.kind in vars(torch.optim.lr_scheduler) and of_torch
+        exactly = bool(self.kind) or of_torch
+        if not same and (other or (only_here or only_there if exactly else only_here and only_there)):
+            return f"the state is {theirs}, the scheduler a {ours}"
+        rates, own_rates = self.state.get("base_lrs"), own.get("base_lrs")
+        lists = isinstance(rates, list) and isinstance(own_rates, list)
+        if groups_alike and lists and len(rates) != len(own_rates):  # type: ignore[arg-type]
+            return f"the state is for {len(rates)} parameter groups, the scheduler's optimizer has {len(own_rates)}"  # type: ignore[arg-type]
+        return None
+
+
+def inner_scheduler(scheduler: Any) -> Any:
+    """The scheduler itself, where accelerate has wrapped it."""
+    inner = getattr(scheduler, "scheduler", None)
+    return inner if hasattr(inner, "load_state_dict") else scheduler
+
+
+def scheduler_class(scheduler: Any) -> str:
+    """The name of its class."""
+    return type(inner_scheduler(scheduler)).__name__
+
+
+def _entries(state: Mapping[str, Any]) -> set[str]:
+    return {key for key in state if isinstance(key, str) and not key.startswith("_")} - UNUSED
+
+
+def _listed(names: set[str]) -> str:
+    return ", ".join(sorted(names)) or "nothing"
+
+
+def regrouped(
+    state: Mapping[str, Any], own: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], links: Sequence[int | None]
+) -> dict[str, Any]:
+    """``state``, made with other param groups, for those of now.
+
+    Args:
+        state: as saved.
+        own: the scheduler's as it is.
+        groups: of the optimizer, whose options are restored already.
+        links: by group, the one that it continues.
+    """
+    changed = dict(state)
+    for key, values in state.items():
+        mine = own.get(key)
+        if key == "_schedulers" and isinstance(mine, list) and len(mine) == len(values):
+            changed[key] = [regrouped(each, one, groups, links) for each, one in zip(values, mine, strict=True)]
+        elif key == "base_lrs":
+            changed[key] = [group.get("initial_lr", rate) for group, rate in zip(groups, mine or values, strict=False)]
+        elif key == "_last_lr":
+            changed[key] = [group["lr"] for group in groups]
+        elif key.endswith(("lrs", "momentums", "lambdas")) and isinstance(mine, list) and len(mine) == len(groups):
+            changed[key] = [
+                values[link] if link is not None and link < len(values) else one
+                for link, one in zip(links, mine, strict=True)
+            ]
+    return changed
+
+
+def write_lr_scheduler(scheduler: Any, path: str | Path) -> None:
+    """Write a scheduler's ``state_dict()`` and class.
 
     Raises:
         TypeError: the state holds something that JSON cannot; it is named.
         OSError: the file cannot be written; what stood there is still there.
     """
     tensors: dict[str, torch.Tensor] = {}
-    encoded = tree.encode(state, tensors)
-    content = {"kind": "lr_scheduler", "state": encoded, "tensors": tree.inline(tensors)}
+    encoded = tree.encode(scheduler.state_dict(), tensors)
+    content = {"kind": "lr_scheduler", "class": scheduler_class(scheduler), "state": encoded}
+    content["tensors"] = tree.inline(tensors)
     text = json.dumps(content, indent=1, allow_nan=False)
     with output_file(Path(path)) as unfinished:
         write_text(unfinished, text)
 
 
-def read_lr_scheduler(path: str | Path) -> dict[str, Any]:
+def read_lr_scheduler(path: str | Path) -> SavedScheduler:
     """The scheduler state in a file: our JSON, or a torch file (read with ``weights_only=True``). In a directory of
     Hugging Face's Trainer or of accelerate it is that of the first scheduler there.
 
@@ -49,9 +143,9 @@ def read_lr_scheduler(path: str | Path) -> dict[str, Any]:
         state = load_torch(source)
         if not isinstance(state, dict):
             raise CheckpointError(f"{source} holds a {type(state).__name__}, not a scheduler's state")
-        return state
+        return SavedScheduler(state)
     data = read_json(source)
     if not isinstance(data, dict) or data.get("kind") != "lr_scheduler":
         raise CheckpointError(f"{source} is not a scheduler's file; give the one that save_lr_scheduler wrote")
     decoded: dict[str, Any] = tree.decode(data["state"], tree.outline(data["tensors"]))
-    return decoded
+    return SavedScheduler(decoded, str(data.get("class", "")))

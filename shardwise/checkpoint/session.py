@@ -212,7 +212,9 @@ class Checkpointer:
                 single file): weights, and optimizer state where the format has it.
             tag: which; ``None``: the newest; ``"auto"``: the newest whole one, those that are damaged are skipped
                 with a notice from rank 0, and None is returned where there is no checkpoint at all.
-            strict: names that are missing from the checkpoint or from the model are errors. Shapes always are.
+            strict: names that are missing from the checkpoint or from the model, other param groups, and the state of
+                another class of optimizer or scheduler are errors. Shapes always are. False takes what fits by name,
+                and warns, on rank 0, of what optimizers leave out or start anew with.
             lr_schedulers: as many as were saved, in the same order, or none.
             rename: names in the checkpoint, or regular expressions, and what they are here; see
                 :func:`~shardwise.checkpoint.formats.renamed.renamed`.
@@ -226,7 +228,7 @@ class Checkpointer:
             CheckpointDamage: bytes are missing or wrong (file and tensor are named), on every rank; where some values
                 were replaced already, the message says so.
             FileNotFoundError: there is no such checkpoint.
-            ValueError: names or shapes do not fit; nothing was changed.
+            ValueError: names, shapes or classes do not fit; nothing was changed.
         """
         self.wait()
         with self._run.doing(f"loading checkpoint {tag!r} of {os.fspath(root)}"):

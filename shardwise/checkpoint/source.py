@@ -9,7 +9,7 @@ docs/checkpoint-format.md.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ import torch
 
 from shardwise.checkpoint.files import CheckpointError
 
-__all__ = ["CheckpointDamage", "CheckpointSource", "OpenSource", "TensorFact"]
+__all__ = ["CheckpointDamage", "CheckpointSource", "OpenSource", "StateTensors", "TensorFact"]
 
 
 @dataclass(frozen=True)
@@ -73,3 +73,20 @@ class OpenSource(CheckpointSource, Protocol):
 
 class CheckpointDamage(CheckpointError):
     """Bytes of a checkpoint are missing, or are not those that were written; file and tensor are named."""
+
+
+class StateTensors(Mapping[str, torch.Tensor]):
+    """Tensors that the JSON state refers to, read when asked for."""
+
+    def __init__(self, source: CheckpointSource) -> None:
+        self._source, self._facts = source, source.tensors()
+
+    def __getitem__(self, path: str) -> torch.Tensor:
+        fact = self._facts[f"state/{path}"]
+        return self._source.read(f"state/{path}", 0, fact.numel).reshape(fact.shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name.removeprefix("state/") for name in self._facts if name.startswith("state/"))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)

@@ -99,6 +99,7 @@ _FORMS: dict[str, Callable[[object], bool]] = {
     "optimizers": lambda value: isinstance(value, list) and all(_optimizer(each) for each in value),
     "scaler": _scaler,
     "lr_schedulers": _is_list,
+    "lr_scheduler_classes": lambda value: isinstance(value, list) and all(map(_is_text, value)),
     "rng": _is_list,
     "data_position": _is_list,
     "buffers": lambda value: isinstance(value, list) and all(_texts(each) for each in value),

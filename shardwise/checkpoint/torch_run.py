@@ -21,6 +21,7 @@ from shardwise.checkpoint.run import Scaler
 from shardwise.comm import Activity
 from shardwise.engine.fragments import EXTRA_STATE, Block, Fill, Fragment, FragmentPlan, Stored, TensorShape
 from shardwise.engine.names import StateNames
+from shardwise.optim.state_form import constructed_state
 from shardwise.torch_internals import offset_of_part
 
 __all__ = ["TorchHeld", "TorchRun", "TorchTrainer"]
@@ -210,6 +211,10 @@ class TorchHeld:
                 )
         return [[self._name[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 
+    def trained(self, optimizer: TorchTrainer, /) -> set[str]:
+        """Saved names of the parameters that may have state: all."""
+        return {name for names in self.group_names(optimizer) for name in names}
+
     def small_state(self, optimizer: TorchTrainer, /) -> dict[str, dict[str, Any]]:
         """By parameter what is not element-wise: numbers, and tensors of other shapes."""
         self.group_names(optimizer)  # names parameters that the model does not have
@@ -276,11 +281,14 @@ class TorchHeld:
                 self._put_state(each, fill, state_of)
 
     def _put_state(self, trainer: TorchTrainer, fill: Fill, state_of: Callable[[str], dict[str, Any] | None]) -> None:
+        group_of = {p: group for group in trainer.param_groups for p in group["params"]}
         ordered = dict.fromkeys(p for group in trainer.param_groups for p in group["params"])
         state: dict[int, dict[str, Any]] = {}
         for number, parameter in enumerate(ordered):
             entry = state_of(self._name[id(parameter)])
             if entry is None:
+                fresh = constructed_state(trainer.optimizer, group_of[parameter], parameter)
+                state |= {number: fresh} if fresh else {}
                 continue
             state[number] = {}
             for key, value in entry.items():

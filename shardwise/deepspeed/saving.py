@@ -17,10 +17,12 @@ from shardwise.checkpoint.formats.detect import open_checkpoint
 from shardwise.checkpoint.formats.output import output_file, write_torch
 from shardwise.checkpoint.formats.small_values import decode_value, group_options
 from shardwise.checkpoint.match import Match, Wanted
+from shardwise.checkpoint.match_schedulers import SchedulerMatch, saved_schedulers
 from shardwise.checkpoint.read import NativeSource
-from shardwise.checkpoint.restore import StateTensors, put_back, read_others
+from shardwise.checkpoint.restore import put_back, read_others
+from shardwise.checkpoint.schedulers import SavedScheduler
 from shardwise.checkpoint.session import Checkpointer
-from shardwise.checkpoint.source import CheckpointSource
+from shardwise.checkpoint.source import CheckpointSource, StateTensors
 from shardwise.checkpoint.write import agree
 from shardwise.deepspeed.frozen import WithoutFrozen, frozen_ones_are_missing
 from shardwise.deepspeed.parts import PartRun
@@ -132,10 +134,11 @@ def take_over(session: Session, path: str, strict: bool, optimizer_states: bool,
     wanted: Wanted = "all" if optimizer_states else "model"
     strict = strict and not frozen_ones_are_missing(session, path, wanted)
 
-    def look() -> tuple[Match, list[Any], Found]:
+    def look() -> tuple[Match, SchedulerMatch, Found]:
         opened.append(open_checkpoint(path))
         match = Match(opened[0], Held(session.engine, session.optimizers), strict, wanted)
-        return match, _saved_schedules(match, len(schedules)), _found(path, match)
+        saved = _saved_schedules(match, len(schedules))
+        return match, SchedulerMatch(match, saved, schedules[: len(saved)], strict), _found(path, match)
 
     try:
         (match, saved, found), _ = agree(run.gather, run.rank, f"load {path}", look, share=False)
@@ -143,8 +146,7 @@ def take_over(session: Session, path: str, strict: bool, optimizer_states: bool,
 
         def rest() -> None:
             _rest(run, session, match)
-            for schedule, state in zip(schedules, saved, strict=False):  # none where the checkpoint has none
-                schedule.load_state_dict(state)
+            saved.put_back(run)
             if saved and not optimizer_states:
                 _put_rates(session, match)
 
@@ -155,12 +157,12 @@ def take_over(session: Session, path: str, strict: bool, optimizer_states: bool,
             source.close()
 
 
-def _saved_schedules(match: Match, wanted: int) -> list[Any]:
+def _saved_schedules(match: Match, wanted: int) -> list[SavedScheduler]:
     """What the checkpoint says of ``wanted`` schedules; of DeepSpeed's one, which need not be there."""
     if not wanted:
         return []
     if isinstance(match.source, NativeSource):
-        saved: list[Any] = tree.decode(match.state.get("lr_schedulers", []), StateTensors(match.source))
+        saved = saved_schedulers(match)
         if len(saved) != wanted:
             raise ValueError(
                 f"the checkpoint has {len(saved)} learning-rate schedulers and the engine {wanted}; "
@@ -169,7 +171,7 @@ def _saved_schedules(match: Match, wanted: int) -> list[Any]:
         return saved
     other = match.state.get("other") or {}
     saved_schedule = decode_value(other["lr_scheduler"]) if other.get("lr_scheduler") is not None else None
-    return [saved_schedule] * wanted if saved_schedule else []
+    return [SavedScheduler(saved_schedule)] * wanted if saved_schedule else []
 
 
 def _put_rates(session: Session, match: Match) -> None:
@@ -192,12 +194,9 @@ def _rest(run: PartRun, session: Session, match: Match) -> None:
         if fact is not None and name in others:
             found[name] = match.source.read(f"model/{name}", 0, value.numel()).reshape(value.shape)
     match.held.put_others(found)
-    records = match.state.get("optimizers", [])
-    for index in match.optimizers:
-        groups = zip(session.optimizers[index].param_groups, records[index]["groups"], strict=True)
-        for group, saved in groups:
-            options = {key: decode_value(value) for key, value in saved.get("options", {}).items()}
-            group.update({key: value for key, value in options.items() if key in group and key != "params"})
+    for index, taken in match.taken.items():
+        for group, options in zip(session.optimizers[index].param_groups, taken.options, strict=True):
+            group.update({key: value for key, value in options.items() if key in group})
     other = match.state.get("other") or {}
     scale = {key: decode_value(value) for key, value in (other.get("loss_scaler") or {}).items()}
     scaler = session.optimizers[0].scaler if session.optimizers and match.optimizers else None

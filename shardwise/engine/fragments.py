@@ -229,6 +229,11 @@ class Held:
         """Saved names of the parameters, by param group."""
         return [[self.names[param][0] for param in params] for params in optimizer.params_by_group()]
 
+    def trained(self, optimizer: ShardedOptimizer) -> set[str]:
+        """Saved names of the parameters that it updates; others of its groups are frozen and can have no state."""
+        own = (grads.spec for grads in self.engine.grads.values() if grads.spec.optimizer == optimizer.index)
+        return {self.names[slot.param][0] for spec in own for slot in spec.slots}
+
     # ---- out
 
     def plan(self, most_bytes: int, shared: bool = True) -> FragmentPlan:
@@ -351,10 +356,11 @@ class Held:
     ) -> None:
         states: list[dict[str, Any] | None] = []
         tile = optimizer._updates.tiles[position]
-        for piece in tile.pieces:
-            entry = state_of(self.names[piece.param][0])
+        entries = [state_of(self.names[piece.param][0]) for piece in tile.pieces]
+        fresh = optimizer.fresh_state(position) if None in entries else [None] * len(entries)
+        for piece, entry, new in zip(tile.pieces, entries, fresh, strict=True):
             if entry is None:
-                states.append(None)
+                states.append(new)
                 continue
             state: dict[str, Any] = {}
             for key, value in entry.items():

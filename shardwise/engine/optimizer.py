@@ -426,6 +426,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             full["scaler"] = self.scaler.state_dict()
         return full
 
+    def fresh_state(self, position: int) -> list[dict[str, Any] | None]:
+        """See :meth:`OptimizerState.fresh`."""
+        return self._full.fresh(position)
+
     def undone_on_error(self) -> AbstractContextManager[None]:
         """See :meth:`TileUpdates.undone_on_error`."""
         return self._updates.undone_on_error()

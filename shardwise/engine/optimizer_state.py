@@ -17,6 +17,7 @@ from shardwise.engine.staging import gather_shards
 from shardwise.engine.tiles import Piece
 from shardwise.engine.updates import TileUpdates
 from shardwise.memory.tier import Tier
+from shardwise.optim.state_form import check_full_state, constructed_state, makes_state_at_once
 
 __all__ = ["OptimizerState"]
 
@@ -32,6 +33,7 @@ class OptimizerState:
         self._order = [[position[id(p)] for p in g["params"]] for g in optimizer.param_groups]
         """Parameter indices by group, as these stood when the model was sharded, frozen ones included."""
         self._prior = {position[id(p)]: dict(s) for p, s in optimizer.state.items() if id(p) in position}
+        self._made_at_once = bool(self._prior) and makes_state_at_once(optimizer)
 
     def adopt(self) -> None:
         """Give the optimizer pieces for parameters; state that it has already (Adagrad, a resumed run) moves along."""
@@ -39,7 +41,7 @@ class OptimizerState:
         with self._all_write("its state was put in place", "Build again once that is put right."):
             for position, tile in enumerate(self._updates.tiles):
                 if any(piece.param in self._prior for piece in tile.pieces):
-                    self._updates.replace(position, [self._cut_prior(piece) for piece in tile.pieces])
+                    self._updates.replace(position, self._cut_prior(position))
         self._commit()
         self._updates.param_groups.adopt()
         self._prior = {}
@@ -52,8 +54,32 @@ class OptimizerState:
         if self.engine.storage.store is not None:
             self.engine.storage.store.commit()
 
-    def _cut_prior(self, piece: Piece) -> dict[str, Any] | None:
-        return self._cut(piece, self._prior[piece.param]) if piece.param in self._prior else None
+    def _cut_prior(self, position: int) -> list[dict[str, Any] | None]:
+        """On the meta device there are no values: what was made with the optimizer is made again."""
+        pieces = self._updates.tiles[position].pieces
+        entries = [self._prior.get(piece.param) for piece in pieces]
+        if self._made_at_once:
+            entries = [None if entry is not None and _on_meta(entry) else entry for entry in entries]
+        return self._completed(position, entries)
+
+    def _completed(self, position: int, entries: Sequence[dict[str, Any] | None]) -> list[dict[str, Any] | None]:
+        """A tile's part of full states; ``None`` starts anew."""
+        pieces = self._updates.tiles[position].pieces
+        fresh = self.fresh(position) if None in entries else [None] * len(pieces)
+        return [
+            new if entry is None else self._cut(piece, entry)
+            for piece, entry, new in zip(pieces, entries, fresh, strict=True)
+        ]
+
+    def fresh(self, position: int) -> list[dict[str, Any] | None]:
+        """The state that the pieces of a tile begin with: what the class gives them when it is built (Adagrad's sums);
+        ``None`` where it makes its state in its steps."""
+        tile = self._updates.tiles[position]
+        if not self._made_at_once:
+            return [None] * len(tile.pieces)
+        group = self._updates.param_groups.now[tile.group]
+        with self._updates.opened(position):
+            return [constructed_state(self.optimizer, group, piece.value) or None for piece in tile.pieces]
 
     def _cut(self, piece: Piece, full: dict[str, Any]) -> dict[str, Any]:
         shape = self.engine.layout.facts[piece.param].shape
@@ -189,23 +215,29 @@ class OptimizerState:
         for group, their_group in zip(groups, theirs, strict=True):
             renumber |= dict(zip(group["params"], their_group["params"], strict=True))
 
-        def cut(piece: Piece) -> dict[str, Any] | None:
-            entry = full["state"].get(renumber[number[piece.param]])
-            return None if entry is None else self._cut(piece, entry)
+        facts = self.engine.layout.facts
+        check_full_state(self.optimizer, full, [[len(facts[p].shape) for p in own] for own in self.params_by_group()])
+
+        def cut(position: int) -> list[dict[str, Any] | None]:
+            pieces = self._updates.tiles[position].pieces
+            return self._completed(position, [full["state"].get(renumber[number[p.param]]) for p in pieces])
 
         tiles = self._updates.tiles
-        new = [[cut(piece) for piece in tile.pieces] if not tile.state.on_disk else None for tile in tiles]
-        for tile in tiles:
+        new = [cut(position) if not tile.state.on_disk else None for position, tile in enumerate(tiles)]
+        for position, tile in enumerate(tiles):
             if tile.state.on_disk:  # only checked here: all of them at once may not fit into memory
-                for piece in tile.pieces:
-                    cut(piece)
+                cut(position)
         with self._updates.undone_on_error(), self._all_write("optimizer state was loaded", "Nothing has changed."):
             self.optimizer.state.clear()
-            for position, (tile, states) in enumerate(zip(tiles, new, strict=True)):
-                self._updates.replace(position, [cut(piece) for piece in tile.pieces] if states is None else states)
+            for position, states in enumerate(new):
+                self._updates.replace(position, cut(position) if states is None else states)
         self._commit()
         for group, their_group in zip(self.optimizer.param_groups, theirs, strict=True):
             group.update(copy.deepcopy({key: value for key, value in their_group.items() if key != "params"}))
+
+
+def _on_meta(entry: dict[str, Any]) -> bool:
+    return any(isinstance(value, torch.Tensor) and value.is_meta for value in entry.values())
 
 
 def _as_pair(post: object) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:

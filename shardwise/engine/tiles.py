@@ -24,6 +24,7 @@ from shardwise.engine.step_hooks import bare_step, run_post_hooks, run_pre_hooks
 from shardwise.engine.tile_plan import PieceRange, TileRange
 from shardwise.memory.tier import Tier
 from shardwise.optim.element_wise import couples_elements
+from shardwise.optim.state_form import constructed_state
 from shardwise.plan import HALF_DTYPES
 
 __all__ = ["Piece", "Tile", "TileStepper", "check_element_wise", "make_tiles"]
@@ -245,6 +246,9 @@ class TileStepper:
         probe = nn.Parameter(torch.zeros(2, dtype=like.dtype, device=like.device))
         probe.grad = torch.zeros_like(probe)
         with self.groups() as groups, torch.random.fork_rng(devices=[]):
+            made = constructed_state(optimizer, groups[0], probe)
+            if made:
+                optimizer.state[probe] = made
             self._call(groups[0], [Piece(slot=0, param=0, offset=0, start=0, end=2, value=probe)])
         kept = optimizer.state.pop(probe, {}).items()
         return {k: v.dtype for k, v in kept if isinstance(v, torch.Tensor) and v.shape == probe.shape}

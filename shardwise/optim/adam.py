@@ -57,6 +57,8 @@ def _scale_of(div_scale: float) -> float:
 class _Adam(torch.optim.Optimizer):
     """What the three share. ``state[p]`` holds ``step`` (0-dim fp32), ``exp_avg`` and ``exp_avg_sq`` (shape of p)."""
 
+    state_keys: ClassVar[tuple[str, ...]] = ("step", *MOMENTS)
+    """What a step makes."""
     num_fp32_shards_per_param = 4
     """fp32 values for each parameter where masters are kept: master, gradient and two moments."""
     make_store: ClassVar[Callable[[str | None], MomentStore]] = staticmethod(open_disk_moments)

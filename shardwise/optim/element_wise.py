@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from shardwise.torch_internals import without_global_step_hooks
 
-__all__ = ["couples_elements"]
+__all__ = ["NotTriedError", "couples_elements", "stand_in"]
 
 SHAPE, CUT = (3, 4), 5
 """The matrix, and the element at which it is cut."""
@@ -33,7 +33,7 @@ NOT_COPIED: tuple[type, ...] = (torch.optim.Optimizer, nn.Module, *([dist.Proces
 """What an optimizer works through, if it has one: alone, it would do something else, or wait for other ranks."""
 
 
-class _NotTriedError(Exception):
+class NotTriedError(Exception):
     """The optimizer cannot be copied, or its copy cannot be stepped."""
 
 
@@ -83,11 +83,12 @@ def _key(options: dict[str, Any], texts: bool) -> str:
     return repr({k: v for k, v in options.items() if k not in ignored and (texts or not isinstance(v, str))})
 
 
-def _stand_in(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> torch.optim.Optimizer:
+def stand_in(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> torch.optim.Optimizer:
     """A copy without state and hooks, whose only group has the options of ``group``."""
     hooks = {name for name in vars(optimizer) if name.startswith("_optimizer_") and name.endswith("_hooks")}
-    # A step among the attributes was put there by a scheduler or somebody else: it is not the class's.
-    left_out = {"param_groups", "state", "step", *hooks}
+    # Methods among the attributes were put there by a scheduler or an engine: they are not the class's.
+    methods = {n for n, v in vars(optimizer).items() if callable(v) and callable(getattr(type(optimizer), n, None))}
+    left_out = {"param_groups", "state", "step", *methods, *hooks}
     attributes = {name: value for name, value in vars(optimizer).items() if name not in left_out}
     trial = object.__new__(type(optimizer))
     nobody = nn.Parameter(torch.empty(0, device="meta"))  # in place of the model's parameters, wherever they are held
@@ -95,10 +96,10 @@ def _stand_in(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> torch.
     memo[id(optimizer)] = trial
     try:
         if any(isinstance(each, NOT_COPIED) for each in _within(attributes)):
-            raise _NotTriedError
+            raise NotTriedError
         copied, options = copy.deepcopy((attributes, group), memo)
     except Exception as error:
-        raise _NotTriedError from error
+        raise NotTriedError from error
     made = {"param_groups": [options], "state": defaultdict(dict), **{name: OrderedDict() for name in hooks}}
     vars(trial).update(copied, **made)
     return trial
@@ -122,7 +123,7 @@ def _differs(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
     start, slopes = numbers(), [SLOPE * numbers() for _ in range(STEPS)]
 
     def walk(cut: Callable[[Tensor], Sequence[Tensor]], seed: int) -> Tensor:
-        trial = _stand_in(optimizer, group)
+        trial = stand_in(optimizer, group)
         (options,) = trial.param_groups
         params = [nn.Parameter(part.clone()) for part in cut(start)]
         with torch.random.fork_rng(devices=[]):
@@ -134,7 +135,7 @@ def _differs(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
                     try:
                         type(trial).step(trial)
                     except Exception as error:
-                        raise _NotTriedError from error
+                        raise NotTriedError from error
         flat = torch.cat([param.detach().reshape(-1) for param in params])
         # What is NaN in both is the same.
         return torch.nan_to_num(flat - start.reshape(-1))
@@ -142,7 +143,7 @@ def _differs(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
     try:
         whole, parts = walk(_whole, 0), walk(_in_parts, 0)
         return not _alike(whole, parts) and _alike(whole, walk(_whole, 1))
-    except _NotTriedError:
+    except NotTriedError:
         return False
 
 

@@ -19,6 +19,7 @@ from shardwise.checkpoint.restore import Restored
 from shardwise.checkpoint.session import Checkpointer
 from shardwise.checkpoint.write import agree
 from shardwise.strategies.entries import left_out, pack, unpack
+from shardwise.strategies.scheduler_states import CLASSES, scheduler_classes
 
 __all__ = ["ModelOnly", "Saving", "outline"]
 
@@ -162,7 +163,10 @@ class Saving:
         packed: list[dict[str, Any]] = []
 
         def put() -> list[str]:
-            packed.extend([pack(checkpoint)] if rank == 0 else [])
+            entries = dict(checkpoint)
+            if "lr_schedulers" in entries:
+                entries[CLASSES] = scheduler_classes(self._strategy.lr_scheduler_configs)
+            packed.extend([pack(entries)] if rank == 0 else [])
             return left_out(packed[0]) if packed else []
 
         _, missing = agree(world.exchange_object, rank, f"put together the entries of {path}", put)

@@ -10,7 +10,7 @@ from typing import Any
 from shardwise.checkpoint import tree
 from shardwise.checkpoint.formats import open_checkpoint
 from shardwise.checkpoint.formats.output import output_file, write_torch
-from shardwise.checkpoint.restore import StateTensors
+from shardwise.checkpoint.source import StateTensors
 from shardwise.strategies.entries import left_out, unpack
 
 __all__ = ["to_single_file"]

@@ -106,7 +106,7 @@ def open_colossalai(
         entries.update(found)
         for group, own in zip(record.groups, files.more.get("shapes") or [], strict=False):
             group["shapes"] = own
-        state["optimizers"] = [record.to_json()]
+        state["optimizers"] = [{**record.to_json(), "class": files.more.get("class", "")}]
         if files.more.get("scaler") is not None:
             state["scaler"] = files.more["scaler"]
         notes += more
@@ -216,13 +216,14 @@ def write_colossalai_model(
 
 
 def _beside(source: CheckpointSource, index: int) -> dict[str, Any]:
-    """Names, shapes and loss scale, for the index."""
+    """Class, names, shapes and loss scale, for the index."""
     records = source.state().get("optimizers", [])
     groups = records[index]["groups"] if index < len(records) else []
     names = [name for group in groups for name in group["params"]]
     known = names if len(set(names)) == len(names) and not any(name.startswith("#") for name in names) else None
     shapes = [group["shapes"] for group in groups] if all("shapes" in group for group in groups) else None
-    return {"names": known, "shapes": shapes, "scaler": source.state().get("scaler")}
+    kind = records[index].get("class", "") if index < len(records) else ""
+    return {"class": kind, "names": known, "shapes": shapes, "scaler": source.state().get("scaler")}
 
 
 def write_colossalai_optimizer(

@@ -1,0 +1,78 @@
+"""How the learning-rate schedulers of a checkpoint fit those that were given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from shardwise.checkpoint import tree
+from shardwise.checkpoint.match import Match
+from shardwise.checkpoint.run import Run, Trainer
+from shardwise.checkpoint.schedulers import SavedScheduler, inner_scheduler, regrouped
+from shardwise.checkpoint.source import StateTensors
+
+__all__ = ["SchedulerMatch", "saved_schedulers"]
+
+
+def saved_schedulers(match: Match) -> list[SavedScheduler]:
+    """Those of a checkpoint of our own, in order."""
+    states = tree.decode(match.state.get("lr_schedulers", []), StateTensors(match.source))
+    kinds = [*match.state.get("lr_scheduler_classes", []), *[""] * len(states)]
+    return [SavedScheduler(state, kind) for state, kind in zip(states, kinds, strict=False)]
+
+
+class SchedulerMatch:
+    """What schedulers take over.
+
+    Args:
+        match: of the optimizers; what is left out is added to its notes.
+        saved: of the checkpoint.
+        schedulers: that were given.
+        strict: the state of another class is an error; otherwise its scheduler stays as it is.
+
+    Raises:
+        ValueError: another number of schedulers, or (``strict``) the state of another class.
+    """
+
+    def __init__(self, match: Match, saved: Sequence[SavedScheduler], schedulers: Sequence[Any], strict: bool) -> None:
+        if len(saved) != len(schedulers):
+            raise ValueError(
+                f"the checkpoint has {len(saved)} learning-rate schedulers and {len(schedulers)} were given; "
+                "give as many, or none"
+            )
+        self._match = match
+        self._fitting: list[tuple[SavedScheduler, Any]] = []
+        wrong = []
+        for number, (each, scheduler) in enumerate(zip(saved, schedulers, strict=True)):
+            reason = each.misfit(scheduler, groups_alike=all(taken.exact for taken in match.taken.values()))
+            if reason is None:
+                self._fitting.append((each, scheduler))
+            else:
+                wrong.append(f"learning-rate scheduler {number}: {reason}")
+        if wrong and strict:
+            listed = "\n  ".join(wrong)
+            raise ValueError(
+                f"the checkpoint does not fit, nothing was loaded:\n  {listed}\n"
+                "give the schedulers that were saved, or none"
+            )
+        match.notes += [f"{line}; it stays as it is" for line in wrong]
+
+    def __bool__(self) -> bool:
+        """Whether any scheduler takes over a state."""
+        return bool(self._fitting)
+
+    def put_back(self, run: Run) -> None:
+        """Change the schedulers; options of the groups are restored already."""
+        for saved, scheduler in self._fitting:
+            trainer = _trainer_of(run, scheduler)
+            taken = None if trainer is None else self._match.taken.get(trainer.index)
+            state = dict(saved.state)
+            if trainer is not None and taken is not None and not taken.exact:
+                state = regrouped(state, scheduler.state_dict(), trainer.param_groups, taken.links)
+            scheduler.load_state_dict(state)
+
+
+def _trainer_of(run: Run, scheduler: Any) -> Trainer | None:
+    """The optimizer whose rates it sets: they have the list of groups in common, whatever is around it."""
+    groups = getattr(getattr(inner_scheduler(scheduler), "optimizer", None), "param_groups", None)
+    return next((each for each in run.optimizers if each.param_groups is groups), None)

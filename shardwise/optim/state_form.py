@@ -1,0 +1,213 @@
+"""Which state an optimizer keeps for a parameter, so that what a file holds can be told from another optimizer's.
+
+Asked of the optimizer itself: a copy of it steps a small parameter of its own, with the options of a group.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.optim.element_wise import NotTriedError, stand_in
+from shardwise.torch_internals import without_global_step_hooks
+
+__all__ = ["SavedForm", "StateForm", "check_full_state", "constructed_state", "makes_state_at_once", "options_for"]
+
+SAME_STATE = frozenset({"Adam", "AdamW", "CPUAdam", "FusedAdam", "HybridAdam", "DeepSpeedCPUAdam"})
+"""Classes that continue each other's state. Which way they take weight decay is theirs, not the state's."""
+OF_THE_CLASS = frozenset({"decoupled_weight_decay"})
+"""Options that say which of two classes it is."""
+NOTED = frozenset({"params", "param_names", "initial_lr"})
+"""Keys of a group that no optimizer asks for."""
+
+
+@dataclass(frozen=True)
+class SavedForm:
+    """What a file holds for one parameter.
+
+    Attributes:
+        dimensions: of the parameter.
+        keys: of its state; of tensors whether they hold floating-point numbers, of other values ``None``.
+    """
+
+    dimensions: int
+    keys: tuple[tuple[str, bool | None], ...]
+
+    @classmethod
+    def of(cls, dimensions: int, entry: Mapping[str, Any]) -> SavedForm:
+        """Of the state ``entry``, whose tensors (or what stands for them) have a ``dtype``."""
+        kinds = {key: getattr(value, "dtype", None) for key, value in entry.items() if value is not None}
+        floats = {key: None if kind is None else bool(kind.is_floating_point) for key, kind in kinds.items()}
+        return cls(dimensions, tuple(sorted(floats.items())))
+
+
+def options_for(optimizer: torch.optim.Optimizer, saved_class: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the saved options of a group those that ``optimizer`` takes over: all of its own class; of another's, or of
+    one that is not known, what its own groups have too."""
+    if saved_class == type(optimizer).__name__:
+        return dict(options)
+    known = {*_defaults(optimizer), *NOTED, *(key for group in optimizer.param_groups for key in group)}
+    left_out = OF_THE_CLASS if saved_class else frozenset[str]()
+    return {key: value for key, value in options.items() if key in known and key not in left_out}
+
+
+class StateForm:
+    """Of one optimizer.
+
+    Args:
+        optimizer: the user's own. Nothing of it is changed.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._found: dict[tuple[str, int], dict[str, bool | None] | None] = {}
+
+    def kept(self, options: Mapping[str, Any], dimensions: int) -> dict[str, bool | None] | None:
+        """The keys of the state of a parameter with so many dimensions after a step, as in :class:`SavedForm`.
+
+        ``None``: that cannot be found out, see :func:`shardwise.optim.element_wise.couples_elements`.
+        """
+        plain = {key: value for key, value in options.items() if key not in NOTED}
+        key = (repr(plain), dimensions)
+        if key not in self._found:
+            self._found[key] = self._try(plain, dimensions)
+        return self._found[key]
+
+    def _try(self, options: dict[str, Any], dimensions: int) -> dict[str, bool | None] | None:
+        said = getattr(self._optimizer, "state_keys", None)
+        if said is not None:
+            return dict.fromkeys(said, True)
+        if not {"param_groups", "state"} <= vars(self._optimizer).keys():  # they are another optimizer's
+            return None
+        param = nn.Parameter(torch.ones((2,) * dimensions, device="cpu", dtype=torch.float32))
+        param.grad = torch.ones_like(param)
+        with without_global_step_hooks(), torch.random.fork_rng(devices=[]):
+            try:
+                return dict(SavedForm.of(dimensions, self._step(options, param)).keys)
+            except NotTriedError:
+                return None
+
+    def _step(self, options: dict[str, Any], param: nn.Parameter) -> dict[str, Any]:
+        failure: Exception | None = None
+        for made in (False, True):
+            trial = stand_in(self._optimizer, options)
+            if made:
+                trial.state[param] = constructed_state(self._optimizer, options, param)
+            trial.param_groups[0]["params"] = [param]
+            try:
+                type(trial).step(trial)
+                return dict(trial.state.get(param, {}))
+            except Exception as error:  # state that it expects may be made in the constructor
+                failure = error
+        raise NotTriedError from failure
+
+    def misfit(
+        self, saved_class: str, options: Mapping[str, Any], saved_options: Mapping[str, Any], saved: SavedForm
+    ) -> str | None:
+        """Why state is not this optimizer's; ``None``: it is, as far as that can be known.
+
+        Args:
+            saved_class: the name of the class that made it; empty where that is not known.
+            options: those that it would go on with.
+            saved_options: those that it was made with.
+            saved: its form.
+        """
+        kept, there = self.kept(options, saved.dimensions), dict(saved.keys)
+        if kept is None:
+            return None if not saved_class or self.continues(saved_class) else "another class made it"
+        if _other_numbers(kept, there):
+            return "it holds numbers of another kind"
+        if self._is_own(saved_class):
+            changed = self.kept(saved_options, saved.dimensions)
+            lacking = there and changed != kept and kept.keys() - there.keys()
+            return f"{', '.join(sorted(lacking))} is missing for the options of its group" if lacking else None
+        if there.keys() == kept.keys() or (not there and (not saved_class or self.continues(saved_class))):
+            return None
+        surplus_only = kept.keys() <= there.keys() and not saved_class
+        if surplus_only and {*saved_options} - NOTED <= {*_defaults(self._optimizer), *options}:
+            return None
+        return f"it has {_listed(there)}, where {type(self._optimizer).__name__} keeps {_listed(kept)}"
+
+    def _is_own(self, saved_class: str) -> bool:
+        return saved_class in (each.__name__ for each in type(self._optimizer).__mro__)
+
+    def continues(self, saved_class: str) -> bool:
+        """Whether the class is known to keep the same state."""
+        own = {each.__name__ for each in type(self._optimizer).__mro__}
+        return saved_class in own or (saved_class in SAME_STATE and bool(own & SAME_STATE))
+
+
+def _defaults(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return getattr(optimizer, "defaults", {})  # a wrapper of another library may have none
+
+
+def _other_numbers(kept: Mapping[str, bool | None], there: Mapping[str, bool | None]) -> bool:
+    """Whether tensors of integers stand for others; a step count may be either."""
+    both = (kept.keys() & there.keys()) - {"step"}
+    return any(there[key] != kept[key] for key in both if None not in (there[key], kept[key]))
+
+
+def _listed(keys: Collection[str]) -> str:
+    return ", ".join(sorted(keys)) or "no state"
+
+
+def constructed_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
+    """The state that the class of ``optimizer`` gives ``param`` when it is built with the options of ``group``.
+
+    Adagrad's sums, for example. Empty for a class that makes its state in its steps, or that cannot be built from its
+    ``defaults``.
+    """
+    kind = type(optimizer)
+    try:
+        named = inspect.signature(kind).parameters
+        takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in named.values())
+        given = {key: value for key, value in _defaults(optimizer).items() if takes_all or key in named}
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        made = kind([{**options, "params": [param]}], **given)
+        return dict(made.state.get(param, {}))
+    except Exception:  # of any kind: the class is the user's
+        return {}
+
+
+def makes_state_at_once(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its class gives parameters state when it is built."""
+    param = nn.Parameter(torch.ones(2, 2, device="cpu", dtype=torch.float32))
+    return any(constructed_state(optimizer, group, param) for group in optimizer.param_groups[:1])
+
+
+def check_full_state(
+    optimizer: torch.optim.Optimizer, full: Mapping[str, Any], dimensions: Iterable[Iterable[int]]
+) -> None:
+    """Whether ``full``, a ``state_dict()`` with as many parameters in each group, can be this optimizer's.
+
+    Args:
+        optimizer: the user's own.
+        full: ``state`` and ``param_groups``.
+        dimensions: by group and position, of the optimizer's parameters.
+
+    Raises:
+        ValueError: it is another optimizer's; both are told.
+    """
+    form, judged = StateForm(optimizer), set[tuple[int, SavedForm]]()
+    for place, (own, theirs, ranks) in enumerate(
+        zip(optimizer.param_groups, full["param_groups"], dimensions, strict=True)
+    ):
+        saved_options = {key: value for key, value in theirs.items() if key not in NOTED}
+        options = own | options_for(optimizer, "", saved_options)
+        for number, rank in zip(theirs["params"], ranks, strict=True):
+            entry = full["state"].get(number)
+            saved = SavedForm.of(rank, entry) if entry else None
+            if saved is None or (place, saved) in judged:
+                continue
+            judged.add((place, saved))
+            reason = form.misfit("", options, saved_options, saved)
+            if reason is not None:
+                raise ValueError(
+                    f"this state is not one of {type(optimizer).__name__}: of parameter {number} in group {place} "
+                    f"{reason}; load it into an optimizer of the class that made it"
+                )

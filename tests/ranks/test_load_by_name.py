@@ -1,0 +1,293 @@
+"""Optimizers that differ from those that were saved: state goes by the parameters' names, and what is new is said.
+
+The oracle is plain torch, whose state is handed on by name.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_setup import plans
+from engine_setup import one_mesh
+from torch import Tensor, nn
+
+from shardwise.build import Session, build
+from shardwise.checkpoint.formats import open_checkpoint, write_dcp
+from shardwise.mesh import Mesh
+from shardwise.plan import Plan, zero
+from shardwise.testing import assert_close, run_ranks
+
+Optimizer = torch.optim.Optimizer
+State = dict[str, Any]
+ROWS = 6
+
+
+class Net(nn.Module):
+    """``head`` is there where it is asked for."""
+
+    def __init__(self, head: bool = False, frozen: bool = False) -> None:
+        super().__init__()
+        self.body, self.last = nn.Linear(5, 7), nn.Linear(7, 3)
+        self.head = nn.Linear(3, 3) if head else nn.Identity()
+        self.body.requires_grad_(not frozen)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.last(torch.tanh(self.body(x))))
+        return out
+
+
+def net(seed: int = 0, **how: bool) -> Net:
+    torch.manual_seed(seed)
+    return Net(**how).double()
+
+
+def adamw(*modules: nn.Module, **how: Any) -> Optimizer:
+    return torch.optim.AdamW([p for m in modules for p in m.parameters() if p.requires_grad], lr=1e-2, eps=1e-3, **how)
+
+
+def halves(m: Net, first: State | None = None, second: State | None = None) -> Optimizer:
+    groups = [
+        {"params": list(m.body.parameters()), **(first or {})},
+        {"params": list(m.last.parameters()), **(second or {})},
+    ]
+    return torch.optim.AdamW(groups, lr=1e-2, eps=1e-3)
+
+
+def two(m: Net) -> list[Optimizer]:
+    return [adamw(m.body), torch.optim.SGD(m.last.parameters(), lr=0.05, momentum=0.9)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A run that saved, the one that goes on, what of its options is expected, and words of the warning."""
+
+    before: Callable[[Net], Any]
+    after: Callable[[Net], Any]
+    options: tuple[State, ...]
+    words: tuple[str, ...]
+    net_before: State = dataclasses.field(default_factory=dict)
+    net_after: State = dataclasses.field(default_factory=dict)
+
+
+LATER = {"lr": 2e-3}  # what a schedule made of it until the save
+CASES = {
+    "new layer": Case(adamw, adamw, (LATER,), ("start anew: head.weight, head.bias",), {}, {"head": True}),
+    "newly frozen": Case(
+        adamw, adamw, (LATER,), ("no optimizer has here is left out: body.weight, body.bias",), {}, {"frozen": True}
+    ),
+    "frozen in its group": Case(
+        lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-3),
+        lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-3),
+        (LATER,),
+        ("frozen here is left out: body.weight, body.bias",),
+        {},
+        {"frozen": True},
+    ),
+    "newly trained": Case(adamw, adamw, (LATER,), ("start anew: body.weight, body.bias",), {"frozen": True}, {}),
+    "split": Case(
+        adamw,
+        lambda m: halves(m, {"weight_decay": 0.0}, {"weight_decay": 0.5}),
+        (LATER | {"weight_decay": 0.0}, LATER | {"weight_decay": 0.5}),
+        ("weight_decay of group 0 stays 0.0, the checkpoint has 0.01",),
+    ),
+    "joined": Case(
+        lambda m: halves(m, {"weight_decay": 0.0}, {"weight_decay": 0.5}),
+        lambda m: adamw(m, weight_decay=0.1),
+        (LATER | {"weight_decay": 0.1},),
+        ("weight_decay of group 0 stays 0.1, the checkpoint has 0.0, 0.5",),
+    ),
+    "turned": Case(
+        lambda m: halves(m, {"weight_decay": 0.0}, {"weight_decay": 0.5}),
+        lambda m: torch.optim.AdamW(
+            [{"params": list(m.last.parameters())}, {"params": list(m.body.parameters())}], eps=1.0
+        ),
+        (LATER | {"weight_decay": 0.5, "eps": 1e-3}, LATER | {"weight_decay": 0.0, "eps": 1e-3}),
+        (),
+    ),
+    "more state wanted": Case(
+        adamw,
+        lambda m: halves(m, {"amsgrad": True}),
+        (LATER | {"amsgrad": True}, LATER),
+        ("start anew: body.weight, body.bias", "amsgrad of group 0 stays True"),
+    ),
+    "one becomes two": Case(
+        adamw,
+        two,
+        (LATER,),
+        ("optimizer 1 is SGD, and the state there is of AdamW", "these start anew: last.weight, last.bias"),
+    ),
+    "two become one": Case(
+        two, adamw, (LATER,), ("is AdamW, and the state there is of SGD", "anew: last.weight, last.bias")
+    ),
+}
+ANEW = {
+    "newly frozen": {"body.weight", "body.bias"},
+    "frozen in its group": {"body.weight", "body.bias"},
+    "more state wanted": {"body.weight", "body.bias"},
+    "one becomes two": {"last.weight", "last.bias"},
+    "two become one": {"last.weight", "last.bias"},
+}
+"""Of which no state is handed on, although there is some."""
+
+
+def several(made: Any) -> list[Optimizer]:
+    return made if isinstance(made, list) else [made]
+
+
+def rows(step: int) -> Tensor:
+    return torch.randn(ROWS, 5, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+
+
+def plain_steps(model: Net, optimizers: list[Optimizer], first: int, last: int) -> None:
+    for step in range(first, last):
+        model(rows(step)).square().mean().backward()
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+
+
+def named_state(model: nn.Module, optimizers: list[Optimizer]) -> State:
+    names = {p: name for name, p in model.named_parameters()}
+    return {
+        names[p]: {k: torch.as_tensor(v) for k, v in s.items()}
+        for each in optimizers
+        for p, s in each.state.items()
+        if s
+    }
+
+
+def expected(name: str, steps: int) -> tuple[State, State]:
+    """Plain torch: values, and state by name, right after the load (``steps=0``) or later."""
+    case = CASES[name]
+    model = net(**case.net_before)
+    optimizers = several(case.before(model))
+    plain_steps(model, optimizers, 0, 2)
+    old, values = named_state(model, optimizers), model.state_dict()
+    model = net(seed=5, **case.net_after)
+    model.load_state_dict(values, strict=False)
+    optimizers = several(case.after(model))
+    for group, options in zip(optimizers[0].param_groups, case.options, strict=True):
+        group.update(options)
+    for found, parameter in model.named_parameters():
+        if found in old and found not in ANEW.get(name, ()):
+            holder = next(o for o in optimizers for g in o.param_groups if any(parameter is p for p in g["params"]))
+            holder.state[parameter] = copy.deepcopy(old[found])
+    plain_steps(model, optimizers, 2, 2 + steps)
+    return copy.deepcopy(dict(model.state_dict())), named_state(model, optimizers)
+
+
+def steps_of(session: Session, first: int, last: int) -> None:
+    for step in range(first, last):
+        mine = rows(step).chunk(session.mesh.size)[session.mesh.rank]
+        session.backward(session.module(mine).square().mean())
+        for each in session.optimizers:
+            each.step()
+
+
+def sharded_state(session: Session, names: list[list[str]]) -> State:
+    found = {}
+    for each, own in zip(session.optimizers, names, strict=True):
+        for number, entry in each.state_dict()["state"].items():
+            found[own[number]] = {key: torch.as_tensor(value) for key, value in entry.items()}
+    return found
+
+
+def numbered(model: nn.Module, optimizers: list[Optimizer]) -> list[list[str]]:
+    names = {p: name for name, p in model.named_parameters()}
+    return [[names[p] for group in each.param_groups for p in group["params"]] for each in optimizers]
+
+
+def save(root: str, names: list[str]) -> None:
+    with one_mesh(zero(1)) as mesh:
+        for name in names:
+            model = net(**CASES[name].net_before)
+            session = build(model, CASES[name].before(model), zero(1), mesh)
+            steps_of(session, 0, 2)
+            for group in session.optimizers[0].param_groups:
+                group.update(LATER)
+            session.checkpoints.save(root, name)
+            session.close()
+
+
+def go_on(root: str, name: str, plan: Plan, mesh: Mesh, form: str) -> tuple[list[str], State, State, State]:
+    model = net(seed=5, **CASES[name].net_after)
+    made = CASES[name].after(model)
+    listed = numbered(model, several(made))
+    session = build(model, made, plan, mesh)
+    if name != "new layer":
+        steps_of(session, 50, 51)  # what is there goes
+    path = f"{root}/{name}" if form == "native" else f"{root}/{form} {name}"
+    if name != "frozen in its group":
+        with pytest.raises(ValueError, match="does not fit"):
+            session.checkpoints.load(path)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        session.checkpoints.load(path, strict=False)
+    told = [str(each.message) for each in caught if "as far as it fits" in str(each.message)]
+    now = copy.deepcopy(sharded_state(session, listed))
+    steps_of(session, 2, 4)
+    values = dict(session.module.state_dict())
+    later = sharded_state(session, listed)
+    session.close()
+    return told, now, values, later
+
+
+def go_on_all(root: str, names: list[str], plan: str, form: str) -> list[tuple[list[str], State, State, State]]:
+    own = {**plans(root + "-disk"), "backward": zero(2).but(update="backward")}[plan]
+    with one_mesh(own) as mesh:
+        return [go_on(root, name, own, mesh, form) for name in names]
+
+
+def as_one(state: State) -> dict[str, Tensor]:
+    return {f"{name}/{key}": value.double() for name, entry in state.items() for key, value in entry.items()}
+
+
+def check(name: str, found: list[tuple[list[str], State, State, State]], rtol: float) -> None:
+    """On every rank, with the warning on the first."""
+    _, state = expected(name, 0)
+    values, later = expected(name, 2)
+    for rank, (told, now, reached, then) in enumerate(found):
+        assert len(told) == (rank == 0 and bool(CASES[name].words)), (name, told)
+        assert all(words in text for text in told for words in CASES[name].words), (name, told)
+        assert now.keys() == state.keys(), name
+        assert_close(as_one(now), as_one(state), rtol, name)
+        if rtol < 1e-9:
+            assert_close(reached, values, rtol, name)
+            assert then.keys() == later.keys()
+            assert_close(as_one(then), as_one(later), rtol, name)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every case, saved by two ranks; and as DCP, which keeps no classes."""
+    root = tmp_path_factory.mktemp("saved")
+    run_ranks(2, save, str(root), list(CASES))
+    for name in CASES:
+        source = open_checkpoint(root / name)
+        write_dcp(source, root / f"dcp {name}")
+        source.close()
+    return root
+
+
+PLANS = [("zero3", 2, 1e-11), ("zero1", 3, 1e-11), ("mixed", 2, 1e-11), ("backward", 2, 1e-11), ("bf16", 2, 1e-6)]
+
+
+@pytest.mark.parametrize(("plan", "ranks", "rtol"), PLANS, ids=[plan for plan, *_ in PLANS])
+def test_state_goes_by_name_and_the_rest_starts_anew(saved: Path, plan: str, ranks: int, rtol: float) -> None:
+    found = run_ranks(ranks, go_on_all, str(saved), list(CASES), plan, "native")
+    for index, name in enumerate(CASES):
+        check(name, [each[index] for each in found], rtol)
+
+
+def test_formats_that_keep_no_classes_go_by_names_and_forms(saved: Path) -> None:
+    names = [name for name in CASES if "two" not in name]  # several optimizers become one in DCP
+    found = run_ranks(2, go_on_all, str(saved), names, "zero3", "dcp")
+    for index, name in enumerate(names):
+        check(name, [each[index] for each in found], 1e-11)

@@ -1,0 +1,310 @@
+"""Whose state it is: which classes go on with which, by name where it is recorded and by form where not."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler as schedules
+
+from shardwise.booster import Booster
+from shardwise.build import build
+from shardwise.checkpoint.formats import open_checkpoint, write_dcp
+from shardwise.checkpoint.schedulers import SavedScheduler
+from shardwise.optim import CPUAdam, FusedAdam, HybridAdam
+from shardwise.plan import zero
+
+Make = Callable[[Any], torch.optim.Optimizer]
+O = torch.optim  # noqa: E741
+
+
+class MyAdamW(O.AdamW):
+    """Derived."""
+
+
+class SGD(O.Optimizer):
+    """Of the name of torch's, and with momentum under its key."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "momentum": 0.9})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                held = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+                p.sub_(held.mul_(group["momentum"]).add_(p.grad), alpha=group["lr"])
+
+
+class Int8(O.Optimizer):
+    """Moments in 8 bits under the names of Adam's."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                kept = {key: torch.zeros_like(p, dtype=torch.uint8) for key in ("exp_avg", "exp_avg_sq")}
+                self.state[p].update(kept, step=torch.tensor(1.0))
+
+
+MAKERS: dict[str, Make] = {
+    "adam": lambda p: O.Adam(p, lr=0.01),
+    "adamw": lambda p: O.AdamW(p, lr=0.01),
+    "amsgrad": lambda p: O.AdamW(p, lr=0.01, amsgrad=True),
+    "derived": lambda p: MyAdamW(p, lr=0.01),
+    "hybrid": lambda p: HybridAdam(p, lr=0.01),
+    "cpu": lambda p: CPUAdam(p, lr=0.01),
+    "fused": lambda p: FusedAdam(p, lr=0.01),
+    "radam": lambda p: O.RAdam(p, lr=0.01),
+    "rmsprop": lambda p: O.RMSprop(p, lr=0.01),
+    "centered": lambda p: O.RMSprop(p, lr=0.01, centered=True, momentum=0.5),
+    "adagrad": lambda p: O.Adagrad(p, lr=0.01),
+    "adadelta": lambda p: O.Adadelta(p, lr=0.01),
+    "sgd": lambda p: O.SGD(p, lr=0.01),
+    "momentum": lambda p: O.SGD(p, lr=0.01, momentum=0.9),
+    "own sgd": SGD,
+    "int8": Int8,
+}
+
+TAKEN = [
+    *(("adam", other) for other in ("adamw", "hybrid", "cpu", "fused", "derived", "amsgrad")),
+    *((other, "adamw") for other in ("adam", "amsgrad", "hybrid", "derived")),
+    *(("sgd", "momentum"), ("momentum", "sgd"), ("rmsprop", "centered"), ("centered", "rmsprop")),
+    *(("momentum", "own sgd"), ("own sgd", "momentum")),
+    ("adamw", "radam"),
+]
+"""Saved, and going on."""
+REFUSED = [
+    *(("adamw", other) for other in ("rmsprop", "adagrad", "momentum", "adadelta", "sgd")),
+    *(
+        ("rmsprop", "adadelta"),
+        ("adagrad", "adam"),
+        ("momentum", "adam"),
+        ("amsgrad", "hybrid"),
+        ("centered", "momentum"),
+    ),
+    ("int8", "adamw"),
+]
+WITH_A_WORD = {("adamw", "radam"), ("derived", "adamw")}
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def step(model: nn.Module, optimizer: Any) -> None:
+    optimizer.zero_grad()
+    optimizer.backward(model(torch.ones(2, 3)).square().mean())
+    optimizer.step()
+
+
+def trained(kind: str, engine: bool, steps: int = 2) -> tuple[Any, Any, Any]:
+    """Saver, model and optimizer: of our engine, or of the Booster without a plugin."""
+    model = net()
+    optimizer = MAKERS[kind](model.parameters())
+    if engine:
+        session = build(model, optimizer, zero(2))
+        made = session.checkpoints, session.module, session.optimizer
+    else:
+        booster = Booster()
+        boosted, wrapped, *_ = booster.boost(model, optimizer)
+        made = booster._runs.saver(boosted, wrapped), boosted, wrapped
+    for _ in range(steps):
+        step(made[1], made[2])
+    return made
+
+
+@pytest.mark.parametrize("engine", [True, False], ids=["engine", "torch"])
+@pytest.mark.parametrize(("saved", "here"), TAKEN, ids=lambda kind: kind.replace(" ", "_"))
+def test_the_same_state_goes_on(saved: str, here: str, engine: bool, tmp_path: Path) -> None:
+    saver, _, first = trained(saved, engine)
+    saver.save(tmp_path, "one")
+    loader, model, second = trained(here, engine, steps=0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loader.load(tmp_path)
+    told = [each for each in caught if "goes on with the state of" in str(each.message)]
+    assert len(told) == ((saved, here) in WITH_A_WORD)
+    expected, found = first.state_dict()["state"], second.state_dict()["state"]
+    assert found.keys() == expected.keys()
+    for number, entry in expected.items():
+        assert all(torch.equal(found[number][key], value) for key, value in entry.items())
+    decoupled = [group.get("decoupled_weight_decay") for group in second.param_groups]
+    assert decoupled == [group.get("decoupled_weight_decay") for group in MAKERS[here](net().parameters()).param_groups]
+    step(model, second)
+
+
+@pytest.mark.parametrize("engine", [True, False], ids=["engine", "torch"])
+@pytest.mark.parametrize(("saved", "here"), REFUSED, ids=lambda kind: kind.replace(" ", "_"))
+def test_another_classes_state_is_refused(saved: str, here: str, engine: bool, tmp_path: Path) -> None:
+    """Recorded, as DCP (which keeps no classes), and in ``load_state_dict``; nothing has changed then."""
+    saver, _, first = trained(saved, engine)
+    saver.save(tmp_path, "one")
+    source = open_checkpoint(tmp_path / "one")
+    write_dcp(source, tmp_path / "dcp")
+    source.close()
+    loader, model, second = trained(here, engine)
+    before = copy.deepcopy((dict(model.state_dict()), second.state_dict()["state"]))
+    theirs, own = (type(MAKERS[kind](net().parameters())).__name__ for kind in (saved, here))
+    with pytest.raises(ValueError, match=rf"optimizer 0 is {own}, and its state there is of {theirs}"):
+        loader.load(tmp_path / "one")
+    with pytest.raises(ValueError, match=rf"optimizer 0 is {own}, and its state there is of a class that"):
+        loader.load(tmp_path / "dcp")
+    with pytest.raises(ValueError, match=f"not one of {own}"):
+        second.load_state_dict(first.state_dict())
+    after = dict(model.state_dict()), second.state_dict()["state"]
+    assert str(after) == str(before)
+    with pytest.warns(
+        UserWarning, match=rf"optimizer 0 is {own}, and the state there is of {theirs}.*these start anew"
+    ):
+        loader.load(tmp_path / "one", strict=False)
+    step(model, second)
+    assert all(float(entry["step"]) == 1 for entry in second.state_dict()["state"].values() if "step" in entry)
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_files_of_an_optimizer_alone(shard: bool, tmp_path: Path) -> None:
+    """One file, and ColossalAI's layout, whose index has the class."""
+    booster = Booster()
+    model, optimizer, *_ = booster.boost(net(), None)
+    model = net()
+    model, optimizer, *_ = booster.boost(model, O.AdamW(model.parameters(), lr=0.01))
+    step(model, optimizer)
+    booster.save_optimizer(optimizer, tmp_path / "o", shard=shard)
+    other = net()
+    other, wrong, *_ = booster.boost(other, O.RMSprop(other.parameters()))
+    with pytest.raises(ValueError, match="optimizer 0 is RMSprop, and its state there is of AdamW"):
+        booster.load_optimizer(wrong, tmp_path / "o")
+    longer = nn.Sequential(*net(), nn.Linear(2, 2))
+    longer, fresh, *_ = booster.boost(longer, O.AdamW(longer.parameters(), lr=0.5))
+    with pytest.raises(ValueError, match="4 parameters in the checkpoint, 6 in the optimizer"):
+        booster.load_optimizer(fresh, tmp_path / "o")
+    with pytest.warns(UserWarning, match=r"these parameters start anew: 3\.weight, 3\.bias"):
+        booster.load_optimizer(fresh, tmp_path / "o", strict=False)
+    assert sorted(fresh.state_dict()["state"]) == [0, 1, 2, 3] and fresh.param_groups[0]["lr"] == 0.01
+
+
+def test_groups_of_other_sizes_are_named() -> None:
+    model = net()
+    _, optimizer, *_ = Booster().boost(model, O.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match=r"groups of \[2\] parameters, this optimizer of \[4\]"):
+        optimizer.load_state_dict(O.SGD(model[0].parameters(), lr=0.1).state_dict())
+
+
+# ---- schedulers
+
+
+class MyCosine(schedules.CosineAnnealingLR):
+    """Derived."""
+
+
+class Own:
+    """No base class."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer, self.turns = optimizer, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"turns": self.turns}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.turns = state["turns"]
+
+
+SCHEDULES: dict[str, Callable[[Any], Any]] = {
+    "cosine": lambda o: schedules.CosineAnnealingLR(o, 10),
+    "derived": lambda o: MyCosine(o, 10),
+    "step": lambda o: schedules.StepLR(o, 2),
+    "lambda": lambda o: schedules.LambdaLR(o, lambda epoch: 0.9**epoch),
+    "times": lambda o: schedules.MultiplicativeLR(o, lambda epoch: 0.9),
+    "exponential": lambda o: schedules.ExponentialLR(o, 0.9),
+    "plateau": schedules.ReduceLROnPlateau,
+    "own": Own,
+}
+GO_ON = {("cosine", "derived"), ("derived", "cosine"), *((kind, kind) for kind in SCHEDULES)}
+
+
+def optimizer_of(groups: int = 1) -> torch.optim.Optimizer:
+    return O.SGD([{"params": [nn.Parameter(torch.ones(2))]} for _ in range(groups)], lr=0.1)
+
+
+@pytest.mark.parametrize("saved", SCHEDULES)
+@pytest.mark.parametrize("here", SCHEDULES)
+def test_a_schedulers_state_goes_to_its_own_class(saved: str, here: str, tmp_path: Path) -> None:
+    model, booster = net(), Booster()
+    model, optimizer, *_ = booster.boost(model, O.SGD(model.parameters(), lr=0.1))
+    one, other = SCHEDULES[saved](optimizer), SCHEDULES[here](optimizer)
+    booster.save_lr_scheduler(one, tmp_path / "s.json")
+    booster.save_checkpoint(tmp_path / "runs", model, optimizer, one)
+    if (saved, here) in GO_ON:
+        booster.load_lr_scheduler(other, tmp_path / "s.json")
+        booster.load_checkpoint(tmp_path / "runs", model, optimizer, other)
+        return
+    before = str(other.state_dict())
+    words = f"the state is of {type(one).__name__}, the scheduler a {type(other).__name__}"
+    with pytest.raises(ValueError, match=words):
+        booster.load_lr_scheduler(other, tmp_path / "s.json")
+    with pytest.raises(ValueError, match=words):
+        booster.load_checkpoint(tmp_path / "runs", model, optimizer, other)
+    with pytest.warns(UserWarning, match=f"{words}; it stays as it is"):
+        booster.load_checkpoint(tmp_path / "runs", model, optimizer, other, strict=False)
+    assert str(other.state_dict()) == before
+
+
+@pytest.mark.parametrize(
+    ("saved", "here"), [("cosine", "step"), ("step", "exponential"), ("exponential", "step"), ("own", "cosine")]
+)
+def test_where_no_class_is_recorded_the_entries_decide(saved: str, here: str) -> None:
+    one, other = SCHEDULES[saved](optimizer_of()), SCHEDULES[here](optimizer_of())
+    assert SavedScheduler(one.state_dict()).misfit(one) is None
+    assert "the state is one with" in str(SavedScheduler(one.state_dict()).misfit(other))
+    older = {key: value for key, value in one.state_dict().items() if not key.startswith("_")} | {"verbose": False}
+    assert SavedScheduler(older).misfit(one) is None
+
+
+def test_rates_for_another_number_of_groups_are_refused() -> None:
+    saved = SavedScheduler(SCHEDULES["cosine"](optimizer_of(2)).state_dict(), "CosineAnnealingLR")
+    assert "for 2 parameter groups, the scheduler's optimizer has 1" in str(
+        saved.misfit(SCHEDULES["cosine"](optimizer_of()))
+    )
+
+
+def test_schedules_follow_their_groups(tmp_path: Path) -> None:
+    """The groups change places and a new one comes: each goes on from its own rate."""
+
+    def start(order: tuple[int, ...], rates: dict[int, float]) -> tuple[Any, Any, Any]:
+        model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3 if 2 in order else 2)))
+        groups = [{"params": list(model[place].parameters()), "lr": rates[place]} for place in order]
+        session = build(model, O.SGD(groups, momentum=0.5), zero(2))
+        cycle = schedules.CyclicLR(
+            session.optimizer, [0.01 * (place + 1) for place in order], [float(place + 1) for place in order], 4
+        )
+        return session, session.optimizer, cycle
+
+    session, optimizer, cycle = start((0, 1), {0: 0.1, 1: 0.2})
+    for _ in range(2):
+        step(session.module, optimizer)
+        cycle.step()
+    expected = [group["lr"] for group in optimizer.param_groups]
+    session.checkpoints.save(tmp_path, lr_schedulers=[cycle])
+    cycle.step()
+    later = [group["lr"] for group in optimizer.param_groups]
+
+    session, optimizer, cycle = start((2, 1, 0), {0: 0.7, 1: 0.8, 2: 0.9})
+    with pytest.warns(UserWarning, match="these parameters start anew"):
+        session.checkpoints.load(tmp_path, strict=False, lr_schedulers=[cycle])
+    assert [group["lr"] for group in optimizer.param_groups][:0:-1] == expected
+    step(session.module, optimizer)
+    cycle.step()
+    assert [group["lr"] for group in optimizer.param_groups][:0:-1] == pytest.approx(later)
+    assert cycle.max_lrs == [3.0, 2.0, 1.0]
