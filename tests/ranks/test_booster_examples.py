@@ -290,15 +290,3 @@ def _fsdp_groups() -> None:
 
 def test_fsdp_process_groups() -> None:
     run_ranks(RANKS, _fsdp_groups)
-
-
-def _stepped_optimizer() -> None:
-    model, _, optimizer, _ = parts()
-    model(torch.ones(1, 4)).sum().backward()
-    optimizer.step()
-    with pytest.raises(ValueError, match="already has state for 4 parameters"):
-        Booster(plugin=TorchFSDPPlugin()).boost(model, optimizer)
-
-
-def test_fsdp_refuses_an_optimizer_that_has_stepped() -> None:
-    run_ranks(RANKS, _stepped_optimizer)

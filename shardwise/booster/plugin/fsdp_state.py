@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from shardwise.booster.interface import OptimizerWrapper, parameters_of
+from shardwise.booster.interface import OptimizerWrapper, check_state, parameters_of
+from shardwise.optim.state_form import constructed_state
 
 __all__ = ["TorchFSDPOptimizer", "full_model_state", "load_full_model_state", "repoint"]
 
@@ -49,21 +50,18 @@ def load_full_model_state(module: nn.Module, state: Mapping[str, Any], strict: b
 
 
 def repoint(optimizer: torch.optim.Optimizer, names: Mapping[int, str], sharded: Mapping[str, torch.Tensor]) -> None:
-    """Put the sharded parameters in the place of the whole ones, group by group.
+    """Put the sharded parameters in the place of the whole ones, group by group. State moves along: that which a class
+    makes when it is built (Adagrad), and that of steps before. No rank sends any; each divides its own.
 
     Args:
-        optimizer: built over the whole parameters, not yet stepped.
+        optimizer: built over the whole parameters.
         names: name by ``id`` of the whole parameter.
         sharded: the new parameter by name.
 
     Raises:
-        ValueError: the optimizer has state, or a parameter that is not the model's.
+        ValueError: a parameter that is not the model's, or state that cannot be divided. The optimizer is as it was.
     """
-    if optimizer.state:
-        raise ValueError(
-            f"the optimizer already has state for {len(optimizer.state)} parameters; boost it before its first step, "
-            "and load its state with booster.load_optimizer"
-        )
+    groups, state = list[list[torch.Tensor]](), dict[torch.Tensor, dict[str, Any]]()
     for index, group in enumerate(optimizer.param_groups):
         for place, parameter in enumerate(group["params"]):
             if id(parameter) not in names:
@@ -71,7 +69,37 @@ def repoint(optimizer: torch.optim.Optimizer, names: Mapping[int, str], sharded:
                     f"parameter {place} of group {index} (shape {tuple(parameter.shape)}) is not the model's; "
                     "build one optimizer a model"
                 )
-        group["params"] = [sharded[names[id(parameter)]] for parameter in group["params"]]
+            name = names[id(parameter)]
+            entry = optimizer.state.get(parameter)
+            if entry:
+                state[sharded[name]] = _divided(optimizer, group, entry, name, sharded[name])
+        groups.append([sharded[names[id(parameter)]] for parameter in group["params"]])
+    for group, parameters in zip(optimizer.param_groups, groups, strict=True):
+        group["params"] = parameters
+    optimizer.state.clear()
+    optimizer.state.update(state)
+
+
+def _divided(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], entry: Mapping[str, Any], name: str, like: torch.Tensor
+) -> dict[str, Any]:
+    """One parameter's state, divided as ``like`` is; made again where it was made on the meta device."""
+    tensors = {key: value for key, value in entry.items() if isinstance(value, torch.Tensor)}
+    if any(value.is_meta for value in tensors.values()):
+        made = constructed_state(optimizer, group, like)
+        if made.keys() != entry.keys():
+            raise ValueError(
+                f"optimizer state {', '.join(tensors)} of {name} is on the meta device, and {type(optimizer).__name__} "
+                "does not make it again: build the optimizer on real parameters"
+            )
+        return made
+    for key, value in tensors.items():
+        if isinstance(like, DTensor) and value.shape != like.shape and value.numel() != 1:
+            raise ValueError(
+                f"optimizer state {key!r} of {name} has shape {tuple(value.shape)}, the parameter {tuple(like.shape)}: "
+                "only element-wise state can be sharded"
+            )
+    return {key: _like(value, like) for key, value in entry.items()}
 
 
 class TorchFSDPOptimizer(OptimizerWrapper):
@@ -84,7 +112,12 @@ class TorchFSDPOptimizer(OptimizerWrapper):
         return {**state, "state": full}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load full tensors, the same on every rank."""
+        """Load full tensors, the same on every rank.
+
+        Raises:
+            ValueError: another class made the state, or its groups have other sizes.
+        """
+        check_state(self.optim, state_dict)
         parameters = parameters_of(self.optim)
         order = [index for group in state_dict["param_groups"] for index in group["params"]]
         by_index = dict(zip(order, parameters, strict=True))

@@ -1,0 +1,291 @@
+"""Optimizers that make state when they are built, or have some from before, under every plugin and front-end.
+
+Adagrad makes its sums in its constructor (and again in a step, in newer versions of torch); the one here does nothing
+of it in a step, and one of its values is the parameter's at that time. The oracle is plain torch.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_setup import plans
+from engine_setup import PLANS
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffload
+
+import shardwise.deepspeed as ds
+from shardwise.booster import Booster
+from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, Plugin, TorchDDPPlugin, TorchFSDPPlugin
+from shardwise.build import build
+from shardwise.testing import assert_close, run_ranks
+
+RANKS, ROWS = 2, 6
+State = dict[str, Any]
+
+
+class Anchored(torch.optim.Optimizer):
+    """Momentum, and a pull to where a parameter was when the optimizer was built. It makes no state in its steps."""
+
+    def __init__(self, params: Any, lr: float = 0.1, pull: float = 0.3) -> None:
+        super().__init__(params, {"lr": lr, "pull": pull})
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p] = {"count": torch.tensor(0.0), "mean": torch.zeros_like(p), "home": p.detach().clone()}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    state["count"] += 1
+                    state["mean"].mul_(0.5).add_(p.grad)
+                    p.add_(state["mean"] + group["pull"] * (p - state["home"]), alpha=-group["lr"])
+
+
+MAKERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "adagrad": lambda m: torch.optim.Adagrad(m.parameters(), lr=0.05, initial_accumulator_value=0.2),
+    "anchored": lambda m: Anchored(
+        [{"params": list(m.parameters())[:2], "pull": 0.1}, {"params": list(m.parameters())[2:]}]
+    ),
+}
+
+
+def net(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+def rows(step: int) -> Tensor:
+    return torch.randn(ROWS, 5, generator=torch.Generator().manual_seed(step))
+
+
+def mine(step: int, rank: int, size: int) -> Tensor:
+    return rows(step).chunk(size)[rank]
+
+
+def plain(kind: str, steps: int, before: int = 0) -> State:
+    """Values after ``steps``, the first ``before`` of them on all rows of step 50."""
+    model = net()
+    optimizer = MAKERS[kind](model)
+    for step in [*[50] * before, *range(steps)]:
+        model(rows(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(model.state_dict())
+
+
+PLUGINS: dict[str, Callable[[], Plugin | None]] = {
+    "none": lambda: None,
+    "ddp": TorchDDPPlugin,
+    "fsdp": TorchFSDPPlugin,
+    "fsdp on the host": lambda: TorchFSDPPlugin(cpu_offload=CPUOffload(offload_params=True)),
+    "zero1": lambda: LowLevelZeroPlugin(stage=1, precision="fp32"),
+    "zero2": lambda: LowLevelZeroPlugin(stage=2, precision="fp32"),
+    "gemini": lambda: GeminiPlugin(precision="fp32", placement_policy="static"),
+    "gemini auto": lambda: GeminiPlugin(precision="fp32", placement_policy="auto"),
+}
+
+
+def under_plugin(name: str, kind: str, before: int, root: str) -> list[State]:
+    """Trained; and gone on with from its own checkpoint in the middle."""
+    found = []
+    for middle in (None, 1):
+        model = net()
+        optimizer = MAKERS[kind](model)
+        for _ in range(before):
+            model(rows(50)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        booster = Booster(plugin=PLUGINS[name]())
+        boosted, wrapped, *_ = booster.boost(model, optimizer)
+        rank, size = (0, 1) if booster.plugin is None else booster.plugin.data_parallel()
+        for step in range(3):
+            if step == middle:
+                booster.load_checkpoint(root, boosted, wrapped)
+            booster.backward(boosted(mine(step, rank, size)).square().mean(), wrapped)
+            wrapped.step()
+            wrapped.zero_grad()
+            if step == 0 and middle is None:
+                booster.save_checkpoint(root, boosted, wrapped)
+        found.append({key: value.clone() for key, value in boosted.state_dict().items()})
+        booster.close()
+    return found
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("name", PLUGINS)
+def test_every_plugin_trains_and_goes_on_as_plain_torch(name: str, kind: str, tmp_path: Path) -> None:
+    for before in (0, 2) if name in ("fsdp", "zero2") else (0,):
+        expected = plain(kind, 3, before)
+        for found in run_ranks(
+            1 if name == "none" else RANKS, under_plugin, name, kind, before, str(tmp_path / str(before))
+        ):
+            for state in found:
+                assert_close(state, expected, 1e-5, f"{name} {kind} {before}")
+
+
+def other_shapes() -> str:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state[model[0].weight]["rows"] = torch.zeros(7)
+    with pytest.raises(ValueError) as error:
+        Booster(plugin=TorchFSDPPlugin()).boost(model, optimizer)
+    assert optimizer.state[next(iter(optimizer.state))]["rows"].shape == (7,)
+    return str(error.value)
+
+
+def test_fsdp_names_state_that_it_cannot_divide() -> None:
+    for message in run_ranks(RANKS, other_shapes):
+        assert "'rows' of 0.weight has shape (7,), the parameter (7, 5)" in message
+
+
+class Constant(nn.Linear):
+    def reset_parameters(self) -> None:
+        for parameter in self.parameters():
+            nn.init.constant_(parameter, 0.1)
+
+
+def constant() -> nn.Module:
+    return nn.Sequential(Constant(5, 7), nn.Tanh(), Constant(7, 3))
+
+
+def fill(module: nn.Module) -> None:
+    module.to_empty(device="cpu", recurse=False)
+    if isinstance(module, Constant):
+        module.reset_parameters()
+
+
+def on_meta(kind: str, where: str) -> State:
+    with torch.device("meta"):
+        model = constant()
+    optimizer, rank = MAKERS[kind](model), torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    if where == "fsdp":
+        booster = Booster(plugin=TorchFSDPPlugin(param_init_fn=fill))
+        boosted, wrapped, *_ = booster.boost(model, optimizer)
+        rank = torch.distributed.get_rank()
+    else:
+        session = build(model, optimizer, PLANS[where])
+        boosted, wrapped, rank = session.module, session.optimizer, session.mesh.rank
+    for step in range(3):
+        wrapped.backward(boosted(mine(step, rank, RANKS)).square().mean())
+        wrapped.step()
+        wrapped.zero_grad()
+    found = {key: value.clone() for key, value in boosted.state_dict().items()}
+    if where != "fsdp":
+        session.close()
+        session.mesh.close()
+    return found
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("where", ["fsdp", "zero1", "zero3"])
+def test_models_on_the_meta_device_get_state_with_their_values(where: str, kind: str) -> None:
+    model = constant()
+    optimizer = MAKERS[kind](model)
+    for step in range(3):
+        model(rows(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for found in run_ranks(RANKS, on_meta, kind, where):
+        assert_close(found, dict(model.state_dict()), 1e-5, where)
+
+
+# ---- other front-ends, and what a load leaves out
+
+
+def under_deepspeed(kind: str, stage: int, root: str) -> list[State]:
+    found = []
+    for middle in (None, 1):
+        model = net()
+        config = {"train_micro_batch_size_per_gpu": ROWS // RANKS, "zero_optimization": {"stage": stage}}
+        engine, *_ = ds.initialize(model=model, optimizer=MAKERS[kind](model), config=config)
+        for step in range(3):
+            if step == middle:
+                engine.load_checkpoint(root)
+            engine.backward(engine(mine(step, engine.global_rank, RANKS)).square().mean())
+            engine.step()
+            if step == 0 and middle is None:
+                engine.save_checkpoint(root)
+        found.append({key: value.clone() for key, value in engine.module.state_dict().items()})
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_deepspeeds_engine_does_too(stage: int, kind: str, tmp_path: Path) -> None:
+    expected = plain(kind, 3)
+    for states in run_ranks(RANKS, under_deepspeed, kind, stage, str(tmp_path)):
+        for state in states:
+            assert_close(state, expected, 1e-5, f"{stage} {kind}")
+
+
+class Longer(nn.Module):
+    def __init__(self, head: bool) -> None:
+        super().__init__()
+        self.body = net()
+        self.head = Constant(3, 3) if head else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.body(x))
+        return out
+
+
+def longer(kind: str, name: str, root: str) -> State:
+    """A layer more than was saved: its state is what the constructor makes of it."""
+    for head in (False, True):
+        model = Longer(head)
+        if name == "fsdp":
+            booster = Booster(plugin=TorchFSDPPlugin())
+            boosted, wrapped, *_ = booster.boost(model, MAKERS[kind](model))
+            rank = torch.distributed.get_rank()
+            save, load = (
+                functools.partial(f, root, boosted, wrapped) for f in (booster.save_checkpoint, booster.load_checkpoint)
+            )
+        else:
+            session = build(model, MAKERS[kind](model), plans(root + "-disk")[name])
+            boosted, wrapped, rank = session.module, session.optimizer, session.mesh.rank
+            save, load = (functools.partial(f, root) for f in (session.checkpoints.save, session.checkpoints.load))
+        if head:
+            load(strict=False)
+        for step in (2, 3) if head else (0, 1):
+            wrapped.backward(boosted(mine(step, rank, RANKS)).square().mean())
+            wrapped.step()
+            wrapped.zero_grad()
+        if not head:
+            save()
+        found = {key: value.clone() for key, value in boosted.state_dict().items()}
+        if name != "fsdp":
+            session.close()
+            session.mesh.close()
+    return found
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("name", ["zero3", "state disk", "fsdp"])
+@pytest.mark.filterwarnings("ignore:.*loaded as far as it fits")
+def test_what_a_checkpoint_lacks_begins_as_the_constructor_makes_it(name: str, kind: str, tmp_path: Path) -> None:
+    first = Longer(False)
+    optimizer = MAKERS[kind](first)
+    for step in (0, 1):
+        first(rows(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model = Longer(True)
+    model.load_state_dict(first.state_dict(), strict=False)
+    second = MAKERS[kind](model)
+    for one, other in zip(first.parameters(), model.parameters(), strict=False):
+        second.state[other] = copy.deepcopy(optimizer.state[one])
+    for step in (2, 3):
+        model(rows(step)).square().mean().backward()
+        second.step()
+        second.zero_grad()
+    for found in run_ranks(RANKS, longer, kind, name, str(tmp_path / "saved")):
+        assert_close(found, dict(model.state_dict()), 1e-5, name)
