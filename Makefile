@@ -28,7 +28,7 @@ help:
 	@echo "make test      run the tests (TESTS=tests/unit for a part; WORKERS=1 for one file at a time)"
 	@echo "make numbers   compare with other seeds and roundings, and the simplest kernels (SHIFT=2 for other seeds)"
 	@echo "make campaign  run the larger sets, for hours (TESTS=tests/parity for a part)"
-	@echo "make faults    kill ranks during saves (KILLS=1000), flip bytes, fail calls, soak; count what was lost"
+	@echo "make faults    kill ranks during saves (KILLS=1000), flip bytes, fuzz readers, soak; count what was lost"
 	@echo "make lint      ruff        make types   mypy --strict        make arch   layers and budgets"
 	@echo "make bench     compare with the peers (installs them)        make clean  remove .venv and caches"
 	@echo "make gpu       everything that needs a GPU, in parts (GPU='--limit 560' for 560 s; call again to go on)"
@@ -75,8 +75,8 @@ numbers: $(VENV)/.dev
 campaign: $(VENV)/.dev
 	$(BIN)/python -m pytest --workers $(WORKERS) -m campaign $(TESTS)
 
-# Ranks killed at random moments of saves, bytes flipped, system calls that fail, a soak; fewer KILLS take a share of
-# all of it. The last line says what was lost.
+# Ranks killed at random moments of saves, bytes flipped, readers of hostile files, system calls that fail, a soak; fewer
+# KILLS take a share of all of it. The last line says what was lost.
 faults: $(VENV)/.dev
 	$(BIN)/python -W ignore -m tests.faults $(KILLS)
 

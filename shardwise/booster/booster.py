@@ -21,6 +21,7 @@ from shardwise.booster.runs import Runs
 from shardwise.booster.targets import SIZE_PER_SHARD, check_loading, model_writer, optimizer_writer, target
 from shardwise.checkpoint import PortableFiles, Restored, SavedScheduler, read_lr_scheduler, write_lr_scheduler
 from shardwise.checkpoint.fitting import Fit, Rows
+from shardwise.checkpoint.options import check_scheduler
 
 __all__ = ["Booster", "SaveOptions"]
 
@@ -395,6 +396,7 @@ class Booster:
             reason = saved.misfit(lr_scheduler)
             if reason is not None:
                 raise ValueError(f"{checkpoint} does not fit, nothing was loaded: {reason}")
+            check_scheduler(lr_scheduler, saved.state, str(checkpoint))
             return saved
 
         found: SavedScheduler = self._files.everywhere(read, f"load the lr_scheduler from {checkpoint}")

@@ -9,11 +9,12 @@ names it.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import PurePosixPath, PureWindowsPath
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from shardwise.checkpoint.files import CheckpointError
@@ -27,6 +28,8 @@ __all__ = [
     "checked_total",
     "checked_tree",
     "open_regular",
+    "read_index_file",
+    "read_json",
     "reading",
 ]
 
@@ -35,6 +38,9 @@ MAX_DIMENSIONS = 64
 MAX_DEPTH = 100
 """Of nested values. What encodes and decodes them calls itself twice a level, well within Python's own limit."""
 SPARE_BYTES = 64 << 20
+MOST_INDEX_BYTES = 512 << 20
+"""Of a file that describes others and is read whole. It may have holes, which cost nothing to send, so its own size is
+no bound; the manifest of 10^12 parameters has a third of this."""
 MOST_TIMES = 4
 """Tensors may be larger than the files that hold them where they are expanded or tied, but not without end."""
 PARSING = (ArithmeticError, AttributeError, EOFError, LookupError, MemoryError, RuntimeError, TypeError, ValueError)
@@ -91,6 +97,36 @@ def open_regular(path: str | os.PathLike[str]) -> int:
         os.close(fd)
         raise CheckpointDamage(f"{os.fspath(path)} is no regular file (its mode is {mode:o}); load another copy")
     return fd
+
+
+def read_index_file(path: str | os.PathLike[str]) -> bytes:
+    """All of a file that describes others.
+
+    Raises:
+        CheckpointDamage: it is no regular file, or larger than any such file.
+        CheckpointError: it may not be read.
+        OSError: it cannot be read.
+    """
+    with open(open_regular(path), "rb") as file:
+        nbytes = os.fstat(file.fileno()).st_size
+        if nbytes > MOST_INDEX_BYTES:
+            raise CheckpointDamage(f"{os.fspath(path)} has {nbytes} bytes, which no such file has; it is not read")
+        return file.read()
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file.
+
+    Raises:
+        CheckpointError: it is not JSON, no regular file, or may not be read.
+        FileNotFoundError: there is no such file.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"no checkpoint file {path}; check the path, and that the save finished")
+    try:
+        return json.loads(read_index_file(path).decode())
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not a JSON file ({_short(error)}); load another copy") from error
 
 
 def checked_name(name: object, where: object) -> str:

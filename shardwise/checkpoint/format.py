@@ -21,7 +21,7 @@ from shardwise.checkpoint.bounds import (
     checked_names,
     checked_shape,
     checked_total,
-    open_regular,
+    read_index_file,
     reading,
 )
 from shardwise.checkpoint.owners import Writer
@@ -241,8 +241,8 @@ def has_pieces(directory: str) -> bool:
 def _read(directory: str) -> tuple[bytes, str]:
     path = os.path.join(directory, MANIFEST)
     try:
-        with open(open_regular(path), "rb") as file, reading(path):
-            return file.read(), path
+        with reading(path):
+            return read_index_file(path), path
     except (FileNotFoundError, NotADirectoryError):
         if has_pieces(directory):
             raise CheckpointDamage(

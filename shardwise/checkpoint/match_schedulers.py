@@ -7,6 +7,7 @@ from typing import Any
 
 from shardwise.checkpoint import tree
 from shardwise.checkpoint.match import Match
+from shardwise.checkpoint.options import check_scheduler
 from shardwise.checkpoint.run import Run, Trainer
 from shardwise.checkpoint.schedulers import SavedScheduler, inner_scheduler, regrouped
 from shardwise.checkpoint.source import StateTensors
@@ -31,7 +32,8 @@ class SchedulerMatch:
         strict: the state of another class is an error; otherwise its scheduler stays as it is.
 
     Raises:
-        ValueError: another number of schedulers, or (``strict``) the state of another class.
+        ValueError: another number of schedulers, (``strict``) the state of another class, or one that has what no
+            scheduler of its class has.
     """
 
     def __init__(self, match: Match, saved: Sequence[SavedScheduler], schedulers: Sequence[Any], strict: bool) -> None:
@@ -44,8 +46,10 @@ class SchedulerMatch:
         self._fitting: list[tuple[SavedScheduler, Any]] = []
         wrong = []
         for number, (each, scheduler) in enumerate(zip(saved, schedulers, strict=True)):
-            reason = each.misfit(scheduler, groups_alike=all(taken.exact for taken in match.taken.values()))
+            alike = all(taken.exact for taken in match.taken.values())
+            reason = each.misfit(scheduler, alike)
             if reason is None:
+                check_scheduler(scheduler, each.state, f"learning-rate scheduler {number}", alike)
                 self._fitting.append((each, scheduler))
             else:
                 wrong.append(f"learning-rate scheduler {number}: {reason}")

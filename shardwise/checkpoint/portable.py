@@ -19,9 +19,10 @@ from shardwise.checkpoint.formats.lazy import LazySource, entries_of
 from shardwise.checkpoint.gathered import Portion, stream
 from shardwise.checkpoint.match import Match
 from shardwise.checkpoint.numbered import with_names
+from shardwise.checkpoint.options import Options
 from shardwise.checkpoint.pieces import PieceLayout
 from shardwise.checkpoint.ranks import Ranks
-from shardwise.checkpoint.restore import put_back, put_options, read_others
+from shardwise.checkpoint.restore import put_back, read_others
 from shardwise.checkpoint.run import Holding, Run
 from shardwise.checkpoint.snapshot import Background, HostImage
 from shardwise.checkpoint.source import CheckpointSource
@@ -143,24 +144,27 @@ class PortableFiles:
         run.settle()
         opened: list[CheckpointSource] = []
 
-        def look() -> tuple[Match, dict[str, Any]]:
+        def look() -> tuple[Match, dict[str, Any], Options | None]:
             source: CheckpointSource = open_checkpoint(path, detect_format(path, part))
             opened.append(source)
             held = run.held()
             source = _of_part(fit.apply(source, held), held, part, path, strict)
             match = Match(source, held, strict, part)
-            return match, read_others(run, match) if part == "model" else {}
+            if part == "model":
+                return match, read_others(run, match), None
+            return match, {}, Options(run, match)
 
         world = self._world
         try:
-            (match, others), _ = agree(world.gather, world.rank, f"load the {part} from {path}", look, share=False)
+            what = f"load the {part} from {path}"
+            (match, others, options), _ = agree(world.gather, world.rank, what, look, share=False)
             put_back(run, match, f"the {part} from {path}")
 
             def rest() -> None:
-                if part == "model":
+                if options is None:
                     match.held.put_others(others)
                 else:
-                    put_options(run, match)
+                    options.put_back()
 
             agree(world.gather, world.rank, f"load the rest of the {part} from {path}", rest, share=False)
         finally:

@@ -11,7 +11,7 @@ import torch
 from shardwise.device import random_state, set_random_state
 from shardwise.memory.disk_checksum import checksum
 
-__all__ = ["read_generators", "restore_generators", "spread_generators"]
+__all__ = ["check_generators", "read_generators", "restore_generators", "spread_generators"]
 
 
 def read_generators(device: torch.device) -> dict[str, Any]:
@@ -30,6 +30,21 @@ def read_generators(device: torch.device) -> dict[str, Any]:
     }
     state["torch"], on_gpu = random_state(device)
     return state if on_gpu is None else {**state, "cuda": on_gpu}
+
+
+def check_generators(state: dict[str, Any]) -> None:
+    """Whether all generators on the CPU would take ``state``, tried on fresh ones.
+
+    Raises:
+        TypeError, ValueError, KeyError, RuntimeError: one would not.
+    """
+    python, numpy = state["python"], state["numpy"]
+    random.Random(0).setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+    keys = (numpy["name"], numpy["keys"].numpy(), numpy["position"], numpy["has_gauss"], numpy["cached"])
+    np.random.RandomState(0).set_state(keys)
+    torch.Generator().set_state(state["torch"])
+    if "cuda" in state and not isinstance(state["cuda"], torch.Tensor):
+        raise TypeError(f"the state of a GPU's generator is a {type(state['cuda']).__name__}")
 
 
 def restore_generators(state: dict[str, Any], device: torch.device) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint import tree
+from shardwise.checkpoint.bounds import reading
 from shardwise.checkpoint.directory import scan
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.fitting import Fit
@@ -19,13 +19,14 @@ from shardwise.checkpoint.formats.detect import detect_format, located, open_che
 from shardwise.checkpoint.formats.trainer import kind_of
 from shardwise.checkpoint.match import Match
 from shardwise.checkpoint.match_schedulers import SchedulerMatch, saved_schedulers
-from shardwise.checkpoint.randomness import restore_generators, spread_generators
+from shardwise.checkpoint.options import Options
+from shardwise.checkpoint.randomness import check_generators, restore_generators, spread_generators
 from shardwise.checkpoint.read import NativeSource
 from shardwise.checkpoint.run import Run, as_run
 from shardwise.checkpoint.source import CheckpointDamage, CheckpointSource, StateTensors
 from shardwise.checkpoint.write import agree
 
-__all__ = ["Restored", "put_back", "put_options", "read_others", "restore"]
+__all__ = ["Restored", "put_back", "read_others", "restore"]
 
 
 @dataclass(frozen=True)
@@ -185,25 +186,21 @@ def put_back(session: Any, match: Match, what: str) -> None:
 def read_others(run: Run, match: Match) -> dict[str, Any]:
     """Buffers and extra state of this rank, by name."""
     state, held = match.state, match.held
-    extra = tree.decode(state["extra"], StateTensors(match.source)) if "extra" in state else {}
+    with reading("extra state of the checkpoint"):
+        extra = tree.decode(state["extra"], StateTensors(match.source)) if "extra" in state else {}
     others = {name: value for name, value in extra.items() if name in held.others}
     buffers = state.get("buffers", [])
     own = buffers[run.rank] if len(buffers) == run.size else {}
     for name, value in held.buffers().items():
         full = f"state/{own[name]}" if name in own else f"model/{name}"
         if full in match.facts:
+            if match.facts[full].shape != tuple(value.shape):
+                raise ValueError(
+                    f"the buffer {name} has shape {match.facts[full].shape} in the checkpoint and {tuple(value.shape)} "
+                    "in the model; nothing was loaded"
+                )
             others[name] = match.source.read(full, 0, value.numel()).reshape(value.shape)
     return others
-
-
-def put_options(run: Run, match: Match) -> None:
-    """Options of the parameter groups, and the loss scale."""
-    for index, taken in match.taken.items():
-        for group, options in zip(run.optimizers[index].param_groups, taken.options, strict=True):
-            group.update(copy.deepcopy(options))
-    scaler = run.optimizers[0].scaler if run.optimizers else None
-    if scaler is not None and match.state.get("scaler") is not None:
-        scaler.load_state_dict(match.state["scaler"])
 
 
 class _Rest:
@@ -212,21 +209,29 @@ class _Rest:
     def __init__(self, run: Run, match: Match, lr_schedulers: Sequence[Any], strict: bool) -> None:
         self._run, self._match = run, match
         state, tensors = match.state, StateTensors(match.source)
-        saved = saved_schedulers(match) if lr_schedulers else []
+        with reading("the state of the checkpoint"):
+            saved = saved_schedulers(match) if lr_schedulers else []
+            self._read(state, tensors)
+        self._others = read_others(run, match)
+        self._options = Options(run, match)
         self._schedulers = SchedulerMatch(match, saved, lr_schedulers, strict)
+
+    def _read(self, state: Mapping[str, Any], tensors: StateTensors) -> None:
         # Formats of others have none of these: what they do not say stays as it is.
+        run = self._run
         self.user_state = tree.decode(state["user_state"], tensors) if "user_state" in state else None
         self.positions = [tree.decode(each, tensors) for each in state.get("data_position", [])] or [None]
         generators = state.get("rng", [])
         self._exact = run.rank < len(generators)
         own_generators = generators[run.rank if self._exact else 0] if generators else None
         self._generators = tree.decode(own_generators, tensors) if generators else None
-        self._others = read_others(run, match)
+        if self._generators is not None:
+            check_generators(self._generators)
 
     def put_back(self) -> None:
         """Change the run."""
         self._match.held.put_others(self._others)
-        put_options(self._run, self._match)
+        self._options.put_back()
         self._schedulers.put_back(self._run)
         if self._generators is None:
             return

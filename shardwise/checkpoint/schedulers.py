@@ -11,11 +11,14 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint import tree
-from shardwise.checkpoint.files import CheckpointError, read_json
+from shardwise.checkpoint.bounds import checked_tree, read_json, reading
+from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.formats.detect import located
 from shardwise.checkpoint.formats.output import output_file, write_text
 from shardwise.checkpoint.formats.torch_file import TORCH_SUFFIXES, load_torch
 from shardwise.checkpoint.formats.trainer import scheduler_files
+
+MOST_VALUES = 1 << 20
 
 __all__ = [
     "SavedScheduler",
@@ -48,6 +51,8 @@ class SavedScheduler:
             scheduler: that is to take it.
             groups_alike: the optimizer has the groups that it had then.
         """
+        if not isinstance(self.state, Mapping):
+            return f"the state of a scheduler is a {type(self.state).__name__}"
         own_kind, own = scheduler_class(scheduler), scheduler.state_dict()
         theirs = f"of {self.kind}" if self.kind else f"one with {_listed(_entries(self.state))}"
         ours = own_kind if self.kind else f"{own_kind}, which has {_listed(_entries(own))}"
@@ -147,5 +152,9 @@ def read_lr_scheduler(path: str | Path) -> SavedScheduler:
     data = read_json(source)
     if not isinstance(data, dict) or data.get("kind") != "lr_scheduler":
         raise CheckpointError(f"{source} is not a scheduler's file; give the one that save_lr_scheduler wrote")
-    decoded: dict[str, Any] = tree.decode(data["state"], tree.outline(data["tensors"]))
+    with reading(source):
+        checked_tree(data, MOST_VALUES, source)
+        decoded = tree.decode(data["state"], tree.outline(data["tensors"]))
+    if not isinstance(decoded, dict):
+        raise CheckpointError(f"{source} holds a {type(decoded).__name__}, not a scheduler's state")
     return SavedScheduler(decoded, str(data.get("class", "")))

@@ -259,18 +259,22 @@ def _dtype_text(fact: TensorFact) -> str:
 def _convert(options: argparse.Namespace) -> int:
     import torch
 
+    from shardwise.checkpoint.file_system import DISK
     from shardwise.checkpoint.files import CheckpointError
     from shardwise.checkpoint.source import CheckpointDamage
 
     megabytes = _megabytes(options.max_shard_size)
     dtype = getattr(torch, options.dtype) if options.dtype else None
-    if options.source.resolve() == options.target.resolve():
+    if os.path.realpath(options.source) == os.path.realpath(options.target):
         raise BadInput(f"{options.target}: source and target are the same; give another place to write to")
+    existed = os.path.lexists(options.target)
     with _opened(options, "source") as source:
         watched = _Watched(source, f"writing {options.target}")
         try:
             write(watched, options, dtype, megabytes)
         except (CheckpointError, CheckpointDamage, OSError, ValueError, TypeError) as problem:
+            if not existed:  # a format of several directories may have written the first of them
+                DISK.remove_tree(str(options.target))
             raise BadInput(str(problem)) from None
         finally:
             watched.bar.end()

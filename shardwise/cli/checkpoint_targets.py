@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,7 +98,7 @@ def _write_peft(source: CheckpointSource, options: argparse.Namespace, dtype: to
 
 
 def _given(path: Path, name: str) -> dict[str, Any]:
-    from shardwise.checkpoint.files import read_json
+    from shardwise.checkpoint.bounds import read_json
 
     file = path / name if path.is_dir() else path
     content = read_json(file)
@@ -109,11 +108,13 @@ def _given(path: Path, name: str) -> dict[str, Any]:
 
 
 def _config_beside(path: Path, name: str) -> Any:
+    from shardwise.checkpoint.bounds import read_json
+    from shardwise.checkpoint.files import CheckpointError
     from shardwise.checkpoint.formats.detect import located
 
     try:
-        content = json.loads((located(path) / f"{name}.json").read_text("utf-8"))
-    except (OSError, ValueError):
+        content = read_json(located(path) / f"{name}.json")
+    except (OSError, ValueError, CheckpointError):
         return None
     return content if isinstance(content, dict) else None
 

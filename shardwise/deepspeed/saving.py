@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,14 @@ import torch
 
 from shardwise.build import Session
 from shardwise.checkpoint import tree
+from shardwise.checkpoint.bounds import reading
 from shardwise.checkpoint.format import MANIFEST
 from shardwise.checkpoint.formats.detect import open_checkpoint
 from shardwise.checkpoint.formats.output import output_file, write_torch
 from shardwise.checkpoint.formats.small_values import decode_value, group_options
 from shardwise.checkpoint.match import Match, Wanted
 from shardwise.checkpoint.match_schedulers import SchedulerMatch, saved_schedulers
+from shardwise.checkpoint.options import fitting
 from shardwise.checkpoint.read import NativeSource
 from shardwise.checkpoint.restore import put_back, read_others
 from shardwise.checkpoint.schedulers import SavedScheduler
@@ -27,6 +29,7 @@ from shardwise.checkpoint.write import agree
 from shardwise.deepspeed.frozen import WithoutFrozen, frozen_ones_are_missing
 from shardwise.deepspeed.parts import PartRun
 from shardwise.engine.fragments import Held
+from shardwise.engine.scaler import LossScaler
 
 __all__ = ["Found", "Saving", "take_over"]
 
@@ -134,24 +137,16 @@ def take_over(session: Session, path: str, strict: bool, optimizer_states: bool,
     wanted: Wanted = "all" if optimizer_states else "model"
     strict = strict and not frozen_ones_are_missing(session, path, wanted)
 
-    def look() -> tuple[Match, SchedulerMatch, Found]:
+    def look() -> tuple[Match, _Rest]:
         opened.append(open_checkpoint(path))
         match = Match(opened[0], Held(session.engine, session.optimizers), strict, wanted)
-        saved = _saved_schedules(match, len(schedules))
-        return match, SchedulerMatch(match, saved, schedules[: len(saved)], strict), _found(path, match)
+        return match, _Rest(run, session, match, schedules, path, strict)
 
     try:
-        (match, saved, found), _ = agree(run.gather, run.rank, f"load {path}", look, share=False)
+        (match, rest), _ = agree(run.gather, run.rank, f"load {path}", look, share=False)
         put_back(run, match, path)
-
-        def rest() -> None:
-            _rest(run, session, match)
-            saved.put_back(run)
-            if saved and not optimizer_states:
-                _put_rates(session, match)
-
-        agree(run.gather, run.rank, f"load the rest of {path}", rest, share=False)
-        return found
+        agree(run.gather, run.rank, f"load the rest of {path}", rest.put_back, share=False)
+        return rest.found
     finally:
         for source in opened:
             source.close()
@@ -174,37 +169,71 @@ def _saved_schedules(match: Match, wanted: int) -> list[SavedScheduler]:
     return [SavedScheduler(saved_schedule)] * wanted if saved_schedule else []
 
 
-def _put_rates(session: Session, match: Match) -> None:
-    """The learning rates that a schedule had set, which are kept with the optimizers, where those are alike."""
-    for optimizer, record in zip(session.optimizers, match.state.get("optimizers", []), strict=False):
-        if len(optimizer.param_groups) == len(record["groups"]):
-            for group, saved in zip(optimizer.param_groups, record["groups"], strict=True):
-                group.update({key: value for key, value in group_options(saved).items() if key == "lr"})
+class _Rest:
+    """Everything beside parameters and element-wise state, read and checked before anything is changed: buffers, what
+    schedules say, and where optimizers are wanted the options of their param groups and the loss scale."""
+
+    def __init__(
+        self, run: PartRun, session: Session, match: Match, schedules: Sequence[Any], path: str, strict: bool
+    ) -> None:
+        self._run, self._match, self._session = run, match, session
+        with reading(f"what {path} holds beside tensors"):
+            saved = _saved_schedules(match, len(schedules))
+            self.found = _found(path, match)
+            records = [[group_options(group) for group in each["groups"]] for each in match.state.get("optimizers", [])]
+        self._schedules = SchedulerMatch(match, saved, schedules[: len(saved)], strict)
+        self._groups: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._scale: dict[str, float] | None = None
+        native = isinstance(match.source, NativeSource)  # of which the model alone is taken over
+        self._others = read_others(run, match) if native else _buffers(match)
+        if not native:
+            for index, taken in match.taken.items():
+                self._match_groups(index, taken.options, lambda key, own: key in own and key != "params")
+            with reading(f"the loss scale of {path}"):
+                self._scale = _scale(session, match)
+        if self._schedules and match.wanted == "model":  # rates that a schedule had set are kept with the optimizers
+            for index in range(min(len(session.optimizers), len(records))):
+                if len(session.optimizers[index].param_groups) == len(records[index]):
+                    self._match_groups(index, records[index], lambda key, own: key == "lr")
+
+    def _match_groups(self, index: int, found: Sequence[Mapping[str, Any]], wanted: Callable[..., bool]) -> None:
+        groups = zip(self._session.optimizers[index].param_groups, found, strict=True)
+        for number, (own, saved) in enumerate(groups):
+            options = {key: value for key, value in saved.items() if wanted(key, own)}
+            self._groups.append((own, fitting(own, options, f"optimizer {index}, group {number}")))
+
+    def put_back(self) -> None:
+        """Change the session."""
+        self._match.held.put_others(self._others)
+        for own, options in self._groups:
+            own.update(options)
+        scaler = self._session.optimizers[0].scaler if self._session.optimizers else None
+        if scaler is not None and self._scale is not None:
+            scaler.load_state_dict(self._scale)
+        self._schedules.put_back(self._run)
 
 
-def _rest(run: PartRun, session: Session, match: Match) -> None:
-    """Buffers, and where optimizers are wanted the options of their param groups and the loss scale."""
-    if isinstance(match.source, NativeSource):  # of which the model alone is taken over
-        match.held.put_others(read_others(run, match))
-        return
-    others = match.held.others
+def _buffers(match: Match) -> dict[str, torch.Tensor]:
     found = {}
     for name, value in match.held.buffers().items():
-        fact = match.facts.get(f"model/{name}")
-        if fact is not None and name in others:
+        if f"model/{name}" in match.facts and name in match.held.others:
             found[name] = match.source.read(f"model/{name}", 0, value.numel()).reshape(value.shape)
-    match.held.put_others(found)
-    for index, taken in match.taken.items():
-        for group, options in zip(session.optimizers[index].param_groups, taken.options, strict=True):
-            group.update({key: value for key, value in options.items() if key in group})
+    return found
+
+
+def _scale(session: Session, match: Match) -> dict[str, float] | None:
+    """DeepSpeed's loss scale in our words; ``None`` where there is none to take over."""
     other = match.state.get("other") or {}
     scale = {key: decode_value(value) for key, value in (other.get("loss_scaler") or {}).items()}
     scaler = session.optimizers[0].scaler if session.optimizers and match.optimizers else None
-    if scaler is not None and "cur_scale" in scale and scaler.plan.min_scale < scaler.plan.max_scale:
-        used = int(scale.get("delayed_shift", 1)) - int(scale.get("cur_hysteresis", 1))
-        since = int(scale.get("cur_iter", 0)) - int(scale.get("last_overflow_iter", -1)) - 1
-        good = good_steps(since, scaler.plan.growth_interval)
-        scaler.load_state_dict({"scale": float(scale["cur_scale"]), "overflows": used, "good_steps": good})
+    if scaler is None or "cur_scale" not in scale or not scaler.plan.min_scale < scaler.plan.max_scale:
+        return None
+    used = int(scale.get("delayed_shift", 1)) - int(scale.get("cur_hysteresis", 1))
+    since = int(scale.get("cur_iter", 0)) - int(scale.get("last_overflow_iter", -1)) - 1
+    good = good_steps(since, scaler.plan.growth_interval)
+    found = {"scale": float(scale["cur_scale"]), "overflows": used, "good_steps": good}
+    LossScaler(scaler.plan).load_state_dict(found)
+    return found
 
 
 def good_steps(since: int, window: int) -> int:

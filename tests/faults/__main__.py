@@ -2,7 +2,8 @@
 
 ``KILLS`` is the number of kills and the scale of the rest: from 1,000 on every byte is flipped, every call fails, and
 the soak and each mix of tiers have 10,000 steps; below, they take a share of about KILLS / 1,000, the soak at least
-3,000 steps, since memory takes some to settle, and a quarter of the mixes at least 50.
+3,000 steps, since memory takes some to settle, and a quarter of the mixes at least 50. Readers are given ten hostile
+inputs for each kill; those that make one fail are added to ``tests/data/fuzz``, which the tests read.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from collections.abc import Callable
 import torch
 
 from shardwise.testing import close_pools
-from tests.faults import flips, io_errors, kills, mixes, soak
+from tests.faults import flips, fuzz, io_errors, kills, mixes, soak
 from tests.faults.report import Report
 
 WHOLE = 1000  # kills
 LEAST_STEPS, STEPS = 3_000, 10_000
 LEAST_OF_A_MIX = 50
+INPUTS_A_KILL = 10
 
 
 def parts(count: int, seed: int, directory: str | None) -> dict[str, Callable[[], Report]]:
@@ -33,6 +35,7 @@ def parts(count: int, seed: int, directory: str | None) -> dict[str, Callable[[]
     return {
         "kills": lambda: kills.campaign(count, seed, directory),
         "flips": lambda: flips.campaign(byte_stride, bits=8 if whole else 1),
+        "fuzz": lambda: fuzz.campaign(INPUTS_A_KILL * count, seed, directory),
         "errors": lambda: io_errors.campaign(call_stride, directory),
         "soak": lambda: soak.campaign(max(round(STEPS * share), LEAST_STEPS), directory),
         "mixes": lambda: mixes.campaign(mixed, directory, mixes.MIXES if whole else mixes.PAIRS),
@@ -44,7 +47,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("kills", type=int)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", nargs="+", choices=("kills", "flips", "errors", "soak", "mixes"))
+    parser.add_argument("--only", nargs="+", choices=("kills", "flips", "fuzz", "errors", "soak", "mixes"))
     parser.add_argument("--directory", help="where checkpoints are written (default: the system's for temporary files)")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -63,7 +66,8 @@ def sum_of(report: Report) -> int:
     """The number of trials."""
     if report.name == "flips":
         return sum(n for what, n in report.counts.items() if not what.startswith(("bytes in", "in what")))
-    return report.counts[{"kills": "kills", "I/O errors": "injected", "soak": "steps", "mixes": "steps"}[report.name]]
+    what = {"kills": "kills", "fuzz": "inputs", "I/O errors": "injected", "soak": "steps", "mixes": "steps"}
+    return report.counts[what[report.name]]
 
 
 if __name__ == "__main__":

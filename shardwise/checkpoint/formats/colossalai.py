@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -90,33 +91,27 @@ def open_colossalai(
     state: dict[str, Any] = {}
     notes: list[str] = []
     shapes: Shapes = {}
-    closers = []
-    if model_index is not None:
-        shards = Shards(model_index.parent)
-        closers.append(shards.close)
-        found, aliases = shards.entries(read_index(model_index)[1])
-        named, state = named_entries(found, shards.header(), aliases)
-        entries.update(named)
-        shapes = {name: entry.fact.shape for name, entry in found.items() if f"model/{name}" in named}
-    if optimizer_index is not None:
-        files = _OptimizerShards(optimizer_index)
-        where = str(optimizer_index)
-        names = parameter_names if parameter_names is not None else files.more.get("names")
-        found, record, more = from_numbered(files.state_dict(), 0, shapes, names, where)
-        entries.update(found)
-        for group, own in zip(record.groups, files.more.get("shapes") or [], strict=False):
-            group["shapes"] = own
-        state["optimizers"] = [{**record.to_json(), "class": files.more.get("class", "")}]
-        if files.more.get("scaler") is not None:
-            state["scaler"] = files.more["scaler"]
-        notes += more
-        closers.append(files.close)
-
-    def close() -> None:
-        for each in closers:
-            each()
-
-    return LazySource("colossalai", entries, state, notes, close)
+    with ExitStack() as opened:  # nothing stays open where a later file is damaged
+        if model_index is not None:
+            shards = Shards(model_index.parent)
+            opened.callback(shards.close)
+            found, aliases = shards.entries(read_index(model_index)[1])
+            named, state = named_entries(found, shards.header(), aliases)
+            entries.update(named)
+            shapes = {name: entry.fact.shape for name, entry in found.items() if f"model/{name}" in named}
+        if optimizer_index is not None:
+            files = _OptimizerShards(optimizer_index)
+            opened.callback(files.close)
+            names = parameter_names if parameter_names is not None else files.more.get("names")
+            found, record, more = from_numbered(files.state_dict(), 0, shapes, names, str(optimizer_index))
+            entries.update(found)
+            for group, own in zip(record.groups, files.more.get("shapes") or [], strict=False):
+                group["shapes"] = own
+            state["optimizers"] = [{**record.to_json(), "class": files.more.get("class", "")}]
+            if files.more.get("scaler") is not None:
+                state["scaler"] = files.more["scaler"]
+            notes += more
+        return LazySource("colossalai", entries, state, notes, opened.pop_all().close)
 
 
 class _OptimizerShards:

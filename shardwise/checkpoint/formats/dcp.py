@@ -8,6 +8,7 @@ optimizer state (``optimizer.state.<name>.exp_avg``, ``optimizer.param_groups.<n
 from __future__ import annotations
 
 import io
+import os
 import re
 import warnings
 from collections import OrderedDict
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
@@ -24,12 +26,14 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from shardwise.checkpoint.bounds import open_regular
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.formats.dcp_index import Chunk, DcpItem, read_dcp_index
 from shardwise.checkpoint.formats.lazy import Entry, LazySource, model_entries, whole
 from shardwise.checkpoint.formats.optimizer_state import OptimizerRecord, optimizer_entries, records_of
 from shardwise.checkpoint.formats.output import output_directory
 from shardwise.checkpoint.formats.small_values import decode_value, encode_value, group_options, group_record
+from shardwise.checkpoint.formats.torch_file import load_value
 from shardwise.checkpoint.source import CheckpointDamage, CheckpointSource, TensorFact
 from shardwise.torch_internals import stored_at
 
@@ -53,17 +57,14 @@ class _Chunks:
     def load(self, chunk: Chunk, name: str) -> Any:
         path = self.directory / chunk.file
         try:
-            with path.open("rb") as file:
+            with open(open_regular(path), "rb") as file:
+                if chunk.start + chunk.length > os.fstat(file.fileno()).st_size:
+                    raise CheckpointDamage(f"{path} ends inside {name}; load another copy")
                 file.seek(chunk.start)
                 content = file.read(chunk.length)
         except FileNotFoundError as error:
             raise CheckpointDamage(f"{path} is missing; it holds {name}") from error
-        if len(content) != chunk.length:
-            raise CheckpointDamage(f"{path} ends inside {name}; load another copy")
-        try:
-            return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-        except Exception as error:
-            raise CheckpointDamage(f"{path}: {name} cannot be read with weights_only ({error!s:.200})") from error
+        return load_value(content, f"{path}: {name}")
 
     def tensor(self, chunk: Chunk, name: str) -> torch.Tensor:
         if self._last[0] != name:
@@ -286,7 +287,10 @@ def write_dcp(
         writer = _StreamingWriter(directory)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # on purpose: one process
-            save(planned, storage_writer=writer, planner=_StreamingPlanner(entries), no_dist=True)
+            try:
+                save(planned, storage_writer=writer, planner=_StreamingPlanner(entries), no_dist=True)
+            except CheckpointException as error:  # torch's, around what went wrong on each rank
+                raise next(iter(error.failures.values()))[0] from error
     return Path(path)
 
 

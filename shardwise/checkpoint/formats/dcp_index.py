@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwise.checkpoint.bounds import checked_name, checked_shape, open_regular, reading
+from shardwise.checkpoint.bounds import checked_name, checked_shape, read_index_file, reading
 from shardwise.checkpoint.formats.pickle_scan import check_pickle
 from shardwise.checkpoint.formats.torch_file import RefusedPickle
 from shardwise.checkpoint.source import CheckpointDamage
@@ -105,7 +105,7 @@ class _Key(_Record):
             raise ValueError(f"a key that is no name with an offset (a {type(self.fqn).__name__})")
 
     def __hash__(self) -> int:
-        return hash((self.fqn, self.offset))
+        return hash((self.fqn, repr(self.offset)))  # numbers can be chosen to have one hash, texts cannot
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Key) and (self.fqn, self.offset) == (other.fqn, other.offset)
@@ -161,8 +161,7 @@ def read_dcp_index(directory: Path) -> DcpIndex:
         raise FileNotFoundError(f"{directory} has no .metadata: it is not a DCP directory, or its save did not finish")
     try:
         with reading(path):
-            with open(open_regular(path), "rb") as file:
-                content = file.read()
+            content = read_index_file(path)
             check_pickle(io.BytesIO(content), len(content), path, "DCP index")
             metadata = _IndexUnpickler(io.BytesIO(content)).load()
     except RefusedPickle as error:

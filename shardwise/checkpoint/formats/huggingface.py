@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from shardwise.checkpoint.bounds import read_json
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.formats.header import extra_entries, model_metadata, named_entries
 from shardwise.checkpoint.formats.indexed import Shards, read_index
@@ -40,15 +41,16 @@ def open_huggingface(path: str | Path) -> LazySource:
     """
     directory = Path(path)
     shards = Shards(directory)
-    for whole, index in zip(WHOLE, INDEX, strict=True):
-        if (directory / whole).is_file():
-            entries, aliases = shards.file(whole)
-        elif (directory / index).is_file():
-            entries, aliases = shards.entries(read_index(directory / index)[1])
-        else:
-            continue
-        named, state = named_entries(entries, shards.header(), aliases)
-        return LazySource("huggingface", named, state, close=shards.close)
+    with shards.closed_on_error():
+        for whole, index in zip(WHOLE, INDEX, strict=True):
+            if (directory / whole).is_file():
+                entries, aliases = shards.file(whole)
+            elif (directory / index).is_file():
+                entries, aliases = shards.entries(read_index(directory / index)[1])
+            else:
+                continue
+            named, state = named_entries(entries, shards.header(), aliases)
+            return LazySource("huggingface", named, state, close=shards.close)
     raise FileNotFoundError(f"{directory} has none of {', '.join(WHOLE + INDEX)}; give a directory with a saved model")
 
 
@@ -143,8 +145,8 @@ def _as_dict(config: Any) -> dict[str, Any]:
 
 def _existing_config(directory: Path) -> dict[str, Any] | None:
     try:
-        content = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        content = read_json(directory / "config.json")
+    except (OSError, CheckpointError):
         return None
     return content if isinstance(content, dict) else None
 

@@ -5,14 +5,16 @@ Hugging Face and ColossalAI share this layout and differ in file names. Shards a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from shardwise.checkpoint.bounds import checked_name
-from shardwise.checkpoint.files import CheckpointError, read_json
+from shardwise.checkpoint.bounds import checked_name, read_json
+from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.formats.header import read_header
 from shardwise.checkpoint.formats.lazy import Entry
 from shardwise.checkpoint.formats.safetensors_file import SafetensorsFile
@@ -94,6 +96,15 @@ class Shards:
             self._torch(file)
         assert self._loaded is not None
         return self._loaded[1][name].read(start, numel)
+
+    @contextmanager
+    def closed_on_error(self) -> Iterator[None]:
+        """Files that were opened do not stay open where another one is damaged."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Close every file."""

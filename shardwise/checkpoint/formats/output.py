@@ -160,7 +160,7 @@ def output_directory(path: Path, ours: Callable[[str], bool]) -> Iterator[Path]:
     os.makedirs(target.parent, exist_ok=True)
     fresh = target.with_name(f".{target.name}.partial")
     old = target.with_name(f".{target.name}.replaced")
-    if old.exists() and not target.exists():  # a replacement that was cut off between its two renames
+    if _is_folder(old) and not os.path.lexists(target):  # a replacement that was cut off between its two renames
         DISK.rename(str(old), str(target))
     _remove(fresh)
     _clear(old, target, ours)
@@ -177,7 +177,7 @@ def output_directory(path: Path, ours: Callable[[str], bool]) -> Iterator[Path]:
         sync_path(fresh)
         _take_place(fresh, target, old)
     except BaseException:
-        if old.exists() and not target.exists():
+        if _is_folder(old) and not os.path.lexists(target):
             old.rename(target)
         _remove(fresh)
         raise
@@ -188,9 +188,14 @@ def output_directory(path: Path, ours: Callable[[str], bool]) -> Iterator[Path]:
         _clear(leftover, target, lambda name: name in written or ours(name))
 
 
+def _is_folder(path: Path) -> bool:
+    """A directory of its own: a link to one was put there by somebody else."""
+    return path.is_dir() and not path.is_symlink()
+
+
 def _clear(old: Path, target: Path, ours: Callable[[str], bool]) -> None:
     """Remove what ``target`` has replaced; files of another origin that appeared in it meanwhile move there."""
-    if target.is_dir() and old.is_dir() and not old.is_symlink():
+    if target.is_dir() and _is_folder(old):
         settle(DISK, str(old), str(target), lambda path: ours(os.path.basename(path)))
     else:
         _remove(old)
@@ -213,7 +218,7 @@ def _take_place(fresh: Path, target: Path, old: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    if path.is_symlink():  # only the name is ours, not what it points to
+    if os.path.lexists(path) and not _is_folder(path):  # of a link only the name is ours, not what it points to
         path.unlink(missing_ok=True)
     else:
         shutil.rmtree(path, ignore_errors=True)

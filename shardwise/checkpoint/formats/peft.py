@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.files import CheckpointError, read_json
+from shardwise.checkpoint.bounds import read_json
+from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.formats.indexed import Shards
 from shardwise.checkpoint.formats.lazy import Entry, LazySource, model_entries, whole
 from shardwise.checkpoint.formats.output import output_directory, write_text, write_torch
@@ -76,8 +77,9 @@ def open_peft(path: str | Path, adapter: str = "default") -> LazySource:
     if file is None:
         raise FileNotFoundError(f"{directory} has {CONFIG} but neither {' nor '.join(WEIGHTS)}; was the save finished?")
     shards = Shards(directory)
-    entries, _ = shards.file(file)
-    named = {f"model/{name_in_model(name, config, adapter)}": entry for name, entry in entries.items()}
+    with shards.closed_on_error():
+        entries, _ = shards.file(file)
+        named = {f"model/{name_in_model(name, config, adapter)}": entry for name, entry in entries.items()}
     return LazySource("peft", named, {"peft": config}, close=shards.close)
 
 

@@ -15,6 +15,9 @@ from shardwise.checkpoint.source import CheckpointDamage
 __all__ = ["check_pickle"]
 
 SPARE = 1 << 20
+WIDE = 1 << 12
+"""What an integer of more than 64 bits counts for: those that are the same modulo 2^61 - 1 have one hash, and as keys
+of a dictionary each would be compared with all others."""
 MARK = -1
 _TUPLES = {"TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "REDUCE", "NEWOBJ", "NEWOBJ_EX", "BUILD", "INST", "OBJ", "BINPERSID"}
 _PUTS, _GETS = {"PUT", "BINPUT", "LONG_BINPUT"}, {"GET", "BINGET", "LONG_BINGET"}
@@ -67,6 +70,8 @@ class _Scan:
             elif name in ("FROZENSET", "ADDITEMS"):
                 self._spend(sum(popped))
             made = 1 + sum(popped) if name in _TUPLES else 1
+            if type(argument) is int and argument.bit_length() > 64:
+                made = WIDE
             # A tuple of tuples of ... is told once wherever it stands; the sum of its parts cannot be more than this.
             stack.extend([min(made, self._most + 1)] * len(opcode.stack_after))
 

@@ -60,10 +60,14 @@ def open_single(path: str | Path, parameter_names: Sequence[str] | None = None) 
 def open_safetensors(path: Path) -> LazySource:
     """The model, or the optimizer that :func:`write_single_optimizer` wrote, in one safetensors file."""
     file = SafetensorsFile(path)
-    header = read_header(file.metadata)
-    if header.get("kind") == "optimizer":
-        return LazySource("safetensors", file.entries, header.get("state") or {}, close=file.close)
-    named, state = named_entries(file.entries, header, {})
+    try:
+        header = read_header(file.metadata)
+        if header.get("kind") == "optimizer":
+            return LazySource("safetensors", file.entries, header.get("state") or {}, close=file.close)
+        named, state = named_entries(file.entries, header, {})
+    except BaseException:
+        file.close()
+        raise
     return LazySource("safetensors", named, state, close=file.close)
 
 

@@ -12,18 +12,18 @@ import pickle
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
-from shardwise.checkpoint.bounds import checked_tree, open_regular
+from shardwise.checkpoint.bounds import MOST_INDEX_BYTES, checked_tree, open_regular
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.formats.lazy import Entry, entry_of_tensor
 from shardwise.checkpoint.formats.pickle_scan import check_pickle
 from shardwise.checkpoint.source import CheckpointDamage
 from shardwise.printable import printable
 
-__all__ = ["TORCH_SUFFIXES", "RefusedPickle", "check_zip", "load_torch", "tensor_entries"]
+__all__ = ["TORCH_SUFFIXES", "RefusedPickle", "check_zip", "load_torch", "load_value", "tensor_entries"]
 
 TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 StandIn = tuple[type, str]
@@ -51,21 +51,27 @@ def load_torch(path: Path, stand_ins: Sequence[StandIn] = ()) -> Any:
     if not path.is_file():
         raise FileNotFoundError(f"no checkpoint file {path}; check the path, and that the save finished")
     mapped = _is_zip(path)
-    _check_pickles(path, mapped)
+    with open(open_regular(path), "rb") as file:
+        _check_pickles(file, path, mapped)
     try:
         with torch.serialization.safe_globals(list(stand_ins)):
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
         named = _unsafe_names(path, stand_ins) if mapped else []
-        why = f"it holds objects of {', '.join(named)}" if named else str(error).splitlines()[0]
+        why = f"it holds objects of {', '.join(named)}" if named else _line(error)
         raise RefusedPickle(
             f"{path} was refused: {why}. Only tensors and plain containers are read, as building other objects from a "
             "pickle can run any code; if you trust the file, load it where it was made and save its state_dict() again"
         ) from error
     except Exception as error:
-        raise CheckpointDamage(f"{path} is not a whole torch file ({error!s:.300}); load another copy") from error
+        raise CheckpointDamage(f"{path} is not a whole torch file ({_line(error)}); load another copy") from error
     checked_tree(content, path.stat().st_size + SPARE_VALUES, path)
     return content
+
+
+def _line(error: Exception) -> str:
+    """The beginning of what an error says; it may repeat line ends of the file."""
+    return " ".join(str(error)[:300].split())
 
 
 def _is_zip(path: Path) -> bool:
@@ -75,25 +81,46 @@ def _is_zip(path: Path) -> bool:
         return True
 
 
-def _check_pickles(path: Path, is_zip: bool) -> None:
+def load_value(content: bytes, where: str) -> Any:
+    """What one ``torch.save`` in the middle of a file wrote: a tensor, or plain containers.
+
+    Raises:
+        CheckpointDamage: it is something else; ``where`` is named.
+    """
+    file = io.BytesIO(content)
+    _check_pickles(file, where, content[:2] == b"PK")
+    file.seek(0)
+    try:
+        value = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise CheckpointDamage(f"{where} cannot be read with weights_only ({_line(error)})") from error
+    checked_tree(value, len(content) + SPARE_VALUES, where)
+    return value
+
+
+def _check_pickles(file: BinaryIO, path: object, is_zip: bool) -> None:
     """The pickles in a torch file cost no more than their bytes; a zip of torch's own is not compressed."""
     if not is_zip:
-        with open(open_regular(path), "rb") as file:
-            nbytes = os.fstat(file.fileno()).st_size
-            for _ in range(LEGACY_PICKLES):
-                check_pickle(file, nbytes, path, "torch file")
+        nbytes = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        for _ in range(LEGACY_PICKLES):
+            check_pickle(file, nbytes, path, "torch file")
         return
     try:
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(file) as archive:
             for record in archive.infolist():
                 if record.compress_type != zipfile.ZIP_STORED:
                     name = printable(record.filename[:80])
                     raise CheckpointDamage(f"{path}: {name} is compressed, which torch.save never does; not read")
                 if record.filename.endswith(".pkl"):
+                    if record.file_size > MOST_INDEX_BYTES:
+                        raise CheckpointDamage(f"{path}: a pickle of {record.file_size} bytes, which is not read")
                     content = archive.read(record)
                     check_pickle(io.BytesIO(content), len(content), path, "torch file")
     except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError) as error:
-        raise CheckpointDamage(f"{path} is not a whole file of torch.save ({error}); load another copy") from error
+        raise CheckpointDamage(
+            f"{path} is not a whole file of torch.save ({_line(error)}); load another copy"
+        ) from error
 
 
 def _unsafe_names(path: Path, stand_ins: Sequence[StandIn]) -> list[str]:
@@ -116,7 +143,9 @@ def check_zip(path: Path) -> None:
         with zipfile.ZipFile(path) as archive:
             broken = archive.testzip()
     except (zipfile.BadZipFile, OSError, EOFError) as error:
-        raise CheckpointDamage(f"{path} is not a whole file of torch.save ({error}); load another copy") from error
+        raise CheckpointDamage(
+            f"{path} is not a whole file of torch.save ({_line(error)}); load another copy"
+        ) from error
     if broken is not None:
         raise CheckpointDamage(f"{path}: the record {broken} is not what was written; load another copy")
 

@@ -1,0 +1,188 @@
+"""Recipes by the thousand, in a child that is watched and replaced when it dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.faults.fuzz.subjects import make_subjects
+from tests.faults.fuzz.trial import READ, REFUSED, Bounds
+from tests.faults.report import Report
+
+__all__ = ["CORPUS", "Reader", "campaign", "corpus", "reading_process"]
+
+ROOT = Path(__file__).parent.parent.parent.parent
+CORPUS = ROOT / "tests" / "data" / "fuzz"
+WAITS = 30
+"""Seconds without any progress of a process that waits for something, until it is said to hang."""
+MOST_BYTES = 3 << 30
+"""Of memory, where a child is killed at once."""
+LARGEST = 4 << 20
+"""Bytes of the largest checkpoints that are tried; what may be taken for one of them is taken for a hang."""
+
+
+class Reader:
+    """A child process that reads one changed checkpoint after the other."""
+
+    def __init__(self, place: Path, command: Sequence[str] = ()) -> None:
+        self.place, self._command = place, [*command]
+        self._process: subprocess.Popen[str] | None = None
+
+    def _start(self) -> subprocess.Popen[str]:
+        if self._process is None or self._process.poll() is not None:
+            command = self._command or [sys.executable, "-W", "ignore", "-m", "tests.faults.fuzz.child"]
+            environment = {
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+            }
+            pipe = subprocess.PIPE
+            self._process = subprocess.Popen(
+                [*command, str(self.place)],
+                cwd=ROOT,
+                env=environment,
+                stdin=pipe,
+                stdout=pipe,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
+        return self._process
+
+    def run(self, request: dict[str, Any]) -> tuple[dict[str, Any], str]:
+        """The recipe (a request may be a seed), and what came of it."""
+        process = self._start()
+        assert process.stdin is not None and process.stdout is not None
+        recipe: dict[str, Any] = request
+        try:
+            print(json.dumps(request), file=process.stdin, flush=True)
+            self._wait(process)
+            line = process.stdout.readline()
+            if not line:
+                return recipe, self._ended(process)
+            recipe = json.loads(line)
+            problem = self._wait(process)
+            if problem:
+                return recipe, problem
+            line = process.stdout.readline()
+            return recipe, json.loads(line)["outcome"] if line else self._ended(process)
+        except BrokenPipeError:
+            return recipe, self._ended(process)
+
+    def _ended(self, process: subprocess.Popen[str]) -> str:
+        return f"the reader died with {process.wait()}"
+
+    def _wait(self, process: subprocess.Popen[str]) -> str:
+        """Until there is an answer; what is wrong where there will be none. A busy machine is no fault."""
+        before, idle = _cpu_seconds(process.pid), 0
+        last = before
+        with selectors.DefaultSelector() as selector:
+            selector.register(process.stdout, selectors.EVENT_READ)  # type: ignore[arg-type]
+            while not selector.select(1):
+                now = _cpu_seconds(process.pid)
+                idle = idle + 1 if now == last and _state(process.pid) not in ("R", "D") else 0
+                last = now
+                if idle >= WAITS:
+                    return self._kill(process, "hangs")
+                if now - before > 2 * Bounds(LARGEST).seconds:
+                    return self._kill(process, f"runs for more than {now - before:.0f} s")
+                if _resident(process.pid) > MOST_BYTES:
+                    return self._kill(process, f"takes more than {MOST_BYTES >> 30} GiB")
+        return ""
+
+    def _kill(self, process: subprocess.Popen[str], why: str) -> str:
+        process.kill()
+        process.wait()
+        return why
+
+    def close(self) -> None:
+        """End the child."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            for stream in (self._process.stdin, self._process.stdout):
+                if stream is not None:
+                    stream.close()
+
+
+def _stat(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ["Z", *["0"] * 30]
+
+
+def _state(pid: int) -> str:
+    return _stat(pid)[0]
+
+
+def _cpu_seconds(pid: int) -> float:
+    fields = _stat(pid)
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _resident(pid: int) -> int:
+    return int(_stat(pid)[21]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@contextmanager
+def reading_process(directory: str | None = None) -> Iterator[Reader]:
+    """A :class:`Reader` with the checkpoints that recipes begin with, in memory where that is possible."""
+    memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    with tempfile.TemporaryDirectory(dir=directory or memory) as folder:
+        make_subjects(Path(folder) / "base")
+        reader = Reader(Path(folder))
+        try:
+            yield reader
+        finally:
+            reader.close()
+
+
+def corpus() -> dict[str, dict[str, Any]]:
+    """The recipes that once found something, by name."""
+    return {path.stem: json.loads(path.read_text()) for path in sorted(CORPUS.glob("*.json"))}
+
+
+def _keep(recipe: dict[str, Any], outcome: str, name: str) -> None:
+    """A recipe is a file of the tests from now on."""
+    CORPUS.mkdir(exist_ok=True)
+    text = json.dumps({**recipe, "found": outcome[:200]}, indent=1)
+    (CORPUS / f"{name}.json").write_text(text + "\n")
+
+
+def campaign(count: int, seed: int = 0, directory: str | None = None, keep: bool = True) -> Report:
+    """What is in the corpus, then ``count`` new recipes; those that find something are added to it (``keep``)."""
+    report = Report("fuzz")
+    report.counts["inputs"] = 0
+    start = told = time.monotonic()
+    with reading_process(directory) as reader:
+        known = corpus()
+        requests = [*known.values(), *({"seed": seed * 10_000_000 + number} for number in range(count))]
+        for number, request in enumerate(requests):
+            recipe, outcome = reader.run(request)
+            report.counts["inputs"] += 1
+            if outcome in (READ, REFUSED):
+                report.counts[outcome] += 1
+            else:
+                name = f"{recipe.get('subject', 'seed')}-{request.get('seed', number)}"
+                report.lost.append(f"{name}: {outcome}: {json.dumps(recipe)[:600]}")
+                if keep and "seed" in request and "subject" in recipe:
+                    _keep(recipe, outcome, name)
+            if time.monotonic() - told > 60:
+                told = time.monotonic()
+                print(
+                    f"  fuzz: {number + 1} of {len(requests)} inputs, {len(report.lost)} lost, {told - start:.0f} s",
+                    flush=True,
+                )
+    return report
+
+
+if __name__ == "__main__":
+    print(campaign(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0))

@@ -1,0 +1,291 @@
+"""A small checkpoint of every format that is read, and the runs that can load them."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import tarfile
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.build import build
+from shardwise.checkpoint import formats
+from shardwise.checkpoint.formats.native import write_native
+from shardwise.checkpoint.options import check_scheduler
+from shardwise.checkpoint.portable import PortableFiles
+from shardwise.checkpoint.restore import Restored
+from shardwise.checkpoint.run import as_run
+from shardwise.checkpoint.schedulers import read_lr_scheduler, write_lr_scheduler
+from shardwise.checkpoint.session import Checkpointer
+from shardwise.checkpoint.torch_run import TorchRun
+from shardwise.plan import zero
+
+__all__ = ["SUBJECTS", "EngineSubject", "PlainSubject", "Small", "Subject", "make_subjects"]
+
+DATA = Path(__file__).parent.parent.parent / "data"
+
+
+class Small(nn.Module):
+    """A buffer, a tied weight, an empty parameter and extra state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.second = nn.Linear(7, 30), nn.Linear(7, 30)
+        self.second.weight = self.first.weight
+        self.narrow = nn.Parameter(torch.randn(5))
+        self.nothing = nn.Parameter(torch.empty(0, 3))
+        self.register_buffer("seen", torch.tensor([7, 8]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total = (self.first(x) * self.second(x)).sum() + self.narrow.to(x.dtype).sum() + self.nothing.to(x.dtype).sum()
+        return total.float() / 1000
+
+    def get_extra_state(self) -> Any:
+        return {"seen": 3, "more": torch.arange(2)}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    """Two groups."""
+    plain = [p for name, p in model.named_parameters() if "bias" in name]
+    others = [p for name, p in model.named_parameters() if "bias" not in name]
+    return torch.optim.AdamW([{"params": others}, {"params": plain, "weight_decay": 0.0}], lr=0.1)
+
+
+State = dict[str, Any]
+
+
+class EngineSubject:
+    """A run of our engine in fp16, on one rank."""
+
+    def __init__(self) -> None:
+        model = Small()
+        optimizer = adam(model)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+        self.session = build(model, optimizer, zero(1, torch.float16))
+        self.saver = Checkpointer(self.session)
+        self.run, self.files = as_run(self.session), PortableFiles()
+
+    def step(self) -> None:
+        """What training does after a load."""
+        self.session.backward(self.session.module(torch.ones(2, 7)))
+        self.session.optimizer.step()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Detected call of .lr_scheduler", UserWarning)  # overflows skip steps
+            self.scheduler.step()
+        self.session.optimizer.zero_grad()
+
+    def save(self, root: Path, tag: str) -> None:
+        """All that a checkpoint can hold."""
+        position = {"next": 3, "order": torch.arange(8)}
+        given: dict[str, Any] = {"data_position": position, "user_state": ("mine", torch.eye(2), {1: float("inf")})}
+        self.saver.save(str(root), tag, lr_schedulers=[self.scheduler], **given)
+
+    def load(self, path: Path, way: str) -> Restored | None:
+        """Everything; or one part, as a Booster does it."""
+        if way == "model":
+            self.files.load_model(self.run, str(path), False)
+        elif way == "optimizer":
+            self.files.load_optimizer(self.run, str(path))
+        else:
+            schedulers = [self.scheduler] if (path / "manifest.json").exists() or (path / "new").exists() else []
+            return self.saver.load(
+                str(path), "auto" if way == "auto" else None, strict=way != "some", lr_schedulers=schedulers
+            )
+        return None
+
+    def state(self) -> State:
+        """What a load may change."""
+        optimizer = self.session.optimizer
+        found: State = dict(self.session.module.state_dict())
+        for number, entry in optimizer.state_dict()["state"].items():
+            found |= {f"{number}/{key}": value for key, value in entry.items()}
+        found |= {"groups": _options(optimizer.param_groups), "scheduler": _text(self.scheduler.state_dict())}
+        scaler = optimizer.scaler
+        return {
+            **_copied(found),
+            "scaler": None if scaler is None else scaler.state_dict(),
+            "rng": torch.get_rng_state(),
+        }
+
+
+class PlainSubject:
+    """A run of torch's own in one process, as under ``TorchDDPPlugin``."""
+
+    def __init__(self) -> None:
+        self.model = Small()
+        self.optimizer = adam(self.model)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3)
+        self.run = TorchRun(self.model, self.optimizer)
+        self.saver, self.files = Checkpointer(self.run), PortableFiles()
+
+    def step(self) -> None:
+        """What training does after a load."""
+        self.model(torch.ones(2, 7)).backward()
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+
+    def load(self, path: Path, way: str) -> Restored | None:
+        """Everything; or one part, as a Booster does it."""
+        if way == "model":
+            self.files.load_model(self.run, str(path), False)
+        elif way == "optimizer":
+            self.files.load_optimizer(self.run, str(path))
+        elif way == "scheduler":
+            state = read_lr_scheduler(path)
+            check_scheduler(self.scheduler, state, str(path))
+            self.scheduler.load_state_dict(state)
+        else:
+            return self.saver.load(str(path), "auto" if way == "auto" else None, strict=way != "some")
+        return None
+
+    def state(self) -> State:
+        """What a load may change."""
+        found: State = dict(self.model.state_dict())
+        for number, entry in self.optimizer.state_dict()["state"].items():
+            found |= {f"{number}/{key}": value for key, value in entry.items()}
+        found |= {"groups": _options(self.optimizer.param_groups), "scheduler": _text(self.scheduler.state_dict())}
+        return {**_copied(found), "rng": torch.get_rng_state()}
+
+
+def _copied(state: State) -> State:
+    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
+
+
+def _options(groups: list[dict[str, Any]]) -> list[Any]:
+    return [(len(group["params"]), _text({k: v for k, v in group.items() if k != "params"})) for group in groups]
+
+
+def _text(state: Any) -> str:
+    return repr(sorted(state.items(), key=str))
+
+
+# ---- what lies in files
+
+
+def _torch_files(place: Path) -> None:
+    subject = PlainSubject()
+    subject.step()
+    optimizer = subject.optimizer.state_dict()
+    model = {name: value for name, value in subject.model.state_dict().items() if isinstance(value, torch.Tensor)}
+    for name, content in {
+        "model/m.bin": model,
+        "whole/m.ckpt": {"state_dict": model, "optimizer_states": [optimizer], "epoch": 3, "lr_schedulers": [{}]},
+        "optimizer/o.pt": optimizer,
+        "scheduler/s.pt": subject.scheduler.state_dict(),
+    }.items():
+        (place / name).parent.mkdir(parents=True)
+        torch.save(content, place / name)
+    (place / "older").mkdir()
+    torch.save({"model": model, "optimizer": optimizer}, place / "older/m.pth", _use_new_zipfile_serialization=False)
+    (place / "json").mkdir()
+    write_lr_scheduler(subject.scheduler.state_dict(), place / "json/s.json")
+    for folder, files in {"hf-bin": 1, "hf-bins": 2}.items():
+        (place / folder).mkdir()
+        shards = [dict(list(model.items())[number::files]) for number in range(files)]
+        names = (
+            ["pytorch_model.bin"] if files == 1 else [f"pytorch_model-0000{i + 1}-of-00002.bin" for i in range(files)]
+        )
+        for name, shard in zip(names, shards, strict=True):
+            torch.save(shard, place / folder / name)
+        if files > 1:
+            weights = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
+            (place / folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weights}))
+    lora = {f"base_model.model.layer.lora_{side}.weight": torch.ones(2, 2) for side in "AB"}
+    config = {"peft_type": "LORA", "r": 2, "modules_to_save": ["head"], "bias": "none"}
+    (place / "peft-bin").mkdir()
+    torch.save(lora, place / "peft-bin/adapter_model.bin")
+    (place / "peft-bin/adapter_config.json").write_text(json.dumps(config))
+
+
+def _native_files(place: Path) -> None:
+    subject = EngineSubject()
+    subject.step()
+    subject.save(place / "native", "old")
+    subject.step()
+    subject.save(place / "native", "new")
+    subject.session.close()
+
+
+def _written_files(place: Path) -> None:
+    with formats.open_checkpoint(place / "native/new") as source:  # type: ignore[attr-defined]
+        formats.write_huggingface(source, place / "hf", config={"model_type": "small", "tie_word_embeddings": True})
+        formats.write_huggingface(source, place / "hf-shards", 0.0003)
+        (place / "single").mkdir()
+        (place / "single-optimizer").mkdir()
+        formats.write_single(source, place / "single/m.safetensors")
+        formats.write_single_optimizer(source, place / "single-optimizer/o.safetensors")
+        formats.write_dcp(source, place / "dcp")
+        formats.write_dcp(source, place / "titan", "torchtitan")
+        for name, safe in (("colossalai", False), ("colossalai-safe", True)):
+            formats.write_colossalai_model(source, place / name / "model", 0.0005, use_safetensors=safe)
+            formats.write_colossalai_optimizer(source, place / name / "optimizer", 0.001)
+        write_native(source, place / "converted/t")
+    with contextlib.closing(formats.open_checkpoint(place / "peft-bin")) as source:
+        formats.write_peft(source, place / "peft")
+
+
+def _deepspeed_files(place: Path) -> None:
+    for name in ("deepspeed", "lightning_deepspeed"):
+        with tarfile.open(DATA / f"{name}.tar.xz") as archive:
+            archive.extractall(place / name, filter="data")
+    for name in ("zero1-2ranks-fp16", "zero2-2ranks-bf16", "zero3-2ranks-fp32"):
+        (place / "deepspeed/ds" / name / "truth.safetensors").unlink()
+
+
+def make_subjects(place: Path) -> None:
+    """Write all of them under ``place``."""
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for make in (_torch_files, _native_files, _written_files, _deepspeed_files):
+            make(place)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A checkpoint's directory, what in it is opened, and the ways of loading it that work."""
+
+    folder: str
+    opened: str = ""
+    loads: tuple[str, ...] = ()
+    share: int = 2
+
+
+ALL, PARTS = ("all", "auto", "some"), ("model", "optimizer")
+SUBJECTS: dict[str, Subject] = {
+    "native": Subject("native/new", loads=(*ALL, *PARTS), share=6),
+    "native-root": Subject("native", loads=ALL),
+    "converted": Subject("converted/t", loads=(*ALL, *PARTS)),
+    "hf": Subject("hf", loads=("all", "model")),
+    "hf-shards": Subject("hf-shards", loads=("all", "model")),
+    "hf-bin": Subject("hf-bin", loads=("some", "model")),
+    "hf-bins": Subject("hf-bins", loads=("some", "model")),
+    "single": Subject("single", "m.safetensors", loads=("model",)),
+    "single-optimizer": Subject("single-optimizer", "o.safetensors", loads=("optimizer",)),
+    "torch": Subject("model", "m.bin", loads=("model",)),
+    "torch-whole": Subject("whole", loads=("some", *PARTS)),
+    "torch-older": Subject("older", loads=("some", *PARTS)),
+    "torch-optimizer": Subject("optimizer", "o.pt", loads=("optimizer",)),
+    "dcp": Subject("dcp", loads=("some", *PARTS), share=4),
+    "titan": Subject("titan", loads=("some", *PARTS)),
+    "colossalai": Subject("colossalai", loads=("some", *PARTS), share=4),
+    "colossalai-safe": Subject("colossalai-safe", loads=("some", *PARTS)),
+    "zero1": Subject("deepspeed/ds/zero1-2ranks-fp16", share=3),
+    "zero2": Subject("deepspeed/ds/zero2-2ranks-bf16", share=3),
+    "zero3": Subject("deepspeed/ds/zero3-2ranks-fp32", share=3),
+    "lightning": Subject("lightning_deepspeed/ds/stage2.ckpt"),
+    "peft": Subject("peft"),
+    "peft-bin": Subject("peft-bin"),
+    "scheduler": Subject("json", "s.json", loads=("scheduler",)),
+    "scheduler-torch": Subject("scheduler", "s.pt", loads=("scheduler",)),
+}

@@ -1,0 +1,242 @@
+"""Values that no file should hold, and trees with one of them in the place of another.
+
+A value is written as JSON, so that a recipe can keep it; what JSON has no word for is an object with the key ``"!"``.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["Stale", "change_tree", "draw_path", "draw_value", "made", "written"]
+
+SECRET = "outside/secret"  # beside the directory of the checkpoint that is read
+
+PLAIN: tuple[Any, ...] = (
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    2,
+    7,
+    1.5,
+    -0.0,
+    2**31,
+    2**45,
+    2**63,
+    -(2**63) - 1,
+    10**30,
+    "",
+    "many",
+    "float32",
+    "load",
+    "\x1b[2Jx",
+    "a\0b",
+    "\ud800",
+    "$",
+    "#0",
+    ".",
+    "..",
+    "../" + SECRET,
+    "../outside",
+    "/dev/zero",
+    "/etc/hostname",
+    "C:\\x",
+    "//x/y",
+    [],
+    {},
+    [None],
+    [0],
+    [1],
+    [[]],
+    [1, 2, 3],
+    [-1],
+    [2**62, 2**62],
+    [2**45],
+    ["many"],
+    {"a": None},
+    {"": []},
+    {"$tensor": "none"},
+    {"$tensor": []},
+    {"$float": "x"},
+    {"$float": []},
+    {"$float": "inf"},
+    {"$tuple": 3},
+    {"$tuple": [1, 2]},
+    {"$items": 3},
+    {"$items": [[[], 1]]},
+    {"$items": [[1]]},
+    {"$counter": [["a", "b"]]},
+    {"dtype": "load", "value": 1},
+    {"dtype": "float32", "value": "x"},
+    {"dtype": "float32", "value": [1], "shape": [7]},
+    {"dtype": "float32", "value": 3.0},
+    {"dtype": "float32", "value": [1.0, 2.0, 3.0], "shape": [3]},
+)
+SPECIAL: tuple[dict[str, Any], ...] = (
+    {"!": "inf"},
+    {"!": "nan"},
+    {"!": "secret"},
+    {"!": "deep", "n": 60},
+    {"!": "deep", "n": 150},
+    {"!": "deep", "n": 900},
+    {"!": "deep", "n": 100_000},
+    {"!": "digits", "n": 5_000},
+    {"!": "long", "n": 100_000},
+    {"!": "many", "n": 100_000},
+)
+ONLY_TEXT: tuple[dict[str, Any], ...] = ({"!": "colliding", "n": 60_000},)
+ONLY_PICKLED: tuple[dict[str, Any], ...] = tuple(
+    {"!": "tensor", "kind": kind}
+    for kind in ("expanded", "empty", "scalar", "bool", "complex", "sparse", "integers", "two", "nan", "quantized")
+)
+ONLY_PICKLED += ({"!": "tuple"}, {"!": "shared", "n": 40}, {"!": "bytes"})
+
+
+class Stale(Exception):
+    """A recipe no longer fits the checkpoint that it was found with: make it anew."""
+
+
+def draw_value(random: random.Random, pickled: bool) -> Any:
+    """One of the values above."""
+    kind = random.random()
+    if kind < 0.7:
+        return random.choice(PLAIN)
+    return random.choice(SPECIAL + (ONLY_PICKLED if pickled else ONLY_TEXT))
+
+
+def made(value: Any, secret: str) -> Any:
+    """The Python object that a value stands for; ``secret`` is the absolute path of a file outside."""
+    if not (isinstance(value, dict) and "!" in value):
+        return value
+    kind, number = value["!"], value.get("n", 0)
+    if kind == "tensor":
+        return TENSORS[value["kind"]]()
+    if kind in ("deep", "shared"):
+        nested: Any = 0
+        for _ in range(min(number, 150)):  # torch's pickler calls itself
+            nested = [nested] if kind == "deep" else [nested, nested]
+        return nested
+    simple: dict[str, Callable[[], Any]] = {
+        "inf": lambda: float("inf"),
+        "nan": lambda: float("nan"),
+        "secret": lambda: secret,
+        "digits": lambda: 2 ** (3 * number),
+        "long": lambda: "x" * number,
+        "many": lambda: [0] * number,
+        "tuple": lambda: (1, (2,)),
+        "bytes": lambda: b"\0" * 100,
+    }
+    return simple[kind]()
+
+
+TENSORS: dict[str, Callable[[], torch.Tensor]] = {
+    "expanded": lambda: torch.zeros(1).expand(2**45),
+    "empty": lambda: torch.empty(0),
+    "scalar": lambda: torch.tensor(3.0),
+    "bool": lambda: torch.ones(3, dtype=torch.bool),
+    "complex": lambda: torch.ones(2, dtype=torch.complex64),
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "integers": lambda: torch.arange(4),
+    "two": lambda: torch.ones(2, 2),
+    "nan": lambda: torch.full((3,), float("nan")),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+}
+
+
+def written(value: Any, secret: str) -> str:
+    """The JSON text of a value, as no library would write it."""
+    if not (isinstance(value, dict) and "!" in value):
+        return json.dumps(value)
+    kind, number = value["!"], value.get("n", 0)
+    if kind == "deep":
+        return "[" * number + "0" + "]" * number
+    if kind == "colliding":
+        pairs = ", ".join(f"[{(2**61 - 1) * (each + 1)}, 0]" for each in range(number))
+        return f'{{"$items": [{pairs}]}}'
+    if kind == "digits":
+        return "7" * number
+    return json.dumps(made(value, secret))
+
+
+# ---- trees of dictionaries, lists, tuples and records
+
+
+def children(node: Any) -> list[tuple[Any, Any]]:
+    """The keys and values inside a value; a key that is no text is its number among them."""
+    if isinstance(node, dict):
+        return [(key if isinstance(key, str) else place, value) for place, (key, value) in enumerate(node.items())]
+    if isinstance(node, list | tuple):
+        return list(enumerate(node))
+    if isinstance(node, torch.Tensor | torch.dtype | str | bytes | type) or not hasattr(node, "__dict__"):
+        return []
+    return list(vars(node).items())
+
+
+def draw_path(random: random.Random, tree: Any) -> list[Any]:
+    """The way to some value: containers of few values are as likely as those of many."""
+    path: list[Any] = []
+    while True:
+        inside = children(tree)
+        if not inside or (path and random.random() < 0.15):
+            return path
+        key, tree = random.choice(inside)
+        path.append(key)
+
+
+def change_tree(tree: Any, path: list[Any], change: Callable[[Any], Any]) -> Any:
+    """A copy of ``tree`` in which what is at ``path`` is what ``change`` makes of it.
+
+    Raises:
+        Stale: there is nothing at ``path``.
+    """
+    if not path:
+        return change(tree)
+    key, *rest = path
+    known = dict(children(tree))
+    if key not in known:
+        raise Stale(f"nothing at {path}")
+    inner = change_tree(known[key], rest, change)
+    if isinstance(tree, dict):
+        real = key if key in tree else list(tree)[key]
+        return type(tree)((name, inner if name == real else value) for name, value in tree.items())
+    if isinstance(tree, list | tuple):
+        items = [inner if place == key else value for place, value in enumerate(tree)]
+        return items if isinstance(tree, list) else tuple(items)
+    other = copy.copy(tree)
+    object.__setattr__(other, key, inner)
+    return other
+
+
+def without(tree: Any, path: list[Any]) -> Any:
+    """A copy of ``tree`` that lacks what is at ``path``."""
+
+    def cut(node: Any) -> Any:
+        if isinstance(node, dict):
+            real = path[-1] if path[-1] in node else list(node)[path[-1]]
+            return type(node)((name, value) for name, value in node.items() if name != real)
+        if isinstance(node, list | tuple):
+            return type(node)(value for place, value in enumerate(node) if place != path[-1])
+        other = copy.copy(node)
+        vars(other).pop(path[-1], None)
+        return other
+
+    return change_tree(tree, path[:-1], cut)
+
+
+def renamed(tree: Any, path: list[Any], name: str) -> Any:
+    """A copy of ``tree`` in which the key at the end of ``path`` is called ``name``."""
+
+    def other(node: Any) -> Any:
+        if not isinstance(node, dict) or path[-1] not in node:
+            return node
+        return type(node)((name if key == path[-1] else key, value) for key, value in node.items())
+
+    return change_tree(tree, path[:-1], other)

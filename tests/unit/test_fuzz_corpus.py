@@ -1,0 +1,105 @@
+"""Inputs that once made a reader fail are refused or read, for ever; and the judge of the campaign can find one."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.faults.fuzz import Reader
+from tests.faults.fuzz.campaign import CORPUS, corpus, reading_process
+from tests.faults.fuzz.changes import draw_changes
+from tests.faults.fuzz.pickles import CALLS
+from tests.faults.fuzz.subjects import SUBJECTS
+from tests.faults.fuzz.trial import READ, REFUSED, Bounds, ways_of
+
+RECIPES = corpus()
+WRONG: dict[str, str] = {
+    "pickle.load(open(path / '.metadata', 'rb'))": "code of the checkpoint was run",
+    "open(path.parent / 'outside' / 'secret').read()": "secret",
+    "open(path.parent / 'outside' / 'new', 'w').close()": "a file outside was written",
+    "open(path / 'more', 'w').close()": "the checkpoint itself was changed",
+    "os.dup(1)": "1 files left open",
+    "bytearray(512 << 20)": "MiB of memory",
+    "[None for _ in iter(lambda start=time.process_time(): time.process_time() < start + 7, False)]": "took ",
+    "{}['key']": "KeyError",
+    "raise_(ValueError('many'))": "ValueError",
+    "os.kill(os.getpid(), 9)": "died with -9",
+}
+"""What a broken reader does, and what is said of it."""
+BROKEN = """
+import os, pickle, time
+from tests.faults.fuzz import child, trial
+
+class Nothing:
+    def tensors(self): return {}
+    def state(self): return {}
+    def close(self): pass
+
+def raise_(error): raise error
+
+steps = iter(WRONG)
+def read(path):
+    eval(next(steps))
+    return Nothing()
+
+trial.open_checkpoint = read
+child.main()
+"""
+
+
+@pytest.fixture(scope="module")
+def reader() -> Iterator[Reader]:
+    with reading_process() as made:
+        yield made
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_what_was_once_found_stays_mended(reader: Reader, name: str) -> None:
+    recipe, outcome = reader.run(RECIPES[name])
+    assert outcome in (READ, REFUSED), (recipe, outcome)
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_every_checkpoint_reads_as_it_was_written(reader: Reader, name: str) -> None:
+    ways = [way for way in dict.fromkeys(ways_of(SUBJECTS[name])) if not way.startswith("convert")]
+    for way in ways:
+        _, outcome = reader.run({"subject": name, "way": way, "changes": []})
+        assert outcome == READ, (way, outcome)
+
+
+def test_drawing_is_repeated_by_its_seed(reader: Reader) -> None:
+    folder = reader.place / "base" / SUBJECTS["dcp"].folder
+    drawn = [[draw_changes(random.Random(seed), folder) for seed in range(40)] for _ in range(2)]
+    assert drawn[0] == drawn[1] == json.loads(json.dumps(drawn[0]))
+    assert {change["op"] for changes in drawn[0] for change in changes} == {"tree", "bytes", "pickle", "file"}
+
+
+def test_a_reader_that_does_wrong_is_found(reader: Reader) -> None:
+    call = {"op": "pickle", "file": ".metadata", "do": "insert", "at": 1, "code": CALLS[0].hex()}
+    code = BROKEN.replace("WRONG", repr([*WRONG]))
+    broken = Reader(reader.place, [sys.executable, "-W", "ignore", "-c", code])
+    try:
+        for expected in WRONG.values():
+            _, outcome = broken.run({"subject": "dcp", "way": "read", "changes": [call]})
+            assert expected in outcome
+    finally:
+        broken.close()
+
+
+def test_bounds_grow_with_the_files_and_not_with_their_holes(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"x" * 2**20)
+    with (tmp_path / "b").open("wb") as file:
+        file.truncate(2**30)
+    bounds = Bounds.of(tmp_path)
+    assert bounds.seconds == pytest.approx(Bounds.SECONDS + Bounds.SECONDS_PER_MIB, rel=0.1)
+    assert bounds.memory_bytes < Bounds.MEMORY_BYTES + 2 * Bounds.MEMORY_TIMES * 2**20
+
+
+def test_the_corpus_is_there() -> None:
+    assert CORPUS.is_dir() and len(RECIPES) >= 20
+    assert all(len(json.dumps(recipe)) < 10_000 for recipe in RECIPES.values())
