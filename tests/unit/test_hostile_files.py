@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pathlib
+import shutil
 import struct
 import zipfile
 from collections.abc import Callable
@@ -15,10 +17,12 @@ import pytest
 import torch
 
 from shardwise.checkpoint import format as native
+from shardwise.checkpoint import tree
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.formats.detect import open_checkpoint
 from shardwise.checkpoint.formats.native import write_native
 from shardwise.checkpoint.formats.single import open_single, write_single
+from shardwise.checkpoint.formats.torch_file import load_value
 from shardwise.checkpoint.read import NativeSource, verify
 from shardwise.checkpoint.source import CheckpointDamage
 from shardwise.cli.main import main
@@ -77,6 +81,62 @@ def test_keys_that_share_their_parts_are_refused_before_they_are_hashed(tmp_path
         archive.writestr("m/version", "3\n")
     with pytest.raises(CheckpointDamage, match=r"more than .* values"):
         open_checkpoint(tmp_path / "m.pt")
+
+
+def test_keys_that_have_one_hash_are_refused_before_they_are_compared(tmp_path: Path, saved: Path) -> None:
+    # Python's hash of an integer is its rest modulo 2^61 - 1.
+    keys = [(2**61 - 1) * number for number in range(1, 50_001)]
+    items = b"".join(b"\x8a\x0a" + key.to_bytes(10, "little") + b"K\x00" for key in keys)
+    with pytest.raises(CheckpointDamage, match=r"more than .* values"):
+        open_checkpoint(dcp(tmp_path / "d", b"}(" + items + b"u"))
+    with pytest.raises(ValueError, match="bits"):
+        tree.decode({"$items": [[key, 0] for key in keys]}, {})
+    assert tree.decode({"$items": [[2**63, 0]]}, {}) == {2**63: 0}
+
+
+def test_a_value_in_a_dcp_file_is_looked_at_as_an_index_is(tmp_path: Path) -> None:
+    code = b"\x80\x02}" + nested_tuples(200) + b"K\x01s."
+    with pytest.raises(CheckpointDamage, match=r"more than .* values"):
+        load_value(code * 5, "a piece")
+    buffer = io.BytesIO()
+    torch.save({"lr": (0.1, torch.ones(2))}, buffer)
+    assert load_value(buffer.getvalue(), "a piece")["lr"][0] == 0.1
+
+
+def test_an_index_that_is_a_hole_is_not_read(tmp_path: Path) -> None:
+    for name in (".metadata", "model.safetensors.index.json", "adapter_config.json", native.MANIFEST):
+        folder = tmp_path / name.strip(".").split(".")[0]
+        folder.mkdir()
+        with (folder / name).open("wb") as file:
+            file.truncate(1 << 40)
+        with pytest.raises(CheckpointDamage, match="no such file has"):
+            open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("plant", [".t.replaced", ".t.partial"])
+def test_links_that_wait_for_a_conversion_are_not_taken_for_ours(saved: Path, tmp_path: Path, plant: str) -> None:
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "mine").write_text("mine")
+    target = tmp_path / "out" / "t"
+    target.parent.mkdir()
+    for way in (victim, victim / "mine"):
+        (target.parent / plant).symlink_to(way)
+        assert main(["checkpoint", "convert", str(saved), str(target), "--to", "huggingface"]) == 0
+        assert not target.is_symlink() and (target / "model.safetensors").is_file()
+        assert [path.name for path in victim.iterdir()] == ["mine"] and (victim / "mine").read_text() == "mine"
+        assert sorted(path.name for path in target.parent.iterdir()) == ["t"]
+        shutil.rmtree(target)
+
+
+def test_a_conversion_that_fails_leaves_nothing(saved: Path, tmp_path: Path) -> None:
+    piece = next(saved.glob("pieces-*"))
+    content = piece.read_bytes()
+    piece.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    for to in ("colossalai", "dcp", "native", "huggingface"):
+        target = tmp_path / f"to-{to}"
+        assert main(["checkpoint", "convert", str(saved), str(target), "--to", to]) in (0, 2)
+        assert to == "huggingface" or not target.exists()
 
 
 def test_a_memo_larger_than_the_file_is_refused(tmp_path: Path) -> None:
