@@ -18,6 +18,7 @@ from checkpoint_setup import plans
 from engine_setup import one_mesh
 from torch import Tensor, nn
 
+import shardwise.deepspeed as ds
 from shardwise.build import Session, build
 from shardwise.checkpoint.formats import open_checkpoint, write_dcp
 from shardwise.mesh import Mesh
@@ -291,3 +292,53 @@ def test_formats_that_keep_no_classes_go_by_names_and_forms(saved: Path) -> None
     found = run_ranks(2, go_on_all, str(saved), names, "zero3", "dcp")
     for index, name in enumerate(names):
         check(name, [each[index] for each in found], 1e-11)
+
+
+# ---- other ways to load
+
+
+def by_deepspeed(root: str) -> tuple[list[str], State, State]:
+    """A layer more than was saved, with ``load_module_strict=False``; another class with and without it."""
+    config = {"train_micro_batch_size_per_gpu": ROWS // 2, "zero_optimization": {"stage": 2}, "gradient_clipping": 0.0}
+
+    def start(make: Callable[[Net], Optimizer], **how: bool) -> ds.DeepSpeedEngine:
+        model = net(seed=5, **how) if how else net()
+        return ds.initialize(model=model, optimizer=make(model), config=config)[0]
+
+    def run(engine: ds.DeepSpeedEngine, first: int, last: int) -> None:
+        for step in range(first, last):
+            engine.backward(engine(rows(step).chunk(2)[engine.global_rank]).square().mean())
+            engine.step()
+
+    engine = start(adamw)
+    run(engine, 0, 2)
+    engine.optimizer.param_groups[0].update(LATER)
+    engine.save_checkpoint(root)
+    engine.destroy()
+    engine = start(adamw, head=True)
+    with pytest.raises(ValueError, match=r"only here: head\.weight, head\.bias"):
+        engine.load_checkpoint(root)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine.load_checkpoint(root, load_module_strict=False)
+    told = [str(each.message) for each in caught if "as far as it fits" in str(each.message)]
+    now = sharded_state(engine.session, [["body.weight", "body.bias", "last.weight", "last.bias", "head.weight"]])
+    run(engine, 2, 4)
+    values = dict(engine.module.state_dict())
+    engine.destroy()
+    engine = start(lambda m: torch.optim.RMSprop(m.parameters(), lr=1e-2))
+    with pytest.raises(ValueError, match="optimizer 0 is RMSprop, and its state there is of AdamW"):
+        engine.load_checkpoint(root)
+    engine.load_checkpoint(root, load_optimizer_states=False)
+    engine.destroy()
+    return told, now, values
+
+
+def test_deepspeeds_engine_goes_by_name(tmp_path: Path) -> None:
+    _, state = expected("new layer", 0)
+    values, _ = expected("new layer", 2)
+    for rank, (told, now, reached) in enumerate(run_ranks(2, by_deepspeed, str(tmp_path))):
+        assert len(told) == (rank == 0) and all("start anew: head.weight, head.bias" in each for each in told)
+        assert now.keys() == state.keys()
+        assert_close(as_one(now), as_one(state), 1e-11, "state")
+        assert_close(reached, values, 1e-11, "values")
