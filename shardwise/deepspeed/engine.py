@@ -414,8 +414,8 @@ class DeepSpeedEngine(nn.Module):
             load_dir: what was saved into.
             tag: by default what ``load_dir/latest`` names, or the newest. Under tensor parallelism what all parts'
                 ``latest`` name, or, with a warning, the newest that all parts have whole and of one step.
-            load_module_strict: names that do not fit, other param groups, and the state of another class of optimizer or
-                schedule are errors. Shapes always are. False takes what fits by name, with one warning.
+            load_module_strict: names that do not fit, other param groups, and the state of another class of optimizer
+                or schedule are errors. Shapes always are. False takes what fits by name, with one warning.
             load_optimizer_states: also masters' moments and the loss scale.
             load_lr_scheduler_states: also the schedule.
             load_module_only: parameters and buffers, and nothing else.
