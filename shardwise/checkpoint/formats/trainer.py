@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint import tree
-from shardwise.checkpoint.bounds import reading
-from shardwise.checkpoint.files import CheckpointError, read_json
+from shardwise.checkpoint.bounds import read_json, reading
+from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.formats.dcp import open_dcp
 from shardwise.checkpoint.formats.deepspeed import find_step, open_deepspeed
 from shardwise.checkpoint.formats.huggingface import INDEX, WHOLE, open_huggingface
