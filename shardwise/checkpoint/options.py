@@ -106,18 +106,19 @@ class Options:
 
     def __init__(self, run: Run, match: Match) -> None:
         self._run = run
-        self._groups: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._groups: list[tuple[Trainer, int, dict[str, Any]]] = []
         for index, taken in match.taken.items():
             trainer = run.optimizers[index]
             for number, (own, options) in enumerate(zip(trainer.param_groups, taken.options, strict=True)):
-                self._groups.append((own, copy.deepcopy(fitting(own, options, f"optimizer {index}, group {number}"))))
+                fits = copy.deepcopy(fitting(own, options, f"optimizer {index}, group {number}"))
+                self._groups.append((trainer, number, fits))
             _check_small(trainer, match, index)
         self._scale = match.state.get("scaler")  # its form was looked at with the rest of the state
 
     def put_back(self) -> None:
         """Change the run."""
-        for own, options in self._groups:
-            own.update(options)
+        for trainer, number, options in self._groups:
+            trainer.param_groups[number].update(options)  # torch made new ones when it took the state over
         scaler = self._run.optimizers[0].scaler if self._run.optimizers else None
         if scaler is not None and self._scale is not None:
             scaler.load_state_dict(self._scale)

@@ -182,7 +182,7 @@ class _Rest:
             self.found = _found(path, match)
             records = [[group_options(group) for group in each["groups"]] for each in match.state.get("optimizers", [])]
         self._schedules = SchedulerMatch(match, saved, schedules[: len(saved)], strict)
-        self._groups: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._groups: list[tuple[int, int, dict[str, Any]]] = []
         self._scale: dict[str, float] | None = None
         native = isinstance(match.source, NativeSource)  # of which the model alone is taken over
         self._others = read_others(run, match) if native else _buffers(match)
@@ -200,13 +200,13 @@ class _Rest:
         groups = zip(self._session.optimizers[index].param_groups, found, strict=True)
         for number, (own, saved) in enumerate(groups):
             options = {key: value for key, value in saved.items() if wanted(key, own)}
-            self._groups.append((own, fitting(own, options, f"optimizer {index}, group {number}")))
+            self._groups.append((index, number, fitting(own, options, f"optimizer {index}, group {number}")))
 
     def put_back(self) -> None:
         """Change the session."""
         self._match.held.put_others(self._others)
-        for own, options in self._groups:
-            own.update(options)
+        for index, number, options in self._groups:
+            self._session.optimizers[index].param_groups[number].update(options)
         scaler = self._session.optimizers[0].scaler if self._session.optimizers else None
         if scaler is not None and self._scale is not None:
             scaler.load_state_dict(self._scale)
