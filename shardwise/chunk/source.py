@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from shardwise.comm import DONE, Buffer, Group, Handle
-from shardwise.device import SideCopy
+from shardwise.device import SideCopy, behind_current
 from shardwise.memory.disk import DiskError, DiskStore, Record
 from shardwise.memory.tier import Tier
 
@@ -91,8 +91,13 @@ class MemorySource:
             return group.all_gather(out, self._exchange)
         if group.size == 1 and self._uploads is not None:
             return SideCopy(local, out, self._uploads)
-        staged = Buffer(local.to(out.device, non_blocking=True))
-        return _Keeping(group.all_gather(out, staged), staged)
+        if self._uploads is None:
+            staged = Buffer(local.to(out.device))
+            return _Keeping(group.all_gather(out, staged), staged)
+        # Behind whoever used the memory of both before: what a gather leaves is free when the computation has waited.
+        with behind_current(out.device, self._uploads):  # the gather waits for the upload, the computation for neither
+            staged = Buffer(local.to(out.device, non_blocking=True))
+            return _Keeping(group.all_gather(out, staged), staged)
 
     def joined(self, group: Group) -> torch.Tensor | None:
         return group.joined(self._exchange)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import cast
 
@@ -19,11 +20,13 @@ import torch
 __all__ = [
     "RandomState",
     "SideCopy",
+    "behind_current",
     "current_stream",
     "default_generator",
     "make_current",
     "numbered",
     "on_device",
+    "on_stream",
     "page_lock",
     "random_state",
     "record_event",
@@ -64,6 +67,19 @@ def current_stream(device: torch.device) -> torch.cuda.Stream:
 def side_stream(device: torch.device) -> torch.cuda.Stream | None:
     """A new stream of a GPU; ``None`` of any other device."""
     return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+
+def on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+    """Inside the block work of its GPU goes to ``stream``; nothing changes for ``None``."""
+    return torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def behind_current(device: torch.device, stream: torch.cuda.Stream) -> Iterator[None]:
+    """Inside the block a GPU's work goes to ``stream``, behind all that its current stream was given before."""
+    stream.wait_stream(current_stream(device))
+    with torch.cuda.stream(stream):
+        yield
 
 
 def record_event(device: torch.device) -> torch.cuda.Event:

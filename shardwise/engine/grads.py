@@ -62,12 +62,40 @@ class ChunkGrads:
         self.touched: set[int] = set()
         self.late: torch.Tensor | None = None
         self.late_filled: set[int] = set()
-        self.reduced: torch.Tensor | None = None
+        self._reduced: torch.Tensor | None = None
+        self._landing: Callable[[], None] | None = None
         self.borrowed = False
         self.launched = False
         self.handle: Handle | None = None
         self.out: torch.Tensor | None = None
         self.kept_memory: torch.Tensor | None = None
+
+    @property
+    def reduced(self) -> torch.Tensor | None:
+        """See above; whoever reads it while it is on its way to the host waits until it is there."""
+        self.land()
+        return self._reduced
+
+    @reduced.setter
+    def reduced(self, gradient: torch.Tensor | None) -> None:
+        self.land()
+        self._reduced = gradient
+
+    @property
+    def held(self) -> torch.Tensor | None:
+        """The memory of the reduced gradient, which may be on its way there."""
+        return self._reduced
+
+    def lands(self, memory: torch.Tensor | None, land: Callable[[], None]) -> None:
+        """``memory`` is the reduced gradient once ``land`` was called."""
+        self.land()
+        self._reduced, self._landing = memory, land
+
+    def land(self) -> None:
+        """Wait for what is on its way to the host."""
+        land, self._landing = self._landing, None
+        if land is not None:
+            land()
 
     @property
     def ready(self) -> bool:
@@ -102,7 +130,7 @@ class ChunkGrads:
     def result_memory(self) -> torch.Tensor:
         """Where a reduction may write: the long-lived memory if it is free and on the device, or new one."""
         own = self.own_memory()
-        return own if self.reduced is None and own.device == self.chunk.device else self._on_device()
+        return own if self._reduced is None and own.device == self.chunk.device else self._on_device()
 
     def claim(self) -> None:
         """Move a borrowed result to private memory, because the exchange memory under it will be written."""
@@ -260,7 +288,7 @@ def gradient_bytes(states: Sequence[ChunkGrads], exchanged: Sequence[torch.Tenso
     elsewhere = {id(state.kept_memory) for state in states if state.home is not tier}
     arrays = [*kept, *exchanged]
     for state in states:
-        live = (state.array, state.late, state.reduced)
+        live = (state.array, state.late, state.held)
         arrays += [t for t in live if t is not None and id(t) not in elsewhere]
     storages = {storage_id(t.untyped_storage()): t.untyped_storage().nbytes() for t in arrays}
     return idle + sum(storages.values())

@@ -16,8 +16,10 @@ import torch
 
 from shardwise.chunk.rounds import Rounds
 from shardwise.comm import NOBODY, Buffer, Party
+from shardwise.device import side_stream
 from shardwise.engine.grads import ChunkGrads, SlotPool, gradient_bytes
 from shardwise.engine.hyper_parameters import HyperParameters
+from shardwise.engine.landing import Landings
 from shardwise.engine.patience import Patience
 from shardwise.engine.reductions import Observer, ThenReplicas, pack_bits, unpack_bits
 from shardwise.memory.ledger import Ledger
@@ -74,6 +76,7 @@ class Reducer:
         self.passes = dict.fromkeys(self._optimizers, 0)
         """By optimizer: passes that reached a parameter of it on some rank since its gradients were used or dropped."""
         self._in_flight: list[ChunkGrads] = []
+        self._landings = Landings()
         self.observer: Observer | None = None
         self._allocate()
         ledger.watch("gradients", lambda: self.bytes(Tier.DEVICE))
@@ -91,8 +94,7 @@ class Reducer:
             specs = [(s.spec.shard_numel, s.dtype) for s in self.states]
             buffers = self.mesh.replicate.buffers(specs)
             self._replica = {s.spec.index: b for s, b in zip(self.states, buffers, strict=True)}
-        on_gpu = bool(self._replica) and self.mesh.device.type == "cuda"
-        self._beside = torch.cuda.Stream(self.mesh.device) if on_gpu else None  # type: ignore[no-untyped-call]
+        self._beside = side_stream(self.mesh.device) if self._replica else None
 
     # ---- during backward
 
@@ -115,13 +117,13 @@ class Reducer:
         return at
 
     def begin(self, count: int) -> None:
-        """Begin reductions up to the first ``count`` of the agreed order, all of which are ready."""
+        """Begin the first ``count`` of the agreed order."""
         while self._cursor < count:
             self._launch(self._order[self._cursor])
             self._cursor += 1
 
     def add(self, state: ChunkGrads, index: int, grad: torch.Tensor, sync: bool) -> None:
-        """Take the gradient of slot ``index``; reduce what is complete if this pass is a reduced one."""
+        """Take the gradient of slot ``index``; reduce what is complete if this pass is a reduced one (``sync``)."""
         self._patience.begin()
         self._reduces = sync
         if not state.launched:
@@ -305,9 +307,11 @@ class Reducer:
             self.observer.before_result(state)
         replica = state.spec.index in self._replica
         leaves = not self.keep_whole and self.mesh.shard.size == 1
-        if state.reduced is not None:
-            state.reduced.add_(out.to(state.reduced.device))
-        elif leaves or out.dtype != state.accumulate_dtype or (out.is_cuda and state.home is not Tier.DEVICE):
+        if self._landings.takes(state, out):
+            self._landings.begin(state, out)
+        elif state.reduced is not None:
+            state.reduced.add_(out)
+        elif leaves or out.dtype != state.accumulate_dtype:
             state.reduced = state.own_memory().copy_(out)
             if state.home is Tier.DEVICE:
                 self._ledger.claim(state.reduced)
@@ -383,9 +387,7 @@ class Reducer:
         posts = self._exchange(reached, "how far a failed backward pass came")
         self.observer = None  # what is finished here is dropped
         try:
-            while self._cursor < max(post[0] for post in posts):
-                self._launch(self._order[self._cursor])
-                self._cursor += 1
+            self.begin(int(max(post[0] for post in posts)))
             self._complete_all()
         finally:
             self.observer = observer
@@ -492,4 +494,5 @@ class Reducer:
     def bytes(self, tier: Tier) -> int:
         """Live bytes of gradient memory in ``tier``: exchange buffers, private arrays and reduced shards."""
         exchanged = [*self._slots.arrays(), *(buffer.local for buffer in self._replica.values())]
-        return gradient_bytes(self.states, exchanged, tier)
+        landing = self._landings.bytes() if tier is Tier.HOST else 0
+        return landing + gradient_bytes(self.states, exchanged, tier)

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from shardwise.comm import Buffer, Group, Handle
+from shardwise.device import on_stream, record_event, wait_event
 from shardwise.engine.grads import ChunkGrads
 
 __all__ = ["Observer", "ThenReplicas", "pack_bits", "unpack_bits"]
@@ -46,13 +47,13 @@ class ThenReplicas:
         self._second: Handle | None = None
         self._between: torch.cuda.Event | None = None
         if group.waits_in_queue:  # it is queued behind the first, in the same order on all ranks
-            with torch.cuda.stream(beside):
+            with on_stream(beside):
                 self._start()
 
     def wait_for_first(self) -> None:
         """Until what was reduced has been read, and may be written again."""
         if self._between is not None:
-            torch.cuda.current_stream(self._shard.local.device).wait_event(self._between)
+            wait_event(self._shard.local.device, self._between)
         else:
             self._first.wait()
 
@@ -60,7 +61,7 @@ class ThenReplicas:
         if self._second is None:
             self._first.wait()
             if self._shard.local.is_cuda:  # only this stream has waited
-                self._between = torch.cuda.current_stream(self._shard.local.device).record_event()
+                self._between = record_event(self._shard.local.device)
             self._second = self._group.all_reduce(self._shard, 1.0)
         return self._second
 
