@@ -129,11 +129,11 @@ class Place:
         ledger, pool = session.engine.ledger, session.engine.pool
         real = ledger.check_peak
 
-        def check(rest_bytes: int, when: str) -> None:
+        def check(rest_bytes: int, when: str, total_bytes: int = 0) -> None:
             phase = "backward" if in_backward() or when == "in the backward pass" else "forward"
             if (phase, when) == (self.phase, self.when):
                 raise DeviceMemoryError(f"{when}: made up for the test")
-            real(rest_bytes, when)
+            real(rest_bytes, when, total_bytes)
 
         with mock.patch.object(ledger, "check_peak", check):
             others = mock.patch.object(pool, "_others_fit", lambda *_: False)
