@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from shardwise.device.streams import record_event
+
 __all__ = ["Later", "runs_ahead"]
 
 
@@ -24,7 +26,7 @@ class Later:
         on_gpu = value.is_cuda
         self._host = torch.empty(value.shape, dtype=value.dtype, pin_memory=on_gpu)
         self._host.copy_(value, non_blocking=True)
-        self._arrived = torch.cuda.current_stream(value.device).record_event() if on_gpu else None
+        self._arrived = record_event(value.device) if on_gpu else None
 
     def value(self) -> bool | float:
         """The value; waits for what was queued before it was asked for, and nothing later."""
