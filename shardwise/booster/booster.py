@@ -19,9 +19,9 @@ from shardwise.booster.mixed_precision import MixedPrecision, mixed_precision_fa
 from shardwise.booster.plugin.base import Plugin
 from shardwise.booster.runs import Runs
 from shardwise.booster.targets import SIZE_PER_SHARD, check_loading, model_writer, optimizer_writer, target
-from shardwise.checkpoint import PortableFiles, Restored, SavedScheduler, read_lr_scheduler, write_lr_scheduler
+from shardwise.checkpoint import PortableFiles, Restored, write_lr_scheduler
 from shardwise.checkpoint.fitting import Fit, Rows
-from shardwise.checkpoint.options import check_scheduler
+from shardwise.checkpoint.match_schedulers import fitting_state
 
 __all__ = ["Booster", "SaveOptions"]
 
@@ -390,17 +390,8 @@ class Booster:
             CheckpointError: the file is damaged or cannot be read, on every rank.
             ValueError: it is the state of another class of scheduler, or one for another number of param groups.
         """
-
-        def read() -> SavedScheduler:
-            saved = read_lr_scheduler(checkpoint)
-            reason = saved.misfit(lr_scheduler)
-            if reason is not None:
-                raise ValueError(f"{checkpoint} does not fit, nothing was loaded: {reason}")
-            check_scheduler(lr_scheduler, saved.state, str(checkpoint))
-            return saved
-
-        found: SavedScheduler = self._files.everywhere(read, f"load the lr_scheduler from {checkpoint}")
-        lr_scheduler.load_state_dict(dict(found.state))
+        what = f"load the lr_scheduler from {checkpoint}"
+        lr_scheduler.load_state_dict(self._files.everywhere(lambda: fitting_state(lr_scheduler, checkpoint), what))
 
     # -- everything at once
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint import tree
 from shardwise.checkpoint.match import Match
 from shardwise.checkpoint.options import check_scheduler
 from shardwise.checkpoint.run import Run, Trainer
-from shardwise.checkpoint.schedulers import SavedScheduler, inner_scheduler, regrouped
+from shardwise.checkpoint.schedulers import SavedScheduler, inner_scheduler, read_lr_scheduler, regrouped
 from shardwise.checkpoint.source import StateTensors
 
-__all__ = ["SchedulerMatch", "saved_schedulers"]
+__all__ = ["SchedulerMatch", "fitting_state", "saved_schedulers"]
 
 
 def saved_schedulers(match: Match) -> list[SavedScheduler]:
@@ -20,6 +21,22 @@ def saved_schedulers(match: Match) -> list[SavedScheduler]:
     states = tree.decode(match.state.get("lr_schedulers", []), StateTensors(match.source))
     kinds = [*match.state.get("lr_scheduler_classes", []), *[""] * len(states)]
     return [SavedScheduler(state, kind) for state, kind in zip(states, kinds, strict=False)]
+
+
+def fitting_state(scheduler: Any, path: str | Path) -> dict[str, Any]:
+    """The state in a scheduler's file, for ``scheduler.load_state_dict``.
+
+    Raises:
+        FileNotFoundError: nothing there.
+        CheckpointError: the file is damaged or cannot be read.
+        ValueError: it is the state of another class of scheduler, or has what none of this class has.
+    """
+    saved = read_lr_scheduler(path)
+    reason = saved.misfit(scheduler)
+    if reason is not None:
+        raise ValueError(f"{path} does not fit, nothing was loaded: {reason}")
+    check_scheduler(scheduler, saved.state, str(path))
+    return dict(saved.state)
 
 
 class SchedulerMatch:

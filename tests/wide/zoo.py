@@ -55,6 +55,7 @@ SIZES: dict[str, Any] = {
     "num_labels": 3,
     "hidden_size_per_layer_input": 8,
     "time_step_rank": 4,
+    "router_dtype": "float64",
     "first_k_dense_replace": 1,
     "sliding_window": 4,
     "attention_window": 4,
