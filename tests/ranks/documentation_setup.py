@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import tarfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -53,6 +54,7 @@ class Block:
         why: of ``"options"`` and ``"shown"``.
         before, after: called with the page's names.
         instead: texts of the block that are replaced, and by what: what only a larger machine has.
+        alone: of ``"run"``: what one process does, so rank 0 alone.
         left_out: of ``"shell"``: how commands begin that are not run, with the reason.
     """
 
@@ -63,6 +65,7 @@ class Block:
     after: Callable[[Names], None] = lambda names: None
     instead: tuple[tuple[str, str], ...] = ()
     left_out: tuple[tuple[str, str], ...] = ()
+    alone: bool = False
 
 
 def fences(page: str) -> list[Fence]:
@@ -95,6 +98,56 @@ def _dataset() -> TensorDataset:
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(32, WIDTH, generator=generator)
     return TensorDataset(inputs, torch.tanh(inputs))
+
+
+class _Words(nn.Module):
+    """``rows`` tokens in an embedding, a layer, and a head that is tied to the embedding, called as given."""
+
+    def __init__(self, rows: int, embedding: str, layers: str) -> None:
+        super().__init__()
+        torch.manual_seed(rows)
+        self.head = nn.Linear(WIDTH, rows)
+        outer, _, inner = layers.rpartition(".")
+        holder = nn.Module() if outer else self
+        if outer:
+            self.add_module(outer, holder)
+        holder.add_module(inner, nn.ModuleList([nn.Linear(WIDTH, WIDTH)]))
+        self.add_module(embedding, nn.Embedding(rows, WIDTH))
+        self.head.weight = self.get_submodule(embedding).weight
+
+
+def _other_names(names: Names) -> None:
+    from shardwise.build import build
+    from shardwise.plan import zero
+
+    old = _Words(8, "wte", "transformer.h")
+    names["rows then"] = old.head.weight.detach().clone()
+    saved = build(old, torch.optim.AdamW(old.parameters()), zero(2))
+    if saved.mesh.rank == 0:
+        shutil.rmtree("runs")
+    saved.mesh.world.barrier()
+    saved.checkpoints.save("runs")
+    model = _Words(10, "embed", "layers")
+    names["session"] = build(model, torch.optim.AdamW(model.parameters()), zero(2))
+
+
+def _renamed(names: Names) -> None:
+    state, then = names["session"].module.state_dict(), names["rows then"]
+    torch.testing.assert_close(state["embed.weight"][:8], then)
+    torch.testing.assert_close(state["embed.weight"][8:], then.mean(0).expand(2, -1))
+    assert not state["head.bias"][8:].any() and state["head.bias"][:8].all()
+
+
+def _two_models(names: Names) -> None:
+    from shardwise.booster import Booster
+    from shardwise.booster.plugin import LowLevelZeroPlugin
+    from shardwise.nn.optimizer import HybridAdam
+
+    booster = names["booster"] = Booster(plugin=LowLevelZeroPlugin(stage=2, precision="fp32"))
+    for model, optimizer in (("generator", "its_optimizer"), ("discriminator", "other_optimizer")):
+        net = _net()
+        names[model], names[optimizer], *_ = booster.boost(net, HybridAdam(net.parameters(), lr=1e-2))
+    names["step"] = 3
 
 
 def _criterion(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -308,8 +361,15 @@ PAGES: dict[str, list[Block]] = {
             before=_training,
             after=_restored,
         ),
+        Block(first="session.checkpoints.load(", before=_other_names, after=_renamed),
+        Block(
+            first='booster.save_checkpoint("runs/generator"',
+            before=_two_models,
+            after=_exists("runs/discriminator/step-3"),
+        ),
         Block(
             first="from shardwise.checkpoint.formats import open_checkpoint, write_huggingface",
+            alone=True,
             before=_lm_head,
             after=_exists("out/model.safetensors"),
         ),
@@ -382,6 +442,7 @@ PAGES: dict[str, list[Block]] = {
         Block(first="import torch", how="main"),
         Block(first="# traffic.py", how="main"),
         Block(first="# conftest.py", how="main", after=_fixture),
+        Block(first="make gpu ", how="make"),
     ],
 }
 """By page, its blocks in their order."""

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from documentation_setup import PAGES, ROOT, Block, Fence, fences
 from lightning_setup import _environment
 
@@ -83,7 +84,8 @@ def run_page(page: str) -> list[str]:
                 assert printed in text, (page, fence.line, printed)
                 text = text.replace(printed, instead)
             block.before(names)
-            exec(_place(fence, text), names)
+            if not block.alone or not dist.is_initialized() or dist.get_rank() == 0:
+                exec(_place(fence, text), names)
             block.after(names)
             done.append(block.first)
         for name in ("booster", "engine", "session", "trainer", "accelerator"):
