@@ -13,12 +13,14 @@ reduction; and neither goes on.
 *Why no wait inside a pass closes a cycle then.* Put all collectives of a group, gathers and reductions, in the order in
 which rounds start them; it is the same on every rank. Collective n begins on a rank's stream behind what its compute
 stream had been given when round n was met, so behind waits for collectives of rounds before n only. By induction all
-of these end on every rank, hence n does. This holds for whatever waits for them: the compute stream, the host (a page
-that is locked, memory given back with ``cudaFree``, a module that is loaded: each may wait for the whole device) and,
-where NCCL's kernels share a GPU, the order in which they are given to it. What follows a reduction over the replicas
-begins with it, before anything else; so in each shard group what has begun over the replicas is a prefix of one order,
-a rank waits for the m-th of them only when its group has begun m, and induction over m ends there too. The rest of the
-reductions begins at the end of the pass, when all ranks have met and before any of them waits.
+of these end on every rank, hence n does. Within one shard group this holds for whatever waits for them: the compute
+stream, the host (a page that is locked, memory given back with ``cudaFree``, a module that is loaded: each may wait for
+the whole device) and, where NCCL's kernels share a GPU, the order in which they are given to it. What follows a
+reduction over the replicas begins with it, before anything else; so in each shard group what has begun over the
+replicas is a prefix of one order, a stream waits for the m-th of them only when its group has begun m, and induction
+over m ends there too. It does not for a host that waits for its whole device: with replicas, and at stages 1 and 2,
+where there are no rounds, that is left to luck where ranks are on different branches (docs/architecture.md, limits).
+The rest of the reductions begins at the end of the pass, when all ranks have met and before any of them waits.
 """
 
 from __future__ import annotations
