@@ -70,7 +70,7 @@ def test_everything_beside_the_model_is_seen(tmp_path: Path) -> None:
     assert found["python"]["words"].tolist() == list(kept["python"][1])
     assert np.array_equal(found["numpy"]["keys"].numpy(), kept["numpy"][1])
     assert found["numpy"]["position"] == kept["numpy"][2]
-    assert read_lr_scheduler(path)["step_size"] == 7 == read_lr_scheduler(tmp_path)["step_size"]
+    assert read_lr_scheduler(path).state["step_size"] == 7 == read_lr_scheduler(tmp_path).state["step_size"]
 
 
 def test_the_last_checkpoint_by_its_number(tmp_path: Path) -> None:
