@@ -20,9 +20,8 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 
 from shardwise.checkpoint import CheckpointError, tree
 from shardwise.checkpoint.formats import RefusedPickle, detect_format, open_checkpoint
-from shardwise.checkpoint.restore import StateTensors
 from shardwise.checkpoint.schedulers import read_lr_scheduler
-from shardwise.checkpoint.source import CheckpointDamage
+from shardwise.checkpoint.source import CheckpointDamage, StateTensors
 
 
 def stepped() -> tuple[nn.Module, torch.optim.AdamW]:

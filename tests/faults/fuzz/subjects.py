@@ -5,23 +5,26 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import random
 import tarfile
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from shardwise.build import build
 from shardwise.checkpoint import formats
 from shardwise.checkpoint.formats.native import write_native
-from shardwise.checkpoint.options import check_scheduler
+from shardwise.checkpoint.match_schedulers import fitting_state
 from shardwise.checkpoint.portable import PortableFiles
 from shardwise.checkpoint.restore import Restored
 from shardwise.checkpoint.run import as_run
-from shardwise.checkpoint.schedulers import read_lr_scheduler, write_lr_scheduler
+from shardwise.checkpoint.schedulers import write_lr_scheduler
 from shardwise.checkpoint.session import Checkpointer
 from shardwise.checkpoint.torch_run import TorchRun
 from shardwise.plan import zero
@@ -142,8 +145,7 @@ class PlainSubject:
         elif way == "optimizer":
             self.files.load_optimizer(self.run, str(path))
         elif way == "scheduler":
-            state = read_lr_scheduler(path)
-            check_scheduler(self.scheduler, state, str(path))
+            state = fitting_state(self.scheduler, path)
             self.scheduler.load_state_dict(state)
         else:
             return self.saver.load(str(path), "auto" if way == "auto" else None, strict=way != "some")
@@ -189,7 +191,7 @@ def _torch_files(place: Path) -> None:
     (place / "older").mkdir()
     torch.save({"model": model, "optimizer": optimizer}, place / "older/m.pth", _use_new_zipfile_serialization=False)
     (place / "json").mkdir()
-    write_lr_scheduler(subject.scheduler.state_dict(), place / "json/s.json")
+    write_lr_scheduler(subject.scheduler, place / "json/s.json")
     for folder, files in {"hf-bin": 1, "hf-bins": 2}.items():
         (place / folder).mkdir()
         shards = [dict(list(model.items())[number::files]) for number in range(files)]
@@ -206,6 +208,29 @@ def _torch_files(place: Path) -> None:
     (place / "peft-bin").mkdir()
     torch.save(lora, place / "peft-bin/adapter_model.bin")
     (place / "peft-bin/adapter_config.json").write_text(json.dumps(config))
+
+
+def _directories_of_others(place: Path) -> None:
+    """As Hugging Face's Trainer and accelerate leave them."""
+    subject = PlainSubject()
+    subject.step()
+    numpy_state, schedule = np.random.get_state(), subject.scheduler.state_dict()
+    states = {"python": random.getstate(), "numpy": numpy_state, "cpu": torch.get_rng_state()}
+    seeds = {"step": 1, "random_state": states["python"], "numpy_random_seed": numpy_state}
+    for folder, files in {
+        "trainer": {"optimizer.pt": None, "scheduler.pt": schedule, "rng_state.pth": states},
+        "accelerate": {
+            "optimizer.bin": None,
+            "scheduler.bin": schedule,
+            "random_states_0.pkl": {**seeds, "torch_manual_seed": states["cpu"]},
+        },
+    }.items():
+        (place / folder).mkdir()
+        model = {n: v.clone() for n, v in subject.model.state_dict().items() if isinstance(v, torch.Tensor)}
+        save_file(model, str(place / folder / "model.safetensors"))
+        for name, content in files.items():
+            torch.save(subject.optimizer.state_dict() if content is None else content, place / folder / name)
+    (place / "trainer/trainer_state.json").write_text(json.dumps({"global_step": 1, "log_history": []}))
 
 
 def _native_files(place: Path) -> None:
@@ -247,7 +272,7 @@ def make_subjects(place: Path) -> None:
     """Write all of them under ``place``."""
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for make in (_torch_files, _native_files, _written_files, _deepspeed_files):
+        for make in (_torch_files, _directories_of_others, _native_files, _written_files, _deepspeed_files):
             make(place)
 
 
@@ -284,6 +309,8 @@ SUBJECTS: dict[str, Subject] = {
     "zero2": Subject("deepspeed/ds/zero2-2ranks-bf16", share=3),
     "zero3": Subject("deepspeed/ds/zero3-2ranks-fp32", share=3),
     "lightning": Subject("lightning_deepspeed/ds/stage2.ckpt"),
+    "trainer": Subject("trainer", loads=("some", *PARTS)),
+    "accelerate": Subject("accelerate", loads=("some", *PARTS)),
     "peft": Subject("peft"),
     "peft-bin": Subject("peft-bin"),
     "scheduler": Subject("json", "s.json", loads=("scheduler",)),
