@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from shardwise.checkpoint import format as native
@@ -31,6 +32,8 @@ NAMES = ("../" + SECRET, "a\0b", "\x1b[2Jx", "", "model/x", "other", "a" * 5000,
 PARSED = "(parsed)"
 """In a path: the text there is JSON itself."""
 SPARSE_BYTES = 1 << 30
+OF_AN_ARRAY = (np._core.multiarray._reconstruct, np.ndarray, np.dtype, type(np.dtype("uint32")))
+"""What the generators of Trainer and accelerate are made of."""
 
 
 # ---- files as trees
@@ -49,7 +52,7 @@ def _kind(content: bytes, name: str) -> str:
 
 
 def _torch_tree(content: bytes) -> Any:
-    stand_ins: list[Any] = list(deepspeed.STAND_INS)
+    stand_ins: list[Any] = [*deepspeed.STAND_INS, *OF_AN_ARRAY]
     with torch.serialization.safe_globals(stand_ins):
         found = torch.load(io.BytesIO(content), weights_only=True)
     return _plain(found)
