@@ -11,7 +11,7 @@ from typing import Any
 
 __all__ = ["Interrupts"]
 
-CALLS = ("CALL", "CALL_FUNCTION_EX", "JUMP_BACKWARD", "CALL_KW", "CALL_METHOD", "CALL_FUNCTION")
+CALLS = ("CALL", "CALL_FUNCTION_EX", "CALL_KW", "CALL_METHOD", "CALL_FUNCTION")
 """Python looks for signals after these, and when a function begins."""
 
 
@@ -69,5 +69,7 @@ class Interrupts:
 
 
 def _after_calls(code: CodeType) -> frozenset[int]:
-    instructions = list(dis.get_instructions(code))
-    return frozenset(after.offset for one, after in itertools.pairwise(instructions) if one.opname in CALLS)
+    """Where Python looks for signals: after calls, and where a loop has jumped back to."""
+    found = {each.argval for each in dis.get_instructions(code) if each.opname == "JUMP_BACKWARD"}
+    pairs = itertools.pairwise(dis.get_instructions(code))
+    return frozenset(found | {after.offset for one, after in pairs if one.opname in CALLS})

@@ -368,20 +368,28 @@ def test_a_loaded_state_is_not_shared_with_whoever_gave_it() -> None:
         assert "capturable=True in param group 0" in message
 
 
-def nan_rate(value: Any) -> int:
-    """How often a guess was undone in a step whose rate does not change."""
+def nan_rate(value: Any) -> tuple[str, int, bool]:
+    """What a step says of a rate that is no number, how often the guess was undone until a right one, and whether the
+    parameters are finite then."""
     plan = zero(3).but(update="backward", **LOOSE)
     with one_mesh(plan) as mesh, counting() as counts:
         model = Late()
         session = build(model, torch.optim.AdamW(model.parameters(), foreach=False), plan, mesh)
-        session.optimizers[0].param_groups[0]["lr"] = value
+        group = session.optimizers[0].param_groups[0]
+        right, group["lr"] = group["lr"], value
         session.backward(session.module(rows(mesh.rank, 0), 0, False).square().mean())
+        with pytest.raises(ValueError) as error:
+            session.optimizers[0].step()
+        group["lr"] = right
         session.optimizers[0].step()
-        assert counts["updates"]
+        finite = all(bool(each.isfinite().all()) for each in session.module.state_dict().values())
         session.close()
-        return counts["rollbacks"]
+        return str(error.value), counts["rollbacks"], finite
 
 
 @pytest.mark.parametrize("value", [float("nan"), torch.tensor(float("nan"))])
-def test_a_rate_that_is_not_a_number_has_not_changed(value: Any) -> None:
-    assert run_ranks(1, nan_rate, value) == [0]
+def test_a_rate_that_is_not_a_number_is_refused_and_may_be_mended(value: Any) -> None:
+    ((message, undone, finite),) = run_ranks(1, nan_rate, value)
+    assert "lr=nan" in message.replace("tensor(nan)", "nan") and "param group 0" in message
+    assert undone == 1 and finite
+
