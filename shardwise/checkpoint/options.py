@@ -132,6 +132,8 @@ def fitting(own: Mapping[str, Any], options: Mapping[str, Any], where: str) -> d
     """
     for key, value in options.items():
         why = "the parameters are listed elsewhere" if key == "params" else unlike(value, own.get(key))
+        if own.get(key) is None and isinstance(value, torch.Tensor) and not _is_number(value):
+            why = f"{_shown(value)} for an option"
         if why:
             raise ValueError(f"{where}: {key!r:.60} does not fit ({why}); nothing was loaded")
     return dict(options)
@@ -145,12 +147,15 @@ def _check_small(trainer: Trainer, match: Match, index: int) -> None:
     """
     entries = [(n, match.state_of(n) or {}) for names in match.held.group_names(trainer) for n in names]
     element_wise = {key for _, entry in entries for key, value in entry.items() if isinstance(value, Stored)}
+    # All are tensors, or none is, as in older files: optimizers look at one of them.
+    counted = any(isinstance(entry.get("step"), torch.Tensor) for _, entry in entries)
     for name, entry in entries:
         for key, value in entry.items():
             if isinstance(value, Stored):
                 continue
             tensor = value is None or isinstance(value, torch.Tensor)
-            if (key in element_wise and not tensor) or (key == "step" and not _is_number(value)):
+            step = key == "step" and (not _is_number(value) or isinstance(value, torch.Tensor) != counted)
+            if (key in element_wise and not tensor) or step:
                 raise ValueError(f"optimizer {index}: {key!r:.60} of {name} is {_shown(value)}; nothing was loaded")
     if type(trainer.optimizer).__module__.startswith(OF_ONE_KIND):
         _check_keys(trainer, match, index)
