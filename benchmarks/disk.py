@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.table import replace_section
-from shardwise.memory.disk import DiskStore, Handle, Record
+from shardwise.disk.store import DiskStore, Handle, Record
 from shardwise.plan import DiskPlan
 
 MIB, GIB = 2**20, 2**30

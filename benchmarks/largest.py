@@ -36,10 +36,10 @@ from benchmarks.model import GPT, batch
 from benchmarks.table import replace_section
 from benchmarks.training import machine
 from shardwise.build import build
-from shardwise.engine.deferred import deferred_init
+from shardwise.deferred import deferred_init
 from shardwise.memory.ledger import DeviceMemoryError
-from shardwise.memory.sizes import parse_size, size_text
 from shardwise.plan import Plan, on_device, zero
+from shardwise.sizes import parse_size, size_text
 
 __all__ = [
     "Case",

@@ -25,7 +25,7 @@ from benchmarks.model import batch, make_model
 from benchmarks.table import replace_section
 from benchmarks.training import machine
 from shardwise.build import Session, build
-from shardwise.memory.disk import DiskStore, Handle
+from shardwise.disk.store import DiskStore, Handle
 from shardwise.plan import DiskPlan, Plan, on_device, zero
 
 __all__ = ["MODES", "Alone", "Mode", "Parts", "Training", "measure", "table"]

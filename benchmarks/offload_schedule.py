@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from benchmarks.table import replace_section
 from shardwise.build import build
-from shardwise.memory import disk
-from shardwise.memory.disk_queues import Request, RequestQueue
+from shardwise.disk import store as disk
+from shardwise.disk.queues import Request, RequestQueue
 from shardwise.plan import DiskPlan, on_device, zero
 
 __all__ = ["Found", "ModelDisk", "measure"]

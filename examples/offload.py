@@ -9,8 +9,8 @@ import torch.distributed as dist
 from shardwise.booster import Booster
 from shardwise.booster.plugin import GeminiPlugin
 from shardwise.cli.demo_model import ByteGPT, ModelSize
-from shardwise.memory.tiers_picture import tiers_text
 from shardwise.mesh.launch import init_distributed, shutdown
+from shardwise.trace import tiers_text
 
 device = init_distributed()
 torch.manual_seed(0)

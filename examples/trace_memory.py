@@ -12,9 +12,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.cli.demo_model import ByteGPT, ModelSize
-from shardwise.memory.dump import dump_memory_stats
-from shardwise.memory.picture import draw, timeline_text
-from shardwise.memory.trace import trace_memory
+from shardwise.trace import draw, dump_memory_stats, timeline_text, trace_memory
 
 
 def build() -> tuple[nn.Module, Tensor, object]:

@@ -10,18 +10,18 @@ import torch
 from torch import nn
 
 from shardwise.checkpoint.session import Checkpointer
+from shardwise.checks.collective import collective
+from shardwise.deferred.record import is_recording, recorders
 from shardwise.device import on_device
-from shardwise.engine.collective import collective
-from shardwise.engine.deferred_record import is_recording, recorders
 from shardwise.engine.engine import Engine
 from shardwise.engine.memory import MemoryReport
 from shardwise.engine.module import ShardedModule
 from shardwise.engine.optimizer import ShardedOptimizer
-from shardwise.engine.scaler import LossScaler
 from shardwise.engine.staging import gather_shards
-from shardwise.memory.stats import MemStats
 from shardwise.mesh import Mesh, default_device
 from shardwise.plan import Plan
+from shardwise.reduce.scaler import LossScaler
+from shardwise.trace.stats import MemStats
 
 __all__ = ["MemoryReport", "Session", "build"]
 
@@ -114,7 +114,7 @@ class Session:
 
         Args:
             stats: what :meth:`memory_stats` gave for the same model and plan, or
-                :func:`~shardwise.memory.trace.trace_memory` for the same model.
+                :func:`~shardwise.trace.tracing.trace_memory` for the same model.
 
         Raises:
             ValueError: its units or modules have other names or sizes than this model's, or the plan has no device

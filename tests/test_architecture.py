@@ -23,11 +23,15 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("checked",),
     ("tier_plan",),  # the part of a plan that is about memories
     ("plan", "device", "torch_internals"),
-    ("comm", "chunk.search", "loss_scale", "printable"),
-    ("mesh",),  # builds the groups of comm
-    ("memory", "chunk.layout", "chunk.policy"),
+    ("comm", "chunk.search", "loss_scale", "printable", "sizes", "names"),
+    ("mesh", "trace", "disk", "deferred"),  # mesh builds the groups of comm
+    ("memory", "chunk.layout"),
     ("optim",),  # moments may be at home on a disk
-    ("chunk", "memory.planner", "parallel"),
+    ("chunk",),
+    ("gather",),
+    ("checks",),
+    ("reduce",),
+    ("update",),
     ("engine",),
     ("checkpoint",),
     ("build",),
@@ -422,7 +426,7 @@ def test_checker_finds(checker: Checker, source: Source, expected: str) -> None:
 
 
 GOOD: list[tuple[Checker, Source]] = [
-    (check_layers, _source("engine", "from shardwise.chunk.pool import P\nfrom shardwise import plan\nimport torch")),
+    (check_layers, _source("engine", "from shardwise.gather.pool import P\nfrom shardwise import plan\nimport torch")),
     (check_layers, _source("chunk.pool", "from shardwise.chunk import layout")),
     (check_layers, _source("testing", "from shardwise.cli import main")),
     (check_state, _source("cli.main", "import os\nx = os.environ")),

@@ -16,8 +16,8 @@ from shardwise.checkpoint.randomness import read_generators
 from shardwise.checkpoint.run import Holding, Run, Trainer
 from shardwise.checkpoint.schedulers import scheduler_class
 from shardwise.checkpoint.settings import saved_settings
+from shardwise.disk.checksum import checksum
 from shardwise.engine.fragments import Fragment, TensorShape, split
-from shardwise.memory.disk_checksum import checksum
 
 __all__ = [
     "Contents",

@@ -21,7 +21,7 @@ from shardwise.checkpoint.foreign import settle, take_along
 from shardwise.checkpoint.format import MANIFEST, Head, has_pieces, is_file_name, read_files, read_head
 from shardwise.checkpoint.owners import Owners, Writer
 from shardwise.checkpoint.source import CheckpointDamage
-from shardwise.memory.disk_errors import explain
+from shardwise.disk.errors import explain
 
 __all__ = ["LATEST", "CheckpointRoot", "Found", "check_tag", "describe", "scan"]
 

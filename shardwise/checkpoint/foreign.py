@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shardwise.checkpoint.files import CheckpointError
-from shardwise.memory.disk_errors import explain
+from shardwise.disk.errors import explain
 
 __all__ = ["Ours", "settle", "take_along"]
 

@@ -27,7 +27,7 @@ from shardwise.checkpoint.bounds import (
 from shardwise.checkpoint.owners import Writer
 from shardwise.checkpoint.source import CheckpointDamage, TensorFact
 from shardwise.checkpoint.state_check import check_state
-from shardwise.memory.disk_checksum import checksum
+from shardwise.disk.checksum import checksum
 
 __all__ = [
     "DTYPE_NAMES",

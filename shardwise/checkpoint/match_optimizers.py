@@ -9,8 +9,8 @@ from typing import Any
 from shardwise.checkpoint.formats.small_values import decode_value, group_options
 from shardwise.checkpoint.run import Holding, Trainer
 from shardwise.checkpoint.source import CheckpointSource
+from shardwise.checks.param_groups import same_value
 from shardwise.engine.fragments import Stored
-from shardwise.engine.param_groups import same_value
 from shardwise.optim.state_form import SavedForm, StateForm, options_for
 
 __all__ = ["OptimizerMatch", "Taken", "shortened"]

@@ -12,8 +12,8 @@ import numpy.typing as npt
 import torch
 
 from shardwise.checkpoint.format import DTYPE_NAMES, FileFact, PieceFact, hexadecimal
+from shardwise.disk.checksum import checksum
 from shardwise.engine.fragments import Fragment
-from shardwise.memory.disk_checksum import checksum
 
 __all__ = ["PieceFile", "PieceLayout", "as_bytes"]
 

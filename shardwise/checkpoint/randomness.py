@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from shardwise.device import random_state, set_random_state
-from shardwise.memory.disk_checksum import checksum
+from shardwise.disk.checksum import checksum
 
 __all__ = ["check_generators", "read_generators", "restore_generators", "spread_generators"]
 

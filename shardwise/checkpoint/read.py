@@ -18,7 +18,7 @@ from shardwise.checkpoint.bounds import open_regular
 from shardwise.checkpoint.format import FileFact, Manifest, PieceFact, hexadecimal, read_manifest
 from shardwise.checkpoint.pieces import Bytes, as_bytes
 from shardwise.checkpoint.source import CheckpointDamage, TensorFact
-from shardwise.memory.disk_checksum import checksum
+from shardwise.disk.checksum import checksum
 
 __all__ = ["NativeSource", "verify"]
 

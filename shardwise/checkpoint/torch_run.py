@@ -20,7 +20,7 @@ from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.run import Scaler
 from shardwise.comm import Activity
 from shardwise.engine.fragments import EXTRA_STATE, Block, Fill, Fragment, FragmentPlan, Stored, TensorShape
-from shardwise.engine.names import StateNames
+from shardwise.names import StateNames
 from shardwise.optim.state_form import constructed_state
 from shardwise.torch_internals import offset_of_part
 

@@ -12,7 +12,7 @@ import torch
 
 from shardwise.comm import DONE, Buffer, Group, Handle
 from shardwise.device import SideCopy, behind_current
-from shardwise.memory.disk import DiskError, DiskStore, Record
+from shardwise.disk.store import DiskError, DiskStore, Record
 from shardwise.memory.tier import Tier
 
 __all__ = ["DiskSource", "MemorySource", "ReadAhead", "ShardSource"]

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 from shardwise.checked import number
 from shardwise.cli.checkpoint_targets import WRITTEN, add_options, notes_of, write
 from shardwise.cli.errors import BadInput, option
-from shardwise.memory.sizes import parse_size, size_text
 from shardwise.printable import printable
+from shardwise.sizes import parse_size, size_text
 
 if TYPE_CHECKING:
     import torch

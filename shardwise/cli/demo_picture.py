@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.cli.demo_tiers import MEMORY_MARKER
-from shardwise.memory.picture import draw, kinds_of
-from shardwise.memory.sizes import size_text
-from shardwise.memory.tiers_picture import draw_tiers, tiers_text
+from shardwise.sizes import size_text
+from shardwise.trace.picture import draw, kinds_of
+from shardwise.trace.tiers_picture import draw_tiers, tiers_text
 
 if TYPE_CHECKING:
     from shardwise.engine.module import ShardedModule

@@ -182,7 +182,7 @@ def _disk_share(given: dict[str, Any]) -> float:
 
 
 def _device_bytes(text: str | None) -> int | None:
-    from shardwise.memory.sizes import parse_size
+    from shardwise.sizes import parse_size
 
     if text is None:
         return None

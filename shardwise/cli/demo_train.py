@@ -30,9 +30,9 @@ from shardwise.cli.errors import BadInput
 from shardwise.cli.progress import Progress, StepFacts
 from shardwise.cli.stop import StopRequest
 from shardwise.memory.ledger import DeviceMemoryError
-from shardwise.memory.sizes import size_text
 from shardwise.mesh.launch import init_distributed, shutdown
 from shardwise.plan import DiskPlan, Plan
+from shardwise.sizes import size_text
 
 __all__ = ["learning_rate_factor", "make_plugin", "starting_state", "train"]
 

@@ -21,7 +21,7 @@ from shardwise.deepspeed.optimizers import make_optimizer
 from shardwise.deepspeed.plan import plan_of
 from shardwise.deepspeed.schedules import make_schedule
 from shardwise.deepspeed.zero import remember
-from shardwise.engine.deferred import paused
+from shardwise.deferred.construction import paused
 from shardwise.mesh import default_device, init_distributed
 
 __all__ = ["add_config_arguments", "initialize"]

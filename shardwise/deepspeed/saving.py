@@ -29,7 +29,7 @@ from shardwise.checkpoint.write import agree
 from shardwise.deepspeed.frozen import WithoutFrozen, frozen_ones_are_missing
 from shardwise.deepspeed.parts import PartRun
 from shardwise.engine.fragments import Held
-from shardwise.engine.scaler import LossScaler
+from shardwise.reduce.scaler import LossScaler
 
 __all__ = ["Found", "Saving", "take_over"]
 

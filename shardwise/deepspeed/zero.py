@@ -18,8 +18,8 @@ from shardwise.deepspeed.config import Settings, read_config
 from shardwise.deepspeed.groups import MARK, marking
 from shardwise.deepspeed.groups import data_parallel_group as group_of_mpu
 from shardwise.deepspeed.plan import home_of_parameters, number_format
-from shardwise.engine.deferred import adopt, deferred_init, paused
-from shardwise.engine.deferred_replay import replay, tape_of
+from shardwise.deferred.construction import adopt, deferred_init, paused
+from shardwise.deferred.replay import replay, tape_of
 
 __all__ = ["GatheredParameters", "Init", "register_external_parameter", "remember"]
 

@@ -1,0 +1,4 @@
+"""The rooms wired together for one model: its storage, its passes, its optimizers' steps, its state from and for files.
+
+What one trade can do by itself belongs into that trade's room; nothing here knows of front-ends or file formats.
+"""

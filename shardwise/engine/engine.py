@@ -10,36 +10,36 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.checks.agreement import agreed_build
+from shardwise.checks.description import describe_build
+from shardwise.checks.guards import Guards, check_shardable
+from shardwise.checks.unfinished import Unfinished, state_of
 from shardwise.chunk.chunk import Chunk
 from shardwise.chunk.layout import Layout, make_layout, search_report
-from shardwise.chunk.pool import ChunkPool
 from shardwise.device import synchronize
-from shardwise.engine.agreement import agreed_build
+from shardwise.disk.agreement import agreed
 from shardwise.engine.casts import cast_floats, each_tensor
-from shardwise.engine.description import describe_build
-from shardwise.engine.disk_agreement import agreed
-from shardwise.engine.early import EarlyObserver, EarlyUpdates
 from shardwise.engine.facts import all_names, parameter_facts
-from shardwise.engine.guards import Guards, check_shardable
-from shardwise.engine.hooks import GatherHooks, trace_hooks
 from shardwise.engine.initial import load_initial_values
-from shardwise.engine.masters import MasterEdits, take_over
-from shardwise.engine.meter import MemoryMeter
 from shardwise.engine.outside_trace import of_units
-from shardwise.engine.passes import BackwardPasses
-from shardwise.engine.reducer import Reducer
 from shardwise.engine.staging import WhenAsked, gather_shards
 from shardwise.engine.storage import Storage
-from shardwise.engine.tiles import check_element_wise
-from shardwise.engine.transforms import outside_transforms
-from shardwise.engine.unfinished import Unfinished, state_of
 from shardwise.engine.visible_grads import VisibleGrads
 from shardwise.engine.weak import weakly
+from shardwise.gather.hooks import GatherHooks, trace_hooks
+from shardwise.gather.meter import MemoryMeter
+from shardwise.gather.pool import ChunkPool
+from shardwise.gather.transforms import outside_transforms
 from shardwise.memory.ledger import DeviceMemoryError
-from shardwise.memory.stats import MemStats
 from shardwise.memory.tier import Tier
 from shardwise.mesh import Mesh
 from shardwise.plan import Plan
+from shardwise.reduce.passes import BackwardPasses
+from shardwise.reduce.reducer import Reducer
+from shardwise.trace.stats import MemStats
+from shardwise.update.early import EarlyObserver, EarlyUpdates
+from shardwise.update.masters import MasterEdits, take_over
+from shardwise.update.tiles import check_element_wise
 
 __all__ = ["Engine"]
 

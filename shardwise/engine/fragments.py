@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
+from shardwise.checks.unfinished import PARAMETERS
+from shardwise.checks.unfinished import state_of as unfinished_state
 from shardwise.chunk.chunk import Chunk
-from shardwise.engine.disk_tiles import is_element_wise
 from shardwise.engine.engine import Engine
 from shardwise.engine.optimizer import ShardedOptimizer
-from shardwise.engine.unfinished import PARAMETERS
-from shardwise.engine.unfinished import state_of as unfinished_state
+from shardwise.update.disk_tiles import is_element_wise
 
 __all__ = [
     "EXTRA_STATE",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from shardwise.engine.deferred import adopt, initial_values, set_buffer
+from shardwise.deferred.construction import adopt, initial_values, set_buffer
 from shardwise.engine.storage import Storage
 from shardwise.engine.writer import ValueWriter
 from shardwise.mesh import Mesh

@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.checks.collective import collective
+from shardwise.checks.unfinished import PARAMETERS
 from shardwise.chunk.chunk import Chunk
+from shardwise.disk.agreement import agreed
 from shardwise.engine.attributes import attribute_of
-from shardwise.engine.collective import collective
-from shardwise.engine.disk_agreement import agreed
 from shardwise.engine.engine import Engine
 from shardwise.engine.memory import MemoryReport, memory_report
-from shardwise.engine.names import StateNames
 from shardwise.engine.staging import gather_shards
-from shardwise.engine.unfinished import PARAMETERS
 from shardwise.engine.writer import ValueWriter
 from shardwise.memory.tier import Tier
+from shardwise.names import StateNames
 from shardwise.torch_internals import incompatible_keys
 
 __all__ = ["ShardedModule"]

@@ -10,20 +10,20 @@ from typing import Any
 import torch
 
 from shardwise.checked import number
+from shardwise.checks.collective import collective
+from shardwise.checks.hyper_parameters import HyperParameters
+from shardwise.checks.unfinished import PARAMETERS, state_of
 from shardwise.device import runs_ahead
 from shardwise.engine.attributes import attribute_of
-from shardwise.engine.collective import collective
 from shardwise.engine.engine import Engine
-from shardwise.engine.grads import ChunkGrads
-from shardwise.engine.hyper_parameters import HyperParameters
-from shardwise.engine.norm import LateNorm, clip_factor, global_norm
 from shardwise.engine.optimizer_state import OptimizerState
 from shardwise.engine.other_parts import Counting
-from shardwise.engine.scaler import LossScaler
-from shardwise.engine.unfinished import PARAMETERS, state_of
 from shardwise.engine.updates import TileUpdates
 from shardwise.memory.tier import Tier
 from shardwise.plan import HALF_DTYPES
+from shardwise.reduce.grads import ChunkGrads
+from shardwise.reduce.norm import LateNorm, clip_factor, global_norm
+from shardwise.reduce.scaler import LossScaler
 
 __all__ = ["ShardedOptimizer"]
 

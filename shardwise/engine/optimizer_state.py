@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
+from shardwise.checks.param_groups import check_modes
 from shardwise.chunk.chunk import Chunk
-from shardwise.engine.disk_agreement import agreed
+from shardwise.disk.agreement import agreed
 from shardwise.engine.engine import Engine
-from shardwise.engine.param_groups import check_modes
 from shardwise.engine.staging import gather_shards
-from shardwise.engine.tiles import Piece
 from shardwise.engine.updates import TileUpdates
 from shardwise.memory.tier import Tier
 from shardwise.optim.state_form import check_full_state, constructed_state, makes_state_at_once
+from shardwise.update.tiles import Piece
 
 __all__ = ["OptimizerState"]
 

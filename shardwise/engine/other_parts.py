@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from shardwise.engine.grads import ChunkGrads
-from shardwise.engine.norm import OtherParts
+from shardwise.reduce.grads import ChunkGrads
+from shardwise.reduce.norm import OtherParts
 
 if TYPE_CHECKING:
     from shardwise.engine.engine import Engine
@@ -63,7 +63,7 @@ class Counting:
             )
 
     def others(self) -> OtherParts:
-        """For :func:`~shardwise.engine.norm.global_norm`, now."""
+        """For :func:`~shardwise.reduce.norm.global_norm`, now."""
         if self._group.rank == 0:
             return OtherParts(self._group)
         counted = [

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from torch import nn
 
-from shardwise.chunk.pool import ChunkPool
-from shardwise.memory.stats import NO_UNIT, MemStats, Moment
+from shardwise.gather.pool import ChunkPool
+from shardwise.trace.stats import NO_UNIT, MemStats, Moment
 
 __all__ = ["of_units"]
 

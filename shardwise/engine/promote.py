@@ -11,11 +11,11 @@ from dataclasses import replace
 import torch
 
 from shardwise.engine.engine import Engine
-from shardwise.engine.grads import ChunkGrads
-from shardwise.engine.states import ChunkState
-from shardwise.engine.tiles import Tile
 from shardwise.memory.tier import Tier
+from shardwise.reduce.grads import ChunkGrads
 from shardwise.torch_internals import point
+from shardwise.update.states import ChunkState
+from shardwise.update.tiles import Tile
 
 __all__ = ["promote"]
 

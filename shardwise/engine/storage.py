@@ -15,17 +15,17 @@ from shardwise.chunk.layout import ChunkSpec, Layout
 from shardwise.chunk.source import DiskSource, MemorySource, ReadAhead, ShardSource
 from shardwise.comm import Buffer
 from shardwise.device import side_stream, total_bytes
-from shardwise.engine.disk_agreement import agreed
-from shardwise.engine.grads import ChunkGrads, GradRing
-from shardwise.engine.states import ChunkState
-from shardwise.engine.tile_plan import TILE_NUMEL, TileRange, plan_tiles
-from shardwise.memory.disk import DiskStore
+from shardwise.disk.agreement import agreed
+from shardwise.disk.store import DiskStore
 from shardwise.memory.host import HostArena, host_block
 from shardwise.memory.ledger import Ledger
 from shardwise.memory.placement import Home, assign_homes, missed_shares
 from shardwise.memory.tier import Tier
 from shardwise.mesh import Mesh
 from shardwise.plan import HALF_DTYPES, Plan
+from shardwise.reduce.grads import ChunkGrads, GradRing
+from shardwise.update.states import ChunkState
+from shardwise.update.tile_plan import TILE_NUMEL, TileRange, plan_tiles
 
 __all__ = ["Storage"]
 

@@ -17,22 +17,22 @@ from typing import Any
 
 import torch
 
+from shardwise.checks.param_groups import ParamGroups
+from shardwise.checks.unfinished import PARAMETERS, state_of
 from shardwise.chunk.chunk import Chunk
 from shardwise.chunk.source import DiskSource
 from shardwise.device import RandomState, random_state, set_random_state
-from shardwise.engine.disk_agreement import disk_failures, raise_failures
-from shardwise.engine.disk_tiles import BufferSizes, DiskTile, TileVisits
-from shardwise.engine.early import EarlyUpdates
-from shardwise.engine.early_disk import EarlyDisk
+from shardwise.disk.agreement import disk_failures, raise_failures
+from shardwise.disk.store import DiskError
 from shardwise.engine.engine import Engine
-from shardwise.engine.grads import ChunkGrads
-from shardwise.engine.param_groups import ParamGroups
 from shardwise.engine.promote import promote
-from shardwise.engine.tiles import Piece, Tile, TileStepper, make_tiles
-from shardwise.engine.unfinished import PARAMETERS, state_of
-from shardwise.memory.disk import DiskError
 from shardwise.memory.tier import Tier
+from shardwise.reduce.grads import ChunkGrads
 from shardwise.torch_internals import point
+from shardwise.update.disk_tiles import BufferSizes, DiskTile, TileVisits
+from shardwise.update.early import EarlyUpdates
+from shardwise.update.early_disk import EarlyDisk
+from shardwise.update.tiles import Piece, Tile, TileStepper, make_tiles
 
 __all__ = ["TileUpdates"]
 

@@ -20,11 +20,11 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.comm.errors import PeerError
-from shardwise.engine.grads import ChunkGrads
-from shardwise.engine.norm import each_norm
 from shardwise.engine.other_parts import is_divided
-from shardwise.engine.sharded_grad import ShardedGrad
 from shardwise.engine.staging import gather_shards
+from shardwise.reduce.grads import ChunkGrads
+from shardwise.reduce.norm import each_norm
+from shardwise.reduce.sharded_grad import ShardedGrad
 from shardwise.torch_internals import accumulate_hooks, storage_id
 
 if TYPE_CHECKING:
@@ -350,7 +350,7 @@ class VisibleGrads:
         return self.clip.get(optimizer, 1.0) / self.divisor(optimizer)
 
     def norms(self, indices: Sequence[int], p: float) -> list[torch.Tensor]:
-        """See :class:`~shardwise.engine.sharded_grad.GradOwner`. All parameters' at the first request for ``p``."""
+        """See :class:`~shardwise.reduce.sharded_grad.GradOwner`. All parameters' at the first request for ``p``."""
         if p not in self._norms:
             self._norms[p] = self._all_norms(indices[0], p)
         param = self._params[indices[0]]
@@ -388,7 +388,7 @@ class VisibleGrads:
         return reduced[start:end] if reduced is not None and start < end else None
 
     def full(self, index: int, wide: bool) -> torch.Tensor:
-        """See :class:`~shardwise.engine.sharded_grad.GradOwner`."""
+        """See :class:`~shardwise.reduce.sharded_grad.GradOwner`."""
         state, at = self._where[index]
         slot, group = state.spec.slots[at], self.engine.mesh.shard
         reduced, param = state.reduced, self._params[index]
@@ -424,7 +424,7 @@ class VisibleGrads:
         return f"{what} of {self.name(index)}.grad is collective, every rank must do it alike: {error}"
 
     def part(self, index: int) -> tuple[torch.Tensor, slice, float]:
-        """See :class:`~shardwise.engine.sharded_grad.GradOwner`."""
+        """See :class:`~shardwise.reduce.sharded_grad.GradOwner`."""
         return self._edited(index)
 
     def _edited(self, index: int) -> tuple[torch.Tensor, slice, float]:

@@ -7,9 +7,9 @@ from types import TracebackType
 
 import torch
 
-from shardwise.engine.disk_agreement import disk_failures, raise_failures
+from shardwise.disk.agreement import disk_failures, raise_failures
+from shardwise.disk.store import DiskError
 from shardwise.engine.storage import Storage
-from shardwise.memory.disk import DiskError
 
 __all__ = ["ValueWriter"]
 

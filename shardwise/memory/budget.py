@@ -6,7 +6,7 @@ Source: Gemini's ``auto`` placement (``warmup_non_model_data_ratio``, ``steady_c
 
 from __future__ import annotations
 
-from shardwise.memory.stats import MemStats
+from shardwise.trace.stats import MemStats
 
 __all__ = ["margin_bytes", "model_budget_bytes"]
 

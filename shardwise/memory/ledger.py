@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from shardwise.memory.sizes import size_text
-from shardwise.memory.tracker import Tracker
+from shardwise.sizes import size_text
+from shardwise.trace.tracker import Tracker
 
 __all__ = ["KEPT", "REST", "DeviceMemoryError", "Ledger"]
 

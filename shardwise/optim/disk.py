@@ -9,7 +9,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from shardwise.memory.disk import DiskError, DiskStore, Handle, Record
+from shardwise.disk.store import DiskError, DiskStore, Handle, Record
 from shardwise.optim.offload import FetchedMoments, MomentStore
 from shardwise.plan import DiskPlan
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 
 from shardwise.build import Session
-from shardwise.engine.deferred import deferred_init
+from shardwise.deferred import deferred_init
 from shardwise.plan import Plan
 from shardwise.strategies.namespace import Namespace, build
 from shardwise.strategies.precision import Format, ShardedPrecision, check_replaceable, correct_throughput

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from shardwise.checked import MOST_BYTES, MOST_NUMEL, switch, whole
-from shardwise.engine.deferred import deferred_init
+from shardwise.deferred import deferred_init
 from shardwise.plan import (
     ByModule,
     ByNumel,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.build import Session, build
-from shardwise.engine.deferred import adopt
+from shardwise.deferred.construction import adopt
 from shardwise.mesh import Mesh
 from shardwise.plan import CommPlan, MeshPlan, Plan
 from shardwise.strategies.toggling import Toggling

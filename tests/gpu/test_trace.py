@@ -12,9 +12,9 @@ from gpu.on_device import Stack, adamw, device_of_rank
 from gpu.test_auto_and_early import Run, highest_allocation
 from gpu.test_tiers import LAYER, SLACK, WIDTH, tiered
 from shardwise.build import build
-from shardwise.memory.trace import trace_memory
 from shardwise.plan import Plan, zero
 from shardwise.testing import RankPool
+from shardwise.trace.tracing import trace_memory
 
 ROWS, DEPTH = 4096, 8
 

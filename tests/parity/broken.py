@@ -10,21 +10,21 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from shardwise.checks.edits import Edits
 from shardwise.chunk.chunk import Chunk
 from shardwise.chunk.layout import ChunkSpec
-from shardwise.chunk.pool import ChunkPool
 from shardwise.comm import Group
 from shardwise.engine import optimizer as optimizer_module
-from shardwise.engine.edits import Edits
 from shardwise.engine.engine import Engine
-from shardwise.engine.grads import ChunkGrads
-from shardwise.engine.hooks import GatherHooks
 from shardwise.engine.module import ShardedModule
 from shardwise.engine.optimizer import ShardedOptimizer
-from shardwise.engine.reducer import Reducer
 from shardwise.engine.storage import Storage
-from shardwise.engine.tiles import TileStepper
 from shardwise.engine.updates import TileUpdates
+from shardwise.gather.hooks import GatherHooks
+from shardwise.gather.pool import ChunkPool
+from shardwise.reduce.grads import ChunkGrads
+from shardwise.reduce.reducer import Reducer
+from shardwise.update.tiles import TileStepper
 from tests.parity.sharded import Run, Setting, train_on_rank
 
 __all__ = ["FAULTS", "train_broken"]

@@ -9,18 +9,18 @@ from unittest import mock
 
 import torch
 
-from shardwise.chunk.pool import ChunkPool
 from shardwise.chunk.source import DiskSource
 from shardwise.comm import DONE
-from shardwise.engine.disk_tiles import DiskTile
-from shardwise.engine.early import EarlyUpdates
-from shardwise.engine.early_disk import EarlyDisk
-from shardwise.engine.grads import ChunkGrads
+from shardwise.disk.store import DiskStore
 from shardwise.engine.optimizer import ShardedOptimizer
-from shardwise.engine.reducer import Reducer
 from shardwise.engine.updates import TileUpdates
-from shardwise.memory.disk import DiskStore
+from shardwise.gather.pool import ChunkPool
 from shardwise.memory.tier import Tier
+from shardwise.reduce.grads import ChunkGrads
+from shardwise.reduce.reducer import Reducer
+from shardwise.update.disk_tiles import DiskTile
+from shardwise.update.early import EarlyUpdates
+from shardwise.update.early_disk import EarlyDisk
 from tests.parity.covering import Row
 from tests.parity.sharded import Setting
 from tests.parity.tiers import TierRun, train_tiers

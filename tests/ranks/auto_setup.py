@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.build import Session
 from shardwise.device.memory import live_bytes
-from shardwise.memory.stats import MemStats
 from shardwise.memory.tier import Tier
 from shardwise.mesh import Mesh
 from shardwise.plan import AutoPlan, Plan, TierPlan, on_device, zero
+from shardwise.trace.stats import MemStats
 
 WIDTH = 32
 

@@ -15,10 +15,10 @@ from tier_setup import digest
 from torch import nn
 
 from shardwise.build import Session
-from shardwise.engine.early import EarlyUpdates
 from shardwise.mesh import Mesh
 from shardwise.plan import Plan, ScalerPlan, TierPlan, on_device, zero
 from shardwise.testing import MODELS, make_batches
+from shardwise.update.early import EarlyUpdates
 
 HOST = dataclasses.replace(on_device(), state_host_fraction=1.0)
 MIX = dataclasses.replace(on_device(), state_host_fraction=0.5, param_host_fraction=0.5)

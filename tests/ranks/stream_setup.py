@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from shardwise.build import Session
 from shardwise.comm import Buffer, Group, GroupMaker, Handle, NativeGroup
 from shardwise.comm.control import Control
-from shardwise.engine.passes import BackwardPasses
 from shardwise.plan import Plan
+from shardwise.reduce.passes import BackwardPasses
 
 CPU = torch.device("cpu")
 LAYERS = 7

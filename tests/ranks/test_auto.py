@@ -30,13 +30,13 @@ from engine_setup import one_mesh
 from torch import Tensor
 
 from shardwise.build import Session, build
-from shardwise.chunk.policy import Trace
-from shardwise.chunk.replay import simulate
-from shardwise.memory.stats import MemStats
+from shardwise.gather.policy import Trace
+from shardwise.gather.replay import simulate
 from shardwise.memory.tier import Tier
-from shardwise.memory.trace import trace_memory
 from shardwise.plan import TierPlan, on_device, zero
 from shardwise.testing import run_ranks
+from shardwise.trace.stats import MemStats
+from shardwise.trace.tracing import trace_memory
 
 ROOMY = 100 * BLOCK_BYTES
 

@@ -24,7 +24,7 @@ from torch import nn
 from shardwise.booster import Booster
 from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin
 from shardwise.booster.plugin.base import ShardedPlugin, updates_early
-from shardwise.engine.deferred import deferred_init
+from shardwise.deferred import deferred_init
 from shardwise.optim import HybridAdam
 from shardwise.testing import run_ranks
 

@@ -14,7 +14,7 @@ from auto_setup import BLOCK_BYTES, PLAIN, Found, Stack, auto, model_data, plan_
 from engine_setup import one_mesh, sharded
 
 from shardwise.build import Session, build
-from shardwise.engine.hooks import in_backward
+from shardwise.gather.hooks import in_backward
 from shardwise.memory.ledger import DeviceMemoryError
 from shardwise.memory.tier import Tier
 from shardwise.plan import TierPlan, on_device, zero

@@ -15,8 +15,8 @@ from scope import CPU, Scope, same, summed, values
 from shardwise.comm import Buffer, Group, LocalGroup
 from shardwise.comm.mapping import MappingError
 from shardwise.comm.summing import TILE_NUMEL, RankSum
-from shardwise.memory.tracker import TensorTracker
 from shardwise.testing import run_ranks
+from shardwise.trace.tracker import TensorTracker
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 SLICES = (0, 1, 7, 1300)

@@ -22,9 +22,9 @@ from tier_setup import small_tiles, with_tiers
 from torch import nn
 
 from shardwise.deepspeed.plan import to_plan
-from shardwise.memory import disk
-from shardwise.memory.disk import DiskStore
-from shardwise.memory.disk_queues import Request, RequestQueue
+from shardwise.disk import store as disk
+from shardwise.disk.queues import Request, RequestQueue
+from shardwise.disk.store import DiskStore
 from shardwise.plan import Plan, zero
 from shardwise.testing import run_ranks
 

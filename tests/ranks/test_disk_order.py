@@ -10,10 +10,10 @@ import torch
 from engine_setup import sharded
 from tier_setup import backward, make_net, small_tiles, with_tiers
 
-from shardwise.engine.disk_tiles import DiskTile
-from shardwise.memory.disk import DiskStore
+from shardwise.disk.store import DiskStore
 from shardwise.plan import Plan, zero
 from shardwise.testing import run_ranks
+from shardwise.update.disk_tiles import DiskTile
 
 TILE_READ, TILE_ENDED, LAYER_USED = "a tile is being read", "a tile's transfers are over", "a layer was used"
 PARAMETERS = "parameters of chunk"

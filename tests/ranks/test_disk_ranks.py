@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.memory.disk import DiskStore
+from shardwise.disk.store import DiskStore
 from shardwise.plan import DiskPlan
 from shardwise.testing import RankError, run_ranks
 

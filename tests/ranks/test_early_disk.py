@@ -19,12 +19,12 @@ from torch import nn
 
 from benchmarks.offload_schedule import measure
 from shardwise.build import Session, build
-from shardwise.engine.disk_tiles import DiskTile
-from shardwise.engine.early_disk import EarlyDisk
-from shardwise.memory.disk import DiskError
+from shardwise.disk.store import DiskError
 from shardwise.mesh import Mesh
 from shardwise.plan import ByNumel, Plan, zero
 from shardwise.testing import run_ranks
+from shardwise.update.disk_tiles import DiskTile
+from shardwise.update.early_disk import EarlyDisk
 
 BF16, FP16 = {"param_dtype": torch.bfloat16}, {"param_dtype": torch.float16, "scaler": OVERFLOWS}
 SMALL = {"packing": ByNumel(chunk_numel=50)}

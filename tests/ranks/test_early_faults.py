@@ -17,11 +17,11 @@ from tier_setup import digest
 from torch import Tensor, nn
 
 from shardwise.build import Session, build
-from shardwise.engine import patience
-from shardwise.engine.early import EarlyObserver, EarlyUpdates
 from shardwise.mesh import Mesh
 from shardwise.plan import ByTensor, zero
+from shardwise.reduce import patience
 from shardwise.testing import run_ranks
+from shardwise.update.early import EarlyObserver, EarlyUpdates
 
 
 class Deep(nn.Module):

@@ -16,10 +16,10 @@ from early_setup import LOOSE, counting, full_state
 from engine_setup import one_mesh, sharded
 from tier_setup import batch, make_net, small_tiles, tiers, with_tiers
 
-from shardwise.engine.early_disk import EarlyDisk
 from shardwise.mesh import Mesh
 from shardwise.plan import Plan, zero
 from shardwise.testing import run_ranks
+from shardwise.update.early_disk import EarlyDisk
 
 BITES = {"max_norm": 1e-4}
 MEAN = LOOSE | {"average": "mean"}

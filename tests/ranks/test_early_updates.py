@@ -21,9 +21,9 @@ from early_setup import (
 )
 from engine_setup import one_mesh
 
-from shardwise.engine.early import EarlyObserver, EarlyUpdates
 from shardwise.plan import ByNumel, ByTensor, zero
 from shardwise.testing import run_ranks
+from shardwise.update.early import EarlyObserver, EarlyUpdates
 
 BF16, FP16 = {"param_dtype": torch.bfloat16}, {"param_dtype": torch.float16, "scaler": OVERFLOWS}
 CASES = [

@@ -21,7 +21,7 @@ from shardwise.booster import Booster
 from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, Plugin
 from shardwise.comm import Buffer
 from shardwise.comm.shared import JointBuffer
-from shardwise.engine.deferred import deferred_init
+from shardwise.deferred import deferred_init
 from shardwise.engine.writer import ValueWriter
 from shardwise.plan import Plan, zero
 from shardwise.testing import live_tensor_bytes, run_ranks

@@ -26,9 +26,9 @@ import torch
 from engine_setup import PLANS, one_mesh, sharded
 from torch import nn
 
-from shardwise.engine import patience
 from shardwise.mesh import Mesh
 from shardwise.plan import ByNumel, MeshPlan, Plan, replicated, zero
+from shardwise.reduce import patience
 from shardwise.testing import run_ranks
 
 WIDTH, DEPTH = 17, 5

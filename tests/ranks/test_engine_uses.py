@@ -10,8 +10,8 @@ import torch
 from engine_setup import PLANS, Program, adam, check, data, one_mesh, run_plain, run_sharded, seeded, sgd, sharded
 from torch import Tensor, nn
 
-from shardwise.engine.sharded_grad import ShardedGrad
 from shardwise.plan import Plan, zero
+from shardwise.reduce.sharded_grad import ShardedGrad
 from shardwise.testing import MODELS, run_ranks
 
 Passes = Iterator[tuple[Tensor, bool]]

@@ -18,8 +18,9 @@ from engine_setup import adam, one_mesh, seeded, sharded, told
 from stream_setup import LAYERS, Branching, losses_of
 from torch import nn
 
+from shardwise.checks import edits, guards
 from shardwise.comm import Group
-from shardwise.engine import edits, guards, optimizer
+from shardwise.engine import optimizer
 from shardwise.plan import Plan, zero
 from shardwise.testing import assert_close, run_ranks
 

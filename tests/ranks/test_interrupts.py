@@ -15,6 +15,9 @@ from interrupts import Interrupts
 from tier_setup import OPTIMIZERS, batch, digest, make_net, small_tiles, with_tiers
 
 from shardwise.build import Session, build
+from shardwise.disk import buffers as disk_buffers
+from shardwise.disk import io as disk_io
+from shardwise.disk import store as disk
 from shardwise.engine import (
     disk_tiles,
     early,
@@ -27,7 +30,6 @@ from shardwise.engine import (
     unfinished,
     updates,
 )
-from shardwise.memory import disk, disk_buffers, disk_io
 from shardwise.plan import Plan, zero
 from shardwise.testing import run_ranks
 

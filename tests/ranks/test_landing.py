@@ -17,10 +17,10 @@ from torch import Tensor
 from shardwise.chunk import source
 from shardwise.chunk.source import MemorySource
 from shardwise.comm import DONE, Buffer, Handle, LocalGroup
-from shardwise.engine import landing
-from shardwise.engine.landing import IN_FLIGHT, _Landing
 from shardwise.memory.tier import Tier
 from shardwise.plan import zero
+from shardwise.reduce import landing
+from shardwise.reduce.landing import IN_FLIGHT, _Landing
 from shardwise.testing import run_ranks
 
 STEPS, PASSES = 3, 3

@@ -392,4 +392,3 @@ def test_a_rate_that_is_not_a_number_is_refused_and_may_be_mended(value: Any) ->
     ((message, undone, finite),) = run_ranks(1, nan_rate, value)
     assert "lr=nan" in message.replace("tensor(nan)", "nan") and "param group 0" in message
     assert undone == 1 and finite
-

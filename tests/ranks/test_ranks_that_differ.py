@@ -13,8 +13,8 @@ from engine_setup import one_mesh
 from torch import nn
 
 from shardwise.build import Session, build
-from shardwise.engine import description
-from shardwise.engine.agreement import differences
+from shardwise.checks import description
+from shardwise.checks.agreement import differences
 from shardwise.mesh import Mesh
 from shardwise.plan import ByModule, DiskPlan, MeshPlan, Plan, replicated, zero
 from shardwise.testing import run_ranks

@@ -10,8 +10,8 @@ from engine_setup import PLANS, one_mesh
 from torch import nn
 
 from shardwise.build import Session, build
-from shardwise.engine.hyper_parameters import HyperParameters
-from shardwise.engine.param_groups import ParamGroups
+from shardwise.checks.hyper_parameters import HyperParameters
+from shardwise.checks.param_groups import ParamGroups
 from shardwise.mesh import Mesh
 from shardwise.testing import run_ranks
 

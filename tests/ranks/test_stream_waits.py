@@ -1,6 +1,6 @@
 """Ranks on different branches over groups whose waits are queued on a GPU: nothing waits for itself.
 
-The note in :mod:`shardwise.chunk.rounds` has the argument; here it is tried.
+The note in :mod:`shardwise.gather.rounds` has the argument; here it is tried.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from torch import Tensor
 from wait_setup import quick_patience
 
 from shardwise.comm import NativeGroup
-from shardwise.engine.grads import ChunkGrads
-from shardwise.engine.reducer import Reducer
 from shardwise.plan import Plan, zero
+from shardwise.reduce.grads import ChunkGrads
+from shardwise.reduce.reducer import Reducer
 from shardwise.testing import assert_close, run_ranks
 
 STEPS = 10

@@ -31,12 +31,12 @@ from tier_setup import (
 
 from shardwise.build import build
 from shardwise.checkpoint.files import CheckpointError
-from shardwise.engine import disk_tiles
+from shardwise.disk import run_directory
+from shardwise.disk.store import DiskError, DiskStore
 from shardwise.engine.updates import TileUpdates
-from shardwise.memory import run_directory
-from shardwise.memory.disk import DiskError, DiskStore
 from shardwise.plan import Plan, zero
 from shardwise.testing import RankError, run_ranks
+from shardwise.update import disk_tiles
 
 BF16, FP32 = torch.bfloat16, None
 

@@ -26,12 +26,12 @@ from tier_setup import (
 )
 
 from shardwise.checkpoint.files import CheckpointError
+from shardwise.disk.store import DiskError
 from shardwise.engine import updates
-from shardwise.engine.disk_tiles import DiskTile
-from shardwise.memory.disk import DiskError
 from shardwise.mesh import Mesh
 from shardwise.plan import Plan, zero
 from shardwise.testing import run_ranks
+from shardwise.update.disk_tiles import DiskTile
 
 BF16 = torch.bfloat16
 

@@ -16,7 +16,7 @@ from tier_setup import backward, batch, digest, everything, make_net, small_tile
 from torch import nn
 
 from shardwise.build import Session, build
-from shardwise.engine.deferred import deferred_init
+from shardwise.deferred import deferred_init
 from shardwise.mesh import Mesh
 from shardwise.optim import CPUAdam
 from shardwise.plan import Plan, zero

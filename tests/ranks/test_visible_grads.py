@@ -12,9 +12,9 @@ from engine_setup import PLANS, check, data, one_mesh, seeded, sharded
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
-from shardwise.engine.sharded_grad import ShardedGrad
 from shardwise.mesh import Mesh
 from shardwise.plan import Plan, ScalerPlan, zero
+from shardwise.reduce.sharded_grad import ShardedGrad
 from shardwise.testing import run_ranks
 
 STEPS, MICRO = 2, 2

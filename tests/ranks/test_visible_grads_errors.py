@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 from shardwise.build import Session
-from shardwise.engine.sharded_grad import ShardedGrad
 from shardwise.mesh import Mesh
 from shardwise.plan import Plan, zero
+from shardwise.reduce.sharded_grad import ShardedGrad
 from shardwise.testing import run_ranks
 
 NAMES = ["ddp", "zero2", "zero3", "zero3_gloo"]

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.build import Session, build
-from shardwise.engine.tile_plan import TILE_NUMEL
-from shardwise.memory import disk
-from shardwise.memory.disk_queues import Request, RequestQueue
+from shardwise.disk import store as disk
+from shardwise.disk.queues import Request, RequestQueue
 from shardwise.mesh import Mesh
 from shardwise.plan import DiskPlan, Plan, TierPlan, on_device
+from shardwise.update.tile_plan import TILE_NUMEL
 
 SHARES: dict[str, tuple[float, float, float, float]] = {
     "device": (0, 0, 0, 0),

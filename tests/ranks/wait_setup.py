@@ -15,9 +15,9 @@ from shardwise.build import Session
 from shardwise.comm import Buffer
 from shardwise.comm.gloo import GlooGroup, _Reduction
 from shardwise.comm.shared import SharedGroup
-from shardwise.engine import patience
-from shardwise.engine.grads import ChunkGrads
-from shardwise.engine.reducer import Reducer
+from shardwise.reduce import patience
+from shardwise.reduce.grads import ChunkGrads
+from shardwise.reduce.reducer import Reducer
 
 QUICK_S = 0.004
 """Peers of an impatient rank wait in vain; here not for long."""

@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.memory.disk import DiskStore, Record
-from shardwise.memory.disk_queues import KernelQueue, Request, RequestQueue, ThreadQueue
+from shardwise.disk.queues import KernelQueue, Request, RequestQueue, ThreadQueue
+from shardwise.disk.store import DiskStore, Record
 from shardwise.plan import DiskPlan
 
 KIB, MIB = 2**10, 2**20

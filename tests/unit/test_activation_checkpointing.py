@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.deepspeed import activations, checkpointing
-from shardwise.memory.tracker import TensorTracker
+from shardwise.trace.tracker import TensorTracker
 
 Options = dict[str, Any]
 WAYS: dict[str, Options] = {

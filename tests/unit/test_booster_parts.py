@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 from shardwise.booster import BF16MixedPrecision, Booster, FP16TorchMixedPrecision
 from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, Plugin, TorchDDPPlugin
 from shardwise.booster.plugin.base import ShardedPlugin, device_bytes, with_optimizer
-from shardwise.memory.stats import MemStats, Moment
 from shardwise.plan import AutoPlan, DiskPlan, Plan, zero
+from shardwise.trace.stats import MemStats, Moment
 
 
 @pytest.mark.parametrize("name", ["fp16_apex", "fp16_naive", "fp8"])

@@ -20,7 +20,6 @@ from shardwise.booster.plugin.low_level_zero import LowLevelZeroArguments
 from shardwise.checked import MOST_BYTES, number, share, shown, switch, whole
 from shardwise.deepspeed import to_plan
 from shardwise.deepspeed.schema import KEYS
-from shardwise.memory.sizes import parse_size
 from shardwise.optim import CPUAdam, FusedAdam, HybridAdam
 from shardwise.plan import (
     AutoPlan,
@@ -32,6 +31,7 @@ from shardwise.plan import (
     Plan,
     zero,
 )
+from shardwise.sizes import parse_size
 from shardwise.strategies.colossalai_arguments import ColossalAIArguments
 from shardwise.strategies.deepspeed_config import DeepSpeedArguments
 from shardwise.strategies.fully_sharded import FullyShardedArguments

@@ -11,10 +11,10 @@ from torch import nn
 from shardwise.chunk.arrays import ArrayPool
 from shardwise.chunk.chunk import Chunk
 from shardwise.chunk.layout import ParamFact, UnitSpec, make_layout
-from shardwise.chunk.pool import ChunkPool
 from shardwise.chunk.source import MemorySource
 from shardwise.comm import Buffer, Handle
 from shardwise.comm.group import Group, LocalGroup
+from shardwise.gather.pool import ChunkPool
 from shardwise.memory.ledger import DeviceMemoryError, Ledger
 from shardwise.memory.tier import Tier
 from shardwise.plan import ByTensor

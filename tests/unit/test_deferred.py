@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.build import build
-from shardwise.engine.deferred import adopt, deferred_init, initial_values, is_deferred, paused, set_buffer
-from shardwise.engine.deferred_record import is_recording
+from shardwise.deferred.construction import adopt, deferred_init, initial_values, is_deferred, paused, set_buffer
+from shardwise.deferred.record import is_recording
 from shardwise.plan import replicated
 from shardwise.testing import assert_close
 

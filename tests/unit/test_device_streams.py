@@ -22,12 +22,12 @@ from shardwise.device import (
     side_stream,
     wait_event,
 )
-from shardwise.engine.early import EarlyUpdates
-from shardwise.engine.grads import GradRing
-from shardwise.engine.tiles import TileStepper
-from shardwise.memory.disk_buffers import BufferPool
+from shardwise.disk.buffers import BufferPool
 from shardwise.memory.host import HostArena, host_block
 from shardwise.memory.tier import Tier
+from shardwise.reduce.grads import GradRing
+from shardwise.update.early import EarlyUpdates
+from shardwise.update.tiles import TileStepper
 
 SECOND = torch.device("cuda", 1)
 

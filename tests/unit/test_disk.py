@@ -20,7 +20,7 @@ from disk_setup import KIB, MIB, SIZES, Log, disk_plan, holds, pattern, put
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardwise.memory.disk import DiskError, DiskStore
+from shardwise.disk.store import DiskError, DiskStore
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_odd_sizes_round_trip(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, block: int, depth: int, threads: int
 ) -> None:
     if backend == "threads":
-        monkeypatch.setattr("shardwise.memory.disk.KernelQueue", _refused)
+        monkeypatch.setattr("shardwise.disk.store.KernelQueue", _refused)
     if backend == "buffered":
         _refuse_direct(monkeypatch)
         warnings.simplefilter("ignore")
@@ -305,7 +305,7 @@ def test_a_store_that_was_dropped_is_closed(tmp_path: Path) -> None:
 
 EXITS = """
 import sys, torch
-from shardwise.memory.disk import DiskStore
+from shardwise.disk.store import DiskStore
 from shardwise.plan import DiskPlan
 plan = DiskPlan(directory=sys.argv[1], block_bytes=4096, queue_depth=2, threads=2, single_submit=True,
                 overlap_events=False, state_buffers=1, param_buffers=1)

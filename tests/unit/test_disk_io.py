@@ -16,8 +16,8 @@ import pytest
 import torch
 from disk_setup import KIB, MIB, Log, disk_plan, holds, inner_queue, mounted, pattern, put, small_disk
 
-from shardwise.memory.disk import DiskError, DiskStore
-from shardwise.memory.disk_queues import KernelQueue, Request, RequestQueue, ThreadQueue
+from shardwise.disk.queues import KernelQueue, Request, RequestQueue, ThreadQueue
+from shardwise.disk.store import DiskError, DiskStore
 
 
 @pytest.fixture(params=["kernel", "threads"])

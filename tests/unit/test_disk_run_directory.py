@@ -19,12 +19,12 @@ import pytest
 from disk_setup import disk_plan, holds, put
 from launching import forked, start
 
-from shardwise.memory.disk import DiskStore
-from shardwise.memory.run_directory import RunDirectory, remove_abandoned
+from shardwise.disk.run_directory import RunDirectory, remove_abandoned
+from shardwise.disk.store import DiskStore
 
 HOLDS = """
 import os, sys
-from shardwise.memory.run_directory import RunDirectory
+from shardwise.disk.run_directory import RunDirectory
 directory = RunDirectory(sys.argv[1])
 open(os.path.join(directory.path, "rank0.data"), "wb").write(b"x" * 100)
 print(directory.path, flush=True)

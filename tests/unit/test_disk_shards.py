@@ -17,9 +17,9 @@ from disk_setup import Log, disk_plan, inner_queue
 
 from shardwise.chunk.source import DiskSource, ReadAhead
 from shardwise.comm.group import LocalGroup
-from shardwise.engine.disk_tiles import BufferSizes, DiskTile, TileVisits
-from shardwise.engine.tiles import Piece, Tile
-from shardwise.memory.disk import DiskError, DiskStore, Handle, Record
+from shardwise.disk.store import DiskError, DiskStore, Handle, Record
+from shardwise.update.disk_tiles import BufferSizes, DiskTile, TileVisits
+from shardwise.update.tiles import Piece, Tile
 
 CPU = torch.device("cpu")
 

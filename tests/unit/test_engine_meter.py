@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.build import Session, build
-from shardwise.engine.meter import MemoryMeter
+from shardwise.gather.meter import MemoryMeter
 from shardwise.memory.ledger import DeviceMemoryError
-from shardwise.memory.stats import MemStats
 from shardwise.plan import AutoPlan, TierPlan, on_device, zero
 from shardwise.testing import run_ranks
+from shardwise.trace.stats import MemStats
 
 WIDTH, ROWS, DEPTH = 16, 4, 5
 UNIT = 4 * (WIDTH * WIDTH + WIDTH)

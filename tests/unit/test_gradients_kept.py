@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.build import build
-from shardwise.engine.tiles import SHAPE_DEPENDENT, TileStepper
 from shardwise.optim import CPUAdam, FusedAdam, HybridAdam
 from shardwise.plan import zero
+from shardwise.update.tiles import SHAPE_DEPENDENT, TileStepper
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "maximize": (False, True),

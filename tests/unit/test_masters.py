@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from shardwise.build import build
-from shardwise.engine.masters import BLOCK, _sums
 from shardwise.plan import zero
+from shardwise.update.masters import BLOCK, _sums
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)

@@ -9,11 +9,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from shardwise.memory import picture
-from shardwise.memory.dump import dump_memory_stats, stats_table
-from shardwise.memory.picture import REST, draw, timeline_text
-from shardwise.memory.stats import MemStats, Moment, Phase
-from shardwise.memory.tiers_picture import draw_tiers, tiers_text
+from shardwise.trace import picture
+from shardwise.trace.dump import dump_memory_stats, stats_table
+from shardwise.trace.picture import REST, draw, timeline_text
+from shardwise.trace.stats import MemStats, Moment, Phase
+from shardwise.trace.tiers_picture import draw_tiers, tiers_text
 
 SVG = "{http://www.w3.org/2000/svg}"
 

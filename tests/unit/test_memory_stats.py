@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from shardwise.chunk.replay import simulate
+from shardwise.gather.replay import simulate
 from shardwise.memory.budget import margin_bytes, model_budget_bytes
-from shardwise.memory.sizes import parse_size, size_text
-from shardwise.memory.stats import MemoryRecorder, MemStats, Moment, Phase
+from shardwise.sizes import parse_size, size_text
+from shardwise.trace.stats import MemoryRecorder, MemStats, Moment, Phase
 
 
 def moment(unit: int, non_model: int, model: int = 0, phase: Phase = "forward", name: str = "m") -> Moment:
@@ -267,7 +267,7 @@ def test_size_text(size: int, text: str) -> None:
 
 def test_reading_and_drawing_needs_no_torch() -> None:
     code = (
-        "import sys, shardwise.memory.dump, shardwise.memory.tiers_picture, shardwise.memory.budget\n"
+        "import sys, shardwise.trace.dump, shardwise.trace.tiers_picture, shardwise.memory.budget\n"
         "sys.exit('torch' in sys.modules)"
     )
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}

@@ -14,7 +14,7 @@ import pytest
 
 from shardwise.cli import trace
 from shardwise.cli.errors import BadInput
-from shardwise.memory.stats import MemStats
+from shardwise.trace.stats import MemStats
 
 MODELS = """
 import torch

@@ -11,11 +11,11 @@ from cuda_setup import FakeCuda
 from torch import nn
 
 from shardwise.build import Session, build
-from shardwise.engine import meter as meters
-from shardwise.engine.meter import MemoryMeter
+from shardwise.gather import meter as meters
+from shardwise.gather.meter import MemoryMeter
 from shardwise.memory.ledger import REST, DeviceMemoryError, Ledger
-from shardwise.memory.tracker import AllocatorTracker
 from shardwise.plan import zero
+from shardwise.trace.tracker import AllocatorTracker
 
 CUDA = torch.device("cuda")
 

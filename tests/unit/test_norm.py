@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shardwise.comm import LocalGroup
-from shardwise.engine.norm import clip_factor, each_norm, global_norm
+from shardwise.reduce.norm import clip_factor, each_norm, global_norm
 
 NAN, INF = math.nan, math.inf
 P = [1.0, 2.0, 3.0, 0.5, INF]

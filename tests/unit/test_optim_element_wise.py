@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwise.build import build
-from shardwise.engine.tiles import check_element_wise
 from shardwise.optim import CPUAdam, FusedAdam, HybridAdam
 from shardwise.optim.element_wise import MOST_GROUPS, couples_elements
 from shardwise.plan import zero
 from shardwise.testing import assert_close
+from shardwise.update.tiles import check_element_wise
 
 CPU = torch.device("cpu")
 Rule = Callable[["Own", Tensor, Tensor, dict[str, Any]], None]

@@ -15,8 +15,8 @@ import torch
 from disk_setup import MIB, Log, inner_queue, small_disk
 from torch import Tensor, nn
 
-from shardwise.memory import disk
-from shardwise.memory.disk import DiskError
+from shardwise.disk import store as disk
+from shardwise.disk.store import DiskError
 from shardwise.optim import CPUAdam, HybridAdam, offload
 from shardwise.optim.offload import OffloadedMoments
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from shardwise.build import build
-from shardwise.engine.deferred import deferred_init
-from shardwise.engine.overlaps import check_apart
+from shardwise.checks.overlaps import check_apart
+from shardwise.deferred import deferred_init
 from shardwise.plan import replicated
 from shardwise.testing import MODELS
 

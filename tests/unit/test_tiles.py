@@ -10,13 +10,13 @@ from shardwise.chunk.chunk import Chunk
 from shardwise.chunk.layout import ChunkSpec, ParamFact, make_layout
 from shardwise.chunk.source import MemorySource
 from shardwise.comm import Buffer
-from shardwise.engine.grads import ChunkGrads
-from shardwise.engine.states import ChunkState
-from shardwise.engine.tile_plan import plan_tiles
-from shardwise.engine.tiles import Tile, TileStepper, check_element_wise, make_tiles
 from shardwise.memory.placement import Home
 from shardwise.memory.tier import Tier
 from shardwise.plan import ByNumel
+from shardwise.reduce.grads import ChunkGrads
+from shardwise.update.states import ChunkState
+from shardwise.update.tile_plan import plan_tiles
+from shardwise.update.tiles import Tile, TileStepper, check_element_wise, make_tiles
 
 SIZES = [5, 0, 7, 1, 20]
 RANKS = 3

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardwise.chunk.layout import ParamFact, make_layout
-from shardwise.engine.deferred import is_deferred
+from shardwise.deferred.construction import is_deferred
 from shardwise.plan import ByModule, ByNumel, ByTensor, Packing, Plan, zero
 from shardwise.zero import (
     BucketTensorShardStrategy,

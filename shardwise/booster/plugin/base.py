@@ -26,8 +26,8 @@ from shardwise.booster.dataloader import (
 from shardwise.booster.lora import add_lora_parameters
 from shardwise.booster.runs import SESSION, remember_session
 from shardwise.checked import MOST_BYTES, share, whole
-from shardwise.memory.sizes import parse_size
 from shardwise.plan import DiskPlan, Plan
+from shardwise.sizes import parse_size
 
 if TYPE_CHECKING:
     from shardwise.build import Session

@@ -18,7 +18,6 @@ from shardwise.booster.plugin.base import ShardedPlugin, device_bytes, refuse
 from shardwise.booster.plugin.precision import precision_plan
 from shardwise.checked import MOST_NUMEL, number, share, whole
 from shardwise.loss_scale import scaler_plan
-from shardwise.memory.stats import MemStats
 from shardwise.plan import (
     MOST_SEARCHED,
     AutoPlan,
@@ -32,6 +31,7 @@ from shardwise.plan import (
     ShardPlan,
     TierPlan,
 )
+from shardwise.trace.stats import MemStats
 
 __all__ = ["GeminiArguments", "GeminiPlugin", "to_plan"]
 
@@ -84,7 +84,7 @@ class GeminiArguments:
         hidden_dim: step of the search in elements; ``None``: 1024.
         min_chunk_size_m: smallest chunk, in units of 2**20 elements.
         memstats: for ``"auto"`` only: the trace of an earlier run, or what ``trace_memory`` gave for the model (a
-            :class:`~shardwise.memory.stats.MemStats`, or the path of a saved one), instead of a traced first step.
+            :class:`~shardwise.trace.stats.MemStats`, or the path of a saved one), instead of a traced first step.
         gpu_margin_mem_ratio: for ``"auto"`` only: share of what remains of the device's memory that optimizer state
             moves into after the first step.
         initial_scale: first loss scale (fp16 only, as the six after it).
@@ -185,7 +185,7 @@ class GeminiArguments:
             return stats
         if not isinstance(stats, str | os.PathLike):
             raise TypeError(
-                f"memstats={stats!r:.80}: give a MemStats of shardwise.memory.stats, or the path of a saved one"
+                f"memstats={stats!r:.80}: give a MemStats of shardwise.trace.stats, or the path of a saved one"
             )
         return MemStats.load(Path(stats))
 

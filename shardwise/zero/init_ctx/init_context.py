@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules import module as module_hooks
 
 from shardwise.comm import ranks_of
-from shardwise.engine.deferred import deferred_init
+from shardwise.deferred import deferred_init
 from shardwise.zero.shard_utils import BaseShardStrategy
 
 __all__ = ["ParameterMark", "ZeroInitContext", "no_shard_zero_context", "no_shard_zero_decrator"]

@@ -18,13 +18,13 @@ from torch import nn
 
 from shardwise.build import Session, build
 from shardwise.comm import ranks_of
+from shardwise.deferred.construction import adopt
 from shardwise.device import numbered, total_bytes
 from shardwise.engine.attributes import attribute_of
-from shardwise.engine.deferred import adopt
-from shardwise.memory.dump import dump_memory_stats
 from shardwise.memory.ledger import REST
-from shardwise.memory.stats import NO_UNIT, MemStats, Moment
 from shardwise.mesh import Mesh, default_device, init_distributed
+from shardwise.trace.dump import dump_memory_stats
+from shardwise.trace.stats import NO_UNIT, MemStats, Moment
 from shardwise.zero.arguments import ModelArguments, ModelFacts, OptimizerArguments, to_plan, without_effect
 from shardwise.zero.init_ctx.init_context import ParameterMark, mark_of
 from shardwise.zero.process_groups import require_same_ranks

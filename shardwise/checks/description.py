@@ -1,0 +1,143 @@
+"""What has to be the same on every rank for them to train one model, as data that can be compared.
+
+Not in it is what may differ: values (rank 0's are taken, or the user means them to differ), devices and their
+capacities, directories and the other settings of a disk, what is printed, and functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise import __version__
+from shardwise.checks.agreement import Description
+from shardwise.chunk.layout import ParamFact
+from shardwise.plan import ByModule, Plan
+
+__all__ = ["describe_build", "group_values", "plain"]
+
+PER_RANK = {"verbose", "mesh", "shared_memory", "pin_memory", "device_capacity_bytes", "disk"}
+"""Fields of a plan that each rank may have for itself; the mesh has compared its own already."""
+ONLY_WHETHER = {"device_capacity_bytes", "disk"}
+"""Of these all ranks have one, or none."""
+
+
+def describe_build(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    plan: Plan,
+    facts: Sequence[ParamFact],
+    params: Sequence[nn.Parameter],
+) -> Description:
+    """Versions, plan, parameters, optimizers and their groups.
+
+    Args:
+        facts: of ``params``, the model's floating-point parameters.
+    """
+    found: dict[str, Mapping[str, Any]] = {
+        "the installation": {"version of shardwise": __version__, "version of torch": torch.__version__.split("+")[0]},
+        "the plan": dict(_plan_fields(plan)),
+        "the model": {"number of parameters": len(params), "number of optimizers": len(optimizers)},
+    }
+    for index, optimizer in enumerate(optimizers):
+        kind = type(optimizer)
+        groups = optimizer.param_groups
+        found[called(index)] = {"class": f"{kind.__module__}.{kind.__qualname__}", "number of groups": len(groups)}
+        for number, group in enumerate(groups):
+            found[called(index, number)] = group_values(optimizer, group)
+    found |= _parameters(optimizers, facts, params)
+    if plan.comm.sync_init:
+        others = [*((n, p) for n, p in model.named_parameters() if not p.is_floating_point()), *model.named_buffers()]
+        found |= {f"tensor {name}": {"shape": list(value.shape), "dtype": str(value.dtype)} for name, value in others}
+    return found | _modules(model, plan)
+
+
+def called(optimizer: int, group: int | None = None) -> str:
+    """A subject's name."""
+    return f"optimizer {optimizer}" if group is None else f"group {group} of optimizer {optimizer}"
+
+
+def _plan_fields(part: Any, prefix: str = "") -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for field in fields(part):
+        value, name = getattr(part, field.name), f"{prefix}{field.name}"
+        if field.name in ONLY_WHETHER:
+            found.append((name, "none" if value is None else "given"))
+        elif field.name in PER_RANK:
+            continue
+        elif is_dataclass(value):
+            found.append((name, type(value).__name__))
+            found += _plan_fields(value, f"{name}.")
+        else:
+            found.append((name, plain(value)))
+    return found
+
+
+def _parameters(
+    optimizers: Sequence[torch.optim.Optimizer], facts: Sequence[ParamFact], params: Sequence[nn.Parameter]
+) -> dict[str, Mapping[str, Any]]:
+    place = {
+        id(param): position
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for position, param in enumerate(group["params"])
+    }
+    found: dict[str, Mapping[str, Any]] = {}
+    for fact, param in zip(facts, params, strict=True):
+        about: dict[str, Any] = {
+            "shape": list(fact.shape),
+            "dtype": str(param.dtype),
+            "requires_grad": fact.trainable,
+            "holder": "no optimizer" if fact.optimizer < 0 else called(fact.optimizer, fact.group),
+        }
+        if len(fact.names) > 1:
+            about["names"] = list(fact.names)
+        if fact.optimizer >= 0:
+            about["position"] = place[id(param)]
+            state = optimizers[fact.optimizer].state.get(param)
+            if state:
+                about["optimizer state"] = sorted(map(str, state))
+        found[f"parameter {fact.names[0]}"] = about
+    return found
+
+
+def group_values(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyper-parameters of one of its groups, by name; texts that the user noted under other keys are not among
+    them."""
+    return {
+        key: plain(value)
+        for key, value in sorted(group.items())
+        if key != "params" and (key in optimizer.defaults or isinstance(value, Real | torch.Tensor))
+    }
+
+
+def plain(value: Any) -> Any:
+    """``value`` as JSON: numbers, texts and sequences of them; a tensor of one element as its number; of anything else
+    its type."""
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, Real):
+        return int(value) if isinstance(value, int) else float(value)
+    if isinstance(value, tuple | list):
+        return [plain(each) for each in value]
+    if isinstance(value, torch.Tensor):
+        known = value.numel() == 1 and not value.is_meta
+        return value.item() if known else f"a tensor of shape {tuple(value.shape)}"
+    return str(value) if isinstance(value, torch.dtype) else type(value).__name__
+
+
+def _modules(model: nn.Module, plan: Plan) -> dict[str, Mapping[str, Any]]:
+    """The modules that decide what is gathered together."""
+    packing = plan.shard.packing
+    if not isinstance(packing, ByModule):
+        return {}
+    return {
+        f"module {name or '(the model)'}": {"class": type(module).__name__}
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList | nn.Sequential) or type(module).__name__ in packing.unit_classes
+    }

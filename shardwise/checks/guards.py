@@ -1,0 +1,148 @@
+"""Uses of a sharded model that would silently go wrong, made into errors that say what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardwise.checks.edits import Edits
+from shardwise.checks.overlaps import check_apart
+from shardwise.checks.structure import Structure
+from shardwise.chunk.chunk import Chunk
+from shardwise.chunk.layout import Layout
+from shardwise.device import runs_ahead
+from shardwise.gather.pool import ChunkPool
+from shardwise.names import StateNames
+
+__all__ = ["Guards", "check_shardable"]
+
+MARK = "_is_sharded"
+
+
+def check_shardable(model: nn.Module) -> None:
+    """Before anything is changed.
+
+    Raises:
+        ValueError: a trainable parameter is complex or an integer, two parameters share memory, the model is sharded
+            already, or a parameter or buffer of it is a ``DTensor``.
+    """
+    for name, module in model.named_modules():
+        if MARK in module.__dict__:
+            raise ValueError(f"module {name!r} of the model is sharded already ({MARK}); close that session first")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if isinstance(tensor, DTensor):
+            raise ValueError(
+                f"{name} {tuple(tensor.shape)} is a DTensor, which fully_shard, parallelize_module or "
+                "distribute_tensor divided already: give the model as it was before, and this divides it"
+            )
+    for name, param in model.named_parameters():
+        if param.requires_grad and not param.is_floating_point():
+            raise ValueError(f"{name} is trainable and {param.dtype}: only real floating-point ones can be sharded")
+        absent = param.numel() > 1 and not param.is_meta and not any(param.stride())
+        if absent and param.is_floating_point() and bool(torch.isnan(param.detach().flatten()[0])):
+            raise ValueError(
+                f"{name} {tuple(param.shape)} is not gathered: the model is sharded already; build a new one"
+            )
+    check_apart(model)
+
+
+class Guards:
+    """Watches one sharded model.
+
+    Args:
+        model: the user's module.
+        params: its sharded parameters, by index.
+        chunks, layout: where they lie.
+        pool: knows whether everything is gathered.
+    """
+
+    def __init__(
+        self, model: nn.Module, params: Sequence[nn.Parameter], chunks: Sequence[Chunk], layout: Layout, pool: ChunkPool
+    ) -> None:
+        self._model, self._params, self._chunks, self._layout, self._pool = model, params, chunks, layout, pool
+        self._structure = Structure(model, params, self._name)
+        self.edits = Edits(chunks, self._name, pool.drop_changed)
+        self._reads_cost = any(runs_ahead(chunk.device) for chunk in chunks)
+        for module in model.modules():
+            module.__dict__[MARK] = True
+        self._naming = False
+        saving = model.register_state_dict_pre_hook(self._before_saving)  # type: ignore[no-untyped-call]
+        loading = model.register_load_state_dict_pre_hook(self._before_loading)  # type: ignore[no-untyped-call]
+        self._handles = [saving, loading]
+
+    def state_names(self) -> StateNames:
+        """Under which names the user's module saves what."""
+        self._naming = True
+        try:
+            return StateNames.read(self._model, self._params)
+        finally:
+            self._naming = False
+
+    def _before_saving(self, *_args: object) -> None:
+        transient = any(not chunk.resident for chunk in self._chunks)
+        if transient and not self._naming and not self._pool.all_held:
+            raise RuntimeError(
+                f"state_dict() of the sharded {type(self._model).__name__} itself would save parameters that are not "
+                "gathered; call it on the object that boost/build returned (under Lightning: call the strategy's "
+                "lightning_module_state_dict()), or inside its gathered() block"
+            )
+
+    def _before_loading(self, *_args: object) -> None:
+        raise RuntimeError(
+            f"load_state_dict() of the sharded {type(self._model).__name__} itself would bypass shards and masters; "
+            "call it on the object that boost/build returned"
+        )
+
+    def check_forward(self) -> None:
+        """Before a forward pass.
+
+        Raises:
+            RuntimeError: modules or the data of parameters were replaced, or parameters written to where it is lost.
+        """
+        if not torch.compiler.is_compiling():
+            self._structure.check_children()
+            self.check_edits(values=not self._reads_cost, held=False)
+
+    def after_forward(self) -> None:
+        """After one: nothing was written to copies that end; see :meth:`check_edits`."""
+        if not torch.compiler.is_compiling():
+            self.check_edits(values=False, held=False)
+
+    def check_edits(self, values: bool, held: bool) -> None:
+        """See :meth:`Edits.check_placed`; inside ``gathered()`` writing is allowed."""
+        with self._pool.lock:  # another thread may be gathering
+            writable = self._pool.all_held
+            self.edits.check_placed(values and not writable)
+            if not writable:
+                self.edits.check_written(held)
+
+    def check(self) -> None:
+        """Every parameter is still the one that was sharded, where the engine put it.
+
+        Raises:
+            RuntimeError: one was added, replaced, moved, cast, unfrozen, or written to where it is lost; it is named.
+        """
+        self._structure.check()
+        self.check_edits(values=True, held=True)
+        for chunk in self._chunks:
+            if chunk.spec.trainable:
+                continue
+            for slot, param in zip(chunk.spec.slots, chunk.params, strict=True):
+                if param.requires_grad:
+                    raise RuntimeError(
+                        f"{self._name(slot.param)} has requires_grad={param.requires_grad} but was frozen when the "
+                        "model was sharded, so it has no gradient shard; set requires_grad before boost/build"
+                    )
+
+    def _name(self, param: int) -> str:
+        return self._layout.facts[param].names[0]
+
+    def remove(self) -> None:
+        """Stop watching."""
+        for handle in self._handles:
+            handle.remove()
+        for module in self._model.modules():
+            module.__dict__.pop(MARK, None)

@@ -1,0 +1,114 @@
+"""Whether the ranks still have the same learning rates and groups: a number that rides on what a step exchanges anyway.
+
+Where the shard group is the whole mesh it rides on the norm, which :meth:`ShardedOptimizer.step` takes right before it
+updates. Where there are replicas it rides on what ends a pass, with the number of what the last step used.
+"""
+
+from __future__ import annotations
+
+import zlib
+from array import array
+from collections.abc import Callable, Sequence
+from numbers import Real
+from typing import Any
+
+import torch
+
+from shardwise.checks.agreement import Description, differences, digest
+from shardwise.checks.description import called, group_values
+from shardwise.checks.param_groups import ParamGroups
+from shardwise.mesh import Mesh
+
+__all__ = ["HyperParameters"]
+
+
+class HyperParameters:
+    """Of one optimizer.
+
+    Args:
+        optimizer: the user's.
+        groups: its param groups. While updates run beside the caller, the optimizer's own list is one tile's.
+        index: its position among the engine's optimizers.
+        mesh: the ranks whose updates have to be alike.
+        asked: what the next step was told besides, by calls that every rank makes (clipping).
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        groups: ParamGroups,
+        index: int,
+        mesh: Mesh,
+        asked: Callable[[], Sequence[tuple[str, float]]],
+    ) -> None:
+        self._optimizer, self._index, self._mesh, self._asked = optimizer, index, mesh, asked
+        self._groups = groups
+        self._replicated = mesh.replicate.size > 1
+        self._used: tuple[float, Description] = (0.0, {})
+
+    def word(self) -> float:
+        """Of what a step would use now; microseconds a group."""
+        numbers = array("d")
+        for group in self._groups.now:
+            for key, value in group.items():
+                if key != "params":
+                    _append(numbers, value)
+        for _, value in self._asked():
+            numbers.append(value)
+        return digest(numbers.tobytes(), 1)[0]
+
+    def beside_norm(self) -> list[float]:
+        """What travels with the norm."""
+        return [] if self._replicated else [self.word()]
+
+    def beside_marks(self) -> list[float]:
+        """What travels at the end of a pass."""
+        return [self.word(), self._used[0]] if self._replicated else []
+
+    def used(self) -> None:
+        """A step was made with what there is now."""
+        word = self.word() if self._replicated else self._used[0]
+        if word != self._used[0]:
+            self._used = word, self._describe(" at the last step")
+
+    def explain(self) -> None:
+        """Some rank's number differs. Every rank calls it.
+
+        Raises:
+            ValueError: says which rank differs in what, with both values.
+        """
+        described: list[Any] = self._mesh.world.exchange_object(
+            {**self._describe(""), **self._used[1]}, "hyper-parameters"
+        )
+        if any(each != described[0] for each in described):
+            raise ValueError(
+                f"the ranks would update with different settings: {differences(described)}; set the same on every rank"
+            )
+
+    def _describe(self, when: str) -> Description:
+        optimizer = self._optimizer
+        told: dict[str, dict[str, Any]] = {
+            f"{called(self._index)}{when}": {"number of groups": len(self._groups.now), **dict(self._asked())}
+        }
+        for number, group in enumerate(self._groups.now):
+            told[f"{called(self._index, number)}{when}"] = group_values(optimizer, group)
+        return told
+
+
+def _append(numbers: array[float], value: Any) -> None:
+    """Numbers stand for themselves; a tensor of the host for its one element, others (reading them would wait for the
+    device) and what has no value of its own are left out."""
+    kind = type(value)
+    if kind is float or kind is int or kind is bool:
+        numbers.append(value)
+    elif kind is tuple or kind is list:
+        for each in value:
+            _append(numbers, each)
+    elif value is None:
+        numbers.append(-0.0)
+    elif isinstance(value, Real):
+        numbers.append(float(value))
+    elif isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.numel() == 1:
+        numbers.append(value.item())
+    elif kind is str:
+        numbers.append(zlib.crc32(value.encode()))

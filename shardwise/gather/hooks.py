@@ -1,0 +1,413 @@
+"""What runs around modules and saved tensors so that parameters are gathered exactly while they are read.
+
+Forward: a module that owns parameters acquires and pins its units before, and unpins them after. Backward: autograd
+keeps a note instead of a gathered weight (saved-tensor hooks), and the weight is gathered again when the note is read;
+so eviction needs no knowledge of the graph. Where other saved-tensor hooks are active (activation checkpointing), they
+get what is no weight. What autograd saves where ours cannot be (inside ``torch.func.grad``, hooks pushed within a
+module's forward) is an array, which it keeps, or the parameter itself, whose unit the pool then does not evict: right
+in both cases, and dearer in memory.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch import nn
+
+from shardwise.chunk.chunk import Chunk
+from shardwise.gather.pool import ChunkPool
+from shardwise.gather.transforms import in_transform, outside_transforms
+from shardwise.torch_internals import (
+    current_graph_task,
+    is_transformed,
+    pop_saved_hooks,
+    push_saved_hooks,
+    saved_hooks_enabled,
+    storage_id,
+    top_saved_hooks,
+    version_of,
+)
+
+__all__ = ["GatherHooks", "in_backward", "trace_hooks"]
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward pass in this thread."""
+    return current_graph_task() != -1
+
+
+def _outside_compile(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Run outside any compiled graph: the hooks make a graph break before and after the module."""
+    disabled: Callable[..., Any] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
+    return disabled
+
+
+@dataclass(frozen=True)
+class _Note:
+    """Stands for a view of a gathered chunk among autograd's saved tensors."""
+
+    chunk: Chunk
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int | torch.SymInt
+    generation: int
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """Any other saved tensor. Autograd leaves it to hooks to notice that a value was changed after it was saved."""
+
+    tensor: torch.Tensor
+    version: int
+
+
+def _keep(tensor: torch.Tensor) -> _Kept:
+    # Itself it would hold the graph that saves it, which would never be freed; the version counter is shared.
+    return _Kept(tensor.detach(), version_of(tensor))
+
+
+@dataclass(frozen=True)
+class _Other:
+    """What the hooks that were active before ours made of a tensor that is no weight."""
+
+    packed: object
+
+
+@dataclass
+class _Frame:
+    """A module that runs.
+
+    Attributes:
+        pins: units that are pinned until it ends.
+        pack: of the saved-tensor hooks that were pushed for it, if any were.
+    """
+
+    module: nn.Module
+    pins: list[int] = field(default_factory=list)
+    pack: Callable[..., Any] | None = None
+
+
+class _Running(threading.local):
+    """The modules that run in a thread, innermost last, and our saved-tensor hooks there."""
+
+    def __init__(self) -> None:
+        self.frames: list[_Frame] = []
+        self.packs: list[Callable[..., Any]] = []
+
+
+class _Parameters(dict[str, nn.Parameter | None]):
+    """A module's parameters; reading one that is not gathered during a pass gathers it.
+
+    For models that use a child's weight without calling the child, such as ``F.linear(x, self.embedding.weight)``.
+
+    ``torch.compile`` traces the read, and cannot tell a parameter of the module that runs from another's. Whether it is
+    gathered shows in its strides, which are zero if not, and which the graph's guards compare: a read that finds
+    nothing gathered, when traced or later, breaks the graph and gathers.
+
+    Args:
+        items: the parameters by name.
+        on_read: gathers a parameter by its ``id``, outside any graph.
+        probes: for the transient ones, a parameter of the same chunk that has strides; ``None`` if none has.
+        on_trace: called when a graph is traced that reads a resident one, whose renewal may be under way.
+    """
+
+    def __init__(
+        self,
+        items: dict[str, nn.Parameter | None],
+        on_read: Callable[[int], None],
+        probes: dict[str, nn.Parameter | None],
+        on_trace: Callable[[], None],
+    ) -> None:
+        super().__init__(items)
+        self._on_read, self._on_trace, self._probes = on_read, on_trace, probes
+        self._break_and_read = _outside_compile(on_read)
+        # Also while ``torch.func.functional_call`` has something in its place, which may wrap it.
+        self._ids = {name: id(param) for name, param in items.items() if param is not None}
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        if not torch.compiler.is_compiling():
+            # Before the parameter is at hand: who holds one while it is gathered reads it.
+            if name in self._ids:
+                self._on_read(self._ids[name])
+            return super().__getitem__(name)
+        param = super().__getitem__(name)
+        if param is not None and name not in self._probes:
+            self._on_trace()
+        elif param is not None:
+            probe = self._probes[name]
+            if probe is None or not any(probe.stride()):
+                self._break_and_read(id(param))
+        return param
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (dict, (dict(self.items()),))
+
+
+class GatherHooks:
+    """Installs the hooks of one model's transient chunks; :meth:`remove` takes them away.
+
+    Args:
+        model: the user's module.
+        pool: its chunks.
+        unit_of: unit index by ``id`` of parameter, transient ones only.
+        units_of_module: units whose block is exactly this module, by FQN.
+        in_backward_pass: called when a gather happens during backward, so that its end is noticed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        pool: ChunkPool,
+        unit_of: dict[int, int],
+        units_of_module: dict[str, list[int]],
+        in_backward_pass: Callable[[], None],
+    ) -> None:
+        self.model, self.pool, self._unit_of = model, pool, unit_of
+        self._in_backward_pass = in_backward_pass
+        self._names = {id(param): name for name, param in model.named_parameters()}
+        self.units_of: dict[str, list[int]] = {}
+        """By name of a module: what it acquires before its forward pass."""
+        self._running = _Running()
+        self._saved_hooks = _outside_compile(self._pack), _outside_compile(self._unpack)
+        self._handles: list[Any] = []
+        self._swapped: list[nn.Module] = []
+        self._settles = False
+        probes = _probes(pool)
+        on_trace = _while_tracing(self._on_trace)
+        for name, module in model.named_modules():
+            own = {unit_of[id(p)] for p in module._parameters.values() if p is not None and id(p) in unit_of}
+            blocks = units_of_module.get(name, [])
+            units = sorted(own | set(blocks))
+            around = {u for block, held in units_of_module.items() if name.startswith(block + ".") for u in held}
+            self.units_of[name] = units
+            # The root always has a frame: code in its forward may read any parameter.
+            if units or module is model:
+                self._install(module, units, covered=bool(units) and around.issuperset(units))
+            if own:
+                found = {n: probes[id(p)] for n, p in module._parameters.items() if id(p) in probes}
+                module._parameters = _Parameters(module._parameters, self._on_read, found, on_trace)
+                self._swapped.append(module)
+
+    def _install(self, module: nn.Module, units: list[int], covered: bool) -> None:
+        def before(module: nn.Module, _args: object) -> None:
+            self._enter(module, units)
+
+        def after(module: nn.Module, _args: object, _output: object) -> None:
+            self._leave(module)
+
+        if covered:
+            before, after = _skipped_in_compile(before), _skipped_in_compile(after)
+        else:
+            before, after = _outside_compile(before), _outside_compile(after)
+        self._handles.append(module.register_forward_pre_hook(before, prepend=True))
+        self._handles.append(module.register_forward_hook(after, always_call=True))
+
+    def _enter(self, module: nn.Module, units: list[int]) -> None:
+        frames = self._running.frames
+        frame = _Frame(module, pack=self._push_saved_hooks())
+        frames.append(frame)
+        if self._settles and len(frames) == 1:
+            self.pool.settle()
+        for unit in units:
+            self._acquire(unit, pin=True)
+            frame.pins.append(unit)
+
+    def _leave(self, module: nn.Module) -> None:
+        frames = self._running.frames
+        # After an exception the hooks of modules that were never entered run too.
+        if not any(frame.module is module for frame in frames):
+            return
+        while frames:
+            frame = frames.pop()
+            for unit in frame.pins:
+                self.pool.unpin(unit)
+            if frame.pack is not None:
+                self._pop_saved_hooks()
+            if frame.module is module:
+                break
+
+    def unwind(self) -> None:
+        """After an interruption of a forward pass that ran no hooks (``KeyboardInterrupt``): leave every module."""
+        if self._running.frames and not in_backward():
+            self._leave(self._running.frames[0].module)
+
+    def explain(self, error: BaseException) -> None:
+        """A forward pass raised ``error``.
+
+        Raises:
+            RuntimeError: it came from a transform inside the forward pass, which takes no saved-tensor hooks around it.
+        """
+        if isinstance(error, RuntimeError) and "support saved tensor hooks" in str(error):
+            raise RuntimeError(
+                f"torch.func inside the forward pass of a {type(self.model).__name__} whose parameters are gathered on "
+                f"use ({str(error)[:60]}...): take torch.autograd.grad(..., create_graph=True) there, apply the "
+                "transform to the whole model, or shard it at stage 2"
+            ) from error
+
+    def _acquire(self, unit: int, pin: bool = False) -> None:
+        if not in_transform():
+            self.pool.acquire(unit, pin)
+            return
+        with outside_transforms():
+            self.pool.acquire(unit, pin)
+            self.pool.used_in_transform(unit)
+
+    def _on_read(self, param: int) -> None:
+        unit = self._unit_of.get(param)
+        if unit is None:
+            return
+        if self._running.frames:
+            pins = self._running.frames[-1].pins
+            if unit not in pins:
+                self._acquire(unit, pin=True)
+                pins.append(unit)
+        elif in_backward():  # a recomputation, or a hook; no pin is needed, since the reader holds the parameter
+            self._in_backward_pass()
+            self._acquire(unit)
+
+    def _on_trace(self) -> None:
+        """A graph reads renewed parameters without asking: from now on they are renewed before each forward pass."""
+        self._settles = True
+        self.pool.settle()
+
+    # ---- saved tensors
+
+    def _push_saved_hooks(self) -> Callable[..., Any] | None:
+        """Ours go on top of others that are active, unless they are there already. Returns what was pushed."""
+        others = top_saved_hooks()
+        packs = self._running.packs
+        if others is not None and packs and others[0] is packs[-1]:
+            return None
+        if not saved_hooks_enabled():
+            return None  # some torch.func transforms take none
+        pack, unpack = self._saved_hooks
+        if others is not None:
+            composed = _Composed(self, *others)
+            pack, unpack = composed.pack, composed.unpack
+        push_saved_hooks(pack, unpack)
+        packs.append(pack)
+        return pack
+
+    def _pop_saved_hooks(self) -> None:
+        pop_saved_hooks()
+        self._running.packs.pop()
+
+    def note_of(self, tensor: torch.Tensor) -> _Note | None:
+        """What stands for a view of a gathered chunk; ``None`` for any other tensor."""
+        if type(tensor) is not torch.Tensor and type(tensor) is not nn.Parameter:
+            return None
+        if tensor.layout is not torch.strided or is_transformed(tensor):
+            return None
+        chunk = self.pool.by_storage.get(storage_id(tensor.untyped_storage()))
+        if chunk is None or tensor.dtype != chunk.spec.dtype:
+            return None
+        return _Note(chunk, tensor.size(), tensor.stride(), tensor.storage_offset(), chunk.generation)
+
+    def _pack(self, tensor: torch.Tensor) -> _Kept | _Note:
+        return self.note_of(tensor) or _keep(tensor)
+
+    def _unpack(self, saved: _Kept | _Note) -> torch.Tensor:
+        if isinstance(saved, _Kept):
+            if version_of(saved.tensor) != saved.version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"a {saved.tensor.dtype} of shape {tuple(saved.tensor.shape)} is at version "
+                    f"{version_of(saved.tensor)} and was saved at version {saved.version}; "
+                    "torch.autograd.set_detect_anomaly(True) names the operation that saved it"
+                )
+            return saved.tensor
+        return self.read(saved)
+
+    def read(self, saved: _Note) -> torch.Tensor:
+        """The view that a note stands for, gathered if need be."""
+        chunk = saved.chunk
+        if saved.generation != chunk.generation:
+            names = ", ".join(self._names.get(id(param), "?") for param in chunk.params[:3])
+            raise RuntimeError(
+                f"{names}, ... were updated {chunk.generation - saved.generation} times since the forward pass of this "
+                "backward pass; make the backward pass before optimizer.step()"
+            )
+        self._in_backward_pass()
+        self._acquire(chunk.spec.unit)
+        full = chunk.full
+        if full is None:
+            raise RuntimeError(f"unit {chunk.spec.unit} has full={full} right after its gather; report this")
+        return full.as_strided(saved.size, saved.stride, saved.offset)
+
+    def remove(self) -> None:
+        """Take all hooks away; the parameters stay as they are."""
+        for handle in self._handles:
+            handle.remove()
+        for module in self._swapped:
+            module._parameters = dict(module._parameters.items())
+        self._handles.clear()
+        self._swapped.clear()
+
+
+class _Composed:
+    """Saved-tensor hooks on top of others: weights become notes, and the others get what is left."""
+
+    def __init__(
+        self, ours: GatherHooks, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
+    ) -> None:
+        self._ours, self._pack, self._unpack = ours, pack, unpack
+
+    @_outside_compile
+    def pack(self, tensor: torch.Tensor) -> _Note | _Other:
+        return self._ours.note_of(tensor) or _Other(self._pack(tensor))
+
+    @_outside_compile
+    def unpack(self, saved: _Note | _Other) -> torch.Tensor:
+        return self._unpack(saved.packed) if isinstance(saved, _Other) else self._ours.read(saved)
+
+
+def trace_hooks(model: nn.Module, pool: ChunkPool, units_of: dict[str, list[int]]) -> list[Callable[[], None]]:
+    """Where nothing is gathered, only the memory trace wants to know which units are used when: modules report it.
+
+    A compiled block reports nothing, and stays one graph. Returns what takes the hooks away.
+    """
+    handles = []
+    for name, module in model.named_modules():
+        if units_of.get(name):
+
+            def before(_module: nn.Module, _args: object, units: tuple[int, ...] = tuple(units_of[name])) -> None:
+                for unit in units:
+                    pool.acquire(unit)
+
+            handles.append(module.register_forward_pre_hook(_skipped_in_compile(before)))
+    return [handle.remove for handle in handles]
+
+
+def _probes(pool: ChunkPool) -> dict[int, nn.Parameter | None]:
+    """For each transient parameter by ``id``: itself, or where it has no strides another one of its chunk."""
+    found: dict[int, nn.Parameter | None] = {}
+    for chunk in pool.chunks:
+        if not chunk.resident:
+            other = next((param for param in chunk.params if param.dim()), None)
+            found |= {id(param): param if param.dim() else other for param in chunk.params}
+    return found
+
+
+def _skipped_in_compile(hook: Callable[..., None]) -> Callable[..., None]:
+    """Inside a compiled block the block's own hooks have gathered what the module needs."""
+
+    def unless_compiling(*args: object) -> None:
+        if not torch.compiler.is_compiling():
+            hook(*args)
+
+    return unless_compiling
+
+
+def _while_tracing(call: Callable[[], None]) -> Callable[[], None]:
+    """Called when a graph is traced, and left out of the graph."""
+
+    def now() -> None:
+        call()
+
+    constant: Callable[[], None] = torch.compiler.assume_constant_result(now)  # type: ignore[no-untyped-call]
+    return constant

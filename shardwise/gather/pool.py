@@ -1,0 +1,488 @@
+"""The only mover: which chunks are gathered, and what makes room for what.
+
+``acquire`` is the single place where residency changes. Eviction is decided there, never at release, so a unit that is
+used again at once is not gathered twice. The budget bounds what is gathered and idle; what is pinned or fetched ahead
+comes on top of it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+
+import torch
+
+from shardwise.chunk.arrays import ArrayPool
+from shardwise.chunk.chunk import Chunk
+from shardwise.chunk.layout import UnitSpec
+from shardwise.comm import DONE, NOBODY, Group, Party, PeerError
+from shardwise.gather.policy import Trace, choose_victim, next_units
+from shardwise.gather.rounds import Rounds
+from shardwise.gather.turns import in_turn
+from shardwise.memory.ledger import KEPT, DeviceMemoryError, Ledger
+from shardwise.sizes import size_text
+from shardwise.torch_internals import storage_id
+
+__all__ = ["ChunkPool"]
+
+
+def _ignore(_: object) -> None:
+    pass
+
+
+class ChunkPool:
+    """Chunks of one model over one shard group.
+
+    Args:
+        units, chunks: the layout's units and their storage.
+        group: the ranks that share each chunk.
+        ledger: the device's memory.
+        budget_bytes: tells at each acquire how many bytes of gathered transient chunks may stay when idle.
+        prefetch: units fetched ahead of use.
+        same_order: no agreement before gathers (see ``CommPlan.same_order``).
+        party: the model, among those that share ``group``.
+
+    Attributes:
+        agrees: the ranks agree on gathers, in :attr:`rounds`.
+        lock: held by the thread that changes residency.
+        on_use: called with every unit that is acquired, before room is made for it.
+        on_ready: the same when it can be read.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[UnitSpec],
+        chunks: Sequence[Chunk],
+        group: Group,
+        ledger: Ledger,
+        *,
+        budget_bytes: Callable[[], int],
+        prefetch: int,
+        same_order: bool,
+        party: Party = NOBODY,
+    ) -> None:
+        self._party = party
+        self.rounds = Rounds(group, ledger, 1 + prefetch, party)
+        self.units, self.chunks, self.group, self.ledger = units, chunks, group, ledger
+        self.budget_bytes, self.prefetch = budget_bytes, prefetch
+        self.on_use: Callable[[int], None] = _ignore
+        self.on_ready: Callable[[int], None] = _ignore
+        self._training, self._evaluation = Trace(), Trace()
+        self.trace = self._training
+        self.by_storage: dict[int, Chunk] = {}
+        self.gathered_bytes = 0
+        self.peak_gathered_bytes = 0
+        self.copied_bytes = self.peak_copied_bytes = 0
+        """What of the gathered bytes is memory of its own, and not the ranks' shards seen as one array."""
+        self._transient = {u.index: [chunks[c] for c in u.chunks if not chunks[c].resident] for u in units}
+        # Where everything stays gathered there is nothing to agree on, and passes under no_sync cost nothing.
+        agreed = self.has_transient and not (group.one_sided_gather or same_order or group.size == 1)
+        self.agrees = agreed or any(c.source.peers_take_part for cs in self._transient.values() for c in cs)
+        # Between CPU ranks of one host a gather is a copy by the reader, which nothing hides.
+        self._ahead_pays = not group.one_sided_gather or group.device.type == "cuda"
+        self._bytes = {u: sum(c.spec.padded_bytes for c in cs) for u, cs in self._transient.items()}
+        self.arrays = ArrayPool(group.device, (2 + prefetch) * max(self._bytes.values(), default=0))
+        self.lock = threading.RLock()
+        self._pins = dict.fromkeys(self._transient, 0)
+        self._held: set[int] = set()
+        self._renewing: dict[int, list[Chunk]] = {}
+        self._joins = True
+        self._looked = 0
+        """Uses so far when what comes next was last looked at."""
+        self.all_held = False
+        """Inside ``gathered()``: everything stays, and nothing needs the peers."""
+        self.followed = False
+        """Whether the last step used the units in the order of the one before."""
+        self.moved_bytes = 0
+        """Bytes of gathered chunks that acquires had to fetch so far."""
+        ledger.watch("gathered parameters", lambda: self.copied_bytes)
+        ledger.watch(KEPT, self.arrays.idle_bytes)
+        ledger.watch("arrays still read", self.arrays.read_bytes)
+        ledger.spare(self.arrays.drop)
+        ledger.spare(self.drop_idle)
+
+    @property
+    def has_transient(self) -> bool:
+        """Whether anything is ever gathered and evicted."""
+        return any(self._transient.values())
+
+    @property
+    def in_training(self) -> bool:
+        """Whether units are used for a step, not for an evaluation."""
+        return self.trace is self._training
+
+    @property
+    def reusable_bytes(self) -> int:
+        """What gathered and idle arrays hold: the room that a budget divides."""
+        return self.gathered_bytes + self.arrays.idle_bytes()
+
+    @property
+    def expected_order(self) -> Sequence[int]:
+        """The order of the last complete step."""
+        return self._training.recorded
+
+    def expect(self, order: Sequence[int]) -> None:
+        """Take ``order`` for that of the next step."""
+        self._training.recorded = list(order)
+
+    @property
+    def sizes(self) -> Mapping[int, int]:
+        """Gathered bytes of every unit (what is resident does not count)."""
+        return self._bytes
+
+    @in_turn
+    def begin_forward(self, training: bool) -> None:
+        """A forward pass begins. One that makes no graph has a trace of its own and does not disturb the step's."""
+        self.trace = self._training if training else self._evaluation
+        self._looked = 0
+
+    @in_turn
+    def end_forward(self) -> None:
+        """A forward pass ended; see :meth:`begin_forward`."""
+        if self.trace is self._evaluation:
+            self._evaluation.end_step()
+            self.trace = self._training
+
+    @in_turn
+    def acquire(self, unit: int, pin: bool = False) -> None:
+        """Make a unit's parameters readable; with ``pin`` they stay so until :meth:`unpin`."""
+        # Pinned meanwhile in any case: room that is made for others must not be made of this unit.
+        self._pins[unit] += 1
+        kept = False
+        try:
+            if unit in self._renewing:
+                self._renew(unit)
+            self.trace.use(unit)
+            self.on_use(unit)
+            if self._transient[unit]:
+                self._bring(unit)
+            self.on_ready(unit)
+            kept = pin
+        except DeviceMemoryError as error:
+            self.tell(error)
+            raise
+        finally:
+            self._pins[unit] -= not kept
+
+    @in_turn
+    def used_in_transform(self, unit: int) -> None:
+        """A ``torch.func`` transform uses the unit, which is gathered."""
+        for chunk in self._transient[unit]:
+            chunk.in_transform = True
+
+    def tell(self, error: DeviceMemoryError) -> None:
+        """This rank cannot go on with its pass: the others, which would wait for it, raise as well.
+
+        Waits until they come to what they would gather next, or to the end of the pass.
+        """
+        if self.agrees and not error.told:
+            error.told = True
+            with suppress(PeerError):  # they failed, too
+                self.rounds.give_up()
+
+    def _bring(self, unit: int) -> None:
+        if unit in self._held and self.ledger.capacity_bytes is not None:
+            self._make_room(unit)  # what was gathered when there was more room than now goes
+            self._trim_idle()
+        looks, self._looked = self._ahead_pays and self._looked != len(self.trace.current), len(self.trace.current)
+        absent = unit not in self._held
+        if not (absent or looks or any(c.pending for c in self._transient[unit])):
+            return
+        # Also of what was fetched ahead, which counts from here on, and makes place for what is next.
+        self._make_room(unit)
+        self._gather([unit] if absent else [], self._fitting(unit) if absent or looks else [])
+        self._complete(unit)
+        self._trim_idle()
+        for soon in next_units(self.trace, self.prefetch):
+            if soon not in self._held:
+                for chunk in self._transient[soon]:
+                    chunk.source.prepare()
+
+    def _trim_idle(self) -> None:
+        """Under a declared capacity what is kept for reuse counts against the budget as well."""
+        if self.ledger.capacity_bytes is not None and self.reusable_bytes > self.budget_bytes():
+            self.arrays.drop()
+
+    def _fitting(self, unit: int) -> list[int]:
+        """Units to fetch ahead while ``unit`` is brought in: under a declared capacity only what it leaves room for."""
+        ahead = next_units(self.trace, self.prefetch) if self._ahead_pays else []
+        ahead = [u for u in ahead if u not in self._held]
+        free = self.ledger.free_bytes() if ahead else None
+        if free is None:
+            return ahead
+        # What is gathered next reuses idle arrays, or they are freed for it.
+        free += self.arrays.idle_bytes() - (self._bytes[unit] if unit not in self._held else 0)
+        fitting = []
+        for soon in ahead:
+            free -= self._bytes[soon]
+            if free < 0:
+                break
+            fitting.append(soon)
+        return fitting
+
+    @in_turn
+    def unpin(self, unit: int) -> None:
+        """The unit may be evicted at a later acquire."""
+        if self._pins[unit] <= 0:
+            raise RuntimeError(f"unit {unit} was unpinned more often than pinned ({self._pins[unit]}); report this")
+        self._pins[unit] -= 1
+
+    def renew_later(self, chunk: Chunk) -> None:
+        """The resident ``chunk`` has a gather under way (``chunk.pending``), to be waited for at its first use."""
+        self._renewing.setdefault(chunk.spec.unit, []).append(chunk)
+
+    @in_turn
+    def settle(self) -> None:
+        """Wait for all such gathers."""
+        for unit in list(self._renewing):
+            self._renew(unit)
+
+    def _renew(self, unit: int) -> None:
+        for chunk in self._renewing.pop(unit):
+            if chunk.pending is not None:
+                chunk.pending.wait()
+                chunk.pending = None
+
+    @in_turn
+    def acquire_all(self) -> None:
+        """Gather and pin everything (``gathered()``), as copies: views of them may outlive it. :meth:`release_all` ends
+        it."""
+        self.settle()
+        self._joins = False
+        try:
+            for unit in self._transient:
+                if unit in self._held and not self._pins[unit] and any(chunk.joined for chunk in self._transient[unit]):
+                    self._complete(unit)
+                    self._evict(unit)
+                self._pins[unit] += 1
+                if unit not in self._held:
+                    self._gather([unit], [])
+                self._complete(unit)
+        finally:
+            self._joins = True
+        self.finish_phase()
+        self.all_held = True
+
+    @in_turn
+    def release_all(self) -> None:
+        """End of :meth:`acquire_all`."""
+        self.all_held = False
+        for unit in self._transient:
+            self.unpin(unit)
+            for chunk in self._transient[unit]:
+                chunk.allow_holders()  # lists of parameters that were made inside and are kept
+        self._make_room(None)
+
+    @in_turn
+    def invalidate(self, everything: bool = False) -> None:
+        """After an update: gathered copies of trainable chunks (or of all) are stale. Ends the trace's step."""
+        for unit in list(self._held):
+            if everything or any(c.spec.trainable for c in self._transient[unit]):
+                self._evict_all_the_same(unit)
+        self.followed = self._training.followed and len(self._training.current) == len(self._training.recorded)
+        self._training.end_step()
+        self._looked = 0
+        self.arrays.trim()
+
+    @in_turn
+    def finish_phase(self) -> None:
+        """At the end of a forward or backward pass: take part in the gathers of ranks that use more than this one."""
+        if not self.agrees or self.all_held:
+            return
+        while self._round(None):
+            pass
+
+    def abandon_phase(self) -> None:
+        """This rank's pass failed: PeerError here and where ranks wait for its next gather, unless all come here."""
+        if self.agrees:
+            self.group.exchange([], "how far a failed backward pass came", self._party)
+
+    def _make_room(self, unit: int | None) -> None:
+        needed = self._bytes[unit] if unit is not None else 0
+        budget = self.budget_bytes()
+        pinned = sum(self._bytes[u] for u in self._held if self._pins[u] and u != unit)
+        evictable = {u for u in self._held if not self._pins[u] and u != unit}
+        idle = sum(self._bytes[u] for u in evictable)
+        # The unit about to be used counts against the budget, but is gathered even where the budget is smaller.
+        room = max(budget - needed - pinned, 0)
+        # Without a unit to make room for, nothing says when the next step begins.
+        soon = set(next_units(self.trace, self.prefetch)) if evictable and unit is not None else set()
+        while idle > room and evictable - soon:
+            victim = choose_victim(self.trace, evictable - soon)
+            evictable.discard(victim)
+            if not self._is_read(victim):
+                idle -= self._bytes[victim]
+                self._complete(victim)
+                self._evict(victim)
+
+    def _is_read(self, unit: int) -> bool:
+        """Whether its parameters are held, so that pointing them elsewhere would change what others read."""
+        return any(chunk.is_read for chunk in self._transient[unit])
+
+    @in_turn
+    def drop_idle(self) -> None:
+        """Evict everything that nothing reads."""
+        for unit in [u for u in self._held if not self._pins[u] and not self._is_read(u)]:
+            self._complete(unit)
+            self._evict(unit)
+        self.arrays.drop()
+
+    @in_turn
+    def drop_changed(self) -> None:
+        """The gathered arrays are not what the shards are any more: evict all of them."""
+        for unit in [u for u in self._held if not self._pins[u]]:
+            self._evict_all_the_same(unit)
+        self.arrays.drop()
+
+    def _evict_all_the_same(self, unit: int) -> None:
+        """Evict what has other values from now on; graphs that hold what it was are refused."""
+        self._complete(unit)
+        if self._is_read(unit):
+            for chunk in self._transient[unit]:
+                chunk.refuse_graphs()
+        self._evict(unit)
+
+    def _gather(self, needed: list[int], ahead: list[int]) -> None:
+        # Made in inference mode, arrays and parameters could not be written or trained outside it.
+        with torch.inference_mode(False), torch.no_grad():
+            if not self.agrees:
+                self._start_all([*needed, *ahead])
+            elif needed or ahead or (self.rounds.due() and not self.all_held):
+                self._round(self._with_room(needed, ahead))
+
+    def _round(self, wanted: list[int] | None) -> bool:
+        """Gather what any rank wants (``None``: this one's pass is over). False when the passes of all are over."""
+        met, own = self.rounds.meet(wanted), wanted or []
+        if self.ledger.capacity_bytes is not None and not met.alike:
+            self.rounds.all_fit(self._others_fit(set(met.units) - set(own), own))
+        for unit in met.units:
+            if unit in own:
+                self._start(unit)
+            else:
+                self._take_part(unit)
+        self.rounds.begin(met)
+        return met.running
+
+    def _with_room(self, needed: list[int], ahead: list[int]) -> list[int]:
+        """``needed`` units, and of those that are fetched ahead what there is room for.
+
+        Raises:
+            DeviceMemoryError: there is none for the first. Before the others count on this rank.
+        """
+        wanted = [*needed, *ahead]
+        if self.ledger.capacity_bytes is None:
+            return wanted
+        while len(wanted) > len(needed) and not self.ledger.fits(self.arrays.missing_bytes(self._arrays(wanted))):
+            wanted = wanted[:-1]
+        for unit in needed:
+            self._require(self._transient[unit], unit)
+        return wanted
+
+    def _others_fit(self, others: Iterable[int], wanted: Sequence[int]) -> bool:
+        """Whether there is room to take part in gathering each of ``others``, one at a time, beside ``wanted``."""
+        units = [[*wanted, other] for other in others]
+
+        def missing() -> int:
+            return max((self.arrays.missing_bytes(self._arrays(each)) for each in units), default=0)
+
+        if not self.ledger.fits(missing()):
+            self.arrays.drop()
+        return self.ledger.make_room(missing()) and self.ledger.fits(missing())
+
+    def _arrays(self, units: Iterable[int]) -> list[tuple[int, torch.dtype]]:
+        """Sizes of what is to be allocated for them."""
+        chunks = [chunk for unit in units if unit not in self._held for chunk in self._transient[unit]]
+        return [(chunk.spec.padded_numel, chunk.spec.dtype) for chunk in chunks]
+
+    def _take_part(self, unit: int) -> None:
+        """Gather for the others' sake; the array is dropped at once, or overwritten with the same values if held."""
+        for chunk in self._transient[unit]:
+            held = chunk.full
+            if chunk.joined:
+                continue  # the others read by themselves
+            if held is None:
+                self._require([chunk], unit)
+            out = held if held is not None else self.arrays.take(chunk.spec.padded_numel, chunk.spec.dtype)
+            if held is None:
+                self.ledger.claim(out)
+            chunk.source.gather(self.group, out).wait()
+            if held is None:
+                self.arrays.give(out)
+
+    def _require(self, chunks: Sequence[Chunk], unit: int) -> None:
+        if self.ledger.capacity_bytes is None:
+            return
+        arrays = [(chunk.spec.padded_numel, chunk.spec.dtype) for chunk in chunks]
+        missing = self.arrays.missing_bytes(arrays)
+        if not self.ledger.fits(missing):
+            # Arrays of other sizes go before anything that is gathered has to.
+            self.arrays.drop()
+            missing = self.arrays.missing_bytes(arrays)
+        self.ledger.require(missing, f"gathering unit {self._name(unit)}")
+
+    def _start_all(self, units: Iterable[int]) -> None:
+        for unit in units:
+            self._start(unit)
+
+    def _start(self, unit: int) -> None:
+        if unit in self._held:
+            self._take_part(unit)
+            return
+        self._require(self._transient[unit], unit)
+        self._held.add(unit)
+        self.moved_bytes += self._bytes[unit]
+        self.gathered_bytes += self._bytes[unit]
+        self.peak_gathered_bytes = max(self.peak_gathered_bytes, self.gathered_bytes)
+        try:
+            for chunk in self._transient[unit]:
+                whole = chunk.source.joined(self.group) if self._joins else None
+                chunk.joined = whole is not None
+                chunk.full = self.arrays.take(chunk.spec.padded_numel, chunk.spec.dtype) if whole is None else whole
+                self.by_storage[storage_id(chunk.full.untyped_storage())] = chunk
+                if chunk.joined:
+                    chunk.pending = DONE
+                else:
+                    self.copied_bytes += chunk.spec.padded_bytes
+                    self.ledger.claim(chunk.full)
+                    chunk.pending = chunk.source.gather(self.group, chunk.full)
+            self.peak_copied_bytes = max(self.peak_copied_bytes, self.copied_bytes)
+        except BaseException:
+            self._evict(unit)  # half of a unit must not pass for the whole
+            raise
+
+    def _name(self, unit: int) -> str:
+        return f"{unit} ({self.units[unit].module or 'no single module'}, {size_text(self._bytes[unit])})"
+
+    def _complete(self, unit: int) -> None:
+        for chunk in self._transient[unit]:
+            pending, chunk.pending = chunk.pending, None
+            if pending is not None:
+                with torch.inference_mode(False), torch.no_grad():
+                    try:
+                        pending.wait()
+                    except BaseException:
+                        self._evict(unit)
+                        raise
+                    chunk.point_params()
+
+    def _evict(self, unit: int) -> None:
+        for chunk in self._transient[unit]:
+            full = chunk.full
+            pending, chunk.pending = chunk.pending, None
+            if pending is not None:  # a gather of the unit failed: the others must not write into reused arrays
+                with suppress(Exception):
+                    pending.wait()
+            if full is not None:
+                chunk.unpoint_params()
+                del self.by_storage[storage_id(full.untyped_storage())]
+                chunk.full = None
+                if not chunk.joined:
+                    self.copied_bytes -= chunk.spec.padded_bytes
+                    self.arrays.give(full)
+        self._held.discard(unit)
+        self.gathered_bytes -= self._bytes[unit]
+        for chunk in self._transient[unit]:
+            if chunk.joined:
+                chunk.joined = False
+                chunk.source.disjoin(self.group)

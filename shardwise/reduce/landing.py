@@ -1,0 +1,80 @@
+"""Reduced gradients on their way from a GPU to the host, which neither waits for them nor allocates for them."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+
+from shardwise.device import record_event, runs_ahead
+from shardwise.memory.tier import Tier
+from shardwise.reduce.grads import ChunkGrads, GradRing
+
+__all__ = ["Landings"]
+
+IN_FLIGHT = 2
+"""Results that may wait at a time to be added to what there is."""
+
+
+class _Landing:
+    """A copy that was queued behind what makes it.
+
+    Args:
+        memory: the host's.
+        out: what is copied.
+    """
+
+    def __init__(self, memory: torch.Tensor, out: torch.Tensor) -> None:
+        memory.copy_(out, non_blocking=True)
+        self._event = record_event(out.device) if out.is_cuda else None
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
+
+class Landings:
+    """Of one reducer. A gradient has landed when it is read first (:attr:`ChunkGrads.reduced`).
+
+    The first result of a step goes where it stays; a later one into one of two blocks, and is added to the first by the
+    host when it is read, or when the block is needed again. Blocks are page-locked where gradients are.
+    """
+
+    def __init__(self) -> None:
+        self._blocks = GradRing(torch.device("cpu"), None)
+        self._largest = 0
+        self._adding: deque[ChunkGrads] = deque()
+
+    def bytes(self) -> int:
+        """Host memory of the blocks."""
+        return self._largest * (len(self._blocks.idle()) + len(self._adding))
+
+    def takes(self, state: ChunkGrads, out: torch.Tensor) -> bool:
+        """Whether a result for ``state`` leaves a device that the host is ahead of."""
+        return runs_ahead(out.device) and state.home is not Tier.DEVICE
+
+    def begin(self, state: ChunkGrads, out: torch.Tensor) -> None:
+        """``state.reduced`` becomes ``out``, or that is added to it."""
+        if state.held is None:
+            memory = state.own_memory()
+            state.lands(memory, _Landing(memory, out).wait)
+            return
+        while len(self._adding) >= IN_FLIGHT or state in self._adding:
+            self._adding[0].land()
+        if out.nbytes > self._largest:
+            self._blocks = GradRing(torch.device("cpu"), out.device if state.held.is_pinned() else None)
+            self._largest = out.nbytes
+        ring = self._blocks
+        block = ring.take(self._largest, torch.uint8)
+        part = block[: out.nbytes].view(out.dtype)
+        landing, first = _Landing(part, out), state.reduced
+        self._adding.append(state)
+
+        def add() -> None:
+            self._adding.remove(state)
+            landing.wait()
+            if first is not None:
+                first.add_(part)
+            ring.give(block)
+
+        state.lands(first, add)

@@ -1,0 +1,228 @@
+"""The life of backward passes: when one begins, when it ends, and what happens if it fails."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from shardwise.gather.hooks import in_backward
+from shardwise.gather.meter import MemoryMeter
+from shardwise.gather.pool import ChunkPool
+from shardwise.memory.ledger import DeviceMemoryError
+from shardwise.reduce.reducer import Reducer
+from shardwise.torch_internals import at_end_of_backward, current_graph_task, current_node, is_transformed
+
+__all__ = ["BackwardPasses"]
+
+
+class BackwardPasses:
+    """Notices backward passes over one model and ends them on every rank alike.
+
+    A pass that comes through :meth:`around` ends with its block. One that the user starts (``loss.backward()``) ends
+    with autograd's callback of its outermost task; nested ones (reentrant checkpointing) end nothing by themselves.
+
+    Args:
+        pool, reducer, meter: of the model; ``meter`` is ``None`` where memory has no limit.
+        begin: called when an outermost pass begins and nobody has refused it.
+        end: called when what was to be reduced is.
+
+    Attributes:
+        loss_scale: the scale that the gradients held now carry.
+        scaled: set where a loss scaler is in use: gradients must then come through :meth:`around`.
+        sync: whether passes are reduced now.
+        unreduced: whether the last pass was not.
+    """
+
+    def __init__(
+        self,
+        pool: ChunkPool,
+        reducer: Reducer,
+        meter: MemoryMeter | None,
+        begin: Callable[[], None],
+        end: Callable[[], None],
+    ) -> None:
+        self._pool, self._reducer, self._meter = pool, reducer, meter
+        self._own_begin, self._own_end = begin, end
+        self._checks: list[Callable[[], None]] = []
+        self.loss_scale = 1.0
+        self.scaled = False
+        self.sync = True
+        self._tokens = 0.0
+        self._dropped: dict[int | None, float] = {}
+        """By optimizer, and ``None`` for all: tokens of passes whose gradients were used or dropped."""
+        self._around = False
+        self._failed = False
+        """A pass has failed, and not all ranks have dropped it yet."""
+        self._gathering = False
+        """The peers that gather with this rank may still be in a pass that this one has begun."""
+        self.unreduced = False
+        self._tasks: dict[int, weakref.ref[partial[None]]] = {}
+        """Of autograd, begun and not ended, with what each will call at its end; one that failed has dropped that."""
+
+    def note(self, _gradient: object = None) -> None:
+        """Called by what may happen first in a backward pass: an output's or a parameter's gradient, or a gather."""
+        if self._around:
+            return
+        task = current_graph_task()
+        if task != -1 and task not in self._tasks:
+            self._check_nothing_failed()
+            if not self._tasks:
+                self._begin()
+                self._gathering = True
+            ending = partial(self._task_ended, task)
+            self._tasks[task] = weakref.ref(ending)
+            at_end_of_backward(ending)
+
+    def _check_nothing_failed(self) -> None:
+        if self._failed or any(ending() is None for ending in self._tasks.values()):
+            raise RuntimeError(
+                f"a backward pass after one that failed (tasks={len(self._tasks)}, failed={self._failed}): call "
+                "zero_grad() and make the step's passes again, on every rank"
+            )
+
+    def check_with(self, check: Callable[[], None]) -> None:
+        """Call ``check`` when an outermost pass begins, before anything is done for it: what it raises refuses it."""
+        self._checks.append(check)
+
+    def _begin(self) -> None:
+        """All that may refuse the pass, then all that begins with it: updates during backward before what they read."""
+        observer = self._reducer.observer
+        for check in self._checks:
+            check()
+        if observer is not None:
+            observer.check_pass()
+            observer.begin_pass()
+        self._own_begin()
+
+    @property
+    def running(self) -> bool:
+        """Whether a pass has begun and not ended."""
+        return self._around or bool(self._tasks)
+
+    def watch(self, output: Any) -> None:
+        """Have a model's output note the pass that starts from it, which is then the outermost one."""
+        if not isinstance(output, torch.Tensor) or not output.requires_grad or in_backward():
+            return
+        if not is_transformed(output):  # a transform's own passes give no gradients
+            output.register_hook(self.note)  # type: ignore[no-untyped-call]
+
+    def check_scaled(self) -> None:
+        """A parameter has a gradient: under a loss scale only passes through :meth:`around` may make one.
+
+        Raises:
+            RuntimeError: this one did not.
+        """
+        if self.scaled and not self._around:
+            raise RuntimeError(
+                f"a parameter got a gradient from loss.backward() under a loss scale (scaled={self.scaled}); call "
+                "optimizer.backward(loss) or booster.backward(loss, optimizer), which multiply the loss by it, and set "
+                "requires_grad False where gradients only flow through this model to another one"
+            )
+
+    def recover(self) -> None:
+        """At a forward pass or ``zero_grad`` outside backward: a pass that never ended has failed; drop its remains.
+
+        Raises:
+            PeerError: not on all ranks yet; all of them learn of it now, and the next call drops it.
+        """
+        if self._has_failed():
+            # Until it is done: a rank that forgot would meet the others' agreement with its next pass.
+            self._failed = True
+            self._tasks.clear()
+            if self._gathering:
+                self._pool.abandon_phase()
+                self._gathering = False
+            self._reducer.abort()
+            self.forget_tokens(None)
+            self._failed = self.unreduced = False
+
+    def _has_failed(self) -> bool:
+        return bool(self._tasks or self._failed) and not self._around and not in_backward()
+
+    def tokens(self, optimizer: int) -> float:
+        """Sum of the weights of the passes on this rank since the gradients of ``optimizer`` were used or dropped."""
+        return self._tokens - max(self._dropped.get(each, 0.0) for each in (optimizer, None))
+
+    def forget_tokens(self, optimizer: int | None) -> None:
+        """Gradients of an optimizer (of all, for ``None``) were used or dropped."""
+        self._dropped[optimizer] = self._tokens
+
+    def _task_ended(self, task: int) -> None:
+        self._tasks.pop(task, None)
+        nested = current_node() is not None
+        if self._around or (nested and self._tasks):
+            return
+        self._tasks.clear()
+        self._finish()
+
+    def _finish(self) -> None:
+        with torch.no_grad():
+            self._failed = True  # whatever comes in between
+            self._pool.finish_phase()
+            self._gathering = False
+            self._reducer.finish(self.sync)
+            self._failed = False
+        self.unreduced = not self.sync
+        self._own_end()
+
+    def reduce_rest(self) -> None:
+        """Reduce the gradients of passes under :meth:`no_sync` that no other pass followed. Collective.
+
+        Raises:
+            RuntimeError: the last pass failed; how much of it was reduced differs between ranks.
+        """
+        if self._has_failed():
+            raise RuntimeError(
+                f"step() after a backward pass that failed (tasks={len(self._tasks)}, failed={self._failed}): call "
+                "zero_grad() and make the step's passes again, on every rank"
+            )
+        if self.unreduced:
+            self._failed = True
+            with torch.no_grad():
+                self._reducer.finish(True)
+            self._failed = self.unreduced = False
+            self._own_end()
+
+    @contextlib.contextmanager
+    def around(self, loss_scale: float = 1.0, weight: float = 1.0) -> Iterator[None]:
+        """Around ``loss.backward()``.
+
+        Args:
+            loss_scale: what the loss was multiplied by and gradients must be divided by.
+            weight: the pass's weight among those of a step (its tokens).
+        """
+        self.recover()
+        self._begin()
+        if loss_scale != self.loss_scale:
+            # Gradients from before the scale moved (another optimizer's, not yet stepped) keep in line.
+            self._reducer.rescale(loss_scale / self.loss_scale)
+            self.loss_scale = loss_scale
+        self._around = self._gathering = True
+        try:
+            with self._meter.measuring() if self._meter is not None else contextlib.nullcontext():
+                yield
+            self._finish()
+            self._tokens += weight
+        except BaseException as error:
+            # Peers may still be in the pass, so nothing waits for them here; see recover().
+            self._failed = True
+            if isinstance(error, DeviceMemoryError) and self._gathering:
+                self._pool.tell(error)
+            raise
+        finally:
+            self._around = False
+            self._tasks.clear()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Passes inside are not reduced."""
+        previous, self.sync = self.sync, False
+        try:
+            yield
+        finally:
+            self.sync = previous

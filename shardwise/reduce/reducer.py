@@ -1,0 +1,498 @@
+"""Moves gradients from backward into reduced shards, in an order that all ranks share.
+
+Every chunk is reduced in one agreed order, early when its gradients have all arrived, the rest at the end of backward,
+so that ranks which use different parameters still issue the same operations. At the end of each reduced pass the ranks
+exchange which parameters had a gradient: what nobody used is neither reduced nor updated (as in plain PyTorch, where
+its gradient is None), and what only some used counts as zero on the others (as in DDP).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+import torch
+
+from shardwise.checks.hyper_parameters import HyperParameters
+from shardwise.comm import NOBODY, Buffer, Party
+from shardwise.device import side_stream
+from shardwise.gather.rounds import Rounds
+from shardwise.memory.ledger import Ledger
+from shardwise.memory.tier import Tier
+from shardwise.mesh import Mesh
+from shardwise.reduce.grads import ChunkGrads, SlotPool, gradient_bytes
+from shardwise.reduce.landing import Landings
+from shardwise.reduce.patience import Patience
+from shardwise.reduce.reductions import Observer, ThenReplicas, pack_bits, unpack_bits
+
+__all__ = ["Reducer"]
+
+
+class Reducer:
+    """Gradients of one model over one mesh.
+
+    Args:
+        states: the trainable chunks' gradient states.
+        mesh: the ranks.
+        ledger: the device's memory.
+        keep_whole: every chunk has a buffer of its own that accumulates locally (``reduce="last"``).
+        overlap: reduce during backward.
+        same_order: all ranks use the same parameters, so nothing needs agreement.
+        predivide: gradients are divided by it before their sum, and the rest of the way to the mean after it.
+        party: the model, among those that share the mesh.
+    """
+
+    def __init__(
+        self,
+        states: Sequence[ChunkGrads],
+        mesh: Mesh,
+        ledger: Ledger,
+        *,
+        keep_whole: bool,
+        overlap: bool,
+        same_order: bool,
+        predivide: float = 1.0,
+        party: Party = NOBODY,
+    ) -> None:
+        self._exchange = partial(mesh.world.exchange, whose=party)
+        self.riders: list[HyperParameters] = []
+        """Settings that have to be alike on all ranks, compared with what is exchanged at the end of a pass."""
+        self.states, self.mesh, self._ledger = list(states), mesh, ledger
+        self.keep_whole, self.overlap = keep_whole, overlap
+        self._agrees = mesh.size > 1 and not same_order
+        self._predivide, self._scale = predivide, predivide / mesh.size
+        self._group = mesh.shard if mesh.shard.size > 1 else mesh.replicate
+        self._order = list(reversed(self.states))
+        self._ordered_for: list[bool] | None = None
+        self._cursor = 0
+        self._reduces = False
+        """Whether the running pass is a reduced one."""
+        self._in_rounds = False
+        self._patience = Patience()
+        self._arrivals: list[ChunkGrads] = []
+        self._optimizers = sorted({state.spec.optimizer for state in self.states})
+        self._unreduced_passes = dict.fromkeys(self._optimizers, 0)
+        self.passes = dict.fromkeys(self._optimizers, 0)
+        """By optimizer: passes that reached a parameter of it on some rank since its gradients were used or dropped."""
+        self._in_flight: list[ChunkGrads] = []
+        self._landings = Landings()
+        self.observer: Observer | None = None
+        self._allocate()
+        ledger.watch("gradients", lambda: self.bytes(Tier.DEVICE))
+
+    def _allocate(self) -> None:
+        self._slots = SlotPool([] if self.keep_whole else self.states, depth=2 if self.overlap else 1)
+        if self.keep_whole:
+            sizes = [(s.spec.padded_numel, s.dtype) for s in self.states]
+            for state, buffer in zip(self.states, self._group.buffers(sizes), strict=True):
+                state.buffer, state.array = buffer, buffer.local
+        else:
+            self._slots.fill(self._group.buffers(self._slots.specs))
+        self._replica: dict[int, Buffer] = {}
+        if self.mesh.shard.size > 1 and self.mesh.replicate.size > 1:
+            specs = [(s.spec.shard_numel, s.dtype) for s in self.states]
+            buffers = self.mesh.replicate.buffers(specs)
+            self._replica = {s.spec.index: b for s, b in zip(self.states, buffers, strict=True)}
+        self._beside = side_stream(self.mesh.device) if self._replica else None
+
+    # ---- during backward
+
+    def begin_in(self, rounds: Rounds) -> None:
+        """Reductions begin where the ranks agree on gathers, and at the end of a pass; see :mod:`~.chunk.rounds`."""
+        self._in_rounds = self.overlap
+        rounds.carry(self)
+
+    @property
+    def begun(self) -> int:
+        """Reductions of this pass that have begun, a prefix of the agreed order."""
+        return self._cursor
+
+    @property
+    def ready(self) -> int:
+        """As :attr:`begun`, with those that could begin now."""
+        at, last = self._cursor, len(self._order) if self._reduces and self._in_rounds else 0
+        while at < last and self._order[at].ready:
+            at += 1
+        return at
+
+    def begin(self, count: int) -> None:
+        """Begin the first ``count`` of the agreed order."""
+        while self._cursor < count:
+            self._launch(self._order[self._cursor])
+            self._cursor += 1
+
+    def add(self, state: ChunkGrads, index: int, grad: torch.Tensor, sync: bool) -> None:
+        """Take the gradient of slot ``index``; reduce what is complete if this pass is a reduced one (``sync``)."""
+        self._patience.begin()
+        self._reduces = sync
+        if not state.launched:
+            if state.array is None:
+                self._assign(state)
+            elif not state.filled:
+                self._before_write(state)
+        state.accumulate(index, grad)
+        if sync and state.ready:
+            self._arrivals.append(state)
+            if self.overlap:
+                if not self._in_rounds:
+                    self._advance()
+                while self.observer is not None and self._in_flight and self._oldest_finished():
+                    self._complete(self._in_flight[0])
+
+    def _before_write(self, state: ChunkGrads) -> None:
+        state.claim()
+        if state.buffer is not None:
+            state.buffer.wait_writable()
+
+    def _assign(self, state: ChunkGrads) -> None:
+        buffer = self._patient_take(state)
+        if buffer is None:
+            self._ledger.require(state.spec.padded_numel * state.dtype.itemsize, "a whole gradient")
+            state.array = torch.empty(state.spec.padded_numel, dtype=state.dtype, device=self._group.device)
+            self._ledger.claim(state.array)
+        else:
+            self._place(state, buffer)
+
+    def _patient_take(self, state: ChunkGrads) -> Buffer | None:
+        """The chunk's exchange buffer, waiting for its last user and for peers that still read it.
+
+        Waiting for ever could deadlock: a peer that does not use these chunks joins in only at the end of backward.
+        """
+        if self._slots.free(state):
+            return self._slots.take(state)
+        if self._in_rounds or self._group.waits_in_queue:
+            return self._take_behind(state)
+        limit_s = self._patience.limit_s(self._ledger.fits(state.spec.padded_numel * state.dtype.itemsize))
+        began, waited_s, in_vain = time.monotonic(), 0.0, False
+        try:
+            while not self._slots.free(state):
+                user, waited_s = self._slots.user(state), time.monotonic() - began
+                if user is not None and user not in self._in_flight:
+                    return None
+                in_vain = waited_s > limit_s
+                if in_vain:
+                    return None
+                if self._in_flight and self._oldest_finished():
+                    self._complete(self._in_flight[0])
+                else:
+                    self._patience.nap(waited_s)
+            return self._slots.take(state)
+        finally:
+            self._patience.waited(waited_s, in_vain)
+
+    def _take_behind(self, state: ChunkGrads) -> Buffer | None:
+        """The same where what has begun ends by itself, because it has begun on all ranks (in rounds) or will without
+        this one: what writes to the buffer waits, and only a user whose turn has not come keeps it.
+
+        Outside rounds that is so because nothing but reductions is waited for. They begin in one order, so a peer that
+        has yet to begin the n-th waits for earlier ones at most.
+        """
+        while not self._slots.free(state):
+            user = self._slots.user(state)
+            if user is None or user not in self._in_flight:
+                return None
+            self._vacate(user)
+        return self._slots.take(state)
+
+    def _vacate(self, user: ChunkGrads) -> None:
+        """Have the buffer back of a chunk whose reduction has begun."""
+        if self._group.starts_together and isinstance(user.handle, ThenReplicas):
+            user.handle.wait_for_first()  # the rest needs other ranks, and not the buffer
+            self._release(user)
+        else:
+            self._complete(self._in_flight[0])
+
+    def _oldest_finished(self) -> bool:
+        handle = self._in_flight[0].handle
+        return handle is None or handle.finished()
+
+    def _place(self, state: ChunkGrads, buffer: Buffer) -> None:
+        buffer.wait_writable()
+        state.buffer, state.array = buffer, buffer.local
+
+    def _advance(self) -> None:
+        while self._cursor < len(self._order) and self._order[self._cursor].ready:
+            state = self._order[self._cursor]
+            if state.buffer is None and not self._move_in(state, self._patient_take(state)):
+                return  # no buffer without waiting: the rest is reduced at the end of the pass
+            self._launch(state)
+            self._cursor += 1
+
+    def _move_in(self, state: ChunkGrads, buffer: Buffer | None) -> bool:
+        """Copy a gradient from private memory into ``buffer``."""
+        if buffer is None:
+            return False
+        private = state.array
+        self._place(state, buffer)
+        if private is not None and state.array is not None:
+            state.array.copy_(private)
+        return True
+
+    # ---- reducing
+
+    def _into_buffer(self, state: ChunkGrads) -> Buffer:
+        """The exchange memory that holds the whole gradient, moved there from private memory if need be."""
+        while (buffer := state.buffer) is None:
+            if self._slots.user(state) is state:  # taken, and interrupted before it was put there
+                self._slots.give(state)
+            if self._move_in(state, self._slots.take(state)):
+                continue
+            user = self._slots.user(state)
+            if user is not None and user in self._in_flight:
+                self._vacate(user)
+            else:
+                self._move_out(user)
+        return buffer
+
+    def _move_out(self, state: ChunkGrads | None) -> None:
+        """A chunk whose turn comes later has the buffer: its gradient moves to private memory."""
+        if state is None or state.array is None:
+            raise RuntimeError(f"an exchange buffer is neither free nor in use (user {state}); report this")
+        state.array = state.array.clone()
+        self._release(state)
+
+    def _release(self, state: ChunkGrads) -> None:
+        state.buffer = None
+        if self._slots.user(state) is state:  # also where an interrupt came before it was noted down
+            self._slots.give(state)
+
+    def _launch(self, state: ChunkGrads) -> None:
+        if self.keep_whole and not state.filled and state.buffer is not None:
+            self._before_write(state)
+        whole = self._into_buffer(state)
+        state.zero_unfilled()
+        if self._predivide != 1.0:
+            whole.local.div_(self._predivide)
+        state.launched = True
+        self._in_flight.append(state)
+        self._ledger.claim(state.late)
+        self._begin(state, whole)
+
+    def _begin(self, state: ChunkGrads, whole: Buffer) -> None:
+        """Have the reduction of ``whole`` begin, of a chunk that counts as in flight."""
+        if self.mesh.shard.size == 1:
+            state.out = whole.local
+            state.handle = self.mesh.replicate.all_reduce(whole, self._scale)
+            return
+        if state.spec.index in self._replica:
+            replica = self._replica[state.spec.index]
+            state.claim()
+            replica.wait_writable()
+            state.out = replica.local
+        elif self.keep_whole:
+            state.out = whole.local[state.chunk.shard_start : state.chunk.shard_end]
+        else:
+            state.out = state.result_memory()
+            self._ledger.claim(state.out)
+        scattered = self.mesh.shard.reduce_scatter(state.out, whole, self._scale)
+        if state.spec.index in self._replica:
+            state.handle = ThenReplicas(scattered, self.mesh.replicate, self._replica[state.spec.index], self._beside)
+        else:
+            state.handle = scattered
+
+    def _complete(self, state: ChunkGrads) -> None:
+        """Wait for a launched reduction and add its result to what the step has so far. Oldest first, always."""
+        try:
+            if state.handle is not None:
+                state.handle.wait()
+        except Exception:
+            self._in_flight.remove(state)
+            raise
+        self._in_flight.remove(state)  # only now: who is interrupted while it waits has to wait again
+        out, state.out, state.handle = state.out, None, None
+        if out is None:
+            raise RuntimeError(f"chunk {state.spec.index}: reduced without a result ({out}); report this")
+        if self.observer is not None:
+            self.observer.before_result(state)
+        replica = state.spec.index in self._replica
+        leaves = not self.keep_whole and self.mesh.shard.size == 1
+        if self._landings.takes(state, out):
+            self._landings.begin(state, out)
+        elif state.reduced is not None:
+            state.reduced.add_(out)
+        elif leaves or out.dtype != state.accumulate_dtype:
+            state.reduced = state.own_memory().copy_(out)
+            if state.home is Tier.DEVICE:
+                self._ledger.claim(state.reduced)
+        else:
+            state.reduced, state.borrowed = out, self.keep_whole or replica
+        state.filled.clear()
+        if not self.keep_whole:
+            self._release(state)
+            state.array = None
+        if self.observer is not None:
+            self.observer.after_result(state)
+
+    # ---- the end of a pass
+
+    def passes_so_far(self, optimizer: int) -> int:
+        """As :attr:`passes`, with those of this rank that are not reduced yet."""
+        return self.passes.get(optimizer, 0) + self._unreduced_passes.get(optimizer, 0)
+
+    def finish(self, sync: bool) -> None:
+        """End of a backward pass (every rank calls it). Without ``sync``, gradients stay whole on this rank."""
+        for optimizer in {state.spec.optimizer for state in self.states if state.fired}:
+            self._unreduced_passes[optimizer] += 1
+        self._patience.end_backward()
+        if sync:
+            used, late = self._agree()
+            for state, anyone in zip(self._order, used, strict=True):
+                if anyone and not state.launched:
+                    self._launch(state)
+            self._cursor = len(self._order)  # as on every rank, should the rest of this fail
+            self._complete_all()
+            for state, anyone in zip(self._order, late, strict=True):
+                if anyone:
+                    self._launch_late(state)
+            self._complete_all()
+            self._reorder(used)
+            self._agree_with_observer()
+        self._end_pass(sync)
+
+    def _agree_with_observer(self) -> None:
+        observer = self.observer
+        if observer is None:
+            return
+        flags = observer.wait()
+        if observer.must_agree:
+            posts = self._exchange(flags, "which chunks were updated during backward")
+            observer.agreed([any(column) for column in zip(*posts, strict=True)])
+
+    def _end_pass(self, sync: bool) -> None:
+        one_result = self.observer is not None and self.observer.must_agree
+        for state in self.states:
+            # A guess that is too small costs a second result.
+            if sync and state.fired and not one_result:
+                state.expected = set(state.fired)
+            state.fired.clear()
+            if sync:
+                state.seen.clear()
+                state.launched = False
+        self._cursor, self._reduces = 0, False
+        self._patience.end_pass()
+        self._arrivals.clear()
+
+    def abort(self) -> None:
+        """Forget a pass that failed, and all gradients of the step. Every rank calls it: each must have noticed.
+
+        Raises:
+            PeerError: some rank has not; nothing is forgotten.
+        """
+        observer = self.observer
+        self._count_launched()
+        # Whoever reads gradients beside this thread is done with them first.
+        reached = [float(self._cursor), *(observer.wait() if observer is not None else ())]
+        # Also where all use the same parameters: how many reductions each has started depends on its patience.
+        posts = self._exchange(reached, "how far a failed backward pass came")
+        self.observer = None  # what is finished here is dropped
+        try:
+            self.begin(int(max(post[0] for post in posts)))
+            self._complete_all()
+        finally:
+            self.observer = observer
+        for state in self.states:
+            state.clear()
+            if not self.keep_whole:
+                self._release(state)
+                state.array = None
+        self.forget_passes(self._optimizers)
+        self._end_pass(sync=True)
+        if observer is not None:
+            if observer.must_agree:
+                observer.agreed([any(column) for column in list(zip(*posts, strict=True))[1:]])
+            observer.dropped(None)
+
+    def _count_launched(self) -> None:
+        """After an interrupt: what counts as launched has begun, and the cursor is behind it."""
+        for state in self._in_flight:
+            if state.handle is None and state.buffer is not None:
+                self._begin(state, state.buffer)
+        while self._cursor < len(self._order) and self._order[self._cursor].launched:
+            self._cursor += 1
+
+    def rescale(self, factor: float) -> None:
+        """Multiply all gradients held by ``factor``."""
+        for state in self.states:
+            state.rescale(factor)
+
+    def _complete_all(self) -> None:
+        while self._in_flight:
+            self._complete(self._in_flight[0])
+
+    def _launch_late(self, state: ChunkGrads) -> None:
+        """A second reduction, for gradients that came after the first."""
+        if state.array is not None:
+            self._before_write(state)
+        else:
+            self._into_buffer(state)
+        if state.late is not None and state.array is not None:
+            state.array.copy_(state.late)
+        state.filled = set(state.late_filled)
+        state.late, state.late_filled = None, set()
+        self._launch(state)
+
+    def _agree(self) -> tuple[list[bool], list[bool]]:
+        """For each chunk in launch order: did any rank use it in this pass, and has any rank a late gradient for it."""
+        marks: list[bool] = []
+        for state in self._order:
+            marks += [state.launched or bool(state.filled), bool(state.late_filled)]
+            marks += [i in state.seen for i in range(len(state.spec.slots))]
+        counts = [float(self._unreduced_passes[optimizer]) for optimizer in self._optimizers]
+        if self._agrees:
+            riding = [word for rider in self.riders for word in rider.beside_marks()]
+            posts = self._exchange(riding + counts + pack_bits(marks), "which parameters had gradients")
+            if any(post[: len(riding)] != riding for post in posts):
+                for rider in self.riders:
+                    rider.explain()
+            posts, first = [post[len(riding) :] for post in posts], len(counts)
+            counts = [max(post[i] for post in posts) for i in range(first)]
+            ranks = list(zip(*(unpack_bits(post[first:], len(marks)) for post in posts), strict=True))
+            self._patience.compared(all(len(set(flag)) == 1 for flag in ranks))
+            marks = [any(flag) for flag in ranks]
+        for optimizer, count in zip(self._optimizers, counts, strict=True):
+            self.passes[optimizer] += int(count)
+            self._unreduced_passes[optimizer] = 0
+        used, late, at = [], [], 0
+        for state in self._order:
+            used.append(marks[at])
+            late.append(marks[at + 1])
+            count_slots = len(state.spec.slots)
+            state.touched |= {i for i in range(count_slots) if marks[at + 2 + i]}
+            at += 2 + count_slots
+        return used, late
+
+    def _reorder(self, used: list[bool]) -> None:
+        """Adopt rank 0's order of arrival, unused chunks last, whenever the set in use has changed."""
+        by_chunk = [flag for _, flag in sorted(zip([s.spec.index for s in self._order], used, strict=True))]
+        if by_chunk == self._ordered_for:
+            return
+        position = {s.spec.index: i for i, s in enumerate(self.states)}
+        arrived = [position[s.spec.index] for s in dict.fromkeys(self._arrivals)]
+        seen = set(arrived)
+        mine = arrived + [position[s.spec.index] for s in self._order if position[s.spec.index] not in seen]
+        order = self._exchange([float(i) for i in mine], "the order of reduction")[0] if self._agrees else mine
+        in_use = dict(zip([s.spec.index for s in self._order], used, strict=True))
+        ranked = [self.states[int(i)] for i in order]
+        self._order = sorted(ranked, key=lambda s: not in_use[s.spec.index])
+        self._ordered_for = by_chunk
+
+    def clear(self, optimizer: int | None = None) -> None:
+        """Drop the gradients of one optimizer's chunks and of those that no optimizer holds, or of all."""
+        if self.observer is not None:
+            self.observer.dropped(optimizer)
+        for state in self.states:
+            if optimizer is None or state.spec.optimizer in (optimizer, -1):
+                state.clear()
+        self.forget_passes(self._optimizers if optimizer is None else [optimizer, -1])
+
+    def forget_passes(self, optimizers: Iterable[int]) -> None:
+        """What they left is dropped, so no later gradient is to be divided by their number."""
+        for optimizer in self.passes.keys() & set(optimizers):
+            self.passes[optimizer] = self._unreduced_passes[optimizer] = 0
+
+    def bytes(self, tier: Tier) -> int:
+        """Live bytes of gradient memory in ``tier``: exchange buffers, private arrays and reduced shards."""
+        exchanged = [*self._slots.arrays(), *(buffer.local for buffer in self._replica.values())]
+        landing = self._landings.bytes() if tier is Tier.HOST else 0
+        return landing + gradient_bytes(self.states, exchanged, tier)

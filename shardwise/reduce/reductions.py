@@ -1,0 +1,103 @@
+"""What a reduction is made of: its two parts under replicas, who listens to it, and the flags that ranks exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from shardwise.comm import Buffer, Group, Handle
+from shardwise.device import on_stream, record_event, wait_event
+from shardwise.reduce.grads import ChunkGrads
+
+__all__ = ["Observer", "ThenReplicas", "pack_bits", "unpack_bits"]
+
+BITS = 48  # flags per exchanged number; integers below 2**53 are exact
+
+
+def pack_bits(flags: Sequence[bool]) -> list[float]:
+    """Flags as exactly representable numbers, :data:`BITS` each."""
+    words = []
+    for start in range(0, len(flags), BITS):
+        words.append(float(sum(1 << i for i, flag in enumerate(flags[start : start + BITS]) if flag)))
+    return words
+
+
+def unpack_bits(words: Sequence[float], count: int) -> list[bool]:
+    """The ``count`` flags that :func:`pack_bits` made ``words`` of."""
+    return [bool(int(words[i // BITS]) >> (i % BITS) & 1) for i in range(count)]
+
+
+class ThenReplicas:
+    """A reduce-scatter over the shard group followed by an all-reduce of the shard over the replicas.
+
+    The second part starts when the first is done, and only the oldest operation in flight is ever asked, so all ranks
+    start their second parts in one order.
+
+    Args:
+        first: the reduce-scatter into ``shard``.
+        group: the replicas.
+        shard: their buffer.
+        beside: of a GPU, where the second part waits for the first.
+    """
+
+    def __init__(self, first: Handle, group: Group, shard: Buffer, beside: torch.cuda.Stream | None) -> None:
+        self._first, self._group, self._shard = first, group, shard
+        self._second: Handle | None = None
+        self._between: torch.cuda.Event | None = None
+        if group.waits_in_queue:  # it is queued behind the first, in the same order on all ranks
+            with on_stream(beside):
+                self._start()
+
+    def wait_for_first(self) -> None:
+        """Until what was reduced has been read, and may be written again."""
+        if self._between is not None:
+            wait_event(self._shard.local.device, self._between)
+        else:
+            self._first.wait()
+
+    def _start(self) -> Handle:
+        if self._second is None:
+            self._first.wait()
+            if self._shard.local.is_cuda:  # only this stream has waited
+                self._between = record_event(self._shard.local.device)
+            self._second = self._group.all_reduce(self._shard, 1.0)
+        return self._second
+
+    def finished(self) -> bool:
+        """Whether both parts are; starts the second when the first is."""
+        return (self._second is not None or self._first.finished()) and self._start().finished()
+
+    def wait(self) -> None:
+        """Until both are."""
+        self._start().wait()
+
+
+class Observer(Protocol):
+    """Whoever wants gradients as soon as they are reduced."""
+
+    def check_pass(self) -> None:
+        """An outermost backward pass wants to begin; what is raised refuses it, and nothing has been done for it."""
+
+    def begin_pass(self) -> None:
+        """It begins."""
+
+    def before_result(self, state: ChunkGrads) -> None:
+        """A result for ``state`` is about to be added to what there is."""
+
+    def after_result(self, state: ChunkGrads) -> None:
+        """``state.reduced`` has it."""
+
+    def wait(self) -> list[float]:
+        """At the end of a pass: what was begun is finished. Flags of this rank, in the same order everywhere."""
+
+    @property
+    def must_agree(self) -> bool:
+        """Whether :meth:`agreed` has to be told which flags any rank has, and there can be one result a pass only."""
+
+    def agreed(self, anywhere: Sequence[bool]) -> None:
+        """The flags that any rank has."""
+
+    def dropped(self, optimizer: int | None) -> None:
+        """The gradients of an optimizer (of all, for ``None``) are dropped."""

@@ -1,0 +1,96 @@
+"""The master weights of one chunk, wherever they are at home."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from shardwise.chunk.chunk import Chunk
+from shardwise.disk.store import DiskStore, Record
+from shardwise.memory.placement import Home
+from shardwise.memory.tier import Tier
+from shardwise.update.tile_plan import TileRange
+
+__all__ = ["ChunkState"]
+
+
+class ChunkState:
+    """What the optimizer updates for one chunk.
+
+    Args:
+        chunk: the chunk.
+        home: its tiers.
+        dtype: of the masters; ``None``: there are none, the parameter shard itself is updated.
+        memory: the masters' memory, where they are in memory.
+
+    Attributes:
+        master: this rank's masters, or ``None`` (there are none, or they are on the disk).
+        values: the masters' records on the disk, by tile; empty otherwise.
+        before_transfer: called before they are all read or written; has buffers given back that are held in advance.
+    """
+
+    def __init__(self, chunk: Chunk, home: Home, dtype: torch.dtype | None, memory: torch.Tensor | None) -> None:
+        self.chunk, self.home, self.dtype = chunk, home, dtype
+        self.master = memory
+        self.store: DiskStore | None = None
+        self.values: list[Record] = []
+        self.ranges: Sequence[TileRange] = ()
+        self.before_transfer: Callable[[], None] = lambda: None
+        self._written = False
+
+    @property
+    def tier(self) -> Tier:
+        return self.home.state
+
+    @property
+    def on_disk(self) -> bool:
+        return self.store is not None
+
+    @property
+    def device(self) -> torch.device:
+        """Where updates are computed."""
+        return self.chunk.device if self.tier is Tier.DEVICE else torch.device("cpu")
+
+    def use_disk(self, store: DiskStore, ranges: Sequence[TileRange]) -> None:
+        """The masters are written to ``store``, one record a tile."""
+        self.store, self.ranges = store, ranges
+        itemsize = (self.dtype or self.chunk.spec.dtype).itemsize
+        name, owner = f"chunk {self.chunk.spec.index}", self.chunk.spec.optimizer
+        for r in ranges:
+            what = f"master weights of {name}, elements {r.start} to {r.end}"
+            self.values.append(store.create(what, (r.end - r.start) * itemsize, owner=owner))
+
+    @contextmanager
+    def opened(self, write: bool = False) -> Iterator[torch.Tensor | None]:
+        """This rank's masters in memory (``None`` if there are none); with ``write`` changes to them are kept.
+
+        From the disk they come into memory of their own, all at once: for loading, saving and inspection.
+        """
+        if self.store is None:
+            yield self.master
+            return
+        self.before_transfer()
+        whole = torch.zeros(self.chunk.spec.shard_numel, dtype=self.dtype)
+        if self._written:
+            self._transfer(whole, self.store, write=False)
+        yield whole
+        if write:
+            self._transfer(whole, self.store, write=True)
+            self._written = True
+
+    def _transfer(self, whole: torch.Tensor, store: DiskStore, write: bool) -> None:
+        for record, span in zip(self.values, self.ranges, strict=True):
+            part = whole[span.start : span.end]
+            buffer = store.buffer(part.nbytes)
+            try:
+                view = buffer[: part.nbytes].view(whole.dtype)
+                if write:
+                    view.copy_(part)
+                    store.write(record, buffer).wait()
+                else:
+                    store.read(record, buffer, newest=True).wait()
+                    part.copy_(view)
+            finally:
+                store.give(buffer)

@@ -1,0 +1,342 @@
+"""Steps any element-wise torch optimizer over this rank's shards, a cache-sized tile at a time.
+
+A *piece* is the part of one parameter in this rank's shard (at most a tile long): a flat tensor that the optimizer
+takes for a parameter, so that per-parameter state such as Adam's step count is exactly torch's, also for parameters
+that some steps do not use. A *tile* is a run of neighbouring pieces that are stepped in one call, with the cast of the
+gradient, the unscaling and clipping, and the cast of the result done while the data is in cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.checks.param_groups import ParamGroups, check_modes
+from shardwise.chunk.chunk import Chunk
+from shardwise.memory.tier import Tier
+from shardwise.optim.element_wise import couples_elements
+from shardwise.optim.state_form import constructed_state
+from shardwise.plan import HALF_DTYPES
+from shardwise.reduce.grads import ChunkGrads
+from shardwise.update.states import ChunkState
+from shardwise.update.step_hooks import bare_step, run_post_hooks, run_pre_hooks, without_hooks
+from shardwise.update.tile_plan import PieceRange, TileRange
+
+__all__ = ["Piece", "Tile", "TileStepper", "check_element_wise", "make_tiles"]
+
+SHAPE_DEPENDENT = ("lbfgs", "muon", "adafactor", "sparseadam", "shampoo", "soap", "lamb", "lars", "novograd", "came")
+OURS = ("shardwise.optim", "shardwise.nn")
+OF_TORCH_OR_OURS = ("torch.optim", *OURS)
+"""Modules whose optimizers, but for those above, are known to be element-wise."""
+HAS_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+"""Their fused kernels only read gradients; others may not (``SGD(nesterov=True, foreach=True)`` writes into them)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Piece(PieceRange):
+    """A range of the shard, and ``value``, which holds its elements."""
+
+    value: nn.Parameter
+
+
+@dataclass(frozen=True, eq=False)
+class Tile:
+    """Neighbouring pieces of one chunk and one param group; they span ``[start, end)`` of the shard."""
+
+    chunk: Chunk
+    grads: ChunkGrads
+    state: ChunkState
+    group: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def start(self) -> int:
+        return self.pieces[0].start
+
+    @property
+    def end(self) -> int:
+        return self.pieces[-1].end
+
+
+def check_element_wise(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse optimizers whose update of one element depends on others, and modes that shards cannot have.
+
+    Those that are not torch's or ours step a small matrix to find out, and are then as before.
+
+    Raises:
+        ValueError: the optimizer works on whole matrices, or is ``differentiable`` or ``capturable``.
+    """
+    name = type(optimizer).__name__
+    if any(base.__name__.lower() in SHAPE_DEPENDENT for base in type(optimizer).__mro__):
+        raise ValueError(f"optimizer {name} needs whole matrices, but shards are flat: use an element-wise one (AdamW)")
+    check_modes(f"optimizer {name}", optimizer.param_groups)
+    if _is_foreign(optimizer) and couples_elements(optimizer):
+        raise ValueError(
+            f"optimizer {name} gives a matrix other values in one piece than in parts that are stepped one by one, as "
+            "shards are: use one whose update of an element depends on nothing else (AdamW); or give it the attribute "
+            "element_wise=True, if it is one, or if the difference is wanted"
+        )
+
+
+def _is_foreign(optimizer: torch.optim.Optimizer) -> bool:
+    return not type(optimizer).__module__.startswith(OF_TORCH_OR_OURS)
+
+
+def make_tiles(grads: ChunkGrads, state: ChunkState, ranges: Sequence[TileRange]) -> list[Tile]:
+    """The tiles of one chunk. Those on a disk get their values when they are read."""
+    chunk = state.chunk
+    if state.on_disk:
+        values = torch.full((), float("nan"), dtype=state.dtype or chunk.spec.dtype).expand(chunk.spec.shard_numel)
+    else:
+        values = state.master if state.master is not None else chunk.shard
+    tiles = []
+    for span in ranges:
+        pieces = tuple(
+            Piece(**vars(p), value=nn.Parameter(values[p.start : p.end], requires_grad=True)) for p in span.pieces
+        )
+        tiles.append(Tile(chunk, grads, state, span.group, pieces))
+    return tiles
+
+
+class TileStepper:
+    """Runs one torch optimizer over tiles; owns the scratch memory for gradients in the update's dtype."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, tiles: Sequence[Tile]) -> None:
+        self.optimizer, self.tiles = optimizer, tuple(tiles)
+        self._scratch: dict[tuple[torch.dtype, Tier], torch.Tensor] = {}
+        self._kept_dtypes: dict[torch.dtype, dict[str, torch.dtype]] = {}
+        self._generation = 0
+        """Counts what may have changed the amount of state."""
+        self._counted: tuple[int, dict[Tier, int]] = (-1, {})
+        pieces: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
+        for tile in self.tiles:
+            pieces[tile.group] += [piece.value for piece in tile.pieces]
+        self.param_groups = ParamGroups(optimizer, pieces)
+        self._step_once, self._step_before = bare_step(optimizer), optimizer.step
+        optimizer.step = self._refuse  # type: ignore[assignment, method-assign]
+        optimizer.add_param_group = self._refuse_group  # type: ignore[method-assign]
+
+    def _refuse(self, *_args: object, **_kwargs: object) -> None:
+        raise RuntimeError(
+            f"step() of the {type(self.optimizer).__name__} itself does nothing once sharded; call step() of what "
+            "boost/build returned"
+        )
+
+    def _refuse_group(self, param_group: dict[str, Any]) -> None:
+        raise RuntimeError(
+            f"add_param_group({sorted(param_group)}) of the {type(self.optimizer).__name__} after sharding: its "
+            "parameters would be trained nowhere; add the group before boost/build"
+        )
+
+    # What a scheduler looks for on the step() that it has counted on, to see that nobody replaced it.
+    _refuse._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        """Give the optimizer its own ``step`` back."""
+        self.optimizer.step = self._step_before  # type: ignore[method-assign]
+        vars(self.optimizer).pop("add_param_group", None)
+
+    @contextmanager
+    def stepping(self, factor: float) -> Iterator[Callable[[Tile, torch.Tensor], None]]:
+        """A function that updates a tile and the shard (1-D, in memory) that it belongs to, for one step.
+
+        Every piece that has a gradient is updated with ``factor`` times it. Values and state of the tile must be in
+        memory. The user's step hooks are not run; see :meth:`before_step`.
+        """
+        with self.groups() as groups:
+
+            def update(tile: Tile, shard: torch.Tensor) -> None:
+                live, reduced = self.live(tile), tile.grads.reduced
+                if live and reduced is not None:
+                    self.step_tile(tile, live, reduced, shard, factor, groups)
+
+            yield update
+
+    @staticmethod
+    def live(tile: Tile) -> list[Piece]:
+        """The pieces of a tile that have a gradient."""
+        return [p for p in tile.pieces if p.slot in tile.grads.touched] if tile.grads.reduced is not None else []
+
+    @torch.no_grad()
+    def step_tile(
+        self,
+        tile: Tile,
+        live: list[Piece],
+        reduced: torch.Tensor,
+        shard: torch.Tensor | None,
+        factor: float,
+        groups: list[dict[str, Any]],
+    ) -> None:
+        """Update the ``live`` pieces with ``factor`` times their part of ``reduced``, and ``shard`` if it is given."""
+        value = live[0].value
+        first, last = live[0].start, live[-1].end
+        grad = reduced[first:last]
+        elsewhere = grad.dtype != value.dtype or grad.device != value.device
+        if elsewhere or factor != 1.0 or not self._only_reads(groups[tile.group]):
+            # Not in place: peers may still read exchange memory, and the update may be made again. The cast comes
+            # first: scaling in 16 bits would round the gradient twice.
+            grad = self._scratch_for(last - first, value, tile.state.tier).copy_(grad)
+        if factor != 1.0:
+            grad.mul_(factor)
+        for piece in live:
+            piece.value.grad = grad[piece.start - first : piece.end - first]
+        self._call(groups[tile.group], live)
+        for piece in live:
+            piece.value.grad = None
+        if shard is not None:
+            self.round_tile(tile, live, shard)
+
+    @staticmethod
+    @torch.no_grad()
+    def round_tile(tile: Tile, live: list[Piece], shard: torch.Tensor) -> None:
+        """Take updated masters over into the shard."""
+        first, last = live[0].start, live[-1].end
+        if tile.state.master is not None:
+            shard[first:last].copy_(tile.state.master[first:last])
+        elif tile.state.dtype is not None:
+            for piece in live:
+                shard[piece.start : piece.end].copy_(piece.value)
+
+    def _only_reads(self, group: dict[str, Any]) -> bool:
+        """Whether the optimizer is known to leave the gradients of ``group`` as they are."""
+        module = type(self.optimizer).__module__
+        return module.startswith(OURS) or (bool(group.get("fused")) and not _is_foreign(self.optimizer))
+
+    def _call(self, group: dict[str, Any], live: list[Piece]) -> None:
+        if group.get("fused"):
+            self._move_steps(live)
+        before = {key: value for key, value in group.items() if key != "params"}
+        held = self._bytes_of(live)
+        self.optimizer.param_groups = [group]
+        for alike in self._alike(live) if group.get("fused") else (live,):
+            group["params"] = [piece.value for piece in alike]
+            self._step_once()
+        if self._bytes_of(live) != held:
+            self.state_changed()
+        changed = [key for key, value in group.items() if key != "params" and before.get(key) is not value]
+        if changed:
+            raise RuntimeError(
+                f"{type(self.optimizer).__name__}.step() changes its param group ({changed}), and would do so once a "
+                "tile, so it cannot be sharded; use an optimizer whose state belongs to parameters"
+            )
+
+    def _alike(self, live: Sequence[Piece]) -> Iterable[list[Piece]]:
+        """Pieces that have state under the same keys: a fused kernel takes momentum of all or of none."""
+        state, by_keys = self.optimizer.state, dict[frozenset[str], list[Piece]]()
+        for piece in live:
+            held = state.get(piece.value, {}).items()
+            by_keys.setdefault(frozenset(key for key, value in held if value is not None), []).append(piece)
+        return by_keys.values()
+
+    def element_bytes(self, like: torch.Tensor) -> int:
+        """Bytes of state that the optimizer keeps for each element of a parameter like ``like``."""
+        return sum(dtype.itemsize for dtype in self.element_dtypes(like).values())
+
+    def element_dtypes(self, like: torch.Tensor) -> dict[str, torch.dtype]:
+        """By key, the state that the optimizer keeps for each element of a parameter like ``like``.
+
+        Asked of the optimizer itself: it steps a parameter of two elements, which is then forgotten.
+        """
+        optimizer = self.optimizer
+        probe = nn.Parameter(torch.zeros(2, dtype=like.dtype, device=like.device))
+        probe.grad = torch.zeros_like(probe)
+        with self.groups() as groups, torch.random.fork_rng(devices=[]):
+            made = constructed_state(optimizer, groups[0], probe)
+            if made:
+                optimizer.state[probe] = made
+            self._call(groups[0], [Piece(slot=0, param=0, offset=0, start=0, end=2, value=probe)])
+        kept = optimizer.state.pop(probe, {}).items()
+        return {k: v.dtype for k, v in kept if isinstance(v, torch.Tensor) and v.shape == probe.shape}
+
+    def dtype_for(self, key: str, stored: torch.dtype, like: torch.Tensor) -> torch.dtype:
+        """In which dtype per-element state that was ``stored`` elsewhere is kept for a parameter like ``like``.
+
+        As torch does, in the parameter's; but in 16 bits only where the optimizer itself keeps it so (CPUAdam has fp32
+        moments for any parameter).
+        """
+        if not stored.is_floating_point:
+            return stored
+        if like.dtype not in HALF_DTYPES or stored == like.dtype:
+            return like.dtype
+        if like.dtype not in self._kept_dtypes:
+            self._kept_dtypes[like.dtype] = self.element_dtypes(like)
+        return self._kept_dtypes[like.dtype].get(key, like.dtype)
+
+    def _move_steps(self, live: Sequence[Piece]) -> None:
+        """Fused kernels on a GPU want the step count there; a loaded state, or Adagrad's, has it elsewhere."""
+        for piece in live:
+            step = self.optimizer.state.get(piece.value, {}).get("step")
+            if isinstance(step, torch.Tensor) and step.device != piece.value.device:
+                self.optimizer.state[piece.value]["step"] = step.to(piece.value.device, torch.float32)
+
+    def _scratch_for(self, numel: int, like: torch.Tensor, tier: Tier) -> torch.Tensor:
+        key = (like.dtype, tier)
+        have = self._scratch.get(key)
+        if have is None or have.numel() < numel:
+            have = self._scratch[key] = torch.empty(numel, dtype=like.dtype, device=like.device)
+        return have[:numel]
+
+    def scratch_bytes(self, tier: Tier) -> int:
+        """Memory for gradients in the update's dtype, kept between steps, by the tier of the state they update."""
+        return sum(scratch.nbytes for (_, where), scratch in self._scratch.items() if where is tier)
+
+    def _bytes_of(self, pieces: Sequence[Piece]) -> int:
+        state = self.optimizer.state
+        # Another thread may be updating.
+        held = [value for piece in pieces for value in list(state.get(piece.value, {}).values())]
+        return sum(value.nbytes for value in held if isinstance(value, torch.Tensor))
+
+    def state_changed(self) -> None:
+        """State was made, dropped or replaced, or has another home: it is counted again when it is asked for."""
+        self._generation += 1
+
+    def state_bytes(self, tier: Tier) -> int:
+        """Optimizer state of the tiles whose home is ``tier``."""
+        generation, counted = self._counted
+        if generation != self._generation:
+            generation = self._generation  # before counting: another thread may be updating
+            counted = self._count_state()
+            self._counted = generation, counted
+        return counted.get(tier, 0)
+
+    def _count_state(self) -> dict[Tier, int]:
+        counted: dict[Tier, int] = {}
+        for tile in self.tiles:
+            counted[tile.state.tier] = counted.get(tile.state.tier, 0) + self._bytes_of(tile.pieces)
+        return counted
+
+    @contextmanager
+    def groups(self) -> Iterator[list[dict[str, Any]]]:
+        """Working copies of the param groups, with torch's fused kernel where the user left the choice to torch."""
+        optimizer = self.optimizer
+        own = optimizer.param_groups
+        work = [dict(group) for group in self.param_groups.now]
+        for index, group in enumerate(work):
+            free = group.get("fused", False) is None and not group.get("foreach") and not self._fuses_wrongly(index)
+            if free and isinstance(optimizer, HAS_FUSED) and not isinstance(group.get("lr"), torch.Tensor):
+                group["fused"], group["foreach"] = True, False
+        try:
+            with without_hooks(optimizer):
+                yield work
+        finally:
+            optimizer.param_groups = own
+
+    def _fuses_wrongly(self, group: int) -> bool:
+        """Whether torch's kernel is not to be trusted: that of SGD on a CPU gives wrong 16-bit values (torch 2.13)."""
+        if not isinstance(self.optimizer, torch.optim.SGD):
+            return False
+        values = (tile.pieces[0].value for tile in self.tiles if tile.group == group)
+        return any(value.dtype in HALF_DTYPES and value.device.type == "cpu" for value in values)
+
+    def before_step(self) -> None:
+        """The user's step hooks run once a step, not once a tile, and before anything is made of the options."""
+        run_pre_hooks(self.optimizer)
+
+    def after_step(self) -> None:
+        """See :meth:`before_step`."""
+        run_post_hooks(self.optimizer)
