@@ -26,6 +26,7 @@ from shardwise.engine.staging import WhenAsked, gather_shards
 from shardwise.engine.storage import Storage
 from shardwise.engine.visible_grads import VisibleGrads
 from shardwise.engine.weak import weakly
+from shardwise.events import Events
 from shardwise.gather.hooks import GatherHooks, trace_hooks
 from shardwise.gather.meter import MemoryMeter
 from shardwise.gather.pool import ChunkPool
@@ -34,6 +35,7 @@ from shardwise.memory.ledger import DeviceMemoryError
 from shardwise.memory.tier import Tier
 from shardwise.mesh import Mesh
 from shardwise.plan import Plan
+from shardwise.reduce.counts import StepCounts
 from shardwise.reduce.passes import BackwardPasses
 from shardwise.reduce.reducer import Reducer
 from shardwise.trace.stats import MemStats
@@ -75,7 +77,8 @@ class Engine:
         report = search_report(self.layout)
         if plan.verbose and report is not None and mesh.rank == 0:
             print(report, flush=True)
-        self.storage = Storage(self.layout, self.params, plan, mesh)
+        self.events = events = Events()
+        self.storage = Storage(self.layout, self.params, plan, mesh, events)
         self.ledger = self.storage.ledger
         self.chunks = self.storage.chunks
         self.states = self.storage.states
@@ -88,6 +91,8 @@ class Engine:
         self._expected_state_bytes = 0
         self.meter = MemoryMeter(self.ledger, mesh.device, plan.tiers.auto, self._foreseen_bytes) if limited else None
         self.pool = self._make_pool()
+        self.counts = StepCounts(each.spec.optimizer for each in self.grads.values())
+        self.early = early = EarlyObserver(self.grads, self.counts, plan.grad.average)
         self.reducer = Reducer(
             list(self.grads.values()),
             mesh,
@@ -97,16 +102,26 @@ class Engine:
             same_order=plan.comm.same_order,
             predivide=plan.comm.predivide,
             party=self.party,
+            counts=self.counts,
+            events=events,
+            observer=early,
         )
         if self.pool.agrees and mesh.shard.starts_together:
             self.reducer.begin_in(self.pool.rounds)
         self.visible = visible = VisibleGrads(self)
-        self.passes = BackwardPasses(self.pool, self.reducer, self.meter, visible.begin_pass, visible.end_pass)
+        self.passes = BackwardPasses(self.pool, self.reducer, self.meter, events)
         self._scratch_holders: list[Callable[[Tier], int]] = []
-        self._early: dict[int, EarlyUpdates] = {}
         self.unfinished = Unfinished()
-        self.read_ahead: list[Callable[[], None]] = []
-        """Called when an update is to be expected; begin to read what it needs from a disk."""
+        if self.meter is not None:
+            events.unit_wanted.listen(self.meter.before_use)
+            events.unit_ready.listen(self.meter.after_use)
+        events.backward_asked.listen(early.check_pass)
+        events.backward_began.listen(early.begin_pass)  # before what it reads is put away
+        events.backward_began.listen(visible.begin_pass)
+        events.backward_ended.listen(visible.end_pass)
+        events.result_came.listen(early.before_result)
+        events.result_added.listen(early.after_result)
+        events.gradients_dropped.listen(early.dropped)
         self.ledger.watch("masters and optimizer state", self._device_state_bytes)
         self.ledger.watch("update scratch", lambda: self.scratch_bytes(Tier.DEVICE))
         self.hooks: GatherHooks | None = None
@@ -131,6 +146,7 @@ class Engine:
             # What fits decides what is evicted, and that differs between ranks.
             same_order=self.plan.comm.same_order and self.meter is None,
             party=self.party,
+            events=self.events,
         )
         if self.meter is not None:
             self.meter.attach(pool)
@@ -189,13 +205,9 @@ class Engine:
 
     def update_early(self, optimizer: int, early: EarlyUpdates) -> None:
         """Hand the gradients of ``optimizer``'s chunks to ``early`` as soon as they are reduced."""
-        self._early[optimizer] = early
-        early.fits = self.ledger.fits
-        if self.reducer.observer is None:
-            observer = EarlyObserver(self._early, self.reducer.passes_so_far, self.passes, self.plan.grad.average)
-            self.reducer.observer = observer
-            kept = lambda: sum(each.device_bytes for each in self._early.values())  # noqa: E731
-            self.ledger.watch("copies to undo updates with", kept)
+        self.early.by_optimizer[optimizer] = early
+        kept = lambda: sum(each.device_bytes for each in self.early.by_optimizer.values())  # noqa: E731
+        self.ledger.watch("copies to undo updates with", kept)
 
     def undo_early(self, what: str) -> None:
         """Before all values are read or written; see :meth:`EarlyUpdates.undo_for`. Masters have what was written.
@@ -208,12 +220,12 @@ class Engine:
         self.master_edits.take()
 
     def _undo_guesses(self, what: str) -> None:
-        for each in self._early.values():
+        for each in self.early.by_optimizer.values():
             each.undo_for(what)
 
     def undo_guess(self, optimizer: int) -> None:
         """A gradient of ``optimizer`` is changed, which an update ahead of its step has used."""
-        early = self._early.get(optimizer)
+        early = self.early.by_optimizer.get(optimizer)
         if early is not None and early.updated:
             early.take_back()
 
@@ -224,7 +236,7 @@ class Engine:
 
     def discard_early(self) -> None:
         """Masters are about to be replaced: what was updated ahead of its step no longer matters."""
-        for index, each in self._early.items():
+        for index, each in self.early.by_optimizer.items():
             if each.discard():
                 self.unfinished.begin("updates during backward", state_of(index))
 
@@ -269,10 +281,11 @@ class Engine:
             self.passes.recover()
             self.unfinished.check("a forward pass")
             self.guards.check_forward()
-            if self._early and torch.is_grad_enabled():
+            if self.early.active and torch.is_grad_enabled():
                 self.take_edits()
             self.pool.begin_forward(torch.is_grad_enabled())
-            self._read_ahead()
+            self.events.forward_began(torch.is_grad_enabled())
+            self._expect_update()
         if self.meter is not None:
             self.meter.enter()
         dtype = self.plan.precision.param_dtype
@@ -287,7 +300,8 @@ class Engine:
             self.pool.finish_phase()
             self.pool.end_forward()
             self.guards.after_forward()
-            self._read_ahead()
+            self.events.forward_ended(torch.is_grad_enabled())
+            self._expect_update()
         dtype = self.plan.precision.output_dtype
         output = cast_floats(output, dtype) if dtype is not None else output
         if torch.is_grad_enabled():
@@ -301,10 +315,9 @@ class Engine:
             self.pool.tell(error)  # they wait at the end of their passes
             raise
 
-    def _read_ahead(self) -> None:
+    def _expect_update(self) -> None:
         if torch.is_grad_enabled():
-            for start in self.read_ahead:
-                start()
+            self.events.update_expected()
 
     # ---- gradients
 

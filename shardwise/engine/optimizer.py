@@ -265,6 +265,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._updates.before_step()  # it may change what a guess was made with
         done = early.updated if early is not None and early.confirm(factor) else ()
         self.engine.before_update()
+        self.engine.events.update_began(self.index)
         try:
             self._updates.run(factor, done, failure or (early.disk_failure if early is not None else None))
         except BaseException:
@@ -272,6 +273,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 early.step_failed()
             raise
         self.engine.publish(optimizer=self.index)
+        self.engine.events.update_ended(self.index)
         self._settings.used()
         if early is not None:
             early.forget()
@@ -287,7 +289,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _skip(self) -> None:
         name = self._first_non_finite()
         self.last_step_skipped = True
-        self.skipped_because = f"the gradient of {name} is not finite (loss scale {self.engine.passes.loss_scale:g})"
+        self.skipped_because = f"the gradient of {name} is not finite (loss scale {self.engine.counts.loss_scale:g})"
         if self.scaler is not None:
             self.scaler.update(overflow=True)
         if self.engine.plan.verbose and self.engine.mesh.rank == 0:
@@ -319,7 +321,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _drop(self) -> None:
         """What stands in ``.grad`` stays until :meth:`zero_grad`; whoever uses it learns that the step has used it."""
-        passes = self.engine.reducer.passes.get(self.index, 0)
+        passes = self.engine.counts.reduced.get(self.index, 0)
         self.engine.drop_gradients(self.index)
         if self._early is not None:
             self._early.begin_step(passes)

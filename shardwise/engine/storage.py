@@ -17,6 +17,7 @@ from shardwise.comm import Buffer
 from shardwise.device import side_stream, total_bytes
 from shardwise.disk.agreement import agreed
 from shardwise.disk.store import DiskStore
+from shardwise.events import Events
 from shardwise.memory.host import HostArena, host_block
 from shardwise.memory.ledger import Ledger
 from shardwise.memory.placement import Home, assign_homes, missed_shares
@@ -52,8 +53,8 @@ class Storage:
         UserWarning: on rank 0, where chunks are too large for a share to be met.
     """
 
-    def __init__(self, layout: Layout, params: Sequence[nn.Parameter], plan: Plan, mesh: Mesh) -> None:
-        self.layout, self.plan, self.mesh = layout, plan, mesh
+    def __init__(self, layout: Layout, params: Sequence[nn.Parameter], plan: Plan, mesh: Mesh, events: Events) -> None:
+        self.layout, self.plan, self.mesh, self._events = layout, plan, mesh, events
         specs = layout.chunks
         sizes, fixed = [s.padded_bytes for s in specs], [s.persistent for s in specs]
         trainable = [s.trainable for s in specs]
@@ -249,7 +250,7 @@ class Storage:
                 memory = self._arena.take(spec.shard_numel, dtype)
             else:
                 memory = torch.zeros(spec.shard_numel, dtype=dtype, device=self.mesh.device)
-        state = ChunkState(chunk, home, dtype, memory)
+        state = ChunkState(chunk, home, dtype, memory, self._events)
         if home.state is Tier.DISK and self.store is not None:
             state.use_disk(self.store, self.tile_ranges(spec))
         return state

@@ -75,7 +75,9 @@ class TileUpdates:
             tiles = make_tiles(each, state, engine.storage.tile_ranges(each.spec))
             if state.store is not None:
                 for tile, record in zip(tiles, state.values, strict=True):
-                    self._disk[len(self.tiles)] = DiskTile(tile, state.store, record, optimizer, self._sizes)
+                    self._disk[len(self.tiles)] = DiskTile(
+                        tile, state.store, record, optimizer, self._sizes, self._make_room
+                    )
                     self.tiles.append(tile)
             else:
                 self.tiles += tiles
@@ -87,12 +89,10 @@ class TileUpdates:
             by_chunk.reverse()
         order = [each for own in by_chunk for each in own]
         self._visits = TileVisits(order, disk.state_buffers if disk is not None else 1)
-        for disk_tile in self._disk.values():
-            disk_tile.make_room = self._make_room
-            disk_tile.tile.state.before_transfer = self._visits.release
         engine.hold_state(self.state_bytes, self._stepper.scratch_bytes)
         if self._disk:
-            engine.read_ahead.append(self._visits.read_ahead)
+            engine.events.masters_wanted.listen(self._give_back)
+            engine.events.update_expected.listen(self._visits.read_ahead)
         self._early_disk: EarlyDisk | None = None
 
     def state_bytes(self, tier: Tier) -> int:
@@ -106,6 +106,11 @@ class TileUpdates:
             return 0
         element_bytes = self._stepper.element_bytes(own[0].pieces[0].value)
         return element_bytes * sum(piece.end - piece.start for tile in own for piece in tile.pieces)
+
+    def _give_back(self, optimizer: int) -> None:
+        """Buffers that hold what was read ahead, if it is of this optimizer's."""
+        if optimizer == self._index:
+            self._visits.release()
 
     def _make_room(self, element_bytes: int) -> None:
         """Buffers for the state of the largest tile, reserved when it is known what the optimizer keeps."""
@@ -202,6 +207,7 @@ class TileUpdates:
             in_place=in_place,
             norm_type=plan.grad.norm_type,
             device=self._engine.mesh.device,
+            fits=self._engine.ledger.fits,
         )
 
     def run(self, factor: float, updated: Collection[int] = (), failure: Exception | None = None) -> None:

@@ -186,7 +186,7 @@ class VisibleGrads:
                 if not (state.touched or state.seen):
                     state.clear()
             if not any(state.touched or state.seen for state in states):
-                self.engine.reducer.forget_passes([optimizer])  # as after zero_grad()
+                self.engine.counts.forget([optimizer])  # as after zero_grad()
                 self.engine.passes.forget_tokens(optimizer)
 
     def _take_over(self, index: int, param: nn.Parameter) -> None:
@@ -332,9 +332,9 @@ class VisibleGrads:
         """What accumulated gradients are divided by: loss scale, and number or tokens of the passes. Collective."""
         if optimizer not in self._divisors:
             engine = self.engine
-            divisor = engine.passes.loss_scale
+            divisor = engine.counts.loss_scale
             if engine.plan.grad.average == "mean":
-                divisor *= max(engine.reducer.passes_so_far(optimizer), 1)
+                divisor *= max(engine.counts.so_far(optimizer), 1)
             elif engine.plan.grad.average == "tokens":
                 posts = engine.mesh.world.exchange(
                     [engine.passes.tokens(optimizer)], "tokens of the step", engine.party

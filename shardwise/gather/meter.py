@@ -59,9 +59,8 @@ class MemoryMeter:
         """Units that were used in the running pass, in a forward or a backward pass, since when the rest was found."""
 
     def attach(self, pool: ChunkPool) -> None:
-        """Follow the acquires of ``pool``."""
+        """``pool`` is what is measured; its events have to reach :meth:`before_use` and :meth:`after_use`."""
         self._pool = pool
-        pool.on_use, pool.on_ready = self._before_use, self._after_use
         self._start_recording()
 
     def _start_recording(self) -> None:
@@ -146,7 +145,8 @@ class MemoryMeter:
     def _recording(self) -> bool:
         return self._recorder is not None and self._pool is not None and self._pool.in_training
 
-    def _before_use(self, unit: int) -> None:
+    def before_use(self, unit: int) -> None:
+        """The unit is wanted, and no room has been made for it yet."""
         self._tracker.call_above(1 << 62, _nothing)  # what is gathered now is soon known to be model data
         use = (unit, in_backward())
         if use not in self._asked or not self._is_gathered(unit):
@@ -159,7 +159,12 @@ class MemoryMeter:
         pool = self._pool
         return pool is None or all(pool.chunks[index].full is not None for index in pool.units[unit].chunks)
 
-    def _after_use(self, unit: int) -> None:
+    def after_use(self, unit: int) -> None:
+        """The unit can be read.
+
+        Raises:
+            DeviceMemoryError: with it, there is more on the device than it has.
+        """
         if self._recording and self._recorder is not None and self._pool is not None:
             kinds = {kind: size for kind, size in self._ledger.held().items() if kind != REST and size}
             phase: Phase = "backward" if in_backward() else "forward"

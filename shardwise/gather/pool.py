@@ -17,6 +17,7 @@ from shardwise.chunk.arrays import ArrayPool
 from shardwise.chunk.chunk import Chunk
 from shardwise.chunk.layout import UnitSpec
 from shardwise.comm import DONE, NOBODY, Group, Party, PeerError
+from shardwise.events import Events
 from shardwise.gather.policy import Trace, choose_victim, next_units
 from shardwise.gather.rounds import Rounds
 from shardwise.gather.turns import in_turn
@@ -25,10 +26,6 @@ from shardwise.sizes import size_text
 from shardwise.torch_internals import storage_id
 
 __all__ = ["ChunkPool"]
-
-
-def _ignore(_: object) -> None:
-    pass
 
 
 class ChunkPool:
@@ -42,12 +39,11 @@ class ChunkPool:
         prefetch: units fetched ahead of use.
         same_order: no agreement before gathers (see ``CommPlan.same_order``).
         party: the model, among those that share ``group``.
+        events: is told of units: wanted, ready, gathered, evicted.
 
     Attributes:
         agrees: the ranks agree on gathers, in :attr:`rounds`.
         lock: held by the thread that changes residency.
-        on_use: called with every unit that is acquired, before room is made for it.
-        on_ready: the same when it can be read.
     """
 
     def __init__(
@@ -61,13 +57,12 @@ class ChunkPool:
         prefetch: int,
         same_order: bool,
         party: Party = NOBODY,
+        events: Events,
     ) -> None:
-        self._party = party
+        self._party, self._events = party, events
         self.rounds = Rounds(group, ledger, 1 + prefetch, party)
         self.units, self.chunks, self.group, self.ledger = units, chunks, group, ledger
         self.budget_bytes, self.prefetch = budget_bytes, prefetch
-        self.on_use: Callable[[int], None] = _ignore
-        self.on_ready: Callable[[int], None] = _ignore
         self._training, self._evaluation = Trace(), Trace()
         self.trace = self._training
         self.by_storage: dict[int, Chunk] = {}
@@ -154,10 +149,10 @@ class ChunkPool:
             if unit in self._renewing:
                 self._renew(unit)
             self.trace.use(unit)
-            self.on_use(unit)
+            self._events.unit_wanted(unit)
             if self._transient[unit]:
                 self._bring(unit)
-            self.on_ready(unit)
+            self._events.unit_ready(unit)
             kept = pin
         except DeviceMemoryError as error:
             self.tell(error)
@@ -430,6 +425,7 @@ class ChunkPool:
             self._take_part(unit)
             return
         self._require(self._transient[unit], unit)
+        self._events.gather_began(unit)
         self._held.add(unit)
         self.moved_bytes += self._bytes[unit]
         self.gathered_bytes += self._bytes[unit]
@@ -455,6 +451,7 @@ class ChunkPool:
         return f"{unit} ({self.units[unit].module or 'no single module'}, {size_text(self._bytes[unit])})"
 
     def _complete(self, unit: int) -> None:
+        ended = False
         for chunk in self._transient[unit]:
             pending, chunk.pending = chunk.pending, None
             if pending is not None:
@@ -465,6 +462,9 @@ class ChunkPool:
                         self._evict(unit)
                         raise
                     chunk.point_params()
+                ended = True
+        if ended:
+            self._events.gather_ended(unit)
 
     def _evict(self, unit: int) -> None:
         for chunk in self._transient[unit]:
@@ -486,3 +486,4 @@ class ChunkPool:
             if chunk.joined:
                 chunk.joined = False
                 chunk.source.disjoin(self.group)
+        self._events.evicted(unit)

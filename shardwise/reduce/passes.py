@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
 
+from shardwise.events import Events
 from shardwise.gather.hooks import in_backward
 from shardwise.gather.meter import MemoryMeter
 from shardwise.gather.pool import ChunkPool
@@ -28,28 +29,17 @@ class BackwardPasses:
 
     Args:
         pool, reducer, meter: of the model; ``meter`` is ``None`` where memory has no limit.
-        begin: called when an outermost pass begins and nobody has refused it.
-        end: called when what was to be reduced is.
+        events: is told of passes.
 
     Attributes:
-        loss_scale: the scale that the gradients held now carry.
         scaled: set where a loss scaler is in use: gradients must then come through :meth:`around`.
         sync: whether passes are reduced now.
         unreduced: whether the last pass was not.
     """
 
-    def __init__(
-        self,
-        pool: ChunkPool,
-        reducer: Reducer,
-        meter: MemoryMeter | None,
-        begin: Callable[[], None],
-        end: Callable[[], None],
-    ) -> None:
-        self._pool, self._reducer, self._meter = pool, reducer, meter
-        self._own_begin, self._own_end = begin, end
-        self._checks: list[Callable[[], None]] = []
-        self.loss_scale = 1.0
+    def __init__(self, pool: ChunkPool, reducer: Reducer, meter: MemoryMeter | None, events: Events) -> None:
+        self._pool, self._reducer, self._meter, self._events = pool, reducer, meter, events
+        self._counts = reducer.counts
         self.scaled = False
         self.sync = True
         self._tokens = 0.0
@@ -85,19 +75,10 @@ class BackwardPasses:
                 "zero_grad() and make the step's passes again, on every rank"
             )
 
-    def check_with(self, check: Callable[[], None]) -> None:
-        """Call ``check`` when an outermost pass begins, before anything is done for it: what it raises refuses it."""
-        self._checks.append(check)
-
     def _begin(self) -> None:
-        """All that may refuse the pass, then all that begins with it: updates during backward before what they read."""
-        observer = self._reducer.observer
-        for check in self._checks:
-            check()
-        if observer is not None:
-            observer.check_pass()
-            observer.begin_pass()
-        self._own_begin()
+        """All that may refuse the pass, then all that begins with it."""
+        self._events.backward_asked()
+        self._events.backward_began()
 
     @property
     def running(self) -> bool:
@@ -168,7 +149,7 @@ class BackwardPasses:
             self._reducer.finish(self.sync)
             self._failed = False
         self.unreduced = not self.sync
-        self._own_end()
+        self._events.backward_ended()
 
     def reduce_rest(self) -> None:
         """Reduce the gradients of passes under :meth:`no_sync` that no other pass followed. Collective.
@@ -186,7 +167,7 @@ class BackwardPasses:
             with torch.no_grad():
                 self._reducer.finish(True)
             self._failed = self.unreduced = False
-            self._own_end()
+            self._events.backward_ended()
 
     @contextlib.contextmanager
     def around(self, loss_scale: float = 1.0, weight: float = 1.0) -> Iterator[None]:
@@ -198,10 +179,10 @@ class BackwardPasses:
         """
         self.recover()
         self._begin()
-        if loss_scale != self.loss_scale:
+        if loss_scale != self._counts.loss_scale:
             # Gradients from before the scale moved (another optimizer's, not yet stepped) keep in line.
-            self._reducer.rescale(loss_scale / self.loss_scale)
-            self.loss_scale = loss_scale
+            self._reducer.rescale(loss_scale / self._counts.loss_scale)
+            self._counts.loss_scale = loss_scale
         self._around = self._gathering = True
         try:
             with self._meter.measuring() if self._meter is not None else contextlib.nullcontext():

@@ -9,7 +9,7 @@ its gradient is None), and what only some used counts as zero on the others (as 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -17,10 +17,12 @@ import torch
 from shardwise.checks.hyper_parameters import HyperParameters
 from shardwise.comm import NOBODY, Buffer, Party
 from shardwise.device import side_stream
+from shardwise.events import Events
 from shardwise.gather.rounds import Rounds
 from shardwise.memory.ledger import Ledger
 from shardwise.memory.tier import Tier
 from shardwise.mesh import Mesh
+from shardwise.reduce.counts import StepCounts
 from shardwise.reduce.grads import ChunkGrads, SlotPool, gradient_bytes
 from shardwise.reduce.landing import Landings
 from shardwise.reduce.patience import Patience
@@ -41,6 +43,9 @@ class Reducer:
         same_order: all ranks use the same parameters, so nothing needs agreement.
         predivide: gradients are divided by it before their sum, and the rest of the way to the mean after it.
         party: the model, among those that share the mesh.
+        counts: of the passes that gradients are made of.
+        events: is told of reductions and their results.
+        observer: works beside the pass.
     """
 
     def __init__(
@@ -54,7 +59,11 @@ class Reducer:
         same_order: bool,
         predivide: float = 1.0,
         party: Party = NOBODY,
+        counts: StepCounts,
+        events: Events,
+        observer: Observer,
     ) -> None:
+        self.counts, self._events, self._observer = counts, events, observer
         self._exchange = partial(mesh.world.exchange, whose=party)
         self.riders: list[HyperParameters] = []
         """Settings that have to be alike on all ranks, compared with what is exchanged at the end of a pass."""
@@ -71,13 +80,10 @@ class Reducer:
         self._in_rounds = False
         self._patience = Patience()
         self._arrivals: list[ChunkGrads] = []
-        self._optimizers = sorted({state.spec.optimizer for state in self.states})
-        self._unreduced_passes = dict.fromkeys(self._optimizers, 0)
-        self.passes = dict.fromkeys(self._optimizers, 0)
-        """By optimizer: passes that reached a parameter of it on some rank since its gradients were used or dropped."""
         self._in_flight: list[ChunkGrads] = []
         self._landings = Landings()
-        self.observer: Observer | None = None
+        self._dropping = False
+        """Results that come now are dropped at once."""
         self._allocate()
         ledger.watch("gradients", lambda: self.bytes(Tier.DEVICE))
 
@@ -137,7 +143,7 @@ class Reducer:
             if self.overlap:
                 if not self._in_rounds:
                     self._advance()
-                while self.observer is not None and self._in_flight and self._oldest_finished():
+                while self._observer.active and self._in_flight and self._oldest_finished():
                     self._complete(self._in_flight[0])
 
     def _before_write(self, state: ChunkGrads) -> None:
@@ -271,6 +277,7 @@ class Reducer:
 
     def _begin(self, state: ChunkGrads, whole: Buffer) -> None:
         """Have the reduction of ``whole`` begin, of a chunk that counts as in flight."""
+        self._events.reduction_began(state.spec.index)
         if self.mesh.shard.size == 1:
             state.out = whole.local
             state.handle = self.mesh.replicate.all_reduce(whole, self._scale)
@@ -303,8 +310,8 @@ class Reducer:
         out, state.out, state.handle = state.out, None, None
         if out is None:
             raise RuntimeError(f"chunk {state.spec.index}: reduced without a result ({out}); report this")
-        if self.observer is not None:
-            self.observer.before_result(state)
+        if not self._dropping:
+            self._events.result_came(state.spec.index)
         replica = state.spec.index in self._replica
         leaves = not self.keep_whole and self.mesh.shard.size == 1
         if self._landings.takes(state, out):
@@ -321,19 +328,14 @@ class Reducer:
         if not self.keep_whole:
             self._release(state)
             state.array = None
-        if self.observer is not None:
-            self.observer.after_result(state)
+        if not self._dropping:
+            self._events.result_added(state.spec.index)
 
     # ---- the end of a pass
 
-    def passes_so_far(self, optimizer: int) -> int:
-        """As :attr:`passes`, with those of this rank that are not reduced yet."""
-        return self.passes.get(optimizer, 0) + self._unreduced_passes.get(optimizer, 0)
-
     def finish(self, sync: bool) -> None:
         """End of a backward pass (every rank calls it). Without ``sync``, gradients stay whole on this rank."""
-        for optimizer in {state.spec.optimizer for state in self.states if state.fired}:
-            self._unreduced_passes[optimizer] += 1
+        self.counts.pass_reached({state.spec.optimizer for state in self.states if state.fired})
         self._patience.end_backward()
         if sync:
             used, late = self._agree()
@@ -351,16 +353,13 @@ class Reducer:
         self._end_pass(sync)
 
     def _agree_with_observer(self) -> None:
-        observer = self.observer
-        if observer is None:
-            return
-        flags = observer.wait()
-        if observer.must_agree:
+        flags = self._observer.wait()
+        if self._observer.must_agree:
             posts = self._exchange(flags, "which chunks were updated during backward")
-            observer.agreed([any(column) for column in zip(*posts, strict=True)])
+            self._observer.agreed([any(column) for column in zip(*posts, strict=True)])
 
     def _end_pass(self, sync: bool) -> None:
-        one_result = self.observer is not None and self.observer.must_agree
+        one_result = self._observer.must_agree
         for state in self.states:
             # A guess that is too small costs a second result.
             if sync and state.fired and not one_result:
@@ -379,29 +378,27 @@ class Reducer:
         Raises:
             PeerError: some rank has not; nothing is forgotten.
         """
-        observer = self.observer
         self._count_launched()
         # Whoever reads gradients beside this thread is done with them first.
-        reached = [float(self._cursor), *(observer.wait() if observer is not None else ())]
+        reached = [float(self._cursor), *self._observer.wait()]
         # Also where all use the same parameters: how many reductions each has started depends on its patience.
         posts = self._exchange(reached, "how far a failed backward pass came")
-        self.observer = None  # what is finished here is dropped
+        self._dropping = True
         try:
             self.begin(int(max(post[0] for post in posts)))
             self._complete_all()
         finally:
-            self.observer = observer
+            self._dropping = False
         for state in self.states:
             state.clear()
             if not self.keep_whole:
                 self._release(state)
                 state.array = None
-        self.forget_passes(self._optimizers)
+        self.counts.forget()
         self._end_pass(sync=True)
-        if observer is not None:
-            if observer.must_agree:
-                observer.agreed([any(column) for column in list(zip(*posts, strict=True))[1:]])
-            observer.dropped(None)
+        if self._observer.must_agree:
+            self._observer.agreed([any(column) for column in list(zip(*posts, strict=True))[1:]])
+        self._events.gradients_dropped(None)
 
     def _count_launched(self) -> None:
         """After an interrupt: what counts as launched has begun, and the cursor is behind it."""
@@ -438,7 +435,7 @@ class Reducer:
         for state in self._order:
             marks += [state.launched or bool(state.filled), bool(state.late_filled)]
             marks += [i in state.seen for i in range(len(state.spec.slots))]
-        counts = [float(self._unreduced_passes[optimizer]) for optimizer in self._optimizers]
+        counts = [float(count) for count in self.counts.unreduced()]
         if self._agrees:
             riding = [word for rider in self.riders for word in rider.beside_marks()]
             posts = self._exchange(riding + counts + pack_bits(marks), "which parameters had gradients")
@@ -450,9 +447,7 @@ class Reducer:
             ranks = list(zip(*(unpack_bits(post[first:], len(marks)) for post in posts), strict=True))
             self._patience.compared(all(len(set(flag)) == 1 for flag in ranks))
             marks = [any(flag) for flag in ranks]
-        for optimizer, count in zip(self._optimizers, counts, strict=True):
-            self.passes[optimizer] += int(count)
-            self._unreduced_passes[optimizer] = 0
+        self.counts.were_reduced([int(count) for count in counts])
         used, late, at = [], [], 0
         for state in self._order:
             used.append(marks[at])
@@ -479,17 +474,11 @@ class Reducer:
 
     def clear(self, optimizer: int | None = None) -> None:
         """Drop the gradients of one optimizer's chunks and of those that no optimizer holds, or of all."""
-        if self.observer is not None:
-            self.observer.dropped(optimizer)
+        self._events.gradients_dropped(optimizer)
         for state in self.states:
             if optimizer is None or state.spec.optimizer in (optimizer, -1):
                 state.clear()
-        self.forget_passes(self._optimizers if optimizer is None else [optimizer, -1])
-
-    def forget_passes(self, optimizers: Iterable[int]) -> None:
-        """What they left is dropped, so no later gradient is to be divided by their number."""
-        for optimizer in self.passes.keys() & set(optimizers):
-            self.passes[optimizer] = self._unreduced_passes[optimizer] = 0
+        self.counts.forget(None if optimizer is None else (optimizer, -1))
 
     def bytes(self, tier: Tier) -> int:
         """Live bytes of gradient memory in ``tier``: exchange buffers, private arrays and reduced shards."""

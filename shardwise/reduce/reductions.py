@@ -9,7 +9,6 @@ import torch
 
 from shardwise.comm import Buffer, Group, Handle
 from shardwise.device import on_stream, record_event, wait_event
-from shardwise.reduce.grads import ChunkGrads
 
 __all__ = ["Observer", "ThenReplicas", "pack_bits", "unpack_bits"]
 
@@ -75,19 +74,11 @@ class ThenReplicas:
 
 
 class Observer(Protocol):
-    """Whoever wants gradients as soon as they are reduced."""
+    """Whoever works on gradients as soon as they are reduced, beside the pass; of single results it hears by events."""
 
-    def check_pass(self) -> None:
-        """An outermost backward pass wants to begin; what is raised refuses it, and nothing has been done for it."""
-
-    def begin_pass(self) -> None:
-        """It begins."""
-
-    def before_result(self, state: ChunkGrads) -> None:
-        """A result for ``state`` is about to be added to what there is."""
-
-    def after_result(self, state: ChunkGrads) -> None:
-        """``state.reduced`` has it."""
+    @property
+    def active(self) -> bool:
+        """Whether there is anybody at all."""
 
     def wait(self) -> list[float]:
         """At the end of a pass: what was begun is finished. Flags of this rank, in the same order everywhere."""
@@ -98,6 +89,3 @@ class Observer(Protocol):
 
     def agreed(self, anywhere: Sequence[bool]) -> None:
         """The flags that any rank has."""
-
-    def dropped(self, optimizer: int | None) -> None:
-        """The gradients of an optimizer (of all, for ``None``) are dropped."""

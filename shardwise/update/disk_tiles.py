@@ -64,16 +64,20 @@ class DiskTile:
         values: the record of its values, written already.
         optimizer: whose state is kept.
         sizes: of the buffers to ask for.
-
-    Attributes:
         make_room: called with the bytes an element's state takes, before the first buffer for state is needed.
     """
 
     def __init__(
-        self, tile: Tile, store: DiskStore, values: Record, optimizer: torch.optim.Optimizer, sizes: BufferSizes
+        self,
+        tile: Tile,
+        store: DiskStore,
+        values: Record,
+        optimizer: torch.optim.Optimizer,
+        sizes: BufferSizes,
+        make_room: Callable[[int], None],
     ) -> None:
         self.tile, self._store, self._optimizer, self._sizes = tile, store, optimizer, sizes
-        self.make_room: Callable[[int], None] = lambda element_bytes: None
+        self._make_room = make_room
         self._values = values
         self._dtype = tile.pieces[0].value.dtype
         self._state: Record | None = None
@@ -209,7 +213,7 @@ class DiskTile:
         for key, dtype in keys:
             room[key, dtype] = at
             at += -(-numel * dtype.itemsize // ALIGN_BYTES) * ALIGN_BYTES
-        self.make_room(sum(dtype.itemsize for _, dtype in keys))
+        self._make_room(sum(dtype.itemsize for _, dtype in keys))
         # The old layout stays valid if there is no space for the new one.
         self._state, self._room = self._new_record(at), room
         return self._current_entries()

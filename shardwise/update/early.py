@@ -17,7 +17,7 @@ import copy
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -25,9 +25,9 @@ from shardwise.checks.param_groups import same_value
 from shardwise.device import make_current
 from shardwise.disk.store import DiskError
 from shardwise.memory.tier import Tier
+from shardwise.reduce.counts import StepCounts
 from shardwise.reduce.grads import ChunkGrads
 from shardwise.reduce.norm import shard_norm
-from shardwise.reduce.passes import BackwardPasses
 from shardwise.update.early_disk import EarlyDisk
 from shardwise.update.tiles import Tile, TileStepper
 
@@ -46,6 +46,7 @@ class EarlyUpdates:
         in_place: nothing needs to be undone: no clipping, no loss scale, no disk.
         norm_type: p of the norm that ``step()`` reports.
         device: where the model computes; the current one of the thread that updates, where it is a GPU.
+        fits: tells whether so many bytes of copies may be kept on the device.
     """
 
     def __init__(
@@ -57,7 +58,9 @@ class EarlyUpdates:
         in_place: bool,
         norm_type: float,
         device: torch.device,
+        fits: Callable[[int], bool],
     ) -> None:
+        self._fits = fits
         self._stepper, self.in_place, self._norm_type = stepper, in_place, norm_type
         self._disk = disk
         self._tiles: dict[int, list[Tile]] = {}
@@ -90,8 +93,6 @@ class EarlyUpdates:
         """Whether any rank has such chunks, once the ranks have agreed on it (in place only)."""
         self.norms: list[float] = []
         """Norms of gradients whose memory has been used again."""
-        self.fits: Callable[[int], bool] = lambda nbytes: True
-        """Whether so many bytes of copies may be kept on the device."""
 
     # ---- the passes of a step
 
@@ -126,7 +127,7 @@ class EarlyUpdates:
         # State may have moved to a GPU since.
         if tiles is None or tiles[0].pieces[0].value.device.type != "cpu":
             return False
-        return self.in_place or tiles[0].state.tier is not Tier.DEVICE or self.fits(self._size(tiles))
+        return self.in_place or tiles[0].state.tier is not Tier.DEVICE or self._fits(self._size(tiles))
 
     def _size(self, tiles: Sequence[Tile]) -> int:
         """Bytes of values and state."""
@@ -392,33 +393,27 @@ class EarlyObserver:
     """Hands reduced gradients to the early updates of their optimizers.
 
     Args:
-        by_optimizer: early updates by index of the optimizer.
-        passes_so_far: how many of a step have reached parameters of an optimizer.
-        passes: has the loss scale.
+        grads: by index of the chunk.
+        counts: of the steps under way.
         average: over the passes of a step, as in :class:`~shardwise.plan.GradPlan`.
     """
 
-    def __init__(
-        self,
-        by_optimizer: Mapping[int, EarlyUpdates],
-        passes_so_far: Callable[[int], int],
-        passes: BackwardPasses,
-        average: str,
-    ) -> None:
-        self._by_optimizer, self._passes_so_far, self._passes = by_optimizer, passes_so_far, passes
-        self._divides = average == "mean"
+    def __init__(self, grads: Mapping[int, ChunkGrads], counts: StepCounts, average: Literal["sum", "mean"]) -> None:
+        self._grads, self._counts, self._divides = grads, counts, average == "mean"
+        self.by_optimizer: dict[int, EarlyUpdates] = {}
+        """Filled by the optimizers that update early."""
         self._is_first = False
         """Whether the result that is about to be added is the chunk's first since the last step."""
 
     def _factor(self, early: EarlyUpdates) -> float:
         """What ``step()`` multiplies gradients by if the running pass is its last and nothing is clipped."""
-        return 1.0 / (self._passes.loss_scale * (early.passes if self._divides else 1))
+        return 1.0 / (self._counts.loss_scale * (early.passes if self._divides else 1))
 
     def check_pass(self) -> None:
         """Raises:
         RuntimeError: updates were made in place, to which another pass cannot add.
         """
-        for each in self._by_optimizer.values():
+        for each in self.by_optimizer.values():
             if each.in_place and (each.updated or each.anywhere):
                 raise RuntimeError(
                     f"{len(each.updated)} chunks were updated during the last backward pass (update='backward'): call "
@@ -427,45 +422,52 @@ class EarlyObserver:
 
     def begin_pass(self) -> None:
         """An outermost pass begins."""
-        for index, each in self._by_optimizer.items():
+        for index, each in self.by_optimizer.items():
             each.settle()  # a new pass writes where gradients of the last one may be
             if each.disk_failure is not None:
                 each.rollback()  # step() meets the disk again
-            each.begin_pass(self._passes_so_far(index))
+            each.begin_pass(self._counts.so_far(index))
 
-    def before_result(self, state: ChunkGrads) -> None:
+    def before_result(self, chunk: int) -> None:
         """A second result for a chunk that is updated already: the guess was wrong."""
+        state = self._grads[chunk]
         self._is_first = state.reduced is None
-        early = self._by_optimizer.get(state.spec.optimizer)
-        if early is not None and state.spec.index in early.updated:
+        early = self.by_optimizer.get(state.spec.optimizer)
+        if early is not None and chunk in early.updated:
             early.take_back()
 
-    def after_result(self, state: ChunkGrads) -> None:
+    def after_result(self, chunk: int) -> None:
         """Update the chunk if that can be done now."""
-        early = self._by_optimizer.get(state.spec.optimizer)
+        state = self._grads[chunk]
+        early = self.by_optimizer.get(state.spec.optimizer)
         if early is not None and early.expects_no_other(self._is_first) and early.takes(state):
             early.update(state, self._factor(early))
 
     def wait(self) -> list[float]:
         """After a pass: nothing runs beside the caller any more. For each optimizer, whether something of it was
         updated in place on this rank."""
-        for each in self._by_optimizer.values():
+        for each in self.by_optimizer.values():
             each.wait()
-        return [float(each.in_place and bool(each.updated)) for each in self._by_optimizer.values()]
+        return [float(each.in_place and bool(each.updated)) for each in self.by_optimizer.values()]
+
+    @property
+    def active(self) -> bool:
+        """Whether anybody wants reduced gradients as soon as they are there."""
+        return bool(self.by_optimizer)
 
     @property
     def must_agree(self) -> bool:
         """Whether updates are made in place: then all ranks have to know what :meth:`wait` says, and chunks are not
         reduced before each parameter has its gradient, since no second result can be taken."""
-        return any(each.in_place for each in self._by_optimizer.values())
+        return any(each.in_place for each in self.by_optimizer.values())
 
     def agreed(self, anywhere: Sequence[bool]) -> None:
         """What any rank said."""
-        for each, some in zip(self._by_optimizer.values(), anywhere, strict=True):
+        for each, some in zip(self.by_optimizer.values(), anywhere, strict=True):
             each.agree(some, self._factor(each))
 
     def dropped(self, optimizer: int | None) -> None:
         """Gradients that were used already are dropped: undo what was done with them."""
-        for index, each in self._by_optimizer.items():
+        for index, each in self.by_optimizer.items():
             if optimizer in (None, index) and each.pending:
                 each.take_back()

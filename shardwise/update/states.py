@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
 from shardwise.chunk.chunk import Chunk
 from shardwise.disk.store import DiskStore, Record
+from shardwise.events import Events
 from shardwise.memory.placement import Home
 from shardwise.memory.tier import Tier
 from shardwise.update.tile_plan import TileRange
@@ -24,20 +25,22 @@ class ChunkState:
         home: its tiers.
         dtype: of the masters; ``None``: there are none, the parameter shard itself is updated.
         memory: the masters' memory, where they are in memory.
+        events: is told before all masters are read from a disk or written to it, so that whoever has taken buffers in
+            advance gives them back.
 
     Attributes:
         master: this rank's masters, or ``None`` (there are none, or they are on the disk).
         values: the masters' records on the disk, by tile; empty otherwise.
-        before_transfer: called before they are all read or written; has buffers given back that are held in advance.
     """
 
-    def __init__(self, chunk: Chunk, home: Home, dtype: torch.dtype | None, memory: torch.Tensor | None) -> None:
-        self.chunk, self.home, self.dtype = chunk, home, dtype
+    def __init__(
+        self, chunk: Chunk, home: Home, dtype: torch.dtype | None, memory: torch.Tensor | None, events: Events
+    ) -> None:
+        self.chunk, self.home, self.dtype, self._events = chunk, home, dtype, events
         self.master = memory
         self.store: DiskStore | None = None
         self.values: list[Record] = []
         self.ranges: Sequence[TileRange] = ()
-        self.before_transfer: Callable[[], None] = lambda: None
         self._written = False
 
     @property
@@ -71,7 +74,7 @@ class ChunkState:
         if self.store is None:
             yield self.master
             return
-        self.before_transfer()
+        self._events.masters_wanted(self.chunk.spec.optimizer)
         whole = torch.zeros(self.chunk.spec.shard_numel, dtype=self.dtype)
         if self._written:
             self._transfer(whole, self.store, write=False)

@@ -143,10 +143,8 @@ def train(
 def watch(session: Session, found: Found) -> None:
     """Note order and budget at each use, and compare the accounts with a count of their own."""
     pool, ledger = session.engine.pool, session.engine.ledger
-    on_use, on_ready = pool.on_use, pool.on_ready
 
     def use(unit: int) -> None:
-        on_use(unit)
         if pool.in_training and len(found.orders[-1]) < len(pool.trace.current):
             found.orders[-1].append(unit)
             found.budgets[-1].append(pool.budget_bytes())
@@ -155,12 +153,11 @@ def watch(session: Session, found: Found) -> None:
         if ledger.capacity_bytes is not None:
             counted, accounted = model_data(session), ledger.model_bytes() - foreseen(session)
             assert counted == accounted, f"{accounted} bytes are accounted, {counted} are there: {ledger.held()}"
-        on_ready(unit)
-        if ledger.capacity_bytes is not None:
             held = sum(ledger.held().values())
             assert held <= ledger.capacity_bytes, f"{held} of {ledger.capacity_bytes}: {ledger.held()}"
 
-    pool.on_use, pool.on_ready = use, ready
+    session.engine.events.unit_wanted.listen(use)
+    session.engine.events.unit_ready.listen(ready)
 
 
 def foreseen(session: Session) -> int:

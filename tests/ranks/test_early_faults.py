@@ -411,9 +411,9 @@ def gradient_memory(update: str) -> tuple[int, int]:
         peak = 0
         real = EarlyObserver.after_result
 
-        def watched(self: EarlyObserver, state: Any) -> None:
+        def watched(self: EarlyObserver, chunk: int) -> None:
             nonlocal peak
-            real(self, state)
+            real(self, chunk)
             peak = max(peak, session.memory().gradients_bytes)
 
         # Not for a peer that is slow here: a rank would go on in private memory.

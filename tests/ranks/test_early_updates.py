@@ -110,8 +110,8 @@ def never_confirmed() -> list[tuple[Seen, Seen]]:
 
 
 def second_results_ignored() -> list[tuple[Seen, Seen]]:
-    def ignored(self: EarlyObserver, state: Any) -> None:
-        self._is_first = state.reduced is None
+    def ignored(self: EarlyObserver, chunk: int) -> None:
+        self._is_first = self._grads[chunk].reduced is None
 
     with mock.patch.object(EarlyObserver, "before_result", ignored):
         return both([Case(stage=1, changes=LOOSE, micro=2)], None)

@@ -340,7 +340,7 @@ def reentrant(plan: Plan) -> tuple[dict[int, int], Grads]:
     model = seeded(reentrant_net)
     with sharded(model, sgd(model), plan) as session:
         square(session.module, session.mesh.rank, 0).backward()
-        return dict(session.engine.reducer.passes), session.full_gradients()
+        return dict(session.engine.counts.reduced), session.full_gradients()
 
 
 @pytest.mark.parametrize("name", STAGES)

@@ -142,9 +142,11 @@ def exposed_gathers(plan: Plan, steps: int) -> list[list[int]]:
         with one_mesh(plan) as mesh, sharded(model, adam(model), plan, mesh) as session:
             for step in range(steps):
                 program.steps.clear()
-                uses, pool = [], session.engine.pool
-                pool.on_ready = lambda unit, uses=uses: uses.append((unit, len(program.steps)))
+                uses: list[tuple[int, int]] = []
+                note = lambda unit, uses=uses: uses.append((unit, len(program.steps)))  # noqa: E731
+                stop = session.engine.events.unit_ready.listen(note)
                 session.backward(losses_of(session.module, mesh.rank, step, False))
+                stop()
                 found.append(exposed(program, uses))
                 session.optimizer.step()
     return found

@@ -14,6 +14,7 @@ from shardwise.chunk.layout import ParamFact, UnitSpec, make_layout
 from shardwise.chunk.source import MemorySource
 from shardwise.comm import Buffer, Handle
 from shardwise.comm.group import Group, LocalGroup
+from shardwise.events import Events
 from shardwise.gather.pool import ChunkPool
 from shardwise.memory.ledger import DeviceMemoryError, Ledger
 from shardwise.memory.tier import Tier
@@ -52,7 +53,7 @@ class Setup:
             chunks[-1].unpoint_params()
         units: list[UnitSpec] = list(layout.units)
         self.of = [next(u.index for u in units if chunks[u.chunks[0]].params[0] is p) for p in self.params]
-        self.ledger = Ledger(CPU, capacity)
+        self.ledger, self.events = Ledger(CPU, capacity), Events()
         self.pool = ChunkPool(
             units,
             chunks,
@@ -61,6 +62,7 @@ class Setup:
             budget_bytes=budget if callable(budget) else lambda: budget,
             prefetch=prefetch,
             same_order=False,
+            events=self.events,
         )
 
     def use(self, *order: int, pin: bool = False) -> None:
@@ -199,7 +201,7 @@ def test_room_is_never_made_of_the_unit_in_use() -> None:
         extra[0] = 2 * NBYTES
         each.ledger.require(0, "the backward pass")
 
-    each.pool.on_ready = ready
+    each.events.unit_ready.listen(ready)
     with pytest.raises(DeviceMemoryError, match="the backward pass"):
         each.use(0)
     assert each.held == [0]

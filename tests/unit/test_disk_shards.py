@@ -126,7 +126,14 @@ class _NoChunk:
         optimizer = 0
 
 
-def tile_of(store: DiskStore, value: torch.nn.Parameter, index: int, optimizer: Any, room: BufferSizes) -> DiskTile:
+def tile_of(
+    store: DiskStore,
+    value: torch.nn.Parameter,
+    index: int,
+    optimizer: Any,
+    room: BufferSizes,
+    make_room: Callable[[int], None] = lambda element_bytes: None,
+) -> DiskTile:
     """One piece, whose values are zero on the disk."""
     record = store.create(f"values {index}", value.nbytes)
     buffer = store.buffer(value.nbytes)
@@ -136,7 +143,7 @@ def tile_of(store: DiskStore, value: torch.nn.Parameter, index: int, optimizer: 
     start = index * 10_000
     piece = Piece(0, index, 0, start, start + value.numel(), value)
     tile = Tile(_NoChunk(), None, None, 0, (piece,))  # type: ignore[arg-type]
-    return DiskTile(tile, store, record, optimizer, room)
+    return DiskTile(tile, store, record, optimizer, room, make_room)
 
 
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.int8, torch.float64])
@@ -158,8 +165,7 @@ def test_tiles_of_any_sizes_find_their_buffers(depth: int, state_dtype: torch.dt
 
         tiles = []
         for i, value in enumerate(values):
-            tiles.append(tile_of(store, value, i, optimizer, room))
-            tiles[-1].make_room = make_room
+            tiles.append(tile_of(store, value, i, optimizer, room, make_room))
         store.commit()
 
         def update(each: DiskTile) -> None:

@@ -84,15 +84,13 @@ def budgets() -> tuple[list[int], list[int], list[int]]:
         assert meter.stats is not None
         intervals = list(meter.stats.interval_bytes)
         pool, seen, others = session.engine.pool, [], []
-        before = pool.on_use
 
         def use(unit: int) -> None:
-            before(unit)
             if len(seen) < len(pool.trace.current):
                 seen.append(meter.budget_bytes())
                 others.append(session.engine.ledger.model_bytes() - pool.reusable_bytes)
 
-        pool.on_use = use
+        session.engine.events.unit_wanted.listen(use)
         step(session)
         return intervals, seen, others
 

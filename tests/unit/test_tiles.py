@@ -10,6 +10,7 @@ from shardwise.chunk.chunk import Chunk
 from shardwise.chunk.layout import ChunkSpec, ParamFact, make_layout
 from shardwise.chunk.source import MemorySource
 from shardwise.comm import Buffer
+from shardwise.events import Events
 from shardwise.memory.placement import Home
 from shardwise.memory.tier import Tier
 from shardwise.plan import ByNumel
@@ -56,7 +57,7 @@ def whole_values(seed: int) -> Tensor:
 def tiles_of(chunk: Chunk, tile_numel: int) -> tuple[list[Tile], ChunkGrads]:
     grads = ChunkGrads(chunk, torch.float64, torch.float64, Tier.DEVICE, None)
     ranges = plan_tiles(chunk.spec, chunk.rank, [i % 2 for i in range(len(SIZES))], tile_numel)
-    return make_tiles(grads, ChunkState(chunk, HOME, None, None), ranges), grads
+    return make_tiles(grads, ChunkState(chunk, HOME, None, None, Events()), ranges), grads
 
 
 @pytest.mark.parametrize("tile_numel", [1, 3, 4, 8, 1000])
@@ -127,7 +128,7 @@ def test_masters_are_updated_and_rounded_once() -> None:
     master = torch.full((own.shard_numel,), 1.0)
     grads = ChunkGrads(chunk, torch.bfloat16, torch.bfloat16, Tier.DEVICE, None)
     ranges = plan_tiles(own, 0, [0] * len(SIZES), 4)
-    tiles = make_tiles(grads, ChunkState(chunk, HOME, torch.float32, master), ranges)
+    tiles = make_tiles(grads, ChunkState(chunk, HOME, torch.float32, master, Events()), ranges)
     optimizer = torch.optim.SGD([p.value for t in tiles for p in t.pieces], lr=1.0)
     stepper = TileStepper(optimizer, tiles)
     grads.touched = set(range(len(SIZES)))

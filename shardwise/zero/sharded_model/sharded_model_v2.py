@@ -148,7 +148,7 @@ class ShardedModelV2(nn.Module):
         session = build(self.module, optimizer, plan, self._own_mesh())
         self.__dict__["_session"] = session
         if self.arguments.reuse_fp16_shard:
-            session.engine.passes.check_with(self._refuse_accumulation)
+            session.engine.events.backward_asked.listen(self._refuse_accumulation)
         return session
 
     def _own_mesh(self) -> Mesh:
