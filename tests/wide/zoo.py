@@ -55,7 +55,6 @@ SIZES: dict[str, Any] = {
     "num_labels": 3,
     "hidden_size_per_layer_input": 8,
     "time_step_rank": 4,
-    "router_dtype": "float64",
     "first_k_dense_replace": 1,
     "sliding_window": 4,
     "attention_window": 4,
@@ -231,7 +230,11 @@ def case_of(kind: str) -> ModelCase:
     wanted = tuple(inspect.signature(_class_of(kind).forward).parameters)
 
     def build(dtype: torch.dtype) -> nn.Module:
-        return _make(kind).to(dtype)
+        model = _make(kind).to(dtype)
+        for module in model.modules():
+            if "dtype" in vars(module):  # a router that casts itself to that in its forward pass
+                module.dtype = dtype
+        return model
 
     def inputs(generator: torch.Generator, dtype: torch.dtype) -> dict[str, Any]:
         return _inputs(kind, wanted, generator, dtype)
