@@ -11,6 +11,7 @@ from torch import nn
 
 from shardwise.checkpoint.session import Checkpointer
 from shardwise.checks.collective import collective
+from shardwise.deferred.construction import adopt
 from shardwise.deferred.record import is_recording, recorders
 from shardwise.device import on_device
 from shardwise.engine.engine import Engine
@@ -22,8 +23,9 @@ from shardwise.mesh import Mesh, default_device
 from shardwise.plan import Plan
 from shardwise.reduce.scaler import LossScaler
 from shardwise.trace.stats import MemStats
+from shardwise.update.tiles import check_element_wise
 
-__all__ = ["MemoryReport", "Session", "build"]
+__all__ = ["MemoryReport", "Session", "ShardedModule", "ShardedOptimizer", "build", "check_element_wise"]
 
 
 class Session:
@@ -34,6 +36,9 @@ class Session:
         optimizer: the first optimizer, or ``None``.
         optimizers: all of them.
         plan, mesh: what it was built from.
+        params: the sharded parameters, in the model's order.
+        events: what happens in it, by name; see :mod:`shardwise.events`.
+        ledger: the device's accounts.
         checkpoints: ``save`` and ``load`` everything; ``wait`` for an asynchronous save. Several files written by all
             ranks, for any number of ranks, stage, packing, tier and precision.
     """
@@ -43,6 +48,7 @@ class Session:
         self.optimizers = tuple(optimizers)
         self.optimizer = self.optimizers[0] if self.optimizers else None
         self.plan, self.mesh = engine.plan, engine.mesh
+        self.params, self.events, self.ledger = engine.params, engine.events, engine.ledger
         self.checkpoints = Checkpointer(self)
 
     def backward(self, loss: torch.Tensor, tokens: float | None = None) -> None:
@@ -50,12 +56,21 @@ class Session:
         if self.optimizer is not None:
             self.optimizer.backward(loss, tokens)
         else:
-            with self.engine.passes.around():
+            with self.backward_pass():
                 loss.backward()  # type: ignore[no-untyped-call]
+
+    def backward_pass(self, loss_scale: float = 1.0) -> AbstractContextManager[None]:
+        """Around a backward pass that the caller makes, of a loss that was multiplied by ``loss_scale``."""
+        return self.engine.passes.around(loss_scale)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside are not reduced (plans that keep whole gradients only)."""
         return self.engine.no_sync()
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether this rank holds the gradient of a pass that no step has used."""
+        return any(state.reduced is not None for state in self.engine.grads.values())
 
     @collective("full_gradients()")
     def full_gradients(self) -> dict[str, torch.Tensor]:
@@ -85,6 +100,45 @@ class Session:
                     result[name] = full[slot.start : slot.end].view(slot.shape).clone()
         return result
 
+    # ---- parameters
+
+    def holders(self) -> list[int]:
+        """For each of :attr:`params` the index of its optimizer, or -1."""
+        return [fact.optimizer for fact in self.engine.layout.facts]
+
+    def names(self) -> list[tuple[str, ...]]:
+        """For each of :attr:`params` all its names in the model."""
+        return [fact.names for fact in self.engine.layout.facts]
+
+    def saved_names(self) -> dict[int, tuple[str, ...]]:
+        """For each of :attr:`params`, by index, its names in ``state_dict()``; absent: hooks leave it out."""
+        return {index: tuple(names) for index, names in self.engine.guards.state_names().of_parameter.items()}
+
+    def write_back(self) -> None:
+        """Keep what was written to parameters inside ``module.gathered()``. Collective."""
+        self.engine.write_back()
+
+    def unshard(self) -> None:
+        """:meth:`close`, with full parameters back in the model, on the host (fp32 masters where there are any).
+        Collective."""
+        values: dict[int, torch.Tensor] = {}
+        index_of = {name: index for index, names in self.saved_names().items() for name in names}
+        for name, value in self.module.full_state():
+            index = index_of.get(name)
+            if index is not None and index not in values:
+                values[index] = value.to("cpu", copy=True)
+        if len(values) < len(self.params):  # a state_dict hook leaves some out
+            with self.module.gathered():
+                for index, param in enumerate(self.params):
+                    if index not in values:
+                        values[index] = param.detach().to("cpu", copy=True)
+        self.close()
+        for index, param in enumerate(self.params):
+            param.grad = None
+            adopt(param, values.pop(index))
+
+    # ---- what is held and sent
+
     def memory(self) -> MemoryReport:
         """Live bytes of model data on this rank."""
         return self.module.memory()
@@ -107,7 +161,11 @@ class Session:
 
     def memory_stats(self) -> MemStats | None:
         """The last training step's memory trace on this rank; ``None`` before one, or without a device capacity."""
-        return self.engine.meter.stats if self.engine.meter is not None else None
+        return self.module.memory_stats()
+
+    def memory_so_far(self) -> MemStats | None:
+        """As :meth:`memory_stats`, but the step under way, or one that failed, until now."""
+        return self.engine.meter.so_far() if self.engine.meter is not None else None
 
     def use_memory_stats(self, stats: MemStats) -> None:
         """Place by a trace that was made earlier, without a warm-up step (``auto``).

@@ -23,7 +23,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("checked",),
     ("tier_plan",),  # the part of a plan that is about memories
     ("plan", "device", "torch_internals"),
-    ("comm", "chunk.search", "loss_scale", "printable", "sizes", "names", "events"),
+    ("comm", "chunk.search", "loss_scale", "printable", "sizes", "names", "events", "attributes"),
     ("mesh", "trace", "disk", "deferred"),  # mesh builds the groups of comm
     ("memory", "chunk.layout"),
     ("optim",),  # moments may be at home on a disk
@@ -42,6 +42,10 @@ ROWS: tuple[tuple[str, ...], ...] = (
 )
 # Outside the order: `testing` may import anything, and nothing may import it; the package's own two files start it.
 FREE = {"testing", "", "__main__"}
+
+# What they translate into is a Plan, and what they call is a Session.
+FRONT_ENDS = {"booster", "zero", "deepspeed", "strategies", "lightning", "pytorch_lightning", "huggingface", "cli"}
+BELOW_BUILD = {"engine", "update", "reduce", "checks", "gather", "chunk", "disk"}
 
 MAX_FILE, MAX_FUNCTION, HARD_FUNCTION, MAX_PARAMETERS = 500, 60, 100, 8
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
@@ -149,6 +153,22 @@ def check_layers(source: Source) -> list[str]:
             complaints.append(f"{source.name}:{line} imports {target}: {other!r} is in no row of ROWS")
         elif other_row is not None and other != unit and other_row >= row:
             complaints.append(f"{source.name}:{line} imports {target}: {other!r} is not below {unit!r}")
+    return complaints
+
+
+def check_front_ends(source: Source) -> list[str]:
+    """A front-end translates arguments and renames a Session's methods: it reaches nothing below ``build``."""
+    unit, _ = unit_and_row(source.name)
+    if unit not in FRONT_ENDS:
+        return []
+    complaints = [
+        f"{source.name}:{line} imports {target}: a front-end takes it from build, or asks a Session for it"
+        for line, target in imports(source)
+        if unit_and_row(target)[0] in BELOW_BUILD
+    ]
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute) and node.value.attr == "engine":
+            complaints.append(f"{source.name}:{node.lineno} reaches {ast.unparse(node)}: give Session a method for it")
     return complaints
 
 
@@ -342,6 +362,7 @@ def around() -> list[Source]:
 
 PACKAGE_CHECKERS: tuple[Checker, ...] = (
     check_layers,
+    check_front_ends,
     check_sizes,
     check_state,
     check_devices,
@@ -393,6 +414,8 @@ BAD: list[tuple[Checker, Source, str]] = [
     (check_layers, _source("engine", "def f():\n    from shardwise import testing"), "only tests"),
     (check_layers, _source("booster.x", "from shardwise.zero import y"), "not below"),
     (check_layers, _source("novelty", ""), "no row"),
+    (check_front_ends, _source("zero.x", "from shardwise.engine.module import ShardedModule"), "from build"),
+    (check_front_ends, _source("cli.x", "def f(session):\n    return session.engine.pool.peak"), "engine.pool"),
     (check_sizes, _source("plan", "\n" * 501), "501 lines"),
     (check_sizes, _source("chunk.utils", ""), "name the module"),
     (check_sizes, _source("plan", "class A:\n def f(self):\n" + "  pass\n" * 60), "61 lines"),
@@ -429,6 +452,8 @@ GOOD: list[tuple[Checker, Source]] = [
     (check_layers, _source("engine", "from shardwise.gather.pool import P\nfrom shardwise import plan\nimport torch")),
     (check_layers, _source("chunk.pool", "from shardwise.chunk import layout")),
     (check_layers, _source("testing", "from shardwise.cli import main")),
+    (check_front_ends, _source("zero.x", "from shardwise.build import Session\nfrom shardwise.mesh import Mesh")),
+    (check_front_ends, _source("build", "def f(session):\n    return session.engine.pool.peak")),
     (check_state, _source("cli.main", "import os\nx = os.environ")),
     (check_devices, _source("device.streams", "import torch\nx = torch.cuda.current_stream(device)")),
     (check_devices, _source("plan", "import torch\ndef f(s: torch.cuda.Stream): return torch.cuda.is_available()")),

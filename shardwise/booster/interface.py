@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_value_, get_total_norm
 
-from shardwise.engine.attributes import attribute_of
+from shardwise.attributes import attribute_of
 from shardwise.optim.state_form import check_full_state
 
 __all__ = [

@@ -15,11 +15,10 @@ import torch
 from torch import nn
 
 from shardwise.booster.interface import ModelWrapper, OptimizerWrapper
+from shardwise.build import ShardedModule, ShardedOptimizer
 from shardwise.checkpoint import CheckpointSource
 from shardwise.checkpoint.formats import write_peft
 from shardwise.checkpoint.settings import adapter_settings
-from shardwise.engine.module import ShardedModule
-from shardwise.engine.optimizer import ShardedOptimizer
 
 __all__ = ["ENABLED", "adapter_writer", "add_lora_parameters", "check_quantization", "with_adapter"]
 

@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 from shardwise.booster.interface import unwrap_model, unwrap_optimizer
+from shardwise.build import ShardedModule, ShardedOptimizer
 from shardwise.checkpoint import Checkpointer, CheckpointError, EngineRun, Run, TorchRun
-from shardwise.engine.module import ShardedModule
-from shardwise.engine.optimizer import ShardedOptimizer
 
 __all__ = ["Runs", "remember_session"]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.engine.module import ShardedModule
+from shardwise.build import ShardedModule
 
 __all__ = ["held_bytes", "unsharded_bytes"]
 

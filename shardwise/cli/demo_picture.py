@@ -15,7 +15,7 @@ from shardwise.trace.picture import draw, kinds_of
 from shardwise.trace.tiers_picture import draw_tiers, tiers_text
 
 if TYPE_CHECKING:
-    from shardwise.engine.module import ShardedModule
+    from shardwise.build import ShardedModule
     from shardwise.memory.ledger import DeviceMemoryError
 
 __all__ = ["TierWatch", "held_text", "say_too_little"]
@@ -46,24 +46,24 @@ class TierWatch:
         far, and what is on the host and on disk."""
         report = self.model.memory()
         self.tiers = {tier: dict(report.by_tier.get(tier, {})) for tier in TIERS}
-        device = self.model.engine.ledger.peak_bytes or report.tier_bytes("device")
+        device = report.device_peak_bytes or report.tier_bytes("device")
         return [float(device), float(report.tier_bytes("host")), float(report.tier_bytes("disk"))]
 
     def at_peak(self) -> dict[str, dict[str, int]]:
         """Bytes by tier and kind, the device's at the fullest moment of the last step that was recorded."""
-        meter = self.model.engine.meter
-        if meter is None or meter.stats is None or not meter.stats.moments:
+        stats = self.model.memory_stats()
+        if stats is None or not stats.moments:
             return self.tiers
-        moment = meter.stats.moments[meter.stats.peak_index]
+        moment = stats.moments[stats.peak_index]
         return self.tiers | {"device": {kind: size for kind, size in kinds_of(moment).items() if size}}
 
     def write(self, out: Path, unsharded_bytes: int) -> list[str]:
         """Write ``memory.json`` (bytes and losses), ``memory-tiers.svg`` and, where a step was recorded,
         ``memory-step.svg`` into ``out``; returns their names."""
-        ledger, meter = self.model.engine.ledger, self.model.engine.meter
+        report, stats = self.model.memory(), self.model.memory_stats()
         facts = {
-            "device_capacity_bytes": ledger.capacity_bytes,
-            "device_peak_bytes": ledger.peak_bytes,
+            "device_capacity_bytes": report.device_capacity_bytes,
+            "device_peak_bytes": report.device_peak_bytes,
             "unsharded_bytes": unsharded_bytes,
             "tiers": self.at_peak(),
             "losses": self.losses,
@@ -73,8 +73,8 @@ class TierWatch:
             "memory.json": json.dumps(facts, indent=1) + "\n",
             "memory-tiers.svg": draw_tiers(self.at_peak(), self._capacities(), title),
         }
-        if meter is not None and meter.stats is not None:
-            files["memory-step.svg"] = draw(meter.stats, "One training step on one rank's device")
+        if stats is not None:
+            files["memory-step.svg"] = draw(stats, "One training step on one rank's device")
         for name, text in files.items():
             (out / name).write_text(text, encoding="utf-8")
         return list(files)
@@ -85,7 +85,7 @@ class TierWatch:
         return tiers_text(self.at_peak(), self._capacities(), width, ascii_only=not encoding.startswith("utf"))
 
     def _capacities(self) -> dict[str, int | None]:
-        return {"device": self.model.engine.ledger.capacity_bytes}
+        return {"device": self.model.memory().device_capacity_bytes}
 
 
 def held_text(device: float, host: float, disk: float) -> str:

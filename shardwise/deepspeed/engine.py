@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
+from shardwise.attributes import attribute_of
 from shardwise.build import Session
 from shardwise.checked import whole
 from shardwise.comm import ranks_of
@@ -17,7 +18,6 @@ from shardwise.deepspeed.clock import StepClock
 from shardwise.deepspeed.config import Batch, Report, Settings
 from shardwise.deepspeed.saving import Saving
 from shardwise.deepspeed.stepping import watched_step
-from shardwise.engine.attributes import attribute_of
 
 __all__ = ["DeepSpeedEngine"]
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from shardwise.build import check_element_wise
 from shardwise.deepspeed.config import Settings
 from shardwise.deepspeed.schedules import check_parameters, make_schedule
-from shardwise.update.tiles import check_element_wise
 
 __all__ = ["check_optimizer", "make_optimizer"]
 
@@ -23,7 +23,7 @@ def check_optimizer(settings: Settings) -> None:
 
     Raises:
         ValueError, NotImplementedError: see :func:`make_optimizer`, :func:`make_schedule` and
-            :func:`~shardwise.update.tiles.check_element_wise`.
+            :func:`~shardwise.build.check_element_wise`.
     """
     name, schedule = settings["optimizer.type"], settings["scheduler.type"]
     params = settings["scheduler.params"] or {}

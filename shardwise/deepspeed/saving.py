@@ -28,8 +28,6 @@ from shardwise.checkpoint.source import CheckpointSource, StateTensors
 from shardwise.checkpoint.write import agree
 from shardwise.deepspeed.frozen import WithoutFrozen, frozen_ones_are_missing
 from shardwise.deepspeed.parts import PartRun
-from shardwise.engine.fragments import Held
-from shardwise.reduce.scaler import LossScaler
 
 __all__ = ["Found", "Saving", "take_over"]
 
@@ -139,7 +137,7 @@ def take_over(session: Session, path: str, strict: bool, optimizer_states: bool,
 
     def look() -> tuple[Match, _Rest]:
         opened.append(open_checkpoint(path))
-        match = Match(opened[0], Held(session.engine, session.optimizers), strict, wanted)
+        match = Match(opened[0], run.held(), strict, wanted)
         return match, _Rest(run, session, match, schedules, path, strict)
 
     try:
@@ -232,7 +230,7 @@ def _scale(session: Session, match: Match) -> dict[str, float] | None:
     since = int(scale.get("cur_iter", 0)) - int(scale.get("last_overflow_iter", -1)) - 1
     good = good_steps(since, scaler.plan.growth_interval)
     found = {"scale": float(scale["cur_scale"]), "overflows": used, "good_steps": good}
-    LossScaler(scaler.plan).load_state_dict(found)
+    type(scaler)(scaler.plan).load_state_dict(found)
     return found
 
 

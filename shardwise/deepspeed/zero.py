@@ -211,7 +211,7 @@ class GatheredParameters:
     @torch.no_grad()
     def _spread(self, rank: int) -> None:
         sessions = list(_sessions_of({id(param) for param in self.params}))
-        mesh_of = {id(param): session.mesh for session in sessions for param in session.engine.params}
+        mesh_of = {id(param): session.mesh for session in sessions for param in session.params}
         for param in self.params:
             value = param.detach().contiguous()
             mesh = mesh_of.get(id(param))
@@ -222,7 +222,7 @@ class GatheredParameters:
             if value.data_ptr() != param.data_ptr():
                 param.copy_(value)
         for session in sessions:
-            session.engine.write_back()
+            session.write_back()
 
     @staticmethod
     def _broadcast_alone(param: nn.Parameter, value: torch.Tensor, rank: int) -> None:
@@ -233,7 +233,7 @@ class GatheredParameters:
 
 def _sessions_of(params: set[int]) -> Iterator[Session]:
     for session in list(_SESSIONS):
-        if any(id(param) in params for param in session.engine.params):
+        if any(id(param) in params for param in session.params):
             yield session
 
 

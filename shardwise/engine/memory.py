@@ -32,6 +32,8 @@ class MemoryReport:
     """Host memory for parameters whose update, on a disk, is made during backward; they count from ``step()`` on."""
     by_tier: dict[str, dict[str, int]]
     """The same by tier (``"device"``, ``"host"``, ``"disk"``) and kind; only what is not 0."""
+    device_peak_bytes: int
+    """The most that the device held at any check; 0 without a capacity."""
     device_capacity_bytes: int | None
     """What the plan declares; ``None``: no limit."""
 
@@ -79,5 +81,6 @@ def memory_report(engine: Engine) -> MemoryReport:
         optimizer_bytes=total("optimizer state"),
         waiting_bytes=total("updated parameters"),
         by_tier=by_tier,
+        device_peak_bytes=engine.ledger.peak_bytes,
         device_capacity_bytes=engine.ledger.capacity_bytes,
     )

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.attributes import attribute_of
 from shardwise.checks.collective import collective
 from shardwise.checks.unfinished import PARAMETERS
 from shardwise.chunk.chunk import Chunk
 from shardwise.disk.agreement import agreed
-from shardwise.engine.attributes import attribute_of
 from shardwise.engine.engine import Engine
 from shardwise.engine.memory import MemoryReport, memory_report
 from shardwise.engine.staging import gather_shards
@@ -21,6 +21,7 @@ from shardwise.engine.writer import ValueWriter
 from shardwise.memory.tier import Tier
 from shardwise.names import StateNames
 from shardwise.torch_internals import incompatible_keys
+from shardwise.trace.stats import MemStats
 
 __all__ = ["ShardedModule"]
 
@@ -100,6 +101,10 @@ class ShardedModule(nn.Module):
     def memory(self) -> MemoryReport:
         """Live bytes of model data on this rank."""
         return memory_report(self._engine)
+
+    def memory_stats(self) -> MemStats | None:
+        """The last training step's memory trace on this rank; ``None`` before one, or without a device capacity."""
+        return self._engine.meter.stats if self._engine.meter is not None else None
 
     @property
     def _engine(self) -> Engine:

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
+from shardwise.attributes import attribute_of
 from shardwise.checked import number
 from shardwise.checks.collective import collective
 from shardwise.checks.hyper_parameters import HyperParameters
 from shardwise.checks.unfinished import PARAMETERS, state_of
 from shardwise.device import runs_ahead
-from shardwise.engine.attributes import attribute_of
 from shardwise.engine.engine import Engine
 from shardwise.engine.optimizer_state import OptimizerState
 from shardwise.engine.other_parts import Counting

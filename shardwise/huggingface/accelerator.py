@@ -17,9 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from shardwise.build import Session, build
-from shardwise.engine.module import ShardedModule
-from shardwise.engine.optimizer import ShardedOptimizer
+from shardwise.build import Session, ShardedModule, ShardedOptimizer, build
 from shardwise.huggingface.precision import with_precision
 from shardwise.mesh import Mesh
 from shardwise.mesh.launch import read_variable
@@ -222,7 +220,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         """The optimizer whose gradients ``parameters`` are; ``None`` where none is sharded."""
         given = {id(p) for p in ([parameters] if isinstance(parameters, Tensor) else parameters)}
         for session in self._sessions:
-            trained = {id(p) for p in session.engine.params if p.requires_grad}
+            trained = {id(p) for p in session.params if p.requires_grad}
             if not trained & given:
                 continue
             if trained - given or len(session.optimizers) != 1:

@@ -225,7 +225,7 @@ class ShardedStrategy(_Base):  # type: ignore[misc]
         session = self.session
         scaler = session.optimizer.scaler if session.optimizer is not None else None
         scale = scaler.scale if scaler is not None else 1.0
-        with session.engine.passes.around(scale):
+        with session.backward_pass(scale):
             yield scale
 
     def block_backward_sync(self) -> AbstractContextManager[None]:

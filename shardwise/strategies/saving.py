@@ -40,7 +40,7 @@ class _Outline(dict[str, Any]):
 
 def outline(session: Session) -> dict[str, Any]:
     """Of the session's model; see :class:`_Outline`."""
-    sharded = {id(param) for param in session.engine.params}
+    sharded = {id(param) for param in session.params}
     return _Outline(
         {
             name: torch.empty(value.shape, dtype=value.dtype, device="meta") if id(value) in sharded else value

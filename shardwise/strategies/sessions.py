@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.build import Session, build
-from shardwise.deferred.construction import adopt
 from shardwise.mesh import Mesh
 from shardwise.plan import CommPlan, MeshPlan, Plan
 from shardwise.strategies.toggling import Toggling
@@ -76,22 +75,7 @@ class Live:
 
     def unshard(self) -> None:
         """Full parameters back into the module, on the host (fp32 masters where there are any). Collective."""
-        engine = self.session.engine
-        values: dict[int, torch.Tensor] = {}
-        index_of = {name: i for i, names in engine.guards.state_names().of_parameter.items() for name in names}
-        for name, value in self.session.module.full_state():
-            index = index_of.get(name)
-            if index is not None and index not in values:
-                values[index] = value.to("cpu", copy=True)
-        if len(values) < len(engine.params):  # a state_dict hook leaves some out
-            with engine.gathered():
-                for index, param in enumerate(engine.params):
-                    if index not in values:
-                        values[index] = param.detach().to("cpu", copy=True)
-        self.session.close()
-        for index, param in enumerate(engine.params):
-            param.grad = None
-            adopt(param, values.pop(index))
+        self.session.unshard()
         for name, buffer in self.module.named_buffers():
             point(buffer, buffer.detach().to("cpu", self._buffer_dtypes.get(name, buffer.dtype)))
         Toggling.remove(self.module)

@@ -27,9 +27,8 @@ class Toggling:
     """
 
     def __init__(self, session: Session, module: nn.Module, base: type) -> None:
-        facts, params = session.engine.layout.facts, session.engine.params
         self._optimizers = session.optimizers
-        self._held = [(param, fact.optimizer) for param, fact in zip(params, facts, strict=True) if fact.optimizer >= 0]
+        self._held = [(p, holder) for p, holder in zip(session.params, session.holders(), strict=True) if holder >= 0]
         self._before: list[bool] = []
         for name, own in zip(NAMES, (self.toggle, self.untoggle), strict=True):
             if getattr(type(module), name) is getattr(base, name):

@@ -17,7 +17,7 @@ import copy
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -398,7 +398,7 @@ class EarlyObserver:
         average: over the passes of a step, as in :class:`~shardwise.plan.GradPlan`.
     """
 
-    def __init__(self, grads: Mapping[int, ChunkGrads], counts: StepCounts, average: Literal["sum", "mean"]) -> None:
+    def __init__(self, grads: Mapping[int, ChunkGrads], counts: StepCounts, average: str) -> None:
         self._grads, self._counts, self._divides = grads, counts, average == "mean"
         self.by_optimizer: dict[int, EarlyUpdates] = {}
         """Filled by the optimizers that update early."""

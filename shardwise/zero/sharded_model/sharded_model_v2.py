@@ -16,11 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardwise.attributes import attribute_of
 from shardwise.build import Session, build
 from shardwise.comm import ranks_of
-from shardwise.deferred.construction import adopt
 from shardwise.device import numbered, total_bytes
-from shardwise.engine.attributes import attribute_of
 from shardwise.memory.ledger import REST
 from shardwise.mesh import Mesh, default_device, init_distributed
 from shardwise.trace.dump import dump_memory_stats
@@ -148,7 +147,7 @@ class ShardedModelV2(nn.Module):
         session = build(self.module, optimizer, plan, self._own_mesh())
         self.__dict__["_session"] = session
         if self.arguments.reuse_fp16_shard:
-            session.engine.events.backward_asked.listen(self._refuse_accumulation)
+            session.events.backward_asked.listen(self._refuse_accumulation)
         return session
 
     def _own_mesh(self) -> Mesh:
@@ -162,15 +161,11 @@ class ShardedModelV2(nn.Module):
 
     def _whole_again(self, session: Session) -> None:
         """Give the parameters their values back, to be sharded anew."""
-        engine = session.engine
-        saved_as, state = engine.guards.state_names().of_parameter, session.module.state_dict()
-        session.close()
+        session.unshard()
         self.__dict__["_session"] = None
-        for index, names in saved_as.items():
-            adopt(engine.params[index], state[names[0]])
 
     def _refuse_accumulation(self) -> None:
-        if any(state.reduced is not None for state in self.session.engine.grads.values()):
+        if self.session.has_gradients:
             raise RuntimeError(
                 f"a second backward pass before step() with reuse_fp16_shard={self.arguments.reuse_fp16_shard}: each "
                 "step is one pass; call step() or zero_grad() between them, or leave reuse_fp16_shard False"
@@ -201,7 +196,7 @@ class ShardedModelV2(nn.Module):
         if session.optimizer is not None:
             session.optimizer.backward_by_grad(tensor, grad)
         else:
-            with session.engine.passes.around():
+            with session.backward_pass():
                 torch.autograd.backward(tensor, grad)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -293,10 +288,7 @@ class ShardedModelV2(nn.Module):
 
 def _trace(session: Session) -> MemStats | None:
     """What was traced, or where nothing is gathered, the highest moment alone."""
-    meter, ledger = session.engine.meter, session.engine.ledger
-    if meter is None:
-        return None
-    stats = meter.so_far()
+    stats, ledger = session.memory_so_far(), session.ledger
     if stats is None and ledger.peak_bytes:
         kinds = {kind: size for kind, size in ledger.held().items() if kind != REST and size}
         model_bytes = min(sum(kinds.values()), ledger.peak_bytes)

@@ -28,9 +28,9 @@ def col_model_deepcopy(sharded_model: ShardedModelV2, other_model: nn.Module) ->
         raise ValueError(
             f"other_model ({type(other_model).__name__}) differs in {wrong}: give a model of the same kind"
         )
-    engine = sharded_model.session.engine
-    saved_as = engine.guards.state_names().of_parameter
-    called = {name: engine.layout.facts[index].names for index, names in saved_as.items() for name in names}
-    for name, value in sharded_model.session.module.full_state():
+    session = sharded_model.session
+    own = session.names()
+    called = {name: own[index] for index, names in session.saved_names().items() for name in names}
+    for name, value in session.module.full_state():
         for target in called.get(name, ()):
             targets[target].copy_(value)

@@ -9,10 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.engine.attributes import attribute_of
-from shardwise.engine.optimizer import ShardedOptimizer
+from shardwise.attributes import attribute_of
+from shardwise.build import ShardedOptimizer
 from shardwise.loss_scale import PublishedDefault
-from shardwise.memory.tier import Tier
 from shardwise.zero.arguments import OptimizerArguments
 from shardwise.zero.process_groups import require_same_ranks
 from shardwise.zero.sharded_model import ShardedModelV2
@@ -176,9 +175,11 @@ class ShardedOptimizerV2(torch.optim.Optimizer):
 
     def get_memory_usage(self) -> tuple[int, int]:
         """Bytes of masters and state on this rank: (on its GPU, in host memory)."""
-        engine = self._inner.engine
-        device, host = (sum(engine.state_bytes(tier)) for tier in (Tier.DEVICE, Tier.HOST))
-        return (device, host) if engine.mesh.device.type == "cuda" else (0, device + host)
+        session = self.model.session
+        kept = ("masters", "optimizer state")
+        by_tier = session.memory().by_tier
+        device, host = (sum(by_tier.get(tier, {}).get(kind, 0) for kind in kept) for tier in ("device", "host"))
+        return (device, host) if session.mesh.device.type == "cuda" else (0, device + host)
 
     def state_dict(self, only_rank_0: bool = False) -> dict[str, Any]:
         """The full state on every rank, keyed as plain torch keys it, and ``scaler`` with fp16. Collective.
