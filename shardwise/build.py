@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any
 
 import torch
 from torch import nn
 
 from shardwise.checkpoint.session import Checkpointer
+from shardwise.checks.agreement import agreed_build
 from shardwise.checks.collective import collective
 from shardwise.deferred.construction import adopt
 from shardwise.deferred.record import is_recording, recorders
@@ -26,6 +26,11 @@ from shardwise.trace.stats import MemStats
 from shardwise.update.tiles import check_element_wise
 
 __all__ = ["MemoryReport", "Session", "ShardedModule", "ShardedOptimizer", "build", "check_element_wise"]
+
+MOVED = (
+    "This came while the values of the {name} were being moved, so that some of its parameters are NaN now: make the "
+    "model anew (its optimizers, too) and build again."
+)
 
 
 class Session:
@@ -220,9 +225,13 @@ def build(
         RuntimeError: called inside ``deferred_init()``.
         ValueError: the plan does not fit the number of ranks, an optimizer cannot be sharded, or the ranks differ in
             what has to be the same: parameters, optimizers and their groups, plan, versions. Which and in what is said
-            on every rank, and the model is as before then. A failure after the model was sharded leaves no hooks, files
-            and process groups of its own either, and optimizers with the steps they had.
+            on every rank.
+        DeviceMemoryError: the declared device memory does not hold the model and its optimizers.
         PeerError: another rank cannot build; why is said.
+
+    Whatever is raised, no hooks, files and process groups are left, and optimizers have the steps, parameters and state
+    that they had. So has the model its values, unless these were being moved already, which a note of the error says
+    then: a disk that fails, a peer that is gone, memory that nobody declared and an interrupt can come there.
     """
     if optimizer is None:
         optimizers = []
@@ -243,17 +252,51 @@ def build(
             scaler = LossScaler(plan.precision.scaler) if plan.precision.scaler is not None else None
             wrapped = []
             for index, each in enumerate(optimizers):
-                undo.callback(_give_back_step, each, vars(each).get("step"))  # also if it fails half way
+                undo.callback(_as_now(each))  # also if it fails half way
                 wrapped.append(ShardedOptimizer(engine, each, index, scaler))
                 undo.callback(wrapped[-1].close)
+            with mesh.doing("build()"):
+                _foresee(wrapped, mesh)
+                _take_over(engine, wrapped)
             session = Session(engine, ShardedModule(engine), wrapped)
         undo.pop_all()
     return session
 
 
-def _give_back_step(optimizer: torch.optim.Optimizer, step: Callable[..., Any] | None) -> None:
-    """``step`` was among its attributes, or nothing was."""
-    if step is None:
-        vars(optimizer).pop("step", None)
-    else:
-        vars(optimizer)["step"] = step
+def _as_now(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """What gives an optimizer the step, the parameters and the state back that it has now."""
+    step, state = vars(optimizer).get("step"), dict(optimizer.state)
+    params = [(group, group["params"]) for group in optimizer.param_groups]
+
+    def give_back() -> None:
+        if step is None:  # nothing was among its attributes
+            vars(optimizer).pop("step", None)
+        else:
+            vars(optimizer)["step"] = step
+        optimizer.state.clear()
+        optimizer.state.update(state)
+        for group, own in params:
+            group["params"] = own
+
+    return give_back
+
+
+def _foresee(optimizers: Sequence[ShardedOptimizer], mesh: Mesh) -> None:
+    """The last that may be wrong with what the user gave; all ranks go on, or none."""
+    with agreed_build(mesh.world, dict):
+        for each in optimizers:
+            each.foresee()
+
+
+def _take_over(engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> None:
+    """Values and state are moved, one parameter after the other, since there may not be memory for both.
+
+    Raises what interrupts that (a disk, a peer that is gone, Ctrl-C), with a note that says what was lost.
+    """
+    try:
+        engine.take_over()
+        for each in optimizers:
+            each.adopt()
+    except BaseException as error:
+        error.add_note(MOVED.format(name=type(engine.model).__name__))
+        raise

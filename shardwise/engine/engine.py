@@ -49,6 +49,8 @@ __all__ = ["Engine"]
 class Engine:
     """Shards ``model`` in place according to ``plan`` over ``mesh``.
 
+    The model is left as it is, and all of the device's memory accounted for, until :meth:`take_over` moves the values.
+
     Args:
         model: any module; parameters may be on the meta device or deferred.
         optimizers: the optimizers that hold its parameters (each parameter in at most one).
@@ -82,9 +84,7 @@ class Engine:
         self.ledger = self.storage.ledger
         self.chunks = self.storage.chunks
         self.states = self.storage.states
-        load_initial_values(model, self.params, self.storage, plan, mesh)
         self.master_edits = MasterEdits(self.chunks, self.states)
-        self.master_edits.note()
         self.grads = self.storage.make_grads()
         limited = self.ledger.capacity_bytes is not None
         self._state_holders: list[Callable[[Tier], int]] = []
@@ -127,9 +127,18 @@ class Engine:
         self.hooks: GatherHooks | None = None
         self.closed = False
         self._remove: list[Callable[[], None]] = []
-        self._install_hooks()
+        self._begun = False
+        """The model's parameters are the chunks', or about to be."""
 
     # ---- set-up
+
+    def take_over(self) -> None:
+        """The model's parameters become the chunks', with their values, and its passes the engine's. Collective."""
+        self._begun = True
+        load_initial_values(self.model, self.params, self.storage, self.plan, self.mesh)
+        self.master_edits.note()
+        self.reducer.allocate()  # after the values: while these are made, the most memory is needed
+        self._install_hooks()
 
     def _make_pool(self) -> ChunkPool:
         shard = self.plan.shard
@@ -492,5 +501,6 @@ class Engine:
         for remove in self._remove:
             remove()
         self._remove.clear()
-        self.visible.clear()
+        if self._begun:
+            self.visible.clear()
         self.storage.close()

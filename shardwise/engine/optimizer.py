@@ -50,12 +50,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._counting = Counting(engine, self._states) if engine.mesh.model_parallel is not None else None
         self._updates = TileUpdates(engine, optimizer, index, self._states)
         self._full = OptimizerState(engine, optimizer, index, self._updates)
-        self._full.adopt()
         self._early = self._updates.early() if engine.plan.grad.update == "backward" else None
         if self._early is not None:
             engine.update_early(index, self._early)
-        if engine.meter is not None:
-            engine.expect_state(self._updates.expected_bytes(Tier.DEVICE))
         self._margin_used = False
         self._norm: Callable[[], float] | None = None
         self._late_norm = LateNorm(engine.mesh.shard) if self._norm_may_wait() else None
@@ -66,6 +63,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.skipped_because: str | None = None
         if scaler is not None:
             engine.passes.scaled = True
+
+    def foresee(self) -> None:
+        """What may be wrong is found before anything of the model or the optimizer changes.
+
+        Raises:
+            DeviceMemoryError: the device has too little memory for the state that steps will make.
+            ValueError: the optimizer has state that cannot be sharded.
+        """
+        if self.engine.meter is not None:
+            self.engine.expect_state(self._updates.expected_bytes(Tier.DEVICE))
+        self._full.check_prior()
+
+    def adopt(self) -> None:
+        """The optimizer has this rank's pieces for parameters from here on. Collective, after the engine's own."""
+        self._full.adopt()
 
     # The user's own objects, so that learning-rate schedulers built on either optimizer act on both.
 

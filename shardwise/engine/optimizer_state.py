@@ -35,13 +35,22 @@ class OptimizerState:
         self._prior = {position[id(p)]: dict(s) for p, s in optimizer.state.items() if id(p) in position}
         self._made_at_once = bool(self._prior) and makes_state_at_once(optimizer)
 
+    def check_prior(self) -> None:
+        """Raises:
+        ValueError: state that the optimizer has already cannot be cut.
+        """
+        for position, tile in enumerate(self._updates.tiles):
+            for piece, entry in zip(tile.pieces, self._prior_of(position), strict=True):
+                if entry is not None:
+                    self._cut(piece, entry)
+
     def adopt(self) -> None:
         """Give the optimizer pieces for parameters; state that it has already (Adagrad, a resumed run) moves along."""
         self.optimizer.state.clear()
         with self._all_write("its state was put in place", "Build again once that is put right."):
             for position, tile in enumerate(self._updates.tiles):
                 if any(piece.param in self._prior for piece in tile.pieces):
-                    self._updates.replace(position, self._cut_prior(position))
+                    self._updates.replace(position, self._completed(position, self._prior_of(position)))
         self._commit()
         self._updates.param_groups.adopt()
         self._prior = {}
@@ -54,13 +63,14 @@ class OptimizerState:
         if self.engine.storage.store is not None:
             self.engine.storage.store.commit()
 
-    def _cut_prior(self, position: int) -> list[dict[str, Any] | None]:
-        """On the meta device there are no values: what was made with the optimizer is made again."""
+    def _prior_of(self, position: int) -> list[dict[str, Any] | None]:
+        """Of a tile's parameters; ``None`` on the meta device, without values: what was made with the optimizer is made
+        again."""
         pieces = self._updates.tiles[position].pieces
         entries = [self._prior.get(piece.param) for piece in pieces]
         if self._made_at_once:
             entries = [None if entry is not None and _on_meta(entry) else entry for entry in entries]
-        return self._completed(position, entries)
+        return entries
 
     def _completed(self, position: int, entries: Sequence[dict[str, Any] | None]) -> list[dict[str, Any] | None]:
         """A tile's part of full states; ``None`` starts anew."""

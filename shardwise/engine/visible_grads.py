@@ -55,10 +55,10 @@ class VisibleGrads:
         """Where in this rank's shard its part is."""
         own = weakref.ref(self)
         self._grads: list[ShardedGrad] = []
-        for index, param in self._params.items():
+        for index in self._params:
             state, at = self._where[index]
-            like = torch.empty(state.spec.slots[at].shape, dtype=param.dtype, device="meta")
-            self._grads.append(ShardedGrad(own, index, like, param.device))
+            like = torch.empty(state.spec.slots[at].shape, dtype=state.spec.dtype, device="meta")
+            self._grads.append(ShardedGrad(own, index, like, state.chunk.device))
             start, end = state.chunk.overlap(state.spec.slots[at])
             self._spans[index] = max(start - state.chunk.shard_start, 0), max(end - state.chunk.shard_start, 0)
         self._place = {index: place for place, index in enumerate(self._params)}

@@ -12,7 +12,7 @@ from shardwise.memory.host import host_block
 from shardwise.memory.tier import Tier
 from shardwise.torch_internals import storage_id
 
-__all__ = ["ChunkGrads", "SlotPool", "gradient_bytes"]
+__all__ = ["ChunkGrads", "SlotPool", "exchange_sizes", "gradient_bytes"]
 
 
 class ChunkGrads:
@@ -271,6 +271,18 @@ class SlotPool:
     def give(self, state: ChunkGrads) -> None:
         """The chunk needs its buffer no longer."""
         self._user[self._slot[state.spec.index]] = None
+
+
+Sizes = list[tuple[int, torch.dtype]]
+
+
+def exchange_sizes(
+    states: Sequence[ChunkGrads], slots: SlotPool, keep_whole: bool, two_groups: bool
+) -> tuple[Sizes, Sizes]:
+    """Elements and dtype of the exchange memory for whole gradients (one of each chunk, or the slots'), and of that for
+    shards between two groups."""
+    whole = [(each.spec.padded_numel, each.dtype) for each in states] if keep_whole else slots.specs
+    return whole, [(each.spec.shard_numel, each.dtype) for each in states] if two_groups else []
 
 
 def gradient_bytes(states: Sequence[ChunkGrads], exchanged: Sequence[torch.Tensor], tier: Tier) -> int:

@@ -23,7 +23,7 @@ from shardwise.memory.ledger import Ledger
 from shardwise.memory.tier import Tier
 from shardwise.mesh import Mesh
 from shardwise.reduce.counts import StepCounts
-from shardwise.reduce.grads import ChunkGrads, SlotPool, gradient_bytes
+from shardwise.reduce.grads import ChunkGrads, SlotPool, exchange_sizes, gradient_bytes
 from shardwise.reduce.landing import Landings
 from shardwise.reduce.patience import Patience
 from shardwise.reduce.reductions import Observer, ThenReplicas, pack_bits, unpack_bits
@@ -69,8 +69,7 @@ class Reducer:
         """Settings that have to be alike on all ranks, compared with what is exchanged at the end of a pass."""
         self.states, self.mesh, self._ledger = list(states), mesh, ledger
         self.keep_whole, self.overlap = keep_whole, overlap
-        self._agrees = mesh.size > 1 and not same_order
-        self._predivide, self._scale = predivide, predivide / mesh.size
+        self._agrees, self._predivide, self._scale = mesh.size > 1 and not same_order, predivide, predivide / mesh.size
         self._group = mesh.shard if mesh.shard.size > 1 else mesh.replicate
         self._order = list(reversed(self.states))
         self._ordered_for: list[bool] | None = None
@@ -84,23 +83,26 @@ class Reducer:
         self._landings = Landings()
         self._dropping = False
         """Results that come now are dropped at once."""
-        self._allocate()
+        self._slots = SlotPool([] if keep_whole else self.states, depth=2 if overlap else 1)
+        self._replica: dict[int, Buffer] = {}
+        self._sizes = exchange_sizes(self.states, self._slots, keep_whole, mesh.shard.size > 1 < mesh.replicate.size)
+        self._beside = side_stream(mesh.device) if self._sizes[1] else None
+        self._announced_bytes = sum(numel * dtype.itemsize for sizes in self._sizes for numel, dtype in sizes)
         ledger.watch("gradients", lambda: self.bytes(Tier.DEVICE))
 
-    def _allocate(self) -> None:
-        self._slots = SlotPool([] if self.keep_whole else self.states, depth=2 if self.overlap else 1)
+    def allocate(self) -> None:
+        """Make the exchange memory, which is accounted for from the beginning. Collective."""
+        whole, shards = self._sizes
+        buffers = self._group.buffers(whole)
         if self.keep_whole:
-            sizes = [(s.spec.padded_numel, s.dtype) for s in self.states]
-            for state, buffer in zip(self.states, self._group.buffers(sizes), strict=True):
+            for state, buffer in zip(self.states, buffers, strict=True):
                 state.buffer, state.array = buffer, buffer.local
         else:
-            self._slots.fill(self._group.buffers(self._slots.specs))
-        self._replica: dict[int, Buffer] = {}
-        if self.mesh.shard.size > 1 and self.mesh.replicate.size > 1:
-            specs = [(s.spec.shard_numel, s.dtype) for s in self.states]
-            buffers = self.mesh.replicate.buffers(specs)
-            self._replica = {s.spec.index: b for s, b in zip(self.states, buffers, strict=True)}
-        self._beside = side_stream(self.mesh.device) if self._replica else None
+            self._slots.fill(buffers)
+        if shards:
+            indices = [state.spec.index for state in self.states]
+            self._replica = dict(zip(indices, self.mesh.replicate.buffers(shards), strict=True))
+        self._announced_bytes = 0
 
     # ---- during backward
 
@@ -483,5 +485,5 @@ class Reducer:
     def bytes(self, tier: Tier) -> int:
         """Live bytes of gradient memory in ``tier``: exchange buffers, private arrays and reduced shards."""
         exchanged = [*self._slots.arrays(), *(buffer.local for buffer in self._replica.values())]
-        landing = self._landings.bytes() if tier is Tier.HOST else 0
-        return landing + gradient_bytes(self.states, exchanged, tier)
+        further = {Tier.DEVICE: self._announced_bytes, Tier.HOST: self._landings.bytes()}
+        return further.get(tier, 0) + gradient_bytes(self.states, exchanged, tier)

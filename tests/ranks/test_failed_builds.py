@@ -1,0 +1,226 @@
+"""A build that fails leaves the model and its optimizers as they were, on every rank, and another one can follow."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from engine_setup import one_mesh
+from tier_setup import Fault, with_tiers
+from torch import Tensor, nn
+
+from shardwise.build import build
+from shardwise.comm import PeerError
+from shardwise.disk.store import DiskError
+from shardwise.engine import engine as engine_module
+from shardwise.memory.ledger import DeviceMemoryError
+from shardwise.mesh import Mesh
+from shardwise.plan import Plan, replicated, zero
+from shardwise.testing import MODELS, PlainRecipe, assert_close, make_batches, run_ranks, train_plain
+
+CASE, STEPS = "gpt", 2
+PLANS: dict[str, Callable[[torch.dtype | None], Plan]] = {
+    "zero3": lambda dtype: zero(3, dtype),
+    "zero3 over gloo": lambda dtype: zero(3, dtype).but(shared_memory=False),
+    "zero2": lambda dtype: zero(2, dtype),
+    "zero1": lambda dtype: zero(1, dtype),
+    "ddp": replicated,
+    "early": lambda dtype: zero(3, dtype).but(update="backward"),
+}
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-2)
+
+
+class AsItWas:
+    """Everything of a model and its optimizer that a failed build might change."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+        for param in model.parameters():
+            param.grad = torch.full_like(param, 0.5)
+        self.before = self._all()
+        self.kept = {name: tensor.clone() for name, tensor in self._tensors().items()}
+
+    def _tensors(self) -> dict[str, Tensor]:
+        model, state = self.model, self.optimizer.state
+        found = {f"parameter {name}": param.detach() for name, param in model.named_parameters()}
+        found |= {f"gradient {name}": param.grad for name, param in model.named_parameters() if param.grad is not None}
+        found |= {f"buffer {name}": buffer for name, buffer in model.named_buffers()}
+        for at, param in enumerate(model.parameters()):
+            entries = state.get(param, {}).items()
+            found |= {f"state {key} of {at}": value for key, value in entries if isinstance(value, Tensor)}
+        return found
+
+    def _all(self) -> list[Any]:
+        """By identity, what is no value."""
+        model, optimizer = self.model, self.optimizer
+        hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+        hooks += [len(p._post_accumulate_grad_hooks or ()) for p in model.parameters()]  # type: ignore[attr-defined]
+        attributes = sorted(key for m in model.modules() for key in vars(m))
+        groups = [[id(p) for p in group["params"]] for group in optimizer.param_groups]
+        memory = [(id(p), p.dtype, p.data_ptr(), p.stride()) for p in model.parameters()]
+        return [hooks, attributes, groups, memory, vars(optimizer).get("step"), sorted(map(id, optimizer.state))]
+
+    def check_optimizer(self) -> None:
+        """What only the optimizer has: its step, the parameters that it was given, and their state."""
+        groups, (step, state) = self._all()[2], self._all()[4:]
+        assert [groups, step, state] == [self.before[2], *self.before[4:]]
+        now = self._tensors()
+        for name in (name for name in self.kept if name.startswith("state")):
+            assert torch.equal(now[name], self.kept[name]), name
+
+    def check(self) -> None:
+        """All of it."""
+        assert self._all() == self.before
+        now = self._tensors()
+        assert now.keys() == self.kept.keys()
+        for name, tensor in now.items():
+            assert tensor.dtype == self.kept[name].dtype and torch.equal(tensor, self.kept[name]), name
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, mesh: Mesh) -> dict[str, Tensor]:
+    """The masters after some steps."""
+    batches = make_batches(MODELS[CASE], mesh.size, STEPS, 1)
+    session = build(model, optimizer, plan, mesh)
+    for step in batches:
+        session.backward(MODELS[CASE].loss(session.module, step[0][mesh.rank]))
+        session.optimizer.step()
+    state = session.module.state_dict()
+    session.close()
+    return {name: state[name] for name, _ in model.named_parameters()}
+
+
+@functools.cache
+def plain(dtype: torch.dtype | None, ranks: int) -> dict[str, Tensor]:
+    case = MODELS[CASE]
+    batches = make_batches(case, ranks, STEPS, 1)
+    return train_plain(case.factory, case.loss, adam, batches, PlainRecipe(param_dtype=dtype)).masters[-1]
+
+
+def too_small(name: str, dtype: torch.dtype | None, short: list[int]) -> tuple[list[str], dict[str, Tensor]]:
+    """Messages of builds for which the device has too little memory on the ranks ``short``; then one with enough."""
+    plan, messages = PLANS[name](dtype), []
+    with one_mesh(plan) as mesh:
+        model = MODELS[CASE].factory()
+        optimizer = adam(model)
+        before = AsItWas(model, optimizer)
+        for capacity in (1, 5000):
+            mine = capacity if mesh.rank in short else 2**30
+            with pytest.raises(DeviceMemoryError if mesh.rank in short else PeerError) as error:
+                build(model, optimizer, plan.but(device_capacity_bytes=mine), mesh)
+            messages.append(str(error.value))
+            before.check()
+        model.zero_grad()
+        return messages, trained(model, optimizer, plan.but(device_capacity_bytes=2**30), mesh)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", PLANS)
+def test_too_little_memory_is_found_before_a_value_moves(name: str, dtype: torch.dtype | None) -> None:
+    for messages, state in run_ranks(2, too_small, name, dtype, [0, 1]):
+        assert all("the model and its optimizers: cpu holds" in message for message in messages)
+        assert_close(state, plain(dtype, 2), 1e-5, name)
+
+
+@pytest.mark.parametrize("name", ["zero3", "zero1"])
+def test_too_little_on_one_rank_is_an_error_on_all(name: str) -> None:
+    (first, state), (second, other) = run_ranks(2, too_small, name, torch.bfloat16, [1])
+    for one, two in zip(first, second, strict=True):
+        assert "other ranks cannot build" in one and "rank 1: DeviceMemoryError: the model and its optimizers" in one
+        assert "cpu holds" in two
+    assert_close(state, plain(torch.bfloat16, 2), 1e-5, name)
+    assert_close(other, state, 0.0, name)
+
+
+class Broken(torch.optim.SGD):
+    """An optimizer of the user's own, whose step fails."""
+
+    element_wise = True
+
+    def step(self, closure: Any = None) -> None:
+        raise RuntimeError("only on Sundays")
+
+
+def stepped(model: nn.Module, wrong: bool = False) -> torch.optim.Optimizer:
+    """With state from before; ``wrong``: of one parameter in a shape that nobody can divide."""
+    optimizer = adam(model)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    if wrong:
+        optimizer.state[next(iter(model.parameters()))]["exp_avg"] = torch.ones(3)
+    return optimizer
+
+
+Case = tuple[Callable[[nn.Module], torch.optim.Optimizer], type[Exception], str]
+WRONG: dict[str, Case] = {
+    "state of another shape": (lambda model: stepped(model, wrong=True), ValueError, "only element-wise state"),
+    "a step that fails": (lambda model: Broken(model.parameters(), lr=0.1), RuntimeError, "only on Sundays"),
+    "too little memory, with state": (stepped, DeviceMemoryError, "the model and its optimizers: cpu holds"),
+}
+
+
+def wrong(name: str, on: list[int]) -> str:
+    """The message of a build that is wrong on some ranks."""
+    make, kind, _ = WRONG[name]
+    plan = zero(3, torch.bfloat16)
+    with one_mesh(plan) as mesh:
+        here = mesh.rank in on
+        model = MODELS[CASE].factory()
+        optimizer = make(model) if here else stepped(model)
+        before = AsItWas(model, optimizer)
+        capacity = 1 if here and kind is DeviceMemoryError else 2**30
+        with pytest.raises(kind if here else PeerError) as error:
+            build(model, optimizer, plan.but(device_capacity_bytes=capacity), mesh)
+        before.check()
+        return str(error.value)
+
+
+@pytest.mark.parametrize("on", [[0, 1], [1]], ids=["everywhere", "on one rank"])
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_with_an_optimizer_is_found_before_a_value_moves(name: str, on: list[int]) -> None:
+    if name == "a step that fails" and len(on) == 1:
+        on = [0, 1]  # other classes of optimizers are compared before
+    messages = run_ranks(2, wrong, name, on)
+    assert all(WRONG[name][2] in message for message in messages), messages
+
+
+def disturbed(directory: str, how: str) -> tuple[str, list[str]]:
+    """A build that ends while values are moved: what it says, and its notes."""
+    plan = with_tiers(zero(3, torch.bfloat16), "all_disk", directory)
+    fault = Fault()
+    with one_mesh(plan) as mesh, fault.installed():
+        model = MODELS[CASE].factory()
+        optimizer = stepped(model)
+        given = AsItWas(model, optimizer)
+        real = engine_module.load_initial_values
+
+        def load(*args: Any) -> None:
+            if how == "interrupt":
+                raise KeyboardInterrupt
+            if mesh.rank == 1:
+                fault.arm(0 if how == "values" else 10**9, writing=True, forever=True)
+            real(*args)
+            if how == "state" and mesh.rank == 1:
+                fault.arm(0, writing=True, forever=True)
+
+        expected: type[BaseException] = KeyboardInterrupt if how == "interrupt" else DiskError
+        with mock.patch.object(engine_module, "load_initial_values", load), pytest.raises(expected) as error:
+            build(model, optimizer, plan, mesh)
+        given.check_optimizer()
+        return str(error.value), list(error.value.__notes__)
+
+
+@pytest.mark.parametrize("how", ["interrupt", "values", "state"])
+def test_what_comes_while_values_are_moved_says_so_and_gives_the_optimizer_back(tmp_path: Path, how: str) -> None:
+    for message, notes in run_ranks(2, disturbed, str(tmp_path), how):
+        assert how == "interrupt" or "rank 1" in message, message
+        assert len(notes) == 1 and "make the model anew (its optimizers, too) and build again" in notes[0], notes
+    assert not list(tmp_path.iterdir())
