@@ -24,6 +24,7 @@ from shardwise.gather.pool import ChunkPool
 from shardwise.gather.transforms import in_transform, outside_transforms
 from shardwise.torch_internals import (
     current_graph_task,
+    in_transform,
     is_transformed,
     pop_saved_hooks,
     push_saved_hooks,

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from shardwise.torch_internals import in_transform, without_transforms
 
-__all__ = ["in_transform", "outside_transforms"]
+__all__ = ["outside_transforms"]
 
 
 def outside_transforms() -> AbstractContextManager[None]:

@@ -87,15 +87,15 @@ class ChunkGrads:
         return self._reduced
 
     def lands(self, memory: torch.Tensor | None, land: Callable[[], None]) -> None:
-        """``memory`` is the reduced gradient once ``land`` was called."""
+        """``memory`` is the reduced gradient once ``land`` has returned; it is called again after an interrupt."""
         self.land()
         self._reduced, self._landing = memory, land
 
     def land(self) -> None:
         """Wait for what is on its way to the host."""
-        land, self._landing = self._landing, None
-        if land is not None:
-            land()
+        if self._landing is not None:
+            self._landing()
+            self._landing = None  # only now: who is interrupted while it waits has to wait again
 
     @property
     def ready(self) -> bool:

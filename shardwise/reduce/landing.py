@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from shardwise.device import record_event, runs_ahead
 from shardwise.memory.tier import Tier
 from shardwise.reduce.grads import ChunkGrads, GradRing
+from shardwise.torch_internals import version_of
 
 __all__ = ["Landings"]
 
@@ -31,6 +34,31 @@ class _Landing:
     def wait(self) -> None:
         if self._event is not None:
             self._event.synchronize()
+
+
+class _Adding:
+    """A landing that is added to what there is: once, also where an interrupt comes and it is waited for again.
+
+    Args:
+        landing: of ``part``.
+        total: what it is added to; nobody else changes it until then.
+        part: the host's memory.
+        free: called when ``part`` has been read.
+    """
+
+    def __init__(
+        self, landing: _Landing, total: torch.Tensor | None, part: torch.Tensor, free: Callable[[], None]
+    ) -> None:
+        # Its own counter of changes: the sum and the note that it was made cannot come apart.
+        self._landing, self._total, self._part = landing, None if total is None else total.data, part
+        self._free = free
+        self._before = 0 if self._total is None else version_of(self._total)
+
+    def wait(self) -> None:
+        self._landing.wait()
+        if self._total is not None and version_of(self._total) == self._before:
+            self._total.add_(self._part)
+        self._free()
 
 
 class Landings:
@@ -60,21 +88,17 @@ class Landings:
             state.lands(memory, _Landing(memory, out).wait)
             return
         while len(self._adding) >= IN_FLIGHT or state in self._adding:
-            self._adding[0].land()
+            self._adding.popleft().land()
         if out.nbytes > self._largest:
             self._blocks = GradRing(torch.device("cpu"), out.device if state.held.is_pinned() else None)
             self._largest = out.nbytes
-        ring = self._blocks
+        ring, total = self._blocks, state.reduced
         block = ring.take(self._largest, torch.uint8)
         part = block[: out.nbytes].view(out.dtype)
-        landing, first = _Landing(part, out), state.reduced
+        state.lands(total, _Adding(_Landing(part, out), total, part, partial(self._free, state, ring, block)).wait)
         self._adding.append(state)
 
-        def add() -> None:
+    def _free(self, state: ChunkGrads, ring: GradRing, block: torch.Tensor) -> None:
+        if state in self._adding:
             self._adding.remove(state)
-            landing.wait()
-            if first is not None:
-                first.add_(part)
-            ring.give(block)
-
-        state.lands(first, add)
+        ring.give(block)
