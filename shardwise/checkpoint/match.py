@@ -52,8 +52,9 @@ class Match:
         others: list[str] = []
         if wanted != "optimizer":
             self._match_model()
-        saved = bool(self.state.get("optimizers")) or isinstance(source, NativeSource)
-        if wanted != "model" and held.optimizers and saved:  # otherwise a model's weights: the optimizers stay
+        # Otherwise a model's weights: the optimizers stay. What is renamed or has other rows still has its format.
+        saved = bool(self.state.get("optimizers")) or getattr(source, "format", "native") == "native"
+        if wanted != "model" and held.optimizers and saved:
             found = OptimizerMatch(source, held, self.stored_name, strict, self._fitting)
             self.taken, self.notes, others = found.taken, found.notes, found.others
             self.missing += found.missing

@@ -15,6 +15,7 @@ from shardwise.comm import Buffer, LocalGroup
 from shardwise.device import (
     SideCopy,
     allocator_bytes,
+    default_generator,
     make_current,
     numbered,
     on_device,
@@ -145,3 +146,11 @@ def test_a_copy_keeps_its_source(cuda: FakeCuda) -> None:
     source = torch.zeros(3)
     copy = SideCopy(source, cast(torch.Tensor, FakeArray(cuda, 1)), cast(Any, side_stream(SECOND)))
     assert not copy.finished() and any(each is source for each in gc.get_referents(vars(copy)))
+
+
+def test_a_gpu_that_nothing_was_asked_of_has_a_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model built for the second GPU under ``deferred_init()`` may be the first that asks CUDA for anything."""
+    made = torch.Generator(), torch.Generator()
+    monkeypatch.setattr(torch.cuda, "default_generators", ())
+    monkeypatch.setattr(torch.cuda, "init", lambda: monkeypatch.setattr(torch.cuda, "default_generators", made))
+    assert default_generator(SECOND) is made[1]
