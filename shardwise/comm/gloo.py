@@ -120,6 +120,7 @@ class _Watcher:
         if self._thread is None:
             self._thread = threading.Thread(target=_wait_for_each, args=[self._batches], daemon=True)
             self._thread.name = "shardwise-gloo-watcher"
+        if self._thread.ident is None:  # also where an interrupt came before it was started
             self._thread.start()
 
 
@@ -139,7 +140,7 @@ class _Batch:
     def __init__(self, messages: list[_Message], watcher: _Watcher) -> None:
         self._messages = messages
         self._watcher: _Watcher | None = watcher
-        self._taken = threading.Lock()
+        self._taker: dict[str, object] = {}
         self._done = threading.Event()
         self._error: PeerError | None = None
 
@@ -160,16 +161,18 @@ class _Batch:
 
     def wait_unless_taken(self) -> None:
         """Wait for the messages, unless another thread does."""
-        if not self._taken.acquire(blocking=False):
-            return
+        me = object()
         try:
+            if self._taker.setdefault("is", me) is not me:
+                return
             for message in self._messages:
                 message.wait()
             self._messages = []
         except PeerError as error:
             self._error = error
         except BaseException:  # an interrupt: it can be waited for again
-            self._taken.release()
+            if self._taker.get("is") is me:
+                self._taker.clear()
             raise
         self._done.set()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from interrupts import Interrupts
 from tier_setup import OPTIMIZERS, batch, digest, make_net, small_tiles, with_tiers
 
 from shardwise.build import Session, build
+from shardwise.comm import gloo
 from shardwise.disk import buffers as disk_buffers
 from shardwise.disk import io as disk_io
 from shardwise.disk import store as disk
@@ -188,3 +190,33 @@ def test_an_interrupt_anywhere_is_followed_by_what_is_right(name: str, during: s
     ((points, wrong),) = run_ranks(1, short, name, during, str(tmp_path), tries, timeout=60.0 if tries else 7200.0)
     assert points > 20
     assert not wrong, "\n".join([f"{len(wrong)} times:", *wrong[:20]])
+
+
+class Sent:
+    """A message that arrives when it is waited for."""
+
+    def wait(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("asks", [False, True], ids=["waits", "asks and waits"])
+def test_messages_are_waited_for_again_after_an_interrupt(asks: bool) -> None:
+    inside, watcher = Interrupts([gloo]), gloo._Watcher()
+    messages: Any = [Sent(), Sent()]
+
+    def act(batch: gloo._Batch) -> None:
+        if asks:
+            batch.finished()
+        batch.wait()
+
+    assert not inside.run(lambda: act(gloo._Batch(messages, watcher)))
+    for at in range(inside.passed):
+        own = gloo._Watcher()
+        batch = gloo._Batch(messages, own)
+        inside.run(lambda: act(batch), at)  # noqa: B023
+        again = threading.Thread(target=act, args=[batch], daemon=True)
+        again.start()
+        again.join(20.0)
+        assert not again.is_alive(), inside.where
+        own.close()
+    watcher.close()
