@@ -23,7 +23,7 @@ class Facts:
 
     Attributes:
         device: name of the GPU, or of the processor in a stand-in.
-        device_bytes, host_bytes, disk_bytes: memory of the device, and what is free on the host and on the disk.
+        device_bytes, host_bytes, disk_bytes: what is free on the device (0 in a stand-in), the host and the disk.
         gpus: how many are visible.
         torch, python: versions.
         stand_in: there is no GPU: tiny models on the CPU, whose figures mean nothing but that everything runs.

@@ -112,11 +112,12 @@ AWAY = {
 
 @pytest.mark.gpus(1)
 @pytest.mark.parametrize("plan", HERE)
-def test_the_host_never_waits_where_all_is_on_the_device(one_rank: RankPool, plan: str) -> None:
-    """Without clipping and loss scale nobody needs the norm, so not in ``step()`` either."""
+def test_the_host_waits_as_often_as_it_must_where_all_is_on_the_device(one_rank: RankPool, plan: str) -> None:
+    """Without clipping and loss scale nobody needs the norm, so not in ``step()`` either. What a program wrote to
+    parameters with masters of their own has to be known there: on one rank, where all stays gathered, that is one."""
     ((found, control),) = one_rank.run(waits, HERE[plan], True, timeout=120.0)
     assert control == 1, "the count sees a wait"
-    assert found == 0
+    assert found == (1 if HERE[plan].precision.param_dtype is not None else 0)
 
 
 @pytest.mark.gpus(1)

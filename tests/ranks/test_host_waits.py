@@ -21,7 +21,7 @@ from torch import nn
 from shardwise.checks import edits, guards
 from shardwise.comm import Group
 from shardwise.engine import optimizer
-from shardwise.plan import Plan, zero
+from shardwise.plan import Plan, replicated, zero
 from shardwise.testing import assert_close, run_ranks
 
 READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "nonzero")
@@ -117,6 +117,22 @@ def test_separate_masters_are_compared_in_one_read() -> None:
     for reads, exchanges, _, _ in run_ranks(2, one_step, zero(2, torch.bfloat16), torch.float32):
         assert reads == ["tolist in changed of masters.py"]
         assert exchanges == OTHERS
+
+
+ALONE: dict[str, tuple[Plan, list[str]]] = {
+    "ddp": (replicated(), []),
+    **{f"zero{stage}": (zero(stage), []) for stage in (1, 2, 3)},  # type: ignore[arg-type]
+    "bf16": (zero(3, torch.bfloat16), ["tolist in changed of masters.py"]),
+}
+"""What ``tests/gpu/test_counts.py`` expects of one rank, whose arrays all stay gathered."""
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_one_rank_reads_no_more(name: str) -> None:
+    plan, expected = ALONE[name]
+    dtype = torch.float64 if plan.precision.param_dtype is None else torch.float32
+    ((reads, _, _, _),) = run_ranks(1, one_step, plan, dtype)
+    assert reads == expected
 
 
 def late_write(plan: Plan) -> str:
