@@ -21,7 +21,7 @@ from torch import nn
 
 from shardwise.chunk.chunk import Chunk
 from shardwise.gather.pool import ChunkPool
-from shardwise.gather.transforms import in_transform, outside_transforms
+from shardwise.gather.transforms import outside_transforms
 from shardwise.torch_internals import (
     current_graph_task,
     in_transform,
