@@ -110,7 +110,7 @@ def check_state(optimizer: torch.optim.Optimizer, full: Mapping[str, Any]) -> No
             f"the state has param groups of {[len(g['params']) for g in theirs]} parameters, this optimizer of "
             f"{[len(g['params']) for g in own]}; load it into an optimizer with the same groups"
         )
-    check_full_state(optimizer, full, [[param.dim() for param in group["params"]] for group in own])
+    check_full_state(optimizer, full, [[param.shape for param in group["params"]] for group in own])
 
 
 class OptimizerWrapper(torch.optim.Optimizer):

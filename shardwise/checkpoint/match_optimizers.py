@@ -183,7 +183,7 @@ class OptimizerMatch:
     def _misfit(self, own: _Own, number: int, options: Options, name: str, entry: Mapping[str, Any]) -> str | None:
         saved = self._saved[number]
         there = saved.options_of(self._stored[name])
-        return own.form.misfit(saved.kind, options, there, SavedForm.of(len(self._shapes[name]), entry))
+        return own.form.misfit(saved.kind, options, there, SavedForm.of(self._shapes[name], entry))
 
     def _refuses(self, own: _Own, holders: Mapping[str, int], number: int) -> bool:
         """Whether the state of the checkpoint's optimizer ``number`` is not one of this class; that is noted."""

@@ -226,7 +226,7 @@ class OptimizerState:
             renumber |= dict(zip(group["params"], their_group["params"], strict=True))
 
         facts = self.engine.layout.facts
-        check_full_state(self.optimizer, full, [[len(facts[p].shape) for p in own] for own in self.params_by_group()])
+        check_full_state(self.optimizer, full, [[facts[p].shape for p in own] for own in self.params_by_group()])
 
         def cut(position: int) -> list[dict[str, Any] | None]:
             pieces = self._updates.tiles[position].pieces

@@ -6,7 +6,8 @@ Asked of the optimizer itself: a copy of it steps a small parameter of its own, 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterable, Mapping
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,8 @@ OF_THE_CLASS = frozenset({"decoupled_weight_decay"})
 """Options that say which of two classes it is."""
 NOTED = frozenset({"params", "param_names", "initial_lr"})
 """Keys of a group that no optimizer asks for."""
+MOST_TRIED = 1 << 16
+"""Elements of a parameter that stands for a large one."""
 
 
 @dataclass(frozen=True)
@@ -31,19 +34,19 @@ class SavedForm:
     """What a file holds for one parameter.
 
     Attributes:
-        dimensions: of the parameter.
+        shape: of the parameter.
         keys: of its state; of tensors whether they hold floating-point numbers, of other values ``None``.
     """
 
-    dimensions: int
+    shape: tuple[int, ...]
     keys: tuple[tuple[str, bool | None], ...]
 
     @classmethod
-    def of(cls, dimensions: int, entry: Mapping[str, Any]) -> SavedForm:
+    def of(cls, shape: Sequence[int], entry: Mapping[str, Any]) -> SavedForm:
         """Of the state ``entry``, whose tensors (or what stands for them) have a ``dtype``."""
         kinds = {key: getattr(value, "dtype", None) for key, value in entry.items() if value is not None}
         floats = {key: None if kind is None else bool(kind.is_floating_point) for key, kind in kinds.items()}
-        return cls(dimensions, tuple(sorted(floats.items())))
+        return cls(tuple(shape), tuple(sorted(floats.items())))
 
 
 def options_for(optimizer: torch.optim.Optimizer, saved_class: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,30 +68,30 @@ class StateForm:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._found: dict[tuple[str, int], dict[str, bool | None] | None] = {}
+        self._found: dict[tuple[str, tuple[int, ...]], dict[str, bool | None] | None] = {}
 
-    def kept(self, options: Mapping[str, Any], dimensions: int) -> dict[str, bool | None] | None:
-        """The keys of the state of a parameter with so many dimensions after a step, as in :class:`SavedForm`.
+    def kept(self, options: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, bool | None] | None:
+        """The keys of the state of a parameter of that shape after a step, as in :class:`SavedForm`.
 
         ``None``: that cannot be found out, see :func:`shardwise.optim.element_wise.couples_elements`.
         """
         plain = {key: value for key, value in options.items() if key not in NOTED}
-        key = (repr(plain), dimensions)
+        key = (repr(plain), shape)
         if key not in self._found:
-            self._found[key] = self._try(plain, dimensions)
+            self._found[key] = self._try(plain, shape)
         return self._found[key]
 
-    def _try(self, options: dict[str, Any], dimensions: int) -> dict[str, bool | None] | None:
+    def _try(self, options: dict[str, Any], shape: tuple[int, ...]) -> dict[str, bool | None] | None:
         said = getattr(self._optimizer, "state_keys", None)
         if said is not None:
             return dict.fromkeys(said, True)
         if not {"param_groups", "state"} <= vars(self._optimizer).keys():  # they are another optimizer's
             return None
-        param = nn.Parameter(torch.ones((2,) * dimensions, device="cpu", dtype=torch.float32))
+        param = nn.Parameter(torch.ones(shape, device="cpu", dtype=torch.float32))
         param.grad = torch.ones_like(param)
         with without_global_step_hooks(), torch.random.fork_rng(devices=[]):
             try:
-                return dict(SavedForm.of(dimensions, self._step(options, param)).keys)
+                return dict(SavedForm.of(shape, self._step(options, param)).keys)
             except NotTriedError:
                 return None
 
@@ -117,13 +120,29 @@ class StateForm:
             saved_options: those that it was made with.
             saved: its form.
         """
-        kept, there = self.kept(options, saved.dimensions), dict(saved.keys)
+        dimensions = len(saved.shape)
+        reason = self._misfit(saved_class, options, saved_options, saved, (2,) * dimensions)
+        if reason is None or not dimensions:
+            return reason
+        # Some keep other things of large parameters, as moments in 8 bits from 4096 elements on.
+        size = min(math.prod(saved.shape), MOST_TRIED)
+        return self._misfit(saved_class, options, saved_options, saved, (size, *(1,) * (dimensions - 1)))
+
+    def _misfit(
+        self,
+        saved_class: str,
+        options: Mapping[str, Any],
+        saved_options: Mapping[str, Any],
+        saved: SavedForm,
+        tried: tuple[int, ...],
+    ) -> str | None:
+        kept, there = self.kept(options, tried), dict(saved.keys)
         if kept is None:
             return None if not saved_class or self.continues(saved_class) else "another class made it"
         if _other_numbers(kept, there):
             return "it holds numbers of another kind"
         if self._is_own(saved_class):
-            changed = self.kept(saved_options, saved.dimensions)
+            changed = self.kept(saved_options, tried)
             lacking = there and changed != kept and kept.keys() - there.keys()
             return f"{', '.join(sorted(lacking))} is missing for the options of its group" if lacking else None
         if there.keys() == kept.keys() or (not there and (not saved_class or self.continues(saved_class))):
@@ -181,27 +200,27 @@ def makes_state_at_once(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def check_full_state(
-    optimizer: torch.optim.Optimizer, full: Mapping[str, Any], dimensions: Iterable[Iterable[int]]
+    optimizer: torch.optim.Optimizer, full: Mapping[str, Any], shapes: Iterable[Iterable[Sequence[int]]]
 ) -> None:
     """Whether ``full``, a ``state_dict()`` with as many parameters in each group, can be this optimizer's.
 
     Args:
         optimizer: the user's own.
         full: ``state`` and ``param_groups``.
-        dimensions: by group and position, of the optimizer's parameters.
+        shapes: by group and position, of the optimizer's parameters.
 
     Raises:
         ValueError: it is another optimizer's; both are told.
     """
     form, judged = StateForm(optimizer), set[tuple[int, SavedForm]]()
-    for place, (own, theirs, ranks) in enumerate(
-        zip(optimizer.param_groups, full["param_groups"], dimensions, strict=True)
+    for place, (own, theirs, sizes) in enumerate(
+        zip(optimizer.param_groups, full["param_groups"], shapes, strict=True)
     ):
         saved_options = {key: value for key, value in theirs.items() if key not in NOTED}
         options = own | options_for(optimizer, "", saved_options)
-        for number, rank in zip(theirs["params"], ranks, strict=True):
+        for number, shape in zip(theirs["params"], sizes, strict=True):
             entry = full["state"].get(number)
-            saved = SavedForm.of(rank, entry) if entry else None
+            saved = SavedForm.of(shape, entry) if entry else None
             if saved is None or (place, saved) in judged:
                 continue
             judged.add((place, saved))

@@ -56,6 +56,21 @@ class Int8(O.Optimizer):
                 self.state[p].update(kept, step=torch.tensor(1.0))
 
 
+class Int8IfLarge(O.Optimizer):
+    """A moment in 8 bits for parameters of more than eight elements; some size is usual."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                dtype = torch.uint8 if p.numel() > 8 else torch.float32
+                held = self.state[p].setdefault("moment", torch.full_like(p, 128, dtype=dtype))
+                p.sub_(p.grad + held.to(p.dtype), alpha=group["lr"])
+
+
 MAKERS: dict[str, Make] = {
     "adam": lambda p: O.Adam(p, lr=0.01),
     "adamw": lambda p: O.AdamW(p, lr=0.01),
@@ -73,6 +88,7 @@ MAKERS: dict[str, Make] = {
     "momentum": lambda p: O.SGD(p, lr=0.01, momentum=0.9),
     "own sgd": SGD,
     "int8": Int8,
+    "int8 if large": Int8IfLarge,
 }
 
 TAKEN = [
@@ -81,6 +97,7 @@ TAKEN = [
     *(("sgd", "momentum"), ("momentum", "sgd"), ("rmsprop", "centered"), ("centered", "rmsprop")),
     *(("momentum", "own sgd"), ("own sgd", "momentum")),
     ("adamw", "radam"),
+    ("int8 if large", "int8 if large"),
 ]
 """Saved, and going on."""
 REFUSED = [
@@ -93,6 +110,7 @@ REFUSED = [
         ("centered", "momentum"),
     ),
     ("int8", "adamw"),
+    ("momentum", "int8 if large"),
 ]
 WITH_A_WORD = {("adamw", "radam"), ("derived", "adamw")}
 
@@ -192,6 +210,15 @@ def test_files_of_an_optimizer_alone(shard: bool, tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"these parameters start anew: 3\.weight, 3\.bias"):
         booster.load_optimizer(fresh, tmp_path / "o", strict=False)
     assert sorted(fresh.state_dict()["state"]) == [0, 1, 2, 3] and fresh.param_groups[0]["lr"] == 0.01
+
+
+def test_what_an_optimizer_keeps_may_depend_on_the_size_of_a_parameter() -> None:
+    """Also where no class is recorded."""
+    _, _, first = trained("int8 if large", engine=False)
+    _, model, second = trained("int8 if large", engine=False, steps=0)
+    second.load_state_dict(first.state_dict())
+    assert all(torch.all(entry["moment"] == 128) for entry in second.state_dict()["state"].values())
+    step(model, second)
 
 
 def test_groups_of_other_sizes_are_named() -> None:
