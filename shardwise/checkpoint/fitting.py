@@ -11,6 +11,7 @@ import torch
 
 from shardwise.checkpoint.formats.lazy import Entry, LazySource, blocks, entries_of
 from shardwise.checkpoint.formats.renamed import renamed
+from shardwise.checkpoint.formats.small_values import decode_value
 from shardwise.checkpoint.numbered import named_like
 from shardwise.checkpoint.run import Holding
 from shardwise.checkpoint.source import CheckpointSource, TensorFact
@@ -28,8 +29,9 @@ class Fit:
     Attributes:
         rename: see :func:`shardwise.checkpoint.formats.renamed.renamed`.
         rows: by the name of a parameter here, what rows get that the checkpoint does not have: ``"keep"``: the values
-            that they have; ``"zero"``; ``"mean"``: the mean of the checkpoint's rows. Their optimizer state is zero.
-            Rows that are no more are left out. Parameters that are not named must have the checkpoint's shape.
+            that they have; ``"zero"``; ``"mean"``: the mean of the checkpoint's rows. Their optimizer state is zero;
+            where it is not by elements (Adafactor's factors) that of the whole parameter starts anew. Rows that are no
+            more are left out. Parameters that are not named must have the checkpoint's shape.
     """
 
     rename: Mapping[str, str] | None = None
@@ -98,23 +100,30 @@ class _Resized(LazySource):
 def _with_rows(source: CheckpointSource, held: Holding, rows: Mapping[str, Rows]) -> CheckpointSource:
     entries, state = entries_of(source), dict(source.state())
     records = [dict(record) for record in state.get("optimizers", [])]
-    kept, said = dict[str, int](), list[str]()
+    kept, said, done = dict[str, int](), list[str](), dict[str, str]()
     for name, how in rows.items():
-        stored, change = _change(source, held, name, how)
-        if change.there == change.here:
+        names, stored, change = _change(source, held, name, how)
+        if rows[done.setdefault(stored, name)] != how:
+            raise ValueError(f"rows={dict(rows)}: {name} and {done[stored]} are one parameter; name it once")
+        if change.there == change.here or done[stored] != name:
             continue
-        full = f"model/{stored}"
-        if full in entries:
+        for full in {f"model/{each}" for each in (stored, *names)} & entries.keys():  # others hold tied ones often
             entries[full] = change.entry(entries[full], how)
             if how == "keep":
                 kept[full] = change.row * change.there[0]
-        for path, entry in list(entries.items()):
-            own = path.startswith("optimizer/") and path.split("/", 2)[2].rpartition("/")[0] == stored
-            if own and entry.fact.shape == change.there:
-                entries[path] = change.entry(entry, "zero")
+        own = [path for path in entries if path.startswith("optimizer/") and _parameter_of(path) == stored]
+        by_rows = all(entries[path].fact.shape in ((), change.there) for path in own)
+        by_rows = by_rows and not any(_has_arrays(record, stored) for record in records)
+        for path in own:
+            if not by_rows:
+                del entries[path]
+            elif entries[path].fact.shape:
+                entries[path] = change.entry(entries[path], "zero")
         for record in records:
             record["groups"] = [_shaped(group, stored, change.here) for group in record["groups"]]
-        said.append(_sentence(name, change))
+            if not by_rows:
+                record["small"] = {key: value for key, value in record.get("small", {}).items() if key != stored}
+        said.append(_sentence(name, change, by_rows))
     state["optimizers"] = records
     if not said:
         return source
@@ -123,13 +132,25 @@ def _with_rows(source: CheckpointSource, held: Holding, rows: Mapping[str, Rows]
     return made
 
 
-def _sentence(name: str, change: _Change) -> str:
+def _parameter_of(path: str) -> str:
+    """Whose state ``optimizer/<number>/<name>/<key>`` is."""
+    return path.split("/", 2)[2].rpartition("/")[0]
+
+
+def _has_arrays(record: Mapping[str, Any], name: str) -> bool:
+    """Whether an optimizer keeps state of a parameter that is not element-wise, and more than a number: factors."""
+    values = map(decode_value, record.get("small", {}).get(name, {}).values())
+    return any(isinstance(value, torch.Tensor) and value.numel() > 1 for value in values)
+
+
+def _sentence(name: str, change: _Change, by_rows: bool) -> str:
     there, here = change.there[0], change.here[0]
     what = {"keep": "keep the values that they have", "zero": "are zero", "mean": "are the mean of the others"}
-    new = f"the {here - there} new ones {what[change.how]}, their optimizer state is zero"
-    return f"{name}: {there} rows in the checkpoint, {here} in the model: " + (
-        new if here > there else f"the last {there - here} are left out"
-    )
+    left = f"the last {there - here} are left out"
+    rows = f"the {here - there} new ones {what[change.how]}" if here > there else left
+    state = ", their optimizer state is zero" if here > there else ""
+    state = state if by_rows else ", its optimizer state, which is not by elements, starts anew"
+    return f"{name}: {there} rows in the checkpoint, {here} in the model: {rows}{state}"
 
 
 def _shaped(group: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> dict[str, Any]:
@@ -140,8 +161,8 @@ def _shaped(group: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> dict
     return {**group, "shapes": shapes}
 
 
-def _change(source: CheckpointSource, held: Holding, name: str, how: Rows) -> tuple[str, _Change]:
-    """The name in the checkpoint, and what changes."""
+def _change(source: CheckpointSource, held: Holding, name: str, how: Rows) -> tuple[tuple[str, ...], str, _Change]:
+    """All names of the parameter here, that in the checkpoint, and what changes."""
     if how not in ("keep", "zero", "mean"):
         raise ValueError(f"rows={{{name!r}: {how!r}}}: known are 'keep', 'zero' and 'mean'")
     names = next((each for each in held.names if name in each), None)
@@ -149,12 +170,10 @@ def _change(source: CheckpointSource, held: Holding, name: str, how: Rows) -> tu
         listed = ", ".join(each[0] for each in held.names[:SHOWN])
         raise ValueError(f"rows={{{name!r}: {how!r}}}: the model has no such parameter; it has {listed}, ...")
     aliases, facts = source.state().get("aliases", {}), source.tensors()
-    there: dict[str, tuple[int, ...]] = {}
-    for full, fact in facts.items():
-        kind, _, rest = full.partition("/")
-        own = rest if kind == "model" else rest.partition("/")[2].rpartition("/")[0] if kind == "optimizer" else ""
-        if own and (kind == "model" or fact.shape):
-            there.setdefault(own, fact.shape)
+    # Of an optimizer alone, what is element-wise is the largest of its state.
+    states = sorted((fact.numel, full) for full, fact in facts.items() if full.startswith("optimizer/") and fact.shape)
+    there = {_parameter_of(full): facts[full].shape for _, full in states}
+    there |= {full.removeprefix("model/"): fact.shape for full, fact in facts.items() if full.startswith("model/")}
     stored = next((n for n in (aliases.get(each, each) for each in names) if n in there), None)
     here = tuple(held.model_shapes()[names[0]].shape)
     if stored is None:
@@ -164,4 +183,4 @@ def _change(source: CheckpointSource, held: Holding, name: str, how: Rows) -> tu
             f"rows={{{name!r}: {how!r}}}: it is {there[stored]} in the checkpoint and {here} in the model, which "
             "differ in more than the number of rows"
         )
-    return stored, _Change(there[stored], here, how)
+    return names, stored, _Change(there[stored], here, how)

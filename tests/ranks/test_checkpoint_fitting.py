@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from shardwise.booster import Booster
 from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, Plugin, TorchDDPPlugin, TorchFSDPPlugin
 from shardwise.build import build
 from shardwise.checkpoint import Checkpointer, TorchRun
-from shardwise.checkpoint.formats import open_checkpoint
+from shardwise.checkpoint.formats import open_checkpoint, write_dcp
 from shardwise.cli.main import main
 from shardwise.plan import Plan, zero
 from shardwise.testing import assert_close, run_ranks
@@ -129,6 +130,62 @@ def test_rows_of_a_vocabulary_that_changed(saved: Any, plan: str, words: int, ho
     zeros = {name: torch.zeros_like(here[name]) for name in moments}
     expected = {n: expected_rows(v, zeros[n], "zero") if v.shape != zeros[n].shape else v for n, v in moments.items()}
     assert_close(again, expected, 0.0, "moments")
+
+
+def test_tied_names_are_one_parameter(saved: Any) -> None:
+    path, weights, _ = saved
+    model = Net(17, 2)
+    loader = Checkpointer(TorchRun(model, adamw(model)))
+    with pytest.raises(ValueError, match=r"head\.weight and embed\.weight are one parameter"):
+        loader.load(path, rows={"embed.weight": "mean", "head.weight": "zero", "head.bias": "mean"})
+    here = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    loader.load(path, rows={"embed.weight": "mean", "head.weight": "mean", "head.bias": "mean"})
+    check(dict(model.state_dict()), weights, here, "mean")
+
+
+@pytest.mark.parametrize("words", [17, 5])
+def test_rows_of_a_format_that_holds_tied_parameters_under_each_name(saved: Any, words: int, tmp_path: Path) -> None:
+    path, weights, _ = saved
+    with open_checkpoint(path) as source:
+        write_dcp(source, tmp_path / "dcp")
+    with open_checkpoint(tmp_path / "dcp") as source:
+        assert {"model/embed.weight", "model/head.weight"} <= source.tensors().keys()
+    model = Net(words, 2)
+    here = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    restored = Checkpointer(TorchRun(model)).load(
+        tmp_path / "dcp", rows={"embed.weight": "keep", "head.bias": "keep"}, strict=False
+    )
+    assert restored is not None and len(restored.resized) == 2
+    check(dict(model.state_dict()), weights, here, "keep")
+
+
+@pytest.mark.parametrize("words", [17, 5])
+def test_state_that_is_not_by_elements_starts_anew(words: int, tmp_path: Path) -> None:
+    """Adafactor's rows and columns; other parameters go on with theirs."""
+
+    def start(rows: int, steps: int) -> tuple[Net, torch.optim.Optimizer]:
+        model = Net(rows, 1)
+        optimizer = torch.optim.Adafactor(model.parameters())
+        for _ in range(steps):
+            model(torch.arange(rows)).square().sum().backward()
+            optimizer.step()
+        return model, optimizer
+
+    model, optimizer = start(OLD, 2)
+    expected = copy.deepcopy(optimizer.state[model.body.weight])
+    Checkpointer(TorchRun(model, optimizer)).save(tmp_path)
+    model, optimizer = start(words, 1)
+    restored = Checkpointer(TorchRun(model, optimizer)).load(
+        tmp_path, rows={"embed.weight": "zero", "head.bias": "zero"}
+    )
+    assert restored is not None
+    whole, by_rows = restored.resized
+    assert whole.endswith("starts anew") and "starts anew" not in by_rows
+    assert not optimizer.state[model.embed.weight]
+    assert str(optimizer.state[model.body.weight]) == str(expected)
+    model(torch.arange(words)).square().sum().backward()
+    optimizer.step()
+    assert optimizer.state[model.embed.weight]["row_var"].shape == (words, 1)
 
 
 def into_booster(path: str, kind: str, words: int) -> dict[str, Tensor]:
