@@ -249,6 +249,26 @@ def test_other_names(saved: Any, tmp_path: Path) -> None:
     assert_close(moments_of(str(tmp_path / "again")), expected, 0.0, "moments")
 
 
+@pytest.mark.parametrize(
+    ("name", "rows", "fit"),
+    [
+        ("head", 4, {}),
+        ("top", 4, {"rename": {"^head": "top"}}),
+        ("head", 5, {"rows": {"head.weight": "keep", "head.bias": "keep"}}),
+    ],
+    ids=["as it is", "renamed", "rows"],
+)
+def test_weights_alone_are_no_run_whatever_they_are_made_into(name: str, rows: int, fit: Any, tmp_path: Path) -> None:
+    """That the optimizer is to stay as it is has to be said."""
+    saved_model = nn.ModuleDict({"head": nn.Linear(3, 4)})
+    Checkpointer(TorchRun(saved_model)).save(tmp_path)
+    model = nn.ModuleDict({name: nn.Linear(3, rows)})
+    loader = Checkpointer(TorchRun(model, adamw(model)))
+    with pytest.raises(ValueError, match="missing from the checkpoint: optimizer 0"):
+        loader.load(tmp_path, **fit)
+    assert loader.load(tmp_path, strict=False, **fit) is not None
+
+
 def test_other_names_on_the_command_line(saved: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, _, moments = saved
     rules = [f"--rename={old}={new}" for old, new in RULES.items()]
