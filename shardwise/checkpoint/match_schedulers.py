@@ -66,7 +66,7 @@ class SchedulerMatch:
             alike = all(taken.exact for taken in match.taken.values())
             reason = each.misfit(scheduler, alike)
             if reason is None:
-                check_scheduler(scheduler, each.state, f"learning-rate scheduler {number}", alike)
+                check_scheduler(scheduler, each.state, f"learning-rate scheduler {number}")
                 self._fitting.append((each, scheduler))
             else:
                 wrong.append(f"learning-rate scheduler {number}: {reason}")

@@ -22,8 +22,8 @@ __all__ = ["Options", "check_scheduler", "fitting", "unlike"]
 
 OF_ONE_KIND = ("torch.optim.", "shardwise.optim")
 """Optimizers that keep the same for every parameter of a group."""
-ONE_A_GROUP = ("base_lrs", "_last_lr")
-"""Lists in the state of torch's schedulers."""
+FUNCTIONS = ("lr_lambdas",)
+"""Lists in the state of torch's schedulers where ``None`` stands for a function, and attributes for an object."""
 
 
 def unlike(value: object, own: object, length: bool = True, none: bool = False) -> str:
@@ -39,14 +39,15 @@ def unlike(value: object, own: object, length: bool = True, none: bool = False) 
         if isinstance(own, kind) != isinstance(value, kind) and not (kind is numbers.Number and _is_number(value)):
             return f"{_shown(value)} where the run has {_shown(own)}"
     if isinstance(own, Mapping) and isinstance(value, Mapping):
-        common = {key: unlike(value[key], own[key], length, none) for key in own if key in value}
-        return next((f"{key!r:.40}: {why}" for key, why in common.items() if why), "")
+        common = [key for key in own if key in value]
+        found = ((key, unlike(value[key], own[key], length, none or key in FUNCTIONS)) for key in common)
+        return next((f"{key!r:.40}: {why}" for key, why in found if why), "")
     if isinstance(own, list | tuple):
         if not isinstance(value, list | tuple) or (length and len(value) != len(own)):
             return f"{_shown(value)} where the run has {_shown(own)}"
         models = own if len(own) == len(value) else [own[0]] * len(value) if own else [None] * len(value)
-        found = (unlike(each, model, length, none) for each, model in zip(value, models, strict=True))
-        return next((why for why in found if why), "")
+        reasons = (unlike(each, model, length, none) for each, model in zip(value, models, strict=True))
+        return next((why for why in reasons if why), "")
     if isinstance(own, torch.Tensor):
         fits = own.numel() == 1 and _is_number(value)
         fits = fits or (isinstance(value, torch.Tensor) and value.shape == own.shape and not value.is_complex())
@@ -69,11 +70,11 @@ def _shown(value: object) -> str:
     return f"{type(value).__name__} {text[:60]}"
 
 
-def check_scheduler(scheduler: Any, saved: object, where: str, groups_alike: bool = True) -> None:
-    """Whether ``saved`` can be the state of a scheduler that is like ``scheduler``.
+def check_scheduler(scheduler: Any, saved: object, where: str) -> None:
+    """Whether ``saved``, which is the state of a scheduler of this class, holds values of the kinds that it has.
 
-    Args:
-        groups_alike: its optimizer has the groups that it had then.
+    How long its lists are is not looked at: milestones may change, and groups, of which
+    :meth:`~shardwise.checkpoint.schedulers.SavedScheduler.misfit` tells.
 
     Raises:
         ValueError: it cannot; ``where`` and the entry are named.
@@ -83,8 +84,8 @@ def check_scheduler(scheduler: Any, saved: object, where: str, groups_alike: boo
         raise ValueError(f"{where}: the state of a scheduler is {_shown(saved)}; nothing was loaded")
     of_others = not type(scheduler).__module__.startswith("torch.")
     for key, value in saved.items():
-        one_each = groups_alike and key in ONE_A_GROUP
-        why = unlike(value, own[key], one_each, of_others) if key in own else _taken(scheduler, key)
+        none = of_others or key in FUNCTIONS
+        why = unlike(value, own[key], False, none) if key in own else _taken(scheduler, key)
         if why:
             kind = type(scheduler).__name__
             raise ValueError(f"{where}: {key!r:.60} is not what {kind} has ({why}); nothing was loaded")

@@ -32,6 +32,8 @@ __all__ = [
 BASES = {"LRScheduler", "_LRScheduler", "object"}
 UNUSED = {"verbose"}
 """Entries that some versions of torch have."""
+ONE_A_GROUP = ("base_lrs", "_last_lr")
+"""Lists in the state of torch's schedulers with an entry for each param group."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +65,10 @@ class SavedScheduler:
         exactly = bool(self.kind) or of_torch
         if not same and (other or (only_here or only_there if exactly else only_here and only_there)):
             return f"the state is {theirs}, the scheduler a {ours}"
-        rates, own_rates = self.state.get("base_lrs"), own.get("base_lrs")
-        lists = isinstance(rates, list) and isinstance(own_rates, list)
-        if groups_alike and lists and len(rates) != len(own_rates):  # type: ignore[arg-type]
-            return f"the state is for {len(rates)} parameter groups, the scheduler's optimizer has {len(own_rates)}"  # type: ignore[arg-type]
+        for key in ONE_A_GROUP if groups_alike else ():
+            rates, own_rates = self.state.get(key), own.get(key)
+            if isinstance(rates, list) and isinstance(own_rates, list) and len(rates) != len(own_rates):
+                return f"the state is for {len(rates)} parameter groups, the scheduler's optimizer has {len(own_rates)}"
         return None
 
 

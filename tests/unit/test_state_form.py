@@ -306,6 +306,36 @@ def test_rates_for_another_number_of_groups_are_refused() -> None:
     )
 
 
+class Power:
+    """A function of the epoch with an attribute, which is in a scheduler's state."""
+
+    def __init__(self, base: float) -> None:
+        self.base = base
+
+    def __call__(self, epoch: int) -> float:
+        return float(self.base**epoch)
+
+
+@pytest.mark.parametrize("chained", [False, True])
+def test_a_function_may_become_an_object_and_the_other_way_round(chained: bool, tmp_path: Path) -> None:
+    """torch saves nothing of a function, and takes nothing over for it."""
+    booster, after = Booster(), []
+    functions: list[Callable[[int], float]] = [lambda epoch: 0.9**epoch, Power(0.9), Power(0.5)]
+    model: Any
+    for number, function in enumerate((*functions, functions[0])):
+        model = net()
+        model, optimizer, *_ = booster.boost(model, O.SGD(model.parameters(), lr=0.1))
+        schedule: Any = schedules.LambdaLR(optimizer, function)  # type: ignore[arg-type]
+        schedule = schedules.ChainedScheduler([schedule]) if chained else schedule
+        if number:
+            booster.load_checkpoint(tmp_path, model, optimizer, schedule)
+        step(model, optimizer)
+        schedule.step()
+        booster.save_checkpoint(tmp_path, model, optimizer, schedule)
+        after.append(schedule.get_last_lr()[0])
+    assert after == pytest.approx([0.1 * 0.9**epoch for epoch in (1, 2, 3, 4)])
+
+
 def test_schedules_follow_their_groups(tmp_path: Path) -> None:
     """The groups change places and a new one comes: each goes on from its own rate."""
 
