@@ -91,6 +91,21 @@ def test_a_reader_that_does_wrong_is_found(reader: Reader) -> None:
         broken.close()
 
 
+AT_ONCE = """
+import os, sys
+for line in sys.stdin:
+    os.write(1, (line + '{"outcome": "read"}' + chr(10)).encode())
+"""
+
+
+def test_a_reader_that_was_quicker_than_its_caller_does_not_hang(tmp_path: Path) -> None:
+    quick = Reader(tmp_path, [sys.executable, "-c", AT_ONCE])
+    try:
+        assert [quick.run({"number": number}) for number in range(2)] == [({"number": n}, READ) for n in range(2)]
+    finally:
+        quick.close()
+
+
 def test_bounds_grow_with_the_files_and_not_with_their_holes(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"x" * 2**20)
     with (tmp_path / "b").open("wb") as file:

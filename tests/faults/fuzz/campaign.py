@@ -36,6 +36,7 @@ class Reader:
     def __init__(self, place: Path, command: Sequence[str] = ()) -> None:
         self.place, self._command = place, [*command]
         self._process: subprocess.Popen[str] | None = None
+        self._read = b""  # of lines that were not asked for yet: two may come at once
 
     def _start(self) -> subprocess.Popen[str]:
         if self._process is None or self._process.poll() is not None:
@@ -44,7 +45,7 @@ class Reader:
                 **os.environ,
                 "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
             }
-            pipe = subprocess.PIPE
+            pipe, self._read = subprocess.PIPE, b""
             self._process = subprocess.Popen(
                 [*command, str(self.place)],
                 cwd=ROOT,
@@ -64,14 +65,14 @@ class Reader:
         try:
             print(json.dumps(request), file=process.stdin, flush=True)
             self._wait(process)
-            line = process.stdout.readline()
+            line = self._line()
             if not line:
                 return recipe, self._ended(process)
             recipe = json.loads(line)
             problem = self._wait(process)
             if problem:
                 return recipe, problem
-            line = process.stdout.readline()
+            line = self._line()
             return recipe, json.loads(line)["outcome"] if line else self._ended(process)
         except BrokenPipeError:
             return recipe, self._ended(process)
@@ -79,13 +80,24 @@ class Reader:
     def _ended(self, process: subprocess.Popen[str]) -> str:
         return f"the reader died with {process.wait()}"
 
+    def _line(self) -> bytes:
+        """The next one; empty at the end."""
+        line, end, self._read = self._read.partition(b"\n")
+        return line + end
+
     def _wait(self, process: subprocess.Popen[str]) -> str:
-        """Until there is an answer; what is wrong where there will be none. A busy machine is no fault."""
+        """Until there is a line, or the end; what is wrong where there will be none. A busy machine is no fault."""
         before, idle = _cpu_seconds(process.pid), 0
         last = before
         with selectors.DefaultSelector() as selector:
             selector.register(process.stdout, selectors.EVENT_READ)  # type: ignore[arg-type]
-            while not selector.select(1):
+            while b"\n" not in self._read:
+                if selector.select(1):
+                    more = os.read(process.stdout.fileno(), 1 << 16)  # type: ignore[union-attr]
+                    if not more:
+                        break
+                    self._read += more
+                    continue
                 now = _cpu_seconds(process.pid)
                 idle = idle + 1 if now == last and _state(process.pid) not in ("R", "D") else 0
                 last = now
