@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from shardwise.build import build
 from shardwise.checkpoint import contents
@@ -32,33 +31,18 @@ from shardwise.cli import checkpoint as command
 from shardwise.plan import zero
 from shardwise.testing import run_ranks
 from tests.faults.report import Report
+from tests.faults.small import Small
 
 PIECE_BYTES = 512  # so that tensors have several pieces
 MANIFEST = "manifest.json"
 OLD, NEW = "old", "new"
 
 
-class Small(nn.Module):
-    """Several dtypes, a tied weight, a buffer, an empty parameter, and tensors of several pieces."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.first, self.second = nn.Linear(7, 30), nn.Linear(7, 30)
-        self.second.weight = self.first.weight
-        self.narrow = nn.Parameter(torch.randn(5, dtype=torch.bfloat16))
-        self.nothing = nn.Parameter(torch.empty(0, 3))
-        self.register_buffer("seen", torch.tensor([7, 8]))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.first(x) * self.second(x)).sum() + self.narrow.float().sum() + self.nothing.sum()
-
-
 class Subject:
-    """A run that saves and loads; one rank, or each of several."""
+    """A run that saves and loads, with tensors of several dtypes and pieces; one rank, or each of several."""
 
     def __init__(self) -> None:
-        model = Small()
+        model = Small(narrow=torch.bfloat16)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         self.scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
         self.session = build(model, optimizer, zero(1))

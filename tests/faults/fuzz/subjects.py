@@ -28,27 +28,18 @@ from shardwise.checkpoint.schedulers import write_lr_scheduler
 from shardwise.checkpoint.session import Checkpointer
 from shardwise.checkpoint.torch_run import TorchRun
 from shardwise.plan import zero
+from tests.faults.small import Small
 
-__all__ = ["SUBJECTS", "EngineSubject", "PlainSubject", "Small", "Subject", "make_subjects"]
+__all__ = ["SUBJECTS", "EngineSubject", "PlainSubject", "Subject", "make_subjects"]
 
 DATA = Path(__file__).parent.parent.parent / "data"
 
 
-class Small(nn.Module):
-    """A buffer, a tied weight, an empty parameter and extra state."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.first, self.second = nn.Linear(7, 30), nn.Linear(7, 30)
-        self.second.weight = self.first.weight
-        self.narrow = nn.Parameter(torch.randn(5))
-        self.nothing = nn.Parameter(torch.empty(0, 3))
-        self.register_buffer("seen", torch.tensor([7, 8]))
+class WithExtra(Small):
+    """With extra state, and a loss that fp16 can hold."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        total = (self.first(x) * self.second(x)).sum() + self.narrow.to(x.dtype).sum() + self.nothing.to(x.dtype).sum()
-        return total.float() / 1000
+        return super().forward(x).float() / 1000
 
     def get_extra_state(self) -> Any:
         return {"seen": 3, "more": torch.arange(2)}
@@ -71,7 +62,7 @@ class EngineSubject:
     """A run of our engine in fp16, on one rank."""
 
     def __init__(self) -> None:
-        model = Small()
+        model = WithExtra()
         optimizer = adam(model)
         self.scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
         self.session = build(model, optimizer, zero(1, torch.float16))
@@ -125,7 +116,7 @@ class PlainSubject:
     """A run of torch's own in one process, as under ``TorchDDPPlugin``."""
 
     def __init__(self) -> None:
-        self.model = Small()
+        self.model = WithExtra()
         self.optimizer = adam(self.model)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3)
         self.run = TorchRun(self.model, self.optimizer)
