@@ -292,8 +292,7 @@ def test_torchrun_with_gpus_of_each_kind(tmp_path: Path) -> None:
             """
         )
     )
-    command = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    status, shown = finished(*command, log=tmp_path / "log", whole=True)
+    status, shown = finished("shardwise", "run", "--nproc", "2", str(script), log=tmp_path / "log")
     assert status == 0, shown
     for rank in range(2):
         assert f"own {rank}: cuda:0 ['nccl'] 0\n" in shown, shown

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from launching import finished
+
 ROOT = Path(__file__).resolve().parents[2]
 ODD = '''
 import sys, types
@@ -57,23 +59,21 @@ assert module.ended == ["test"] * 4 + ["session"], module.ended
 '''
 
 
-def _run(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False)
+def _names(log: Path, *way: str) -> set[str]:
+    status, shown = finished("tests.gpu", "--collect", "--device", "cpu", *way, log=log)
+    assert status == 0, shown
+    return {line.removeprefix("tests/gpu/") for line in shown.splitlines() if "::" in line}
 
 
-def test_both_ways_know_the_same_tests() -> None:
+def test_both_ways_know_the_same_tests(tmp_path: Path) -> None:
     """No test is lost where pytest is not installed."""
-    here, there = (_run("-m", "tests.gpu", "--collect", "--device", "cpu", *way) for way in ((), ("--without-pytest",)))
-    assert there.returncode == 0, there.stderr
-    found, expected = (
-        {line.removeprefix("tests/gpu/") for line in text.splitlines() if "::" in line}
-        for text in (there.stdout, here.stdout)
-    )
+    expected, found = _names(tmp_path / "with"), _names(tmp_path / "without", "--without-pytest")
     assert len(expected) > 400 and found == expected
 
 
 def test_fixtures_parameters_and_outcomes(tmp_path: Path) -> None:
-    done = _run("-c", ODD, str(tmp_path / "found.json"))
+    command = [sys.executable, "-c", ODD, str(tmp_path / "found.json")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["line"] == "1 failed, 1 skipped, 5 passed" and not found["running"]
