@@ -121,7 +121,7 @@ class Session:
 
     def write_back(self) -> None:
         """Keep what was written to parameters inside ``module.gathered()``. Collective."""
-        self.engine.write_back()
+        self.engine.values.write_back()
 
     def unshard(self) -> None:
         """:meth:`close`, with full parameters back in the model, on the host (fp32 masters where there are any).
@@ -188,7 +188,7 @@ class Session:
                 f"a trace for a plan with a device capacity of {self.engine.ledger.capacity_bytes}: declare one, and "
                 "give a trace that the same plan recorded"
             )
-        self.engine.meter.use(self.engine.by_units(stats))
+        self.engine.meter.use(self.engine.attachment.by_units(stats))
 
     def close(self) -> None:
         """Remove the hooks from the model, and give back files, threads and memory; the mesh has its own ``close``.

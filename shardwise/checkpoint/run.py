@@ -164,7 +164,7 @@ class EngineRun:
         """Drop a pass that failed, take back early updates, wait for gathers. Collective."""
         engine = self._session.engine
         engine.passes.recover()
-        engine.undo_early("a checkpoint")
+        engine.values.undo_early("a checkpoint")
         engine.pool.settle()
 
     def held(self) -> Held:
@@ -175,11 +175,11 @@ class EngineRun:
     def taken_over(self) -> Iterator[None]:
         """Gradients are dropped; shards are published at the end. Collective."""
         engine = self._session.engine
-        engine.discard_early()  # masters and state are about to be replaced
+        engine.values.discard_early()  # masters and state are about to be replaced
         engine.zero_grad()
         for optimizer in self._session.optimizers:
             optimizer.zero_grad()
-        engine.before_update()
+        engine.values.before_update()
         try:
             with ExitStack() as stack:
                 for optimizer in self._session.optimizers:
@@ -188,9 +188,9 @@ class EngineRun:
         except BaseException:
             if engine.storage.store is not None:
                 engine.storage.store.rollback()  # a failed write could not be committed, on this rank alone
-            engine.publish(everything=True)
+            engine.values.publish(everything=True)
             raise
-        engine.publish(everything=True)
+        engine.values.publish(everything=True)
 
 
 def as_run(session: Any) -> Run:

@@ -297,7 +297,7 @@ class Held:
         state_of: Callable[[str], dict[str, Any] | None],
         optimizers: Collection[int],
     ) -> None:
-        """Fill this rank's shards, masters and optimizer state; call ``Engine.publish(everything=True)`` afterwards.
+        """Fill this rank's shards, masters and optimizer state; call ``Values.publish(everything=True)`` afterwards.
 
         Args:
             fill: gives values.

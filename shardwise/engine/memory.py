@@ -48,7 +48,7 @@ class MemoryReport:
 
 
 def _in_tier(engine: Engine, tier: Tier) -> dict[str, int]:
-    masters, state = engine.state_bytes(tier)
+    masters, state = engine.accounts.state_bytes(tier)
     on_device = tier is Tier.DEVICE
     kinds = {
         "parameters": engine.storage.parameter_bytes(tier),

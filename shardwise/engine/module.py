@@ -44,9 +44,9 @@ class ShardedModule(nn.Module):
         try:
             return self.module(*args, **kwargs)
         except BaseException as error:
-            if self._engine.hooks is not None:
-                self._engine.hooks.unwind()
-                self._engine.hooks.explain(error)
+            if self._engine.attachment.hooks is not None:
+                self._engine.attachment.hooks.unwind()
+                self._engine.attachment.hooks.explain(error)
             raise
 
     def _check_readable(self) -> None:
@@ -92,7 +92,7 @@ class ShardedModule(nn.Module):
         Args:
             write_back: keep changes made to the parameters inside (each rank its own part of them).
         """
-        return self._engine.gathered(write_back)
+        return self._engine.values.gathered(write_back)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside are not reduced; see :meth:`shardwise.engine.engine.Engine.no_sync`."""
@@ -120,7 +120,7 @@ class ShardedModule(nn.Module):
         """
         engine = self._engine
         engine.guards.check()
-        engine.undo_early("a state")
+        engine.values.undo_early("a state")
         engine.pool.settle()
         names = engine.guards.state_names()
         for chunk in engine.chunks:
@@ -212,8 +212,8 @@ class ShardedModule(nn.Module):
     @torch.no_grad()
     def _load(self, state: Mapping[str, Any], names: StateNames) -> None:
         engine = self._engine
-        engine.discard_early()
-        engine.before_update()
+        engine.values.discard_early()
+        engine.values.before_update()
         was_whole = PARAMETERS not in engine.unfinished
         engine.unfinished.begin("loading a state", PARAMETERS)
         with ValueWriter(engine.storage) as writer:
@@ -229,6 +229,6 @@ class ShardedModule(nn.Module):
             elif name.endswith(EXTRA_STATE):
                 owner = name.removesuffix(EXTRA_STATE).rstrip(".")
                 engine.model.get_submodule(owner).set_extra_state(state[name])
-        engine.publish(everything=True)
+        engine.values.publish(everything=True)
         if was_whole:
             engine.unfinished.end(PARAMETERS)

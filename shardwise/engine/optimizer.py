@@ -52,7 +52,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._full = OptimizerState(engine, optimizer, index, self._updates)
         self._early = self._updates.early() if engine.plan.grad.update == "backward" else None
         if self._early is not None:
-            engine.update_early(index, self._early)
+            engine.early.by_optimizer[index] = self._early
         self._margin_used = False
         self._norm: Callable[[], float] | None = None
         self._late_norm = LateNorm(engine.mesh.shard) if self._norm_may_wait() else None
@@ -72,7 +72,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             ValueError: the optimizer has state that cannot be sharded.
         """
         if self.engine.meter is not None:
-            self.engine.expect_state(self._updates.expected_bytes(Tier.DEVICE))
+            self.engine.accounts.expect(self._updates.expected_bytes(Tier.DEVICE))
         self._full.check_prior()
 
     def adopt(self) -> None:
@@ -218,12 +218,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 value = closure()
-        if self.engine.hooks is not None:
-            self.engine.hooks.unwind()
+        if self.engine.attachment.hooks is not None:
+            self.engine.attachment.hooks.unwind()
         self.engine.unfinished.check("step()")
         self.engine.guards.check()
         self._updates.param_groups.check()
-        self.engine.take_edits(self.index)
+        self.engine.values.take_edits(self.index)
         # A scheduler that steps next should not warn that the optimizer never did.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         inverse = 1.0 / self.divisor()
@@ -276,7 +276,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         early = self._early
         self._updates.before_step()  # it may change what a guess was made with
         done = early.updated if early is not None and early.confirm(factor) else ()
-        self.engine.before_update()
+        self.engine.values.before_update()
         self.engine.events.update_began(self.index)
         try:
             self._updates.run(factor, done, failure or (early.disk_failure if early is not None else None))
@@ -284,7 +284,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if early is not None:
                 early.step_failed()
             raise
-        self.engine.publish(optimizer=self.index)
+        self.engine.values.publish(optimizer=self.index)
         self.engine.events.update_ended(self.index)
         self._settings.used()
         if early is not None:
@@ -434,7 +434,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Args:
             only_rank_0: the other ranks, which call as well, get groups without state and need no memory for it.
         """
-        self.engine.undo_early("a state")
+        self.engine.values.undo_early("a state")
         full = self._full.collect(wanted=not only_rank_0 or self.engine.mesh.rank == 0)
         if self.scaler is not None:
             full["scaler"] = self.scaler.state_dict()

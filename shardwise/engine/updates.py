@@ -89,7 +89,7 @@ class TileUpdates:
             by_chunk.reverse()
         order = [each for own in by_chunk for each in own]
         self._visits = TileVisits(order, disk.state_buffers if disk is not None else 1)
-        engine.hold_state(self.state_bytes, self._stepper.scratch_bytes)
+        engine.accounts.hold(self.state_bytes, self._stepper.scratch_bytes)
         if self._disk:
             engine.events.masters_wanted.listen(self._give_back)
             engine.events.update_expected.listen(self._visits.read_ahead)

@@ -430,7 +430,7 @@ class VisibleGrads:
     def _edited(self, index: int) -> tuple[torch.Tensor, slice, float]:
         state, at = self._where[index]
         optimizer, slot = state.spec.optimizer, state.spec.slots[at]
-        self.engine.undo_guess(optimizer)
+        self.engine.values.undo_guess(optimizer)
         self._norms.clear()
         self._norm_values.clear()
         changes = self._by_hand.setdefault(optimizer, {})

@@ -24,7 +24,7 @@ class ValueWriter:
     block, in which ranks may need each other, but makes all of them raise at its end.
 
     Args:
-        storage: the chunks and masters to write. Call ``Engine.publish`` on every rank afterwards.
+        storage: the chunks and masters to write. Call ``Values.publish`` on every rank afterwards.
 
     Raises:
         DiskError: at the end of the block, on every rank.

@@ -6,12 +6,27 @@ PatrickStar do the same); least recently used where the order is not known or ha
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["Trace", "choose_victim", "next_units"]
+__all__ = ["GatherLimits", "Trace", "choose_victim", "next_units"]
 
 NEVER = 1 << 60
+
+
+@dataclass(frozen=True)
+class GatherLimits:
+    """How much may be gathered, and when.
+
+    Attributes:
+        budget_bytes: tells at each acquire how many bytes of gathered transient chunks may stay when idle.
+        prefetch: units fetched ahead of use.
+        same_order: no agreement before gathers (see ``CommPlan.same_order``).
+    """
+
+    budget_bytes: Callable[[], int]
+    prefetch: int = 0
+    same_order: bool = False
 
 
 @dataclass

@@ -8,7 +8,7 @@ comes on top of it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 
 import torch
@@ -18,7 +18,7 @@ from shardwise.chunk.chunk import Chunk
 from shardwise.chunk.layout import UnitSpec
 from shardwise.comm import DONE, NOBODY, Group, Party, PeerError
 from shardwise.events import Events
-from shardwise.gather.policy import Trace, choose_victim, next_units
+from shardwise.gather.policy import GatherLimits, Trace, choose_victim, next_units
 from shardwise.gather.rounds import Rounds
 from shardwise.gather.turns import in_turn
 from shardwise.memory.ledger import KEPT, DeviceMemoryError, Ledger
@@ -35,11 +35,9 @@ class ChunkPool:
         units, chunks: the layout's units and their storage.
         group: the ranks that share each chunk.
         ledger: the device's memory.
-        budget_bytes: tells at each acquire how many bytes of gathered transient chunks may stay when idle.
-        prefetch: units fetched ahead of use.
-        same_order: no agreement before gathers (see ``CommPlan.same_order``).
-        party: the model, among those that share ``group``.
+        limits: how much may be gathered.
         events: is told of units: wanted, ready, gathered, evicted.
+        party: the model, among those that share ``group``.
 
     Attributes:
         agrees: the ranks agree on gathers, in :attr:`rounds`.
@@ -52,17 +50,15 @@ class ChunkPool:
         chunks: Sequence[Chunk],
         group: Group,
         ledger: Ledger,
-        *,
-        budget_bytes: Callable[[], int],
-        prefetch: int,
-        same_order: bool,
-        party: Party = NOBODY,
+        limits: GatherLimits,
         events: Events,
+        party: Party = NOBODY,
     ) -> None:
         self._party, self._events = party, events
+        prefetch, same_order = limits.prefetch, limits.same_order
         self.rounds = Rounds(group, ledger, 1 + prefetch, party)
         self.units, self.chunks, self.group, self.ledger = units, chunks, group, ledger
-        self.budget_bytes, self.prefetch = budget_bytes, prefetch
+        self.budget_bytes, self.prefetch = limits.budget_bytes, prefetch
         self._training, self._evaluation = Trace(), Trace()
         self.trace = self._training
         self.by_storage: dict[int, Chunk] = {}

@@ -15,13 +15,14 @@ from functools import partial
 import torch
 
 from shardwise.checks.hyper_parameters import HyperParameters
-from shardwise.comm import NOBODY, Buffer, Party
+from shardwise.comm import Buffer, Party
 from shardwise.device import side_stream
 from shardwise.events import Events
 from shardwise.gather.rounds import Rounds
 from shardwise.memory.ledger import Ledger
 from shardwise.memory.tier import Tier
 from shardwise.mesh import Mesh
+from shardwise.plan import Plan
 from shardwise.reduce.counts import StepCounts
 from shardwise.reduce.grads import ChunkGrads, SlotPool, exchange_sizes, gradient_bytes
 from shardwise.reduce.landing import Landings
@@ -38,10 +39,9 @@ class Reducer:
         states: the trainable chunks' gradient states.
         mesh: the ranks.
         ledger: the device's memory.
-        keep_whole: every chunk has a buffer of its own that accumulates locally (``reduce="last"``).
-        overlap: reduce during backward.
-        same_order: all ranks use the same parameters, so nothing needs agreement.
-        predivide: gradients are divided by it before their sum, and the rest of the way to the mean after it.
+        plan: when and in which numbers. Under ``reduce="last"`` every chunk has a buffer of its own that accumulates
+            locally; with ``predivide`` gradients are divided by it before their sum, and the rest of the way to the
+            mean after it.
         party: the model, among those that share the mesh.
         counts: of the passes that gradients are made of.
         events: is told of reductions and their results.
@@ -53,12 +53,8 @@ class Reducer:
         states: Sequence[ChunkGrads],
         mesh: Mesh,
         ledger: Ledger,
-        *,
-        keep_whole: bool,
-        overlap: bool,
-        same_order: bool,
-        predivide: float = 1.0,
-        party: Party = NOBODY,
+        plan: Plan,
+        party: Party,
         counts: StepCounts,
         events: Events,
         observer: Observer,
@@ -68,8 +64,10 @@ class Reducer:
         self.riders: list[HyperParameters] = []
         """Settings that have to be alike on all ranks, compared with what is exchanged at the end of a pass."""
         self.states, self.mesh, self._ledger = list(states), mesh, ledger
-        self.keep_whole, self.overlap = keep_whole, overlap
-        self._agrees, self._predivide, self._scale = mesh.size > 1 and not same_order, predivide, predivide / mesh.size
+        self.keep_whole, self.overlap = plan.shard.reduce == "last", plan.comm.overlap
+        self._agrees = mesh.size > 1 and not plan.comm.same_order
+        self._predivide = plan.comm.predivide
+        self._scale = self._predivide / mesh.size
         self._group = mesh.shard if mesh.shard.size > 1 else mesh.replicate
         self._order = list(reversed(self.states))
         self._ordered_for: list[bool] | None = None
@@ -83,9 +81,11 @@ class Reducer:
         self._landings = Landings()
         self._dropping = False
         """Results that come now are dropped at once."""
-        self._slots = SlotPool([] if keep_whole else self.states, depth=2 if overlap else 1)
+        self._slots = SlotPool([] if self.keep_whole else self.states, depth=2 if self.overlap else 1)
         self._replica: dict[int, Buffer] = {}
-        self._sizes = exchange_sizes(self.states, self._slots, keep_whole, mesh.shard.size > 1 < mesh.replicate.size)
+        self._sizes = exchange_sizes(
+            self.states, self._slots, self.keep_whole, mesh.shard.size > 1 < mesh.replicate.size
+        )
         self._beside = side_stream(mesh.device) if self._sizes[1] else None
         self._announced_bytes = sum(numel * dtype.itemsize for sizes in self._sizes for numel, dtype in sizes)
         ledger.watch("gradients", lambda: self.bytes(Tier.DEVICE))

@@ -450,6 +450,10 @@ class EarlyObserver:
             each.wait()
         return [float(each.in_place and bool(each.updated)) for each in self.by_optimizer.values()]
 
+    def device_bytes(self) -> int:
+        """Copies on the device to undo updates with."""
+        return sum(each.device_bytes for each in self.by_optimizer.values())
+
     @property
     def active(self) -> bool:
         """Whether anybody wants reduced gradients as soon as they are there."""

@@ -15,11 +15,11 @@ from shardwise.chunk.chunk import Chunk
 from shardwise.chunk.layout import ChunkSpec
 from shardwise.comm import Group
 from shardwise.engine import optimizer as optimizer_module
-from shardwise.engine.engine import Engine
 from shardwise.engine.module import ShardedModule
 from shardwise.engine.optimizer import ShardedOptimizer
 from shardwise.engine.storage import Storage
 from shardwise.engine.updates import TileUpdates
+from shardwise.engine.values import Values
 from shardwise.gather.hooks import GatherHooks
 from shardwise.gather.pool import ChunkPool
 from shardwise.reduce.grads import ChunkGrads
@@ -167,15 +167,15 @@ def _masters_rounded() -> _Patch:
     """The fp32 weights lose what 16 bits do not hold."""
 
     def make(real: Any) -> Any:
-        def publish(self: Engine, *args: Any, **how: Any) -> None:
+        def publish(self: Values, *args: Any, **how: Any) -> None:
             real(self, *args, **how)
-            for state in self.states.values():
+            for state in self._engine.states.values():
                 if state.master is not None:
                     state.master.copy_(state.master.bfloat16())
 
         return publish
 
-    return _wrap(Engine, "publish", make)
+    return _wrap(Values, "publish", make)
 
 
 def _groups_mixed_up() -> _Patch:
@@ -211,16 +211,16 @@ def _replicas_drift() -> _Patch:
     """Rank 1's parameters move away in the last bit, which no tolerance would show."""
 
     def make(real: Any) -> Any:
-        def publish(self: Engine, *args: Any, **how: Any) -> None:
+        def publish(self: Values, *args: Any, **how: Any) -> None:
             real(self, *args, **how)
             if dist.get_rank() == 1:
-                for chunk in self.chunks:
+                for chunk in self._engine.chunks:
                     if chunk.full is not None:
                         chunk.full.mul_(1 + 2**-52)
 
         return publish
 
-    return _wrap(Engine, "publish", make)
+    return _wrap(Values, "publish", make)
 
 
 def _gradients_not_cleared() -> _Patch:

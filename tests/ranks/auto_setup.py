@@ -162,8 +162,7 @@ def watch(session: Session, found: Found) -> None:
 
 def foreseen(session: Session) -> int:
     """Optimizer state that is accounted for and not made yet."""
-    engine = session.engine
-    return max(engine._expected_state_bytes - engine.state_bytes(Tier.DEVICE)[1], 0)
+    return session.engine.accounts.foreseen_bytes()
 
 
 def model_data(session: Session) -> int:

@@ -206,7 +206,7 @@ def at_build() -> dict[str, Any]:
             except DeviceMemoryError:
                 found[f"{name} {room}"] = "refused"
                 continue
-            found[f"{name} {room}"] = session.engine.state_bytes(Tier.DEVICE), dict(optimizer.state)
+            found[f"{name} {room}"] = session.engine.accounts.state_bytes(Tier.DEVICE), dict(optimizer.state)
             session.close()
             session.mesh.close()
     return found

@@ -49,7 +49,9 @@ def measure(plan: Plan, mesh: Mesh, steps: int) -> Found:
             session.optimizer.step()
             traffic.append(session.traffic())
         store = session.engine.storage.store
-        scratch = sum(session.engine.scratch_bytes(tier) for tier in type(session.engine.storage.homes[0].param))
+        scratch = sum(
+            session.engine.accounts.scratch_bytes(tier) for tier in type(session.engine.storage.homes[0].param)
+        )
         return {
             "by_tier": report.by_tier,
             "total": report.total_bytes,

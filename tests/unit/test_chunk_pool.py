@@ -15,6 +15,7 @@ from shardwise.chunk.source import MemorySource
 from shardwise.comm import Buffer, Handle
 from shardwise.comm.group import Group, LocalGroup
 from shardwise.events import Events
+from shardwise.gather.policy import GatherLimits
 from shardwise.gather.pool import ChunkPool
 from shardwise.memory.ledger import DeviceMemoryError, Ledger
 from shardwise.memory.tier import Tier
@@ -59,10 +60,8 @@ class Setup:
             chunks,
             LocalGroup("test", CPU),
             self.ledger,
-            budget_bytes=budget if callable(budget) else lambda: budget,
-            prefetch=prefetch,
-            same_order=False,
-            events=self.events,
+            GatherLimits(budget if callable(budget) else lambda: budget, prefetch),
+            self.events,
         )
 
     def use(self, *order: int, pin: bool = False) -> None:

@@ -1,0 +1,162 @@
+"""What the engine puts on the user's model: hooks around forward passes, on gradients, and ``zero_grad``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from shardwise.checks.guards import Guards
+from shardwise.engine.casts import cast_floats, each_tensor
+from shardwise.engine.outside_trace import of_units
+from shardwise.engine.weak import weakly
+from shardwise.gather.hooks import GatherHooks, trace_hooks
+from shardwise.gather.meter import MemoryMeter
+from shardwise.gather.transforms import outside_transforms
+from shardwise.memory.ledger import DeviceMemoryError
+from shardwise.trace.stats import MemStats
+
+if TYPE_CHECKING:
+    from shardwise.engine.engine import Engine
+
+__all__ = ["Attachment"]
+
+
+class Attachment:
+    """To one model.
+
+    Args:
+        engine: of the model; its rooms do what a hook asks for.
+
+    Attributes:
+        hooks: those that gather, where anything is gathered.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.hooks: GatherHooks | None = None
+        self._remove: list[Callable[[], None]] = []
+
+    def install(self) -> Guards:
+        """From now on the model's passes are the engine's. What watches over it."""
+        engine = self._engine
+        unit_of: dict[int, int] = {}
+        blocks: dict[str, list[int]] = {}
+        for chunk in engine.chunks:
+            if not chunk.resident or engine.values.renews_late(chunk):
+                unit_of.update({id(param): chunk.spec.unit for param in chunk.params})
+        for unit in engine.layout.units:
+            if unit.module is not None and any(not engine.chunks[c].resident for c in unit.chunks):
+                blocks.setdefault(unit.module, []).append(unit.index)
+        traced = engine.meter is not None and not unit_of
+        if unit_of:
+            self.hooks = GatherHooks(engine.model, engine.pool, unit_of, blocks, engine.passes.note)
+            self._remove.append(self.hooks.remove)
+        elif traced:
+            self._remove += trace_hooks(engine.model, engine.pool, self._own_units())
+        for chunk_index, state in engine.grads.items():
+            for slot_index, param in enumerate(engine.chunks[chunk_index].params):
+                on_grad = weakly(self._on_grad, chunk_index, slot_index)
+                handles = [param.register_post_accumulate_grad_hook(on_grad)]  # type: ignore[no-untyped-call]
+                if traced:  # backward gathers nothing, so its moments are those at which a gradient is complete
+                    seen = weakly(self._saw_grad, state.spec.unit)
+                    handles += [param.register_post_accumulate_grad_hook(seen)]  # type: ignore[no-untyped-call]
+                engine.visible.follow(state.spec.slots[slot_index].param, handles[-1])
+                self._remove += [handle.remove for handle in handles]
+        guards = Guards(engine.model, engine.params, engine.chunks, engine.layout, engine.pool)
+        engine.model.zero_grad = self._zero_all  # type: ignore[method-assign]
+        self._remove += [guards.remove, lambda: engine.model.__dict__.pop("zero_grad", None) and None]
+        before = engine.model.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
+        after = engine.model.register_forward_hook(self._after_forward)
+        self._remove += [before.remove, after.remove]
+        if engine.meter is not None:
+            meter = engine.meter
+            left = engine.model.register_forward_hook(lambda *_: meter.leave(), always_call=True)
+            self._remove += [left.remove, meter.leave_all]
+        return guards
+
+    def _own_units(self) -> dict[str, list[int]]:
+        """By name of a module, the units of its own parameters."""
+        engine = self._engine
+        unit_of = {id(param): chunk.spec.unit for chunk in engine.chunks for param in chunk.params}
+        own = {name: list(module.parameters(recurse=False)) for name, module in engine.model.named_modules()}
+        return {name: sorted({unit_of[id(p)] for p in params if id(p) in unit_of}) for name, params in own.items()}
+
+    def _saw_grad(self, unit: int, _param: torch.Tensor) -> None:
+        self._engine.pool.acquire(unit)
+
+    def by_units(self, stats: MemStats) -> MemStats:
+        """A trace of the model's modules becomes one of the units that these use; any other stays what it is."""
+        engine = self._engine
+        units_of = self.hooks.units_of if self.hooks is not None else self._own_units()
+        return of_units(stats, engine.model, units_of, engine.pool) or stats
+
+    def _before_forward(
+        self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        engine = self._engine
+        with outside_transforms():
+            engine.passes.recover()
+            engine.unfinished.check("a forward pass")
+            engine.guards.check_forward()
+            if engine.early.active and torch.is_grad_enabled():
+                engine.values.take_edits()
+            engine.pool.begin_forward(torch.is_grad_enabled())
+            engine.events.forward_began(torch.is_grad_enabled())
+            self._expect_update()
+        if engine.meter is not None:
+            engine.meter.enter()
+        dtype = engine.plan.precision.param_dtype
+        if engine.plan.precision.cast_inputs and dtype is not None:
+            args, kwargs = cast_floats(args, dtype), cast_floats(kwargs, dtype)
+        return args, kwargs
+
+    def _after_forward(self, _module: nn.Module, _args: object, output: Any) -> Any:
+        engine = self._engine
+        if engine.meter is not None:
+            self._look_at_peak(engine.meter)
+        with outside_transforms():
+            engine.pool.finish_phase()
+            engine.pool.end_forward()
+            engine.guards.after_forward()
+            engine.events.forward_ended(torch.is_grad_enabled())
+            self._expect_update()
+        dtype = engine.plan.precision.output_dtype
+        output = cast_floats(output, dtype) if dtype is not None else output
+        if torch.is_grad_enabled():
+            each_tensor(output, engine.passes.watch)
+        return output
+
+    def _look_at_peak(self, meter: MemoryMeter) -> None:
+        try:
+            meter.forward_ended()
+        except DeviceMemoryError as error:
+            self._engine.pool.tell(error)  # they wait at the end of their passes
+            raise
+
+    def _expect_update(self) -> None:
+        if torch.is_grad_enabled():
+            self._engine.events.update_expected()
+
+    @torch.no_grad()
+    def _on_grad(self, chunk: int, index: int, param: torch.Tensor) -> None:
+        engine = self._engine
+        state = engine.grads[chunk]
+        grad = engine.visible.take(state.spec.slots[index].param, param)
+        engine.passes.check_scaled()
+        engine.passes.note()
+        if grad is not None:
+            grad = grad.detach()
+            engine.reducer.add(state, index, grad.to_dense() if grad.is_sparse else grad, engine.passes.sync)
+
+    def _zero_all(self, set_to_none: bool = True) -> None:
+        """The user's ``model.zero_grad()`` drops what the engine holds too."""
+        self._engine.zero_grad()
+
+    def remove(self) -> None:
+        """Take all of it off the model again."""
+        for remove in self._remove:
+            remove()
+        self._remove.clear()

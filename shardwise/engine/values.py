@@ -1,0 +1,195 @@
+"""Parameter values of one model as others see and change them: gathered for a while, written, published after updates.
+
+Masters are what is trained; shards, and what is gathered of them, follow. Whoever reads or writes all of them comes
+here first, so that what an update has done ahead of its step, or the program to gathered copies, is put right before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from shardwise.checks.unfinished import state_of
+from shardwise.chunk.chunk import Chunk
+from shardwise.device import synchronize
+from shardwise.disk.agreement import agreed
+from shardwise.engine.staging import WhenAsked, gather_shards
+from shardwise.update.masters import take_over
+
+if TYPE_CHECKING:
+    from shardwise.engine.engine import Engine
+
+__all__ = ["Values"]
+
+
+class Values:
+    """Of one engine.
+
+    Args:
+        engine: its rooms are asked when they are needed.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def undo_early(self, what: str) -> None:
+        """Before all values are read or written; see :meth:`EarlyUpdates.undo_for`. Masters have what was written.
+
+        Raises:
+            RuntimeError: some are neither old nor new; see :class:`Unfinished`.
+        """
+        engine = self._engine
+        engine.unfinished.check(what)
+        self._undo_guesses(what)
+        engine.master_edits.take()
+
+    def _undo_guesses(self, what: str) -> None:
+        for each in self._engine.early.by_optimizer.values():
+            each.undo_for(what)
+
+    def undo_guess(self, optimizer: int) -> None:
+        """A gradient of ``optimizer`` is changed, which an update ahead of its step has used."""
+        early = self._engine.early.by_optimizer.get(optimizer)
+        if early is not None and early.updated:
+            early.take_back()
+
+    def take_edits(self, optimizer: int | None = None) -> None:
+        """Before an update: what the program wrote to parameters of ``optimizer`` (of all) is what it starts from."""
+        if self._engine.master_edits.changed(optimizer):
+            self.undo_early("an update of changed parameters")
+
+    def discard_early(self) -> None:
+        """Masters are about to be replaced: what was updated ahead of its step no longer matters."""
+        engine = self._engine
+        for index, each in engine.early.by_optimizer.items():
+            if each.discard():
+                engine.unfinished.begin("updates during backward", state_of(index))
+
+    @contextlib.contextmanager
+    def gathered(self, write_back: bool = False) -> Iterator[None]:
+        """Full parameters in place, gathered once (every rank enters). With ``write_back`` changes are kept."""
+        engine = self._engine
+        with engine.mesh.doing("gathered()"):
+            engine.pool.acquire_all()
+            if engine.plan.comm.gather_on_use:
+                engine.mesh.shard.fence()  # nobody writes while a peer's renewal still reads
+        engine.guards.edits.allow()
+        try:
+            yield
+            engine.guards.check_edits(values=False, held=False)
+            if write_back:
+                with engine.mesh.doing("gathered(write_back=True)"):
+                    self.write_back()
+        finally:
+            engine.pool.release_all()
+            if write_back:
+                engine.pool.drop_changed()  # each rank's copy has what that rank wrote, and not what the others did
+            else:
+                engine.pool.drop_idle()  # what was written is no part of the model; a graph may still read the rest
+            engine.guards.edits.accept()
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Take changed gathered parameters over into shards and masters, each rank its own part of them."""
+        engine = self._engine
+        self._undo_guesses("taking over gathered parameters")
+        group = engine.mesh.shard
+        group.fence("before an update")
+        for chunk in engine.chunks:
+            if chunk.resident and not chunk.spec.trainable and group.size > 1:
+                chunk.exchange.local.copy_(gather_shards(group, chunk.shard))
+        outcome = "Some parameters were taken over and some not: repair the disk and load a state."
+        with agreed(
+            engine.mesh.world,
+            "changed parameters were taken over",
+            outcome,
+            needed=engine.storage.uses_disk,
+        ):
+            for chunk in engine.chunks:
+                with chunk.opened(write=True) as shard:
+                    if chunk.full is not None and not chunk.resident:
+                        shard.copy_(chunk.full[chunk.shard_start : chunk.shard_end])
+                    state = engine.states.get(chunk.spec.index)
+                    if state is not None:
+                        with state.opened(write=True) as master:
+                            take_over(shard, master)
+        self._commit()
+        engine.master_edits.note()
+        self._renew_resident([chunk for chunk in engine.chunks if chunk.spec.trainable])
+        self._refuse_graphs(engine.chunks)
+
+    def _commit(self, optimizer: int | None = None) -> None:
+        """What was written to the disk is from here on what is read."""
+        engine = self._engine
+        if engine.storage.store is not None:
+            engine.storage.store.commit(optimizer)
+
+    def publish(self, everything: bool = False, optimizer: int | None = None) -> None:
+        """After shards were written on every rank: gathered copies are renewed or dropped.
+
+        Args:
+            everything: frozen parameters were written too.
+            optimizer: it has updated its own chunks, and no other (``None``: all were); what another one has written
+                ahead of its step does not count yet, and graphs that need only the others' chunks stay valid.
+        """
+        engine = self._engine
+        self._commit(optimizer)
+        updated = [c for c in engine.chunks if c.spec.trainable and optimizer in (None, c.spec.optimizer)]
+        for chunk in engine.chunks if everything else updated:
+            chunk.source.forget()  # what was read ahead and not used is the version before
+        self._renew_resident(updated)
+        engine.pool.invalidate(everything)
+        if engine.meter is not None:
+            engine.meter.end_step(engine.pool.followed)
+        self._refuse_graphs(engine.chunks if everything else updated)
+        engine.guards.edits.accept()
+        engine.master_edits.note(None if everything else optimizer)
+
+    def _refuse_graphs(self, updated: Sequence[Chunk]) -> None:
+        """Of before: they were made with other values."""
+        for chunk in updated:
+            chunk.generation += 1
+            if chunk.resident:
+                chunk.refuse_graphs()
+
+    def _renew_resident(self, updated: Sequence[Chunk]) -> None:
+        engine = self._engine
+        group = engine.mesh.shard
+        engine.pool.settle()
+        group.fence("after an update")
+        for chunk in updated:
+            if not (chunk.resident and group.size > 1):
+                continue
+            if group.one_sided_gather and self.renews_late(chunk):
+                chunk.pending = WhenAsked(partial(group.all_gather_in_place, chunk.exchange))
+            else:
+                chunk.pending = group.all_gather_in_place(chunk.exchange)
+            engine.pool.renew_later(chunk)
+        if not engine.plan.comm.gather_on_use:
+            engine.pool.settle()
+            group.fence()
+
+    def renews_late(self, chunk: Chunk) -> bool:
+        engine = self._engine
+        late = engine.plan.comm.gather_on_use and engine.mesh.shard.size > 1
+        return late and chunk.resident and chunk.spec.trainable
+
+    def before_update(self) -> None:
+        """All ranks have read what they need of the shards, also where gathered arrays show them; they may be written
+        until :meth:`publish`.
+
+        Raises:
+            RuntimeError: inside :meth:`gathered`, whose parameters would become stale.
+        """
+        engine = self._engine
+        if engine.pool.all_held:
+            raise RuntimeError(f"an update inside gathered() (all_held={engine.pool.all_held}): leave the block first")
+        engine.pool.settle()
+        if not engine.plan.tiers.all_on_device:
+            synchronize(engine.mesh.device)  # uploads still read the shards that the CPU will write
+        engine.mesh.shard.fence("before an update")
+        engine.guards.edits.allow()
