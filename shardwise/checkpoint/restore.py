@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,10 @@ from shardwise.checkpoint.run import Run, as_run
 from shardwise.checkpoint.source import CheckpointDamage, CheckpointSource, StateTensors
 from shardwise.checkpoint.write import agree
 
-__all__ = ["Restored", "put_back", "read_others", "restore"]
+__all__ = ["Check", "Restored", "put_back", "read_others", "restore"]
+
+Check = Callable[[Any], None] | None
+"""Called on every rank with the user state before anything is changed; what it raises on one is raised on all."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ def _candidates(root: str, tag: str | None) -> list[str]:
 
 
 def restore(
-    run: Run, root: str, tag: str | None, strict: bool, lr_schedulers: Sequence[Any], fit: Fit
+    run: Run, root: str, tag: str | None, strict: bool, lr_schedulers: Sequence[Any], fit: Fit, check: Check = None
 ) -> Restored | None:
     """See :meth:`shardwise.checkpoint.session.Checkpointer.load`."""
     rank, gather = run.rank, run.gather
@@ -112,7 +115,7 @@ def restore(
     skipped: list[str] = []
     for path in paths:
         try:
-            return _restore_one(run, path, strict, lr_schedulers, fit, tuple(skipped))
+            return _restore_one(run, path, strict, lr_schedulers, fit, check, tuple(skipped))
         except CheckpointDamage as error:
             if tag != "auto":
                 raise
@@ -129,7 +132,7 @@ def restore(
 
 
 def _restore_one(
-    run: Run, path: str, strict: bool, lr_schedulers: Sequence[Any], fit: Fit, skipped: tuple[str, ...]
+    run: Run, path: str, strict: bool, lr_schedulers: Sequence[Any], fit: Fit, check: Check, skipped: tuple[str, ...]
 ) -> Restored:
     rank, gather = run.rank, run.gather
     opened: list[CheckpointSource] = []
@@ -139,7 +142,10 @@ def _restore_one(
         opened.append(NativeSource(path) if native else open_checkpoint(path))
         held = run.held()
         match = Match(fit.apply(opened[0], held), held, strict)
-        return match, _Rest(run, match, lr_schedulers, strict)
+        rest = _Rest(run, match, lr_schedulers, strict)
+        if check is not None:
+            check(rest.user_state)
+        return match, rest
 
     try:
         (match, rest), _ = agree(gather, rank, f"load {path}", look, share=False)

@@ -18,7 +18,7 @@ from shardwise.checkpoint.format import Head
 from shardwise.checkpoint.owners import Owners, this_process
 from shardwise.checkpoint.pieces import Bytes, as_bytes
 from shardwise.checkpoint.ranks import Ranks
-from shardwise.checkpoint.restore import Restored, restore
+from shardwise.checkpoint.restore import Check, Restored, restore
 from shardwise.checkpoint.run import Run, Trained, as_run
 from shardwise.checkpoint.snapshot import Background, HostImage
 from shardwise.checkpoint.write import SaveJob, agree
@@ -203,6 +203,7 @@ class Checkpointer:
         lr_schedulers: Sequence[Scheduler] = (),
         rename: Mapping[str, str] | None = None,
         rows: Mapping[str, Rows] | None = None,
+        check: Check = None,
     ) -> Restored | None:
         """Restore what :meth:`save` saved, at any number of ranks, stage, packing, tier and precision.
 
@@ -220,6 +221,8 @@ class Checkpointer:
                 :func:`~shardwise.checkpoint.formats.renamed.renamed`.
             rows: parameters that may have another number of rows here, and what new ones get (``"keep"``, ``"zero"``,
                 ``"mean"``); see :class:`~shardwise.checkpoint.fitting.Fit`.
+            check: called on every rank with what was given as ``user_state``, before anything is changed. What it
+                raises on one rank is raised on all.
 
         Returns:
             Where training was; see :class:`Restored`.
@@ -232,7 +235,7 @@ class Checkpointer:
         """
         self.wait()
         with self._run.doing(f"loading checkpoint {tag!r} of {os.fspath(root)}"):
-            restored = restore(self._run, os.fspath(root), tag, strict, lr_schedulers, Fit(rename, rows))
+            restored = restore(self._run, os.fspath(root), tag, strict, lr_schedulers, Fit(rename, rows), check)
         if restored is not None:
             self.steps = restored.updates
             self._damaged.discard(os.path.realpath(restored.path))

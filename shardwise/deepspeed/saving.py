@@ -128,8 +128,16 @@ class Saving:
             self._trained.close()
 
 
-def take_over(session: Session, path: str, strict: bool, optimizer_states: bool, schedules: Sequence[Any]) -> Found:
-    """Values from a checkpoint of DeepSpeed, or those of the model alone from our own. Collective."""
+def take_over(
+    session: Session,
+    path: str,
+    strict: bool,
+    optimizer_states: bool,
+    schedules: Sequence[Any],
+    check: Callable[[Any], None] | None = None,
+) -> Found:
+    """Values from a checkpoint of DeepSpeed, or those of the model alone from our own. Collective. ``check`` is called
+    with the client state before anything is changed, and what it raises on one rank is raised on all."""
     run = PartRun(session)
     opened: list[CheckpointSource] = []
     wanted: Wanted = "all" if optimizer_states else "model"
@@ -138,7 +146,10 @@ def take_over(session: Session, path: str, strict: bool, optimizer_states: bool,
     def look() -> tuple[Match, _Rest]:
         opened.append(open_checkpoint(path))
         match = Match(opened[0], run.held(), strict, wanted)
-        return match, _Rest(run, session, match, schedules, path, strict)
+        rest = _Rest(run, session, match, schedules, path, strict)
+        if check is not None:
+            check(rest.found.client_state)
+        return match, rest
 
     try:
         (match, rest), _ = agree(run.gather, run.rank, f"load {path}", look, share=False)

@@ -21,7 +21,7 @@ from shardwise.strategies.namespace import Namespace, build
 from shardwise.strategies.precision import Format, ShardedPrecision, check_replaceable, correct_throughput
 from shardwise.strategies.refusals import check_callbacks, check_layer_sync
 from shardwise.strategies.saving import Saving
-from shardwise.strategies.scheduler_states import fit_schedulers
+from shardwise.strategies.scheduler_states import check_schedulers, fit_schedulers
 from shardwise.strategies.sessions import Live, live_session, shard
 from shardwise.strategies.toggling import Toggling
 
@@ -276,7 +276,8 @@ class ShardedStrategy(_Base):  # type: ignore[misc]
         """``found``, which ``on_load_checkpoint`` sees next."""
         module = self.lightning_module
         if module.trainer.state.fn.value == "fit":
-            fit_schedulers(self.lr_scheduler_configs, found, module.strict_loading)
+            check_schedulers(self.lr_scheduler_configs, found, module.strict_loading)
+            fit_schedulers(self.lr_scheduler_configs, found)
         if self._live is not None:
             self._live.remember()
         return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from shardwise.checkpoint.session import Checkpointer
 from shardwise.deepspeed.frozen import WithoutFrozen
 from shardwise.deepspeed.saving import take_over
 from shardwise.strategies.saving import ModelOnly, Saving, outline
+from shardwise.strategies.scheduler_states import check_schedulers
 
 __all__ = ["SavingWithoutFrozen", "is_of_deepspeed", "load_deepspeed"]
 
@@ -48,7 +50,9 @@ def load_deepspeed(strategy: Any, path: str) -> dict[str, Any]:
     """What DeepSpeed wrote under Lightning: values into the strategy's session; its client state is Lightning's."""
     module = strategy.lightning_module
     fitting = module.trainer.state.fn.value == "fit"
-    found = take_over(strategy.session, path, module.strict_loading, fitting, [])
+    strict, configs = module.strict_loading, strategy.lr_scheduler_configs
+    check = partial(check_schedulers, configs, strict=strict) if fitting else None
+    found = take_over(strategy.session, path, strict, fitting, [], check)
     state = {"lr_schedulers": [], "epoch": 0, "global_step": 0, **found.client_state}
     state.setdefault("pytorch-lightning_version", strategy.ns.version)
     state["state_dict"] = outline(strategy.session)

@@ -19,7 +19,7 @@ from shardwise.checkpoint.restore import Restored
 from shardwise.checkpoint.session import Checkpointer
 from shardwise.checkpoint.write import agree
 from shardwise.strategies.entries import left_out, pack, unpack
-from shardwise.strategies.scheduler_states import CLASSES, scheduler_classes
+from shardwise.strategies.scheduler_states import CLASSES, check_schedulers, scheduler_classes
 
 __all__ = ["ModelOnly", "Saving", "outline"]
 
@@ -197,7 +197,10 @@ class Saving:
         fitting = module.trainer.state.fn.value == "fit"
         anew = fitting and not self._strategy.broadcast(_has_optimizers(path))
         if fitting and not anew:
-            restored = session.checkpoints.load(path, strict=module.strict_loading)
+            strict, configs = module.strict_loading, self._strategy.lr_scheduler_configs
+            restored = session.checkpoints.load(
+                path, strict=strict, check=lambda state: check_schedulers(configs, unpack(state), strict)
+            )
         else:
             restored = _load_weights(session, path, module.strict_loading)
         if restored is None:

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from lightning_cases import strategy
 from lightning_setup import OUT, Toy, close, data, toy, trainer
 from torch import nn
 
-from shardwise.testing import run_ranks
+from shardwise.testing import assert_close, run_ranks
 
 RANKS = 2
 
@@ -84,8 +85,20 @@ def _same_module(kind: str, path: str, other: str) -> str:
 
     model = toy(body=Same, schedule=True)
     model.other = other
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        for value in before.values():
+            value.add_(1.0)
+    model.load_state_dict(before)
+    after: dict[str, torch.Tensor] = {}
+
+    class Kept(Callback):
+        def on_exception(self, made: Any, *_: Any) -> None:
+            after.update({name: value.clone() for name, value in made.strategy.session.module.state_dict().items()})
+
     with pytest.raises(ValueError) as error:
-        trainer(strategy(kind), max_epochs=2).fit(model, data(5), ckpt_path=path)
+        trainer(strategy(kind), max_epochs=2, callbacks=[Kept()]).fit(model, data(5), ckpt_path=path)
+    assert_close(after, before, 0.0, "nothing was loaded")
     return str(error.value)
 
 
