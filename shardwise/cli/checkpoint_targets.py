@@ -14,6 +14,15 @@ if TYPE_CHECKING:
 __all__ = ["WRITTEN", "add_options", "notes_of", "write"]
 
 WRITTEN = ("native", "huggingface", "single", "dcp", "torchtitan", "colossalai", "peft")
+OF_ONE = {
+    "safetensors": "colossalai",
+    "config": "huggingface",
+    "adapter_config": "peft",
+    "adapter": "peft",
+    "lora_alpha": "peft",
+    "base": "peft",
+}
+"""Options that one format alone takes."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -50,6 +59,10 @@ def write(source: CheckpointSource, options: argparse.Namespace, dtype: torch.dt
     from shardwise.checkpoint import formats
     from shardwise.checkpoint.formats.native import write_native
 
+    for name, kind in OF_ONE.items():
+        given = getattr(options, name)
+        if given is not None and given is not False and options.to != kind:
+            raise ValueError(f"--{name.replace('_', '-')}: --to {kind} alone takes it; leave it out")
     target: Path = options.target
     if options.to == "native":
         write_native(source, target, dtype)
@@ -119,6 +132,11 @@ def _config_beside(path: Path, name: str) -> Any:
     return content if isinstance(content, dict) else None
 
 
+def _says(value: Any) -> bool:
+    """Ranks without a place in the data have None each."""
+    return any(each is not None for each in value) if isinstance(value, list) else bool(value)
+
+
 def notes_of(source: CheckpointSource, options: argparse.Namespace) -> list[str]:
     """What was left out, and what the target lacks."""
     state = source.state()
@@ -129,7 +147,7 @@ def notes_of(source: CheckpointSource, options: argparse.Namespace) -> list[str]
         lost.append("all optimizers but the first")
     if options.to != "native":
         others = ("scaler", "lr_schedulers", "rng", "data_position", "user_state")
-        lost += [f"state {key!r}" for key in others if state.get(key)]
+        lost += [f"state {key!r}" for key in others if _says(state.get(key))]
     notes = [f"{options.to} has no place for {', '.join(lost)}: left out"] if lost else []
     if options.to == "huggingface" and not (options.target / "config.json").is_file():
         notes.append(

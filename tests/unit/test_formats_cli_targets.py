@@ -161,3 +161,35 @@ def test_a_checkpoint_of_any_format_is_closed_by_its_block(kind: str, tmp_path: 
     if kind != "native":  # a native one opens its files again when it is asked
         with pytest.raises(ValueError, match="was closed"):
             opened.read("model/weight", 0, 3)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that saved; it has no place in any data."""
+    model = Net()
+    return Path(Checkpointer(TorchRun(model)).save(tmp_path_factory.mktemp("run")))
+
+
+@pytest.mark.parametrize(
+    ("to", "option", "taker"),
+    [
+        ("single", ["--lora-alpha", "8"], "peft"),
+        ("huggingface", ["--adapter", "x"], "peft"),
+        ("dcp", ["--base", "x"], "peft"),
+        ("native", ["--adapter-config", "x"], "peft"),
+        ("native", ["--config", "/nowhere"], "huggingface"),
+        ("single", ["--safetensors"], "colossalai"),
+    ],
+)
+def test_an_option_of_another_format_is_refused(
+    run: Path, to: str, option: list[str], taker: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert convert(run, tmp_path / "out", "--to", to, *option) == 2
+    assert f"{option[0]}: --to {taker} alone takes it; leave it out" in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
+
+
+def test_what_nobody_gave_is_not_called_left_out(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert convert(run, tmp_path / "out", "--to", "single") == 0
+    said = capsys.readouterr().err
+    assert "rng" in said and "data_position" not in said

@@ -200,7 +200,9 @@ def _of_folder(folder: Path, index: int, opened: list[LazySource]) -> Numbered:
     if len(records) != 1:
         raise CheckpointError(f"{folder} holds {len(records)} optimizers; one was expected")
     start = "optimizer/0/"
-    entries = {f"optimizer/{index}/{n.removeprefix(start)}": e for n, e in entries_of(source).items() if start in n}
+    entries = {
+        f"optimizer/{index}/{n.removeprefix(start)}": e for n, e in entries_of(source).items() if n.startswith(start)
+    }
     return entries, records[0]
 
 
