@@ -200,10 +200,8 @@ def _of_folder(folder: Path, index: int, opened: list[LazySource]) -> Numbered:
     if len(records) != 1:
         raise CheckpointError(f"{folder} holds {len(records)} optimizers; one was expected")
     start = "optimizer/0/"
-    entries = {
-        f"optimizer/{index}/{n.removeprefix(start)}": e for n, e in entries_of(source).items() if n.startswith(start)
-    }
-    return entries, records[0]
+    found = ((name, entry) for name, entry in entries_of(source).items() if name.startswith(start))
+    return {f"optimizer/{index}/{name.removeprefix(start)}": entry for name, entry in found}, records[0]
 
 
 def _updates(state: Mapping[str, Any]) -> int:
