@@ -284,7 +284,8 @@ class Booster:
             model: a boosted model.
             checkpoint: a file, a directory, or an index; any format of docs/checkpoints.md. Torch files are read with
                 ``weights_only=True``.
-            strict: refuse missing and unexpected names. False loads what fits. A shape that differs is always refused.
+            strict: refuse missing and unexpected names. False loads what fits, and warns (rank 0) where no name does. A
+                shape that differs is always refused.
             low_cpu_mem_mode: no effect, False warns: each rank reads what it needs, straight into its place.
             num_threads: no effect; another number than 1 warns.
             rename, rows: names and numbers of rows that differ; see :meth:`Checkpointer.load`.

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from shardwise.checkpoint.format import PIECE_BYTES
-from shardwise.checkpoint.match_optimizers import OptimizerMatch, Taken
+from shardwise.checkpoint.match_optimizers import OptimizerMatch, Taken, shortened
 from shardwise.checkpoint.read import NativeSource
 from shardwise.checkpoint.run import Holding
 from shardwise.checkpoint.source import CheckpointSource
@@ -48,7 +48,7 @@ class Match:
         self.taken: dict[int, Taken] = {}
         """By index, what optimizers take over; the state of the others stays as it is."""
         self.notes: list[str] = []
-        """What optimizers do not take over, or start anew with."""
+        """What optimizers do not take over, or start anew with; and that no name fits."""
         others: list[str] = []
         if wanted != "optimizer":
             self._match_model()
@@ -56,7 +56,8 @@ class Match:
         saved = bool(self.state.get("optimizers")) or getattr(source, "format", "native") == "native"
         if wanted != "model" and held.optimizers and saved:
             found = OptimizerMatch(source, held, self.stored_name, strict, self._fitting)
-            self.taken, self.notes, others = found.taken, found.notes, found.others
+            self.taken, others = found.taken, found.others
+            self.notes += found.notes
             self.missing += found.missing
             self.unexpected += found.unexpected
         self._state_of = {name: entry for taken in self.taken.values() for name, entry in taken.state.items()}
@@ -77,7 +78,7 @@ class Match:
         return sorted(self.taken)
 
     def tell(self, where: str) -> None:
-        """Warn of what was left out of the optimizers' state, and of what starts anew."""
+        """Warn of what was left out of the optimizers' state, of what starts anew, and of weights that fit nowhere."""
         if self.notes:
             listed = "\n  ".join(self.notes)
             warnings.warn(f"{where} was loaded as far as it fits:\n  {listed}", stacklevel=2)
@@ -105,6 +106,9 @@ class Match:
                 for name in {stored, *(n for n in names if f"model/{n}" in self.facts)}:
                     expected.add(name)
                     self._check(f"model/{name}", shape)
+        if self.held.names and not any(self.stored_name.values()):
+            ours, theirs = (shortened(names) for names in ([*self.stored_name], sorted(self._known)))
+            self.notes.append(f"no parameter of the model, {ours}, is in it, so all stay; it has {theirs or 'none'}")
         for name, value in self.held.buffers().items():
             if f"model/{name}" in self.facts:
                 expected.add(name)

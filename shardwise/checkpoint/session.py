@@ -215,7 +215,7 @@ class Checkpointer:
                 with a notice from rank 0, and None is returned where there is no checkpoint at all.
             strict: names that are missing from the checkpoint or from the model, other param groups, and the state of
                 another class of optimizer or scheduler are errors. Shapes always are. False takes what fits by name,
-                and warns, on rank 0, of what optimizers leave out or start anew with.
+                and warns, on rank 0, of what optimizers leave out or start anew with, and where no name fits.
             lr_schedulers: as many as were saved, in the same order, or none.
             rename: names in the checkpoint, or regular expressions, and what they are here; see
                 :func:`~shardwise.checkpoint.formats.renamed.renamed`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -267,6 +268,29 @@ def test_weights_alone_are_no_run_whatever_they_are_made_into(name: str, rows: i
     with pytest.raises(ValueError, match="missing from the checkpoint: optimizer 0"):
         loader.load(tmp_path, **fit)
     assert loader.load(tmp_path, strict=False, **fit) is not None
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_names_of_which_none_fits_are_told(saved: Any, whole: bool) -> None:
+    """As under a prefix: with ``strict=False`` nothing at all is loaded."""
+    path, weights, _ = saved
+    booster, plain = Booster(), nn.ModuleDict({"model": Net(OLD, 2)})
+    model: Any
+    model, optimizer, *_ = booster.boost(plain, adamw(plain))
+
+    def load(**fit: Any) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if whole:
+                booster.load_checkpoint(path, model, optimizer, strict=False, **fit)
+            else:
+                booster.load_model(model, path, strict=False, **fit)
+        return [str(each.message) for each in caught if "no parameter of the model" in str(each.message)]
+
+    (told,) = load()
+    assert "model.embed.weight" in told and "it has body.bias" in told
+    assert load(rename={"^": "model."}) == []
+    assert torch.equal(plain["model"].body.weight, weights["body.weight"])  # type: ignore[union-attr,arg-type]
 
 
 def test_other_names_on_the_command_line(saved: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
