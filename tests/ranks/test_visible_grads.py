@@ -183,10 +183,16 @@ def losses(model: Any, rank: int, step: int) -> Iterator[Tensor]:
         yield model(data(rank, step, micro), rank).square().mean() * 10
 
 
-def edits_under(plan: Plan) -> dict[str, Edit]:
-    """Where passes are averaged, what a pass before the last one leaves has no like in plain torch."""
+def edits_under(plan: Plan, turn: int | None) -> dict[str, Edit]:
+    """Where passes are averaged, what a pass before the last one leaves has no like in plain torch.
+
+    ``turn``: of the three ways to clip by norm, and by value, only one of each.
+    """
     summed = plan.grad.average == "sum"
-    return {name: edit for name, edit in EDITS.items() if summed or name not in ("clear", "every pass")}
+    clips = [[name for name in EDITS if name.startswith(kind)] for kind in ("norm", "value")]
+    others = [] if turn is None else [name for names in clips for name in names if name != names[turn % len(names)]]
+    left_out = {*others, *(() if summed else ("clear", "every pass"))}
+    return {name: edit for name, edit in EDITS.items() if name not in left_out}
 
 
 def plain(edit: Edit, ranks: int, divisor: float = 1.0) -> tuple[dict[str, Tensor], Reads]:
@@ -222,29 +228,36 @@ def ours(edit: Edit, plan: Plan, mesh: Mesh, zeroed: bool) -> tuple[dict[str, Te
         return session.module.state_dict(), reads
 
 
-def all_edits(plan: Plan) -> list[tuple[dict[str, Tensor], Reads]]:
+def all_edits(plan: Plan, turn: int | None) -> list[tuple[dict[str, Tensor], Reads]]:
     with one_mesh(plan) as mesh:
-        return [ours(edit, plan, mesh, at % 2 == 0) for at, edit in enumerate(edits_under(plan).values())]
+        return [ours(edit, plan, mesh, at % 2 == 0) for at, edit in enumerate(edits_under(plan, turn).values())]
 
 
-def compare(name: str, plan: Plan, ranks: int) -> None:
-    results = run_ranks(ranks, all_edits, plan)
-    for at, (what, edit) in enumerate(edits_under(plan).items()):
+def compare(name: str, plan: Plan, ranks: int, turn: int | None) -> None:
+    results = run_ranks(ranks, all_edits, plan, turn)
+    for at, (what, edit) in enumerate(edits_under(plan, turn).items()):
         state, reads = plain(edit, ranks, 1.0 if plan.grad.average == "sum" else MICRO)
         for rank, (_, found) in enumerate(each[at] for each in results):
             assert found == pytest.approx(reads, rel=1e-6, abs=1e-12), f"{what}, {name}, rank {rank}"
         check([each[at][0] for each in results], state, f"{what}, {name}", rtol=1e-9)
 
 
+EVERY = pytest.mark.parametrize(
+    "every", [False, pytest.param(True, marks=pytest.mark.campaign)], ids=["in turn", "every"]
+)
+
+
+@EVERY
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.campaign if name in WIDE else ()) for name in ROWS]
 )
-def test_gradients_are_read_and_changed_as_in_plain_torch(name: str) -> None:
-    compare(name, ROWS[name], 2)
+def test_gradients_are_read_and_changed_as_in_plain_torch(name: str, every: bool) -> None:
+    compare(name, ROWS[name], 2, None if every else [n for n in ROWS if n not in WIDE or n == name].index(name))
 
 
-def test_gradients_of_replicas() -> None:
-    compare("hybrid", PLANS["hybrid"], 4)
+@EVERY
+def test_gradients_of_replicas(every: bool) -> None:
+    compare("hybrid", PLANS["hybrid"], 4, None if every else 0)
 
 
 def test_the_edits_change_what_is_trained() -> None:
