@@ -53,8 +53,9 @@ KNOBS: dict[str, dict[str, Any]] = {
     "usual": {},
     "threads": {"state_buffers": 5, "param_buffers": 5, "threads": 2, "queue_depth": 2},
 }
-STEPS, STEPS_OF_THREE = 10, 4
-"""By default rows of three micro-batches make fewer steps, but one for each number format at 1, 2 and 4 ranks."""
+STEPS, STEPS_OF_ONE, STEPS_OF_THREE = 10, 6, 4
+"""By default rows of one and of three micro-batches make fewer steps, but one for each number format at 1, 2 and 4
+ranks."""
 
 PREFETCH = {"own": None, "none": 0, "three": 3}
 LOOSE_NORM = 1e4
@@ -256,13 +257,13 @@ def _complete(bases: Sequence[Row]) -> list[Row]:
 
 
 def _steps(rows: Sequence[Row]) -> list[int]:
-    """All of them, but for rows of three micro-batches after the first of each number format at each rank count."""
+    """All of them in the first row of three micro-batches of each number format at each rank count, fewer in others."""
     seen: set[tuple[str, str]] = set()
     steps = []
     for row in rows:
         key = row["ranks"], row["numbers"]
         first = row["micro"] == "3x" and key not in seen
-        steps.append(STEPS if first or row["micro"] == "1x" else STEPS_OF_THREE)
+        steps.append(STEPS if first else STEPS_OF_ONE if row["micro"] == "1x" else STEPS_OF_THREE)
         seen |= {key} if first else set()
     return steps
 
