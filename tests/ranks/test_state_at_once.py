@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -70,15 +70,32 @@ def mine(step: int, rank: int, size: int) -> Tensor:
     return rows(step).chunk(size)[rank]
 
 
-def plain(kind: str, steps: int, before: int = 0) -> State:
-    """Values after ``steps``, the first ``before`` of them on all rows of step 50."""
-    model = net()
-    optimizer = MAKERS[kind](model)
-    for step in [*[50] * before, *range(steps)]:
+def train_plainly(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[int]) -> State:
+    """On all rows of each step; values at the end."""
+    for step in steps:
         model(rows(step)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     return dict(model.state_dict())
+
+
+def plain(kind: str, steps: int, before: int = 0) -> State:
+    """Values after ``steps``, the first ``before`` of them on all rows of step 50."""
+    model = net()
+    return train_plainly(model, MAKERS[kind](model), [*[50] * before, *range(steps)])
+
+
+def train(model: nn.Module, optimizer: Any, steps: Iterable[int], rank: int, size: int) -> State:
+    """The same on a rank's share of the rows, with a wrapped model and optimizer."""
+    for step in steps:
+        optimizer.backward(model(mine(step, rank, size)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return copied(model)
+
+
+def copied(model: nn.Module) -> State:
+    return {key: value.clone() for key, value in model.state_dict().items()}
 
 
 PLUGINS: dict[str, Callable[[], Plugin | None]] = {
@@ -99,10 +116,7 @@ def under_plugin(name: str, kind: str, before: int, root: str) -> list[State]:
     for middle in (None, 1):
         model = net()
         optimizer = MAKERS[kind](model)
-        for _ in range(before):
-            model(rows(50)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        train_plainly(model, optimizer, [50] * before)
         booster = Booster(plugin=PLUGINS[name]())
         boosted, wrapped, *_ = booster.boost(model, optimizer)
         rank, size = (0, 1) if booster.plugin is None else booster.plugin.data_parallel()
@@ -114,7 +128,7 @@ def under_plugin(name: str, kind: str, before: int, root: str) -> list[State]:
             wrapped.zero_grad()
             if step == 0 and middle is None:
                 booster.save_checkpoint(root, boosted, wrapped)
-        found.append({key: value.clone() for key, value in boosted.state_dict().items()})
+        found.append(copied(boosted))
         booster.close()
     return found
 
@@ -173,11 +187,7 @@ def on_meta(kind: str, where: str) -> State:
     else:
         session = build(model, optimizer, PLANS[where])
         boosted, wrapped, rank = session.module, session.optimizer, session.mesh.rank
-    for step in range(3):
-        wrapped.backward(boosted(mine(step, rank, RANKS)).square().mean())
-        wrapped.step()
-        wrapped.zero_grad()
-    found = {key: value.clone() for key, value in boosted.state_dict().items()}
+    found = train(boosted, wrapped, range(3), rank, RANKS)
     if where != "fsdp":
         session.close()
         session.mesh.close()
@@ -188,13 +198,9 @@ def on_meta(kind: str, where: str) -> State:
 @pytest.mark.parametrize("where", ["fsdp", "zero1", "zero3"])
 def test_models_on_the_meta_device_get_state_with_their_values(where: str, kind: str) -> None:
     model = constant()
-    optimizer = MAKERS[kind](model)
-    for step in range(3):
-        model(rows(step)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    expected = train_plainly(model, MAKERS[kind](model), range(3))
     for found in run_ranks(RANKS, on_meta, kind, where):
-        assert_close(found, dict(model.state_dict()), 1e-5, where)
+        assert_close(found, expected, 1e-5, where)
 
 
 # ---- other front-ends, and what a load leaves out
@@ -213,7 +219,7 @@ def under_deepspeed(kind: str, stage: int, root: str) -> list[State]:
             engine.step()
             if step == 0 and middle is None:
                 engine.save_checkpoint(root)
-        found.append({key: value.clone() for key, value in engine.module.state_dict().items()})
+        found.append(copied(engine.module))
         engine.destroy()
     return found
 
@@ -255,13 +261,9 @@ def longer(kind: str, name: str, root: str) -> State:
             save, load = (functools.partial(f, root) for f in (session.checkpoints.save, session.checkpoints.load))
         if head:
             load(strict=False)
-        for step in (2, 3) if head else (0, 1):
-            wrapped.backward(boosted(mine(step, rank, RANKS)).square().mean())
-            wrapped.step()
-            wrapped.zero_grad()
+        found = train(boosted, wrapped, (2, 3) if head else (0, 1), rank, RANKS)
         if not head:
             save()
-        found = {key: value.clone() for key, value in boosted.state_dict().items()}
         if name != "fsdp":
             session.close()
             session.mesh.close()
@@ -274,18 +276,11 @@ def longer(kind: str, name: str, root: str) -> State:
 def test_what_a_checkpoint_lacks_begins_as_the_constructor_makes_it(name: str, kind: str, tmp_path: Path) -> None:
     first = Longer(False)
     optimizer = MAKERS[kind](first)
-    for step in (0, 1):
-        first(rows(step)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
     model = Longer(True)
-    model.load_state_dict(first.state_dict(), strict=False)
+    model.load_state_dict(train_plainly(first, optimizer, (0, 1)), strict=False)
     second = MAKERS[kind](model)
     for one, other in zip(first.parameters(), model.parameters(), strict=False):
         second.state[other] = copy.deepcopy(optimizer.state[one])
-    for step in (2, 3):
-        model(rows(step)).square().mean().backward()
-        second.step()
-        second.zero_grad()
+    expected = train_plainly(model, second, (2, 3))
     for found in run_ranks(RANKS, longer, kind, name, str(tmp_path / "saved")):
-        assert_close(found, dict(model.state_dict()), 1e-5, name)
+        assert_close(found, expected, 1e-5, name)
