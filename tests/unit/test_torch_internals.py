@@ -269,7 +269,9 @@ def test_entries_of_a_distributed_checkpoint() -> None:
 def groups() -> list[Any]:
     """On each of two ranks: what a group of the members alone can do, and where parts of a DTensor begin."""
     timeout = datetime.timedelta(seconds=60)
-    assert inside.default_store().num_keys() >= 0
+    store = inside.default_store()
+    store.set(f"seen by rank {1 - dist.get_rank()}", "yes")
+    assert store.get(f"seen by rank {dist.get_rank()}") == b"yes"
     alone = inside.new_group([dist.get_rank()], "gloo", f"alone {dist.get_rank()}", "one rank", timeout)
     both = inside.new_group([1, 0], "gloo", "turned", "two ranks", timeout)
     value = torch.tensor(float(dist.get_rank() + 1))
