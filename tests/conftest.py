@@ -39,6 +39,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("campaign")]
 
 
+def pytest_collection_finish() -> None:
+    """What collecting has imported stays for the session: no collection of garbage looks through all of it again."""
+    gc.collect()
+    gc.freeze()
+
+
 class Clock:
     """Adds up the seconds of each test file, and shows the slowest at the end."""
 
@@ -77,4 +83,6 @@ def frozen() -> Iterator[None]:
     gc.collect()
     gc.freeze()
     yield
-    gc.unfreeze()
+    gc.unfreeze()  # what has become garbage meanwhile is let go, and the rest put aside again
+    gc.collect()
+    gc.freeze()
