@@ -431,7 +431,7 @@ class EarlyObserver:
     def before_result(self, chunk: int) -> None:
         """A second result for a chunk that is updated already: the guess was wrong."""
         state = self._grads[chunk]
-        self._is_first = state.reduced is None
+        self._is_first = state.held is None  # asked so, it need not have landed
         early = self.by_optimizer.get(state.spec.optimizer)
         if early is not None and chunk in early.updated:
             early.take_back()
