@@ -21,7 +21,6 @@ __all__ = [
     "RandomState",
     "SideCopy",
     "behind_current",
-    "current_stream",
     "default_generator",
     "make_current",
     "numbered",
@@ -59,7 +58,7 @@ def make_current(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-def current_stream(device: torch.device) -> torch.cuda.Stream:
+def _current_stream(device: torch.device) -> torch.cuda.Stream:
     """Of a GPU: the stream that operations of this thread on its tensors run on."""
     return torch.cuda.current_stream(device)
 
@@ -77,20 +76,20 @@ def on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[object
 @contextlib.contextmanager
 def behind_current(device: torch.device, stream: torch.cuda.Stream) -> Iterator[None]:
     """Inside the block a GPU's work goes to ``stream``, behind all that its current stream was given before."""
-    stream.wait_stream(current_stream(device))
+    stream.wait_stream(_current_stream(device))
     with torch.cuda.stream(stream):
         yield
 
 
 def record_event(device: torch.device) -> torch.cuda.Event:
     """An event of a GPU that happens when its current stream has done what it was given so far."""
-    event: torch.cuda.Event = current_stream(device).record_event()
+    event: torch.cuda.Event = _current_stream(device).record_event()
     return event
 
 
 def wait_event(device: torch.device, event: torch.cuda.Event) -> None:
     """What is given to the current stream of a GPU from here on waits for ``event``; the host does not."""
-    current_stream(device).wait_event(event)
+    _current_stream(device).wait_event(event)
 
 
 def synchronize(device: torch.device) -> None:
@@ -114,6 +113,8 @@ def default_generator(device: torch.device) -> torch.Generator:
     if device.type == "cpu":
         return torch.default_generator
     module = torch.get_device_module(device)
+    if device.type == "cuda":
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # before that there are none
     index = module.current_device() if device.index is None else device.index
     return cast(torch.Generator, module.default_generators[index])
 
@@ -172,7 +173,7 @@ class SideCopy:
 
     def __init__(self, source: torch.Tensor, out: torch.Tensor, stream: torch.cuda.Stream) -> None:
         self._out, self._source = out, source
-        self._owner = current_stream(out.device)
+        self._owner = _current_stream(out.device)
         stream.wait_stream(self._owner)  # for whoever used this memory before
         with torch.cuda.stream(stream):
             out.copy_(source, non_blocking=True)
@@ -184,7 +185,7 @@ class SideCopy:
 
     def wait(self) -> None:
         """What the current stream is given from here on comes after the copy; the host does not wait."""
-        reader = current_stream(self._out.device)
+        reader = _current_stream(self._out.device)
         reader.wait_event(self._event)
         if reader != self._owner:  # the program has changed streams since
             self._owner.wait_event(self._event)
