@@ -16,14 +16,22 @@ from interrupts import Interrupts
 from tier_setup import OPTIMIZERS, batch, digest, make_net, small_tiles, with_tiers
 
 from shardwise.build import Session, build
+from shardwise.checks import unfinished
 from shardwise.comm import gloo
 from shardwise.disk import buffers as disk_buffers
 from shardwise.disk import io as disk_io
 from shardwise.disk import store as disk
-from shardwise.engine import (
-    disk_tiles,
+from shardwise.engine import optimizer, optimizer_state, updates
+from shardwise.plan import Plan, zero
+from shardwise.reduce import counts, passes, reducer
+from shardwise.testing import run_ranks
+from shardwise.update import disk_tiles, early, early_disk, tiles
+
+WATCHED = [
+    counts,
     early,
     early_disk,
+    disk_tiles,
     optimizer,
     optimizer_state,
     passes,
@@ -31,11 +39,7 @@ from shardwise.engine import (
     tiles,
     unfinished,
     updates,
-)
-from shardwise.plan import Plan, zero
-from shardwise.testing import run_ranks
-
-WATCHED = [early, early_disk, disk_tiles, optimizer, optimizer_state, passes, reducer, tiles, unfinished, updates]
+]
 WATCHED += [disk, disk_buffers, disk_io]
 
 
