@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardwise.comm.activity import Activity
-from shardwise.comm.choose import GroupMaker
+from shardwise.comm.choose import GroupMaker, GroupRequest, MakeGroup, register_backend
 from shardwise.comm.errors import PeerError
 from shardwise.comm.gloo import GlooGroup
 from shardwise.comm.group import DONE, NOBODY, Buffer, Group, Handle, LocalGroup, Party
@@ -21,8 +21,10 @@ __all__ = [
     "GlooGroup",
     "Group",
     "GroupMaker",
+    "GroupRequest",
     "Handle",
     "LocalGroup",
+    "MakeGroup",
     "Members",
     "NativeGroup",
     "Party",
@@ -32,5 +34,6 @@ __all__ = [
     "destroy",
     "let_go_with",
     "ranks_of",
+    "register_backend",
     "timeout_s",
 ]

@@ -1,7 +1,9 @@
-"""Which kind of group suits the ranks and the device."""
+"""Which kind of group suits the ranks and the device, and the register of backends for devices of other kinds."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +20,53 @@ from shardwise.comm.native import NativeGroup
 from shardwise.comm.release import destroy, let_go_with
 from shardwise.comm.shared import SharedGroup
 
-__all__ = ["GroupMaker"]
+__all__ = ["GroupMaker", "GroupRequest", "MakeGroup", "register_backend"]
+
+
+@dataclass(frozen=True)
+class GroupRequest:
+    """What a backend is asked for. Every rank that ``rank_lists`` hold asks for its own list's group, at once.
+
+    Attributes:
+        name: the mesh axis, for communicators.
+        called: the group, for messages.
+        rank_lists: world ranks of all groups of the axis.
+        control: small host-side messages among the ranks of the group, which also knows rank and size.
+    """
+
+    name: str
+    called: str
+    rank_lists: list[list[int]]
+    control: Control
+
+
+MakeGroup = Callable[["GroupMaker", GroupRequest], Group]
+"""Makes the group that a request asks for. Collective over all ranks of its lists."""
+_REGISTERED: dict[str, MakeGroup] = {}
+
+
+def register_backend(device_type: str, make: MakeGroup) -> Callable[[], None]:
+    """Have groups of ranks whose device is a ``device_type`` (such as ``"xpu"``) made by ``make`` from now on.
+
+    Every rank registers the same, before a mesh is made. A group of one rank never asks.
+
+    Returns:
+        What puts back the one that was there before.
+
+    Raises:
+        TypeError: ``make`` cannot be called.
+    """
+    if not callable(make):
+        raise TypeError(f"make={make!r:.80}: give a function of a GroupMaker and a GroupRequest that returns a Group")
+    before = _REGISTERED.get(device_type)
+    _REGISTERED[device_type] = make
+
+    def put_back() -> None:
+        _REGISTERED.pop(device_type, None)
+        if before is not None:
+            _REGISTERED[device_type] = before
+
+    return put_back
 
 
 class GroupMaker:
@@ -49,30 +97,19 @@ class GroupMaker:
         ranks, which together hold every rank of the default process group, or every member, once.
 
         Raises:
-            ValueError: ``shared_memory`` is True and it cannot be used.
+            ValueError: ``shared_memory`` is True and it cannot be used, or the ranks have other backends.
         """
         if all(len(ranks) == 1 for ranks in rank_lists):
             return LocalGroup(name, self.device, self.activity)
         # Ranks in messages are those of the group, so where these are not all ranks the name says whose they are.
         called = name if self.members is None else f"{name} of ranks {self._own(rank_lists)}"
         control = Control(called, self.process_group(name, rank_lists, "gloo"), self.activity)
-        if self.device.type != "cpu":
-            # NCCL wants a GPU for each rank; ranks that share one have met over gloo.
-            backend = "gloo" if self.backend == "gloo" else dist.get_default_backend_for_device(self.device)
-            gather = self.process_group(f"{name}_gather", rank_lists, backend)
-            reduce = self.process_group(f"{name}_reduce", rank_lists, backend)
-            return NativeGroup(called, self.device, control, gather, reduce)
-        shared, refusal = self._shared(called, control)
-        if self.shared_memory and shared is None:
-            raise ValueError(
-                f"shared_memory=True, but ranks of group {called!r} cannot share memory ({refusal}); give None"
-            )
-        if not self._any(shared is None, rank_lists):
-            assert shared is not None
-            return shared
-        gather = self.process_group(f"{name}_gather", rank_lists, "gloo")
-        reduce = self.process_group(f"{name}_reduce", rank_lists, "gloo")
-        return shared or GlooGroup(called, control, gather, reduce)
+        request = GroupRequest(name, called, rank_lists, control)
+        make = _REGISTERED.get(self.device.type) or (_on_cpu if self.device.type == "cpu" else _native)
+        makers, _ = control.exchange_object(f"{make.__module__}.{make.__qualname__} for {self.device.type}")
+        if any(maker != makers[0] for maker in makers):
+            raise ValueError(f"the ranks of group {called!r} have other backends: {makers}; register one on all")
+        return make(self, request)
 
     @property
     def backend(self) -> str:
@@ -123,7 +160,12 @@ class GroupMaker:
         rank = dist.get_rank()
         return next(ranks for ranks in rank_lists if rank in ranks)
 
-    def _shared(self, name: str, control: Control) -> tuple[SharedGroup | None, str]:
+    def share(self, name: str, control: Control) -> tuple[SharedGroup | None, str]:
+        """A group in shared memory, or why the ranks cannot have one: all the same. Collective over the group.
+
+        Raises:
+            ValueError: the ranks want different things.
+        """
         facts, _ = control.exchange_object([self.shared_memory, host_facts()])
         wanted = [fact[0] for fact in facts]
         if any(want != wanted[0] for want in wanted):
@@ -144,7 +186,7 @@ class GroupMaker:
                 reasons.append(str(error))
         return None, "; ".join(reasons)
 
-    def _any(self, mine: bool, rank_lists: list[list[int]]) -> bool:
+    def any_rank(self, mine: bool, rank_lists: list[list[int]]) -> bool:
         """Whether any rank that takes part in the next communicator says so; the ranks of one list all say the same.
 
         Without ``members`` that is every rank of the run, those of the other lists too.
@@ -161,3 +203,27 @@ class GroupMaker:
                 default = self.process_group("agree", everyone, "gloo")
             self._world = Control("world", default, self.activity)
         return self._world
+
+
+def _native(maker: GroupMaker, request: GroupRequest) -> Group:
+    """The backend's own collectives."""
+    # NCCL wants a GPU for each rank; ranks that share one have met over gloo.
+    backend = "gloo" if maker.backend == "gloo" else dist.get_default_backend_for_device(maker.device)
+    gather = maker.process_group(f"{request.name}_gather", request.rank_lists, backend)
+    reduce = maker.process_group(f"{request.name}_reduce", request.rank_lists, backend)
+    return NativeGroup(request.called, maker.device, request.control, gather, reduce)
+
+
+def _on_cpu(maker: GroupMaker, request: GroupRequest) -> Group:
+    """Shared memory where the ranks of a group are on one host, and otherwise messages over gloo."""
+    shared, refusal = maker.share(request.called, request.control)
+    if maker.shared_memory and shared is None:
+        raise ValueError(
+            f"shared_memory=True, but ranks of group {request.called!r} cannot share memory ({refusal}); give None"
+        )
+    if not maker.any_rank(shared is None, request.rank_lists):
+        assert shared is not None
+        return shared
+    gather = maker.process_group(f"{request.name}_gather", request.rank_lists, "gloo")
+    reduce = maker.process_group(f"{request.name}_reduce", request.rank_lists, "gloo")
+    return shared or GlooGroup(request.called, request.control, gather, reduce)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from shardwise.booster.plugin.base import Plugin
+from shardwise.booster.plugin.base import Plugin, ShardedPlugin
 from shardwise.booster.plugin.ddp import TorchDDPPlugin
 from shardwise.booster.plugin.fsdp import TorchFSDPPlugin
 from shardwise.booster.plugin.gemini import GeminiPlugin
 from shardwise.booster.plugin.low_level_zero import LowLevelZeroPlugin
 
-__all__ = ["GeminiPlugin", "LowLevelZeroPlugin", "Plugin", "TorchDDPPlugin", "TorchFSDPPlugin"]
+__all__ = ["GeminiPlugin", "LowLevelZeroPlugin", "Plugin", "ShardedPlugin", "TorchDDPPlugin", "TorchFSDPPlugin"]

@@ -1,0 +1,175 @@
+"""The formats that can be read: how each is recognised and opened, and the register where others are added."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwise.checkpoint.directory import scan
+from shardwise.checkpoint.format import MANIFEST, has_pieces
+from shardwise.checkpoint.formats.colossalai import find_parts, open_colossalai
+from shardwise.checkpoint.formats.dcp import open_dcp
+from shardwise.checkpoint.formats.deepspeed import find_step, open_deepspeed
+from shardwise.checkpoint.formats.huggingface import INDEX, WHOLE, open_huggingface
+from shardwise.checkpoint.formats.indexed import read_index
+from shardwise.checkpoint.formats.peft import CONFIG, open_peft
+from shardwise.checkpoint.formats.single import open_single
+from shardwise.checkpoint.formats.torch_file import TORCH_SUFFIXES
+from shardwise.checkpoint.formats.trainer import kind_of, open_trainer
+from shardwise.checkpoint.read import NativeSource
+from shardwise.checkpoint.source import CheckpointDamage, OpenSource
+
+__all__ = ["FORMATS", "Format", "Given", "formats_at", "known_formats", "loose_files", "register_format"]
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a caller says beside the path.
+
+    Attributes:
+        optimizer: the optimizer's own directory.
+        parameter_names: names of an optimizer's parameters in its own order, for files that only number them.
+    """
+
+    optimizer: str | Path | None = None
+    parameter_names: Sequence[str] | None = None
+
+
+@dataclass(frozen=True)
+class Format:
+    """One format that checkpoints come in.
+
+    Attributes:
+        name: as ``open_checkpoint(format=...)`` has it.
+        is_at: whether a directory holds one, or whether a file is one where :attr:`of_file` says so. It opens as little
+            as it can, and raises nothing where there is none.
+        open: a source of what is there, which executes nothing of it; raises ``CheckpointError`` and
+            ``CheckpointDamage`` for what cannot be read.
+        takes: which attributes of :class:`Given` mean something to it; others are refused where they are given.
+        of_run: a directory with a model of another format among its files.
+        of_file: it is one file; ``is_at`` is asked of files, and never of a directory.
+        needs: the file that a directory of it has, for the message where none is found.
+    """
+
+    name: str
+    is_at: Callable[[Path], bool]
+    open: Callable[[Path, Given], OpenSource]
+    takes: frozenset[str] = frozenset()
+    of_run: bool = False
+    of_file: bool = False
+    needs: str = ""
+
+
+def _is_native(path: Path) -> bool:
+    return (path / MANIFEST).is_file() or has_pieces(str(path)) or bool(scan(str(path)))
+
+
+def _is_dcp(path: Path) -> bool:
+    return (path / ".metadata").is_file()
+
+
+def _model_index(path: Path) -> Path | None:
+    return next((path / name for name in INDEX if (path / name).is_file()), None)
+
+
+def _is_colossalai(path: Path) -> bool:
+    model, optimizer = find_parts(path)
+    if optimizer is not None or (model is not None and (model.parent != path or model.name not in INDEX)):
+        return True
+    # Hugging Face numbers its shards "-00001-of-00002", ColossalAI "-00001".
+    return model is not None and not any("-of-" in file for file in read_index(model)[1].values())
+
+
+def _is_huggingface(path: Path) -> bool:
+    if any((path / name).is_file() for name in WHOLE):
+        return True
+    index = _model_index(path)
+    return index is not None and not _is_colossalai(path)
+
+
+def loose_files(path: Path) -> list[Path]:
+    """Files of a directory that could be a checkpoint by themselves."""
+    known = (".safetensors", *TORCH_SUFFIXES)
+    found = sorted(item for item in path.iterdir() if item.suffix in known and item.is_file())
+    return [item for item in found if item.name != "training_args.bin"]  # of Trainer's, never a model
+
+
+def _native_directory(path: Path) -> Path:
+    if (path / MANIFEST).is_file() or has_pieces(str(path)):
+        return path
+    newest = next(iter(scan(str(path))), None)
+    if newest is None:
+        raise FileNotFoundError(f"{path} holds no complete checkpoint")
+    if newest.head is None:  # which one is the newest cannot be said
+        raise CheckpointDamage(f"{newest.damage}; name one of the checkpoints in {path}")
+    return Path(newest.path)
+
+
+def _open_run(path: Path, given: Given) -> OpenSource:
+    return open_trainer(path, given.parameter_names)
+
+
+NUMBERED = frozenset({"parameter_names"})
+_FORMATS: dict[str, Format] = {
+    each.name: each
+    for each in (
+        Format("native", _is_native, lambda path, given: NativeSource(_native_directory(path)), needs=MANIFEST),
+        Format("dcp", _is_dcp, lambda path, given: open_dcp(path), needs=".metadata"),
+        Format("peft", lambda path: (path / CONFIG).is_file(), lambda path, given: open_peft(path), needs=CONFIG),
+        Format(
+            "deepspeed",
+            lambda path: find_step(path) is not None,
+            lambda path, given: open_deepspeed(path),
+            needs="*_model_states.pt",
+        ),
+        Format(
+            "colossalai",
+            _is_colossalai,
+            lambda path, given: open_colossalai(path, given.optimizer, given.parameter_names),
+            takes=NUMBERED | {"optimizer"},
+            needs="an index",
+        ),
+        Format("huggingface", _is_huggingface, lambda path, given: open_huggingface(path)),
+        Format(
+            "single",
+            lambda path: False,  # whatever stands alone where nothing else is
+            lambda path, given: open_single(path, given.parameter_names),
+            takes=NUMBERED,
+            needs="a single .safetensors or torch file",
+        ),
+        Format("trainer", lambda path: kind_of(path) == "trainer", _open_run, takes=NUMBERED, of_run=True),
+        Format("accelerate", lambda path: kind_of(path) == "accelerate", _open_run, takes=NUMBERED, of_run=True),
+    )
+}
+FORMATS = tuple(_FORMATS)
+"""Names of those that come with this package."""
+
+
+def known_formats() -> Iterator[Format]:
+    """Those that come with this package, and then those that were registered."""
+    yield from list(_FORMATS.values())
+
+
+def formats_at(path: Path) -> list[Format]:
+    """All that recognise what is at ``path``."""
+    is_file = path.is_file()
+    return [each for each in known_formats() if each.of_file == is_file and each.is_at(path)]
+
+
+def register_format(format: Format) -> Callable[[], None]:
+    """Have checkpoints of another ``format`` recognised and opened wherever one of ours would be.
+
+    Returns:
+        What takes it back.
+
+    Raises:
+        TypeError: it is no :class:`Format`.
+        ValueError: there is one of that name.
+    """
+    if not isinstance(format, Format):
+        raise TypeError(f"register_format({format!r:.80}): give a Format")
+    if format.name in _FORMATS:
+        raise ValueError(f"register_format: there is a format {format.name!r} already; give another name")
+    _FORMATS[format.name] = format
+    return lambda: _FORMATS.pop(format.name, None) and None

@@ -1,0 +1,182 @@
+"""What CONTRIBUTING.md tells others to do works from outside: a format, a backend and a plugin of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwise.booster import Booster
+from shardwise.build import build
+from shardwise.checkpoint.files import CheckpointError
+from shardwise.checkpoint.formats import detect_format, known_formats, open_checkpoint, register_format
+from shardwise.comm import register_backend
+from shardwise.mesh import Mesh
+from shardwise.plan import Plan, zero
+from shardwise.testing import run_ranks
+from tests.recipes.half_plugin import HalfPlugin
+from tests.recipes.npz_format import FORMAT
+from tests.recipes.plain_backend import PlainGroup, make_group
+
+STEPS = 3
+
+
+def make() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def batch(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def plainly(ranks: int) -> dict[str, torch.Tensor]:
+    """The mean over the ranks' batches, in one process."""
+    model = make()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        torch.stack([model(batch(step, rank)).square().mean() for rank in range(ranks)]).mean().backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+def through(train: Callable[[nn.Module, torch.optim.Optimizer], Any]) -> dict[str, torch.Tensor]:
+    model = make()
+    state: dict[str, torch.Tensor] = train(model, torch.optim.Adam(model.parameters(), lr=0.01))
+    return state
+
+
+# ---- a format
+
+
+def npz_of(model: nn.Module, path: Path) -> Path:
+    np.savez(path, **{name: value.numpy() for name, value in model.state_dict().items()})
+    return path
+
+
+def loaded(path: str) -> dict[str, torch.Tensor]:
+    put_back = register_format(FORMAT)
+    try:
+        torch.manual_seed(1 + dist.get_rank())
+        model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+        booster = Booster(plugin=HalfPlugin())
+        boosted, *_ = booster.boost(model, torch.optim.Adam(model.parameters()))
+        booster.load_model(boosted, path)
+        state: dict[str, torch.Tensor] = boosted.state_dict()
+        return state
+    finally:
+        put_back()
+
+
+def test_a_format_of_others_is_loaded_into_a_sharded_model(tmp_path: Path) -> None:
+    model = make()
+    path = npz_of(model, tmp_path / "weights.npz")
+    for state in run_ranks(2, loaded, str(path)):
+        assert state.keys() == model.state_dict().keys()
+        assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+
+
+def test_a_format_is_known_until_it_is_taken_back(tmp_path: Path) -> None:
+    path = npz_of(make(), tmp_path / "weights.npz")
+    (tmp_path / "cut.npz").write_bytes(path.read_bytes()[:50])
+    put_back = register_format(FORMAT)
+    assert detect_format(path) == "npz"
+    with open_checkpoint(path) as source:
+        assert source.tensors()["model/0.weight"].shape == (5, 6)
+    with pytest.raises(CheckpointError, match=r"cut\.npz"):
+        open_checkpoint(tmp_path / "cut.npz")
+    with pytest.raises(ValueError, match="'npz' already"):
+        register_format(FORMAT)
+    with pytest.raises(ValueError, match="is of format npz, which has names"):
+        open_checkpoint(path, parameter_names=["a"])
+    put_back()
+    assert "npz" not in [each.name for each in known_formats()]
+    with pytest.raises(CheckpointError, match=r"ends in '\.npz'"):
+        open_checkpoint(path)
+    with pytest.raises(TypeError, match="give a Format"):
+        register_format("npz")  # type: ignore[arg-type]
+
+
+# ---- a backend
+
+
+def over_plain(plan: Plan) -> tuple[dict[str, torch.Tensor], str]:
+    put_back = register_backend("cpu", make_group)
+    try:
+        mesh = Mesh.create(plan.mesh, torch.device("cpu"), plan.comm)
+    finally:
+        put_back()
+    assert isinstance(mesh.shard, PlainGroup)
+    model = make()
+    session = build(model, torch.optim.Adam(model.parameters(), lr=0.01), plan, mesh)
+    assert session.optimizer is not None
+    for step in range(STEPS):
+        session.backward(session.module(batch(step, mesh.rank)).square().mean())
+        session.optimizer.step()
+    state = session.module.state_dict()
+    session.close()
+    mesh.close()
+    again = Mesh.create(plan.mesh, torch.device("cpu"), plan.comm)
+    name = type(again.shard).__name__
+    again.close()
+    return state, name
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_backend_of_others_trains_as_plain(stage: int) -> None:
+    expected = plainly(2)
+    for state, name in run_ranks(2, over_plain, zero(stage)):
+        torch.testing.assert_close(state, expected, atol=1e-6, rtol=1e-5)
+        assert name != "PlainGroup"
+
+
+def on_one_rank_only() -> str:
+    put_back = register_backend("cpu", make_group) if dist.get_rank() == 1 else lambda: None
+    try:
+        Mesh.create(zero(3).mesh, torch.device("cpu"), zero(3).comm)
+    except ValueError as error:
+        return str(error)
+    finally:
+        put_back()
+    return ""
+
+
+def test_ranks_with_other_backends_are_told() -> None:
+    for message in run_ranks(2, on_one_rank_only):
+        assert "other backends" in message and "make_group for cpu" in message and "register one on all" in message
+    with pytest.raises(TypeError, match="give a function"):
+        register_backend("cpu", None)  # type: ignore[arg-type]
+
+
+# ---- a plugin
+
+
+def boosted(plugin: HalfPlugin) -> dict[str, torch.Tensor]:
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+        booster = Booster(plugin=plugin)
+        sharded, wrapped, *_ = booster.boost(model, optimizer)
+        assert wrapped is not None
+        for step in range(STEPS):
+            booster.backward(sharded(batch(step, dist.get_rank())).float().square().mean(), wrapped)
+            wrapped.step()
+            wrapped.zero_grad()
+        state: dict[str, torch.Tensor] = sharded.state_dict()
+        return state
+
+    return through(train)
+
+
+@pytest.mark.parametrize("shard_parameters", [True, False])
+def test_a_plugin_of_others_trains(shard_parameters: bool) -> None:
+    expected, begun = plainly(2), make().state_dict()
+    for state in run_ranks(2, boosted, HalfPlugin(shard_parameters)):
+        for name, value in state.items():  # Adam's first steps are as long as the rate, whatever the rounding
+            assert (value - expected[name]).abs().max() < 0.01 < STEPS * 0.01
+            assert (value - begun[name]).abs().max() > 0.02, name

@@ -1,0 +1,34 @@
+"""A plugin: ZeRO-3 or ZeRO-2 in bf16 by one argument, translated into a plan."""
+
+from __future__ import annotations
+
+import torch
+
+from shardwise.booster.plugin import ShardedPlugin
+from shardwise.plan import Plan, zero
+
+__all__ = ["HalfPlugin"]
+
+
+class HalfPlugin(ShardedPlugin):
+    """Trains in bf16 with fp32 masters.
+
+    Args:
+        shard_parameters: keep only a shard of the parameters between uses (ZeRO-3); otherwise all of them (ZeRO-2).
+
+    Raises:
+        TypeError: it is no bool.
+    """
+
+    def __init__(self, shard_parameters: bool = True) -> None:
+        if not isinstance(shard_parameters, bool):
+            raise TypeError(f"shard_parameters={shard_parameters!r}: give True or False")
+        self._stage = 3 if shard_parameters else 2
+
+    def plan(self, world_size: int) -> Plan:
+        """The same for any number of ranks."""
+        return zero(self._stage, torch.bfloat16)
+
+    def support_no_sync(self) -> bool:
+        """Gradients are reduced in every pass."""
+        return False

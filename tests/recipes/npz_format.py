@@ -1,0 +1,56 @@
+"""A format: a model in one ``.npz`` file of numpy, an array for each name."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardwise.checkpoint.formats import Format, Given
+from shardwise.checkpoint.source import CheckpointDamage, TensorFact
+
+__all__ = ["FORMAT"]
+
+
+class NpzSource:
+    """See :class:`shardwise.checkpoint.source.CheckpointSource`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                self._arrays = {f"model/{name}": torch.from_numpy(file[name]) for name in file.files}
+        except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+            raise CheckpointDamage(f"{path}: {error}") from error
+
+    def tensors(self) -> Mapping[str, TensorFact]:
+        return {name: TensorFact(tuple(array.shape), array.dtype) for name, array in self._arrays.items()}
+
+    def read(self, name: str, start: int, numel: int) -> torch.Tensor:
+        flat = self._arrays[name].reshape(-1)
+        if not 0 <= start <= start + numel <= flat.numel():
+            raise ValueError(f"{name} has {flat.numel()} elements, not {start} to {start + numel}")
+        return flat[start : start + numel]
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def close(self) -> None:
+        self._arrays = {}
+
+    def __enter__(self) -> NpzSource:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _open(path: Path, given: Given) -> NpzSource:
+    return NpzSource(path)
+
+
+FORMAT = Format("npz", lambda path: path.suffix == ".npz", _open, of_file=True)
