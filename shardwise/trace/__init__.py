@@ -5,10 +5,23 @@ Nothing here decides what is moved.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from shardwise.trace.dump import dump_memory_stats
 from shardwise.trace.picture import draw, timeline_text
 from shardwise.trace.stats import MemStats
 from shardwise.trace.tiers_picture import draw_tiers, tiers_text
-from shardwise.trace.tracing import trace_memory
+
+if TYPE_CHECKING:
+    from shardwise.trace.tracing import trace_memory
 
 __all__ = ["MemStats", "draw", "draw_tiers", "dump_memory_stats", "tiers_text", "timeline_text", "trace_memory"]
+
+
+def __getattr__(name: str) -> Any:
+    # A saved trace is drawn without torch, which takes seconds to import.
+    if name == "trace_memory":
+        from shardwise.trace.tracing import trace_memory
+
+        return trace_memory
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
