@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from shardwise.engine.engine import Engine
-from shardwise.engine.fragments import Block, Held, TensorShape
+from shardwise.engine.fragments import FragmentBlock, Held, TensorShape
 from shardwise.engine.optimizer import ShardedOptimizer
 
 __all__ = ["TrainedOnly"]
@@ -38,7 +38,7 @@ class TrainedOnly(Held):
     def compute_dtypes(self) -> dict[str, torch.dtype]:
         return {name: dtype for name, dtype in super().compute_dtypes().items() if name not in self.left_out}
 
-    def _blocks(self) -> Iterator[Block]:
+    def _blocks(self) -> Iterator[FragmentBlock]:
         names = {f"model/{name}" for name in self.left_out}
         for block in super()._blocks():
             yield replace(block, parts=tuple(part for part in block.parts if part[0].name not in names))

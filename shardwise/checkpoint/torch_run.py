@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.run import Scaler
 from shardwise.comm import Activity
-from shardwise.engine.fragments import EXTRA_STATE, Block, Fill, Fragment, FragmentPlan, Stored, TensorShape
+from shardwise.engine.fragments import EXTRA_STATE, Fill, Fragment, FragmentBlock, FragmentPlan, Stored, TensorShape
 from shardwise.names import StateNames
 from shardwise.optim.state_form import constructed_state
 from shardwise.torch_internals import offset_of_part
@@ -234,8 +234,8 @@ class TorchHeld:
 
     def plan(self, most_bytes: int, shared: bool = True) -> _Joined:
         """What this rank gives; ranks that hold the same share the work, or the first of them has it."""
-        whole: list[Block] = []
-        divided: list[Block] = []
+        whole: list[FragmentBlock] = []
+        divided: list[FragmentBlock] = []
         place = (0, 1)
         for name, tensor in self._tensors():
             local, start = _local(tensor, name)
@@ -243,7 +243,7 @@ class TorchHeld:
                 place = _replica(tensor)
             if local.numel():
                 fragment = Fragment(name, tuple(tensor.shape), tensor.dtype, start, local.numel())
-                block = Block(nullcontext, ((fragment, _given(local)),))
+                block = FragmentBlock(nullcontext, ((fragment, _given(local)),))
                 (divided if isinstance(tensor, DTensor) else whole).append(block)
         plans = []
         for blocks, (replica, replicas) in ((divided, place), (whole, (self._rank, self._size))):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from shardwise.checked import shown
-from shardwise.deepspeed.schema import ALIASES, BLOCKS, KEYS, Block, Key, known_names
+from shardwise.deepspeed.schema import ALIASES, BLOCKS, KEYS, ConfigBlock, Key, known_names
 
 __all__ = ["Batch", "Findings", "Report", "Settings", "Source", "batch_of", "load_config", "read_config"]
 
@@ -228,7 +228,7 @@ class _Reader:
         self.sections.add(canonical)
         self.read(value, canonical)
 
-    def _block(self, path: str, block: Block, value: Any) -> None:
+    def _block(self, path: str, block: ConfigBlock, value: Any) -> None:
         inner = value if isinstance(value, Mapping) else {}
         if block.inner and isinstance(value, Mapping):
             for name in value:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from shardwise.checked import MOST_COUNT, MOST_NUMEL, MOST_SCALE
 from shardwise.tier_plan import MOST_BLOCK_BYTES, MOST_QUEUED, MOST_THREADS
 
-__all__ = ["ALIASES", "BLOCKS", "KEYS", "Block", "Key", "known_names"]
+__all__ = ["ALIASES", "BLOCKS", "KEYS", "ConfigBlock", "Key", "known_names"]
 
 Kind = Literal["int", "float", "bool", "text", "map", "list", "dtype"]
 Role = Literal["used", "ignored", "refused"]
@@ -44,7 +44,7 @@ class Key:
 
 
 @dataclass(frozen=True)
-class Block:
+class ConfigBlock:
     """A block of keys that is treated as a whole.
 
     Attributes:
@@ -279,43 +279,43 @@ _FLOPS = (
     "output_file",
 )
 _COMET = ("enabled", "samples_log_interval", "project", "workspace", "api_key", "experiment_name", "experiment_key")
-BLOCKS: dict[str, Block] = {
-    "flops_profiler": Block("ignored", "use torch.utils.flop_counter.FlopCounterMode", "enabled", _FLOPS),
-    "comms_logger": Block(
+BLOCKS: dict[str, ConfigBlock] = {
+    "flops_profiler": ConfigBlock("ignored", "use torch.utils.flop_counter.FlopCounterMode", "enabled", _FLOPS),
+    "comms_logger": ConfigBlock(
         "ignored",
         "engine.session.traffic() counts what was sent",
         "enabled",
         ("enabled", "verbose", "prof_all", "debug", "prof_ops"),
     ),
-    "tensorboard": Block("ignored", _LOG, "enabled", ("enabled", "output_path", "job_name")),
-    "csv_monitor": Block("ignored", _LOG, "enabled", ("enabled", "output_path", "job_name")),
-    "wandb": Block("ignored", _LOG, "enabled", ("enabled", "group", "team", "project")),
-    "comet": Block("ignored", _LOG, "enabled", (*_COMET, "online", "mode")),
-    "timers": Block("ignored", "wall_clock_breakdown prints what is measured", None, ("throughput",)),
-    "datastates_ckpt": Block("ignored", "every rank always writes its own part", None),
-    "zero_optimization.leaf_module": Block(
+    "tensorboard": ConfigBlock("ignored", _LOG, "enabled", ("enabled", "output_path", "job_name")),
+    "csv_monitor": ConfigBlock("ignored", _LOG, "enabled", ("enabled", "output_path", "job_name")),
+    "wandb": ConfigBlock("ignored", _LOG, "enabled", ("enabled", "group", "team", "project")),
+    "comet": ConfigBlock("ignored", _LOG, "enabled", (*_COMET, "online", "mode")),
+    "timers": ConfigBlock("ignored", "wall_clock_breakdown prints what is measured", None, ("throughput",)),
+    "datastates_ckpt": ConfigBlock("ignored", "every rank always writes its own part", None),
+    "zero_optimization.leaf_module": ConfigBlock(
         "ignored", "ranks may run different branches, so no module has to be gathered whole", None
     ),
-    "amp": Block("refused", "use bf16 or fp16"),
-    "torch_autocast": Block("refused", "use bf16 or fp16, or torch.autocast around the forward pass"),
-    "autotuning": Block("refused", "leave it out"),
-    "elasticity": Block("refused", "give the batch sizes"),
-    "hybrid_engine": Block("refused", "leave it out"),
-    "data_efficiency": Block("refused", "sample and drop tokens in the program's own data loader"),
-    "curriculum_learning": Block("refused", "choose the samples in the program's own data loader"),
-    "progressive_layer_drop": Block("refused", "drop layers in the model"),
-    "eigenvalue": Block("refused", "leave it out"),
-    "nebula": Block("refused", "leave it out: engine.save_checkpoint writes files"),
-    "expert_parallel": Block("refused", "leave it out: expert parallelism is not available"),
-    "tensor_parallel": Block("refused", "leave it out: tensor parallelism is not available", "autotp_size"),
-    "pipeline": Block("refused", "leave it out: pipeline parallelism is not available", "stages"),
-    "compile": Block("refused", "leave it out and call torch.compile on the model's blocks", "deepcompile"),
-    "sparse_attention": Block("refused", "use an attention of the model's own", None),
-    "compression_training": Block("refused", "leave it out", None),
-    "quantize_training": Block("refused", "leave it out"),
-    "weight_quantization": Block("refused", "leave it out", None),
-    "zero_optimization.zenflow": Block("refused", "leave it out", None),
-    "zero_optimization.zeropp_loco_param": Block("refused", "leave it out", None),
+    "amp": ConfigBlock("refused", "use bf16 or fp16"),
+    "torch_autocast": ConfigBlock("refused", "use bf16 or fp16, or torch.autocast around the forward pass"),
+    "autotuning": ConfigBlock("refused", "leave it out"),
+    "elasticity": ConfigBlock("refused", "give the batch sizes"),
+    "hybrid_engine": ConfigBlock("refused", "leave it out"),
+    "data_efficiency": ConfigBlock("refused", "sample and drop tokens in the program's own data loader"),
+    "curriculum_learning": ConfigBlock("refused", "choose the samples in the program's own data loader"),
+    "progressive_layer_drop": ConfigBlock("refused", "drop layers in the model"),
+    "eigenvalue": ConfigBlock("refused", "leave it out"),
+    "nebula": ConfigBlock("refused", "leave it out: engine.save_checkpoint writes files"),
+    "expert_parallel": ConfigBlock("refused", "leave it out: expert parallelism is not available"),
+    "tensor_parallel": ConfigBlock("refused", "leave it out: tensor parallelism is not available", "autotp_size"),
+    "pipeline": ConfigBlock("refused", "leave it out: pipeline parallelism is not available", "stages"),
+    "compile": ConfigBlock("refused", "leave it out and call torch.compile on the model's blocks", "deepcompile"),
+    "sparse_attention": ConfigBlock("refused", "use an attention of the model's own", None),
+    "compression_training": ConfigBlock("refused", "leave it out", None),
+    "quantize_training": ConfigBlock("refused", "leave it out"),
+    "weight_quantization": ConfigBlock("refused", "leave it out", None),
+    "zero_optimization.zenflow": ConfigBlock("refused", "leave it out", None),
+    "zero_optimization.zeropp_loco_param": ConfigBlock("refused", "leave it out", None),
 }
 
 

@@ -23,9 +23,9 @@ from shardwise.update.disk_tiles import is_element_wise
 
 __all__ = [
     "EXTRA_STATE",
-    "Block",
     "Fill",
     "Fragment",
+    "FragmentBlock",
     "FragmentPlan",
     "FragmentReader",
     "Held",
@@ -69,7 +69,7 @@ class Fragment:
 
 
 @dataclass(frozen=True)
-class Block:
+class FragmentBlock:
     """Fragments that come into memory together. Each getter gives its fragment's values while the block is open."""
 
     opened: Callable[[], AbstractContextManager[Any]]
@@ -85,7 +85,7 @@ class FragmentPlan:
         replica, replicas: which of the ranks that hold the same this is.
     """
 
-    def __init__(self, blocks: Sequence[Block], most_bytes: int, replica: int, replicas: int) -> None:
+    def __init__(self, blocks: Sequence[FragmentBlock], most_bytes: int, replica: int, replicas: int) -> None:
         self._blocks = blocks
         cut = [[split(fragment, most_bytes) for fragment, _ in block.parts] for block in blocks]
         total = max(sum(f.nbytes for parts in cut for pieces in parts for f in pieces), 1)
@@ -126,10 +126,10 @@ class FragmentReader:
     """Parts of fragments in any order. The block that was read last stays open, since what follows is often there."""
 
     def __init__(
-        self, fragments: Sequence[Fragment], places: Sequence[tuple[Block, Callable[[Any], torch.Tensor], int]]
+        self, fragments: Sequence[Fragment], places: Sequence[tuple[FragmentBlock, Callable[[Any], torch.Tensor], int]]
     ) -> None:
         self.fragments, self._places = fragments, places
-        self._block: Block | None = None
+        self._block: FragmentBlock | None = None
         self._open = ExitStack()
         self._held: Any = None
 
@@ -243,7 +243,7 @@ class Held:
             return FragmentPlan(list(self._blocks()) if replicas.rank == 0 else [], most_bytes, 0, 1)
         return FragmentPlan(list(self._blocks()), most_bytes, replicas.rank, replicas.size)
 
-    def _blocks(self) -> Iterator[Block]:
+    def _blocks(self) -> Iterator[FragmentBlock]:
         for chunk in self.engine.chunks:
             positions = self._positions.get(chunk.spec.index)
             if positions is None:
@@ -251,7 +251,7 @@ class Held:
             for optimizer, position in positions or ():
                 yield self._tile_block(optimizer, position)
 
-    def _chunk_block(self, chunk: Chunk) -> Block:
+    def _chunk_block(self, chunk: Chunk) -> FragmentBlock:
         """Parameters that no optimizer has."""
         parts = []
         for slot in chunk.spec.slots:
@@ -260,9 +260,9 @@ class Held:
                 name, first = f"model/{self.names[slot.param][0]}", start - chunk.shard_start
                 fragment = Fragment(name, tuple(slot.shape), chunk.spec.dtype, start - slot.start, end - start)
                 parts.append((fragment, _part_of_shard(first, end - start)))
-        return Block(chunk.opened, tuple(parts))
+        return FragmentBlock(chunk.opened, tuple(parts))
 
-    def _tile_block(self, optimizer: ShardedOptimizer, position: int) -> Block:
+    def _tile_block(self, optimizer: ShardedOptimizer, position: int) -> FragmentBlock:
         tile = optimizer._updates.tiles[position]
         parts: list[tuple[Fragment, Callable[[Any], torch.Tensor]]] = []
         for piece in tile.pieces:
@@ -274,7 +274,7 @@ class Held:
                     full = f"optimizer/{optimizer.index}/{name}/{key}"
                     state = Fragment(full, shape, value.dtype, piece.offset, piece.end - piece.start)
                     parts.append((state, _state_of(optimizer, piece.value, key)))
-        return Block(lambda: optimizer._updates.opened(position), tuple(parts))
+        return FragmentBlock(lambda: optimizer._updates.opened(position), tuple(parts))
 
     def small_state(self, optimizer: ShardedOptimizer) -> dict[str, dict[str, Any]]:
         """By parameter with a piece on this rank and state: what is not element-wise (numbers, one-element tensors)."""

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from shardwise.build import Session, ShardedModule, ShardedOptimizer, build
-from shardwise.huggingface.precision import with_precision
+from shardwise.huggingface.accelerate_precision import with_precision
 from shardwise.mesh import Mesh
 from shardwise.mesh.launch import read_variable
 from shardwise.plan import Plan

@@ -17,8 +17,13 @@ import torch
 from shardwise.build import Session
 from shardwise.deferred import deferred_init
 from shardwise.plan import Plan
+from shardwise.strategies.lightning_precision import (
+    NumberFormat,
+    ShardedPrecision,
+    check_replaceable,
+    correct_throughput,
+)
 from shardwise.strategies.namespace import Namespace, build
-from shardwise.strategies.precision import Format, ShardedPrecision, check_replaceable, correct_throughput
 from shardwise.strategies.refusals import check_callbacks, check_layer_sync
 from shardwise.strategies.saving import Saving
 from shardwise.strategies.scheduler_states import check_schedulers, fit_schedulers
@@ -80,9 +85,9 @@ class ShardedStrategy(_Base):  # type: ignore[misc]
         return self._live.session
 
     @property
-    def format(self) -> Format:
+    def format(self) -> NumberFormat:
         """Number formats."""
-        found: Format = self.precision_plugin.format
+        found: NumberFormat = self.precision_plugin.format
         return found
 
     @property

@@ -34,7 +34,7 @@ from shardwise.plan import (
     on_device,
 )
 from shardwise.strategies.base import ShardedStrategy
-from shardwise.strategies.precision import Format
+from shardwise.strategies.lightning_precision import NumberFormat
 from shardwise.strategies.wrapping import default_auto_wrap_policy, enable_wrap, unit_names
 
 __all__ = ["FullyShardedArguments", "FullyShardedStrategy", "to_plan"]
@@ -70,7 +70,7 @@ class FullyShardedArguments:
                 switch(name, getattr(self, name))
 
 
-def to_plan(arguments: FullyShardedArguments, number_format: Format, units: tuple[str, ...]) -> Plan:
+def to_plan(arguments: FullyShardedArguments, number_format: NumberFormat, units: tuple[str, ...]) -> Plan:
     """The plan that they mean.
 
     Args:

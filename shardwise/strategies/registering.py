@@ -7,8 +7,8 @@ from typing import Any
 from shardwise.strategies.colossalai import ColossalAI
 from shardwise.strategies.deepspeed import DeepSpeed
 from shardwise.strategies.fully_sharded import FullyShardedStrategy
+from shardwise.strategies.lightning_precision import ShardedPrecision
 from shardwise.strategies.namespace import Namespace, build
-from shardwise.strategies.precision import ShardedPrecision
 
 __all__ = ["STAGES", "classes", "register", "take_over_deepspeed_names"]
 

@@ -18,8 +18,8 @@ import shardwise.pytorch_lightning
 from shardwise.chunk.layout import ParamFact, make_layout
 from shardwise.plan import ByModule, ByNumel, ByTensor
 from shardwise.strategies.fully_sharded import FullyShardedArguments, to_plan
+from shardwise.strategies.lightning_precision import PRECISIONS, format_of
 from shardwise.strategies.namespace import LIGHTNING, PYTORCH_LIGHTNING, Namespace
-from shardwise.strategies.precision import PRECISIONS, format_of
 from shardwise.strategies.refusals import REFUSED, check_callbacks
 from shardwise.strategies.wrapping import auto_wrap, default_auto_wrap_policy, enable_wrap, unit_names, wrap
 

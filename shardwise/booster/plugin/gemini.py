@@ -15,7 +15,7 @@ import torch
 
 from shardwise.booster.plugin.argument_types import check_types, fits
 from shardwise.booster.plugin.base import ShardedPlugin, device_bytes, refuse
-from shardwise.booster.plugin.precision import precision_plan
+from shardwise.booster.plugin.plugin_precision import precision_plan
 from shardwise.checked import MOST_NUMEL, number, share, whole
 from shardwise.loss_scale import scaler_plan
 from shardwise.plan import (

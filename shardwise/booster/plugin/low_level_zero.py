@@ -9,7 +9,7 @@ import torch
 
 from shardwise.booster.plugin.argument_types import check_types
 from shardwise.booster.plugin.base import ShardedPlugin, device_bytes, refuse
-from shardwise.booster.plugin.precision import precision_plan
+from shardwise.booster.plugin.plugin_precision import precision_plan
 from shardwise.checked import MOST_NUMEL, number, shown
 from shardwise.loss_scale import PublishedDefault, scaler_plan
 from shardwise.plan import ByNumel, CommPlan, GradPlan, MeshPlan, Plan, ShardPlan, on_device

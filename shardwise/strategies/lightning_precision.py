@@ -11,11 +11,11 @@ import torch
 
 from shardwise.strategies.namespace import Namespace
 
-__all__ = ["PRECISIONS", "Format", "ShardedPrecision", "check_replaceable", "correct_throughput", "format_of"]
+__all__ = ["PRECISIONS", "NumberFormat", "ShardedPrecision", "check_replaceable", "correct_throughput", "format_of"]
 
 
 @dataclass(frozen=True)
-class Format:
+class NumberFormat:
     """What a precision means.
 
     Attributes:
@@ -31,21 +31,21 @@ class Format:
     scaled: bool
 
 
-PRECISIONS: dict[str, Format] = {
+PRECISIONS: dict[str, NumberFormat] = {
     each.name: each
     for each in (
-        Format("32-true", None, False, False),
-        Format("64-true", torch.float64, False, False),
-        Format("16-mixed", torch.float16, True, True),
-        Format("bf16-mixed", torch.bfloat16, True, False),
-        Format("16-true", torch.float16, False, False),
-        Format("bf16-true", torch.bfloat16, False, False),
+        NumberFormat("32-true", None, False, False),
+        NumberFormat("64-true", torch.float64, False, False),
+        NumberFormat("16-mixed", torch.float16, True, True),
+        NumberFormat("bf16-mixed", torch.bfloat16, True, False),
+        NumberFormat("16-true", torch.float16, False, False),
+        NumberFormat("bf16-true", torch.bfloat16, False, False),
     )
 }
 _SHORT = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}
 
 
-def format_of(precision: Any) -> Format:
+def format_of(precision: Any) -> NumberFormat:
     """What ``precision`` means; the short forms of Lightning 1.x (``16``, ``"bf16"``) included.
 
     Raises:
