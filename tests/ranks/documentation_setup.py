@@ -349,7 +349,7 @@ PAGES: dict[str, list[Block]] = {
             before=_lora,
             after=_exists("adapter/adapter_config.json"),
         ),
-        Block(first="from shardwise.deferred.construction import deferred_init", before=_deferred),
+        Block(first="from shardwise.deferred import deferred_init", before=_deferred),
         Block(first="from shardwise.build import build", before=_tokens, after=_changed),
     ],
     "docs/checkpoint-format.md": [

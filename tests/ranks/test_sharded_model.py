@@ -184,7 +184,7 @@ def offload_accounts() -> tuple[int, int, int]:
     model, optimizer = linear(**OFFLOAD, optimizer={"cpu_offload": True})
     step_with(model, optimizer, [1.0] * 4)
     memory = model.session.engine
-    host, device = (sum(memory.state_bytes(tier)) for tier in (Tier.HOST, Tier.DEVICE))
+    host, device = (sum(memory.accounts.state_bytes(tier)) for tier in (Tier.HOST, Tier.DEVICE))
     total = optimizer.get_memory_usage()[1]
     model.close()
     return host, device, total
