@@ -456,7 +456,7 @@ class Booster:
         Raises:
             ValueError: it does not fit (nothing was changed), or ``tag`` and ``resume`` are both given.
             FileNotFoundError: there is no such checkpoint.
-            CheckpointDamage: bytes are missing or wrong, on every rank.
+            CheckpointDamage: bytes are missing or wrong, on every rank; where values were replaced already, it says so.
         """
         if resume not in (None, "auto") or (resume is not None and tag is not None):
             raise ValueError(f"resume={resume!r}, tag={tag!r}: give resume='auto', or a tag, or neither")

@@ -77,6 +77,12 @@ class Match:
         """Indices of the optimizers whose state is replaced."""
         return sorted(self.taken)
 
+    @property
+    def staying(self) -> list[str]:
+        """Parameters and optimizers that a load leaves as they are, as a whole or in part."""
+        names = [name for name in self.stored_name if self.tensor_of(name) in (None, *getattr(self.source, "kept", ()))]
+        return names + [f"optimizer {each.index}" for each in self.held.optimizers if each.index not in self.taken]
+
     def tell(self, where: str) -> None:
         """Warn of what was left out of the optimizers' state, of what starts anew, and of weights that fit nowhere."""
         if self.notes:

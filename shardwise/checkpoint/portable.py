@@ -22,7 +22,7 @@ from shardwise.checkpoint.numbered import with_names
 from shardwise.checkpoint.options import Options
 from shardwise.checkpoint.pieces import PieceLayout
 from shardwise.checkpoint.ranks import Ranks
-from shardwise.checkpoint.restore import put_back, read_others
+from shardwise.checkpoint.restore import REPLACED, put_back, read_others
 from shardwise.checkpoint.run import Holding, Run
 from shardwise.checkpoint.snapshot import Background, HostImage
 from shardwise.checkpoint.source import CheckpointSource
@@ -166,7 +166,7 @@ class PortableFiles:
                 else:
                     options.put_back()
 
-            agree(world.gather, world.rank, f"load the rest of the {part} from {path}", rest, share=False)
+            agree(world.gather, world.rank, f"load the rest of the {part} from {path}, {REPLACED}", rest, share=False)
         finally:
             for source in opened:
                 source.close()

@@ -18,6 +18,7 @@ from shardwise.checkpoint.format import MANIFEST, has_pieces
 from shardwise.checkpoint.formats.detect import detect_format, located, open_checkpoint
 from shardwise.checkpoint.formats.trainer import kind_of
 from shardwise.checkpoint.match import Match
+from shardwise.checkpoint.match_optimizers import shortened
 from shardwise.checkpoint.match_schedulers import SchedulerMatch, saved_schedulers
 from shardwise.checkpoint.options import Options
 from shardwise.checkpoint.randomness import check_generators, restore_generators, spread_generators
@@ -26,10 +27,12 @@ from shardwise.checkpoint.run import Run, as_run
 from shardwise.checkpoint.source import CheckpointDamage, CheckpointSource, StateTensors
 from shardwise.checkpoint.write import agree
 
-__all__ = ["Check", "Restored", "put_back", "read_others", "restore"]
+__all__ = ["REPLACED", "Check", "Restored", "put_back", "read_others", "restore"]
 
 Check = Callable[[Any], None] | None
 """Called on every rank with the user state before anything is changed; what it raises on one is raised on all."""
+REPLACED = "after values were replaced (load another checkpoint before going on)"
+"""In the message of what fails then, which nothing that a file says should do."""
 
 
 @dataclass(frozen=True)
@@ -113,27 +116,47 @@ def restore(
     if paths and not paths[0]:
         raise FileNotFoundError(paths[1])
     skipped: list[str] = []
+    begun: list[str] = []
     for path in paths:
         try:
-            return _restore_one(run, path, strict, lr_schedulers, fit, check, tuple(skipped))
+            return _restore_one(run, path, strict, lr_schedulers, fit, check, skipped, begun)
         except CheckpointDamage as error:
             if tag != "auto":
                 raise
             skipped.append(path)
             if rank == 0:
                 print(f"checkpoint skipped: {error}", flush=True)
+        except (CheckpointError, FileNotFoundError, ValueError) as error:
+            if not begun or path in begun:
+                raise
+            # It says that nothing was loaded, which is true of this checkpoint alone.
+            raise CheckpointError(f"{error}\n{_taken_from(begun)}") from error
     if not paths and rank == 0:
         with contextlib.suppress(CheckpointError, OSError, ValueError):
             found = detect_format(root)
             print(f"not resumed: {root} holds a checkpoint of format {found}; leave 'auto' out to load it", flush=True)
     if skipped:
-        raise CheckpointDamage(f"every checkpoint in {root} is damaged ({', '.join(skipped)}); see the notices above")
+        listed = ", ".join(skipped)
+        told = f"; {_taken_from(begun)}" if begun else ""
+        raise CheckpointDamage(f"every checkpoint in {root} is damaged ({listed}); see the notices above{told}")
     return None
 
 
+def _taken_from(begun: Sequence[str]) -> str:
+    return f"some values of {', '.join(begun)} were taken over already (load another checkpoint before going on)"
+
+
 def _restore_one(
-    run: Run, path: str, strict: bool, lr_schedulers: Sequence[Any], fit: Fit, check: Check, skipped: tuple[str, ...]
+    run: Run,
+    path: str,
+    strict: bool,
+    lr_schedulers: Sequence[Any],
+    fit: Fit,
+    check: Check,
+    skipped: Sequence[str],
+    begun: list[str],
 ) -> Restored:
+    """Restore the checkpoint at ``path``, which joins ``begun`` before the first value is replaced."""
     rank, gather = run.rank, run.gather
     opened: list[CheckpointSource] = []
 
@@ -142,6 +165,10 @@ def _restore_one(
         opened.append(NativeSource(path) if native else open_checkpoint(path))
         held = run.held()
         match = Match(fit.apply(opened[0], held), held, strict)
+        if begun and match.staying:  # a value is checked where it goes, so they may hold anything
+            raise CheckpointError(
+                f"{path} would leave {shortened(match.staying)} as a damaged checkpoint left it; load one by its tag"
+            )
         rest = _Rest(run, match, lr_schedulers, strict)
         if check is not None:
             check(rest.user_state)
@@ -149,8 +176,9 @@ def _restore_one(
 
     try:
         (match, rest), _ = agree(gather, rank, f"load {path}", look, share=False)
+        begun.append(path)
         put_back(run, match, path)
-        agree(gather, rank, f"load the rest of {path}", rest.put_back, share=False)
+        agree(gather, rank, f"load the rest of {path}, {REPLACED}", rest.put_back, share=False)
     finally:
         for source in opened:
             source.close()
@@ -165,7 +193,7 @@ def _restore_one(
         tuple(rest.positions),
         tuple(match.missing),
         tuple(match.unexpected),
-        skipped,
+        tuple(skipped),
         tuple(getattr(match.source, "resized", ())),
     )
 

@@ -230,6 +230,8 @@ class Checkpointer:
         Raises:
             CheckpointDamage: bytes are missing or wrong (file and tensor are named), on every rank; where some values
                 were replaced already, the message says so.
+            CheckpointError: a file may not be read; or ``"auto"`` has replaced values by those of a damaged checkpoint,
+                and the next older one does not fit or (``strict=False``) would leave some of them.
             FileNotFoundError: there is no such checkpoint.
             ValueError: names, shapes or classes do not fit; nothing was changed.
         """

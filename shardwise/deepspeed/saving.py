@@ -21,7 +21,7 @@ from shardwise.checkpoint.match import Match, Wanted
 from shardwise.checkpoint.match_schedulers import SchedulerMatch, saved_schedulers
 from shardwise.checkpoint.options import fitting
 from shardwise.checkpoint.read import NativeSource
-from shardwise.checkpoint.restore import put_back, read_others
+from shardwise.checkpoint.restore import REPLACED, put_back, read_others
 from shardwise.checkpoint.schedulers import SavedScheduler
 from shardwise.checkpoint.session import Checkpointer
 from shardwise.checkpoint.source import CheckpointSource, StateTensors
@@ -154,7 +154,7 @@ def take_over(
     try:
         (match, rest), _ = agree(run.gather, run.rank, f"load {path}", look, share=False)
         put_back(run, match, path)
-        agree(run.gather, run.rank, f"load the rest of {path}", rest.put_back, share=False)
+        agree(run.gather, run.rank, f"load the rest of {path}, {REPLACED}", rest.put_back, share=False)
         return rest.found
     finally:
         for source in opened:

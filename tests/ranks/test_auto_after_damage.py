@@ -1,0 +1,91 @@
+"""What ``"auto"`` says and does where damage shows only after values of a checkpoint were taken over."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shardwise.checkpoint.files import CheckpointError
+from shardwise.checkpoint.source import CheckpointDamage
+from shardwise.testing import run_ranks
+from tests.faults.fuzz.changes import apply_change
+from tests.faults.fuzz.subjects import EngineSubject
+
+TAKEN = "taken over already (load another checkpoint before going on)"
+
+
+def save(root: str, tags: list[str]) -> None:
+    subject = EngineSubject()
+    for tag in tags:
+        subject.step()
+        subject.save(Path(root), tag)
+    subject.session.close()
+
+
+def loaded(root: str, strict: bool) -> tuple[str, str]:
+    """The class and text of what a load raised, or the tag that it took and nothing."""
+    subject = EngineSubject()
+    subject.step()
+    try:
+        restored = subject.saver.load(root, "auto", strict=strict, lr_schedulers=[subject.scheduler])
+        return (restored.tag, "") if restored is not None else ("", "")
+    except (CheckpointError, ValueError) as error:
+        return type(error).__name__, str(error)
+    finally:
+        subject.session.close()
+
+
+def damage(folder: Path, name: str) -> None:
+    """Another byte in the last piece of a tensor."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    file, offset, *_ = manifest["tensors"][name]["pieces"][-1]
+    path = folder / manifest["files"][file][0]
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 1
+    path.write_bytes(content)
+
+
+def without(folder: Path, name: str) -> None:
+    """The checkpoint lacks a parameter, as that of a smaller model does."""
+    path = ["tensors", f"model/{name}"]
+    apply_change(folder, {"op": "tree", "file": "manifest.json", "do": "drop", "path": path})
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_auto_says_that_values_were_replaced_as_an_explicit_load_does(tmp_path: Path, ranks: int) -> None:
+    run_ranks(ranks, save, str(tmp_path), ["old", "new"])
+    damage(tmp_path / "new", "model/second.bias")
+    assert run_ranks(ranks, loaded, str(tmp_path), True) == [("old", "")] * ranks
+    damage(tmp_path / "old", "model/second.bias")
+    for kind, text in run_ranks(ranks, loaded, str(tmp_path), True):
+        assert kind == CheckpointDamage.__name__
+        assert text.endswith(f"some values of {tmp_path}/new, {tmp_path}/old were {TAKEN}")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_auto_never_says_that_nothing_was_loaded_of_another_checkpoint(tmp_path: Path, ranks: int) -> None:
+    run_ranks(ranks, save, str(tmp_path), ["old", "new"])
+    without(tmp_path / "old", "narrow")
+    damage(tmp_path / "new", "model/second.bias")
+    for kind, text in run_ranks(ranks, loaded, str(tmp_path), True):
+        assert kind == CheckpointError.__name__
+        assert "missing from the checkpoint: narrow" in text and text.endswith(f"values of {tmp_path}/new were {TAKEN}")
+
+
+def test_auto_does_not_go_on_with_what_a_damaged_checkpoint_left(tmp_path: Path) -> None:
+    run_ranks(1, save, str(tmp_path), ["old", "new"])
+    without(tmp_path / "old", "narrow")
+    assert run_ranks(1, loaded, str(tmp_path / "old"), False) == [("old", "")]
+    damage(tmp_path / "new", "model/second.bias")
+    ((kind, text),) = run_ranks(1, loaded, str(tmp_path), False)
+    assert kind == CheckpointError.__name__
+    assert f"{tmp_path}/old would leave narrow as a damaged checkpoint left it" in text and TAKEN in text
+
+
+def test_damage_that_shows_before_any_value_is_no_reason_to_stop(tmp_path: Path) -> None:
+    run_ranks(1, save, str(tmp_path), ["old", "new"])
+    without(tmp_path / "old", "narrow")
+    (tmp_path / "new" / "pieces-0.safetensors").write_bytes(b"")
+    assert run_ranks(1, loaded, str(tmp_path), False) == [("old", "")]
