@@ -30,6 +30,7 @@ __all__ = [
     "open_regular",
     "read_index_file",
     "read_json",
+    "read_name",
     "reading",
 ]
 
@@ -41,6 +42,8 @@ SPARE_BYTES = 64 << 20
 MOST_INDEX_BYTES = 512 << 20
 """Of a file that describes others and is read whole. It may have holes, which cost nothing to send, so its own size is
 no bound; the manifest of 10^12 parameters has a third of this."""
+MOST_NAME_BYTES, MOST_PATH_BYTES = 255, 1024
+"""Of each part of a file's name, as on every system, and of all parts of one that a file names."""
 MOST_TIMES = 4
 """Tensors may be larger than the files that hold them where they are expanded or tied, but not without end."""
 PARSING = (ArithmeticError, AttributeError, EOFError, LookupError, MemoryError, RuntimeError, TypeError, ValueError)
@@ -60,6 +63,10 @@ def reading(what: object) -> Iterator[None]:
         raise CheckpointError(
             f"{error.filename or what} may not be read ({error.strerror}); it is not damaged: ask for access to it"
         ) from error
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        raise CheckpointDamage(f"{what} names a file whose path is too long to be one; load another copy") from error
     except PARSING as error:
         if isinstance(error, CheckpointError):
             raise
@@ -135,17 +142,38 @@ def checked_name(name: object, where: object) -> str:
     Raises:
         CheckpointDamage: it is something else.
     """
-    plain = isinstance(name, str) and name.isprintable() and bool(name)
-    if plain:
-        parts = {*PurePosixPath(str(name)).parts, *PureWindowsPath(str(name)).parts}
-        rooted = PurePosixPath(str(name)).is_absolute() or bool(PureWindowsPath(str(name)).anchor)
-        plain = not rooted and ".." not in parts
-    if not plain:
+    if not _is_plain(name):
         shown = printable(str(name)[:80]) if isinstance(name, str) else type(name).__name__
         raise CheckpointDamage(
             f"{where} names the file {shown!r}, which is outside its own directory or no plain name; it is not read"
         )
     return str(name)
+
+
+def _is_plain(name: object) -> bool:
+    """Whether ``name`` can be that of a file in some directory or below it, and can be shown."""
+    if not isinstance(name, str) or not name or not name.isprintable():
+        return False
+    parts = {*PurePosixPath(name).parts, *PureWindowsPath(name).parts}
+    rooted = PurePosixPath(name).is_absolute() or bool(PureWindowsPath(name).anchor)
+    short = len(name.encode()) <= MOST_PATH_BYTES and all(len(part.encode()) <= MOST_NAME_BYTES for part in parts)
+    return not rooted and ".." not in parts and short
+
+
+def read_name(path: Path) -> str:
+    """The name that is all of a file, as of DeepSpeed's ``latest``; empty where there is no such file or name.
+
+    Raises:
+        CheckpointDamage: what is in it is no name of something beside it or below.
+        CheckpointError: it may not be read.
+    """
+    if not path.is_file():
+        return ""
+    with reading(path):
+        if path.stat().st_size > 4 * MOST_PATH_BYTES:
+            raise CheckpointDamage(f"{path} has {path.stat().st_size} bytes, which no name has; it is not read")
+        name = read_index_file(path).decode().strip()
+    return checked_name(name, path) if name else ""
 
 
 def checked_names(names: Mapping[str, Any], where: object) -> None:

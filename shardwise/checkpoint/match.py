@@ -14,6 +14,7 @@ from shardwise.checkpoint.read import NativeSource
 from shardwise.checkpoint.run import Holding
 from shardwise.checkpoint.source import CheckpointSource
 from shardwise.engine.fragments import Stored
+from shardwise.printable import printable
 
 __all__ = ["Match", "Wanted"]
 
@@ -70,7 +71,7 @@ class Match:
         lines = [f"{what}: {', '.join(names)}" for what, names in lists if names and strict]
         listed = "\n  ".join([*lines, *others, *self._wrong])
         advice = "" if self._wrong else "\npass strict=False to load what fits"
-        raise ValueError(f"the checkpoint does not fit, nothing was loaded:\n  {listed}{advice}")
+        raise ValueError(printable(f"the checkpoint does not fit, nothing was loaded:\n  {listed}{advice}"))
 
     @property
     def optimizers(self) -> list[int]:
@@ -87,7 +88,7 @@ class Match:
         """Warn of what was left out of the optimizers' state, of what starts anew, and of weights that fit nowhere."""
         if self.notes:
             listed = "\n  ".join(self.notes)
-            warnings.warn(f"{where} was loaded as far as it fits:\n  {listed}", stacklevel=2)
+            warnings.warn(printable(f"{where} was loaded as far as it fits:\n  {listed}"), stacklevel=2)
 
     def _names_in_source(self) -> set[str]:
         """Of parameters: of the model, or of the optimizers where only those are wanted."""

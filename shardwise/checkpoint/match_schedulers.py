@@ -12,6 +12,7 @@ from shardwise.checkpoint.options import check_scheduler
 from shardwise.checkpoint.run import Run, Trainer
 from shardwise.checkpoint.schedulers import SavedScheduler, inner_scheduler, read_lr_scheduler, regrouped
 from shardwise.checkpoint.source import StateTensors
+from shardwise.printable import printable
 
 __all__ = ["SchedulerMatch", "fitting_state", "saved_schedulers"]
 
@@ -34,7 +35,7 @@ def fitting_state(scheduler: Any, path: str | Path) -> dict[str, Any]:
     saved = read_lr_scheduler(path)
     reason = saved.misfit(scheduler)
     if reason is not None:
-        raise ValueError(f"{path} does not fit, nothing was loaded: {reason}")
+        raise ValueError(printable(f"{path} does not fit, nothing was loaded: {reason}"))
     check_scheduler(scheduler, saved.state, str(path))
     return dict(saved.state)
 
@@ -73,8 +74,8 @@ class SchedulerMatch:
         if wrong and strict:
             listed = "\n  ".join(wrong)
             raise ValueError(
-                f"the checkpoint does not fit, nothing was loaded:\n  {listed}\n"
-                "give the schedulers that were saved, or none"
+                printable(f"the checkpoint does not fit, nothing was loaded:\n  {listed}\n")
+                + "give the schedulers that were saved, or none"
             )
         match.notes += [f"{line}; it stays as it is" for line in wrong]
 

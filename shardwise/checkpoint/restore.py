@@ -26,6 +26,7 @@ from shardwise.checkpoint.read import NativeSource
 from shardwise.checkpoint.run import Run, as_run
 from shardwise.checkpoint.source import CheckpointDamage, CheckpointSource, StateTensors
 from shardwise.checkpoint.write import agree
+from shardwise.printable import printable
 
 __all__ = ["REPLACED", "Check", "Restored", "put_back", "read_others", "restore"]
 
@@ -114,7 +115,7 @@ def restore(
 
     paths = agree(gather, rank, f"find a checkpoint in {root}", choose)[1][0]
     if paths and not paths[0]:
-        raise FileNotFoundError(paths[1])
+        raise FileNotFoundError(printable(paths[1]))
     skipped: list[str] = []
     begun: list[str] = []
     for path in paths:

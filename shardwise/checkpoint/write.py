@@ -15,6 +15,7 @@ from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.format import FileFact, Head, Manifest, PieceFact, encode_manifest, merge_pieces
 from shardwise.checkpoint.pieces import Bytes, PieceFile, PieceLayout
 from shardwise.checkpoint.source import CheckpointDamage, TensorFact
+from shardwise.printable import printable
 
 __all__ = ["Gather", "SaveJob", "agree"]
 
@@ -43,7 +44,7 @@ def agree(gather: Gather, rank: int, what: str, action: Callable[[], T], share: 
     failed = [index for index, each in enumerate(posts) if "error" in each]
     if failed:
         first = next((index for index in failed if posts[index]["kind"] == "damage"), failed[0])
-        message = f"rank {first} could not {what}: {posts[first]['error']}"
+        message = printable(f"rank {first} could not {what}: {posts[first]['error']}")
         for kind, raised in (("value", ValueError), ("absent", FileNotFoundError)):
             if all(posts[index]["kind"] == kind for index in failed):
                 raise raised(message) from failure

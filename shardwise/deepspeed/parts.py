@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from shardwise.checkpoint.bounds import read_name
 from shardwise.checkpoint.directory import LATEST, scan
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.read import NativeSource
@@ -154,8 +155,7 @@ def _name(number: int) -> str:
 
 
 def _latest(root: Path) -> str | None:
-    file = root / LATEST
-    return file.read_text("utf-8").strip() or None if file.is_file() else None
+    return read_name(root / LATEST) or None
 
 
 def _place(root: Path, tag: str | None) -> str | None:

@@ -157,7 +157,7 @@ def test_values_that_share_their_parts_are_refused(tmp_path: Path) -> None:
 
 def test_an_expanded_tensor_is_not_read_for_ever(tmp_path: Path) -> None:
     torch.save({"w": torch.zeros(1).expand(2**45)}, tmp_path / "m.pt")
-    with pytest.raises(CheckpointDamage, match="its tensors would be"):
+    with pytest.raises(CheckpointDamage, match="tensors would be"):
         open_checkpoint(tmp_path / "m.pt")
     torch.save({"w": torch.zeros(1).expand(1000)}, tmp_path / "small.pt")
     source = open_checkpoint(tmp_path / "small.pt")

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from shardwise.checkpoint.bounds import checked_name
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.formats.header import HEADER, named_entries
 from shardwise.checkpoint.formats.indexed import Shards, read_index
@@ -124,8 +125,10 @@ class _OptimizerShards:
         self.more: dict[str, Any] = more if isinstance(more, dict) else {}
         groups = metadata.get("param_groups")
         if not isinstance(groups, str) or Path(groups).name != groups:
-            raise CheckpointDamage(f"{index} names no file of parameter groups (metadata.param_groups is {groups!r})")
-        self._groups = load_torch(self.directory / groups)
+            raise CheckpointDamage(
+                f"{index} names no file of parameter groups (metadata.param_groups is {groups!r:.80})"
+            )
+        self._groups = load_torch(self.directory / checked_name(groups, f"{index}, for its parameter groups,"))
         self._state: dict[int, dict[str, Any]] = {}
         for file in dict.fromkeys(weight_map.values()):
             if not (self.directory / file).is_file():

@@ -7,6 +7,7 @@ rank. The files are pickles with a few of DeepSpeed's classes; records without b
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 
+from shardwise.checkpoint.bounds import read_name
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.formats.deepspeed_flat import (
     Flat,
@@ -66,9 +68,8 @@ def find_step(path: Path) -> Path | None:
     """The directory with the files: ``path``, or the one that ``latest`` in it names; ``None``: neither."""
     if is_step(path):
         return path
-    latest = path / "latest"
-    if latest.is_file() and latest.stat().st_size < 4096:
-        tag = latest.read_text(encoding="utf-8", errors="replace").strip()
+    with contextlib.suppress(CheckpointDamage):  # it need not be DeepSpeed's
+        tag = read_name(path / "latest")
         if tag and Path(tag).name == tag and (path / tag).is_dir() and is_step(path / tag):
             return path / tag
     return None
@@ -146,12 +147,17 @@ def _load(directory: Path) -> _Files:
     files.optimizers = [_dictionary(optimizers[rank])["optimizer_state_dict"] for rank in sorted(optimizers)]
     count = files.optimizers[0].get("partition_count")
     ranks = int(max(count) if isinstance(count, list | tuple) else count or len(optimizers))
-    if sorted(optimizers) != list(range(ranks)):
+    if not _are_all(optimizers, ranks):
         raise CheckpointDamage(f"{directory}: {ranks} ranks saved, the files are of ranks {sorted(optimizers)}")
     stage = int(files.optimizers[0]["zero_stage"])
-    if stage == 3 and sorted(models) != list(range(ranks)):
+    if stage == 3 and not _are_all(models, ranks):
         raise CheckpointDamage(f"{directory}: {ranks} ranks saved, model files are of ranks {sorted(models)}")
     return files
+
+
+def _are_all(files: Mapping[int, Path], ranks: int) -> bool:
+    """Whether there is one of each rank; their number is a file's word, and may be any."""
+    return len(files) == ranks and sorted(files) == list(range(len(files)))
 
 
 def _dictionary(path: Path) -> dict[str, Any]:

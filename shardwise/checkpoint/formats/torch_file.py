@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from shardwise.checkpoint.bounds import MOST_INDEX_BYTES, checked_tree, open_regular
+from shardwise.checkpoint.bounds import MOST_INDEX_BYTES, MOST_TIMES, checked_tree, open_regular
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.formats.lazy import Entry, entry_of_tensor
 from shardwise.checkpoint.formats.pickle_scan import check_pickle
@@ -30,6 +30,8 @@ StandIn = tuple[type, str]
 LEGACY_PICKLES = 5
 """At the start of a file of the older format; tensors follow."""
 SPARE_VALUES = 1 << 20
+SPARE_BYTES = 8 << 20
+"""Of expanded tensors, which take no room in a file."""
 
 
 class RefusedPickle(CheckpointError):
@@ -65,7 +67,7 @@ def load_torch(path: Path, stand_ins: Sequence[StandIn] = ()) -> Any:
         ) from error
     except Exception as error:
         raise CheckpointDamage(f"{path} is not a whole torch file ({_line(error)}); load another copy") from error
-    checked_tree(content, path.stat().st_size + SPARE_VALUES, path)
+    _check_values(content, path.stat().st_size, path)
     return content
 
 
@@ -94,8 +96,34 @@ def load_value(content: bytes, where: str) -> Any:
         value = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
         raise CheckpointDamage(f"{where} cannot be read with weights_only ({_line(error)})") from error
-    checked_tree(value, len(content) + SPARE_VALUES, where)
+    _check_values(value, len(content), where)
     return value
+
+
+def _check_values(content: object, there: int, where: object) -> None:
+    """Containers end, and tensors whose elements share their bytes would need little more than the ``there`` bytes of
+    the file: those of them that are no weights are written out one by one.
+
+    Raises:
+        CheckpointDamage: they do not, or would.
+    """
+    checked_tree(content, there + SPARE_VALUES, where)
+    needed: dict[tuple[object, ...], int] = {}
+    stack = [content]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, torch.Tensor) and value.layout == torch.strided:
+            nbytes = value.numel() * value.element_size()
+            if nbytes > value.untyped_storage().nbytes():
+                needed[value.untyped_storage().data_ptr(), value.storage_offset(), value.shape, value.stride()] = nbytes
+        elif isinstance(value, Mapping):
+            stack.extend(value.values())
+        elif isinstance(value, list | tuple):
+            stack.extend(value)
+    if sum(needed.values()) > MOST_TIMES * there + SPARE_BYTES:
+        raise CheckpointDamage(
+            f"{where} has {there} bytes, and its expanded tensors would be {sum(needed.values())}; it is not read"
+        )
 
 
 def _check_pickles(file: BinaryIO, path: object, is_zip: bool) -> None:

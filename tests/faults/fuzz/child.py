@@ -6,6 +6,7 @@ recipe, then ``{"outcome": ...}``, so that a recipe is known whatever it does to
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 
-from tests.faults.fuzz.changes import draw_changes
+from tests.faults.fuzz.changes import apply_change, draw_changes
 from tests.faults.fuzz.subjects import SUBJECTS
 from tests.faults.fuzz.trial import PLANTED, Bounds, Trials, ways_of
 from tests.faults.fuzz.values import Stale
@@ -28,12 +29,17 @@ ADDRESS_BYTES = 24 << 30
 
 
 def draw_recipe(seed: int, trials: Trials) -> dict[str, Any]:
-    """Always the same one for a seed."""
+    """Always the same one for a seed, of changes that can be made."""
     chance = random.Random(seed)
     (name,) = chance.choices(list(SUBJECTS), [each.share for each in SUBJECTS.values()])
     subject = SUBJECTS[name]
     recipe: dict[str, Any] = {"subject": name, "way": chance.choice(ways_of(subject))}
-    recipe["changes"] = draw_changes(chance, trials.fresh(subject))
+    while "changes" not in recipe:
+        changes = draw_changes(chance, trials.fresh(subject))
+        with contextlib.suppress(Stale):
+            for change in changes:
+                apply_change(trials.folder, change)
+            recipe["changes"] = changes
     if recipe["way"].startswith("convert") and chance.random() < 0.3:
         recipe["planted"] = chance.sample(PLANTED, chance.randrange(1, len(PLANTED)))
     return recipe
