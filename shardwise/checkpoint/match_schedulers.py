@@ -8,6 +8,7 @@ from typing import Any
 
 from shardwise.checkpoint import tree
 from shardwise.checkpoint.match import Match
+from shardwise.checkpoint.next_step import why_no_step
 from shardwise.checkpoint.options import check_scheduler
 from shardwise.checkpoint.run import Run, Trainer
 from shardwise.checkpoint.schedulers import SavedScheduler, inner_scheduler, read_lr_scheduler, regrouped
@@ -30,14 +31,27 @@ def fitting_state(scheduler: Any, path: str | Path) -> dict[str, Any]:
     Raises:
         FileNotFoundError: nothing there.
         CheckpointError: the file is damaged or cannot be read.
-        ValueError: it is the state of another class of scheduler, or has what none of this class has.
+        ValueError: it is the state of another class of scheduler, has what none of this class has, or makes its next
+            step fail.
     """
     saved = read_lr_scheduler(path)
     reason = saved.misfit(scheduler)
     if reason is not None:
         raise ValueError(printable(f"{path} does not fit, nothing was loaded: {reason}"))
-    check_scheduler(scheduler, saved.state, str(path))
+    _check(scheduler, saved.state, printable(str(path)))
     return dict(saved.state)
+
+
+def _check(scheduler: Any, state: Any, where: str, groups_alike: bool = True) -> None:
+    """Whether ``state`` holds what a scheduler of this class has, and it can go on with that.
+
+    Raises:
+        ValueError: it does not, or cannot.
+    """
+    check_scheduler(scheduler, state, where)
+    why = why_no_step(scheduler, state) if groups_alike else ""  # otherwise what it takes over is made of both
+    if why:
+        raise ValueError(f"{where}: {type(scheduler).__name__} cannot go on with the state ({why}); nothing was loaded")
 
 
 class SchedulerMatch:
@@ -51,7 +65,7 @@ class SchedulerMatch:
 
     Raises:
         ValueError: another number of schedulers, (``strict``) the state of another class, or one that has what no
-            scheduler of its class has.
+            scheduler of its class has, or with which its next step would fail.
     """
 
     def __init__(self, match: Match, saved: Sequence[SavedScheduler], schedulers: Sequence[Any], strict: bool) -> None:
@@ -67,7 +81,7 @@ class SchedulerMatch:
             alike = all(taken.exact for taken in match.taken.values())
             reason = each.misfit(scheduler, alike)
             if reason is None:
-                check_scheduler(scheduler, each.state, f"learning-rate scheduler {number}")
+                _check(scheduler, each.state, f"learning-rate scheduler {number}", alike)
                 self._fitting.append((each, scheduler))
             else:
                 wrong.append(f"learning-rate scheduler {number}: {reason}")

@@ -35,8 +35,8 @@ def unlike(value: object, own: object, length: bool = True, none: bool = False) 
     """
     if own is None or (value is None and (none or isinstance(own, bool))):
         return ""
-    for kind in (str, Mapping, numbers.Number):
-        if isinstance(own, kind) != isinstance(value, kind) and not (kind is numbers.Number and _is_number(value)):
+    for kind in (str, Mapping, numbers.Real):
+        if isinstance(own, kind) != isinstance(value, kind) and not (kind is numbers.Real and _is_number(value)):
             return f"{_shown(value)} where the run has {_shown(own)}"
     if isinstance(own, Mapping) and isinstance(value, Mapping):
         common = [key for key in own if key in value]
