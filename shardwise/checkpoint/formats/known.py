@@ -172,4 +172,8 @@ def register_format(format: Format) -> Callable[[], None]:
     if format.name in _FORMATS:
         raise ValueError(f"register_format: there is a format {format.name!r} already; give another name")
     _FORMATS[format.name] = format
-    return lambda: _FORMATS.pop(format.name, None) and None
+
+    def take_back() -> None:
+        _FORMATS.pop(format.name, None)
+
+    return take_back
