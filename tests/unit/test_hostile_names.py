@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from shardwise.checkpoint.bounds import checked_name, reading
 from shardwise.checkpoint.formats.deepspeed import find_step
 from shardwise.checkpoint.formats.detect import open_checkpoint
 from shardwise.checkpoint.formats.native import write_native
+from shardwise.checkpoint.formats.torch_file import RefusedPickle
 from shardwise.checkpoint.match_schedulers import fitting_state
 from shardwise.checkpoint.schedulers import read_lr_scheduler
 from shardwise.checkpoint.source import CheckpointDamage
@@ -107,3 +109,18 @@ def test_what_a_file_says_is_shown_printable_in_every_error(tmp_path: Path) -> N
 
     with pytest.raises(ValueError, match=r"a\\x00b\\x1b\[2J\nand more"):
         agree(lambda value: [value], 0, "load it", raising)
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+def test_a_name_with_line_ends_is_told_in_one_line(tmp_path: Path) -> None:
+    # GLOBAL's arguments end with their lines; those of STACK_GLOBAL are texts.
+    names = b"\x8c\x05torch\x8c\x09float3\n\x1b[\x93"
+    (tmp_path / ".metadata").write_bytes(b"\x80\x04" + names + b".")
+    with zipfile.ZipFile(tmp_path / "m.pt", "w") as archive:
+        archive.writestr("m/data.pkl", b"\x80\x04" + names + b".")
+        archive.writestr("m/version", "3\n")
+    for path in (tmp_path, tmp_path / "m.pt"):
+        with pytest.raises(RefusedPickle) as caught:
+            open_checkpoint(path)
+        assert str(caught.value).isprintable(), str(caught.value)
+        assert path != tmp_path or r"torch.float3\n\x1b[" in str(caught.value)

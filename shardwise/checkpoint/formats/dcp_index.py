@@ -22,6 +22,7 @@ from shardwise.checkpoint.bounds import checked_name, checked_shape, read_index_
 from shardwise.checkpoint.formats.pickle_scan import check_pickle
 from shardwise.checkpoint.formats.torch_file import RefusedPickle
 from shardwise.checkpoint.source import CheckpointDamage
+from shardwise.printable import in_a_line
 
 __all__ = ["Chunk", "DcpIndex", "DcpItem", "read_dcp_index"]
 
@@ -141,7 +142,7 @@ class _IndexUnpickler(pickle.Unpickler):
         if found is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype | torch.layout):
             found = getattr(torch, name)
         if found is None:
-            raise RefusedPickle(f"{module}.{name}")
+            raise RefusedPickle(in_a_line(f"{module}.{name}"))
         return found
 
     def persistent_load(self, pid: Any) -> Any:

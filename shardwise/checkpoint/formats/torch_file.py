@@ -21,7 +21,7 @@ from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.formats.lazy import Entry, entry_of_tensor
 from shardwise.checkpoint.formats.pickle_scan import check_pickle
 from shardwise.checkpoint.source import CheckpointDamage
-from shardwise.printable import printable
+from shardwise.printable import in_a_line
 
 __all__ = ["TORCH_SUFFIXES", "RefusedPickle", "check_zip", "load_torch", "load_value", "tensor_entries"]
 
@@ -138,7 +138,7 @@ def _check_pickles(file: BinaryIO, path: object, is_zip: bool) -> None:
         with zipfile.ZipFile(file) as archive:
             for record in archive.infolist():
                 if record.compress_type != zipfile.ZIP_STORED:
-                    name = printable(record.filename[:80])
+                    name = in_a_line(record.filename[:80])
                     raise CheckpointDamage(f"{path}: {name} is compressed, which torch.save never does; not read")
                 if record.filename.endswith(".pkl"):
                     if record.file_size > MOST_INDEX_BYTES:
@@ -154,7 +154,8 @@ def _check_pickles(file: BinaryIO, path: object, is_zip: bool) -> None:
 def _unsafe_names(path: Path, stand_ins: Sequence[StandIn]) -> list[str]:
     known = {name for _, name in stand_ins}
     try:
-        return sorted(set(torch.serialization.get_unsafe_globals_in_checkpoint(path)) - known)
+        found = set(torch.serialization.get_unsafe_globals_in_checkpoint(path)) - known
+        return sorted(map(in_a_line, found))
     except Exception:  # the names only make the message better
         return []
 
@@ -175,7 +176,7 @@ def check_zip(path: Path) -> None:
             f"{path} is not a whole file of torch.save ({_line(error)}); load another copy"
         ) from error
     if broken is not None:
-        raise CheckpointDamage(f"{path}: the record {broken} is not what was written; load another copy")
+        raise CheckpointDamage(f"{path}: the record {in_a_line(broken)} is not what was written; load another copy")
 
 
 def tensor_entries(state: Mapping[Any, Any], where: str) -> tuple[dict[str, Entry], dict[str, str], dict[str, Any]]:
