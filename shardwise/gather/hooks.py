@@ -48,6 +48,19 @@ def _outside_compile(hook: Callable[..., Any]) -> Callable[..., Any]:
     return disabled
 
 
+# [Note: Saved tensors become notes]
+# Autograd saves what an operation's backward will read. A saved view of a gathered array would keep all of that array,
+# so the whole model by the end of the forward pass. Hence, while modules run, saved-tensor hooks put a _Note in the
+# place of every tensor that lies in a gathered array: which chunk, and the view's size, strides and offset. When
+# backward reads the note the chunk is gathered, if it is not, and the view is made again. Backward needs no knowledge
+# of modules then, and a graph that is walked twice, or in part, gathers what it reads.
+# * Which tensors: asked by storage, not by parameter, because operations save views (a transposed weight).
+# * When it is valid: as long as the chunk's generation, which counts updates, is that of the note; saved tensors have
+#   version counters for that, a note has none.
+# * Other hooks (activation checkpointing, save_on_cpu) that are active when a module with parameters begins: ours go on
+#   top and hand on what is no weight (_Composed).
+# * Where ours cannot be (most torch.func transforms; hooks pushed inside a module's own forward): a saved view keeps
+#   its array, a saved parameter is not evicted; see [Note: Who counts as a reader]. Right, and dearer in memory.
 @dataclass(frozen=True)
 class _Note:
     """Stands for a view of a gathered chunk among autograd's saved tensors."""
@@ -206,11 +219,13 @@ class GatherHooks:
         else:
             before, after = _outside_compile(before), _outside_compile(after)
         self._handles.append(module.register_forward_pre_hook(before, prepend=True))
+        # Also after an exception; after an interrupt torch calls no hooks, see unwind().
         self._handles.append(module.register_forward_hook(after, always_call=True))
 
     def _enter(self, module: nn.Module, units: list[int]) -> None:
         frames = self._running.frames
         frame = _Frame(module, pack=self._push_saved_hooks())
+        # Noted down before its units are pinned, one by one: after a gather that fails _leave undoes as many.
         frames.append(frame)
         if self._settles and len(frames) == 1:
             self.pool.settle()
@@ -300,6 +315,7 @@ class GatherHooks:
 
     def note_of(self, tensor: torch.Tensor) -> _Note | None:
         """What stands for a view of a gathered chunk; ``None`` for any other tensor."""
+        # A subclass may have its values elsewhere, or none: it is kept as it is.
         if type(tensor) is not torch.Tensor and type(tensor) is not nn.Parameter:
             return None
         if tensor.layout is not torch.strided or is_transformed(tensor):

@@ -95,6 +95,7 @@ class MemoryMeter:
                 f"thread {threading.get_ident()} runs the model while thread {self._thread} does, under a declared "
                 "device capacity: hold a lock around each use of the model, or declare no capacity"
             )
+        # See [Note: Which thread touches what].
         self._thread = threading.get_ident()
         if self._depth == 0:
             self._asked.clear()

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 __all__ = ["GatherLimits", "Trace", "choose_victim", "next_units"]
 
+# Later than any use: what the recorded step does not use again goes before all that it does.
 NEVER = 1 << 60
 
 
@@ -44,6 +45,7 @@ class Trace:
             return
         position = len(self.current)
         if self.followed and (position >= len(self.recorded) or self.recorded[position] != unit):
+            # One deviation is enough: what is predicted from a wrong place evicts what is needed next.
             self.followed = False
         self.current.append(unit)
 
@@ -58,6 +60,15 @@ class Trace:
         return self.recorded[len(self.current) :] if self.followed else ()
 
 
+# [Note: When a unit may be evicted]
+# When room is needed for another one (ChunkPool._make_room), and not when its use ends: what is used again at once
+# would be gathered twice. Then everything idle may go but
+# * what is pinned: a module that runs reads it, or all is held inside gathered();
+# * what comes within the next ``prefetch`` uses: it would be fetched again right away;
+# * what somebody holds; see [Note: Who counts as a reader].
+# Where memory is short (drop_idle) the second does not count. After an update none of them does, since the values are
+# those of the step before: whoever still holds a parameter then has its graph refused (Chunk.refuse_graphs). The budget
+# bounds what is idle. What is pinned counts against it and is never refused for it.
 def choose_victim(trace: Trace, candidates: Collection[int]) -> int:
     """Which of the evictable ``candidates`` (not empty) goes first."""
     upcoming = trace.upcoming()

@@ -1,8 +1,8 @@
 """The only mover: which chunks are gathered, and what makes room for what.
 
-``acquire`` is the single place where residency changes. Eviction is decided there, never at release, so a unit that is
-used again at once is not gathered twice. The budget bounds what is gathered and idle; what is pinned or fetched ahead
-comes on top of it.
+In a pass ``acquire`` alone brings in what this rank uses, and evicts what has to go for it; a shortage of memory evicts
+besides (``drop_idle``). Nothing is evicted at release, so a unit that is used again at once is not gathered twice. The
+budget bounds what is gathered and idle; what is pinned may be more, and what is fetched ahead comes on top.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from shardwise.torch_internals import storage_id
 __all__ = ["ChunkPool"]
 
 
+# See [Note: Who owns a gathered array], [Note: When a unit may be evicted] and [Note: Which thread touches what].
 class ChunkPool:
     """Chunks of one model over one shard group.
 
@@ -422,6 +423,7 @@ class ChunkPool:
             return
         self._require(self._transient[unit], unit)
         self._events.gather_began(unit)
+        # Held and counted before the first array is there, so that _evict undoes it at any point below.
         self._held.add(unit)
         self.moved_bytes += self._bytes[unit]
         self.gathered_bytes += self._bytes[unit]

@@ -9,18 +9,6 @@ not holds up more than itself, they have to. On a GPU the compute stream waits f
 the compute stream. If a rank began a reduction alone and its compute stream waited for it, to use the exchange buffer
 again, what it gathers next would wait behind that; a peer on another branch needs that gather before it comes to the
 reduction; and neither goes on.
-
-*Why no wait inside a pass closes a cycle then.* Put all collectives of a group, gathers and reductions, in the order in
-which rounds start them; it is the same on every rank. Collective n begins on a rank's stream behind what its compute
-stream had been given when round n was met, so behind waits for collectives of rounds before n only. By induction all
-of these end on every rank, hence n does. Within one shard group this holds for whatever waits for them: the compute
-stream, the host (a page that is locked, memory given back with ``cudaFree``, a module that is loaded: each may wait for
-the whole device) and, where NCCL's kernels share a GPU, the order in which they are given to it. What follows a
-reduction over the replicas begins with it, before anything else; so in each shard group what has begun over the
-replicas is a prefix of one order, a stream waits for the m-th of them only when its group has begun m, and induction
-over m ends there too. It does not for a host that waits for its whole device: with replicas, and at stages 1 and 2,
-where there are no rounds, that is left to luck where ranks are on different branches (docs/architecture.md, limits).
-The rest of the reductions begins at the end of the pass, when all ranks have met and before any of them waits.
 """
 
 from __future__ import annotations
@@ -34,6 +22,7 @@ from shardwise.memory.ledger import Ledger
 
 __all__ = ["Met", "Reductions", "Rounds"]
 
+# No unit has a negative number. FAILED stands in every place, so that it is found in a post of any width.
 NO_UNIT = -1.0
 FAILED = -2.0
 WANTS = "what to gather"
@@ -72,6 +61,18 @@ class Reductions(Protocol):
         """Begin the first ``count`` that have not."""
 
 
+# [Note: Why no wait inside a pass closes a cycle]
+# Put all collectives of a shard group, gathers and reductions, in the order in which rounds start them; it is the same
+# on every rank. Collective n begins on a rank's stream behind what its compute stream had been given when round n was
+# met, so behind waits for collectives of rounds before n only. By induction all of these end on every rank, hence n
+# does. Within one shard group this holds for whatever waits for them: the compute stream, the host (a page that is
+# locked, memory given back with cudaFree, a module that is loaded: each may wait for the whole device) and, where
+# NCCL's kernels share a GPU, the order in which they are given to it. What follows a reduction over the replicas begins
+# with it, before anything else; so in each shard group what has begun over the replicas is a prefix of one order, a
+# stream waits for the m-th of them only when its group has begun m, and induction over m ends there too. It does not
+# for a host that waits for its whole device: with replicas, and at stages 1 and 2, where there are no rounds, that is
+# left to luck where ranks are on different branches. The rest of the reductions begins at the end of the pass, when all
+# ranks have met and before any of them waits. On CPU ranks see [Note: Why no wait inside backward is without end].
 class Rounds:
     """Of one model over one shard group.
 
@@ -108,6 +109,7 @@ class Rounds:
         self._raise_for([rank for rank, post in enumerate(posts) if FAILED in post])
         found = {int(unit) for post in posts for unit in post[2:] if unit != NO_UNIT}
         alike = len({frozenset(post[2:]) for post in posts}) == 1
+        # Sorted, so that all gather the union in one order, whatever each of them asked for first.
         return Met(sorted(found), alike, any(post[0] for post in posts), int(min(post[1] for post in posts)))
 
     def all_fit(self, fits: bool) -> None:
