@@ -15,6 +15,14 @@ _UNSHARED = storage_holders(torch.empty(1))
 """How many holders torch counts for an array that nobody else reads."""
 
 
+# [Note: When an array may be used again]
+# When torch counts no holder of its storage but the tensor in ``_idle``: each view that autograd or the program keeps
+# is one more, and goes without telling anybody. The parameters' own views are gone before an array is given back, since
+# eviction points them elsewhere first. An array that is still read waits in ``_idle`` until somebody asks for its size;
+# after an update, or where too much is idle, it is forgotten, so that its last reader frees it. What was forgotten is
+# watched by weak references, because under a declared capacity memory counts until it is free. What torch counts for an
+# array without readers is asked of a fresh one (``_UNSHARED``); where it cannot be asked (0) nothing is ever kept. Nor
+# is it on CUDA, where the caching allocator does the same and knows of streams.
 class ArrayPool:
     """Reuses flat host arrays: a fresh page costs about 2 microseconds per 4 KiB, a reused one nothing.
 

@@ -24,6 +24,19 @@ from shardwise.torch_internals import point, version_of
 __all__ = ["Chunk"]
 
 
+# [Note: Who owns a gathered array]
+# ``full`` is an ordinary tensor with a reference count. It is held by the chunk, from the beginning of the gather to
+# the eviction; by the parameters, which are pointed at parts of it; and by every view that autograd or the program
+# keeps. Eviction ends the first two: parameters point at one NaN, expanded to their shape, so that a read without a
+# gather is seen; the array goes back to its pool, which uses it again when the last view is gone ([Note: When an array
+# may be used again]). Memory is never freed under a reader, at the price of memory for as long as somebody reads.
+# * A parameter is no view: it is the same object before and after, for whoever holds it. So holders are counted before
+#   it is pointed elsewhere; see [Note: Who counts as a reader].
+# * A joined array is the ranks' shards themselves (comm: Group.joined). It shows what they become: nobody may read it
+#   after the fence behind which they are written ([Note: Fences]), and the eviction after the update ends it.
+# * A resident chunk's array is its exchange memory, for good; an update changes what is in it.
+# * On a GPU the array goes back to torch's allocator, which gives it out behind what its stream was given; for copies
+#   on another stream see SideCopy in device/streams.py.
 class Chunk:
     """Storage of one :class:`ChunkSpec` on this rank.
 
@@ -117,6 +130,7 @@ class Chunk:
         full = self.full
         if full is None:
             raise RuntimeError(f"chunk {self.spec.index} has full={full}: gather it before its parameters are pointed")
+        # Before the values that tell it are replaced.
         self._note_lost()
         _point(self.params, self.views(full))
         self._pointed = True
@@ -136,6 +150,7 @@ class Chunk:
 
     def refuse_graphs(self) -> None:
         """As if each parameter had been updated in place: autograd refuses graphs that hold what it was."""
+        # No value changes, and the message is torch's own, which its users know.
         torch.autograd.graph.increment_version(self.params)
 
     def unpoint_params(self) -> None:

@@ -18,6 +18,14 @@ from shardwise.torch_internals import tensor_holders
 __all__ = ["is_read", "python_holders"]
 
 
+# [Note: Who counts as a reader]
+# Whoever keeps the parameter itself: norms, attention and RNNs save it, kernels put it on their ``ctx``, programs keep
+# lists. Two counts tell, because neither sees all.
+# * torch's, of the tensor: its Python object is one, the node that accumulates its gradient another; more is a graph.
+# * Python's, of the object: compared with what it was when the parameter was pointed at the gathered array, since
+#   modules, hooks and the user's own lists hold it for good. More than then is somebody who took it since.
+# Both err on one side: a list that a forward pass made and kept looks like a reader, so its unit stays gathered, which
+# costs memory. A reader that was not counted would cost right numbers.
 def _added_by_torch() -> int:
     """How many references Python counts more as long as torch itself holds a tensor, however often."""
     param = nn.Parameter(torch.empty(1))

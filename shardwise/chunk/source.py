@@ -86,6 +86,12 @@ class MemorySource:
         """Nothing to do."""
 
     def gather(self, group: Group, out: torch.Tensor) -> Handle:
+        # [Note: Which stream a gather runs on]
+        # From the device's own memory: the group's. From the host's to a GPU: an upload stream, behind what the compute
+        # stream was given, which may have used the memory before. With several ranks the collective begins while that
+        # stream is the current one, so it waits for the upload, and the compute stream for neither until the handle is
+        # waited for. Uploads read shards that the CPU writes at the next update: Values.before_update has the host wait
+        # for the device first.
         local = self._exchange.local
         if local.device == out.device:
             return group.all_gather(out, self._exchange)
@@ -120,6 +126,14 @@ class _Keeping:
         self._kept = None
 
 
+# [Note: Buffers of shards on a disk]
+# All shards that are at home on one disk share a fixed number of equal buffers. Each user has its own share of them, so
+# that none waits for another: ``renewals`` are the update thread's, which writes new shards while the caller gathers.
+# Of the rest two are never read ahead into: one is for the gather in use, one for a change. Buffers are equal because a
+# small shard that took the only large one would leave a large shard without. With one rank a gather holds its buffer
+# until the array is filled, oldest first (``gathers``). With several the gather is over when it returns: each rank
+# copies its shard into exchange memory that all chunks share, and that may be written again behind the fence at its
+# end.
 @dataclass
 class ReadAhead:
     """What the shards on one disk share: buffers of one size, and how many of them hold what is needed later.
@@ -267,6 +281,7 @@ class DiskSource:
             ranks = [rank for rank, post in enumerate(posts) if not post[0]]
             raise DiskError(f"{self.record.name}: ranks {ranks} of {group.name} could not read it; see their messages")
         group.all_gather(out, self._staging).wait()
+        # The next chunk's shard goes into the same memory.
         group.fence()
         return DONE
 
