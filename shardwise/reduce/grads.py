@@ -15,6 +15,19 @@ from shardwise.torch_internals import storage_id
 __all__ = ["ChunkGrads", "SlotPool", "exchange_sizes", "gradient_bytes"]
 
 
+# [Note: Who owns a gradient's array]
+# A gradient passes through these, in this order:
+# * autograd's own tensor of one parameter, which is copied and dropped as soon as it is complete;
+# * ``array``, the whole chunk on this rank. It lies in an exchange buffer, which chunks of similar size use in turn
+#   (SlotPool), in private memory while that buffer is busy, or, where whole gradients are kept, in a buffer of the
+#   chunk's own. From the launch of the reduction on it is the peers' to read: it is written again after its handle was
+#   waited for and Buffer.wait_writable() has returned. What comes meanwhile (nested passes) goes to ``late``;
+# * ``out``, what the reduction writes: memory of this rank's shard, or a part of exchange memory;
+# * ``reduced``, what the update reads: ``out`` itself, or what it was added to. If that is exchange memory it is
+#   ``borrowed``, and moves to private memory (claim) before that is written.
+# The private memory of a shard is the chunk's for good, except where gradients stream: there it is a ring's, and goes
+# back as soon as the update has read it. A result on its way from a GPU to the host has landed when ``reduced`` is
+# read; ``held`` looks without waiting.
 class ChunkGrads:
     """Gradient state of one trainable chunk.
 
@@ -214,6 +227,7 @@ class GradRing:
 
     def give(self, memory: torch.Tensor) -> None:
         """Use ``memory`` again."""
+        # What was taken may be a part: the whole block goes back, or blocks would shrink with each turn.
         whole = torch.empty(0, dtype=torch.uint8, device=memory.device)
         self._idle.append(whole.set_(memory.untyped_storage()))
 

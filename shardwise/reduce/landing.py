@@ -15,6 +15,7 @@ from shardwise.torch_internals import version_of
 
 __all__ = ["Landings"]
 
+# One may be copied while the host adds the other.
 IN_FLIGHT = 2
 """Results that may wait at a time to be added to what there is."""
 
@@ -87,6 +88,7 @@ class Landings:
             memory = state.own_memory()
             state.lands(memory, _Landing(memory, out).wait)
             return
+        # Also its own, whose sum is read below: landed before a block is taken, it gives one back.
         while len(self._adding) >= IN_FLIGHT or state in self._adding:
             self._adding.popleft().land()
         if out.nbytes > self._largest:

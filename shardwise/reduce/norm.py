@@ -45,6 +45,7 @@ def _column(shares: Sequence[float], p: float) -> float:
         return math.nan
     if p == math.inf:
         return max(shares)
+    # Exactly, so that the order of the ranks makes no difference.
     return math.fsum(shares) if all(map(math.isfinite, shares)) else math.inf
 
 
@@ -108,6 +109,7 @@ def global_norm(
     extra = [torch.tensor(known, dtype=torch.float64)] if known else []
     everything = [*tensors, *extra]  # the norm of norms is the norm
     norm = _combined(everything, p, torch.float32, gather, others)
+    # The same on all ranks, so all of them ask again.
     if norm == math.inf and p != math.inf:
         # The powers of large finite gradients overflow in fp32; then they are summed again in fp64.
         norm = _combined(everything, p, torch.float64, gather, others)
@@ -195,4 +197,5 @@ def clip_factor(norm: float, max_norm: float) -> float:
     if max_norm <= 0.0:
         return 1.0
     factor = max_norm / (norm + 1e-6)
+    # Of a NaN min() would make 1.0, and the step would be taken.
     return factor if math.isnan(factor) else min(1.0, factor)

@@ -21,6 +21,15 @@ from shardwise.torch_internals import at_end_of_backward, current_graph_task, cu
 __all__ = ["BackwardPasses"]
 
 
+# [Note: A pass that failed]
+# Where a pass fails nothing waits for the peers: they may be in the midst of it, and come to no agreement. It is noted
+# (``_failed``), and stays so until all ranks have dropped the pass. Before anything at the end of a pass can raise it
+# is set, and taken back when the last reduction is in, so whatever interrupts the end counts as a failure. A pass that
+# autograd itself gave up shows by its callback, which autograd drops then (``_tasks`` has weak references). The next
+# forward pass or zero_grad() recovers, on every rank alike: the ranks tell how far each came, begin what any of them
+# has begun, wait for it, and forget the gradients of the step. A rank that noticed nothing comes to another exchange
+# instead; the purposes differ, all raise, and the pass counts as failed until they do agree. step() or a new pass
+# before that is refused, because what was reduced by then differs between the ranks.
 class BackwardPasses:
     """Notices backward passes over one model and ends them on every rank alike.
 
@@ -65,6 +74,7 @@ class BackwardPasses:
                 self._begin()
                 self._gathering = True
             ending = partial(self._task_ended, task)
+            # Autograd holds it, and drops it with a pass that fails.
             self._tasks[task] = weakref.ref(ending)
             at_end_of_backward(ending)
 
@@ -183,6 +193,7 @@ class BackwardPasses:
             # Gradients from before the scale moved (another optimizer's, not yet stepped) keep in line.
             self._reducer.rescale(loss_scale / self._counts.loss_scale)
             self._counts.loss_scale = loss_scale
+        # From here on peers may wait for a gather of this rank.
         self._around = self._gathering = True
         try:
             with self._meter.measuring() if self._meter is not None else contextlib.nullcontext():

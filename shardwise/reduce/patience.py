@@ -22,6 +22,20 @@ MOST_PASSES = 1024
 NAP_MAX_S = 0.001
 
 
+# [Note: Why no wait inside backward is without end]
+# On CPU ranks it is the host that waits. A peer that does not use a chunk, or whose patience has ended, joins the
+# chunk's reduction only at the end of its pass. So a wait for a reduction in the midst of backward could be one for
+# ever. Until a rank's last gradient it waits for these things only:
+# * an exchange buffer that chunks share: its last reduction, and peers that read it; until patience ends;
+# * a buffer of the chunk's own: peers that still read the last pass's sum, who need nothing of this rank any more;
+# * what all ranks gather next, where they agree on gathers, and what follows at once (the outcome of a read from a
+#   disk, the gather's messages, a fence): every rank comes to its next gather, or to the end of its backward, with
+#   nothing but this list in between;
+# * a disk, its buffers, an update in its thread: these wait for no peer.
+# Reductions are waited for after the last gradient. By then the ranks have agreed on what is reduced and begin it in
+# one order ([Note: One order of reductions]), so who waits for the n-th waits for ranks that wait for an earlier one at
+# most. A fence waits for no reduction ([Note: Fences]). On GPUs it is streams that wait; see [Note: Why no wait inside
+# a pass closes a cycle]. tests/ranks/test_waits.py lets patience end at every place of every rank in turn.
 class Patience:
     """Of one reducer. Passes are alike when every rank had gradients of the same parameters."""
 

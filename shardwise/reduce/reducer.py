@@ -32,6 +32,8 @@ from shardwise.reduce.reductions import Observer, ThenReplicas, pack_bits, unpac
 __all__ = ["Reducer"]
 
 
+# See [Note: Who owns a gradient's array], [Note: One order of reductions] and, for whatever it waits for, [Note: Why no
+# wait inside backward is without end].
 class Reducer:
     """Gradients of one model over one mesh.
 
@@ -107,7 +109,7 @@ class Reducer:
     # ---- during backward
 
     def begin_in(self, rounds: Rounds) -> None:
-        """Reductions begin where the ranks agree on gathers, and at the end of a pass; see :mod:`~.chunk.rounds`."""
+        """Reductions begin where the ranks agree on gathers, and at the end of a pass; see :mod:`~.gather.rounds`."""
         self._in_rounds = self.overlap
         rounds.carry(self)
 

@@ -12,6 +12,7 @@ from shardwise.device import on_stream, record_event, wait_event
 
 __all__ = ["Observer", "ThenReplicas", "pack_bits", "unpack_bits"]
 
+# What is exchanged is float64, so flags travel in its mantissa.
 BITS = 48  # flags per exchanged number; integers below 2**53 are exact
 
 
@@ -28,6 +29,13 @@ def unpack_bits(words: Sequence[float], count: int) -> list[bool]:
     return [bool(int(words[i // BITS]) >> (i % BITS) & 1) for i in range(count)]
 
 
+# [Note: One order of reductions]
+# All ranks begin the same reductions in the same order, whatever they use. The order is that of the layout, backwards,
+# and from the first pass on rank 0's order of arrival, which all adopt when the set of chunks in use has changed.
+# Within a pass a chunk begins early only behind all that come before it (Reducer._cursor). At the end of the pass the
+# ranks tell each other which parameters had gradients, and begin the rest: what nobody used is not reduced, what some
+# used counts as zero on the others. Gradients that came after their chunk was reduced follow in a second round, in the
+# same order. Results are waited for in that order, too, oldest first: with replicas the second parts begin in it.
 class ThenReplicas:
     """A reduce-scatter over the shard group followed by an all-reduce of the shard over the replicas.
 

@@ -27,6 +27,7 @@ class LossScaler:
         if overflow:
             self.overflows += 1
             self.good_steps = 0
+            # Beyond the last one, too: each further overflow lowers the scale again, until a growth.
             if self.overflows >= plan.hysteresis:
                 self.scale = max(self.scale * plan.backoff_factor, plan.min_scale)
             return

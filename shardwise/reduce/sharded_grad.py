@@ -45,6 +45,7 @@ class GradOwner(Protocol):
         """The parameter's name."""
 
 
+# See [Note: What stands in .grad].
 class ShardedGrad(torch.Tensor):
     """The gradient of one sharded parameter, of its shape, dtype and device. Views of it are of this class too.
 
