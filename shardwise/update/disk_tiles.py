@@ -26,6 +26,7 @@ from shardwise.update.tiles import Piece, Tile
 
 __all__ = ["BufferSizes", "DiskTile", "TileVisits"]
 
+# A cache line.
 ALIGN_BYTES = 64
 
 
@@ -55,6 +56,15 @@ class BufferSizes:
     state_bytes: int = 0
 
 
+# [Note: One visit of a tile]
+# start() takes buffers and begins to read; bind() waits, and points values and state at the buffers; the optimizer
+# steps; save() begins to write and takes values and state away; finish() waits and gives the buffers back. Between
+# visits values are NaN and state is a tensor without values (OnDisk): what uses them by mistake fails, or shows, and
+# never computes with numbers of another tile whose buffer it was. Writes go to the version that is not committed, so a
+# visit changes nothing for good; see [Note: Two versions of a record]. TileVisits keeps at most ``depth`` tiles between
+# start() and finish(). A tile is in one of its lists before it starts and until after it has finished, so wherever an
+# interrupt comes release() finds it. The caller reads ahead in forward passes, the update thread visits; a read-ahead
+# that finds a visit under way leaves instead of waiting for it.
 class DiskTile:
     """One tile on the disk.
 
@@ -258,6 +268,7 @@ class DiskTile:
 
         def restore() -> None:
             if self._state is not record:
+                # Its space on the disk cannot be given back; the next try takes it.
                 self._spare = self._state
             self._entries, self._state, self._room = entries, record, room
             for piece, state in zip(self.tile.pieces, before, strict=True):

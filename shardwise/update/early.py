@@ -36,6 +36,7 @@ __all__ = ["EarlyObserver", "EarlyUpdates"]
 PENDING = 4  # chunks whose update in place may wait, each with its gradient
 
 
+# See [Note: Guesses and their undoing].
 class EarlyUpdates:
     """Updates of one optimizer's chunks that run ahead of its ``step()``.
 
@@ -309,6 +310,7 @@ class EarlyUpdates:
         if self.in_place and (self.updated or self.anywhere):
             self._broken = True
             raise RuntimeError(self._lost)
+        # Before the first value: an interrupt from here on is noticed by settle(), which comes here again.
         self._undoing = True
         if self._disk is not None:
             self._disk.rollback()

@@ -24,6 +24,7 @@ __all__ = ["EarlyDisk"]
 PAUSE_GROWTH, LONGEST_PAUSE = 2, 16  # in steps: k wrong guesses in a row are followed by min(2**k, 16) without one
 
 
+# The disk's part of [Note: Guesses and their undoing].
 class EarlyDisk:
     """The tiles of one optimizer that are on a disk.
 

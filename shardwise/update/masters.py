@@ -50,6 +50,7 @@ class MasterEdits:
         known = [(chunk, sums) for chunk, sums in pairs if sums is not None]
         if not known:
             return []
+        # One answer for all chunks: on a GPU each would hold up the host.
         differ = torch.stack([(_sums(chunk.shard) != sums).any() for chunk, sums in known]).tolist()
         return [chunk for (chunk, _), differs in zip(known, differ, strict=True) if differs]
 
@@ -93,6 +94,7 @@ def _sums(shard: torch.Tensor) -> torch.Tensor:
     whole = shard.numel() // (words * BLOCK) * words * BLOCK if aligned else 0
     with torch.no_grad():
         rest = shard[whole:].view(_INTEGERS[shard.itemsize])
+        # Odd factors: no change of a single element can vanish in 64 bits.
         places = 2 * torch.arange(rest.numel(), device=rest.device) + 1  # also where nothing is left over
         last = (rest * places).sum().view(1)
         return torch.cat([shard[:whole].view(torch.int64).view(-1, BLOCK).sum(1), last]) if whole else last

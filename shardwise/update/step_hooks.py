@@ -24,6 +24,7 @@ def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
     if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
         return own  # type: ignore[no-any-return]
     function = type(optimizer).step
+    # Torch marks the class's own step when it has wrapped it, at the first instance.
     if getattr(function, "hooked", False):
         function = function.__wrapped__  # type: ignore[attr-defined]
     return MethodType(function, optimizer)

@@ -103,6 +103,7 @@ def make_tiles(grads: ChunkGrads, state: ChunkState, ranges: Sequence[TileRange]
     return tiles
 
 
+# See [Note: Masters apart from parameters] for what a tile's values are.
 class TileStepper:
     """Runs one torch optimizer over tiles; owns the scratch memory for gradients in the update's dtype."""
 
@@ -212,6 +213,7 @@ class TileStepper:
             self._move_steps(live)
         before = {key: value for key, value in group.items() if key != "params"}
         held = self._bytes_of(live)
+        # One group, of what is live in this tile: the optimizer's own loop steps nothing else.
         self.optimizer.param_groups = [group]
         for alike in self._alike(live) if group.get("fused") else (live,):
             group["params"] = [piece.value for piece in alike]
@@ -243,6 +245,7 @@ class TileStepper:
         Asked of the optimizer itself: it steps a parameter of two elements, which is then forgotten.
         """
         optimizer = self.optimizer
+        # Two elements, so that a count of shape (1,) does not pass for state of each.
         probe = nn.Parameter(torch.zeros(2, dtype=like.dtype, device=like.device))
         probe.grad = torch.zeros_like(probe)
         with self.groups() as groups, torch.random.fork_rng(devices=[]):
