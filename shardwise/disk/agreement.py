@@ -25,6 +25,7 @@ def disk_failures(
         before: called right before the others may learn of it.
     """
     before()
+    # One number where nothing failed, which is nearly always; messages follow only where one has something to tell.
     posts = group.exchange([float(failure is None)], f"whether the disk failed while {doing}")
     if all(post[0] for post in posts):
         return {}
@@ -64,6 +65,7 @@ def agreed(group: Group, doing: str, outcome: str, *, needed: bool) -> Iterator[
     failure: Exception | None = None
     try:
         yield
+    # An interrupt is not agreed on: it goes up at once, and the peers meet what this rank does next, or its end.
     except Exception as error:
         failure = error
     raise_failures(disk_failures(group, failure, doing), failure, doing, outcome)

@@ -18,6 +18,15 @@ __all__ = ["Allocate", "BufferPool"]
 Allocate = Callable[[int], Tensor]
 
 
+# [Note: Transfers and interrupts]
+# In the thread that trains an interrupt may come between any two operations of Python, so also between taking something
+# and noting it down. What that would lose is found again:
+# * a buffer that is out is known by a weak reference to what take() returned; nobody holds that any more: it is free;
+# * a transfer is noted in the store before the threads have it, and its memory is not given out before it is over, even
+#   if its handle is lost (DiskStore._end_transfers);
+# * a version counts as written to before its first byte is, so that commit() cannot take it for an untouched one.
+# Nothing here waits for a free buffer. Whoever takes some keeps within the number that was reserved for it, and a taker
+# that finds none has miscounted, which is said.
 class BufferPool:
     """Buffers whose number and sizes :meth:`reserve` fixes. One thread at a time takes and gives them.
 

@@ -30,6 +30,7 @@ def checksum(data: npt.NDArray[np.uint8]) -> int:
     result = int(_hash(data[:whole].view(np.uint64)))
     # The length and the last few bytes: neither may be lost where the words are zero.
     tail = int.from_bytes(data[whole:].tobytes(), "little") | 1 << 8 * (data.nbytes - whole)
+    # Odd constants: a product with one loses nothing.
     return (result * 0x9E3779B97F4A7C15 + tail * 0xD1B54A32D192ED03 + data.nbytes) % 2**64
 
 

@@ -79,6 +79,7 @@ class DiskFile:
                 raise OSError(codes.ENOSPC, os.strerror(codes.ENOSPC))
             os.posix_fallocate(self.fd, offset, nbytes)
         except OSError as error:
+            # What the failed attempt may have added.
             with contextlib.suppress(OSError):
                 os.ftruncate(self.fd, offset)
             raise DiskError(
@@ -103,6 +104,7 @@ class DiskFile:
 
     def _start(self, direct: int) -> bool:
         """Makes the file and tries it; False where ``direct`` (O_DIRECT or 0) is refused."""
+        # A write is tried: some file systems take O_DIRECT when a file is opened and refuse it at the first transfer.
         with mmap.mmap(-1, ALIGNMENT_BYTES) as block:
             for self.named in (False, True):
                 try:

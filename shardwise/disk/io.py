@@ -226,6 +226,14 @@ class _Part:
         return self.exhausted and not self.in_flight and not self.unchecked
 
 
+# [Note: Threads of a store]
+# Each has a queue of requests of its own. Work comes in by ``_inbox`` alone; all else of a worker and of its parts
+# belongs to its thread. Between threads are only an operation's error and count of parts, under its lock, and ``over``:
+# once that is set nothing touches the memory again, and callers go on. Hence the order in which a thread that fails
+# gives up: its queue first, for which the system finishes or drops what is inside, then the operations that wait. The
+# threads know no torch and no peers, so nothing they do can wait for a rank. A caller that waits looks now and then
+# whether they live, because a forked process has none of them. They are daemons: what ends them is the store's
+# finalizer, which also runs when the interpreter exits.
 class _Worker:
     """One submitting thread with its own queue."""
 
@@ -347,6 +355,7 @@ class _Worker:
             if part.completed(request, result):
                 self._to_check.append((part, request.segment))
             if not part.exhausted and part not in self._parts:
+                # The rest of a short transfer goes before what is new.
                 self._parts.appendleft(part)
             touched.add(part)
         return touched
@@ -373,6 +382,7 @@ class DiskIO:
     def __init__(
         self, queues: list[RequestQueue], depth: int, *, block_bytes: int, single_submit: bool, overlap_events: bool
     ) -> None:
+        # Whole blocks, so that no request crosses a segment.
         self.segment_bytes = -(-_SEGMENT_BYTES // block_bytes) * block_bytes
         self.traffic = Traffic()
         self._turn = 0

@@ -133,6 +133,7 @@ class KernelQueue:
         taken = self._call(self._numbers.submit, self._context, ctypes.c_long(len(slots)), self._pointers)
         number = ctypes.get_errno()
         kept = max(taken, 0)
+        # Before the error is looked at: what the kernel has not taken is free in any case.
         self._free.extend(slots[kept:])
         if taken < 0 and number not in (codes.EAGAIN, codes.EINTR):
             self._refused.append((requests[0], -number))  # an error of io_submit is about the first request
@@ -168,6 +169,7 @@ class KernelQueue:
             self._context.value = 0
 
     def _call(self, *arguments: Any) -> int:
+        # A variadic function: without a type ctypes would pass the number in 32 bits.
         return int(self._syscall(ctypes.c_long(arguments[0]), *arguments[1:]))
 
 

@@ -36,6 +36,18 @@ if TYPE_CHECKING:
 __all__ = ["DiskError", "DiskStore", "Handle", "Record"]
 
 
+# [Note: Two versions of a record]
+# Each record has two places of equal size in the file. One holds the committed version, which reads give; writes go to
+# the other. Only commit() lets them change places, and only where every write was waited for and none failed, so
+# whatever fails in between (no space, a device, the program) the last commit is there whole. An update on a disk is
+# then: write everything, agree with the peers that nobody failed, commit; or roll back, which costs nothing. The price
+# is twice the space. Nothing is written twice for it.
+# * ``newest`` reads what was written and not committed: of a tile that is visited again, of a chunk that is changed in
+#   parts.
+# * Commits are made by owner, an optimizer: what another one has written ahead of its step does not count yet.
+# * Checksums belong to a version and are in memory: a read compares what the disk gives with what was handed to it.
+# * An interrupt within commit() may come between two records. A step has noted its parts as unfinished until after it;
+#   see [Note: What an interrupt leaves half-done].
 @dataclass(eq=False)
 class _Version:
     offset: int
