@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import zipfile
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from shardwise.checkpoint.bounds import checked_name, reading
+from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.formats.deepspeed import find_step
 from shardwise.checkpoint.formats.detect import open_checkpoint
 from shardwise.checkpoint.formats.native import write_native
@@ -124,3 +126,23 @@ def test_a_name_with_line_ends_is_told_in_one_line(tmp_path: Path) -> None:
             open_checkpoint(path)
         assert str(caught.value).isprintable(), str(caught.value)
         assert path != tmp_path or r"torch.float3\n\x1b[" in str(caught.value)
+
+
+BAD = "w\nshardwise: all is well\x1b["
+
+
+def test_names_in_an_index_are_looked_at_before_they_are_told(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {BAD: "m.safetensors"}}))
+    with pytest.raises(CheckpointDamage, match="which is not printable text"):
+        open_checkpoint(tmp_path)
+    torch.save({BAD: torch.eye(2).to_sparse()}, tmp_path / "m.pt")
+    with pytest.raises(CheckpointError) as caught:
+        open_checkpoint(tmp_path / "m.pt")
+    assert str(caught.value).isprintable()
+
+
+def test_a_note_is_one_line(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2), BAD: "text"}, tmp_path / "m.pt")
+    with contextlib.closing(open_checkpoint(tmp_path / "m.pt")) as source:
+        notes = getattr(source, "notes", ())
+    assert len(notes) == 1 and notes[0].isprintable() and r"w\nshardwise: all is well\x1b[" in notes[0]

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwise.checkpoint.bounds import checked_name, checked_shape, read_index_file, reading
+from shardwise.checkpoint.bounds import checked_name, checked_names, checked_shape, read_index_file, reading
 from shardwise.checkpoint.formats.pickle_scan import check_pickle
 from shardwise.checkpoint.formats.torch_file import RefusedPickle
 from shardwise.checkpoint.source import CheckpointDamage
@@ -182,6 +182,7 @@ def _items(metadata: Any, path: Path) -> DcpIndex:
         places.setdefault(key.fqn, []).append((None if key.offset is None else tuple(key.offset), info))
     nested = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
     items: DcpIndex = {}
+    checked_names(metadata.state_dict_metadata, path)
     for name, described in metadata.state_dict_metadata.items():
         where = tuple(str(_part(part)) for part in nested.get(name, (name,)))
         if not hasattr(described, "size"):

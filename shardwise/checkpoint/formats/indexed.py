@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.bounds import checked_name, read_json
+from shardwise.checkpoint.bounds import checked_name, checked_names, read_json
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.formats.header import read_header
 from shardwise.checkpoint.formats.lazy import Entry
@@ -34,6 +34,7 @@ def read_index(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     weights = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weights, dict) or not all(isinstance(file, str) for file in weights.values()):
         raise CheckpointError(f"{path} is not an index: it has no weight_map of names and files")
+    checked_names(weights, path)
     for name, file in weights.items():
         checked_name(file, f"{path}, for {name!r:.80},")
     metadata = index.get("metadata") or {}

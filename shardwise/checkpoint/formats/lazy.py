@@ -14,6 +14,7 @@ import torch
 
 from shardwise.checkpoint.bounds import reading
 from shardwise.checkpoint.source import CheckpointSource, TensorFact
+from shardwise.printable import in_a_line
 
 __all__ = ["BLOCK_BYTES", "Entry", "LazySource", "blocks", "entries_of", "entry_of_tensor", "model_entries", "whole"]
 
@@ -109,7 +110,7 @@ class LazySource:
         close: Callable[[], None] | None = None,
     ) -> None:
         self.format = format
-        self.notes = tuple(notes)
+        self.notes = tuple(map(in_a_line, notes))
         self._entries = dict(entries)
         self._state = dict(state or {})
         self._close = close

@@ -198,7 +198,7 @@ def tensor_entries(state: Mapping[Any, Any], where: str) -> tuple[dict[str, Entr
         try:
             entry = entry_of_tensor(value)
         except TypeError as error:
-            raise CheckpointError(f"{where}: {name} cannot be read: {error}") from error
+            raise CheckpointError(f"{where}: {in_a_line(name)} cannot be read: {error}") from error
         memory = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
         kept = first.setdefault(memory, name) if value.numel() else name
         if kept == name:
