@@ -171,7 +171,7 @@ def check_zip(path: Path) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
             broken = archive.testzip()
-    except (zipfile.BadZipFile, OSError, EOFError) as error:
+    except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError, ValueError) as error:  # a name's bytes, too
         raise CheckpointDamage(
             f"{path} is not a whole file of torch.save ({_line(error)}); load another copy"
         ) from error
