@@ -1,4 +1,9 @@
-"""Collectives over flat buffers: one interface, the fastest pattern for each backend, and a count of what is sent."""
+"""Collectives over flat buffers: one interface, the fastest pattern for each backend, and a count of what is sent.
+
+Nothing here knows of modules, chunks or optimizers: what is exchanged has a purpose in words, which callers give.
+Another kind of device has its groups registered (:func:`register_backend`); who belongs to a group is the mesh's
+affair.
+"""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from shardwise.torch_internals import default_store
 
 __all__ = ["Activity"]
 
+# Keys of the store are shared with torch's own.
 KEY = "shardwise/doing/"
 
 
@@ -70,6 +71,7 @@ class Activity:
     def _publish(self, what: list[str]) -> None:
         if self._store is not None:
             with contextlib.suppress(Exception):
+                # What is told is help for a message; a store that is gone must not become the error.
                 self._store.set(f"{KEY}{self.rank}", json.dumps(what))
 
     def _told_by(self, rank: int) -> str:

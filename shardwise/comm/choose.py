@@ -106,6 +106,7 @@ class GroupMaker:
         control = Control(called, self.process_group(name, rank_lists, "gloo"), self.activity)
         request = GroupRequest(name, called, rank_lists, control)
         make = _REGISTERED.get(self.device.type) or (_on_cpu if self.device.type == "cpu" else _native)
+        # Told before it is used: different makers would exchange different things, and wait.
         makers, _ = control.exchange_object(f"{make.__module__}.{make.__qualname__} for {self.device.type}")
         if any(maker != makers[0] for maker in makers):
             raise ValueError(f"the ranks of group {called!r} have other backends: {makers}; register one on all")
@@ -221,6 +222,7 @@ def _on_cpu(maker: GroupMaker, request: GroupRequest) -> Group:
         raise ValueError(
             f"shared_memory=True, but ranks of group {request.called!r} cannot share memory ({refusal}); give None"
         )
+    # torch's new groups are made by all ranks of the run, also by those whose own list needs none.
     if not maker.any_rank(shared is None, request.rank_lists):
         assert shared is not None
         return shared

@@ -75,6 +75,7 @@ class Control:
 
     def exchange_bytes(self, data: bytes, lengths: Sequence[int]) -> list[bytes]:
         """Every rank's ``data``, by rank, where all know how many bytes each sends."""
+        # All-gathers want equal lengths.
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         if data:
             padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)

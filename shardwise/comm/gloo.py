@@ -101,6 +101,13 @@ class _Message:
         self._work = None
 
 
+# [Note: Who waits for a message]
+# gloo tells whether a message is through only to who waits for it, and a wait holds up its thread. A rank in backward
+# wants to ask and go on. So the first question (``finished``) gives the batch to a thread that waits, and the answer is
+# an event from then on. A batch has one waiter: who comes first takes it, so a user that needs it now does not queue
+# behind others in the thread. Gathers and reductions have a thread each, since a reduction may be late for reasons that
+# gathers know nothing of. The threads touch messages and nothing else; sums are made in the thread that asks, in the
+# order in which reductions began.
 class _Watcher:
     """One thread that waits for what it is given, one after the other, from the first time on.
 
@@ -163,6 +170,7 @@ class _Batch:
         """Wait for the messages, unless another thread does."""
         me = object()
         try:
+            # One operation of the dictionary, so that two threads cannot both be first.
             if self._taker.setdefault("is", me) is not me:
                 return
             for message in self._messages:
@@ -195,6 +203,7 @@ class _Reduction:
         self._scale = scale
         self.done = False
         link, rank = group.reduce_link, group.rank
+        # Both tags are taken now, while all ranks are at the same operation.
         self._spread_tag = link.tag(buffer.number) if spread else None
         tag = link.tag(buffer.number)
         self._what = (
@@ -203,6 +212,7 @@ class _Reduction:
         self._parts: list[Tensor] = []
         own = group.slice_of(full, rank)
         messages: list[_Message] = []
+        # Receives come first, so that what arrives finds its place.
         for peer in range(group.size):
             part = own if peer == rank else group.scratch.take(own.numel(), own.dtype)
             self._parts.append(part)
@@ -277,6 +287,7 @@ class GlooGroup(Group):
     def finish_through(self, last: _Reduction) -> None:
         """Finish the started reductions up to ``last`` in the order of their start, which is the same on all ranks."""
         while not last.done:
+            # It leaves the queue when it is finished: who is interrupted in between finishes it again.
             self._reductions[0].finish()
             self._reductions.popleft()
 

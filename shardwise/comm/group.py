@@ -105,6 +105,14 @@ class _Done:
 DONE: Handle = _Done()
 
 
+# [Note: Fences]
+# Where memory is mapped (``one_sided_gather``) a rank reads its peers' shards without their taking part, so nobody may
+# write a shard while somebody reads. The engine divides time with two fences: "before an update", at which every rank
+# comes when it reads no more, also where gathered arrays show the shards themselves; and "after an update", when all
+# have written. In between shards are written and read by their owners alone (engine/values.py). A third one, without a
+# phase, frees memory that is used again and again (staging). A fence waits for no reduction: reductions have counters
+# of their own, and ranks that have begun different ones may meet here. Where nothing is mapped a fence does nothing,
+# since a gather needs its peers, and who takes part has written.
 class Group(ABC):
     """The ranks of one mesh axis and the collectives among them.
 
@@ -271,6 +279,8 @@ class Group(ABC):
         return self._meet(values, purpose, whose)
 
     def _meet(self, values: Sequence[float], purpose: str, whose: Party = NOBODY) -> list[list[float]]:
+        # One message of fixed size comes first, whatever is sent, so that ranks which came for different things can
+        # tell.
         sent = [float(_checksum(purpose)), float(whose.number * LENGTHS + len(values)), *values]
         sent += [0.0] * (-len(sent) % EXCHANGE_QUANTUM)
         # What is longer follows once the ranks know that they came for the same.
@@ -406,6 +416,7 @@ def _check_flat(operation: str, name: str, tensor: Tensor) -> None:
         )
 
 
+# Addresses, not storages: torch.frombuffer makes one of its own for each part of a mapping.
 def _overlap(one: Tensor, other: Tensor) -> bool:
     if one.device != other.device or not one.numel() or not other.numel():
         return False

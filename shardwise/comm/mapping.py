@@ -35,6 +35,7 @@ Method = Literal["memfd", "file"]
 
 LINE_BYTES = 64
 LINE_WORDS = LINE_BYTES // 8
+# Looked for in a peer's file once it is mapped: the path has led to the right one.
 MAGIC = 0x53_68_61_72_64_77_69_73
 HUGE_PAGE_BYTES = 2 * 1024 * 1024
 SHM_FOLDER = "/dev/shm"
@@ -45,6 +46,18 @@ class MappingError(RuntimeError):
     """Memory could not be made or mapped. Raised by every rank of the group together."""
 
 
+# [Note: Counters in shared memory]
+# What ranks tell each other through shared memory are counters, each with one writer, in cache lines of their own.
+# There are no locks: a rank writes its data and then its counter; who sees the counter sees the data. That is x86-64's
+# order of stores, hence the check of the machine. A counter only grows, so a reader that looks late has missed nothing.
+# * A reduction has three, of the last operation that this rank has published (its data may be read), reduced (its own
+#   slice is summed) and consumed (it reads the peers' data no more). A buffer may be written again when all have
+#   consumed.
+# * A meeting has one, of arrivals, and two slots for what is told, in turn: who writes a slot again has seen all arrive
+#   at the meeting in between, so nobody reads it then.
+# * A rank that leaves or fails says so in a word of its own; one that is killed is found by its process. So a wait
+#   ends, with a name.
+# Whoever waits does its own part of older reductions meanwhile, or two ranks could wait for each other's.
 def host_facts() -> dict[str, str]:
     """What must be equal for ranks to share memory with plain loads and stores; empty where that is not possible.
 
@@ -64,6 +77,7 @@ def start_time(pid: int) -> int:
             fields = file.read().rpartition(b")")[2].split()
     except OSError:
         return -1
+    # A process number may be used again; with its start time it is one process's.
     return -1 if fields[0] in (b"Z", b"X") else int(fields[19])
 
 
@@ -94,6 +108,7 @@ def map_segments(control: Control, nbytes: int, method: Method) -> list[mmap.mma
     Raises:
         MappingError: on every rank, when any rank could not make or map its part.
     """
+    # A rank that cannot make its part comes to the exchange all the same, and all of them raise.
     own = _make(nbytes, method)
     try:
         offers, _ = control.exchange_object([own.path, nbytes, own.error])
@@ -105,6 +120,7 @@ def map_segments(control: Control, nbytes: int, method: Method) -> list[mmap.mma
         errors, _ = control.exchange_object(error)
         _raise_together("map", [str(error) for error in errors])
     finally:
+        # All have mapped it, or given up: the mappings keep the memory.
         own.close()
     return maps
 

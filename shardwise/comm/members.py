@@ -117,6 +117,7 @@ class Members:
         self.process_group = group
         self.timeout_s = timeout_s(group)
         self._made: Counter[str] = Counter()
+        # Each draws, the first one's counts: a name that no group of this run has had.
         rows = self.exchange([uuid.uuid4().hex, agreed])
         check_alike(argument, self.ranks, [row[1] for row in rows])
         self._token = rows[0][0]

@@ -33,6 +33,7 @@ class _Launched:
             return
         # On CUDA this makes the current stream wait, not the host, and what follows is queued behind it.
         self._work.wait()
+        # Before what is queued behind it, which must be queued once.
         self._work = None
         if self._result is not self._out:
             self._out.copy_(self._result)

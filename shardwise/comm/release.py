@@ -14,6 +14,11 @@ from shardwise.torch_internals import abort_group, group_is_known
 __all__ = ["destroy", "leave_with", "let_go_with"]
 
 
+# [Note: What is given back, and when]
+# close() gives back at once; otherwise the garbage collector does, when the last user is gone. Then nothing may be said
+# to the peers in a way that waits: each rank collects when it likes. So a communicator is dropped or aborted, not
+# finished, and in shared memory one word is set. At the end of the process nothing is done, since it takes all along. A
+# forked child has copies of all of this and owns none: process numbers are compared before anything is given back.
 def let_go_with(owner: object, process_groups: list[dist.ProcessGroup]) -> None:
     """Whatever is in ``process_groups`` when ``owner`` is collected is given back then; :func:`destroy` may come first.
 

@@ -208,6 +208,7 @@ class _Reduction:
         self._summed = True
 
 
+# See [Note: Counters in shared memory] and [Note: Fences].
 class SharedGroup(Group):
     """Ranks that map each other's buffers.
 

@@ -35,6 +35,7 @@ class RankSum:
             return
         dtype = torch.float64 if sources[0].dtype == torch.float64 else torch.float32
         # Writing into out directly is safe unless out is a source that is read after the first addition.
+        # Whole buffers are compared by their first address: sources do not overlap out otherwise.
         address = out.data_ptr()
         direct = out.dtype == dtype and all(source.data_ptr() != address for source in sources[2:])
         tile_numel = self._tile_numel
