@@ -41,8 +41,10 @@ def agreed_build(group: Group, describe: Callable[[], Description]) -> Iterator[
         ValueError: the descriptions differ; which rank, in what, and both values.
         PeerError: another rank's block raised; its message is in it. What the own block raised is raised as it is.
     """
+    # What one rank finds wrong is told before it is raised: the others would wait for it.
     failure: Exception | None = None
     mine: Description = {}
+    # In the place of a digest, so that all posts have one length.
     words = [0.0] * WORDS
     try:
         yield

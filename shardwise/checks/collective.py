@@ -11,6 +11,7 @@ __all__ = ["collective"]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+# See shardwise.comm.activity: it is told to a store, since ranks that do not meet cannot exchange it.
 def collective(what: str) -> Callable[[F], F]:
     """A method of something that has an ``engine``: while it runs this rank is doing ``what``; see
     :meth:`shardwise.mesh.Mesh.doing`."""

@@ -18,6 +18,15 @@ from shardwise.device import Later, runs_ahead
 __all__ = ["Edits"]
 
 
+# [Note: Where a write to a parameter shows]
+# * ``param.data = x``: the parameter's address is not where the engine put it (Chunk.misplaced).
+# * In place, through the parameter: its version counter, which views of it share (Chunk.written).
+# * Through ``.data`` of an absent parameter: its NaN is a number then. Each has one of its own, in one tensor for all
+#   of a dtype, so that a single look tells.
+# * Through ``.data`` of a gathered one: no counter tells. On a CPU this rank's part of the copy is compared with its
+#   shard when the copy ends (Chunk.overwritten), a sample of the long ones; on a GPU it is not.
+# This is looked at in passes, steps and states. A write that is found is dropped, and with it all gathered copies, so
+# that no half of it stays. While the engine itself writes shards comparisons are off (allow).
 class Edits:
     """Watches the parameters of ``chunks``.
 
@@ -65,6 +74,7 @@ class Edits:
             wrong = chunk.misplaced()
             if wrong is not None:
                 param = chunk.params[wrong]
+                # Read before it is put back, which changes what it tells.
                 found = f"now {param.dtype} on {param.device}"
                 self._put_back()
                 raise RuntimeError(
@@ -112,6 +122,7 @@ class Edits:
         )
 
     def _put_back(self) -> None:
+        # Copies first: they end with what was written to them, and are gathered anew.
         self._drop()
         self._asked = []
         for nan in self._absent.values():

@@ -41,6 +41,7 @@ def check_shardable(model: nn.Module) -> None:
     for name, param in model.named_parameters():
         if param.requires_grad and not param.is_floating_point():
             raise ValueError(f"{name} is trainable and {param.dtype}: only real floating-point ones can be sharded")
+        # What stands for an absent parameter has no strides; one element has none that tell.
         absent = param.numel() > 1 and not param.is_meta and not any(param.stride())
         if absent and param.is_floating_point() and bool(torch.isnan(param.detach().flatten()[0])):
             raise ValueError(
@@ -67,6 +68,7 @@ class Guards:
         self.edits = Edits(chunks, self._name, pool.drop_changed)
         self._reads_cost = any(runs_ahead(chunk.device) for chunk in chunks)
         for module in model.modules():
+            # Past nn.Module's own __setattr__, which subclasses override.
             module.__dict__[MARK] = True
         self._naming = False
         saving = model.register_state_dict_pre_hook(self._before_saving)  # type: ignore[no-untyped-call]
@@ -75,6 +77,7 @@ class Guards:
 
     def state_names(self) -> StateNames:
         """Under which names the user's module saves what."""
+        # The module is asked for its names only; nothing of what it gives is saved.
         self._naming = True
         try:
             return StateNames.read(self._model, self._params)

@@ -69,6 +69,7 @@ class HyperParameters:
         """A step was made with what there is now."""
         word = self.word() if self._replicated else self._used[0]
         if word != self._used[0]:
+            # Only where it changed: to describe it takes longer than to compare a number.
             self._used = word, self._describe(" at the last step")
 
     def explain(self) -> None:
@@ -105,6 +106,7 @@ def _append(numbers: array[float], value: Any) -> None:
         for each in value:
             _append(numbers, each)
     elif value is None:
+        # Told from 0 by its sign, which the digest sees.
         numbers.append(-0.0)
     elif isinstance(value, Real):
         numbers.append(float(value))

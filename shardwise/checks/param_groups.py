@@ -75,6 +75,7 @@ class ParamGroups:
                     f"param group {position} of {name}.param_groups ('params' with {len(group.get('params', ()))} "
                     "entries) was added after boost/build, which packed the parameters: take it out, and add it before"
                 )
+            # The dict that stands there now is the group from here on; schedulers act on that one.
             self._own[index] = group
             order.append(index)
         missing = sorted(set(range(len(self._own))) - set(order))

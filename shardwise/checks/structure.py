@@ -15,6 +15,10 @@ from torch import nn
 __all__ = ["Structure"]
 
 
+# [Note: Identities and their objects]
+# Modules and parameters are compared by ``id``, which takes microseconds where names would take a walk through the
+# model. An ``id`` is an object's only as long as the object lives, so whatever is known by one is kept alive here
+# (``_held``, ``_known``): nothing that came later can look like what went.
 class Structure:
     """The modules of ``model`` and where its parameters stand.
 
@@ -60,6 +64,7 @@ class Structure:
         """
         if _ids(self._children) != self._child_ids or _ids(self._parameters) != self._parameter_ids:
             self._look()
+        # What came later may stay as long as it is frozen.
         for name, guest in self._guests:
             if guest.requires_grad:
                 self._refuse(name, guest)
@@ -92,6 +97,7 @@ class Structure:
                     f"{self._name_of(index)} {tuple(self._known[key].shape)} is no longer in the model that was "
                     "sharded: remove modules and parameters before boost/build"
                 )
+        # Harmless: from here on this is how the model looks.
         self._guests = guests
         self._remember()
 

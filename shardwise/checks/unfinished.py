@@ -12,6 +12,13 @@ def state_of(optimizer: int) -> str:
     return f"the state of optimizer {optimizer}"
 
 
+# [Note: What an interrupt leaves half-done]
+# In the thread that trains, KeyboardInterrupt may be raised between any two operations of Python, and an optimizer of
+# the user's may raise anything. A change of many values can be neither undone nor finished then. So it is noted down
+# before the first value and struck off after the last: a part that is found here is neither old nor new, whatever the
+# point was at which the change ended. Forward passes, steps and saves look here first; a load of the part strikes it
+# off. Where what was changed can be put back exactly (a disk before the ranks have agreed, guesses), it is put back
+# instead.
 class Unfinished:
     """Parts of a run that are neither those before a change nor those after it.
 
@@ -26,6 +33,7 @@ class Unfinished:
     def begin(self, by: str, *parts: str) -> None:
         """``by`` is about to change ``parts``."""
         for part in parts:
+            # Who left it first is told; a load that is interrupted, too, is not the cause.
             self._by.setdefault(part, by)
 
     def end(self, *parts: str) -> None:
