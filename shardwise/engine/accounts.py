@@ -41,6 +41,7 @@ class StateAccounts:
 
     def _device_bytes(self) -> int:
         masters, state = self.state_bytes(Tier.DEVICE)
+        # What steps will make counts from the beginning: a first step that does not fit would come too late.
         return masters + max(state, self._expected_bytes)
 
     def foreseen_bytes(self) -> int:

@@ -24,6 +24,12 @@ if TYPE_CHECKING:
 __all__ = ["Attachment"]
 
 
+# [Note: Order of the hooks around a forward pass]
+# On the outermost module the engine's own hook comes before those that gather (both are put in front, it is the later
+# one): a pass that failed is dropped, and wrong uses are refused, before anything is gathered for this one. After the
+# pass those that gather let go first; then the ranks finish their gathers together, and what was written to copies is
+# looked for. Gradients are taken by the last hook of a parameter: what was hooked before the build sees them, what
+# comes later is refused (VisibleGrads.take).
 class Attachment:
     """To one model.
 
@@ -97,6 +103,7 @@ class Attachment:
         self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         engine = self._engine
+        # What the engine does for itself is no part of a function that is transformed.
         with outside_transforms():
             engine.passes.recover()
             engine.unfinished.check("a forward pass")
@@ -118,6 +125,7 @@ class Attachment:
         if engine.meter is not None:
             self._look_at_peak(engine.meter)
         with outside_transforms():
+            # Peers may still gather what this rank did not use.
             engine.pool.finish_phase()
             engine.pool.end_forward()
             engine.guards.after_forward()
@@ -144,6 +152,7 @@ class Attachment:
     def _on_grad(self, chunk: int, index: int, param: torch.Tensor) -> None:
         engine = self._engine
         state = engine.grads[chunk]
+        # Taken first, whatever is refused below: it must not stand there at the next pass.
         grad = engine.visible.take(state.spec.slots[index].param, param)
         engine.passes.check_scaled()
         engine.passes.note()

@@ -32,6 +32,7 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
         parts = [map_tensors(item, change) for item in value]
         if all(part is item for part, item in zip(parts, value, strict=True)):
             return value
+        # Named tuples take their fields one by one.
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: map_tensors(getattr(value, f.name), change) for f in dataclasses.fields(value) if f.init}

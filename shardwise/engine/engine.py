@@ -36,6 +36,13 @@ from shardwise.update.tiles import check_element_wise
 __all__ = ["Engine"]
 
 
+# [Note: What a build changes, and when]
+# Up to take_over() nothing of the model or of its optimizers has changed but their step(), which build() puts back:
+# what may be refused is refused before, on every rank, and the device's memory is accounted for with what is not there
+# yet. After that there is no way back. While values move there is no memory for a second copy of them, so what fails
+# then says that the model has to be made anew (build.MOVED). The order of what take_over() does follows the memory it
+# needs: values first, while exchange buffers are not there; then these; hooks last, since from then on passes are the
+# engine's.
 class Engine:
     """Shards ``model`` in place according to ``plan`` over ``mesh``.
 
@@ -69,6 +76,8 @@ class Engine:
         report = search_report(self.layout)
         if plan.verbose and report is not None and mesh.rank == 0:
             print(report, flush=True)
+        # Rooms get each other as arguments, so in this order; who is made before tells who is made after by events
+        # (_wire).
         self.events = Events()
         self.storage = Storage(self.layout, self.params, plan, mesh, self.events)
         self.ledger, self.chunks, self.states = self.storage.ledger, self.storage.chunks, self.storage.states
@@ -84,6 +93,7 @@ class Engine:
         self.early = EarlyObserver(self.grads, self.counts, plan.grad.average)
         states = list(self.grads.values())
         self.reducer = Reducer(states, mesh, self.ledger, plan, self.party, self.counts, self.events, self.early)
+        # See [Note: Why no wait inside a pass closes a cycle].
         if self.pool.agrees and mesh.shard.starts_together:
             self.reducer.begin_in(self.pool.rounds)
         self.visible = VisibleGrads(self)
@@ -180,6 +190,7 @@ class Engine:
         """Remove all hooks. Parameters that are not gathered stay unreadable: gather them first if needed."""
         self.closed = True
         self.attachment.remove()
+        # Before that .grad is the user's own.
         if self._begun:
             self.visible.clear()
         self.storage.close()

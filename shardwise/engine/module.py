@@ -67,6 +67,7 @@ class ShardedModule(nn.Module):
             RuntimeError: they would cast or move parameters that are sharded.
         """
         for chunk in self._engine.chunks:
+            # What a function does is only told by what it makes of an element.
             probe = torch.empty(1, dtype=chunk.spec.dtype, device=chunk.device)
             result = fn(probe)
             if result.dtype != probe.dtype or result.device != probe.device:

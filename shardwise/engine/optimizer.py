@@ -30,6 +30,7 @@ __all__ = ["ShardedOptimizer"]
 TOKEN_UNIT = 1024.0  # token weights are counted in this unit, a power of two, to keep scaled fp16 losses small
 
 
+# See [Note: The order of an update] and [Note: Guesses and their undoing].
 class ShardedOptimizer(torch.optim.Optimizer):
     """Wraps the user's optimizer; ``param_groups``, ``defaults`` and ``state`` are the user's own objects.
 
@@ -231,6 +232,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         failure = self._settle_early()
         clip = self._clip
         if self._late_norm is not None:
+            # The norm stays on the device; what rides along with it is compared all the same.
             self._ask(0.0)
             self._norm = self._late_norm.note(self._reduced(), grad_plan.norm_type, inverse * clip)
             factor = inverse * clip
@@ -250,6 +252,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.last_step_skipped, self.skipped_because = False, None
         self._drop()
         self._use_margin()
+        # Last: parameters, state, gradients and scale are those of one step from here on.
         self.engine.unfinished.end(*self._updates.parts)
         return value
 
@@ -282,10 +285,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._updates.run(factor, done, failure or (early.disk_failure if early is not None else None))
         except BaseException:
             if early is not None:
+                # Updates that were made ahead go back with the rest, or say later that they cannot.
                 early.step_failed()
             raise
         self.engine.values.publish(optimizer=self.index)
         self.engine.events.update_ended(self.index)
+        # Of what the step was made with: hooks that run after it may change a rate.
         self._settings.used()
         if early is not None:
             early.forget()

@@ -46,6 +46,7 @@ class OptimizerState:
 
     def adopt(self) -> None:
         """Give the optimizer pieces for parameters; state that it has already (Adagrad, a resumed run) moves along."""
+        # Under its own parameters it would be found by nobody, and kept.
         self.optimizer.state.clear()
         with self._all_write("its state was put in place", "Build again once that is put right."):
             for position, tile in enumerate(self._updates.tiles):
@@ -233,6 +234,7 @@ class OptimizerState:
             return self._completed(position, [full["state"].get(renumber[number[p.param]]) for p in pieces])
 
         tiles = self._updates.tiles
+        # All of it is cut before the first is replaced, so that a state that does not fit changes nothing.
         new = [cut(position) if not tile.state.on_disk else None for position, tile in enumerate(tiles)]
         for position, tile in enumerate(tiles):
             if tile.state.on_disk:  # only checked here: all of them at once may not fit into memory

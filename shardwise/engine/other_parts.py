@@ -64,6 +64,7 @@ class Counting:
 
     def others(self) -> OtherParts:
         """For :func:`~shardwise.reduce.norm.global_norm`, now."""
+        # The first rank's gradients all count: None stands for that.
         if self._group.rank == 0:
             return OtherParts(self._group)
         counted = [

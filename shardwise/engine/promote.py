@@ -60,6 +60,7 @@ def _move(state: ChunkState, optimizer: torch.optim.Optimizer, tiles: Sequence[T
         # A copy also where both are the same memory, as on a CPU: what is on the host stays there.
         values = state.master if state.master is not None else shard
         state.master = values.to(chunk.device, copy=True)
+    # From here on these are masters of their own, also where the shard itself was updated before.
     state.dtype = state.master.dtype
     state.home = replace(state.home, state=Tier.DEVICE)
     for tile in tiles:

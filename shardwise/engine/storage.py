@@ -33,6 +33,16 @@ __all__ = ["Storage"]
 REMEDY = "Nothing has been sharded and no file is left: put that right, or choose another directory, and build again."
 
 
+# [Note: Which memory a tensor gets]
+# * Exchange memory of the group, what peers read: shards and arrays that stay, where there are peers. On CPU ranks
+#   shards of the host tier are there too, since that is host memory. Shards that are gathered and evicted may lie side
+#   by side in one mapping (joint), so that a gather is a view of it; not under a declared capacity, where gathers are
+#   to take room.
+# * The arena, one block of host memory, page-locked where that is wanted: masters, gradients and shards of the host
+#   tier, and what waits there for step(). Its size is known before, so that a build that does not fit fails at once.
+# * The store's buffers, for what is at home on a disk; see [Note: Buffers of shards on a disk].
+# * Memory of the device: the rest.
+# Every rank makes the same buffers in the same order, whatever it holds itself, because making them is collective.
 class Storage:
     """The memory of one model on this rank. Collective.
 
@@ -75,6 +85,7 @@ class Storage:
             with self._all_reserve():
                 self.states = {s.index: self._make_state(self.chunks[s.index]) for s in specs if trained(s)}
         except BaseException:
+            # The file must not outlive a build that failed.
             self.close()
             raise
         self.ledger.watch("parameter shards", lambda: self.parameter_bytes(Tier.DEVICE))

@@ -48,6 +48,17 @@ LOST = (
 )
 
 
+# [Note: The order of an update]
+# * What touches a disk, which may fail: tiles of state there are visited, in the uncommitted version; parameters at
+#   home there are updated from copies, so that masters and state in memory are still those of the step before.
+# * The ranks tell each other whether it did fail. ``_begin`` is called right before: from the first moment at which a
+#   peer may know that all went well, this rank counts as half-changed until it is done.
+# * If it failed anywhere: the store is rolled back, small state and layouts are put back (snapshots), and shards in
+#   memory that were renewed already are read again from the disk (_renew); what cannot be read is NaN, and counts as
+#   stale until it can.
+# * Otherwise the rest is updated, and what raises there leaves its parts unfinished. Then publish() commits.
+# Parameters that were updated from copies are updated again, in place. The random state in between is kept and set, so
+# that an optimizer that draws numbers draws the same ones. See [Note: Two versions of a record].
 class TileUpdates:
     """The tiles of one optimizer.
 
@@ -86,6 +97,7 @@ class TileUpdates:
         disk = engine.plan.tiers.disk
         by_chunk = [list(own) for _, own in groupby(self._disk.values(), lambda each: each.tile.chunk)]
         if engine.plan.grad.update == "backward":  # which comes from the last chunk to the first
+            # The order that is expected of the first step; later ones follow the last (TileVisits).
             by_chunk.reverse()
         order = [each for own in by_chunk for each in own]
         self._visits = TileVisits(order, disk.state_buffers if disk is not None else 1)
@@ -265,6 +277,7 @@ class TileUpdates:
                 failure, draws = self._try_disk(update, state_on_disk, params_on_disk, changed)
             failures = disk_failures(self._engine.mesh.world, failure, DOING, self._begin)
         except BaseException as error:  # an interrupt, or a peer is gone: nobody agrees on anything any more
+            # As if the step had never drawn anything.
             set_random_state(device, before)
             self._undo(changed, undo)
             if isinstance(error, Exception) or self._engine.mesh.world.size == 1:
@@ -362,6 +375,7 @@ class TileUpdates:
                 with each.opened():
                     for piece in each.tile.pieces:
                         shard[piece.start : piece.end].copy_(piece.value)
+                # Only when all of it was read.
                 self._stale.remove(each)
             except DiskError as error:
                 failure = failure or error
@@ -378,6 +392,7 @@ class TileUpdates:
 def _step_disk_tile(
     update: Update, shard_of: Callable[[Tile], torch.Tensor], changed: list[DiskTile], each: DiskTile
 ) -> None:
+    # Before the first value: an interrupt within the update must find it among the changed.
     changed.append(each)
     update(each.tile, shard_of(each.tile))
 

@@ -26,6 +26,14 @@ if TYPE_CHECKING:
 __all__ = ["Values"]
 
 
+# [Note: Between two fences]
+# A step writes shards between before_update() and publish(). The first has all ranks meet when none reads shards any
+# more, its own late gathers of resident chunks included (pool.settle), and has the host wait for uploads that still
+# read what the CPU will write. The second makes what was written current, in this order: commit what is on the disk;
+# forget what was read ahead of it; meet, so that all have written; renew the arrays that stay; drop gathered copies;
+# refuse graphs of before. Only then are writes to parameters a program's again (edits.accept). See [Note: Fences].
+# Where gathers read the peers' memory themselves, arrays that stay are renewed at their first use (WhenAsked), and at
+# the latest in the next before_update().
 class Values:
     """Of one engine.
 
@@ -100,6 +108,7 @@ class Values:
         group = engine.mesh.shard
         group.fence("before an update")
         for chunk in engine.chunks:
+            # Frozen arrays that stay are never renewed, so each rank's part goes to all of them now.
             if chunk.resident and not chunk.spec.trainable and group.size > 1:
                 chunk.exchange.local.copy_(gather_shards(group, chunk.shard))
         outcome = "Some parameters were taken over and some not: repair the disk and load a state."
@@ -186,6 +195,7 @@ class Values:
             RuntimeError: inside :meth:`gathered`, whose parameters would become stale.
         """
         engine = self._engine
+        # Before anything of the update has happened.
         if engine.pool.all_held:
             raise RuntimeError(f"an update inside gathered() (all_held={engine.pool.all_held}): leave the block first")
         engine.pool.settle()

@@ -35,6 +35,13 @@ __all__ = ["VisibleGrads"]
 LARGEST = 2.0**53  # what travels as a number stays exact
 
 
+# [Note: What stands in .grad]
+# Between passes a ShardedGrad, which has no memory, for each parameter of which any rank has a gradient: what is done
+# to it is done to the shards. During a pass nothing, so that autograd finds the place empty and puts the pass's own
+# gradient there, which is taken at once (take). Anything else was put there by hand, and is taken over before the next
+# pass or step (collect). A pass that nobody announced finds a ShardedGrad there, and is caught when autograd adds to it
+# (``arrived``). Values are averaged and unscaled. What is stored is neither, so each use converts by the factor of the
+# moment.
 class VisibleGrads:
     """``.grad`` of one engine's trainable parameters.
 

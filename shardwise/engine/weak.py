@@ -9,6 +9,11 @@ from typing import Any
 __all__ = ["weakly"]
 
 
+# [Note: What keeps an engine alive]
+# The model holds its hooks, these hold the engine, and the engine the model: a cycle that Python's collector finds when
+# nobody uses any of it. It does not look at the post-accumulate hooks of a parameter: these refer to the engine weakly,
+# as does what stands in ``.grad``, or the model would never be freed. Whoever uses the model keeps the engine by its
+# other hooks, so the weak ones find it.
 def weakly(method: Callable[..., Any], *arguments: Any) -> Callable[..., Any]:
     """``method(*arguments, ...)``, without keeping the method's object; nothing, once that is gone.
 

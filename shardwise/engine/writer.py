@@ -66,6 +66,8 @@ class ValueWriter:
                 self._shard = self._stack.enter_context(chunk.opened(write=True))
                 self._master = self._stack.enter_context(state.opened(write=True)) if state is not None else None
         except DiskError as error:
+            # The block goes on without writing: the peers need this rank's part in it, and learn of the failure at its
+            # end.
             failed, self._stack, self._failure = self._stack, ExitStack(), error
             with suppress(DiskError):
                 failed.__exit__(type(error), error, error.__traceback__)  # buffers go back, nothing is written
