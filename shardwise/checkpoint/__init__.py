@@ -3,6 +3,9 @@
 :class:`Checkpointer` saves and restores everything of a run in the format of docs/checkpoint-format.md.
 :class:`PortableFiles` saves and loads a model or an optimizer alone, in formats that other libraries read
 (:mod:`shardwise.checkpoint.formats`).
+
+Tensors are global here, by name. Which part of one a rank holds, in which tier, and how it is put back is asked of
+:mod:`shardwise.engine.fragments`; beside that only ``run`` and ``frozen`` look into an engine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""The ranks as named axes, and how they were launched."""
+"""The ranks as named axes, how they were launched, and which device each has.
+
+Who belongs to which group is decided here; how a group sends is :mod:`shardwise.comm`'s affair. The only room beside
+the commands that reads the environment (``launch``). Nothing here knows of models: one enrols with a name, and gets a
+number.
+"""
 
 from __future__ import annotations
 

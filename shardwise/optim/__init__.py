@@ -1,4 +1,9 @@
-"""The Adam family: torch optimizers on torch's fused kernels, in tiles, without a compiler."""
+"""The Adam family, on torch's fused kernels, in tiles, without a compiler; and what any torch optimizer is like.
+
+The second is for those who step or load others' optimizers: whether elements are updated apart (``element_wise``),
+which state a class makes, and when (``state_form``). Nothing here knows of chunks, shards or ranks: all of these work
+on plain parameters, too.
+"""
 
 from __future__ import annotations
 

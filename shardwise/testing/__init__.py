@@ -1,4 +1,8 @@
-"""Run functions on real ranks and compare with plain PyTorch: what shardwise's own tests use, and users may."""
+"""Run functions on real ranks and compare with plain PyTorch: what shardwise's own tests use, and users may.
+
+May import anything; nothing of the library imports it. What a sharded run is compared with (``oracle``) has nothing of
+the engine in it, or both could be wrong alike.
+"""
 
 from __future__ import annotations
 
