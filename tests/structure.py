@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import ast
 import io
+import re
 import tokenize
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from tests.test_architecture import PACKAGE, Source, functions, imports, ours
+
+NOTE = re.compile(r"\[Note: ([^]]+)\]")
+"""What a reason is found by, where it stands and where it is referred to."""
 
 PRIVATE_NAMES = {"_cdata", "_version", "_use_count", "_backward_hooks", "_post_accumulate_grad_hooks"}
 """Of tensors and storages, whatever they are called."""
@@ -43,6 +47,19 @@ def comment_lines(text: str) -> int:
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     quiet = ("# type:", "# noqa", "# ruff:", "# pragma")
     return len({t.start[0] for t in tokens if t.type == tokenize.COMMENT and not t.string.startswith(quiet)})
+
+
+def notes(text: str) -> tuple[list[str], set[str]]:
+    """Names of the notes in a file, and those that it refers to.
+
+    A note begins with a comment line that has nothing but its name, and goes on in the next. References may be broken
+    over two lines.
+    """
+    made = re.findall(r"(?m)^ *# \[Note: ([^]\n]+)\]\n *# ", text)
+    found = NOTE.findall(re.sub(r"\n *#? *", " ", text))
+    for name in made:
+        found.remove(name)
+    return made, set(found)
 
 
 def code_lines(source: Source) -> int:

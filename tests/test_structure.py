@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from tests.structure import SEAM, code_lines, comment_lines, private_sites, rooms
-from tests.test_architecture import Source, ours
+from collections import Counter
+
+from tests.structure import SEAM, code_lines, comment_lines, notes, private_sites, rooms
+from tests.test_architecture import ROOT, Source, ours
 
 TEXT = '''"""Of
 two lines."""
@@ -38,3 +40,27 @@ def test_private_names_of_torch_are_in_one_file() -> None:
 def test_every_room_is_counted() -> None:
     found = rooms()
     assert found["engine"].code > 1000 and found["checkpoint"].cls[0] > 100
+
+
+NOTES = """
+# [Note: Why a]
+# Because.
+class A:  # See [Note: Why b].
+    # See [Note: Why
+    # c] and [Note: Why a].
+    pass
+"""
+
+
+def test_notes_and_what_refers_to_them_are_found() -> None:
+    assert notes(NOTES) == (["Why a"], {"Why a", "Why b", "Why c"})
+    assert notes("# See\n# [Note: Why a]\nx = 1\n") == ([], {"Why a"})
+
+
+def test_every_note_has_one_place_and_what_refers_to_one_finds_it() -> None:
+    pages = {path.name: path.read_text() for path in [*ROOT.glob("docs/*.md"), ROOT / "CONTRIBUTING.md"]}
+    found = {name: notes(text) for name, text in ({s.name: s.text for s in ours()} | pages).items()}
+    made = Counter(note for names, _ in found.values() for note in names)
+    assert made, "no note was found at all"
+    assert [name for name, count in made.items() if count > 1] == []
+    assert {(where, name) for where, (_, names) in found.items() for name in names if name not in made} == set()
