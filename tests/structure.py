@@ -12,7 +12,7 @@ import io
 import re
 import tokenize
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from tests.test_architecture import PACKAGE, Source, functions, imports, ours
@@ -60,6 +60,21 @@ def notes(text: str) -> tuple[list[str], set[str]]:
     for name in made:
         found.remove(name)
     return made, set(found)
+
+
+def note_complaints(texts: Mapping[str, str]) -> list[str]:
+    """Notes that have two places, and references that find none, in the files of ``texts``."""
+    found = {where: notes(text) for where, text in texts.items()}
+    places: dict[str, list[str]] = {}
+    for where, (made, _) in found.items():
+        for name in made:
+            places.setdefault(name, []).append(where)
+    twice = [f"[Note: {name}] is in {wheres}" for name, wheres in places.items() if len(wheres) > 1]
+    return twice + [
+        f"{where} refers to [Note: {name}], which is nowhere"
+        for where, (_, names) in found.items()
+        for name in sorted(names - places.keys())
+    ]
 
 
 def code_lines(source: Source) -> int:
