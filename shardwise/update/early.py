@@ -465,7 +465,8 @@ class EarlyObserver:
     def must_agree(self) -> bool:
         """Whether updates are made in place: then all ranks have to know what :meth:`wait` says, and chunks are not
         reduced before each parameter has its gradient, since no second result can be taken."""
-        return any(each.in_place for each in self.by_optimizer.values())
+        # No generator: Python loses an interrupt that comes while one is given up.
+        return True in [each.in_place for each in self.by_optimizer.values()]
 
     def agreed(self, anywhere: Sequence[bool]) -> None:
         """What any rank said."""
