@@ -229,6 +229,14 @@ def test_of_several_the_one_that_is_meant_is_named(
         assert capsys.readouterr().out.startswith(f"{tmp_path / 'runs' / 'step-1'}: native")
 
 
+def test_a_format_that_is_named_opens_beside_a_damaged_file_of_another(places: dict[str, Path]) -> None:
+    index = places["native"] / "model.safetensors.index.json"
+    index.write_text("{")
+    with pytest.raises(CheckpointError, match=index.name):
+        open_checkpoint(places["native"])
+    assert differing(odd_source(), open_checkpoint(places["native"], format="native")) == []
+
+
 def test_other_ranks_of_a_launcher_are_quiet(
     places: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,7 +19,7 @@ __all__ = ["detect_format", "located", "open_checkpoint"]
 
 def located(path: Path) -> Path:
     """The checkpoint that ``path`` means: itself, or the last by number of a Trainer's or accelerate's in it."""
-    if not path.is_dir() or formats_at(path) or loose_files(path):
+    if not path.is_dir() or next(formats_at(path), None) or loose_files(path):
         return path
     return find_latest(path) or path
 
@@ -36,8 +36,9 @@ def detect_format(path: str | Path, part: str | None = None) -> str:
         CheckpointError: several formats are in the directory; they are named.
     """
     place = Path(path)
-    if place.is_file() and formats_at(place):
-        return formats_at(place)[0].name
+    file_format = next(formats_at(place), None) if place.is_file() else None
+    if file_format is not None:
+        return file_format.name
     if place.is_file() and not place.name.endswith(".json"):
         return "single"
     if place.is_file():
@@ -46,7 +47,7 @@ def detect_format(path: str | Path, part: str | None = None) -> str:
     if not place.is_dir():
         raise FileNotFoundError(f"{place}: no such file or directory")
     place = located(place)
-    at = formats_at(place)
+    at = list(formats_at(place))
     runs = [each.name for each in at if each.of_run]
     found = [each.name for each in at]
     if runs:  # one of our own that stands beside it holds all of it

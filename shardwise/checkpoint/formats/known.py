@@ -20,7 +20,7 @@ from shardwise.checkpoint.formats.trainer import kind_of, open_trainer
 from shardwise.checkpoint.read import NativeSource
 from shardwise.checkpoint.source import CheckpointDamage, OpenSource
 
-__all__ = ["FORMATS", "Format", "Given", "formats_at", "known_formats", "loose_files", "register_format"]
+__all__ = ["Format", "Given", "formats_at", "known_formats", "loose_files", "register_format"]
 
 
 @dataclass(frozen=True)
@@ -142,8 +142,6 @@ _FORMATS: dict[str, Format] = {
         Format("accelerate", lambda path: kind_of(path) == "accelerate", _open_run, takes=NUMBERED, of_run=True),
     )
 }
-FORMATS = tuple(_FORMATS)
-"""Names of those that come with this package."""
 
 
 def known_formats() -> Iterator[Format]:
@@ -151,10 +149,10 @@ def known_formats() -> Iterator[Format]:
     yield from list(_FORMATS.values())
 
 
-def formats_at(path: Path) -> list[Format]:
-    """All that recognise what is at ``path``."""
+def formats_at(path: Path) -> Iterator[Format]:
+    """All that recognise what is at ``path``; each looks when it is its turn, and may find damage."""
     is_file = path.is_file()
-    return [each for each in known_formats() if each.of_file == is_file and each.is_at(path)]
+    return (each for each in known_formats() if each.of_file == is_file and each.is_at(path))
 
 
 def register_format(format: Format) -> Callable[[], None]:
