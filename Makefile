@@ -20,8 +20,9 @@ TESTS ?= tests
 WORKERS ?= 2
 KILLS ?= 1000
 SHIFT ?= 1
-NUMBERS ?= tests/ranks/test_booster_replicas.py tests/ranks/test_booster_lora.py tests/ranks/test_sharded_groups.py \
-  tests/ranks/test_engine_checkpointing.py tests/parity/test_random_graphs.py
+NUMBERS ?= tests/ranks/booster/test_booster_replicas.py tests/ranks/booster/test_booster_lora.py \
+  tests/ranks/zero/test_sharded_groups.py tests/ranks/gather/test_engine_checkpointing.py \
+  tests/parity/test_random_graphs.py
 
 help:
 	@echo "make demo      train a byte-level GPT over 2 ranks (DEMO='--plugin low_level_zero --stage 2' passes options)"

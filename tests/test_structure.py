@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from tests.structure import SEAM, code_lines, comment_lines, note_complaints, notes, private_sites, rooms
-from tests.test_architecture import ROOT, Source, ours
+from tests.test_architecture import PACKAGE, ROOT, Source, ours
 
 TEXT = '''"""Of
 two lines."""
@@ -66,3 +68,18 @@ def test_every_note_has_one_place_and_what_refers_to_one_finds_it() -> None:
     texts |= {path.name: path.read_text() for path in [*ROOT.glob("docs/*.md"), ROOT / "CONTRIBUTING.md"]}
     assert sum(len(notes(text)[0]) for text in texts.values()) > 20
     assert note_complaints(texts) == []
+
+
+def test_tests_are_in_the_rooms_that_they_are_of() -> None:
+    """A file beside the rooms would make them importable: ``deepspeed`` would seem to be installed."""
+    beside = list((ROOT / "tests/ranks").glob("*.py"))
+    assert not beside, f"move into a folder named as the package whose behaviour it tests: {beside}"
+    folders = {path.parent.name for path in ROOT.glob("tests/ranks/*/*.py")}
+    unknown = folders - {path.parent.name for path in (ROOT / PACKAGE).glob("*/__init__.py")} - {"docs"}
+    assert len(folders) > 10 and not unknown, f"no package of shardwise is named so: {unknown}"
+
+
+def test_files_of_the_tests_have_names_of_their_own() -> None:
+    """Without packages around them, a second file of a name would be taken for the first."""
+    count = Counter(path.name for path in ROOT.glob("tests/**/*.py") if not (path.parent / "__init__.py").exists())
+    assert len(count) > 150 and [name for name, times in count.items() if times > 1] == []

@@ -35,7 +35,7 @@ NAP_MAX_S = 0.001
 # Reductions are waited for after the last gradient. By then the ranks have agreed on what is reduced and begin it in
 # one order ([Note: One order of reductions]), so who waits for the n-th waits for ranks that wait for an earlier one at
 # most. A fence waits for no reduction ([Note: Fences]). On GPUs it is streams that wait; see [Note: Why no wait inside
-# a pass closes a cycle]. tests/ranks/test_waits.py lets patience end at every place of every rank in turn.
+# a pass closes a cycle]. tests/ranks/reduce/test_waits.py lets patience end at every place of every rank in turn.
 class Patience:
     """Of one reducer. Passes are alike when every rank had gradients of the same parameters."""
 

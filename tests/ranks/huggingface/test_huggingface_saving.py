@@ -16,7 +16,7 @@ import torch.distributed as dist
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 
-from test_huggingface import RANKS, launched, make, quiet, weights
+from huggingface_setup import RANKS, launched, make, quiet, weights
 
 from shardwise.checkpoint import CheckpointError
 from shardwise.checkpoint.formats import output

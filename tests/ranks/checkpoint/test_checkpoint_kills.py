@@ -6,17 +6,13 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 from launching import forked, start
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # the fault campaign is a package beside these tests
-
-from tests.faults.kills import campaign  # noqa: E402
+from tests.faults.kills import campaign
 
 
 def kill(count: int, seed: int, directory: str, answers: Connection) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 from shardwise.cli.follow import command_that_follows, end_with
 from shardwise.testing import pool
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 UNSET = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
 SECONDS = 120.0
 

@@ -6,14 +6,12 @@ each tensor's largest element), since sums over a batch are made in another orde
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import math
 import os
 import runpy
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engine_setup import away_from_zero
+from huggingface_setup import RANKS, arguments, gpt2, launched, make, quiet, rows, weights
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -32,81 +30,14 @@ from shardwise.testing import assert_close, run_ranks
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "huggingface_trainer.py"
-RANKS, RTOL, LENGTH, ROWS = 2, 1e-5, 9, 40
+EXAMPLE = Path(__file__).parents[3] / "examples" / "huggingface_trainer.py"
+RTOL = 1e-5
 PLANS: dict[str, Plan] = {
     "ddp": replicated(),
     "zero1": zero(1),
     "zero2": zero(2),
     "zero3": zero(3),
 }
-
-
-@contextlib.contextmanager
-def launched() -> Iterator[None]:
-    """As a launcher would have started this process; accelerate keeps nothing afterwards."""
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
-    several = dist.is_initialized() and dist.get_world_size() > 1
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
-    before = {name: os.environ.get(name) for name in names}
-    if several:
-        os.environ.update(dict(zip(names, map(str, (rank, rank, ranks, ranks, "localhost", 1, 1)), strict=True)))
-    threads = torch.get_num_threads()
-    try:
-        yield
-    finally:
-        GradientState._reset_state()
-        AcceleratorState._reset_state(reset_partial_state=True)
-        PartialState._reset_state()
-        torch.set_num_threads(threads)
-        for name, value in before.items():
-            os.environ.pop(name, None) if value is None else os.environ.__setitem__(name, value)
-
-
-def gpt2() -> Any:
-    from transformers import GPT2Config, GPT2LMHeadModel, logging
-    from transformers.utils.logging import disable_progress_bar
-
-    logging.set_verbosity_error()
-    disable_progress_bar()
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 17, "n_positions": LENGTH, "n_embd": 8, "n_layer": 2, "n_head": 2}
-    no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    return away_from_zero(GPT2LMHeadModel(GPT2Config(**sizes, **no_dropout, bos_token_id=0, eos_token_id=0)))
-
-
-@functools.cache
-def rows() -> list[dict[str, Tensor]]:
-    generator = torch.Generator().manual_seed(4)
-    tokens = torch.randint(17, (ROWS, LENGTH), generator=generator)
-    labels = tokens.clone()
-    labels[torch.rand(tokens.shape, generator=generator) < 0.3] = -100  # ranks have different numbers of tokens
-    return [{"input_ids": one, "labels": two} for one, two in zip(tokens, labels, strict=True)]
-
-
-def arguments(folder: str, batch: int, **changes: Any) -> Any:
-    from transformers import TrainingArguments
-
-    options = {
-        "num_train_epochs": 2,
-        "per_device_train_batch_size": batch,
-        "per_device_eval_batch_size": batch,
-        "gradient_accumulation_steps": 2,
-        "learning_rate": 1e-2,
-        "adam_epsilon": 1e-2,
-        "warmup_steps": 2,
-        "max_grad_norm": 0.1,
-        "logging_steps": 1,
-        "eval_strategy": "epoch",
-        "save_strategy": "epoch",
-        "use_cpu": True,
-        "report_to": "none",
-        "disable_tqdm": True,
-        **changes,
-    }
-    return TrainingArguments(folder, **options)
 
 
 Outcome = tuple[list[dict[str, float]], dict[str, Tensor]]
@@ -123,10 +54,6 @@ def outcome(trainer: Any, folder: str, resume: Any = None) -> Outcome:
     return [entry for entry in history if entry], weights(folder)
 
 
-def weights(folder: str) -> dict[str, Tensor]:
-    return dict(type(gpt2()).from_pretrained(folder).state_dict())
-
-
 def plain_trainer(folder: str, changes: dict[str, Any]) -> Outcome:
     """24 training rows are three batches of 8: the last update of an epoch has one pass."""
     from transformers import Trainer
@@ -134,20 +61,6 @@ def plain_trainer(folder: str, changes: dict[str, Any]) -> Outcome:
     with launched(), quiet():
         trainer = Trainer(gpt2(), arguments(folder, 8, **changes), train_dataset=rows()[:24], eval_dataset=rows()[24:])
         return outcome(trainer, os.path.join(folder, "model"))
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    with contextlib.redirect_stdout(None), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-def make(folder: str, plan: Plan, **changes: Any) -> Any:
-    from shardwise.huggingface import ShardwiseTrainer
-
-    args = arguments(folder, 4, **changes)
-    return ShardwiseTrainer(gpt2(), args, plan=plan, train_dataset=rows()[:24], eval_dataset=rows()[24:])
 
 
 def sharded_trainer(name: str, folder: str, changes: dict[str, Any], resume: str | None = None) -> Outcome:

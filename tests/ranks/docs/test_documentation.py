@@ -27,7 +27,7 @@ from shardwise.testing import run_ranks
 RANKS = 2
 EVERY_PAGE = sorted(["README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))])
 RUN = [page for page, blocks in PAGES.items() if any(block.how == "run" for block in blocks)]
-TOLD = "tests/ranks/documentation_setup.py says what becomes of each block: "
+TOLD = "tests/ranks/docs/documentation_setup.py says what becomes of each block: "
 Names = dict[str, Any]
 
 

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import shardwise.deepspeed
 from shardwise.testing import PlainRecipe, run_ranks, train_plain
 
-DATA = Path(__file__).parents[1] / "data"
+DATA = Path(__file__).parents[2] / "data"
 GENERATOR, STORED = DATA / "make_deepspeed_training.py", DATA / "deepspeed_training.safetensors"
 
 

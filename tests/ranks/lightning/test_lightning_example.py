@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from shardwise.testing import run_ranks
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "lightning_strategies.py"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "lightning_strategies.py"
 RANKS = 2
 
 

@@ -22,7 +22,7 @@ import shardwise.deepspeed as deepspeed
 from shardwise.testing import PlainRecipe, assert_close, run_ranks, train_plain
 
 RANKS = 2
-TUTORIAL = Path(__file__).parents[2] / "examples" / "deepspeed_tutorial.py"
+TUTORIAL = Path(__file__).parents[3] / "examples" / "deepspeed_tutorial.py"
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 SCALE = 128.0
 STEPS, CLIP = 3, 0.05
@@ -268,7 +268,7 @@ def foreign(
 
 
 def test_checkpoints_of_deepspeed_are_read(tmp_path: Path) -> None:
-    with tarfile.open(Path(__file__).parents[1] / "data" / "deepspeed.tar.xz") as archive:
+    with tarfile.open(Path(__file__).parents[2] / "data" / "deepspeed.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")
     from safetensors.torch import load_file
 

@@ -24,7 +24,7 @@ from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, Plugin, T
 from shardwise.testing import RankError, run_ranks
 
 RANKS = 2
-PRINTED = Path(__file__).parents[2] / "examples" / "booster_plugins"
+PRINTED = Path(__file__).parents[3] / "examples" / "booster_plugins"
 
 
 def parts() -> tuple[nn.Module, TensorDataset, torch.optim.Optimizer, nn.Module]:

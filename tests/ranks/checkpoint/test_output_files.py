@@ -7,7 +7,6 @@ import errno
 import json
 import os
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
@@ -16,11 +15,7 @@ import pytest
 
 from shardwise.checkpoint.formats.output import output_files, write_text
 from shardwise.testing import run_ranks
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # the fault campaign is a package beside these tests
-
-from tests.faults.system import in_place_of_the_system  # noqa: E402
+from tests.faults.system import in_place_of_the_system
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 KINDS: dict[str, list[str]] = {

@@ -6,7 +6,6 @@ import contextlib
 import errno
 import os
 import stat
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,12 +26,8 @@ from shardwise.checkpoint.session import Checkpointer
 from shardwise.lightning import to_single_file
 from shardwise.plan import zero
 from shardwise.testing import run_ranks
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # the campaign is a package beside these tests
-
-from tests.faults import flips, io_errors, soak  # noqa: E402
-from tests.faults.system import in_place_of_the_system  # noqa: E402
+from tests.faults import flips, io_errors, soak
+from tests.faults.system import in_place_of_the_system
 
 
 @pytest.mark.campaign  # `make faults` has more of it, and .ci/run a share

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 __all__ = ["PAGES", "ROOT", "Block", "Fence", "fences"]
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 Names = dict[str, Any]
 WIDTH = 8
 
@@ -273,7 +273,7 @@ def _activations_back(names: Names) -> None:
 
 
 def _trainer(names: Names) -> None:
-    from test_huggingface import arguments, gpt2, rows
+    from huggingface_setup import arguments, gpt2, rows
 
     options = {"eval_strategy": "no", "save_strategy": "no", "num_train_epochs": 1}
     names.update(model=gpt2(), args=arguments("trained", 4, **options), data=rows()[:8])
@@ -324,7 +324,7 @@ def _fixture(names: Names) -> None:
 # ---- the pages
 
 PICTURE = "a picture of packages and files"
-TRAINS = "it trains for minutes; tests/ranks/test_demo.py and test_demo_memory.py run the demo with smaller numbers"
+TRAINS = "it trains for minutes; tests/ranks/cli/test_demo.py and test_demo_memory.py run the demo with smaller numbers"
 OTHER_VERSIONS = "it needs other versions of Lightning than the environment has; docs/lightning.md says what they gave"
 AN_ERROR = "what an error looks like; tests/unit/test_testing_pool.py and test_oracle.py ask for its parts"
 
@@ -335,7 +335,7 @@ PAGES: dict[str, list[Block]] = {
         Block(
             first="from pathlib import Path",
             how="shown",
-            why="it is examples/booster_gpt.py, which tests/ranks/test_examples.py compares with this page and runs",
+            why="it is examples/booster_gpt.py, which tests/ranks/docs/test_examples.py runs and compares with this",
         ),
     ],
     "docs/architecture.md": [

@@ -378,7 +378,7 @@ def ask(answer):
 """
 
 
-ROOT = str(Path(__file__).parents[2])
+ROOT = str(Path(__file__).parents[3])
 
 
 def run_script(path: Path, text: str) -> subprocess.CompletedProcess[str]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 import torch.distributed
+from test_deepspeed import RANKS, batches, close, config, net, train
 
 from shardwise import deepspeed
 from shardwise.testing import assert_close, run_ranks
-from tests.ranks.test_deepspeed import RANKS, batches, close, config, net, train
 
 
 def initialized_inside() -> None:

@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 from shardwise.cli.demo_model import ByteGPT, ModelSize
 from shardwise.testing import assert_close, run_ranks
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples"
 RANKS = 2
 
@@ -46,7 +46,7 @@ def test_the_readme_shows_the_example() -> None:
 
 
 def test_every_example_is_run_by_a_test() -> None:
-    tests = "".join(path.read_text("utf-8") for path in Path(__file__).parent.glob("test_*.py"))
+    tests = "".join(path.read_text("utf-8") for path in Path(__file__).parents[1].rglob("test_*.py"))
     names = [path.name for path in EXAMPLES.rglob("*.py")]
     assert len(names) > 8 and [name for name in names if f'"{name}"' not in tests] == []
 

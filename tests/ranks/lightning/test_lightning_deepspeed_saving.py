@@ -173,7 +173,7 @@ def deepspeed_directories(root: str) -> None:
 
 
 def test_runs_that_deepspeed_saved_go_on(tmp_path: Path) -> None:
-    with tarfile.open(Path(__file__).parents[1] / "data" / "lightning_deepspeed.tar.xz") as archive:
+    with tarfile.open(Path(__file__).parents[2] / "data" / "lightning_deepspeed.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")
     (tmp_path / "empty").mkdir()
     run_ranks(RANKS, deepspeed_directories, str(tmp_path / "ds"), timeout=120.0)
