@@ -128,7 +128,7 @@ class Edits:
         for nan in self._absent.values():
             nan.fill_(float("nan"))
         for chunk in self._chunks:
-            chunk.place_params()
+            chunk.put_back()
         self.accept()
 
     def _name(self, chunk: Chunk, slot: int) -> str:

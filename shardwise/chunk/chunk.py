@@ -1,4 +1,4 @@
-"""One chunk: flat storage, the parameters that are views of it, and whether they are valid now.
+"""One chunk: flat storage, the parameters that are views of it, and what state these are in.
 
 A *resident* chunk keeps its whole array for good (DDP, ZeRO-1/2, small persistent tensors). A *transient* one keeps
 this rank's shard, and a whole array only between gather and eviction. Memory is never freed under a reader: eviction
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from enum import Enum, auto
 
 import torch
 from torch import nn
@@ -17,11 +18,49 @@ from torch import nn
 from shardwise.chunk.layout import ChunkSpec, Slot
 from shardwise.chunk.readers import is_read, python_holders
 from shardwise.chunk.source import ShardSource
-from shardwise.comm import Buffer, Handle
+from shardwise.comm import Buffer, Group, Handle
 from shardwise.memory.tier import Tier
+from shardwise.states import Table
 from shardwise.torch_internals import point, version_of
 
-__all__ = ["Chunk"]
+__all__ = ["RESIDENCY", "Chunk", "Residency"]
+
+
+class Residency(Enum):
+    """What of a chunk is here, and what its parameters show."""
+
+    UNPLACED = auto()
+    """The parameters are still where the user's model had them."""
+    SHARDED = auto()
+    """Only this rank's shard is here; the parameters read as NaN."""
+    GATHERING = auto()
+    """The whole array is being filled; the parameters read as NaN."""
+    PLACING = auto()
+    """The array is there, and the parameters are being pointed at it, one after the other."""
+    GATHERED = auto()
+    """The parameters are views of the whole array and can be read."""
+    EVICTING = auto()
+    """The parameters are being pointed away from the array, which is let go of then."""
+    RENEWING = auto()
+    """Of a resident chunk: the other ranks' parts of the array are coming, after an update."""
+
+
+# PLACING and EVICTING are never left standing but by an interrupt; who finds a chunk so finishes what was begun.
+RESIDENCY = Table(
+    "chunk",
+    {
+        Residency.UNPLACED: {
+            Residency.PLACING: "built, resident",
+            Residency.EVICTING: "built, the shard stays",
+        },
+        Residency.SHARDED: {Residency.GATHERING: "wanted"},
+        Residency.GATHERING: {Residency.PLACING: "arrived", Residency.EVICTING: "its gather failed"},
+        Residency.PLACING: {Residency.GATHERED: "placed", Residency.EVICTING: "it failed"},
+        Residency.GATHERED: {Residency.EVICTING: "room is needed, or updated", Residency.RENEWING: "updated, resident"},
+        Residency.EVICTING: {Residency.SHARDED: "let go"},
+        Residency.RENEWING: {Residency.GATHERED: "arrived"},
+    },
+)
 
 
 # [Note: Who owns a gathered array]
@@ -49,8 +88,8 @@ class Chunk:
         resident: the whole array stays on the device.
 
     Attributes:
-        full: the gathered array, or ``None``.
-        pending: a gather under way into ``full``.
+        full: the whole array, or ``None`` while there is only the shard.
+        pending: what fills it, while GATHERING or RENEWING.
         joined: ``full`` is the ranks' shards themselves, not a copy.
         in_transform: a ``torch.func`` transform has used it since it was gathered.
         lost: a slot whose parameter was written to, or given other data, which was dropped; ``None``: there was none.
@@ -80,14 +119,27 @@ class Chunk:
         nan = torch.full((), float("nan"), dtype=spec.dtype, device=device)
         self.absent = tuple(nan.expand(slot.shape) for slot in spec.slots)
         """By slot, what its parameter shows while it is not gathered."""
-        self._pointed = False
-        """The parameters are views of ``full``; otherwise of what stands for absent ones, or not ours yet."""
+        self._state = Residency.UNPLACED
         self._holders: list[int] | None = None
         self._versions: list[int] | None = None
         self.lost: int | None = None
         self.comparable = False
         """The own part of a gathered array has to be what the shard is: no update is under way, and writing is not
         allowed."""
+
+    @property
+    def state(self) -> Residency:
+        """What is here now; see :data:`RESIDENCY` for what it may become."""
+        return self._state
+
+    @property
+    def arriving(self) -> bool:
+        """Whether :meth:`arrive` makes it readable: its gather has begun and nothing ended it."""
+        return self._state is Residency.PLACING or (self._state is Residency.GATHERING and self.pending is not None)
+
+    def _become(self, state: Residency) -> None:
+        RESIDENCY.check(self.spec.index, self._state, state)
+        self._state = state
 
     @property
     def exchange(self) -> Buffer:
@@ -116,25 +168,68 @@ class Chunk:
     def shard_end(self) -> int:
         return self.shard_start + self.spec.shard_numel
 
-    @property
-    def gathered(self) -> bool:
-        """Whether the parameters can be read now."""
-        return self.full is not None and self.pending is None
-
     def overlap(self, slot: Slot) -> tuple[int, int]:
         """The part of ``slot`` in this rank's shard as ``(start, end)`` in chunk coordinates; empty if start >= end."""
         return max(slot.start, self.shard_start), min(slot.end, self.shard_end)
 
-    def point_params(self) -> None:
-        """Make the parameters views of ``full``."""
+    def adopt_params(self) -> None:
+        """Have the parameters show this chunk from here on, when its values are there."""
+        if self.resident:
+            self._place()
+        else:
+            self._withdraw()
+            self._become(Residency.SHARDED)
+
+    def receive(self, full: torch.Tensor, joined: bool) -> None:
+        """``full`` is to be filled, by ``pending`` from when that is set, or is the ranks' shards (``joined``)."""
+        self._become(Residency.GATHERING)
+        self.full, self.joined = full, joined
+
+    def arrive(self) -> None:
+        """Wait until ``full`` is filled, and make the parameters views of it. Called again after an interrupt."""
+        if self.pending is not None:
+            self.pending.wait()
+            self.pending = None
+        if self._state is Residency.RENEWING:
+            self._become(Residency.GATHERED)
+        elif self._state is not Residency.GATHERED:
+            self._place()
+
+    def _place(self) -> None:
         full = self.full
         if full is None:
             raise RuntimeError(f"chunk {self.spec.index} has full={full}: gather it before its parameters are pointed")
-        # Before the values that tell it are replaced.
-        self._note_lost()
+        if self._state is not Residency.PLACING:
+            self._note_lost()  # before the values that tell it are replaced
+            self._become(Residency.PLACING)
         _point(self.params, self.views(full))
-        self._pointed = True
         self.allow_holders()
+        self._become(Residency.GATHERED)
+
+    def evict(self, group: Group) -> torch.Tensor | None:
+        """Have the parameters show NaN again, when nothing writes to the array any more. The array, for its owner;
+        ``None``: it was the ranks' shards. Called again after an interrupt."""
+        self._withdraw()
+        full = None if self.joined else self.full
+        if self.joined:
+            self.source.disjoin(group)
+        self.full, self.joined = None, False
+        self._become(Residency.SHARDED)
+        return full
+
+    def _withdraw(self) -> None:
+        """Parameters keep shape and dtype but read as NaN, so that a use without a gather cannot pass unseen."""
+        if self._state is not Residency.EVICTING:
+            self._note_lost()
+            self._become(Residency.EVICTING)
+        self._holders = None
+        self.in_transform = False
+        _point(self.params, self.absent)
+
+    def renew(self, pending: Handle) -> None:
+        """The other ranks' parts of a resident chunk come with ``pending``."""
+        self.pending = pending
+        self._become(Residency.RENEWING)
 
     def allow_holders(self) -> None:
         """Who holds a parameter in Python now does not count in :attr:`is_read`."""
@@ -153,23 +248,26 @@ class Chunk:
         # No value changes, and the message is torch's own, which its users know.
         torch.autograd.graph.increment_version(self.params)
 
-    def unpoint_params(self) -> None:
-        """Parameters keep shape and dtype but read as NaN, so that a use without a gather cannot pass unseen."""
-        self._note_lost()
-        self._holders = None
-        self.in_transform = False
-        _point(self.params, self.absent)
-        self._pointed = False
+    @property
+    def _shown(self) -> torch.Tensor | None:
+        """The array that the parameters are views of; ``None``: they show what stands for absent ones, or are on their
+        way from one to the other."""
+        return self.full if self._state in (Residency.GATHERED, Residency.RENEWING) else None
 
-    def place_params(self) -> None:
+    def put_back(self) -> None:
         """Point the parameters again at what they last were pointed at."""
-        (self.point_params if self._pointed else self.unpoint_params)()
+        shown = self._shown
+        if shown is not None:
+            _point(self.params, self.views(shown))
+            self.allow_holders()
+        elif self._state in (Residency.SHARDED, Residency.GATHERING):
+            _point(self.params, self.absent)
 
     def use_absent(self, values: torch.Tensor) -> None:
         """Let ``values`` (1-D, one NaN a slot) stand for absent parameters, so that a write to one shows in it."""
         self.absent = tuple(nan.expand(slot.shape) for nan, slot in zip(values, self.spec.slots, strict=True))
-        if not self._pointed:
-            self.unpoint_params()
+        if self._shown is None:
+            self.put_back()
 
     def note_versions(self) -> None:
         """The parameters are as they should be: what is written to them from here on shows in :meth:`written`."""
@@ -197,8 +295,8 @@ class Chunk:
         That tells writes through ``.data``, each rank those to its part. On a GPU, where it would have to wait for the
         answer, and for shards elsewhere it is not known.
         """
-        full, source = self.full, self.source
-        if full is None or self.resident or not (self._pointed and self.comparable) or source.tier is Tier.DISK:
+        full, source = self._shown, self.source
+        if full is None or self.resident or not self.comparable or source.tier is Tier.DISK:
             return None
         shard, own = source.exchange.local, full[self.shard_start : self.shard_end]
         if shard.device.type != "cpu" or own.device.type != "cpu" or same_bits(own, shard):
@@ -212,7 +310,10 @@ class Chunk:
     def misplaced(self) -> int | None:
         """Index of the first parameter that no longer lies where this chunk put it (its storage was replaced)."""
         itemsize = self.spec.dtype.itemsize
-        base = self.full.data_ptr() if self._pointed and self.full is not None else None
+        if self._state in (Residency.UNPLACED, Residency.PLACING, Residency.EVICTING):
+            return None
+        shown = self._shown
+        base = None if shown is None else shown.data_ptr()
         for index, (slot, param, absent) in enumerate(zip(self.spec.slots, self.params, self.absent, strict=True)):
             expected = absent.data_ptr() if base is None else base + slot.start * itemsize
             if slot.numel and (param.dtype != self.spec.dtype or param.data_ptr() != expected):

@@ -46,10 +46,7 @@ def load_initial_values(
     if storage.store is not None:
         storage.store.commit()  # from here on that is what is read
     for chunk in storage.chunks:
-        if chunk.resident:
-            chunk.point_params()
-        else:
-            chunk.unpoint_params()
+        chunk.adopt_params()
 
 
 def _let_go(param: nn.Parameter, storage: Storage, index: int, device: torch.device) -> None:

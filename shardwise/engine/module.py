@@ -139,7 +139,7 @@ class ShardedModule(nn.Module):
                 with agreed(mesh.world, READING, READ_AGAIN, needed=state.tier is Tier.DISK):
                     part = stack.enter_context(state.opened())
             if part is None:
-                if chunk.full is not None and chunk.pending is None and chunk.resident:
+                if chunk.resident and chunk.full is not None:
                     return chunk.full.clone()
                 with agreed(mesh.world, READING, READ_AGAIN, needed=chunk.source.tier is Tier.DISK):
                     part = stack.enter_context(chunk.opened())

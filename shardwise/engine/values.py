@@ -15,6 +15,7 @@ import torch
 
 from shardwise.checks.unfinished import state_of
 from shardwise.chunk.chunk import Chunk
+from shardwise.comm import Handle
 from shardwise.device import synchronize
 from shardwise.disk.agreement import agreed
 from shardwise.engine.staging import WhenAsked, gather_shards
@@ -81,24 +82,27 @@ class Values:
     def gathered(self, write_back: bool = False) -> Iterator[None]:
         """Full parameters in place, gathered once (every rank enters). With ``write_back`` changes are kept."""
         engine = self._engine
-        with engine.mesh.doing("gathered()"):
-            engine.pool.acquire_all()
-            if engine.plan.comm.gather_on_use:
-                engine.mesh.shard.fence()  # nobody writes while a peer's renewal still reads
-        engine.guards.edits.allow()
+        blocks, opened = engine.pool.blocks, False
         try:
+            with engine.mesh.doing("gathered()"):
+                engine.pool.acquire_all()
+                if engine.plan.comm.gather_on_use:
+                    engine.mesh.shard.fence()  # nobody writes while a peer's renewal still reads
+            opened = True
+            engine.guards.edits.allow()
             yield
             engine.guards.check_edits(values=False, held=False)
             if write_back:
                 with engine.mesh.doing("gathered(write_back=True)"):
                     self.write_back()
         finally:
-            engine.pool.release_all()
-            if write_back:
-                engine.pool.drop_changed()  # each rank's copy has what that rank wrote, and not what the others did
-            else:
-                engine.pool.drop_idle()  # what was written is no part of the model; a graph may still read the rest
-            engine.guards.edits.accept()
+            engine.pool.release_all(blocks)
+            if opened:
+                if write_back:
+                    engine.pool.drop_changed()  # each rank's copy has what it wrote, and not what the others did
+                else:
+                    engine.pool.drop_idle()  # what was written is no part of the model; a graph may read the rest
+                engine.guards.edits.accept()
 
     @torch.no_grad()
     def write_back(self) -> None:
@@ -174,10 +178,10 @@ class Values:
             if not (chunk.resident and group.size > 1):
                 continue
             if group.one_sided_gather and self.renews_late(chunk):
-                chunk.pending = WhenAsked(partial(group.all_gather_in_place, chunk.exchange))
+                pending: Handle = WhenAsked(partial(group.all_gather_in_place, chunk.exchange))
             else:
-                chunk.pending = group.all_gather_in_place(chunk.exchange)
-            engine.pool.renew_later(chunk)
+                pending = group.all_gather_in_place(chunk.exchange)
+            engine.pool.renew_later(chunk, pending)
         if not engine.plan.comm.gather_on_use:
             engine.pool.settle()
             group.fence()

@@ -230,8 +230,7 @@ class VisibleGrads:
             given = given.clone()
         if state.reduced is None and given is not None:
             state.reduced = state.own_memory().zero_()
-        for of_pass in (state.filled, state.seen):
-            of_pass.discard(at)
+        state.forget(at)
         if given is None:
             state.touched.discard(at)
             part = self._edited(index)[0]

@@ -225,27 +225,28 @@ class GatherHooks:
     def _enter(self, module: nn.Module, units: list[int]) -> None:
         frames = self._running.frames
         frame = _Frame(module, pack=self._push_saved_hooks())
-        # Noted down before its units are pinned, one by one: after a gather that fails _leave undoes as many.
+        # Noted down before its units are pinned: whatever comes, _leave unpins them.
         frames.append(frame)
         if self._settles and len(frames) == 1:
             self.pool.settle()
         for unit in units:
-            self._acquire(unit, pin=True)
             frame.pins.append(unit)
+            self._acquire(unit, frame)
 
     def _leave(self, module: nn.Module) -> None:
         frames = self._running.frames
         # After an exception the hooks of modules that were never entered run too.
         if not any(frame.module is module for frame in frames):
             return
-        while frames:
-            frame = frames.pop()
+        left = False
+        while frames and not left:
+            frame = frames[-1]
             for unit in frame.pins:
-                self.pool.unpin(unit)
+                self.pool.unpin(unit, frame)
             if frame.pack is not None:
-                self._pop_saved_hooks()
-            if frame.module is module:
-                break
+                self._pop_saved_hooks(frame.pack)
+            left = frame.module is module
+            frames.pop()  # only now: whoever is interrupted here leaves it again
 
     def unwind(self) -> None:
         """After an interruption of a forward pass that ran no hooks (``KeyboardInterrupt``): leave every module."""
@@ -265,12 +266,12 @@ class GatherHooks:
                 "transform to the whole model, or shard it at stage 2"
             ) from error
 
-    def _acquire(self, unit: int, pin: bool = False) -> None:
+    def _acquire(self, unit: int, holder: object = None) -> None:
         if not in_transform():
-            self.pool.acquire(unit, pin)
+            self.pool.acquire(unit, holder)
             return
         with outside_transforms():
-            self.pool.acquire(unit, pin)
+            self.pool.acquire(unit, holder)
             self.pool.used_in_transform(unit)
 
     def _on_read(self, param: int) -> None:
@@ -278,10 +279,14 @@ class GatherHooks:
         if unit is None:
             return
         if self._running.frames:
-            pins = self._running.frames[-1].pins
-            if unit not in pins:
-                self._acquire(unit, pin=True)
-                pins.append(unit)
+            frame = self._running.frames[-1]
+            if unit not in frame.pins:
+                frame.pins.append(unit)
+                try:
+                    self._acquire(unit, frame)
+                except Exception:  # after an interrupt it may be pinned
+                    frame.pins.remove(unit)
+                    raise
         elif in_backward():  # a recomputation, or a hook; no pin is needed, since the reader holds the parameter
             self._in_backward_pass()
             self._acquire(unit)
@@ -309,9 +314,13 @@ class GatherHooks:
         packs.append(pack)
         return pack
 
-    def _pop_saved_hooks(self) -> None:
-        pop_saved_hooks()
-        self._running.packs.pop()
+    def _pop_saved_hooks(self, pack: Callable[..., Any]) -> None:
+        """Those with ``pack``, if they are there."""
+        top, packs = top_saved_hooks(), self._running.packs
+        if top is not None and top[0] is pack:
+            pop_saved_hooks()
+        if packs and packs[-1] is pack:
+            packs.pop()
 
     def note_of(self, tensor: torch.Tensor) -> _Note | None:
         """What stands for a view of a gathered chunk; ``None`` for any other tensor."""

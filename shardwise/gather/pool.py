@@ -14,9 +14,9 @@ from contextlib import suppress
 import torch
 
 from shardwise.chunk.arrays import ArrayPool
-from shardwise.chunk.chunk import Chunk
+from shardwise.chunk.chunk import Chunk, Residency
 from shardwise.chunk.layout import UnitSpec
-from shardwise.comm import DONE, NOBODY, Group, Party, PeerError
+from shardwise.comm import DONE, NOBODY, Group, Handle, Party, PeerError
 from shardwise.events import Events
 from shardwise.gather.policy import GatherLimits, Trace, choose_victim, next_units
 from shardwise.gather.rounds import Rounds
@@ -76,14 +76,16 @@ class ChunkPool:
         self._bytes = {u: sum(c.spec.padded_bytes for c in cs) for u, cs in self._transient.items()}
         self.arrays = ArrayPool(group.device, (2 + prefetch) * max(self._bytes.values(), default=0))
         self.lock = threading.RLock()
-        self._pins = dict.fromkeys(self._transient, 0)
+        self._pins: dict[int, set[int]] = {unit: set() for unit in self._transient}
         self._held: set[int] = set()
         self._renewing: dict[int, list[Chunk]] = {}
         self._joins = True
         self._looked = 0
         """Uses so far when what comes next was last looked at."""
+        self.blocks = 0
+        """How many ``gathered()`` are open: in any, everything stays."""
         self.all_held = False
-        """Inside ``gathered()``: everything stays, and nothing needs the peers."""
+        """Inside of one: everything is here, and nothing needs the peers."""
         self.followed = False
         """Whether the last step used the units in the order of the one before."""
         self.moved_bytes = 0
@@ -137,12 +139,12 @@ class ChunkPool:
             self.trace = self._training
 
     @in_turn
-    def acquire(self, unit: int, pin: bool = False) -> None:
-        """Make a unit's parameters readable; with ``pin`` they stay so until :meth:`unpin`."""
+    def acquire(self, unit: int, holder: object = None) -> None:
+        """Make a unit's parameters readable; for a ``holder`` they stay so until it calls :meth:`unpin`."""
         # Pinned meanwhile in any case: room that is made for others must not be made of this unit.
-        self._pins[unit] += 1
-        kept = False
+        pins, key, kept = self._pins[unit], id(holder), False
         try:
+            pins.add(key)
             if unit in self._renewing:
                 self._renew(unit)
             self.trace.use(unit)
@@ -150,12 +152,13 @@ class ChunkPool:
             if self._transient[unit]:
                 self._bring(unit)
             self._events.unit_ready(unit)
-            kept = pin
+            kept = holder is not None
         except DeviceMemoryError as error:
             self.tell(error)
             raise
         finally:
-            self._pins[unit] -= not kept
+            if not kept:
+                pins.discard(key)
 
     @in_turn
     def used_in_transform(self, unit: int) -> None:
@@ -178,8 +181,8 @@ class ChunkPool:
             self._make_room(unit)  # what was gathered when there was more room than now goes
             self._trim_idle()
         looks, self._looked = self._ahead_pays and self._looked != len(self.trace.current), len(self.trace.current)
-        absent = unit not in self._held
-        if not (absent or looks or any(c.pending for c in self._transient[unit])):
+        absent = not self._is_whole(unit)
+        if not (absent or looks or [c for c in self._transient[unit] if c.state is not Residency.GATHERED]):
             return
         # Also of what was fetched ahead, which counts from here on, and makes place for what is next.
         self._make_room(unit)
@@ -190,6 +193,13 @@ class ChunkPool:
             if soon not in self._held:
                 for chunk in self._transient[soon]:
                     chunk.source.prepare()
+
+    def _is_whole(self, unit: int) -> bool:
+        """Whether the unit is gathered, or on its way. What an interrupt left of one goes."""
+        chunks = self._transient[unit]
+        if unit in self._held and [c for c in chunks if c.state is not Residency.GATHERED and not c.arriving]:
+            self._evict(unit)
+        return unit in self._held
 
     def _trim_idle(self) -> None:
         """Under a declared capacity what is kept for reuse counts against the budget as well."""
@@ -214,15 +224,14 @@ class ChunkPool:
         return fitting
 
     @in_turn
-    def unpin(self, unit: int) -> None:
-        """The unit may be evicted at a later acquire."""
-        if self._pins[unit] <= 0:
-            raise RuntimeError(f"unit {unit} was unpinned more often than pinned ({self._pins[unit]}); report this")
-        self._pins[unit] -= 1
+    def unpin(self, unit: int, holder: object) -> None:
+        """The unit may be evicted at a later acquire, as far as ``holder`` is concerned. Again is as good as once."""
+        self._pins[unit].discard(id(holder))
 
-    def renew_later(self, chunk: Chunk) -> None:
-        """The resident ``chunk`` has a gather under way (``chunk.pending``), to be waited for at its first use."""
+    def renew_later(self, chunk: Chunk, pending: Handle) -> None:
+        """The other ranks' parts of the resident ``chunk`` come with ``pending``, to be waited for at its first use."""
         self._renewing.setdefault(chunk.spec.unit, []).append(chunk)
+        chunk.renew(pending)
 
     @in_turn
     def settle(self) -> None:
@@ -231,24 +240,23 @@ class ChunkPool:
             self._renew(unit)
 
     def _renew(self, unit: int) -> None:
-        for chunk in self._renewing.pop(unit):
-            if chunk.pending is not None:
-                chunk.pending.wait()
-                chunk.pending = None
+        for chunk in self._renewing[unit]:
+            chunk.arrive()
+        del self._renewing[unit]  # only now: who is interrupted while it waits has to wait again
 
     @in_turn
     def acquire_all(self) -> None:
-        """Gather and pin everything (``gathered()``), as copies: views of them may outlive it. :meth:`release_all` ends
-        it."""
+        """Gather and keep everything (``gathered()``), as copies, till :meth:`release_all`: views may outlive it."""
         self.settle()
         self._joins = False
         try:
             for unit in self._transient:
-                if unit in self._held and not self._pins[unit] and any(chunk.joined for chunk in self._transient[unit]):
+                if unit in self._held and not self._pinned(unit) and any(c.joined for c in self._transient[unit]):
                     self._complete(unit)
                     self._evict(unit)
-                self._pins[unit] += 1
-                if unit not in self._held:
+            self.blocks += 1
+            for unit in self._transient:
+                if not self._is_whole(unit):
                     self._gather([unit], [])
                 self._complete(unit)
         finally:
@@ -257,14 +265,17 @@ class ChunkPool:
         self.all_held = True
 
     @in_turn
-    def release_all(self) -> None:
-        """End of :meth:`acquire_all`."""
-        self.all_held = False
-        for unit in self._transient:
-            self.unpin(unit)
-            for chunk in self._transient[unit]:
-                chunk.allow_holders()  # lists of parameters that were made inside and are kept
-        self._make_room(None)
+    def release_all(self, blocks: int) -> None:
+        """End of :meth:`acquire_all`: :attr:`blocks` are what they were before it."""
+        self.blocks, self.all_held = blocks, blocks > 0
+        if not blocks:
+            for chunks in self._transient.values():
+                for chunk in chunks:
+                    chunk.allow_holders()  # lists of parameters that were made inside and are kept
+            self._make_room(None)
+
+    def _pinned(self, unit: int) -> bool:
+        return bool(self._pins[unit] or self.blocks)
 
     @in_turn
     def invalidate(self, everything: bool = False) -> None:
@@ -275,6 +286,7 @@ class ChunkPool:
         self.followed = self._training.followed and len(self._training.current) == len(self._training.recorded)
         self._training.end_step()
         self._looked = 0
+        self._count()
         self.arrays.trim()
 
     @in_turn
@@ -293,8 +305,8 @@ class ChunkPool:
     def _make_room(self, unit: int | None) -> None:
         needed = self._bytes[unit] if unit is not None else 0
         budget = self.budget_bytes()
-        pinned = sum(self._bytes[u] for u in self._held if self._pins[u] and u != unit)
-        evictable = {u for u in self._held if not self._pins[u] and u != unit}
+        pinned = sum(self._bytes[u] for u in self._held if self._pinned(u) and u != unit)
+        evictable = {u for u in self._held if not self._pinned(u) and u != unit}
         idle = sum(self._bytes[u] for u in evictable)
         # The unit about to be used counts against the budget, but is gathered even where the budget is smaller.
         room = max(budget - needed - pinned, 0)
@@ -315,7 +327,7 @@ class ChunkPool:
     @in_turn
     def drop_idle(self) -> None:
         """Evict everything that nothing reads."""
-        for unit in [u for u in self._held if not self._pins[u] and not self._is_read(u)]:
+        for unit in [u for u in self._held if not self._pinned(u) and not self._is_read(u)]:
             self._complete(unit)
             self._evict(unit)
         self.arrays.drop()
@@ -323,7 +335,7 @@ class ChunkPool:
     @in_turn
     def drop_changed(self) -> None:
         """The gathered arrays are not what the shards are any more: evict all of them."""
-        for unit in [u for u in self._held if not self._pins[u]]:
+        for unit in [u for u in self._held if not self._pinned(u)]:
             self._evict_all_the_same(unit)
         self.arrays.drop()
 
@@ -339,7 +351,8 @@ class ChunkPool:
         # Made in inference mode, arrays and parameters could not be written or trained outside it.
         with torch.inference_mode(False), torch.no_grad():
             if not self.agrees:
-                self._start_all([*needed, *ahead])
+                for unit in (*needed, *ahead):
+                    self._start(unit)
             elif needed or ahead or (self.rounds.due() and not self.all_held):
                 self._round(self._with_room(needed, ahead))
 
@@ -413,10 +426,6 @@ class ChunkPool:
             missing = self.arrays.missing_bytes(arrays)
         self.ledger.require(missing, f"gathering unit {self._name(unit)}")
 
-    def _start_all(self, units: Iterable[int]) -> None:
-        for unit in units:
-            self._start(unit)
-
     def _start(self, unit: int) -> None:
         if unit in self._held:
             self._take_part(unit)
@@ -431,15 +440,15 @@ class ChunkPool:
         try:
             for chunk in self._transient[unit]:
                 whole = chunk.source.joined(self.group) if self._joins else None
-                chunk.joined = whole is not None
-                chunk.full = self.arrays.take(chunk.spec.padded_numel, chunk.spec.dtype) if whole is None else whole
-                self.by_storage[storage_id(chunk.full.untyped_storage())] = chunk
+                full = self.arrays.take(chunk.spec.padded_numel, chunk.spec.dtype) if whole is None else whole
+                chunk.receive(full, whole is not None)
+                self.by_storage[storage_id(full.untyped_storage())] = chunk
                 if chunk.joined:
                     chunk.pending = DONE
                 else:
                     self.copied_bytes += chunk.spec.padded_bytes
-                    self.ledger.claim(chunk.full)
-                    chunk.pending = chunk.source.gather(self.group, chunk.full)
+                    self.ledger.claim(full)
+                    chunk.pending = chunk.source.gather(self.group, full)
             self.peak_copied_bytes = max(self.peak_copied_bytes, self.copied_bytes)
         except BaseException:
             self._evict(unit)  # half of a unit must not pass for the whole
@@ -449,39 +458,42 @@ class ChunkPool:
         return f"{unit} ({self.units[unit].module or 'no single module'}, {size_text(self._bytes[unit])})"
 
     def _complete(self, unit: int) -> None:
+        """Have a gather that is under way end; what an interrupt left half gone stays so."""
         ended = False
         for chunk in self._transient[unit]:
-            pending, chunk.pending = chunk.pending, None
-            if pending is not None:
+            if chunk.arriving:
                 with torch.inference_mode(False), torch.no_grad():
                     try:
-                        pending.wait()
-                    except BaseException:
+                        chunk.arrive()
+                    except Exception:  # an interrupt leaves it on its way
+                        chunk.pending = None  # it has been waited for
                         self._evict(unit)
                         raise
-                    chunk.point_params()
                 ended = True
         if ended:
             self._events.gather_ended(unit)
 
     def _evict(self, unit: int) -> None:
         for chunk in self._transient[unit]:
-            full = chunk.full
+            if chunk.state is Residency.SHARDED:
+                continue
             pending, chunk.pending = chunk.pending, None
             if pending is not None:  # a gather of the unit failed: the others must not write into reused arrays
                 with suppress(Exception):
                     pending.wait()
+            full = chunk.full
             if full is not None:
-                chunk.unpoint_params()
-                del self.by_storage[storage_id(full.untyped_storage())]
-                chunk.full = None
-                if not chunk.joined:
-                    self.copied_bytes -= chunk.spec.padded_bytes
-                    self.arrays.give(full)
-        self._held.discard(unit)
-        self.gathered_bytes -= self._bytes[unit]
-        for chunk in self._transient[unit]:
-            if chunk.joined:
-                chunk.joined = False
-                chunk.source.disjoin(self.group)
+                self.by_storage.pop(storage_id(full.untyped_storage()), None)
+            if (array := chunk.evict(self.group)) is not None:
+                self.copied_bytes -= chunk.spec.padded_bytes
+                self.arrays.give(array)
+        if unit in self._held:
+            self._held.discard(unit)
+            self.gathered_bytes -= self._bytes[unit]
         self._events.evicted(unit)
+
+    def _count(self) -> None:
+        """Anew: an interrupt may have come between a change and its count."""
+        self.gathered_bytes = sum(self._bytes[unit] for unit in self._held)
+        chunks = [chunk for unit in self._held for chunk in self._transient[unit]]
+        self.copied_bytes = sum(c.spec.padded_bytes for c in chunks if c.full is not None and not c.joined)

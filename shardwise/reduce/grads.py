@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from enum import Enum, auto
 
 import torch
 
@@ -10,9 +11,48 @@ from shardwise.chunk.chunk import Chunk
 from shardwise.comm import Buffer, Handle
 from shardwise.memory.host import host_block
 from shardwise.memory.tier import Tier
+from shardwise.states import Table
 from shardwise.torch_internals import storage_id
 
-__all__ = ["ChunkGrads", "SlotPool", "exchange_sizes", "gradient_bytes"]
+__all__ = ["REDUCTION", "ChunkGrads", "Reduction", "SlotPool", "exchange_sizes", "gradient_bytes"]
+
+
+class Reduction(Enum):
+    """How far the gradients are on their way from backward into a reduced shard."""
+
+    EMPTY = auto()
+    """None is in the array since it was last reduced."""
+    FILLING = auto()
+    """Some are; more are expected, or the pass is not a reduced one."""
+    DEPOSITED = auto()
+    """All that are expected have arrived; the chunk's turn has not come."""
+    REDUCING = auto()
+    """The array is the peers' to read; what comes now goes elsewhere (``late``)."""
+    REDUCED = auto()
+    """The result has been added to the reduced shard; the pass goes on."""
+
+
+_DROPPED = "dropped"
+REDUCTION = Table(
+    "the gradients of chunk",
+    {
+        Reduction.EMPTY: {
+            Reduction.FILLING: "a gradient came",
+            Reduction.REDUCING: "the pass ends, and other ranks have some",
+        },
+        Reduction.FILLING: {
+            Reduction.DEPOSITED: "the last that is expected came",
+            Reduction.REDUCING: "the pass ends",
+            Reduction.EMPTY: _DROPPED,
+        },
+        Reduction.DEPOSITED: {Reduction.REDUCING: "its turn, and an exchange buffer", Reduction.EMPTY: _DROPPED},
+        Reduction.REDUCING: {Reduction.REDUCED: "the result came", Reduction.EMPTY: "failed, and dropped"},
+        Reduction.REDUCED: {
+            Reduction.REDUCING: "late ones, at the end of the pass",
+            Reduction.EMPTY: "the pass is over",
+        },
+    },
+)
 
 
 # [Note: Who owns a gradient's array]
@@ -43,10 +83,10 @@ class ChunkGrads:
         dtype: gradients travel in it.
         buffer: exchange memory that holds this chunk's whole gradient now, or ``None``.
         array: where backward writes: ``buffer.local``, or private memory while no buffer is free.
-        filled: slots (indices) with content in ``array``.
         fired: slots whose gradient arrived in the running backward pass.
         expected: slots that arrived in the last reduced pass; when all have, the chunk may be reduced early.
-        seen: slots whose gradient arrived since the last reduced pass (passes under ``no_sync`` included).
+        seen: slots whose gradient arrived since the last reduced pass (passes under ``no_sync`` included); until the
+            reduction begins, those with content in ``array``.
         late: private memory for gradients that arrive after the chunk was reduced in the same pass (nested passes).
         touched: slots that any rank has a gradient for since the last step.
         reduced: this rank's part of the averaged gradient, summed over the backward passes of the step.
@@ -68,7 +108,6 @@ class ChunkGrads:
         self.dtype, self.accumulate_dtype = dtype, accumulate_dtype
         self.buffer: Buffer | None = None
         self.array: torch.Tensor | None = None
-        self.filled: set[int] = set()
         self.fired: set[int] = set()
         self.expected: set[int] = set(range(len(self.spec.slots)))
         self.seen: set[int] = set()
@@ -78,10 +117,34 @@ class ChunkGrads:
         self._reduced: torch.Tensor | None = None
         self._landing: Callable[[], None] | None = None
         self.borrowed = False
-        self.launched = False
+        self._state = Reduction.EMPTY
         self.handle: Handle | None = None
         self.out: torch.Tensor | None = None
         self.kept_memory: torch.Tensor | None = None
+
+    @property
+    def state(self) -> Reduction:
+        """How far they are; see :data:`REDUCTION` for what it may become."""
+        return self._state
+
+    def become(self, state: Reduction) -> None:
+        """Note that they are as far as that.
+
+        Raises:
+            RuntimeError: they cannot be.
+        """
+        REDUCTION.check(self.spec.index, self._state, state)
+        self._state = state
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there are some in ``array``, whose reduction has not begun."""
+        return self._state in (Reduction.FILLING, Reduction.DEPOSITED)
+
+    @property
+    def launched(self) -> bool:
+        """Whether their reduction has begun in the running pass."""
+        return self._state in (Reduction.REDUCING, Reduction.REDUCED)
 
     @property
     def reduced(self) -> torch.Tensor | None:
@@ -109,10 +172,6 @@ class ChunkGrads:
         if self._landing is not None:
             self._landing()
             self._landing = None  # only now: who is interrupted while it waits has to wait again
-
-    @property
-    def ready(self) -> bool:
-        return bool(self.filled) and not self.launched and self.fired >= self.expected
 
     def own_memory(self) -> torch.Tensor:
         """Long-lived private memory for the reduced shard."""
@@ -155,7 +214,7 @@ class ChunkGrads:
         """Add one parameter's gradient (its shape) into ``array``, or into ``late`` once ``array`` is on its way."""
         if self.launched and self.late is None:
             self.late = torch.zeros(self.spec.padded_numel, dtype=self.dtype, device=self.chunk.device)
-        array, filled = (self.late, self.late_filled) if self.launched else (self.array, self.filled)
+        array, filled = (self.late, self.late_filled) if self.launched else (self.array, self.seen)
         if array is None:
             raise RuntimeError(f"chunk {self.spec.index}: array={array} for the gradient of slot {index}; report this")
         slot = self.spec.slots[index]
@@ -167,12 +226,26 @@ class ChunkGrads:
             filled.add(index)
         self.fired.add(index)
         self.seen.add(index)
+        if self._state is Reduction.EMPTY:
+            self.become(Reduction.FILLING)
 
-    def zero_unfilled(self) -> None:
-        """Parameters without a gradient on this rank, and padding, contribute zero."""
+    def deposit(self) -> bool:
+        """In a reduced pass, after a gradient: whether all that are expected are here and none is on its way."""
+        if self._state is Reduction.FILLING and self.fired >= self.expected:
+            self.become(Reduction.DEPOSITED)
+        return self._state is Reduction.DEPOSITED
+
+    def forget(self, index: int) -> None:
+        """What came for slot ``index`` does not count."""
+        self.seen.discard(index)
+        if not self.seen and self.waiting:
+            self.become(Reduction.EMPTY)
+
+    def zero_unfilled(self, filled: Collection[int]) -> None:
+        """Parameters without a gradient on this rank (all but ``filled``), and padding, contribute zero."""
         if self.array is not None:
             for index, slot in enumerate(self.spec.slots):
-                if index not in self.filled:
+                if index not in filled:
                     self.array[slot.start : slot.end].zero_()
             for start, end in self.spec.gaps:
                 self.array[start:end].zero_()
@@ -180,19 +253,20 @@ class ChunkGrads:
     def rescale(self, factor: float) -> None:
         """Multiply what is held by ``factor``."""
         self.claim()
-        for held in (self.reduced, self.array if self.filled else None):
+        for held in (self.reduced, self.array if self.waiting else None):
             if held is not None:
                 held.mul_(factor)
 
     def clear(self) -> None:
         """Forget everything gathered for this step (the memory stays)."""
-        self.filled.clear()
         self.fired.clear()
         self.seen.clear()
         self.touched.clear()
         self.late_filled.clear()
         self.late, self.reduced = None, None
-        self.borrowed, self.launched = False, False
+        self.borrowed = False
+        if self._state is not Reduction.EMPTY:
+            self.become(Reduction.EMPTY)
 
 
 class GradRing:

@@ -9,7 +9,7 @@ its gradient is None), and what only some used counts as zero on the others (as 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 
 import torch
@@ -24,7 +24,7 @@ from shardwise.memory.tier import Tier
 from shardwise.mesh import Mesh
 from shardwise.plan import Plan
 from shardwise.reduce.counts import StepCounts
-from shardwise.reduce.grads import ChunkGrads, SlotPool, exchange_sizes, gradient_bytes
+from shardwise.reduce.grads import ChunkGrads, Reduction, SlotPool, exchange_sizes, gradient_bytes
 from shardwise.reduce.landing import Landings
 from shardwise.reduce.patience import Patience
 from shardwise.reduce.reductions import Observer, ThenReplicas, pack_bits, unpack_bits
@@ -122,7 +122,7 @@ class Reducer:
     def ready(self) -> int:
         """As :attr:`begun`, with those that could begin now."""
         at, last = self._cursor, len(self._order) if self._reduces and self._in_rounds else 0
-        while at < last and self._order[at].ready:
+        while at < last and self._order[at].state is Reduction.DEPOSITED:
             at += 1
         return at
 
@@ -139,10 +139,10 @@ class Reducer:
         if not state.launched:
             if state.array is None:
                 self._assign(state)
-            elif not state.filled:
+            elif state.state is Reduction.EMPTY:
                 self._before_write(state)
         state.accumulate(index, grad)
-        if sync and state.ready:
+        if sync and state.deposit():
             self._arrivals.append(state)
             if self.overlap:
                 if not self._in_rounds:
@@ -222,8 +222,10 @@ class Reducer:
         state.buffer, state.array = buffer, buffer.local
 
     def _advance(self) -> None:
-        while self._cursor < len(self._order) and self._order[self._cursor].ready:
+        while self._cursor < len(self._order):
             state = self._order[self._cursor]
+            if state.state is not Reduction.DEPOSITED:
+                return
             if state.buffer is None and not self._move_in(state, self._patient_take(state)):
                 return  # no buffer without waiting: the rest is reduced at the end of the pass
             self._launch(state)
@@ -268,14 +270,18 @@ class Reducer:
             self._slots.give(state)
 
     def _launch(self, state: ChunkGrads) -> None:
-        if self.keep_whole and not state.filled and state.buffer is not None:
+        if self.keep_whole and state.state is Reduction.EMPTY and state.buffer is not None:
             self._before_write(state)
+        self._reduce(state, state.seen)
+
+    def _reduce(self, state: ChunkGrads, filled: Collection[int]) -> None:
+        """The slots ``filled`` of the array, and zero for the rest."""
         whole = self._into_buffer(state)
-        state.zero_unfilled()
+        state.zero_unfilled(filled)
         if self._predivide != 1.0:
             whole.local.div_(self._predivide)
-        state.launched = True
         self._in_flight.append(state)
+        state.become(Reduction.REDUCING)
         self._ledger.claim(state.late)
         self._begin(state, whole)
 
@@ -328,10 +334,10 @@ class Reducer:
                 self._ledger.claim(state.reduced)
         else:
             state.reduced, state.borrowed = out, self.keep_whole or replica
-        state.filled.clear()
         if not self.keep_whole:
             self._release(state)
             state.array = None
+        state.become(Reduction.REDUCED)
         if not self._dropping:
             self._events.result_added(state.spec.index)
 
@@ -371,7 +377,8 @@ class Reducer:
             state.fired.clear()
             if sync:
                 state.seen.clear()
-                state.launched = False
+                if state.launched:
+                    state.become(Reduction.EMPTY)
         self._cursor, self._reduces = 0, False
         self._patience.end_pass()
         self._arrivals.clear()
@@ -407,6 +414,8 @@ class Reducer:
     def _count_launched(self) -> None:
         """After an interrupt: what counts as launched has begun, and the cursor is behind it."""
         for state in self._in_flight:
+            if not state.launched:
+                state.become(Reduction.REDUCING)
             if state.handle is None and state.buffer is not None:
                 self._begin(state, state.buffer)
         while self._cursor < len(self._order) and self._order[self._cursor].launched:
@@ -429,15 +438,15 @@ class Reducer:
             self._into_buffer(state)
         if state.late is not None and state.array is not None:
             state.array.copy_(state.late)
-        state.filled = set(state.late_filled)
+        filled = state.late_filled
         state.late, state.late_filled = None, set()
-        self._launch(state)
+        self._reduce(state, filled)
 
     def _agree(self) -> tuple[list[bool], list[bool]]:
         """For each chunk in launch order: did any rank use it in this pass, and has any rank a late gradient for it."""
         marks: list[bool] = []
         for state in self._order:
-            marks += [state.launched or bool(state.filled), bool(state.late_filled)]
+            marks += [state.state is not Reduction.EMPTY, bool(state.late_filled)]
             marks += [i in state.seen for i in range(len(state.spec.slots))]
         counts = [float(count) for count in self.counts.unreduced()]
         if self._agrees:

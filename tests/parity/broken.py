@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 from unittest import mock
 
@@ -199,9 +199,9 @@ def _reads_not_noticed() -> _Patch:
 def _padding_not_zeroed() -> _Patch:
     """What a rank has no gradient for holds whatever was there before."""
 
-    def zero_unfilled(self: ChunkGrads) -> None:
+    def zero_unfilled(self: ChunkGrads, filled: Collection[int]) -> None:
         for index, slot in enumerate(self.spec.slots):
-            if index not in self.filled and self.array is not None:
+            if index not in filled and self.array is not None:
                 self.array[slot.start : slot.end].fill_(1e-3)
 
     return mock.patch.object(ChunkGrads, "zero_unfilled", zero_unfilled)

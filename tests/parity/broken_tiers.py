@@ -184,8 +184,8 @@ def _not_read_ahead() -> Any:
 def _late_renewal_forgotten() -> Any:
     """Parameters that are to be renewed at their first use never are."""
 
-    def renew_later(self: ChunkPool, chunk: Any) -> None:
-        chunk.pending = None
+    def renew_later(self: ChunkPool, chunk: Any, pending: Any) -> None:
+        pass
 
     return mock.patch.object(ChunkPool, "renew_later", renew_later)
 

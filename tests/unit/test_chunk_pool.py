@@ -51,7 +51,7 @@ class Setup:
             source = Source(Buffer(torch.full((spec.padded_numel,), float(index))), Tier.HOST)
             self.sources.append(source)
             chunks.append(Chunk(spec, [self.params[index]], source, 0, CPU, False))
-            chunks[-1].unpoint_params()
+            chunks[-1].adopt_params()
         units: list[UnitSpec] = list(layout.units)
         self.of = [next(u.index for u in units if chunks[u.chunks[0]].params[0] is p) for p in self.params]
         self.ledger, self.events = Ledger(CPU, capacity), Events()
@@ -64,9 +64,9 @@ class Setup:
             self.events,
         )
 
-    def use(self, *order: int, pin: bool = False) -> None:
+    def use(self, *order: int, holder: object = None) -> None:
         for index in order:
-            self.pool.acquire(self.of[index], pin=pin)
+            self.pool.acquire(self.of[index], holder)
             assert torch.equal(self.params[index].data, torch.full((NUMEL,), float(index)))
 
     @property
@@ -102,14 +102,18 @@ def test_a_part_is_kept_by_last_use_and_then_by_next_use() -> None:
 
 def test_pinned_units_stay_and_count() -> None:
     each = Setup(2 * NBYTES)
-    each.use(0, pin=True)
+    one, other = object(), object()
+    each.use(0, holder=one)
+    each.use(0, holder=other)
     each.use(1, 2, 3)
     assert each.held == [0, 3]
-    each.pool.unpin(each.of[0])
+    each.pool.unpin(each.of[0], one)
+    each.pool.unpin(each.of[0], one)  # as whoever was interrupted may do
     each.use(4)
+    assert each.held == [0, 4]
+    each.pool.unpin(each.of[0], other)
+    each.use(3)
     assert each.held == [3, 4]
-    with pytest.raises(RuntimeError, match="more often than pinned"):
-        each.pool.unpin(each.of[0])
 
 
 def test_a_smaller_budget_counts_at_the_next_use_also_of_what_is_there() -> None:
@@ -129,7 +133,10 @@ def test_acquire_all_and_release_all() -> None:
     assert each.held == [0, 1, 2, 3, 4] and each.pool.all_held
     each.use(0, 1)
     assert each.held == [0, 1, 2, 3, 4]
-    each.pool.release_all()
+    each.pool.acquire_all()
+    each.pool.release_all(1)
+    assert each.held == [0, 1, 2, 3, 4] and each.pool.all_held, "inside the outer one everything stays"
+    each.pool.release_all(0)
     assert len(each.held) == 1 and not each.pool.all_held
 
 
@@ -148,7 +155,7 @@ def test_a_failed_gather_leaves_nothing(pin: bool) -> None:
     each.use(0)
     each.sources[each.pool.units[each.of[1]].chunks[0]].failures = 1
     with pytest.raises(OSError, match="this gather fails"):
-        each.use(1, pin=pin)
+        each.use(1, holder=each if pin else None)
     assert each.held == [0]
     each.use(1)
     each.pool.invalidate(everything=True)  # nothing is pinned
@@ -182,11 +189,12 @@ def test_the_capacity_is_never_passed() -> None:
     each.use(0, 1, 2, 3)
     assert each.held == [3] or len(each.held) == 2
     assert each.ledger.peak_bytes <= 2 * NBYTES + 100
-    each.use(0, 1, pin=True)
+    holder = object()
+    each.use(0, 1, holder=holder)
     with pytest.raises(DeviceMemoryError, match=r"gathering unit (.|\n)* gathered parameters"):
         each.use(2)
     assert each.held == [0, 1]
-    each.pool.unpin(each.of[0])
+    each.pool.unpin(each.of[0], holder)
     each.use(2)
 
 

@@ -324,6 +324,7 @@ def _fixture(names: Names) -> None:
 # ---- the pages
 
 PICTURE = "a picture of packages and files"
+DRAWN = "a picture of a table of states, compared with it in tests/unit/test_states.py"
 TRAINS = "it trains for minutes; tests/ranks/cli/test_demo.py and test_demo_memory.py run the demo with smaller numbers"
 OTHER_VERSIONS = "it needs other versions of Lightning than the environment has; docs/lightning.md says what they gave"
 AN_ERROR = "what an error looks like; tests/unit/test_testing_pool.py and test_oracle.py ask for its parts"
@@ -340,6 +341,8 @@ PAGES: dict[str, list[Block]] = {
     ],
     "docs/architecture.md": [
         Block(first="cli    ", how="shown", why=PICTURE),
+        Block(first="stateDiagram-v2", how="shown", why=DRAWN),
+        Block(first="stateDiagram-v2", how="shown", why=DRAWN),
     ],
     "docs/booster.md": [
         Block(first="from shardwise.booster import Booster", before=_training, after=_changed),

@@ -1,0 +1,71 @@
+"""A table of states refuses what is not in it, and has to be whole."""
+
+from __future__ import annotations
+
+import re
+from enum import Enum, auto
+from pathlib import Path
+
+import pytest
+
+from shardwise.chunk.chunk import RESIDENCY, Residency
+from shardwise.reduce.grads import REDUCTION, Reduction
+from shardwise.states import Table
+
+
+class Door(Enum):
+    CLOSED = auto()
+    OPEN = auto()
+    LOCKED = auto()
+
+
+DOOR = Table("door", {Door.CLOSED: {Door.OPEN: "pushed", Door.LOCKED: "the key"}, Door.OPEN: {}, Door.LOCKED: {}})
+
+
+class Keeper:
+    def open(self, old: Door) -> None:
+        self._set(old, Door.OPEN)
+
+    def _set(self, old: Door, new: Door) -> None:
+        DOOR.check(7, old, new)
+
+
+def test_an_illegal_change_names_the_thing_the_states_and_the_caller() -> None:
+    Keeper().open(Door.CLOSED)
+    message = r"door 7 is LOCKED and cannot become OPEN \(only nothing\), which Keeper.open wants"
+    with pytest.raises(RuntimeError, match=message):
+        Keeper().open(Door.LOCKED)
+    with pytest.raises(RuntimeError, match=r"door 7 is CLOSED and cannot become CLOSED \(only OPEN, LOCKED\)"):
+        DOOR.check(7, Door.CLOSED, Door.CLOSED)
+
+
+def test_a_table_lists_and_draws_its_changes() -> None:
+    assert list(DOOR) == [(Door.CLOSED, Door.OPEN, "pushed"), (Door.CLOSED, Door.LOCKED, "the key")]
+    lines = ["stateDiagram-v2", "    [*] --> CLOSED", "    CLOSED --> OPEN: pushed", "    CLOSED --> LOCKED: the key"]
+    assert DOOR.drawn().splitlines() == lines
+
+
+@pytest.mark.parametrize(
+    ("changes", "lost"),
+    [
+        ({Door.CLOSED: {Door.OPEN: "pushed"}, Door.OPEN: {}}, "LOCKED"),
+        ({Door.CLOSED: {Door.OPEN: "pushed", Door.LOCKED: "the key"}, Door.OPEN: {}}, "LOCKED"),
+        ({Door.CLOSED: {}, Door.OPEN: {Door.CLOSED: "pulled"}, Door.LOCKED: {}}, "OPEN, LOCKED"),
+    ],
+)
+def test_a_table_with_a_state_too_few_is_refused(changes: dict[Door, dict[Door, str]], lost: str) -> None:
+    with pytest.raises(ValueError, match=f"the table of a door has no way to or from {lost}: add it"):
+        Table("door", changes)
+
+
+def test_the_documentation_shows_the_tables_as_they_are() -> None:
+    page = (Path(__file__).parents[2] / "docs/architecture.md").read_text("utf-8")
+    drawn = "the text to put there:\n\n{}\n"
+    for table, shown in zip((RESIDENCY, REDUCTION), re.findall(r"```mermaid\n(.*?)\n```", page, re.S), strict=True):
+        assert shown == table.drawn(), drawn.format(table.drawn())
+
+
+def test_what_is_stable_can_be_left_again() -> None:
+    """No chunk and no gradient gets stuck."""
+    for table, states in ((RESIDENCY, Residency), (REDUCTION, Reduction)):
+        assert {old for old, _, _ in table} == set(states)
