@@ -26,7 +26,7 @@ class DiskPlan:
     """How shards and optimizer state travel to and from a disk (the ``aio`` arguments of ZeRO-Infinity).
 
     Attributes:
-        directory: per-run directories are made in it.
+        directory: per-run directories are made in it; what else it means another ``medium`` says.
         block_bytes: largest single request, a multiple of 4096.
         queue_depth: requests in flight for each thread.
         threads: submitting threads; while one makes checksums the others' requests go on.
@@ -34,6 +34,7 @@ class DiskPlan:
         overlap_events: collect completions while further requests are in flight.
         state_buffers: host buffers for optimizer tiles; three overlap a read, an update and a write.
         param_buffers: host buffers for parameter shards.
+        medium: what keeps the bytes: ``"file"``, or a name that was registered (``shardwise.disk.register_medium``).
     """
 
     directory: str
@@ -44,6 +45,7 @@ class DiskPlan:
     overlap_events: bool = True
     state_buffers: int = 8
     param_buffers: int = 5
+    medium: str = "file"
 
     def __post_init__(self) -> None:
         if not self.directory:
@@ -55,6 +57,8 @@ class DiskPlan:
             whole(name, getattr(self, name), 1, MOST_THREADS if name == "threads" else MOST_QUEUED)
         for name in ("single_submit", "overlap_events"):
             switch(name, getattr(self, name))
+        if not isinstance(self.medium, str) or not self.medium:
+            raise ValueError(f"medium={self.medium!r}: give 'file', or the name of a medium that is registered")
 
 
 @dataclass(frozen=True, kw_only=True)

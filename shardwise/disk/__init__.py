@@ -1,11 +1,12 @@
 """The store of what is at home on a disk: records in two versions, requests, buffers, checksums, and their errors.
 
-Nothing here knows what the bytes mean.
+Nothing here knows what the bytes mean. What keeps them may be a medium of another package (:func:`register_medium`).
 """
 
 from __future__ import annotations
 
 from shardwise.disk.errors import DiskError
+from shardwise.disk.medium import Medium, known_media, register_medium
 from shardwise.disk.store import DiskStore, Handle, Record
 
-__all__ = ["DiskError", "DiskStore", "Handle", "Record"]
+__all__ = ["DiskError", "DiskStore", "Handle", "Medium", "Record", "known_media", "register_medium"]

@@ -60,7 +60,7 @@ class DiskFile:
             warnings.warn(
                 f"buffered I/O in {os.path.dirname(path)!r}: {reason}. Choose a directory on a local disk, or expect "
                 "slow transfers and a full page cache",
-                stacklevel=3,
+                stacklevel=4,
             )
 
     def reserve(self, nbytes: int, purpose: str) -> int:

@@ -182,7 +182,7 @@ class _Part:
         """Takes note of a result; whether that was the last of its segment."""
         self.in_flight -= 1
         if result < 0:
-            self._fail(request, explain(-result), -result)
+            self._fail(request, request.failure or explain(-result), -result)
             return False
         if result < request.nbytes:
             if result == 0 or result % ALIGNMENT_BYTES:

@@ -12,7 +12,7 @@ import os
 import platform
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,7 +23,8 @@ __all__ = ["KernelQueue", "Request", "RequestQueue", "ThreadQueue"]
 class Request:
     """One transfer between memory and file: ``nbytes`` at ``address`` and at ``offset`` of ``fd`` (all in bytes).
 
-    ``owner`` and ``segment`` belong to whoever made the request.
+    ``owner`` and ``segment`` belong to whoever made the request; ``failure`` is what whoever transfers it has to say
+    beside an errno.
     """
 
     writing: bool
@@ -33,6 +34,10 @@ class Request:
     offset: int
     owner: Any
     segment: int
+    failure: str = ""
+
+
+Transfer = Callable[[Request], int]
 
 
 class RequestQueue(Protocol):
@@ -174,10 +179,15 @@ class KernelQueue:
 
 
 class ThreadQueue:
-    """preadv and pwritev in up to ``depth`` threads, started as they are needed."""
+    """Up to ``depth`` threads, started as they are needed.
 
-    def __init__(self, depth: int) -> None:
-        self._depth = depth
+    Args:
+        depth: how many.
+        transfer: what they do with a request: returns as :meth:`RequestQueue.reap` does. ``None``: preadv and pwritev.
+    """
+
+    def __init__(self, depth: int, transfer: Transfer | None = None) -> None:
+        self._depth, self._transfer = depth, transfer or _transfer
         self._work: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[tuple[Request, int]] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -187,7 +197,8 @@ class ThreadQueue:
         """All of them; one thread for each that is inside."""
         self._inside += len(requests)
         while len(self._threads) < min(self._inside, self._depth):
-            thread = threading.Thread(target=_transfer_all, args=(self._work, self._done), daemon=True)
+            arguments = (self._transfer, self._work, self._done)
+            thread = threading.Thread(target=_transfer_all, args=arguments, daemon=True)
             thread.start()
             self._threads.append(thread)
         for request in requests:
@@ -211,10 +222,12 @@ class ThreadQueue:
         self._threads = []
 
 
-def _transfer_all(work: queue.SimpleQueue[Request | None], done: queue.SimpleQueue[tuple[Request, int]]) -> None:
+def _transfer_all(
+    transfer: Transfer, work: queue.SimpleQueue[Request | None], done: queue.SimpleQueue[tuple[Request, int]]
+) -> None:
     while (request := work.get()) is not None:
         try:
-            done.put((request, _transfer(request)))
+            done.put((request, transfer(request)))
         except OSError as error:
             done.put((request, -(error.errno or codes.EIO)))
         except BaseException:  # somebody waits for it

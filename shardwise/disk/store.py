@@ -27,6 +27,7 @@ from shardwise.disk.buffers import Allocate, BufferPool
 from shardwise.disk.errors import DiskError
 from shardwise.disk.file import ALIGNMENT_BYTES, DiskFile, round_up
 from shardwise.disk.io import DiskIO, Handle, Operation
+from shardwise.disk.medium import FILE, MediumFile, open_medium
 from shardwise.disk.queues import KernelQueue, RequestQueue, ThreadQueue
 from shardwise.disk.run_directory import RunDirectory
 
@@ -81,6 +82,8 @@ class Record:
 class DiskStore:
     """The records of one rank, in a file of its own under ``plan.directory``, for as long as the process lives.
 
+    Another medium than the file keeps them where it will; see :class:`~shardwise.disk.medium.Medium`.
+
     Several threads may use it, each its own records and buffers. The transfers themselves run in others.
 
     Args:
@@ -91,7 +94,8 @@ class DiskStore:
             takes O_DIRECT and the kernel allows it, else threads that read and write.
 
     Attributes:
-        path: the file, for messages: its name is removed right after opening, where the file system allows it.
+        path: the file, or the medium's name and directory, for messages. A file's name is removed right after opening,
+            where the file system allows it.
         direct: whether transfers bypass the page cache.
         backend: ``"libaio"``, ``"threads"`` or ``"given"``.
         removed: run directories of dead processes that were removed at the start.
@@ -100,7 +104,9 @@ class DiskStore:
         UserWarning: once, where direct I/O is refused.
 
     Raises:
-        DiskError: the directory cannot be made or written.
+        DiskError: the directory cannot be made or written, or the medium cannot be opened.
+        ValueError: no medium of that name is registered.
+        TypeError: what was registered opens no medium.
     """
 
     def __init__(
@@ -111,13 +117,8 @@ class DiskStore:
         allocate: Allocate | None = None,
         queues: Callable[[int], RequestQueue] | None = None,
     ) -> None:
-        directory = RunDirectory(plan.directory)
-        try:
-            self._file = DiskFile(os.path.join(directory.path, f"rank{rank}.data"))
-        except BaseException:
-            directory.close()
-            raise
-        made, self.backend = _make_queues(plan.threads, plan.queue_depth, self._file.direct, queues)
+        self._file, directory = _open(plan, rank)
+        made, self.backend = _make_queues(plan.threads, plan.queue_depth, self._file, queues)
         self._io = DiskIO(
             made,
             plan.queue_depth,
@@ -125,7 +126,8 @@ class DiskStore:
             single_submit=plan.single_submit,
             overlap_events=plan.overlap_events,
         )
-        self.path, self.direct, self.removed = self._file.path, self._file.direct, directory.removed
+        self.path, self.direct = self._file.path, self._file.direct
+        self.removed = directory.removed if directory is not None else []
         self._lock = threading.RLock()
         self._buffers = BufferPool(allocate)
         self._records: dict[str, Record] = {}
@@ -401,14 +403,28 @@ def _bytes_of(buffer: Tensor, record: Record) -> npt.NDArray[np.uint8]:
     return memory
 
 
+def _open(plan: DiskPlan, rank: int) -> tuple[DiskFile | MediumFile, RunDirectory | None]:
+    """Where the blocks are kept, and the directory that goes with it."""
+    if plan.medium != FILE:
+        return open_medium(plan, rank), None
+    directory = RunDirectory(plan.directory)
+    try:
+        return DiskFile(os.path.join(directory.path, f"rank{rank}.data")), directory
+    except BaseException:
+        directory.close()
+        raise
+
+
 def _make_queues(
-    threads: int, depth: int, direct: bool, given: Callable[[int], RequestQueue] | None
+    threads: int, depth: int, file: DiskFile | MediumFile, given: Callable[[int], RequestQueue] | None
 ) -> tuple[list[RequestQueue], str]:
     if given is not None:
         return [given(depth) for _ in range(threads)], "given"
+    if isinstance(file, MediumFile):
+        return [ThreadQueue(depth, file.transfer) for _ in range(threads)], "threads"
     made: list[RequestQueue] = []
     # Without O_DIRECT the kernel's queue does the transfer inside the submission, one after another.
-    if direct:
+    if file.direct:
         try:
             for _ in range(threads):
                 made.append(KernelQueue(depth))
@@ -419,7 +435,8 @@ def _make_queues(
     return [ThreadQueue(depth) for _ in range(threads)], "threads"
 
 
-def _release(io: DiskIO, file: DiskFile, directory: RunDirectory) -> None:
+def _release(io: DiskIO, file: DiskFile | MediumFile, directory: RunDirectory | None) -> None:
     io.close()
     file.close()
-    directory.close()
+    if directory is not None:
+        directory.close()

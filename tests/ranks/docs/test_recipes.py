@@ -1,8 +1,9 @@
-"""What CONTRIBUTING.md tells others to do works from outside: a format, a backend and a plugin of their own."""
+"""What CONTRIBUTING.md tells others to do works from outside: a format, a backend, a plugin and a tier of their own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,19 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.booster import Booster
-from shardwise.build import build
+from shardwise.build import Session, build
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.formats import detect_format, known_formats, open_checkpoint, register_format
+from shardwise.checkpoint.session import Checkpointer
 from shardwise.comm import register_backend
+from shardwise.disk import DiskError, Medium, register_medium
 from shardwise.mesh import Mesh
-from shardwise.plan import Plan, zero
+from shardwise.plan import DiskPlan, Plan, on_device, zero
 from shardwise.testing import run_ranks
 from tests.recipes.half_plugin import HalfPlugin
 from tests.recipes.npz_format import FORMAT
 from tests.recipes.plain_backend import PlainGroup, make_group
+from tests.recipes.zlib_medium import CompressedMemory, open_compressed
 
 STEPS = 3
 
@@ -180,3 +184,118 @@ def test_a_plugin_of_others_trains(shard_parameters: bool) -> None:
         for name, value in state.items():  # Adam's first steps are as long as the rate, whatever the rounding
             assert (value - expected[name]).abs().max() < 0.01 < STEPS * 0.01
             assert (value - begun[name]).abs().max() > 0.02, name
+
+
+# ---- a tier
+
+
+def elsewhere(medium: str, update: str = "step") -> Plan:
+    """ZeRO-3 whose shards, masters and state are at home in a medium."""
+    disk = DiskPlan(directory="nowhere", block_bytes=4096, medium=medium)
+    tiers = replace(on_device(), param_disk_fraction=1.0, state_disk_fraction=1.0, disk=disk)
+    return zero(3).but(tiers=tiers, update=update)
+
+
+def train(session: Session, first: int, last: int) -> None:
+    assert session.optimizer is not None
+    for step in range(first, last):
+        session.backward(session.module(batch(step, session.mesh.rank)).square().mean())
+        session.optimizer.step()
+
+
+def session_of(plan: Plan, model: nn.Module) -> Session:
+    return build(model, torch.optim.Adam(model.parameters(), lr=0.01), plan)
+
+
+def over_compressed(plan: Plan, folder: str) -> tuple[list[dict[str, torch.Tensor]], dict[str, int], dict[str, int]]:
+    """States of a run and of one that goes on from its checkpoint; the bytes on the tier, and those that went there."""
+    take_back = register_medium("zlib", open_compressed)
+    try:
+        session = session_of(plan, make())
+        other = session_of(plan, nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)))
+    finally:
+        take_back()
+    train(session, 0, STEPS - 1)
+    Checkpointer(session).save(folder)
+    train(session, STEPS - 1, STEPS)
+    Checkpointer(other).load(folder)
+    train(other, STEPS - 1, STEPS)
+    held, moved = session.memory().by_tier["disk"], session.traffic()
+    states = [each.module.state_dict() for each in (session, other)]
+    session.close()
+    other.close()
+    return states, dict(held), moved
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+def test_a_tier_of_others_trains_as_plain_and_goes_on_from_a_checkpoint(update: str, tmp_path: Path) -> None:
+    expected = plainly(2)
+    for (state, resumed), held, moved in run_ranks(2, over_compressed, elsewhere("zlib", update), str(tmp_path)):
+        torch.testing.assert_close(state, expected, atol=1e-6, rtol=1e-5)
+        assert all(torch.equal(resumed[name], value) for name, value in state.items())
+        assert set(held) >= {"parameters", "masters", "optimizer state"}, held
+        assert moved["disk_read"] and moved["disk_write"]
+
+
+def unknown() -> str:
+    take_back = register_medium("zlib", open_compressed) if dist.get_rank() == 1 else lambda: None
+    try:
+        session_of(elsewhere("zlib"), make())
+    except (ValueError, DiskError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        take_back()
+    return ""
+
+
+def test_a_tier_that_one_rank_does_not_know_is_an_error_on_all() -> None:
+    own, peers = run_ranks(2, unknown)
+    assert own.startswith("ValueError: medium='zlib': give one of ['file'], or register it on every rank")
+    assert peers.startswith("DiskError: ") and "rank 0: ValueError: medium='zlib': give one of ['file']" in peers
+
+
+class Breaks(CompressedMemory):
+    """Takes nothing more once it is broken."""
+
+    broken = False
+
+    def write(self, offset: int, memory: memoryview) -> None:
+        if self.broken:
+            raise RuntimeError("the other machine is gone")
+        super().write(offset, memory)
+
+
+def breaks_in_the_last_step(update: str) -> tuple[str, bool, dict[str, torch.Tensor]]:
+    """What the step says that one rank's medium fails in, whether all is as before it, and the end after a repair."""
+    medium = Breaks()
+
+    def open(plan: DiskPlan, rank: int) -> Medium:
+        return medium
+
+    take_back = register_medium("breaks", open)
+    try:
+        session = session_of(elsewhere("breaks", update), make())
+    finally:
+        take_back()
+    train(session, 0, STEPS - 1)
+    before = session.module.state_dict()
+    medium.broken = session.mesh.rank == 1
+    with pytest.raises(DiskError) as error:
+        train(session, STEPS - 1, STEPS)
+    after = session.module.state_dict()
+    medium.broken = False
+    assert session.optimizer is not None
+    session.optimizer.step()  # its gradients are still there
+    state = session.module.state_dict()
+    session.close()
+    return str(error.value), all(torch.equal(after[name], value) for name, value in before.items()), state
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+def test_a_tier_of_others_that_fails_loses_nothing(update: str) -> None:
+    expected = plainly(2)
+    for message, as_before, state in run_ranks(2, breaks_in_the_last_step, update):
+        assert "rank 1: DiskError: writing record" in message and "in breaks:nowhere" in message
+        assert "RuntimeError: the other machine is gone" in message and "Everything is as it was" in message
+        assert as_before
+        torch.testing.assert_close(state, expected, atol=1e-6, rtol=1e-5)
