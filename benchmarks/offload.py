@@ -269,7 +269,7 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, Parts], list[str], i
         for t in trainings
         if t.mode.uses_disk
     ]
-    remarks.append(f"disk transfers: {alone.store.backend}, {'direct' if alone.store.direct else 'buffered'}")
+    remarks.append(f"disk transfers: {'direct' if alone.store.direct else 'buffered'}")
     for training in trainings:
         training.session.close()
         training.session.mesh.close()

@@ -8,8 +8,6 @@ given: compute, and the bytes of the step over the disk's rate. See ``docs/offlo
 from __future__ import annotations
 
 import argparse
-import ctypes
-import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -24,7 +22,7 @@ from torch import Tensor, nn
 from benchmarks.table import replace_section
 from shardwise.build import build
 from shardwise.disk import store as disk
-from shardwise.disk.queues import Request, RequestQueue
+from shardwise.disk.queues import Request, Transfer
 from shardwise.plan import DiskPlan, on_device, zero
 
 __all__ = ["Found", "ModelDisk", "measure"]
@@ -41,19 +39,16 @@ GOAL = 1.15
 class ModelDisk:
     """A queue whose requests take turns, each ``nbytes / bytes_per_s`` seconds."""
 
-    def __init__(self, bytes_per_s: float) -> None:
-        self._rate, self._free_at = bytes_per_s, 0.0
+    def __init__(self, bytes_per_s: float, transfer: Transfer) -> None:
+        self._rate, self._free_at, self._transfer = bytes_per_s, 0.0, transfer
         self._inside: list[tuple[float, Request, int]] = []
 
-    def submit(self, requests: Sequence[Request]) -> int:
+    def submit(self, requests: Sequence[Request]) -> None:
         """All of them. The bytes move at once; the result waits for its time."""
         for request in requests:
-            memory = (ctypes.c_char * request.nbytes).from_address(request.address)
-            move = os.pwritev if request.writing else os.preadv
-            moved = move(request.fd, [memory], request.offset)
+            moved = self._transfer(request)
             self._free_at = max(time.monotonic(), self._free_at) + request.nbytes / self._rate
             self._inside.append((self._free_at, request, moved))
-        return len(requests)
 
     def reap(self, at_least: int) -> list[tuple[Request, int]]:
         """The first ``at_least``, when their time has come, and others whose time has."""
@@ -105,11 +100,8 @@ def measure(shares: str, update: str, bytes_per_s: float, buffers: int, director
     given = DiskPlan(directory=directory, block_bytes=2**16, threads=1, state_buffers=buffers)
     plan = zero(3).but(tiers=replace(on_device(), disk=given, **SHARES[shares]), prefetch=1, update=update)
 
-    def queues(threads: int, *_: object) -> tuple[list[RequestQueue], str]:
-        return [ModelDisk(bytes_per_s) for _ in range(threads)], "a model"
-
     model = nn.Sequential(*(_Block() for _ in range(BLOCKS)))
-    with mock.patch.object(disk, "_make_queues", queues):
+    with mock.patch.object(disk, "ThreadQueue", lambda depth, transfer: ModelDisk(bytes_per_s, transfer)):
         session = build(model, torch.optim.AdamW(model.parameters(), lr=1e-3), plan)
     seconds, moved = [], 0
     for _ in range(1 + steps):

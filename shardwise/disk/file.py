@@ -8,8 +8,12 @@ import errno as codes
 import mmap
 import os
 import warnings
+from typing import TYPE_CHECKING
 
 from shardwise.disk.errors import DiskError, explain
+
+if TYPE_CHECKING:
+    from shardwise.disk.queues import Request
 
 __all__ = ["ALIGNMENT_BYTES", "DiskFile", "round_up"]
 
@@ -89,6 +93,16 @@ class DiskFile:
             ) from error
         self.nbytes += nbytes
         return offset
+
+    def transfer(self, request: Request) -> int:
+        """The number of bytes that one call of the system has transferred, which may be fewer than were asked for.
+
+        Raises:
+            OSError: what the system says.
+        """
+        memory = (ctypes.c_char * request.nbytes).from_address(request.address)
+        move = os.pwritev if request.writing else os.preadv
+        return move(self.fd, [memory], request.offset)
 
     def free_bytes(self) -> int:
         """What the file system has left for this user; 0 where it does not say."""

@@ -10,7 +10,6 @@ Source: the meaning of block_size, queue_depth, single_submit, overlap_events an
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import threading
 import weakref
@@ -72,7 +71,6 @@ class Operation:
     what: str
     kind: str
     writing: bool
-    fd: int
     offset: int
     nbytes: int
     memory: npt.NDArray[np.uint8]
@@ -166,7 +164,7 @@ class _Part:
             for at in range(start, stop, block_bytes):
                 size = min(block_bytes, stop - at)
                 offset = operation.offset + at
-                yield Request(operation.writing, operation.fd, address + at, size, offset, self, segment)
+                yield Request(operation.writing, address + at, size, offset, self, segment)
 
     def next_request(self) -> Request | None:
         """The next one to submit; ``None`` when there is none (also after an error)."""
@@ -190,7 +188,7 @@ class _Part:
                 return False
             self.exhausted = False
             rest = (request.address + result, request.nbytes - result, request.offset + result)
-            self._again.append(Request(request.writing, request.fd, *rest, self, request.segment))
+            self._again.append(Request(request.writing, *rest, self, request.segment))
         self._missing[request.segment] -= result
         if self._missing[request.segment]:
             return False
@@ -227,13 +225,13 @@ class _Part:
 
 
 # [Note: Threads of a store]
-# Each has a queue of requests of its own. Work comes in by ``_inbox`` alone; all else of a worker and of its parts
-# belongs to its thread. Between threads are only an operation's error and count of parts, under its lock, and ``over``:
-# once that is set nothing touches the memory again, and callers go on. Hence the order in which a thread that fails
-# gives up: its queue first, for which the system finishes or drops what is inside, then the operations that wait. The
-# threads know no torch and no peers, so nothing they do can wait for a rank. A caller that waits looks now and then
-# whether they live, because a forked process has none of them. They are daemons: what ends them is the store's
-# finalizer, which also runs when the interpreter exits.
+# Each has a queue of requests of its own, whose threads touch a request's memory and nothing else. Work comes in by
+# ``_inbox`` alone; all else of a worker and of its parts belongs to its thread. Between threads are only an operation's
+# error and count of parts, under its lock, and ``over``: once that is set nothing touches the memory again, and callers
+# go on. Hence the order in which a thread that fails gives up: its queue first, for which the system finishes or drops
+# what is inside, then the operations that wait. The threads know no torch and no peers, so nothing they do can wait for
+# a rank. A caller that waits looks now and then whether they live, because a forked process has none of them. They are
+# daemons: what ends them is the store's finalizer, which also runs when the interpreter exits.
 class _Worker:
     """One submitting thread with its own queue."""
 
@@ -331,18 +329,11 @@ class _Worker:
         return ended
 
     def _submit(self, batch: list[Request]) -> None:
-        tries = 0
-        while batch:
-            taken = self._queue.submit(batch)
-            self._in_flight += taken
-            for request in batch[:taken]:
-                request.owner.in_flight += 1
-            batch = batch[taken:]
-            tries = 0 if taken else tries + 1
-            if batch and not taken:
-                if tries > 10_000:
-                    raise OSError("the kernel accepts no requests (io_submit: EAGAIN)")
-                os.sched_yield()
+        if batch:
+            self._queue.submit(batch)
+        self._in_flight += len(batch)
+        for request in batch:
+            request.owner.in_flight += 1
 
     def _collect(self) -> set[_Part]:
         at_least = 1 if self._knobs.overlap_events else self._in_flight

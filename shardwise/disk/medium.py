@@ -127,7 +127,6 @@ class MediumFile:
     """
 
     direct = False
-    fd = -1
 
     def __init__(self, medium: Medium, path: str) -> None:
         self._medium, self.path, self.nbytes = medium, path, 0

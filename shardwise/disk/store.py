@@ -14,7 +14,6 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -28,7 +27,7 @@ from shardwise.disk.errors import DiskError
 from shardwise.disk.file import ALIGNMENT_BYTES, DiskFile, round_up
 from shardwise.disk.io import DiskIO, Handle, Operation
 from shardwise.disk.medium import FILE, MediumFile, open_medium
-from shardwise.disk.queues import KernelQueue, RequestQueue, ThreadQueue
+from shardwise.disk.queues import MakeQueue, ThreadQueue
 from shardwise.disk.run_directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -90,14 +89,12 @@ class DiskStore:
         plan: where, and the published knobs of the transfers.
         rank: only for the file's name.
         allocate: makes host memory for :meth:`reserve` (``nbytes`` -> uint8 tensor); ``None``: ordinary pages.
-        queues: makes the queue of one thread from its depth; ``None``: the kernel's asynchronous I/O where the file
-            takes O_DIRECT and the kernel allows it, else threads that read and write.
+        queues: makes the queue of one thread; ``None``: threads that read and write.
 
     Attributes:
         path: the file, or the medium's name and directory, for messages. A file's name is removed right after opening,
             where the file system allows it.
         direct: whether transfers bypass the page cache.
-        backend: ``"libaio"``, ``"threads"`` or ``"given"``.
         removed: run directories of dead processes that were removed at the start.
 
     Warns:
@@ -115,12 +112,11 @@ class DiskStore:
         rank: int = 0,
         *,
         allocate: Allocate | None = None,
-        queues: Callable[[int], RequestQueue] | None = None,
+        queues: MakeQueue | None = None,
     ) -> None:
         self._file, directory = _open(plan, rank)
-        made, self.backend = _make_queues(plan.threads, plan.queue_depth, self._file, queues)
         self._io = DiskIO(
-            made,
+            [(queues or ThreadQueue)(plan.queue_depth, self._file.transfer) for _ in range(plan.threads)],
             plan.queue_depth,
             block_bytes=plan.block_bytes,
             single_submit=plan.single_submit,
@@ -379,7 +375,6 @@ class DiskStore:
             kind=record.kind,
             writing=writing,
             urgent=urgent,
-            fd=self._file.fd,
             offset=version.offset,
             nbytes=record.nbytes,
             memory=_bytes_of(buffer, record),
@@ -413,26 +408,6 @@ def _open(plan: DiskPlan, rank: int) -> tuple[DiskFile | MediumFile, RunDirector
     except BaseException:
         directory.close()
         raise
-
-
-def _make_queues(
-    threads: int, depth: int, file: DiskFile | MediumFile, given: Callable[[int], RequestQueue] | None
-) -> tuple[list[RequestQueue], str]:
-    if given is not None:
-        return [given(depth) for _ in range(threads)], "given"
-    if isinstance(file, MediumFile):
-        return [ThreadQueue(depth, file.transfer) for _ in range(threads)], "threads"
-    made: list[RequestQueue] = []
-    # Without O_DIRECT the kernel's queue does the transfer inside the submission, one after another.
-    if file.direct:
-        try:
-            for _ in range(threads):
-                made.append(KernelQueue(depth))
-            return made, "libaio"
-        except OSError:  # too many in the system, or a sandbox forbids it
-            for queue in made:
-                queue.close()
-    return [ThreadQueue(depth) for _ in range(threads)], "threads"
 
 
 def _release(io: DiskIO, file: DiskFile | MediumFile, directory: RunDirectory | None) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shardwise.build import Session, build
 from shardwise.disk import store as disk
-from shardwise.disk.queues import Request, RequestQueue
+from shardwise.disk.queues import Request, RequestQueue, ThreadQueue
 from shardwise.mesh import Mesh
 from shardwise.plan import DiskPlan, Plan, TierPlan, on_device
 from shardwise.update.tile_plan import TILE_NUMEL
@@ -90,13 +90,7 @@ class Fault:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[Fault]:
-        real = disk._make_queues
-
-        def make(*args: Any) -> tuple[list[RequestQueue], str]:
-            queues, backend = real(*args)
-            return [_Faulty(queue, self) for queue in queues], backend
-
-        with mock.patch.object(disk, "_make_queues", make):
+        with mock.patch.object(disk, "ThreadQueue", lambda *given: _Faulty(ThreadQueue(*given), self)):
             yield self
 
 
@@ -104,8 +98,8 @@ class _Faulty:
     def __init__(self, inner: RequestQueue, fault: Fault) -> None:
         self.inner, self.fault = inner, fault
 
-    def submit(self, requests: Sequence[Request]) -> int:
-        return self.inner.submit(requests)
+    def submit(self, requests: Sequence[Request]) -> None:
+        self.inner.submit(requests)
 
     def reap(self, at_least: int) -> list[tuple[Request, int]]:
         return [(request, self.fault.result(request, result)) for request, result in self.inner.reap(at_least)]

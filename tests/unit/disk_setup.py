@@ -8,7 +8,7 @@ import functools
 import os
 import subprocess
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.disk.queues import KernelQueue, Request, RequestQueue, ThreadQueue
+from shardwise.disk.queues import Request, RequestQueue, ThreadQueue, Transfer
 from shardwise.disk.store import DiskStore, Record
 from shardwise.plan import DiskPlan
 
@@ -83,7 +83,7 @@ class Watched:
     def __init__(self, inner: RequestQueue, log: Log) -> None:
         self.inner, self.log = inner, log
 
-    def submit(self, requests: Sequence[Request]) -> int:
+    def submit(self, requests: Sequence[Request]) -> None:
         with self.log.lock:
             self.log.submissions.append(len(requests))
             self.log.requests.extend(requests)
@@ -91,7 +91,7 @@ class Watched:
             self.log.in_flight += len(requests)
             self.log.most_in_flight = max(self.log.most_in_flight, self.log.in_flight)
             self.log.in_flight_at_submission.append(self.log.in_flight - len(requests))
-        return self.inner.submit(requests)
+        self.inner.submit(requests)
 
     def reap(self, at_least: int) -> list[tuple[Request, int]]:
         assert self.log.gate.wait(30)
@@ -111,8 +111,7 @@ class Watched:
 class Log:
     """What all queues of one store saw. ``results`` replaces the result of the n-th request (from 0)."""
 
-    def __init__(self, inner: Callable[[int], RequestQueue] = KernelQueue) -> None:
-        self.inner = inner
+    def __init__(self) -> None:
         self.lock = threading.Lock()
         self.gate = threading.Event()
         self.gate.set()
@@ -125,22 +124,13 @@ class Log:
         self.depths: list[int] = []
         self.in_flight = self.most_in_flight = self.closed = 0
 
-    def queue(self, depth: int) -> Watched:
+    def queue(self, depth: int, transfer: Transfer) -> Watched:
         self.depths.append(depth)
-        return Watched(self.inner(depth), self)
+        return Watched(ThreadQueue(depth, transfer), self)
 
     def fail_next(self, number: int = errno.EIO, after: int = 0) -> None:
         """Lets the request after the next ``after`` ones end with this errno."""
         self.results[len(self.requests) + after] = -number
-
-
-def inner_queue() -> Callable[[int], RequestQueue]:
-    """The kernel's queue where it may be used here."""
-    try:
-        KernelQueue(1).close()
-    except OSError:
-        return ThreadQueue
-    return KernelQueue
 
 
 @contextlib.contextmanager

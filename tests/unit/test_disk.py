@@ -10,7 +10,6 @@ import threading
 import warnings
 import weakref
 from collections.abc import Iterator
-from itertools import product
 from pathlib import Path
 
 import disk_setup
@@ -31,28 +30,23 @@ def store(tmp_path: Path) -> Iterator[DiskStore]:
 
 
 BLOCKS = ((4 * KIB, 32, 2), (12 * KIB, 3, 1), (MIB, 8, 3), (8 * MIB, 1, 1))
-# By default every backend, and every block with one that is direct; the campaign has the other pairs.
-FIRST = [("kernel", BLOCKS[0]), ("kernel", BLOCKS[3]), ("threads", BLOCKS[1]), ("threads", BLOCKS[2])]
-FIRST += [("buffered", BLOCKS[1])]
-LATER = [pair for pair in product(("kernel", "threads", "buffered"), BLOCKS) if pair not in FIRST]
+# By default every block with one that is direct, and one that is buffered; the campaign has the others.
+FIRST = [(True, block) for block in BLOCKS] + [(False, BLOCKS[1])]
+LATER = [(False, block) for block in BLOCKS if block != BLOCKS[1]]
 
 
 @pytest.mark.parametrize(
-    ("backend", "block", "depth", "threads"),
-    [(backend, *block) for backend, block in FIRST]
-    + [pytest.param(backend, *block, marks=pytest.mark.campaign) for backend, block in LATER],
+    ("direct", "block", "depth", "threads"),
+    [(direct, *block) for direct, block in FIRST]
+    + [pytest.param(direct, *block, marks=pytest.mark.campaign) for direct, block in LATER],
 )
 def test_odd_sizes_round_trip(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, block: int, depth: int, threads: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool, block: int, depth: int, threads: int
 ) -> None:
-    if backend == "threads":
-        monkeypatch.setattr("shardwise.disk.store.KernelQueue", _refused)
-    if backend == "buffered":
+    if not direct:
         _refuse_direct(monkeypatch)
         warnings.simplefilter("ignore")
     with DiskStore(disk_plan(tmp_path, block_bytes=block, queue_depth=depth, threads=threads)) as store:
-        if backend == "threads":
-            assert store.backend == "threads"
         store.reserve(len(SIZES), 4 * MIB)
         records = [store.create(f"record {size}", size) for size in SIZES]
         for round_ in range(3):
@@ -67,10 +61,6 @@ def test_odd_sizes_round_trip(
             for buffer in buffers:
                 store.give(buffer.fill_(0xEE))
             assert all(holds(store, record, 100 * round_ + index) for index, record in enumerate(records))
-
-
-def _refused(depth: int) -> None:
-    raise PermissionError(1, "refused")
 
 
 def _refuse_direct(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +129,7 @@ def test_commit_wants_every_write_waited_for(store: DiskStore) -> None:
 
 
 def test_a_version_in_use_is_not_overwritten(tmp_path: Path) -> None:
-    log = Log(disk_setup.inner_queue())
+    log = Log()
     with DiskStore(disk_plan(tmp_path), queues=log.queue) as store:
         store.reserve(2, 8 * KIB)
         record = store.create("weights", 8 * KIB)
@@ -172,7 +162,7 @@ def test_a_version_in_use_is_not_overwritten(tmp_path: Path) -> None:
 
 def test_a_buffer_goes_back_once_its_transfers_are_over(tmp_path: Path) -> None:
     """Also where nobody waited for them: an interrupt may come in between, and the next user wants it untouched."""
-    log = Log(disk_setup.inner_queue())
+    log = Log()
     with DiskStore(disk_plan(tmp_path), queues=log.queue) as store:
         store.reserve(1, 8 * KIB)
         record = store.create("weights", 8 * KIB)
@@ -360,7 +350,7 @@ def test_buffered_where_direct_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
         store = DiskStore(disk_plan(tmp_path))
     assert len(found) == 1 and str(tmp_path) in str(found[0].message) and found[0].filename == __file__
     with store:
-        assert (store.direct, store.backend) == (False, "threads")
+        assert not store.direct
         store.reserve(1, 5000)
         record = store.create("weights", 5000)
         with warnings.catch_warnings():
@@ -388,7 +378,6 @@ def test_direct_on_a_disk(store: DiskStore) -> None:
     import fcntl
 
     assert fcntl.fcntl(store._file.fd, fcntl.F_GETFL) & os.O_DIRECT
-    assert store.backend in ("libaio", "threads")
 
 
 @pytest.mark.parametrize("refusal", ["unlink", "read"])

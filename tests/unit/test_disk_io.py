@@ -9,20 +9,20 @@ import pickle
 import resource
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from disk_setup import KIB, MIB, Log, disk_plan, holds, inner_queue, mounted, pattern, put, small_disk
+from disk_setup import KIB, MIB, Log, disk_plan, holds, mounted, pattern, put, small_disk
 
-from shardwise.disk.queues import KernelQueue, Request, RequestQueue, ThreadQueue
+from shardwise.disk.queues import MOST_AT_ONCE, Request, ThreadQueue, Transfer
 from shardwise.disk.store import DiskError, DiskStore
 
 
-@pytest.fixture(params=["kernel", "threads"])
-def log(request: pytest.FixtureRequest) -> Log:
-    return Log(inner_queue() if request.param == "kernel" else ThreadQueue)
+@pytest.fixture
+def log() -> Log:
+    return Log()
 
 
 @pytest.mark.parametrize("block", [4 * KIB, 12 * KIB, 256 * KIB, MIB, 3 * MIB])
@@ -70,11 +70,11 @@ def test_requests_in_flight(tmp_path: Path, log: Log, threads: int, depth: int, 
     assert log.closed == threads
 
 
-def test_overlapping_events_keep_the_queue_full(tmp_path: Path, log: Log) -> None:
+def test_overlapping_events_keep_the_queue_full(tmp_path: Path) -> None:
     """With overlap the queue is refilled beside requests in flight; without, only once all of them are done."""
     seen = {}
     for overlap in (True, False):
-        log = Log(log.inner)
+        log = Log()
         plan = disk_plan(tmp_path, block_bytes=16 * KIB, queue_depth=4, overlap_events=overlap)
         with DiskStore(plan, queues=log.queue) as store:
             store.reserve(1, 4 * MIB)
@@ -104,14 +104,25 @@ def test_urgent_reads_go_before_what_waits(tmp_path: Path, log: Log) -> None:
         assert last[1] < last[2] < last[0]
 
 
-def test_kernel_queue_returns_errors_as_results() -> None:
-    if inner_queue() is not KernelQueue:
-        pytest.skip("the kernel's asynchronous I/O is refused here")
-    _in_time(lambda: _errors_as_results(KernelQueue))
+def test_errors_are_results() -> None:
+    _in_time(_errors_as_results)
 
 
-def test_thread_queue_returns_errors_as_results() -> None:
-    _in_time(lambda: _errors_as_results(ThreadQueue))
+def test_a_deep_queue_has_no_more_threads_than_help() -> None:
+    gate = threading.Event()
+
+    def transfer(request: Request) -> int:
+        assert gate.wait(30)
+        return request.nbytes
+
+    before = threading.active_count()
+    queue = ThreadQueue(2**16, transfer)
+    queue.submit([Request(False, 0, 4096, offset, None, 0) for offset in range(MOST_AT_ONCE + 20)])
+    assert threading.active_count() - before == MOST_AT_ONCE
+    gate.set()
+    assert {request.offset for request, _ in queue.reap(MOST_AT_ONCE + 20)} == set(range(MOST_AT_ONCE + 20))
+    queue.close()
+    assert threading.active_count() == before
 
 
 def _in_time(call: Callable[[], None]) -> None:
@@ -128,24 +139,52 @@ def _in_time(call: Callable[[], None]) -> None:
     done.result(timeout=30)
 
 
-def _errors_as_results(make: Callable[[int], RequestQueue]) -> None:
-    memory = torch.zeros(4096, dtype=torch.uint8)
-    with open("/dev/zero", "rb") as zero:
-        queue = make(2)
-        bad = Request(False, 1_000_000, memory.data_ptr(), 4096, 0, None, 0)
-        good = Request(False, zero.fileno(), memory.data_ptr(), 4096, 0, None, 0)
-        waiting, results = [bad, good], {}
-        while len(results) < 2:
-            waiting = waiting[queue.submit(waiting) :] if waiting else waiting
-            results |= dict(queue.reap(1))
-        assert results[bad] == -errno.EBADF and results[good] in (4096, -errno.EINVAL)
-        queue.close()
-        queue.close()
+def _errors_as_results() -> None:
+    def transfer(request: Request) -> int:
+        if request.offset == 1:
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        if request.offset == 2:
+            raise ZeroDivisionError("broken on purpose")
+        return -errno.ENOSPC if request.offset == 3 else request.nbytes
+
+    queue = ThreadQueue(2, transfer)
+    queue.submit([Request(False, 0, 4096, offset, None, 0) for offset in range(4)])
+    results: dict[int, int] = {}
+    while len(results) < 4:
+        results |= {request.offset: result for request, result in queue.reap(1)}
+    assert results == {0: 4096, 1: -errno.EBADF, 2: -errno.EIO, 3: -errno.ENOSPC}
+    queue.close()
+    queue.close()
+
+
+@pytest.mark.parametrize("allowed", [0, 1])
+def test_threads_that_the_system_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allowed: int) -> None:
+    """One is enough to go on, and none is an error."""
+    real, started = threading.Thread.start, list[str]()
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == "shardwise-disk-io":
+            if len(started) == allowed:
+                raise RuntimeError("can't start new thread")
+            started.append(thread.name)
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with DiskStore(disk_plan(tmp_path, block_bytes=64 * KIB)) as store:
+        store.reserve(1, MIB)
+        record = store.create("weights", MIB)
+        if allowed:
+            put(store, record, 1)
+            assert holds(store, record, 1)
+        else:
+            with pytest.raises(DiskError, match="the I/O thread stopped: RuntimeError: can't start new thread"):
+                put(store, record, 1)
+    assert len(started) == allowed
 
 
 @pytest.fixture
 def faulty(tmp_path: Path) -> Iterator[tuple[DiskStore, Log]]:
-    log = Log(inner_queue())
+    log = Log()
     with DiskStore(disk_plan(tmp_path, block_bytes=64 * KIB, threads=2, queue_depth=4), queues=log.queue) as store:
         store.reserve(2, 4 * MIB)
         yield store, log
@@ -202,7 +241,7 @@ def test_a_read_that_fails_can_be_repeated(faulty: tuple[DiskStore, Log]) -> Non
 def test_every_request_can_fail(tmp_path: Path) -> None:
     """No position of the failure hangs, or lets a buffer be touched afterwards."""
     for position in range(8):
-        log = Log(inner_queue())
+        log = Log()
         plan = disk_plan(tmp_path, block_bytes=4 * KIB, queue_depth=2, overlap_events=bool(position % 2))
         with DiskStore(plan, queues=log.queue) as store:
             store.reserve(1, 32 * KIB)
@@ -214,24 +253,20 @@ def test_every_request_can_fail(tmp_path: Path) -> None:
 
 
 def test_short_transfers_are_continued(tmp_path: Path) -> None:
-    real = inner_queue()
-
     class Short:
         """Transfers only a part of large requests, as file systems may."""
 
-        def __init__(self, depth: int) -> None:
-            self.inner = real(depth)
+        def __init__(self, depth: int, transfer: Transfer) -> None:
+            self.inner = ThreadQueue(depth, transfer)
             self.whole: dict[int, Request] = {}
 
-        def submit(self, requests: list[Request]) -> int:
+        def submit(self, requests: Sequence[Request]) -> None:
             parts = []
             for r in requests:
                 size = 8192 if r.nbytes > 8192 else r.nbytes
-                parts.append(Request(r.writing, r.fd, r.address, size, r.offset, r.owner, r.segment))
+                parts.append(Request(r.writing, r.address, size, r.offset, r.owner, r.segment))
                 self.whole[id(parts[-1])] = r
-            taken = self.inner.submit(parts)
-            assert taken == len(parts)
-            return taken
+            self.inner.submit(parts)
 
         def reap(self, at_least: int) -> list[tuple[Request, int]]:
             return [(self.whole.pop(id(r)), result) for r, result in self.inner.reap(at_least)]
@@ -240,7 +275,7 @@ def test_short_transfers_are_continued(tmp_path: Path) -> None:
             self.inner.close()
 
     plan = disk_plan(tmp_path, block_bytes=36 * KIB, queue_depth=3, threads=2)
-    with DiskStore(plan, queues=Short) as store:  # type: ignore[arg-type]
+    with DiskStore(plan, queues=Short) as store:
         store.reserve(1, 3 * MIB)
         record = store.create("weights", 3 * MIB - 77)
         put(store, record, 1)
@@ -304,7 +339,7 @@ def test_changes_in_the_padding_do_not_matter(faulty: tuple[DiskStore, Log]) -> 
 
 
 def test_a_dead_thread_is_an_error_not_a_hang(tmp_path: Path) -> None:
-    log = Log(inner_queue())
+    log = Log()
     with DiskStore(disk_plan(tmp_path), queues=log.queue) as store:
         store.reserve(1, MIB)
         record, buffer = store.create("weights", MIB), store.buffer(MIB)
@@ -320,14 +355,11 @@ def test_a_dead_thread_is_an_error_not_a_hang(tmp_path: Path) -> None:
         store.rollback()
 
 
-@pytest.mark.parametrize("make", [KernelQueue, ThreadQueue])
-def test_the_limit_on_file_sizes(tmp_path: Path, make: Callable[[int], RequestQueue]) -> None:
+def test_the_limit_on_file_sizes(tmp_path: Path) -> None:
     """A real error of the system in the middle of a write."""
-    if make is KernelQueue and inner_queue() is not KernelQueue:
-        pytest.skip("the kernel's asynchronous I/O is refused here")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     assert signal.getsignal(signal.SIGXFSZ) == signal.SIG_IGN
-    with DiskStore(disk_plan(tmp_path), queues=make) as store:
+    with DiskStore(disk_plan(tmp_path)) as store:
         store.reserve(1, 4 * MIB)
         record = store.create("weights", 4 * MIB)
         put(store, record, 1)

@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from disk_setup import Log, disk_plan, inner_queue
+from disk_setup import Log, disk_plan
 
 from shardwise.chunk.source import DiskSource, ReadAhead
 from shardwise.comm.group import LocalGroup
@@ -196,7 +196,7 @@ def test_tiles_of_any_sizes_find_their_buffers(depth: int, state_dtype: torch.dt
 @pytest.mark.parametrize("how", ["read interrupted", "second write refused"])
 def test_a_visit_that_fails_ends_its_transfers(how: str, tmp_path: Path) -> None:
     """They would go on in buffers that somebody else has by then."""
-    log, handles = Log(inner_queue()), []
+    log, handles = Log(), []
 
     def noted(start: Callable[..., Handle]) -> Callable[..., Handle]:
         def call(*arguments: Any, **named: Any) -> Handle:

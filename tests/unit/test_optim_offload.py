@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from disk_setup import MIB, Log, inner_queue, small_disk
+from disk_setup import MIB, Log, small_disk
 from torch import Tensor, nn
 
 from shardwise.disk import store as disk
@@ -280,12 +280,9 @@ def mixed(params: list[nn.Parameter]) -> list[dict[str, Any]]:
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> Log:
     """Sees the requests of all stores that the test opens, and can let them fail."""
-    log = Log(inner_queue())
+    log = Log()
 
-    def queues(threads: int, depth: int, *_: Any) -> tuple[list[Any], str]:
-        return [log.queue(depth) for _ in range(threads)], "given"
-
-    monkeypatch.setattr(disk, "_make_queues", queues)
+    monkeypatch.setattr(disk, "ThreadQueue", log.queue)
     return log
 
 

@@ -23,7 +23,7 @@ from torch import nn
 
 from shardwise.deepspeed.plan import to_plan
 from shardwise.disk import store as disk
-from shardwise.disk.queues import Request, RequestQueue
+from shardwise.disk.queues import Request, RequestQueue, ThreadQueue, Transfer
 from shardwise.disk.store import DiskStore
 from shardwise.plan import Plan, zero
 from shardwise.testing import run_ranks
@@ -55,14 +55,13 @@ class _Spy:
     def __init__(self, inner: RequestQueue, seen: Seen) -> None:
         self.inner, self.seen, self.in_flight = inner, seen, 0
 
-    def submit(self, requests: Sequence[Request]) -> int:
+    def submit(self, requests: Sequence[Request]) -> None:
         seen = self.seen
         seen.sizes |= {request.nbytes for request in requests}
         seen.submissions.add(len(requests))
-        taken = self.inner.submit(requests)
-        self.in_flight += taken
+        self.inner.submit(requests)
+        self.in_flight += len(requests)
         seen.most_in_flight = max(seen.most_in_flight, self.in_flight)
-        return taken
 
     def reap(self, at_least: int) -> list[tuple[Request, int]]:
         done = self.inner.reap(at_least)
@@ -77,14 +76,13 @@ class _Spy:
 @contextlib.contextmanager
 def spied() -> Iterator[Seen]:
     """What the store that is made inside does."""
-    seen, real = Seen(), disk._make_queues
+    seen = Seen()
 
-    def make(threads: int, depth: int, *rest: Any) -> tuple[list[RequestQueue], str]:
-        queues, backend = real(threads, depth, *rest)
-        seen.depths += [depth] * len(queues)
-        return [_Spy(queue, seen) for queue in queues], backend
+    def make(depth: int, transfer: Transfer) -> _Spy:
+        seen.depths.append(depth)
+        return _Spy(ThreadQueue(depth, transfer), seen)
 
-    with mock.patch.object(disk, "_make_queues", make):
+    with mock.patch.object(disk, "ThreadQueue", make):
         yield seen
 
 
