@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
 
 from shardwise.checked import number, whole
 from shardwise.plan import ScalerPlan
@@ -16,23 +16,27 @@ class PublishedDefault(float):
     """A default value that can be told from the same number given by the caller."""
 
 
-class ScalerArguments(Protocol):
-    """The arguments of the dynamic loss scale, as every published interface names them."""
+@dataclass(frozen=True, eq=False)
+class ScalerArguments:
+    """The arguments of the dynamic loss scale, as every published interface names, orders and, mostly, sets them.
 
-    @property
-    def initial_scale(self) -> float: ...
-    @property
-    def min_scale(self) -> float: ...
-    @property
-    def growth_factor(self) -> float: ...
-    @property
-    def backoff_factor(self) -> float: ...
-    @property
-    def growth_interval(self) -> float: ...
-    @property
-    def hysteresis(self) -> float: ...
-    @property
-    def max_scale(self) -> float: ...
+    Attributes:
+        initial_scale: first loss scale (fp16 only, as the six after it).
+        min_scale: the scale never falls below it.
+        growth_factor: the scale is multiplied by it after ``growth_interval`` good steps.
+        backoff_factor: the scale is multiplied by it on overflow, once ``hysteresis`` overflows were seen.
+        growth_interval: in steps.
+        hysteresis: number of overflows tolerated before the scale falls.
+        max_scale: the scale never rises above it.
+    """
+
+    initial_scale: float = 2**16
+    min_scale: float = 1
+    growth_factor: float = 2
+    backoff_factor: float = 0.5
+    growth_interval: int = 1000
+    hysteresis: int = 2
+    max_scale: float = 2**32
 
 
 def scaler_plan(arguments: ScalerArguments) -> ScalerPlan:

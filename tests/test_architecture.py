@@ -23,7 +23,18 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("checked",),
     ("tier_plan",),  # the part of a plan that is about memories
     ("plan", "device", "torch_internals"),
-    ("comm", "chunk.search", "loss_scale", "printable", "sizes", "names", "events", "states", "attributes"),
+    (
+        "comm",
+        "chunk.search",
+        "loss_scale",
+        "printable",
+        "sizes",
+        "names",
+        "events",
+        "states",
+        "attributes",
+        "published",
+    ),
     ("mesh", "trace", "disk", "deferred"),  # mesh builds the groups of comm
     ("memory", "chunk.layout"),
     ("optim",),  # moments may be at home on a disk

@@ -9,8 +9,9 @@ from typing import Any
 
 from shardwise.booster.plugin import gemini
 from shardwise.checked import MOST_NUMEL, share, switch, whole
-from shardwise.loss_scale import scaler_plan
+from shardwise.loss_scale import ScalerArguments, scaler_plan
 from shardwise.plan import MOST_SEARCHED, ByTensor, Plan
+from shardwise.published import documented, names_of
 
 __all__ = ["ColossalAIArguments", "to_plan", "without_effect"]
 
@@ -21,19 +22,27 @@ PLACEMENTS: Mapping[str, Mapping[str, Any]] = {
     "cuda": {"placement_policy": "static"},
 }
 SEARCH = ("chunk_search_range", "chunk_search_n_grids", "min_chunk_size")
-SCALER = (
-    "initial_scale",
-    "min_scale",
-    "growth_factor",
-    "backoff_factor",
-    "growth_interval",
-    "hysteresis",
-    "max_scale",
-)
+SCALER = names_of(ScalerArguments)
 
 
 @dataclass(frozen=True)
-class ColossalAIArguments:
+class _First:
+    """What is published before the loss scale's: the fields of the last base come first."""
+
+    use_chunk: bool = True
+    chunk_size: int | None = None
+    enable_distributed_storage: bool = True
+    placement_policy: str = "auto"
+    force_outputs_fp32: bool = False
+    gpu_margin_mem_ratio: float = 0.0
+    chunk_search_range: int = 64 * MIB
+    chunk_search_n_grids: int = 4096
+    min_chunk_size: int = 32 * MIB
+
+
+@documented()
+@dataclass(frozen=True)
+class ColossalAIArguments(ScalerArguments, _First):
     """The published arguments of Lightning 1.9's ``ColossalAIStrategy``. Sizes are in elements.
 
     Attributes:
@@ -51,34 +60,10 @@ class ColossalAIArguments:
         chunk_search_n_grids: how many steps the search takes through that range.
         min_chunk_size: smallest chunk. In elements, which is what ColossalAI compared it with; Lightning's text said
             bytes.
-        initial_scale: first loss scale (fp16 only, as the six after it).
-        min_scale: the scale never falls below it.
-        growth_factor: the scale is multiplied by it after ``growth_interval`` good steps.
-        backoff_factor: the scale is multiplied by it on overflow, once ``hysteresis`` overflows were seen.
-        growth_interval: in steps.
-        hysteresis: number of overflows tolerated before the scale falls.
-        max_scale: the scale never rises above it.
 
     Raises:
         ValueError: a value out of range.
     """
-
-    use_chunk: bool = True
-    chunk_size: int | None = None
-    enable_distributed_storage: bool = True
-    placement_policy: str = "auto"
-    force_outputs_fp32: bool = False
-    gpu_margin_mem_ratio: float = 0.0
-    chunk_search_range: int = 64 * MIB
-    chunk_search_n_grids: int = 4096
-    min_chunk_size: int = 32 * MIB
-    initial_scale: float = 2**16
-    min_scale: float = 1
-    growth_factor: float = 2
-    backoff_factor: float = 0.5
-    growth_interval: int = 1000
-    hysteresis: int = 2
-    max_scale: float = 2**32
 
     def __post_init__(self) -> None:
         if self.placement_policy not in PLACEMENTS:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from shardwise.checked import MOST_BYTES, number, share, switch
-from shardwise.loss_scale import PublishedDefault, scaler_plan
+from shardwise.loss_scale import PublishedDefault, ScalerArguments, scaler_plan
 from shardwise.plan import (
     HALF_DTYPES,
     MOST_DIVISOR,
@@ -20,7 +20,6 @@ from shardwise.plan import (
     Packing,
     Plan,
     PrecisionPlan,
-    ScalerPlan,
     ShardPlan,
     TierPlan,
 )
@@ -89,29 +88,19 @@ class ModelArguments:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerArguments:
+class OptimizerArguments(ScalerArguments):
     """Of ``ShardedOptimizerV2``; see there."""
 
     cpu_offload: bool = False
     gpu_margin_mem_ratio: float = 0.0
     initial_scale: float = PublishedDefault(2**32)
-    min_scale: float = 1
-    growth_factor: float = 2
-    backoff_factor: float = 0.5
-    growth_interval: float = 1000
-    hysteresis: float = 2
-    max_scale: float = 2**32
     verbose: bool = False
 
     def __post_init__(self) -> None:
         share("gpu_margin_mem_ratio", self.gpu_margin_mem_ratio)
         for name in ("cpu_offload", "verbose"):
             switch(name, getattr(self, name))
-        self.scaler()
-
-    def scaler(self) -> ScalerPlan:
-        """See :func:`~shardwise.loss_scale.scaler_plan`."""
-        return scaler_plan(self)
+        scaler_plan(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +155,7 @@ def to_plan(model: ModelArguments, optimizer: OptimizerArguments | None, facts: 
             accumulate_dtype=None if model.reuse_fp16_shard or not half else torch.float32,
             cast_inputs=facts.dtype is not None,
             output_dtype=None,
-            scaler=optimizer.scaler() if optimizer is not None and facts.dtype is torch.float16 else None,
+            scaler=scaler_plan(optimizer) if optimizer is not None and facts.dtype is torch.float16 else None,
         ),
         grad=GradPlan(max_norm=0.0, norm_type=2.0, average="sum", update="step"),
         comm=CommPlan(

@@ -6,16 +6,16 @@ import math
 import os
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from shardwise.booster.plugin.argument_types import check_types, fits
 from shardwise.booster.plugin.base import ShardedPlugin, device_bytes, refuse
-from shardwise.booster.plugin.plugin_precision import precision_plan
+from shardwise.booster.plugin.engine_arguments import EngineArguments, grad_plan, precision_plan
 from shardwise.checked import MOST_NUMEL, number, share, whole
 from shardwise.loss_scale import scaler_plan
 from shardwise.plan import (
@@ -24,13 +24,13 @@ from shardwise.plan import (
     ByNumel,
     BySearch,
     CommPlan,
-    GradPlan,
     MeshPlan,
     Packing,
     Plan,
     ShardPlan,
     TierPlan,
 )
+from shardwise.published import documented
 from shardwise.trace.stats import MemStats
 
 __all__ = ["GeminiArguments", "GeminiPlugin", "to_plan"]
@@ -55,67 +55,8 @@ NOT_YET = {
 
 
 @dataclass(frozen=True, eq=False)
-class GeminiArguments:
-    """The published arguments, as data.
-
-    Attributes:
-        chunk_config_dict: ``{shard ranks: {"chunk_size": elements, "keep_gathered": bool}}`` instead of the search.
-            It is only read, so one dict serves any number of models.
-        chunk_init_device: ``None`` or the run's own device: chunks are made where they are at home. The CPU, in a run
-            on GPUs: the same, and a run whose parameters are all at home on the GPUs is refused.
-        placement_policy: ``"static"``: by the three fractions below. ``"auto"``: everything starts on the host; a first
-            step is traced, and from then on as much is on the device as its memory allows at each moment.
-        enable_gradient_accumulation: both values work: backward passes before a step always add up.
-        max_prefetch: chunks gathered ahead of their use, once the order is known.
-        shard_param_frac: share of the parameters that is released between uses: 1.0 is ZeRO-3, 0.0 is ZeRO-2. For
-            ``"static"`` only, as the two after it.
-        offload_optim_frac: share of masters, optimizer state and reduced gradients that is on the host.
-        offload_param_frac: share of parameters that is on the host between uses, and so not gathered then, whatever
-            ``shard_param_frac`` says. It goes with every ``offload_optim_frac``.
-        warmup_non_model_data_ratio: for ``"auto"`` only: share of the device's memory that the first step keeps free of
-            model data.
-        steady_cuda_cap_ratio: for ``"auto"`` only: share of the device's memory that later steps may use.
-        precision: ``"fp16"``, ``"bf16"`` or (an extension) ``"fp32"``.
-        master_weights: keep fp32 copies of 16-bit parameters.
-        pin_memory: page-locked host memory, where something is on the host; ``enable_async_reduce`` implies it.
-        force_outputs_fp32: cast floating outputs of the model to fp32.
-        strict_ddp_mode: refuse every parallelism but data parallelism.
-        search_range_m: chunk sizes are searched over this many units of 2**20 elements.
-        hidden_dim: step of the search in elements; ``None``: 1024.
-        min_chunk_size_m: smallest chunk, in units of 2**20 elements.
-        memstats: for ``"auto"`` only: the trace of an earlier run, or what ``trace_memory`` gave for the model (a
-            :class:`~shardwise.trace.stats.MemStats`, or the path of a saved one), instead of a traced first step.
-        gpu_margin_mem_ratio: for ``"auto"`` only: share of what remains of the device's memory that optimizer state
-            moves into after the first step.
-        initial_scale: first loss scale (fp16 only, as the six after it).
-        min_scale: the scale never falls below it.
-        growth_factor: the scale is multiplied by it after ``growth_interval`` good steps.
-        backoff_factor: the scale is multiplied by it on overflow, once ``hysteresis`` overflows were seen.
-        growth_interval: in steps.
-        hysteresis: number of overflows tolerated before the scale falls.
-        max_scale: the scale never rises above it.
-        max_norm: clip the global norm of the unscaled gradients to it; 0 is off.
-        norm_type: any p > 0, ``math.inf`` included.
-        tp_size: ranks of tensor parallelism; 1.
-        extra_dp_size: number of replicas of the sharded model.
-        enable_all_optimization: model rewriting; not yet, as the five that follow.
-        enable_fused_normalization: see above.
-        enable_flash_attention: see above.
-        enable_sequence_parallelism: see above.
-        enable_jit_fused: see above.
-        enable_sequence_overlap: see above.
-        enable_async_reduce: reduce gradients while backward still runs.
-        use_fp8: multiply in 8 bits.
-        verbose: report the chunk search, and say when a step is skipped.
-        fp8_communication: exchange in 8 bits.
-        device_memory: an extension: memory of the device that may be used, in bytes or as a text such as ``"64MiB"``;
-            ``None``: what it has, on a CPU no limit.
-        update: an extension: ``"step"``; or ``"backward"``: masters and optimizer state of a chunk are updated as soon
-            as its gradient is reduced, beside the rest of backward. Without clipping and loss scale this is done in
-            place, and gradients are not kept; otherwise it is a guess, which ``step()`` confirms or undoes exactly. On
-            a GPU it is done for what is at home on the host or a disk. In place it does not go with
-            ``enable_gradient_accumulation=True``: each step is one backward pass.
-    """
+class _First:
+    """What is published before the loss scale's: the fields of the last base come first."""
 
     chunk_config_dict: Mapping[int, Mapping[str, Any]] | None = None
     chunk_init_device: torch.device | None = None
@@ -137,15 +78,57 @@ class GeminiArguments:
     min_chunk_size_m: float = 32
     memstats: MemStats | str | os.PathLike[str] | None = None
     gpu_margin_mem_ratio: float = 0.0
-    initial_scale: float = 2**16
-    min_scale: float = 1
-    growth_factor: float = 2
-    backoff_factor: float = 0.5
-    growth_interval: int = 1000
-    hysteresis: int = 2
-    max_scale: float = 2**32
-    max_norm: float = 0.0
-    norm_type: float = 2.0
+
+
+@documented()
+@dataclass(frozen=True, eq=False)
+class GeminiArguments(EngineArguments, _First):
+    """The published arguments, as data.
+
+    Attributes:
+        chunk_config_dict: ``{shard ranks: {"chunk_size": elements, "keep_gathered": bool}}`` instead of the search.
+            It is only read, so one dict serves any number of models.
+        chunk_init_device: ``None`` or the run's own device: chunks are made where they are at home. The CPU, in a run
+            on GPUs: the same, and a run whose parameters are all at home on the GPUs is refused.
+        placement_policy: ``"static"``: by the three fractions below. ``"auto"``: everything starts on the host; a first
+            step is traced, and from then on as much is on the device as its memory allows at each moment.
+        enable_gradient_accumulation: both values work: backward passes before a step always add up. True does not go
+            with ``update="backward"`` in place, where each step is one backward pass.
+        max_prefetch: chunks gathered ahead of their use, once the order is known.
+        shard_param_frac: share of the parameters that is released between uses: 1.0 is ZeRO-3, 0.0 is ZeRO-2. For
+            ``"static"`` only, as the two after it.
+        offload_optim_frac: share of masters, optimizer state and reduced gradients that is on the host.
+        offload_param_frac: share of parameters that is on the host between uses, and so not gathered then, whatever
+            ``shard_param_frac`` says. It goes with every ``offload_optim_frac``.
+        warmup_non_model_data_ratio: for ``"auto"`` only: share of the device's memory that the first step keeps free of
+            model data.
+        steady_cuda_cap_ratio: for ``"auto"`` only: share of the device's memory that later steps may use.
+        precision: ``"fp16"``, ``"bf16"`` or (an extension) ``"fp32"``.
+        master_weights: keep fp32 copies of 16-bit parameters.
+        pin_memory: page-locked host memory, where something is on the host; ``enable_async_reduce`` implies it.
+        force_outputs_fp32: cast floating outputs of the model to fp32.
+        strict_ddp_mode: refuse every parallelism but data parallelism.
+        search_range_m: chunk sizes are searched over this many units of 2**20 elements.
+        hidden_dim: step of the search in elements; ``None``: 1024.
+        min_chunk_size_m: smallest chunk, in units of 2**20 elements.
+        memstats: for ``"auto"`` only: the trace of an earlier run, or what ``trace_memory`` gave for the model (a
+            :class:`~shardwise.trace.stats.MemStats`, or the path of a saved one), instead of a traced first step.
+        gpu_margin_mem_ratio: for ``"auto"`` only: share of what remains of the device's memory that optimizer state
+            moves into after the first step.
+        tp_size: ranks of tensor parallelism; 1.
+        extra_dp_size: number of replicas of the sharded model.
+        enable_all_optimization: model rewriting; not yet, as the five that follow.
+        enable_fused_normalization: see above.
+        enable_flash_attention: see above.
+        enable_sequence_parallelism: see above.
+        enable_jit_fused: see above.
+        enable_sequence_overlap: see above.
+        enable_async_reduce: reduce gradients while backward still runs.
+        use_fp8: multiply in 8 bits.
+        verbose: report the chunk search, and say when a step is skipped.
+        fp8_communication: exchange in 8 bits.
+    """
+
     tp_size: int = 1
     extra_dp_size: int = 1
     enable_all_optimization: bool = False
@@ -158,8 +141,6 @@ class GeminiArguments:
     use_fp8: bool = False
     verbose: bool = False
     fp8_communication: bool = False
-    device_memory: int | str | None = field(default=None, kw_only=True)
-    update: Literal["step", "backward"] = field(default="step", kw_only=True)
 
     def __post_init__(self) -> None:
         check_types(GeminiArguments, self, fractions=("search_range_m",), own=("memstats",))
@@ -356,7 +337,7 @@ def to_plan(arguments: GeminiArguments, world_size: int | None = None) -> Plan:
             master_weights=a.master_weights,
             output_dtype=torch.float32 if a.force_outputs_fp32 else None,
         ),
-        grad=GradPlan(max_norm=a.max_norm, norm_type=a.norm_type, average="sum", update=a.update),
+        grad=grad_plan(a),
         comm=CommPlan(
             overlap=a.enable_async_reduce,
             shared_memory=None,

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import dataclass, replace
 
 import torch
 
 from shardwise.booster.plugin.argument_types import check_types
 from shardwise.booster.plugin.base import ShardedPlugin, device_bytes, refuse
-from shardwise.booster.plugin.plugin_precision import precision_plan
+from shardwise.booster.plugin.engine_arguments import EngineArguments, grad_plan, precision_plan
 from shardwise.checked import MOST_NUMEL, number, shown
 from shardwise.loss_scale import PublishedDefault, scaler_plan
-from shardwise.plan import ByNumel, CommPlan, GradPlan, MeshPlan, Plan, ShardPlan, on_device
+from shardwise.plan import ByNumel, CommPlan, MeshPlan, Plan, ShardPlan, on_device
+from shardwise.published import documented
 
 __all__ = ["LowLevelZeroArguments", "LowLevelZeroPlugin", "to_plan"]
 
 
 @dataclass(frozen=True, eq=False)
-class LowLevelZeroArguments:
+class _First:
+    """What is published before the loss scale's: the fields of the last base come first."""
+
+    stage: int = 1
+    precision: str = "fp16"
+
+
+@documented()
+@dataclass(frozen=True, eq=False)
+class LowLevelZeroArguments(EngineArguments, _First):
     """The published arguments, as data.
 
     Attributes:
@@ -26,14 +35,6 @@ class LowLevelZeroArguments:
         precision: ``"fp16"``, ``"bf16"`` or ``"fp32"``.
         initial_scale: first loss scale (fp16 only, as the six after it). Left at its default it starts at 2**16;
             2**32 given explicitly is used.
-        min_scale: the scale never falls below it.
-        growth_factor: the scale is multiplied by it after ``growth_interval`` good steps.
-        backoff_factor: the scale is multiplied by it on overflow, once ``hysteresis`` overflows were seen.
-        growth_interval: in steps.
-        hysteresis: number of overflows tolerated before the scale falls.
-        max_scale: the scale never rises above it.
-        max_norm: clip the global norm of the unscaled gradients to it; 0 is off.
-        norm_type: any p > 0, ``math.inf`` included.
         reduce_bucket_size_in_m: elements reduced together, in units of 2**20.
         communication_dtype: gradients travel in it; ``None``: in the parameters' dtype.
         overlap_communication: reduce gradients while backward still runs.
@@ -44,25 +45,9 @@ class LowLevelZeroArguments:
         cast_inputs: cast floating inputs to the parameters' dtype.
         fp8_communication: exchange in 8 bits.
         use_fp8: multiply in 8 bits.
-        device_memory: an extension: memory of the device that may be used, in bytes or as a text such as ``"64MiB"``;
-            ``None``: what it has, on a CPU no limit.
-        update: an extension: ``"step"``; or ``"backward"``: masters and optimizer state of a chunk are updated as soon
-            as its gradient is reduced, beside the rest of backward. Without clipping and loss scale this is done in
-            place, and gradients are not kept; otherwise it is a guess, which ``step()`` confirms or undoes exactly. On
-            a GPU it is done for what is at home on the host or a disk.
     """
 
-    stage: int = 1
-    precision: str = "fp16"
     initial_scale: float = PublishedDefault(2**32)
-    min_scale: float = 1
-    growth_factor: float = 2
-    backoff_factor: float = 0.5
-    growth_interval: int = 1000
-    hysteresis: int = 2
-    max_scale: float = 2**32
-    max_norm: float = 0.0
-    norm_type: float = 2.0
     reduce_bucket_size_in_m: int = 12
     communication_dtype: torch.dtype | None = None
     overlap_communication: bool = True
@@ -73,8 +58,6 @@ class LowLevelZeroArguments:
     cast_inputs: bool = True
     fp8_communication: bool = False
     use_fp8: bool = False
-    device_memory: int | str | None = field(default=None, kw_only=True)
-    update: Literal["step", "backward"] = field(default="step", kw_only=True)
 
     def __post_init__(self) -> None:
         check_types(LowLevelZeroArguments, self, fractions=("reduce_bucket_size_in_m",))
@@ -117,9 +100,7 @@ def to_plan(arguments: LowLevelZeroArguments) -> Plan:
             reduce_dtype=arguments.communication_dtype,
             cast_inputs=arguments.cast_inputs,
         ),
-        grad=GradPlan(
-            max_norm=arguments.max_norm, norm_type=arguments.norm_type, average="sum", update=arguments.update
-        ),
+        grad=grad_plan(arguments),
         comm=CommPlan(
             overlap=arguments.overlap_communication,
             shared_memory=None,

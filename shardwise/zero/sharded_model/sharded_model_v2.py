@@ -22,6 +22,7 @@ from shardwise.comm import ranks_of
 from shardwise.device import numbered, total_bytes
 from shardwise.memory.ledger import REST
 from shardwise.mesh import Mesh, default_device, init_distributed
+from shardwise.published import picked
 from shardwise.trace.dump import dump_memory_stats
 from shardwise.trace.stats import NO_UNIT, MemStats, Moment
 from shardwise.zero.arguments import ModelArguments, ModelFacts, OptimizerArguments, to_plan, without_effect
@@ -78,21 +79,14 @@ class ShardedModelV2(nn.Module):
         *,
         tensor_placement_policy: str | None = None,
     ) -> None:
+        given = dict(locals())
         super().__init__()
         if isinstance(module, ShardedModelV2):
             raise TypeError(f"module is a {type(module).__name__} already: give the plain module")
         if not isinstance(shard_strategy, BaseShardStrategy):
             raise TypeError(f"shard_strategy={shard_strategy!r:.80}: give a TensorShardStrategy() or another instance")
         own: dict[str, Any] = self.__dict__
-        own["arguments"] = ModelArguments(
-            reduce_scatter_bucket_size_mb=reduce_scatter_bucket_size_mb,
-            fp32_reduce_scatter=fp32_reduce_scatter,
-            offload_config=offload_config,
-            gradient_predivide_factor=gradient_predivide_factor,
-            use_memory_tracer=use_memory_tracer,
-            reuse_fp16_shard=reuse_fp16_shard,
-            tensor_placement_policy=tensor_placement_policy,
-        )
+        own["arguments"] = picked(ModelArguments, given)
         marks = _marks(module)
         init_distributed()
         ranks = ranks_of("process_group", process_group)

@@ -12,6 +12,7 @@ from torch import nn
 from shardwise.attributes import attribute_of
 from shardwise.build import ShardedOptimizer
 from shardwise.loss_scale import PublishedDefault
+from shardwise.published import documented, picked
 from shardwise.zero.arguments import OptimizerArguments
 from shardwise.zero.process_groups import require_same_ranks
 from shardwise.zero.sharded_model import ShardedModelV2
@@ -19,6 +20,7 @@ from shardwise.zero.sharded_model import ShardedModelV2
 __all__ = ["ShardedOptimizerV2"]
 
 
+@documented(OptimizerArguments)
 class ShardedOptimizerV2(torch.optim.Optimizer):
     """Wraps an optimizer of a :class:`~shardwise.zero.sharded_model.ShardedModelV2`, whose parameters it divides.
 
@@ -35,12 +37,6 @@ class ShardedOptimizerV2(torch.optim.Optimizer):
             ``cpu_offload`` and the model's ``use_memory_tracer`` only. Everything is then placed by the trace.
         initial_scale: first loss scale (fp16 only, as the six after it). Left at its default it starts at 2**16;
             2**32 given explicitly is used.
-        min_scale: the scale never falls below it.
-        growth_factor: the scale is multiplied by it after ``growth_interval`` good steps.
-        backoff_factor: the scale is multiplied by it on overflow, once ``hysteresis`` overflows were seen.
-        growth_interval: in steps.
-        hysteresis: number of overflows tolerated before the scale falls.
-        max_scale: the scale never rises above it.
         keep_unsharded: both values work: state of parameters that stay whole is sharded all the same.
         dp_process_group: ``None``, or one of the model's own ranks (its ``process_group``).
         mp_process_group: the ranks that hold the other parts of the model (tensor parallelism), of which no other is in
@@ -74,6 +70,7 @@ class ShardedOptimizerV2(torch.optim.Optimizer):
         mp_process_group: dist.ProcessGroup | None = None,
         verbose: bool = False,
     ) -> None:
+        given = dict(locals())
         # Optimizer.__init__ is not called: it would build param groups of its own.
         if not isinstance(sharded_model, ShardedModelV2):
             raise TypeError(f"sharded_model={sharded_model!r:.80}: give a ShardedModelV2")
@@ -88,18 +85,7 @@ class ShardedOptimizerV2(torch.optim.Optimizer):
                 f"nvme_offload_fraction={fraction} of {type(optimizer).__name__} is not available here: use "
                 "cpu_offload=True, or GeminiPlugin of shardwise.booster"
             )
-        arguments = OptimizerArguments(
-            cpu_offload=cpu_offload,
-            gpu_margin_mem_ratio=gpu_margin_mem_ratio,
-            initial_scale=initial_scale,
-            min_scale=min_scale,
-            growth_factor=growth_factor,
-            backoff_factor=backoff_factor,
-            growth_interval=growth_interval,
-            hysteresis=hysteresis,
-            max_scale=max_scale,
-            verbose=verbose,
-        )
+        arguments = picked(OptimizerArguments, given)
         inner = sharded_model.attach(optimizer, arguments, mp_process_group).optimizer
         if inner is None:
             raise RuntimeError(f"the session has no optimizer ({inner}); report this")
