@@ -1,4 +1,4 @@
-"""Published arguments that stand in one dataclass each: their values and texts wherever else they are shown.
+"""Published arguments that stand in one dataclass each: their signatures and texts wherever else they are shown.
 
 A class that others published is reproduced with their names, order and defaults. Where its arguments are data of a
 dataclass, values, annotations and descriptions are taken from there.
@@ -6,12 +6,13 @@ dataclass, values, annotations and descriptions are taken from there.
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import field, fields, is_dataclass, make_dataclass
 from typing import Any, TypeVar, get_type_hints
 
-__all__ = ["documented", "names_of", "picked"]
+__all__ = ["documented", "names_of", "picked", "takes"]
 
 C = TypeVar("C", bound=type)
 A = TypeVar("A")
@@ -67,3 +68,48 @@ def _split(doc: str) -> tuple[list[str], dict[str, list[str]], list[str]]:
         entries.setdefault(name, []).append(line)
         end += 1
     return lines[:start], entries, lines[end:]
+
+
+def takes(*order: str, by_name: Sequence[str] = ()) -> Callable[[C], C]:
+    """The class is called with the fields of the dataclasses that its ``__init__`` takes.
+
+    A parameter of ``__init__`` that is annotated with a dataclass stands for that one's fields; any other for itself.
+    What ``inspect.signature`` shows, and who asks for it (an IDE at run time, a command line that is made of
+    signatures), is a function with these arguments.
+
+    Args:
+        order: names of the arguments that may be given by position. Fields that are named nowhere keep their defaults.
+        by_name: names of those that are given by name only.
+    """
+
+    def change(cls: C) -> C:
+        init: Callable[..., None] = cls.__init__  # type: ignore[misc]
+        hints = get_type_hints(init)
+        own = list(inspect.signature(init).parameters.values())[1:]
+        parts = {each.name: hints[each.name] for each in own if is_dataclass(hints[each.name])}
+        found = {each.name: (hints[each.name], each.default) for each in own if each.name not in parts}
+        for part in parts.values():
+            kinds = get_type_hints(part)
+            found |= {each.name: (kinds[each.name], each.default) for each in fields(part)}
+        record = _record(cls.__name__, order, by_name, found)
+
+        @functools.wraps(init)
+        def called(self: Any, *args: Any, **kwargs: Any) -> None:
+            given = vars(record(*args, **kwargs))
+            rest = {each.name: given[each.name] for each in own if each.name not in parts}
+            init(self, **{name: picked(part, given) for name, part in parts.items()}, **rest)
+
+        called.__signature__ = inspect.signature(record.__init__)  # type: ignore[attr-defined, misc]
+        called.__annotations__ = dict(record.__init__.__annotations__)  # type: ignore[misc]
+        cls.__init__ = called  # type: ignore[misc]
+        return cls
+
+    return change
+
+
+def _record(name: str, order: Iterable[str], by_name: Sequence[str], found: Mapping[str, tuple[Any, Any]]) -> type:
+    """A dataclass whose ``__init__`` has the arguments, and the errors of a function that has them."""
+    chosen = [(each, *found[each], False) for each in order] + [(each, *found[each], True) for each in by_name]
+    return make_dataclass(
+        name, [(each, kind, field(default=default, kw_only=only)) for each, kind, default, only in chosen]
+    )

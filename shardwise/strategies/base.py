@@ -10,7 +10,9 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -30,9 +32,34 @@ from shardwise.strategies.scheduler_states import check_schedulers, fit_schedule
 from shardwise.strategies.sessions import Live, live_session, shard
 from shardwise.strategies.toggling import Toggling
 
-__all__ = ["ShardedStrategy"]
+__all__ = ["LightningArguments", "ShardedStrategy"]
 
 _Base: Any = object  # Lightning's DDPStrategy, once built for a namespace
+
+
+@dataclass(frozen=True)
+class LightningArguments:
+    """Arguments of Lightning's own strategies, which ours hand on.
+
+    Attributes:
+        accelerator: as in Lightning's ``DDPStrategy``.
+        parallel_devices: as in Lightning's ``DDPStrategy``.
+        cluster_environment: as in Lightning's ``DDPStrategy``.
+        checkpoint_io: checkpoints become what it writes, single files; ``None``: a directory, each rank its part.
+        precision_plugin: as in Lightning's ``DDPStrategy``.
+        process_group_backend: as in Lightning's ``DDPStrategy``.
+        timeout: of the process group.
+        start_method: as in Lightning's ``DDPStrategy``.
+    """
+
+    accelerator: Any = None
+    parallel_devices: list[torch.device] | None = None
+    cluster_environment: Any = None
+    checkpoint_io: Any = None
+    precision_plugin: Any = None
+    process_group_backend: str | None = None
+    timeout: timedelta | None = None
+    start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen"
 
 
 class ShardedStrategy(_Base):  # type: ignore[misc]

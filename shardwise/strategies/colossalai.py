@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from shardwise.plan import Plan
-from shardwise.strategies.base import ShardedStrategy
+from shardwise.published import documented, names_of, takes
+from shardwise.strategies.base import LightningArguments, ShardedStrategy
 from shardwise.strategies.colossalai_arguments import ColossalAIArguments, to_plan, without_effect
 
 __all__ = ["ColossalAI"]
@@ -24,6 +24,16 @@ def _report(unused: dict[str, list[str]], arguments: ColossalAIArguments, stackl
         warnings.warn(f"{given} without effect: {reason}", stacklevel=stacklevel + 1)
 
 
+@documented(ColossalAIArguments, LightningArguments)
+@takes(
+    *names_of(ColossalAIArguments),
+    "accelerator",
+    "parallel_devices",
+    "cluster_environment",
+    "checkpoint_io",
+    "precision_plugin",
+    by_name=("process_group_backend", "timeout", "start_method"),
+)
 class ColossalAI(ShardedStrategy):
     """Chunk-based ZeRO-3 with parameters and optimizer state on the host as memory demands.
 
@@ -32,93 +42,16 @@ class ColossalAI(ShardedStrategy):
     accumulation, clipping by norm and by value, models built anywhere, evaluation before training.
 
     Args:
-        use_chunk: parameters share chunks; ``False``: each has one of its own.
-        chunk_size: elements of a chunk; ``None``: searched.
-        enable_distributed_storage: each rank keeps ``1/N`` of the model; ``False``: all of it.
-        placement_policy: ``"auto"``, ``"cpu"`` or ``"cuda"``.
-        force_outputs_fp32: cast floating outputs of a step to fp32.
-        gpu_margin_mem_ratio: for ``"auto"``: share of the device's remaining memory that optimizer state moves into.
-        chunk_search_range: range of the search for a chunk size, in elements.
-        chunk_search_n_grids: number of steps of that search.
-        min_chunk_size: smallest chunk, in elements.
-        initial_scale: first loss scale (fp16 only, as the six after it).
-        min_scale: the scale never falls below it.
-        growth_factor: the scale is multiplied by it after ``growth_interval`` good steps.
-        backoff_factor: the scale is multiplied by it on overflow, once ``hysteresis`` overflows were seen.
-        growth_interval: in steps.
-        hysteresis: number of overflows tolerated before the scale falls.
-        max_scale: the scale never rises above it.
-        accelerator: as Lightning's strategies take it, like the four after it.
-        parallel_devices: see above.
-        cluster_environment: see above.
-        checkpoint_io: checkpoints become what it writes; ``None``: a directory, each rank its part.
-        precision_plugin: see above.
-        process_group_backend: as in Lightning's ``DDPStrategy``, like the two after it.
-        timeout: see above.
-        start_method: see above.
 
     Raises:
         ValueError: a value out of range.
     """
 
-    def __init__(
-        self,
-        use_chunk: bool = True,
-        chunk_size: int | None = None,
-        enable_distributed_storage: bool = True,
-        placement_policy: str = "auto",
-        force_outputs_fp32: bool = False,
-        gpu_margin_mem_ratio: float = 0.0,
-        chunk_search_range: int = 64 * 1024**2,
-        chunk_search_n_grids: int = 4096,
-        min_chunk_size: int = 32 * 1024**2,
-        initial_scale: float = 2**16,
-        min_scale: float = 1,
-        growth_factor: float = 2,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 1000,
-        hysteresis: int = 2,
-        max_scale: float = 2**32,
-        accelerator: Any = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: Any = None,
-        checkpoint_io: Any = None,
-        precision_plugin: Any = None,
-        *,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = None,
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-    ) -> None:
-        self.arguments = ColossalAIArguments(
-            use_chunk=use_chunk,
-            chunk_size=chunk_size,
-            enable_distributed_storage=enable_distributed_storage,
-            placement_policy=placement_policy,
-            force_outputs_fp32=force_outputs_fp32,
-            gpu_margin_mem_ratio=gpu_margin_mem_ratio,
-            chunk_search_range=chunk_search_range,
-            chunk_search_n_grids=chunk_search_n_grids,
-            min_chunk_size=min_chunk_size,
-            initial_scale=initial_scale,
-            min_scale=min_scale,
-            growth_factor=growth_factor,
-            backoff_factor=backoff_factor,
-            growth_interval=growth_interval,
-            hysteresis=hysteresis,
-            max_scale=max_scale,
-        )
+    def __init__(self, arguments: ColossalAIArguments, lightning: LightningArguments) -> None:
+        self.arguments = arguments
         self._reported_precision = False
-        _report(without_effect(self.arguments), self.arguments, stacklevel=2)
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            start_method=start_method,
-        )
+        _report(without_effect(arguments), arguments, stacklevel=3)
+        super().__init__(**vars(lightning))
 
     # ---- the plan
 

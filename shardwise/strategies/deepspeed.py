@@ -7,10 +7,8 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import fields
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
@@ -27,7 +25,8 @@ from shardwise.deepspeed.schedules import make_schedule
 from shardwise.deepspeed.stepping import watched_step
 from shardwise.mesh.launch import read_variable
 from shardwise.plan import Plan
-from shardwise.strategies.base import ShardedStrategy
+from shardwise.published import documented, names_of, takes
+from shardwise.strategies.base import LightningArguments, ShardedStrategy
 from shardwise.strategies.deepspeed_config import (
     AUTO,
     CLIPPING,
@@ -46,18 +45,25 @@ from shardwise.strategies.deepspeed_saving import SavingWithoutFrozen, is_of_dee
 
 __all__ = ["DeepSpeed"]
 
-OF_LIGHTNING = (
-    "accelerator",
-    "parallel_devices",
-    "cluster_environment",
-    "precision_plugin",
-    "process_group_backend",
-    "timeout",
-    "start_method",
-)
+NAMES = names_of(DeepSpeedArguments)
+SCALE = NAMES.index("loss_scale")  # where Lightning has others between them
 STEPS_PER_PRINT = 10  # DeepSpeed's own, where throughput is logged
 
 
+@documented(DeepSpeedArguments, LightningArguments)
+@takes(
+    "accelerator",
+    *NAMES[:SCALE],
+    "config",
+    "logging_level",
+    "parallel_devices",
+    "cluster_environment",
+    *NAMES[SCALE:],
+    "load_full_weights",
+    "precision_plugin",
+    "process_group_backend",
+    by_name=("timeout", "exclude_frozen_parameters", "start_method"),
+)
 class DeepSpeed(ShardedStrategy):
     """ZeRO as DeepSpeed configurations describe it.
 
@@ -71,9 +77,7 @@ class DeepSpeed(ShardedStrategy):
         config: a DeepSpeed configuration; it is never changed.
         logging_level: of what is logged during its runs (``logging.INFO`` shows throughput).
         load_full_weights: a single file may hold weights alone: optimizers then start anew, with a warning.
-        timeout: of the process group.
         exclude_frozen_parameters: checkpoints are written without parameters that do not require gradients.
-        start_method: as in Lightning's ``DDPStrategy``.
 
     Raises:
         MisconfigurationException: the path of a configuration does not exist, or it contradicts Trainer.
@@ -85,62 +89,20 @@ class DeepSpeed(ShardedStrategy):
 
     def __init__(
         self,
-        accelerator: Any = None,
-        zero_optimization: bool = True,
-        stage: int = 2,
-        remote_device: str | None = None,
-        offload_optimizer: bool = False,
-        offload_parameters: bool = False,
-        offload_params_device: str = "cpu",
-        nvme_path: str = "/local_nvme",
-        params_buffer_count: int = 5,
-        params_buffer_size: int = 100_000_000,
-        max_in_cpu: int = 1_000_000_000,
-        offload_optimizer_device: str = "cpu",
-        optimizer_buffer_count: int = 4,
-        block_size: int = 1048576,
-        queue_depth: int = 8,
-        single_submit: bool = False,
-        overlap_events: bool = True,
-        thread_count: int = 1,
-        pin_memory: bool = False,
-        sub_group_size: int = 1_000_000_000_000,
-        contiguous_gradients: bool = True,
-        overlap_comm: bool = True,
-        allgather_partitions: bool = True,
-        reduce_scatter: bool = True,
-        allgather_bucket_size: int = 200_000_000,
-        reduce_bucket_size: int = 200_000_000,
-        zero_allow_untested_optimizer: bool = True,
-        logging_batch_size_per_gpu: str | int = AUTO,
+        arguments: DeepSpeedArguments,
+        lightning: LightningArguments,
+        *,
         config: Any = None,
         logging_level: int = logging.WARNING,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: Any = None,
-        loss_scale: float = 0,
-        initial_scale_power: int = 16,
-        loss_scale_window: int = 1000,
-        hysteresis: int = 2,
-        min_loss_scale: int = 1,
-        partition_activations: bool = False,
-        cpu_checkpointing: bool = False,
-        contiguous_memory_optimization: bool = False,
-        synchronize_checkpoint_boundary: bool = False,
         load_full_weights: bool = False,
-        precision_plugin: Any = None,
-        process_group_backend: str | None = None,
-        *,
-        timeout: timedelta | None = None,
         exclude_frozen_parameters: bool = False,
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
     ) -> None:
-        given = dict(locals())
-        self.arguments = DeepSpeedArguments(**{field.name: given[field.name] for field in fields(DeepSpeedArguments)})
+        self.arguments = arguments
         self.load_full_weights, self.exclude_frozen_parameters = load_full_weights, exclude_frozen_parameters
         self._choose(config)
         self._logging_level = known_level(logging_level)
         self._level_outside: int | None = None
-        super().__init__(**{name: given[name] for name in OF_LIGHTNING})
+        super().__init__(**vars(lightning))
         if exclude_frozen_parameters:
             self._saving = SavingWithoutFrozen(self)
 
@@ -160,7 +122,7 @@ class DeepSpeed(ShardedStrategy):
         self._lacks_states = False
         for reason, names in without_effect(self.arguments, chosen).items():
             values = ", ".join(f"{name}={getattr(self.arguments, name)!r}" for name in names)
-            self._warn(f"{values} without effect: {reason}", stacklevel=4)
+            self._warn(f"{values} without effect: {reason}", stacklevel=5)
 
     @property
     def _misconfiguration(self) -> type[Exception]:

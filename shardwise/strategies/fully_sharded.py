@@ -11,8 +11,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,7 +32,8 @@ from shardwise.plan import (
     ShardPlan,
     on_device,
 )
-from shardwise.strategies.base import ShardedStrategy
+from shardwise.published import documented, names_of, takes
+from shardwise.strategies.base import LightningArguments, ShardedStrategy
 from shardwise.strategies.lightning_precision import NumberFormat
 from shardwise.strategies.wrapping import default_auto_wrap_policy, enable_wrap, unit_names
 
@@ -146,12 +146,21 @@ def _scaler() -> ScalerPlan:
     )
 
 
+@documented(LightningArguments)
+@takes(
+    "accelerator",
+    *names_of(FullyShardedArguments),
+    "parallel_devices",
+    "cluster_environment",
+    "checkpoint_io",
+    "precision_plugin",
+    "process_group_backend",
+    by_name=("timeout", "start_method"),
+)
 class FullyShardedStrategy(ShardedStrategy):
     """Parameters, gradients and optimizer state are sharded over all ranks; what runs is gathered.
 
     Args:
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend:
-            as in Lightning's ``DDPStrategy``. With a ``checkpoint_io`` checkpoints are single files through it.
         cpu_offload: parameter shards (and by default all else) are at home on the host. In any precision.
         flatten_parameters: parameters that are gathered together are one flat array; ``False``: each by itself.
         reshard_after_forward: gathered parameters are dropped after their forward; ``False``: they stay.
@@ -162,54 +171,14 @@ class FullyShardedStrategy(ShardedStrategy):
         bucket_cap_mb: what no wrapped module holds is gathered and reduced in pieces of this many MiB; <= 0: by module.
         min_num_params: smallest unit of ``auto_wrap``, in elements.
         state_dict_to_cpu: :meth:`lightning_module_state_dict` gives tensors on the host; ``False``: on the device.
-        timeout, start_method: as in Lightning's ``DDPStrategy``.
 
     Raises:
         ValueError: an argument is out of range.
     """
 
-    def __init__(
-        self,
-        accelerator: Any = None,
-        cpu_offload: bool = False,
-        flatten_parameters: bool = True,
-        reshard_after_forward: bool = True,
-        move_grads_to_cpu: bool | None = None,
-        fp32_reduce_scatter: bool | None = None,
-        compute_dtype: torch.dtype | None = None,
-        bucket_cap_mb: int = 25,
-        min_num_params: int = 100_000_000,
-        state_dict_to_cpu: bool = True,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: Any = None,
-        checkpoint_io: Any = None,
-        precision_plugin: Any = None,
-        process_group_backend: str | None = None,
-        *,
-        timeout: timedelta | None = None,
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-    ) -> None:
-        self.arguments = FullyShardedArguments(
-            cpu_offload=cpu_offload,
-            flatten_parameters=flatten_parameters,
-            reshard_after_forward=reshard_after_forward,
-            move_grads_to_cpu=move_grads_to_cpu,
-            fp32_reduce_scatter=fp32_reduce_scatter,
-            compute_dtype=compute_dtype,
-            bucket_cap_mb=bucket_cap_mb,
-            min_num_params=min_num_params,
-            state_dict_to_cpu=state_dict_to_cpu,
-        )
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            start_method=start_method,
-        )
+    def __init__(self, arguments: FullyShardedArguments, lightning: LightningArguments) -> None:
+        self.arguments = arguments
+        super().__init__(**vars(lightning))
 
     def _plan(self, module: nn.Module) -> Plan:
         return to_plan(self.arguments, self.format, unit_names(module))

@@ -5,20 +5,32 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import test_booster_signatures
 
+import shardwise.lightning
+import shardwise.pytorch_lightning
 from shardwise.booster.plugin.gemini import GeminiArguments
 from shardwise.booster.plugin.low_level_zero import LowLevelZeroArguments
 from shardwise.loss_scale import PublishedDefault, ScalerArguments, scaler_plan
-from shardwise.published import documented, names_of, picked
+from shardwise.published import documented, names_of, picked, takes
 from shardwise.strategies.colossalai_arguments import ColossalAIArguments
 from shardwise.zero import ShardedOptimizerV2
 from shardwise.zero.arguments import OptimizerArguments
 
-SHOWN: tuple[type, ...] = (GeminiArguments, LowLevelZeroArguments, ShardedOptimizerV2, ColossalAIArguments)
+SHOWN: tuple[type, ...] = (
+    GeminiArguments,
+    LowLevelZeroArguments,
+    ShardedOptimizerV2,
+    ColossalAIArguments,
+    *(
+        getattr(package, f"{name}Strategy")
+        for package in (shardwise.lightning, shardwise.pytorch_lightning)
+        for name in ("ColossalAI", "DDPFullySharded", "DeepSpeed")
+    ),
+)
 
 
 def described(cls: type) -> list[str]:
@@ -30,12 +42,14 @@ def described(cls: type) -> list[str]:
     return [line.strip().partition(":")[0] for line in lines if line[4] != " " and line.partition(": ")[2]]
 
 
-@pytest.mark.parametrize("cls", SHOWN, ids=lambda cls: cls.__qualname__)
+@pytest.mark.parametrize("cls", SHOWN, ids=lambda cls: f"{cls.__module__}.{cls.__qualname__}")
 def test_every_argument_is_described_once_in_the_order_of_the_signature(cls: type) -> None:
     assert described(cls) == list(inspect.signature(cls).parameters)
 
 
-@pytest.mark.parametrize("cls", [*SHOWN, *test_booster_signatures.PLUGINS], ids=lambda cls: cls.__qualname__)
+@pytest.mark.parametrize(
+    "cls", [*SHOWN, *test_booster_signatures.PLUGINS], ids=lambda cls: f"{cls.__module__}.{cls.__qualname__}"
+)
 def test_annotations_are_known(cls: Any) -> None:
     """A dataclass may inherit annotations whose names its own module does not import."""
     for parameter in inspect.signature(cls, eval_str=True).parameters.values():
@@ -111,3 +125,53 @@ def test_what_has_no_texts_stays_as_it_is() -> None:
 def test_the_fields_of_what_was_given() -> None:
     assert picked(Base, {"b": 3, "other": 4}) == Base(b=3)
     assert names_of(Base) == ("a", "b")
+
+
+@dataclass(frozen=True)
+class More:
+    d: str = "d"
+    unused: int = 7
+
+
+@takes("c", *names_of(Base), by_name=("d", "e"))
+class Made:
+    def __init__(self, base: Base, more: More, *, c: int = 3, e: Counter[str] | None = None) -> None:
+        self.got = (base, more, c, e)
+
+
+class Derived(Made):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+
+
+@pytest.mark.parametrize("cls", [Made, Derived])
+def test_a_class_is_called_with_the_fields_of_what_it_takes(cls: Any) -> None:
+    assert cls().got == (Base(), More(), 3, None)
+    assert cls(1, None, 5, d="x", e=Counter("e")).got == (Base(b=5), More("x"), 1, Counter("e"))
+    for given, error in (
+        ({"unused": 1}, "Made.__init__() got an unexpected keyword argument 'unused'"),
+        ({"base": Base()}, "Made.__init__() got an unexpected keyword argument 'base'"),
+    ):
+        with pytest.raises(TypeError) as caught:
+            cls(**given)
+        assert str(caught.value) == error
+    with pytest.raises(TypeError, match=r"Made.__init__\(\) takes from 1 to 4 positional arguments but 5 were given"):
+        cls(1, 2, 3, 4)
+
+
+def test_its_signature_is_that_of_the_fields() -> None:
+    optional, usual, named = (
+        Counter[str] | None,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        inspect.Parameter.KEYWORD_ONLY,
+    )
+    expected = [
+        inspect.Parameter("c", usual, default=3, annotation=int),
+        inspect.Parameter("a", usual, default=None, annotation=optional),
+        inspect.Parameter("b", usual, default=2, annotation=int),
+        inspect.Parameter("d", named, default="d", annotation=str),
+        inspect.Parameter("e", named, default=None, annotation=optional),
+    ]
+    assert list(inspect.signature(Made).parameters.values()) == expected
+    hints = {each.name: each.annotation for each in expected}
+    assert get_type_hints(Made.__init__) == hints | {"return": type(None)}
