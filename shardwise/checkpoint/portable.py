@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.fitting import Fit
@@ -24,7 +23,7 @@ from shardwise.checkpoint.pieces import PieceLayout
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.restore import REPLACED, put_back, read_others
 from shardwise.checkpoint.run import Holding, Run
-from shardwise.checkpoint.snapshot import Background, HostImage
+from shardwise.checkpoint.snapshot import HostImage, Lane
 from shardwise.checkpoint.source import CheckpointSource
 from shardwise.checkpoint.write import agree
 from shardwise.engine.fragments import Fragment
@@ -36,44 +35,16 @@ Part = Literal["model", "optimizer"]
 AS_IT_IS = Fit()
 
 
-class _Lane:
-    """Saves of one kind: at most one of them is under way."""
-
-    def __init__(self) -> None:
-        self.background = Background()
-        self.image: HostImage | None = None
-        self.ranks: Ranks | None = None
-
-    def wait(self) -> None:
-        error = self.background.join()
-        if error is not None:
-            raise CheckpointError(f"the asynchronous save failed: {error}") from error
-
-    def close(self) -> None:
-        try:
-            self.wait()
-        finally:
-            self.image = None
-            if self.ranks is not None:
-                self.ranks.close()
-                self.ranks = None
-
-
-def _size() -> int:
-    """How many processes there are now; the process group may be made after the first load."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
 class PortableFiles:
     """Saves and loads of one process; every method is collective."""
 
     def __init__(self) -> None:
-        self._lanes: dict[str, _Lane] = {}
+        self._lanes: dict[str, Lane] = {}
         self._ranks: Ranks | None = None
 
     @property
     def _world(self) -> Ranks:
-        if self._ranks is None or self._ranks.size != _size():
+        if self._ranks is None or self._ranks.outdated:
             self._ranks = Ranks(own=False)
         return self._ranks
 
@@ -99,31 +70,19 @@ class PortableFiles:
     def _save(
         self, kind: Part, run: Run, prepare: Callable[[], Portion], write: Write, what: str, use_async: bool
     ) -> None:
-        lane = self._lanes.setdefault(kind, _Lane())
+        lane = self._lanes.setdefault(kind, Lane())
         lane.wait()
         run.settle()
         if not use_async:
             stream(self._world, prepare, write, what)
             return
-        if lane.ranks is None or lane.ranks.size != _size():
-            lane.ranks = Ranks(own=True)
-        if lane.image is None:
-            lane.image = HostImage(pin=run.device.type == "cuda")
-        ranks, image = lane.ranks, lane.image
-        failure: Exception | None = None
-        portion: Portion | None = None
-        try:
+
+        def copy(image: HostImage) -> Portion:
             portion = prepare()
             portion.snapshot(lambda fragments, values: _copy(image, fragments, values))
-        except Exception as error:  # the others learn of it in the background
-            failure = error
-
-        def prepared() -> Portion:
-            if failure is not None or portion is None:
-                raise failure or RuntimeError(f"nothing was copied ({portion}); report this")
             return portion
 
-        lane.background.start(lambda: stream(ranks, prepared, write, what))
+        lane.start(run.device.type == "cuda", copy, lambda ranks, copied: stream(ranks, copied, write, what))
 
     def load_model(self, run: Run, path: str, strict: bool, fit: Fit = AS_IT_IS) -> Match:
         """Weights, buffers and extra state from any format. Collective.
@@ -189,7 +148,7 @@ class PortableFiles:
     @property
     def saving(self) -> bool:
         """Whether an asynchronous save is still being written."""
-        return any(lane.background.running for lane in self._lanes.values())
+        return any(lane.running for lane in self._lanes.values())
 
     def wait(self) -> None:
         """Return when nothing is being written any more.
@@ -197,13 +156,13 @@ class PortableFiles:
         Raises:
             CheckpointError: an asynchronous save failed.
         """
-        self._each(_Lane.wait)
+        self._each(Lane.wait)
 
     def close(self) -> None:
         """Wait, and give back memory and communicators. Raises as :meth:`wait` does."""
-        self._each(_Lane.close)
+        self._each(Lane.close)
 
-    def _each(self, action: Callable[[_Lane], None]) -> None:
+    def _each(self, action: Callable[[Lane], None]) -> None:
         failures = []
         for kind in sorted(self._lanes):
             try:

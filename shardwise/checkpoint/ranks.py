@@ -32,6 +32,7 @@ class Ranks:
         self._control: Control | None = None
         self._group: Any = None
         self._own: list[dist.ProcessGroup] = []
+        self._all = members is None
         self.rank, self.size = 0, 1
         group = None if members is None else members.process_group
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
@@ -47,6 +48,13 @@ class Ranks:
         if made:
             self._own.append(self._group)
             let_go_with(self, self._own)
+
+    @property
+    def outdated(self) -> bool:
+        """Whether these are not all ranks any more: the process group may be made after a first save or load."""
+        return self._all and self.size != (
+            dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        )
 
     def gather(self, value: object) -> list[Any]:
         """Every rank's JSON-able ``value``. Collective.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,15 +12,13 @@ from shardwise.checked import MOST_STEP, switch, whole
 from shardwise.checkpoint.contents import Contents, Given, Scheduler, buffer_digests
 from shardwise.checkpoint.directory import CheckpointRoot, check_tag
 from shardwise.checkpoint.file_system import DISK
-from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.fitting import Fit, Rows
 from shardwise.checkpoint.format import Head
 from shardwise.checkpoint.owners import Owners, this_process
-from shardwise.checkpoint.pieces import Bytes, as_bytes
-from shardwise.checkpoint.ranks import Ranks
+from shardwise.checkpoint.pieces import as_bytes
 from shardwise.checkpoint.restore import Check, Restored, restore
 from shardwise.checkpoint.run import Run, Trained, as_run
-from shardwise.checkpoint.snapshot import Background, HostImage
+from shardwise.checkpoint.snapshot import Lane
 from shardwise.checkpoint.write import SaveJob, agree
 
 __all__ = ["Checkpointer"]
@@ -36,9 +34,7 @@ class Checkpointer:
 
     def __init__(self, session: Trained | Run, files: Any = DISK) -> None:
         self._run, self._files = as_run(session), files
-        self._background = Background()
-        self._image: HostImage | None = None
-        self._group: Ranks | None = None
+        self._lane = Lane(self._run.members)
         self._damaged: set[str] = set()
         self._owners = Owners()
         self.steps = 0
@@ -117,7 +113,11 @@ class Checkpointer:
 
             job = SaveJob(run.rank, owner, self._files, hidden, Head(tag, serial, step, this_process()), contents, keep)
             if use_async:
-                self._start(job, values)
+                self._lane.start(
+                    self._run.device.type == "cuda",
+                    lambda image: image.take(job.layout, values()),
+                    lambda ranks, copied: job.run(lambda: copied()(), ranks.gather),
+                )
             else:
                 job.run(lambda: map(as_bytes, values()), run.gather)
             return os.path.join(os.fspath(root), tag)
@@ -147,30 +147,10 @@ class Checkpointer:
         path, serial, digests = posts[0]
         return path, serial, digests
 
-    def _start(self, job: SaveJob, values: Callable[[], Iterable[torch.Tensor]]) -> None:
-        if self._group is None:
-            self._group = Ranks(own=True, members=self._run.members)
-        if self._image is None:
-            self._image = HostImage(pin=self._run.device.type == "cuda")
-        group = self._group
-        failure: Exception | None = None
-        copied: Any = None
-        try:
-            copied = self._image.take(job.layout, values())
-        except Exception as error:
-            failure = error
-
-        def give() -> Iterable[Bytes]:
-            if failure is not None:
-                raise failure
-            return copied()  # type: ignore[no-any-return]
-
-        self._background.start(lambda: job.run(give, group.gather))
-
     @property
     def saving(self) -> bool:
         """Whether an asynchronous save is still being written."""
-        return self._background.running
+        return self._lane.running
 
     def wait(self) -> None:
         """Return when nothing is being written any more.
@@ -178,19 +158,11 @@ class Checkpointer:
         Raises:
             CheckpointError: the last asynchronous save failed.
         """
-        error = self._background.join()
-        if error is not None:
-            raise CheckpointError(f"the asynchronous save failed: {error}") from error
+        self._lane.wait()
 
     def close(self) -> None:
         """Wait, and give back memory and communicator. Raises as :meth:`wait` does."""
-        try:
-            self.wait()
-        finally:
-            self._image = None
-            if self._group is not None:
-                self._group.close()
-                self._group = None
+        self._lane.close()
 
     # ---- restoring
 

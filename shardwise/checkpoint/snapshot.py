@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 import torch
 
+from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.pieces import Bytes, PieceLayout
+from shardwise.checkpoint.ranks import Ranks
+from shardwise.comm import Members
 
-__all__ = ["Background", "HostImage"]
+__all__ = ["HostImage", "Lane"]
+
+T = TypeVar("T")
 
 
 class HostImage:
@@ -47,36 +53,80 @@ class HostImage:
         return lambda: (whole[place : place + size] for place, size in zip(places, sizes, strict=True))
 
 
-class Background:
-    """At most one action in a thread of its own."""
+class Lane:
+    """Asynchronous saves of one kind: at most one is under way, and the next uses its memory and communicator again.
 
-    def __init__(self) -> None:
+    Args:
+        members: the group of the run's mesh; ``None``: all ranks.
+    """
+
+    def __init__(self, members: Members | None = None) -> None:
+        self._members = members
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._image: HostImage | None = None
+        self._ranks: Ranks | None = None
 
     @property
     def running(self) -> bool:
-        """Whether the last action has not ended."""
+        """Whether a save is still being written."""
         return self._thread is not None and self._thread.is_alive()
 
-    def start(self, action: Callable[[], None]) -> None:
-        """Begin ``action``; call :meth:`join` first."""
+    def start(self, pin: bool, copy: Callable[[HostImage], T], write: Callable[[Ranks, Callable[[], T]], None]) -> None:
+        """Copy now, and write in a thread of its own. Collective; call :meth:`wait` first.
+
+        Args:
+            pin: page-lock the memory of the copy.
+            copy: what this rank gives, from host memory.
+            write: is called in the thread with the ranks, and with what gives the copy or raises why there is none: the
+                other ranks learn of that when they agree.
+        """
         if self._thread is not None:
             raise RuntimeError(f"{self._thread.name} was not waited for; report this")
+        if self._ranks is None or self._ranks.outdated:
+            self._ranks = Ranks(own=True, members=self._members)
+        if self._image is None:
+            self._image = HostImage(pin)
+        ranks, copied = self._ranks, list[T]()
+        failure: Exception | None = None
+        try:
+            copied.append(copy(self._image))
+        except Exception as error:
+            failure = error
+
+        def give() -> T:
+            if failure is not None:
+                raise failure
+            return copied[0]
 
         def run() -> None:
             try:
-                action()
+                write(ranks, give)
             except BaseException as error:
                 self._error = error
 
         self._thread = threading.Thread(target=run, name="shardwise checkpoint")
         self._thread.start()
 
-    def join(self) -> BaseException | None:
-        """Wait for the action, and take its error."""
+    def wait(self) -> None:
+        """Return when nothing is being written any more.
+
+        Raises:
+            CheckpointError: the last save failed.
+        """
         if self._thread is not None:
             self._thread.join()  # where this is interrupted, the thread is still to be waited for
         self._thread = None
         error, self._error = self._error, None
-        return error
+        if error is not None:
+            raise CheckpointError(f"the asynchronous save failed: {error}") from error
+
+    def close(self) -> None:
+        """Wait, and give back memory and communicator. Raises as :meth:`wait` does."""
+        try:
+            self.wait()
+        finally:
+            self._image = None
+            if self._ranks is not None:
+                self._ranks.close()
+                self._ranks = None
