@@ -10,7 +10,7 @@ import torch
 
 from shardwise.checkpoint import tree
 from shardwise.checkpoint.format import PIECE_BYTES
-from shardwise.checkpoint.formats.small_values import encode_value, group_record
+from shardwise.checkpoint.formats.param_groups import group_record
 from shardwise.checkpoint.pieces import PieceLayout, as_bytes
 from shardwise.checkpoint.randomness import read_generators
 from shardwise.checkpoint.run import Holding, Run, Trainer
@@ -138,7 +138,7 @@ def own_state(held: Holding, optimizers: Sequence[Trainer]) -> dict[str, Any]:
     small = []
     for each in optimizers:
         found = held.small_state(each)
-        small.append({n: {key: encode_value(value) for key, value in entry.items()} for n, entry in found.items()})
+        small.append({n: {key: tree.encode(value, None) for key, value in entry.items()} for n, entry in found.items()})
     return {"small": small, "keys": [_keys(each) for each in optimizers]}
 
 

@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 import torch
 
+from shardwise.checkpoint import tree
 from shardwise.checkpoint.formats.lazy import Entry, LazySource, blocks, entries_of
 from shardwise.checkpoint.formats.renamed import renamed
-from shardwise.checkpoint.formats.small_values import decode_value
 from shardwise.checkpoint.numbered import named_like
 from shardwise.checkpoint.run import Holding
 from shardwise.checkpoint.source import CheckpointSource, TensorFact
@@ -139,7 +139,7 @@ def _parameter_of(path: str) -> str:
 
 def _has_arrays(record: Mapping[str, Any], name: str) -> bool:
     """Whether an optimizer keeps state of a parameter that is not element-wise, and more than a number: factors."""
-    values = map(decode_value, record.get("small", {}).get(name, {}).values())
+    values = (tree.decode(value, None) for value in record.get("small", {}).get(name, {}).values())
     return any(isinstance(value, torch.Tensor) and value.numel() > 1 for value in values)
 
 

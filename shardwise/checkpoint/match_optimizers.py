@@ -6,7 +6,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardwise.checkpoint.formats.small_values import decode_value, group_options
+from shardwise.checkpoint import tree
+from shardwise.checkpoint.formats.param_groups import group_options
 from shardwise.checkpoint.run import Holding, Trainer
 from shardwise.checkpoint.source import CheckpointSource
 from shardwise.checks.param_groups import same_value
@@ -276,7 +277,7 @@ def _saved_optimizers(source: CheckpointSource) -> list[_Saved]:
     facts, found = source.tensors(), list[_Saved]()
     for number, record in enumerate(source.state().get("optimizers", [])):
         small = record.get("small", {})
-        entries = {name: {key: decode_value(value) for key, value in own.items()} for name, own in small.items()}
+        entries = {name: {key: tree.decode(value, None) for key, value in own.items()} for name, own in small.items()}
         start = f"optimizer/{number}/"
         for full in (name for name in facts if name.startswith(start)):
             name, _, key = full.removeprefix(start).rpartition("/")

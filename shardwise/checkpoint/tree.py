@@ -1,7 +1,11 @@
-"""State dictionaries as JSON plus named tensors, without loss.
+"""State dictionaries as JSON plus named tensors, or as JSON alone, without loss.
 
 JSON has no tuples, no keys but strings and no infinities, while optimizer and scheduler states use all of them
 (``betas``, per-parameter integers, ``ReduceLROnPlateau.best``). Each is written as an object with one ``"$..."`` key.
+
+Tensors stand beside the data under names, or, where they are small (step counts), in it: a scalar becomes ``{"dtype":
+"float32", "value": 3.0}``. Every float of up to 64 bits has an exact double, and JSON prints the shortest text that
+reads back as the same double.
 """
 
 from __future__ import annotations
@@ -17,8 +21,14 @@ import torch
 __all__ = ["decode", "encode", "inline", "outline"]
 
 
-def encode(value: object, tensors: dict[str, torch.Tensor], path: str = "") -> Any:
-    """``value`` as JSON-able data; its tensors are added to ``tensors`` under their path, as contiguous CPU copies.
+def encode(value: object, tensors: dict[str, torch.Tensor] | None, path: str = "") -> Any:
+    """``value`` as JSON-able data.
+
+    Args:
+        value: of numbers, strings, None, tensors, lists, tuples and dicts.
+        tensors: its tensors are added to these under their path, as contiguous CPU copies; ``None``: they are in the
+            data, where :func:`decode` finds them if it is given ``None``, too.
+        path: of the value, for names and messages.
 
     Raises:
         TypeError: something in it is neither a number, string, None, tensor, list, tuple nor dict; the path is named.
@@ -26,6 +36,8 @@ def encode(value: object, tensors: dict[str, torch.Tensor], path: str = "") -> A
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, torch.Tensor):
+        if tensors is None:
+            return _in_place(value)
         while path in tensors:  # {"a": {"b": ...}, "a/b": ...}, or the keys 1 and "1"
             path += "~"
         tensors[path] = value.detach().to("cpu", copy=True).contiguous()
@@ -47,16 +59,17 @@ def encode(value: object, tensors: dict[str, torch.Tensor], path: str = "") -> A
     )
 
 
-def _encode_mapping(value: Mapping[Any, object], tensors: dict[str, torch.Tensor], path: str) -> Any:
+def _encode_mapping(value: Mapping[Any, object], tensors: dict[str, torch.Tensor] | None, path: str) -> Any:
     items = [(key, encode(item, tensors, f"{path}/{key}" if path else str(key))) for key, item in value.items()]
     if isinstance(value, Counter):
         return {"$counter": [[encode(key, tensors, f"{path}/(key)"), item] for key, item in items]}
-    if all(isinstance(key, str) and not key.startswith("$") for key, _ in items):
+    plain = all(isinstance(key, str) and not key.startswith("$") for key, _ in items)
+    if plain and not (tensors is None and _is_tensor(value)):
         return dict(items)
     return {"$items": [[encode(key, tensors, f"{path}/(key)"), item] for key, item in items]}
 
 
-def decode(data: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+def decode(data: Any, tensors: Mapping[str, torch.Tensor] | None) -> Any:
     """The value that :func:`encode` was given.
 
     Raises:
@@ -66,10 +79,12 @@ def decode(data: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         return [decode(item, tensors) for item in data]
     if not isinstance(data, dict):
         return data
+    if tensors is None and _is_tensor(data):
+        return _tensor(data, data["value"])
     if len(data) == 1:
         (kind, content), *_ = data.items()
         if kind == "$tensor":
-            return tensors[content]
+            return (tensors or {})[content]
         if kind == "$float":
             return float(content)
         if kind == "$tuple":
@@ -81,7 +96,7 @@ def decode(data: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     return {key: decode(item, tensors) for key, item in data.items()}
 
 
-def _key(data: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+def _key(data: Any, tensors: Mapping[str, torch.Tensor] | None) -> Any:
     key = decode(data, tensors)
     # Python's hash of an integer is its rest modulo 2^61 - 1: a file could give all keys the same one.
     if isinstance(key, int) and key.bit_length() > 64:
@@ -89,21 +104,40 @@ def _key(data: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     return key
 
 
+# ---- tensors in the data
+
+
 def inline(tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Small tensors as JSON (the exact values: every float has an exact double)."""
+    """Small tensors as JSON."""
     return {
-        name: {
-            "dtype": str(tensor.dtype).removeprefix("torch."),
-            "shape": list(tensor.shape),
-            "values": encode(tensor.reshape(-1).tolist(), {}, name),
-        }
+        name: {"dtype": _dtype(tensor), "shape": list(tensor.shape), "values": _values(tensor)}
         for name, tensor in tensors.items()
     }
 
 
 def outline(data: Any) -> dict[str, torch.Tensor]:
     """The tensors that :func:`inline` was given."""
-    return {
-        name: torch.tensor(decode(item["values"], {}), dtype=getattr(torch, item["dtype"])).reshape(item["shape"])
-        for name, item in data.items()
-    }
+    return {name: _tensor(item, item["values"]) for name, item in data.items()}
+
+
+def _in_place(tensor: torch.Tensor) -> dict[str, Any]:
+    if tensor.ndim:
+        return {"dtype": _dtype(tensor), "shape": list(tensor.shape), "value": _values(tensor)}
+    return {"dtype": _dtype(tensor), "value": _values(tensor)[0]}
+
+
+def _is_tensor(data: Mapping[Any, object]) -> bool:
+    return set(data) in ({"dtype", "value"}, {"dtype", "shape", "value"}) and isinstance(data["dtype"], str)
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _values(tensor: torch.Tensor) -> list[Any]:
+    return [encode(value, None) for value in tensor.detach().reshape(-1).tolist()]
+
+
+def _tensor(data: Mapping[str, Any], values: Any) -> torch.Tensor:
+    kind = getattr(torch, data["dtype"])
+    return torch.tensor(decode(values, None), dtype=kind).reshape(data.get("shape", ()))

@@ -16,7 +16,7 @@ from shardwise.checkpoint.bounds import reading
 from shardwise.checkpoint.format import MANIFEST
 from shardwise.checkpoint.formats.detect import open_checkpoint
 from shardwise.checkpoint.formats.output import output_file, write_torch
-from shardwise.checkpoint.formats.small_values import decode_value, group_options
+from shardwise.checkpoint.formats.param_groups import group_options
 from shardwise.checkpoint.match import Match, Wanted
 from shardwise.checkpoint.match_schedulers import SchedulerMatch, saved_schedulers
 from shardwise.checkpoint.options import fitting
@@ -174,7 +174,7 @@ def _saved_schedules(match: Match, wanted: int) -> list[SavedScheduler]:
             )
         return saved
     other = match.state.get("other") or {}
-    saved_schedule = decode_value(other["lr_scheduler"]) if other.get("lr_scheduler") is not None else None
+    saved_schedule = tree.decode(other["lr_scheduler"], None) if other.get("lr_scheduler") is not None else None
     return [SavedScheduler(saved_schedule)] * wanted if saved_schedule else []
 
 
@@ -233,7 +233,7 @@ def _buffers(match: Match) -> dict[str, torch.Tensor]:
 def _scale(session: Session, match: Match) -> dict[str, float] | None:
     """DeepSpeed's loss scale in our words; ``None`` where there is none to take over."""
     other = match.state.get("other") or {}
-    scale = {key: decode_value(value) for key, value in (other.get("loss_scaler") or {}).items()}
+    scale = {key: tree.decode(value, None) for key, value in (other.get("loss_scaler") or {}).items()}
     scaler = session.optimizers[0].scaler if session.optimizers and match.optimizers else None
     if scaler is None or "cur_scale" not in scale or not scaler.plan.min_scale < scaler.plan.max_scale:
         return None
@@ -257,7 +257,7 @@ def _found(path: str, match: Match) -> Found:
     if isinstance(ours, Mapping):
         return Found(path, dict(ours.get("client_state") or {}), dict(ours.get("counters") or {}))
     other = state.get("other") or {}
-    client = {k.removeprefix(CLIENT): decode_value(v) for k, v in other.items() if k.startswith(CLIENT)}
-    samples = decode_value(other["global_samples"]) if other.get("global_samples") is not None else 0
+    client = {k.removeprefix(CLIENT): tree.decode(v, None) for k, v in other.items() if k.startswith(CLIENT)}
+    samples = tree.decode(other["global_samples"], None) if other.get("global_samples") is not None else 0
     counters = {"global_steps": int(state.get("step", 0) or 0), "global_samples": int(samples or 0)}
     return Found(path, client, counters)

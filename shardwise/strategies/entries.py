@@ -2,6 +2,10 @@
 
 Numbers, strings, tensors, lists, tuples and dictionaries are what they are. A few other classes, named here, become
 ``{"(class)": name, "value": data}``; reading makes those and no others, so a checkpoint cannot name code to run.
+
+This is no second way to write nested values: :mod:`shardwise.checkpoint.tree` writes what comes out here. It stands by
+itself because the checkpoint's room knows none of these classes, and because what is no data has to be refused, or a
+hyper-parameter left out, before the ranks begin to save together.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import torch
 
 from shardwise.checkpoint.formats.lazy import LazySource, entry_of_tensor
 from shardwise.checkpoint.formats.optimizer_state import OptimizerRecord
-from shardwise.checkpoint.formats.small_values import group_record
+from shardwise.checkpoint.formats.param_groups import group_record
 from shardwise.checkpoint.source import CheckpointSource
 
 

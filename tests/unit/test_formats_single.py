@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from shardwise.booster import Booster
+from shardwise.checkpoint import tree
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.formats import RefusedPickle, open_checkpoint, open_single, write_single
-from shardwise.checkpoint.formats.small_values import decode_value, encode_value
 from shardwise.checkpoint.source import CheckpointDamage
 
 
@@ -255,11 +256,14 @@ def test_every_tensor_is_aligned_to_its_element(tmp_path: Path) -> None:
         torch.tensor(0.1, dtype=torch.float64),
         torch.tensor(True),
         {"dtype": 3, "value": 4},
+        {"a": [{"dtype": "float32", "value": 4}, {"dtype": "x", "shape": [1], "value": None}]},
+        {"a": {1: ({"b": torch.tensor(2.5)}, torch.tensor([1, 2])), "$tensor": "a"}},
+        [Counter({"a": 2, "b": 1}), {"$items": 3}, {"a": {"$float": "inf"}}],
     ],
     ids=str,
 )
 def test_small_values_pass_json_exactly(value: Any) -> None:
-    again = decode_value(json.loads(json.dumps(encode_value(value), allow_nan=False)))
+    again = tree.decode(json.loads(json.dumps(tree.encode(value, None), allow_nan=False)), None)
     if isinstance(value, torch.Tensor):
         assert same_bits(again, value)
     else:

@@ -26,13 +26,14 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from shardwise.checkpoint import tree
 from shardwise.checkpoint.bounds import open_regular
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.formats.dcp_index import Chunk, DcpItem, read_dcp_index
 from shardwise.checkpoint.formats.lazy import Entry, LazySource, model_entries, whole
 from shardwise.checkpoint.formats.optimizer_state import OptimizerRecord, optimizer_entries, records_of
 from shardwise.checkpoint.formats.output import output_directory
-from shardwise.checkpoint.formats.small_values import decode_value, encode_value, group_options, group_record
+from shardwise.checkpoint.formats.param_groups import group_options, group_record
 from shardwise.checkpoint.formats.torch_file import load_value
 from shardwise.checkpoint.source import CheckpointDamage, CheckpointSource, TensorFact
 from shardwise.torch_internals import stored_at
@@ -209,7 +210,7 @@ def _others(rest: Dotted, chunks: _Chunks) -> tuple[dict[str, Any], list[str]]:
             notes.append(f"{name} of shape {item.shape} is neither the model's nor an optimizer's and was left out")
             continue
         try:
-            kept[key] = encode_value(_value(name, item, chunks))
+            kept[key] = tree.encode(_value(name, item, chunks), None)
         except (CheckpointDamage, TypeError) as error:
             notes.append(f"{name} was left out: {error}")
     return kept, notes
@@ -314,7 +315,7 @@ def _optimizer_state(source: CheckpointSource) -> dict[str, dict[str, Any]]:
     merged: dict[str, dict[str, Any]] = {}
     for index, record in enumerate(records_of(source.state())):
         for name, keys in record.small.items():
-            merged.setdefault(name, {}).update({key: decode_value(value) for key, value in keys.items()})
+            merged.setdefault(name, {}).update({key: tree.decode(value, None) for key, value in keys.items()})
         for name, found in optimizer_entries(source, index).items():
             merged.setdefault(name, {}).update(found)
     return merged

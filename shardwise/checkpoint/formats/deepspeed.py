@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from shardwise.checkpoint import tree
 from shardwise.checkpoint.bounds import read_name
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.formats.deepspeed_flat import (
@@ -29,7 +30,7 @@ from shardwise.checkpoint.formats.deepspeed_flat import (
 )
 from shardwise.checkpoint.formats.lazy import Entry, LazySource, entry_of_tensor
 from shardwise.checkpoint.formats.optimizer_state import OptimizerRecord, from_numbered
-from shardwise.checkpoint.formats.small_values import encode_value, group_record
+from shardwise.checkpoint.formats.param_groups import group_record
 from shardwise.checkpoint.formats.torch_file import load_torch
 from shardwise.checkpoint.source import CheckpointDamage
 
@@ -277,10 +278,10 @@ def _other(files: _Files, notes: list[str]) -> dict[str, Any]:
     values |= {f"client_state.{key}": value for key, value in files.model.items() if key not in _CLIENT}
     for key, value in values.items():
         try:
-            kept[key] = encode_value(value)
+            kept[key] = tree.encode(value, None)
         except TypeError as error:
             notes.append(f"{files.directory}: {key} was left out: {error}")
-    kept["loss_scaler"] = {k: encode_value(v) for k, v in kept.get("loss_scaler", {}).items() if _plain(v)}
+    kept["loss_scaler"] = {k: tree.encode(v, None) for k, v in kept.get("loss_scaler", {}).items() if _plain(v)}
     return kept
 
 

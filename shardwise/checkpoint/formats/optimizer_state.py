@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
+from shardwise.checkpoint import tree
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.formats.lazy import Entry, entry_of_tensor
-from shardwise.checkpoint.formats.small_values import decode_value, encode_value, group_options, group_record
+from shardwise.checkpoint.formats.param_groups import group_options, group_record
 from shardwise.checkpoint.source import CheckpointSource
 
 __all__ = [
@@ -56,7 +57,7 @@ class OptimizerRecord:
             elif isinstance(value, torch.Tensor) and value.ndim:
                 entries[f"optimizer/{index}/{name}/{key}"] = entry_of_tensor(value)
             else:
-                self.small.setdefault(name, {})[key] = encode_value(value)
+                self.small.setdefault(name, {})[key] = tree.encode(value, None)
         return entries
 
     def lift_scalars(self, index: int, entries: dict[str, Entry]) -> dict[str, Entry]:
@@ -67,7 +68,7 @@ class OptimizerRecord:
         lifted = dict(entries)
         for name, values in self.small.items():
             for key in kinds & values.keys():
-                value = decode_value(values[key])
+                value = tree.decode(values[key], None)
                 if isinstance(value, torch.Tensor):
                     lifted[f"optimizer/{index}/{name}/{key}"] = entry_of_tensor(value)
                     del values[key]
@@ -213,7 +214,7 @@ def to_numbered(source: CheckpointSource, index: int) -> tuple[dict[int, dict[st
         numbered_groups.append({**group_options(group), "params": own})
     state: dict[int, dict[str, Entry | Any]] = {}
     for name, number in numbers.items():
-        small = {key: decode_value(value) for key, value in record.small.get(name, {}).items()}
+        small = {key: tree.decode(value, None) for key, value in record.small.get(name, {}).items()}
         if small or name in entries:
             held = {**small, **entries.get(name, {})}
             order = {key: place for place, key in enumerate(record.keys)}

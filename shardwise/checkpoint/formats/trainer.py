@@ -26,7 +26,6 @@ from shardwise.checkpoint.formats.optimizer_state import Shapes, from_numbered
 from shardwise.checkpoint.formats.peft import CONFIG, open_peft
 from shardwise.checkpoint.formats.random_states import read_random_states
 from shardwise.checkpoint.formats.single import open_single
-from shardwise.checkpoint.formats.small_values import decode_value
 from shardwise.checkpoint.formats.torch_file import load_torch
 from shardwise.checkpoint.source import CheckpointDamage
 
@@ -209,7 +208,7 @@ def _updates(state: Mapping[str, Any]) -> int:
     most = 0
     for record in state.get("optimizers", []):
         for small in record["small"].values():
-            value = decode_value(small.get("step", 0))
+            value = tree.decode(small.get("step", 0), None)
             number = float(value) if isinstance(value, int | float | torch.Tensor) else 0.0
             most = max(most, int(number) if 0 <= number < 2**63 else 0)
     return most
