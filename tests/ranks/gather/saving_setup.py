@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 ROWS, WIDTH = 5, 6
@@ -100,6 +101,13 @@ def _looked_up(module: nn.Module) -> nn.Module:
     return Op(lambda op, x: op.inner(INDICES) * x[0], {"inner": module})
 
 
+def _by_math(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention by matrix products, which has derivatives of every order."""
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+HEADS = {"q": (2, 4, 4), "k": (2, 4, 4), "v": (2, 4, 4)}
 INDICES = torch.tensor([[0, 3, 2], [3, 1, 3]])
 IMAGE, VOLUME = (1, 2, 3, 5), (1, 2, 2, 2, 3)
 ENCODER: dict[str, Any] = {"nhead": 2, "dim_feedforward": 4, "dropout": 0.0, "batch_first": True}
@@ -142,13 +150,10 @@ OPS: dict[str, Callable[[], nn.Module]] = {
     "f_prelu": lambda: Op(lambda op, x: F.prelu(x, op.w), w=(WIDTH,)),
     "f_bilinear": lambda: Op(lambda op, x: F.bilinear(x, x, op.w), w=(2, WIDTH, WIDTH)),
     "f_conv2d": lambda: Op(lambda op, x: F.conv2d(x[None, None], op.w, op.b, padding=1), w=(2, 1, 3, 3), b=(2,)),
-    "sdpa": lambda: Op(
-        lambda op, x: F.scaled_dot_product_attention(op.q, op.k, op.v) * x[:4, :4],
-        q=(2, 4, 4),
-        k=(2, 4, 4),
-        v=(2, 4, 4),
-    ),
+    "sdpa": lambda: Op(lambda op, x: F.scaled_dot_product_attention(op.q, op.k, op.v) * x[:4, :4], **HEADS),
+    "sdpa_math": lambda: Op(lambda op, x: _by_math(op.q, op.k, op.v) * x[:4, :4], **HEADS),
     "sdpa_query": lambda: Op(lambda op, x: F.scaled_dot_product_attention(op.q, x[None], x[None]), q=(1, 3, WIDTH)),
+    "sdpa_query_math": lambda: Op(lambda op, x: _by_math(op.q, x[None], x[None]), q=(1, 3, WIDTH)),
     "addmm": lambda: Op(lambda op, x: torch.addmm(op.c, x, op.w), c=(5, 3), w=(6, 3)),
     "matmul": lambda: Op(lambda op, x: op.w @ x, w=(3, 5)),
     "einsum": lambda: Op(lambda op, x: torch.einsum("ij,kj,kl->il", x, op.w, op.u), w=(3, 6), u=(3, 2)),
@@ -167,8 +172,8 @@ OPS: dict[str, Callable[[], nn.Module]] = {
 NOT_BATCHED = {"batch_norm1d", "batch_norm2d", "batch_norm3d", "rnn", "lstm", "gru", "lstm_cell"}
 NOT_BATCHED |= {"function", "function_keeps", "embedding_bag", "embedding_bag_max"}
 """Not under ``torch.func.vmap``."""
-ONCE = {"cdist", "encoder_layer", "decoder_layer"}
-"""Without a second derivative."""
+ONCE = {"cdist", "encoder_layer", "decoder_layer", "sdpa", "sdpa_query"}
+"""Without a second derivative. Attention over three dimensions lost it in torch 2.15, which takes the CPU's kernel."""
 
 
 class Table(nn.Module):
