@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -224,3 +225,40 @@ def test_messages_are_waited_for_again_after_an_interrupt(asks: bool) -> None:
         assert not again.is_alive(), inside.where
         own.close()
     watcher.close()
+
+
+TOY = """
+def own(x):
+    return x
+
+class Kind:
+    @property
+    def value(self):
+        return own(1)
+
+def each(n):
+    for i in range(n):
+        yield own(i)
+
+def act():
+    total = sum(each(2))
+    kept = [lambda: own(total)]
+    return own(Kind().value) + kept[0]()
+"""
+SIGNALS = {2, 6, 8, 10, 11, 12, 14, 15, 16, 17}
+"""Lines of it where Python looks for signals: a function begins, after a call, before a loop's next turn."""
+
+
+def test_all_points_are_found_in_the_first_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "toy_of_interrupts.py").write_text(TOY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    toy = importlib.import_module("toy_of_interrupts")
+    inside = Interrupts([toy])
+    assert not inside.run(toy.act) and inside.passed > 20
+    points, lines = inside.passed, set()
+    for at in range(points):
+        assert inside.run(toy.act, at)
+        lines.add(int(inside.where.split(":")[1].split()[0]))
+    assert lines == SIGNALS
+    inside.run(toy.act)
+    assert inside.passed == points
