@@ -251,7 +251,7 @@ class ChunkPool:
         self._joins = False
         try:
             for unit in self._transient:
-                if unit in self._held and not self._pinned(unit) and any(c.joined for c in self._transient[unit]):
+                if unit in self._held and not self._pinned(unit) and [c for c in self._transient[unit] if c.joined]:
                     self._complete(unit)
                     self._evict(unit)
             self.blocks += 1
@@ -281,7 +281,7 @@ class ChunkPool:
     def invalidate(self, everything: bool = False) -> None:
         """After an update: gathered copies of trainable chunks (or of all) are stale. Ends the trace's step."""
         for unit in list(self._held):
-            if everything or any(c.spec.trainable for c in self._transient[unit]):
+            if everything or [c for c in self._transient[unit] if c.spec.trainable]:
                 self._evict_all_the_same(unit)
         self.followed = self._training.followed and len(self._training.current) == len(self._training.recorded)
         self._training.end_step()
@@ -322,7 +322,7 @@ class ChunkPool:
 
     def _is_read(self, unit: int) -> bool:
         """Whether its parameters are held, so that pointing them elsewhere would change what others read."""
-        return any(chunk.is_read for chunk in self._transient[unit])
+        return bool([c for c in self._transient[unit] if c.is_read])  # a generator could swallow an interrupt
 
     @in_turn
     def drop_idle(self) -> None:
