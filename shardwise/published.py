@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field, fields, is_dataclass, make_dataclass
 from typing import Any, TypeVar, get_type_hints
 
-__all__ = ["documented", "names_of", "picked", "takes"]
+__all__ = ["changed", "documented", "given_in_vain", "listed", "names_of", "picked", "takes"]
 
 C = TypeVar("C", bound=type)
 A = TypeVar("A")
@@ -27,6 +27,23 @@ def names_of(arguments: type) -> tuple[str, ...]:
 def picked(arguments: type[A], given: Mapping[str, Any]) -> A:
     """The dataclass ``arguments`` of those in ``given`` that are its fields; others have their defaults."""
     return arguments(**{name: given[name] for name in names_of(arguments) if name in given})
+
+
+def changed(arguments: Any, names: Iterable[str]) -> list[str]:
+    """Those of ``names``, each once, that are other in a dataclass's instance than by default: somebody gave them."""
+    defaults = {each.name: each.default for each in fields(arguments)}
+    return [name for name in dict.fromkeys(names) if getattr(arguments, name) != defaults[name]]
+
+
+def given_in_vain(arguments: Any, reasons: Mapping[str, Iterable[str]]) -> dict[str, list[str]]:
+    """Of the arguments that mean nothing beside the others, by reason, those that somebody gave."""
+    found = {reason: changed(arguments, names) for reason, names in reasons.items()}
+    return {reason: names for reason, names in found.items() if names}
+
+
+def listed(arguments: Any, names: Iterable[str]) -> str:
+    """Such as ``"stage=3, pin_memory=True"``."""
+    return ", ".join(f"{name}={getattr(arguments, name)!r}" for name in names)
 
 
 def documented(*sources: type) -> Callable[[C], C]:

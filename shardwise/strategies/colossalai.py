@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shardwise.plan import Plan
-from shardwise.published import documented, names_of, takes
+from shardwise.published import documented, listed, names_of, takes
 from shardwise.strategies.base import LightningArguments, ShardedStrategy
 from shardwise.strategies.colossalai_arguments import ColossalAIArguments, to_plan, without_effect
 
@@ -20,8 +20,7 @@ NAMES: dict[torch.dtype | None, str] = {torch.float16: "fp16", torch.bfloat16: "
 
 def _report(unused: dict[str, list[str]], arguments: ColossalAIArguments, stacklevel: int) -> None:
     for reason, names in unused.items():
-        given = ", ".join(f"{name}={getattr(arguments, name)!r}" for name in names)
-        warnings.warn(f"{given} without effect: {reason}", stacklevel=stacklevel + 1)
+        warnings.warn(f"{listed(arguments, names)} without effect: {reason}", stacklevel=stacklevel + 1)
 
 
 @documented(ColossalAIArguments, LightningArguments)

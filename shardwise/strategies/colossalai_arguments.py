@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from shardwise.booster.plugin import gemini
 from shardwise.checked import MOST_NUMEL, share, switch, whole
 from shardwise.loss_scale import ScalerArguments, scaler_plan
 from shardwise.plan import MOST_SEARCHED, ByTensor, Plan
-from shardwise.published import documented, names_of
+from shardwise.published import documented, given_in_vain, names_of
 
 __all__ = ["ColossalAIArguments", "to_plan", "without_effect"]
 
@@ -93,7 +93,6 @@ def without_effect(arguments: ColossalAIArguments, precision: str = "fp16") -> d
         precision: ``"fp16"``, ``"bf16"`` or ``"fp32"``.
     """
     a = arguments
-    defaults = {field.name: field.default for field in fields(ColossalAIArguments)}
     found: dict[str, tuple[str, ...]] = {}
     if not a.use_chunk:
         found["use_chunk=False gives each parameter a chunk of its own"] = ("chunk_size", *SEARCH)
@@ -103,8 +102,7 @@ def without_effect(arguments: ColossalAIArguments, precision: str = "fp16") -> d
         found["for placement_policy='auto' only"] = ("gpu_margin_mem_ratio",)
     if precision != "fp16":
         found[f"the loss scale is for fp16, and the precision is {precision}"] = SCALER
-    given = {reason: [n for n in names if getattr(a, n) != defaults[n]] for reason, names in found.items()}
-    return {reason: names for reason, names in given.items() if names}
+    return given_in_vain(a, found)
 
 
 def to_plan(arguments: ColossalAIArguments, precision: str, world_size: int, master_weights: bool = True) -> Plan:

@@ -25,7 +25,7 @@ from shardwise.deepspeed.schedules import make_schedule
 from shardwise.deepspeed.stepping import watched_step
 from shardwise.mesh.launch import read_variable
 from shardwise.plan import Plan
-from shardwise.published import documented, names_of, takes
+from shardwise.published import documented, listed, names_of, takes
 from shardwise.strategies.base import LightningArguments, ShardedStrategy
 from shardwise.strategies.deepspeed_config import (
     AUTO,
@@ -121,8 +121,7 @@ class DeepSpeed(ShardedStrategy):
         self._batches, self._steps = 0, 0
         self._lacks_states = False
         for reason, names in without_effect(self.arguments, chosen).items():
-            values = ", ".join(f"{name}={getattr(self.arguments, name)!r}" for name in names)
-            self._warn(f"{values} without effect: {reason}", stacklevel=5)
+            self._warn(f"{listed(self.arguments, names)} without effect: {reason}", stacklevel=5)
 
     @property
     def _misconfiguration(self) -> type[Exception]:

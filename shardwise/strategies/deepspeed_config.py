@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from shardwise.checked import switch, whole
 from shardwise.deepspeed.config import Report, Settings, Source, load_config, read_config
 from shardwise.deepspeed.plan import home_of_parameters, plan_of
 from shardwise.plan import Plan
+from shardwise.published import changed, given_in_vain, listed, names_of
 
 __all__ = [
     "DeepSpeedArguments",
@@ -200,13 +201,13 @@ class DeepSpeedArguments:
 
 def quiet_paths(arguments: DeepSpeedArguments) -> frozenset[str]:
     """Dotted paths of the configuration whose arguments were left at their defaults: nobody asked for them."""
-    default = {field.name for field in fields(arguments) if getattr(arguments, field.name) == field.default}
+    given = set(changed(arguments, names_of(DeepSpeedArguments)))
     places = {f"{ZERO}.{name}": name for name in OF_ZERO} | {name: name for name in TOP}
     places |= {f"{ZERO}.{OPTIM}.{key}": name for key, name in OF_OPTIM.items()}
     places |= {f"{ZERO}.{PARAM}.{key}": name for key, name in OF_PARAM.items()}
     places |= {f"aio.{name}": name for name in AIO} | {f"aio.{NEW_NAME}": "thread_count"}
     places |= {f"fp16.{name}": name for name in FP16}
-    return frozenset(path for path, name in places.items() if name in default)
+    return frozenset(path for path, name in places.items() if name not in given)
 
 
 NEW_NAME = "intra_op_parallelism"  # what DeepSpeed calls thread_count since 0.16
@@ -359,7 +360,7 @@ def without_effect(arguments: DeepSpeedArguments, config: Mapping[str, Any] | No
     stage = settings.stage
     found: dict[str, tuple[str, ...]] = {}
     if config is not None:
-        names = tuple(field.name for field in fields(a) if field.name not in apart)
+        names = tuple(name for name in names_of(DeepSpeedArguments) if name not in apart)
         found["a DeepSpeed config was given, which says all of this"] = names
     elif not a.zero_optimization:
         offload = ("offload_optimizer", "offload_parameters", *OF_OPTIM.values(), *OF_PARAM.values())
@@ -382,14 +383,11 @@ def without_effect(arguments: DeepSpeedArguments, config: Mapping[str, Any] | No
         found[f"it is for stage 3, and this is stage {stage}"] = ("remote_device",)
     elif a.remote_device != home:
         found[f"parameters are made where their shards live, and {HOMES[home]}"] = ("remote_device",)
-    defaults = {field.name: field.default for field in fields(a)}
-    given = {why: [n for n in dict.fromkeys(names) if getattr(a, n) != defaults[n]] for why, names in found.items()}
-    return {why: names for why, names in given.items() if names}
+    return given_in_vain(a, found)
 
 
 def scale_without_effect(arguments: DeepSpeedArguments, completed: Mapping[str, Any]) -> str:
     """Arguments of the loss scale that differ from their defaults, where ``completed`` did not take them."""
     if completed.get("fp16") == arguments.fp16():
         return ""
-    defaults = {field.name: field.default for field in fields(arguments)}
-    return ", ".join(f"{n}={getattr(arguments, n)!r}" for n in FP16 if getattr(arguments, n) != defaults[n])
+    return listed(arguments, changed(arguments, FP16))

@@ -10,7 +10,7 @@ import functools
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -90,7 +90,6 @@ def to_plan(arguments: FullyShardedArguments, number_format: NumberFormat, units
     own_masters = arguments.compute_dtype is not None and number_format.name == "32-true"
     host = arguments.cpu_offload
     grads_on_host = host if arguments.move_grads_to_cpu is None else arguments.move_grads_to_cpu
-    tiers = on_device()
     return Plan(
         mesh=MeshPlan(dp_shard=-1, dp_replicate=1),
         shard=ShardPlan(
@@ -112,13 +111,11 @@ def to_plan(arguments: FullyShardedArguments, number_format: NumberFormat, units
         ),
         grad=GradPlan(max_norm=0.0, norm_type=2.0, average="sum", update="step"),
         comm=CommPlan(overlap=True, shared_memory=None, same_order=False, gather_on_use=False, sync_init=True),
-        tiers=type(tiers)(
-            **{
-                **vars(tiers),
-                "param_host_fraction": 1.0 if host else 0.0,
-                "state_host_fraction": 1.0 if grads_on_host else 0.0,
-                "pin_memory": host or grads_on_host,
-            }
+        tiers=replace(
+            on_device(),
+            param_host_fraction=1.0 if host else 0.0,
+            state_host_fraction=1.0 if grads_on_host else 0.0,
+            pin_memory=host or grads_on_host,
         ),
         verbose=False,
     )

@@ -15,7 +15,7 @@ import shardwise.pytorch_lightning
 from shardwise.booster.plugin.gemini import GeminiArguments
 from shardwise.booster.plugin.low_level_zero import LowLevelZeroArguments
 from shardwise.loss_scale import PublishedDefault, ScalerArguments, scaler_plan
-from shardwise.published import documented, names_of, picked, takes
+from shardwise.published import changed, documented, given_in_vain, listed, names_of, picked, takes
 from shardwise.strategies.colossalai_arguments import ColossalAIArguments
 from shardwise.zero import ShardedOptimizerV2
 from shardwise.zero.arguments import OptimizerArguments
@@ -125,6 +125,13 @@ def test_what_has_no_texts_stays_as_it_is() -> None:
 def test_the_fields_of_what_was_given() -> None:
     assert picked(Base, {"b": 3, "other": 4}) == Base(b=3)
     assert names_of(Base) == ("a", "b")
+
+
+def test_what_somebody_gave_is_told_from_defaults() -> None:
+    given = Base(b=3)
+    assert changed(given, ("b", "a", "b")) == ["b"]
+    assert given_in_vain(given, {"this": ("a",), "that": ("a", "b")}) == {"that": ["b"]}
+    assert listed(given, ["b", "a"]) == "b=3, a=None"
 
 
 @dataclass(frozen=True)

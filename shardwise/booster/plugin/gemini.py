@@ -6,7 +6,7 @@ import math
 import os
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from shardwise.plan import (
     ShardPlan,
     TierPlan,
 )
-from shardwise.published import documented
+from shardwise.published import documented, given_in_vain
 from shardwise.trace.stats import MemStats
 
 __all__ = ["GeminiArguments", "GeminiPlugin", "to_plan"]
@@ -174,22 +174,17 @@ class GeminiArguments(EngineArguments, _First):
 def _without_effect(arguments: GeminiArguments) -> dict[str, list[str]]:
     """The arguments that were given and mean nothing beside the others, by reason."""
     a = arguments
-    defaults = {field.name: field.default for field in fields(GeminiArguments)}
-
-    def given(*names: str) -> list[str]:
-        return [name for name in names if getattr(a, name) != defaults[name]]
-
     if a.placement_policy == "auto":
         kept = any(entry.get("keep_gathered", False) for entry in (a.chunk_config_dict or {}).values())
-        found = {
-            "for placement_policy='static' only": given(*STATIC_FRACTIONS),
-            "placement_policy='auto' decides what stays gathered": ["chunk_config_dict"] if kept else [],
+        found: dict[str, tuple[str, ...]] = {
+            "for placement_policy='static' only": STATIC_FRACTIONS,
+            "placement_policy='auto' decides what stays gathered": ("chunk_config_dict",) if kept else (),
         }
     else:
-        found = {"for placement_policy='auto' only": given(*AUTO_RATIOS, "memstats")}
+        found = {"for placement_policy='auto' only": (*AUTO_RATIOS, "memstats")}
         if a.offload_optim_frac == 0.0 and a.offload_param_frac == 0.0:
-            found["nothing is offloaded (but by an optimizer with nvme_offload_fraction > 0)"] = given("pin_memory")
-    return {reason: names for reason, names in found.items() if names}
+            found["nothing is offloaded (but by an optimizer with nvme_offload_fraction > 0)"] = ("pin_memory",)
+    return given_in_vain(a, found)
 
 
 def _check(arguments: GeminiArguments) -> None:
