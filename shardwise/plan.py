@@ -37,6 +37,7 @@ __all__ = [
     "TierPlan",
     "on_device",
     "replicated",
+    "usual_exchange",
     "zero",
 ]
 
@@ -380,6 +381,11 @@ def _default_scaler() -> ScalerPlan:
     )
 
 
+def usual_exchange() -> CommPlan:
+    """How ranks exchange where nothing else was asked for; a front-end changes what its arguments say."""
+    return CommPlan(overlap=True, shared_memory=None, same_order=False, gather_on_use=False, sync_init=True)
+
+
 def zero(stage: Literal[1, 2, 3], param_dtype: torch.dtype | None = None, dp_replicate: int = 1) -> Plan:
     """ZeRO at ``stage`` over all ranks (or ``dp_replicate`` replicas of it: hybrid sharding).
 
@@ -398,7 +404,7 @@ def zero(stage: Literal[1, 2, 3], param_dtype: torch.dtype | None = None, dp_rep
         ),
         precision=_precision(param_dtype, _default_scaler() if param_dtype is torch.float16 else None),
         grad=GradPlan(max_norm=0.0, norm_type=2.0, average="sum", update="step"),
-        comm=CommPlan(overlap=True, shared_memory=None, same_order=False, gather_on_use=False, sync_init=True),
+        comm=usual_exchange(),
         tiers=on_device(),
         verbose=False,
     )

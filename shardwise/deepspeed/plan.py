@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ from shardwise.deepspeed.optimizers import check_optimizer
 from shardwise.plan import (
     ByNumel,
     ByTensor,
-    CommPlan,
     DiskPlan,
     GradPlan,
     MeshPlan,
@@ -22,6 +22,7 @@ from shardwise.plan import (
     ScalerPlan,
     ShardPlan,
     TierPlan,
+    usual_exchange,
 )
 
 __all__ = ["home_of_parameters", "number_format", "plan_of", "to_plan"]
@@ -91,13 +92,7 @@ def plan_of(settings: Settings, world_size: int, numels: Sequence[int] | None = 
         shard=_shard(s, precision, numels),
         precision=precision,
         grad=GradPlan(max_norm=s["gradient_clipping"], norm_type=2.0, average="sum", update="step"),
-        comm=CommPlan(
-            overlap=True if overlap is None else overlap,
-            shared_memory=None,
-            same_order=False,
-            gather_on_use=False,
-            sync_init=True,
-        ),
+        comm=replace(usual_exchange(), overlap=True if overlap is None else overlap),
         tiers=_tiers(s, mesh.resolve(world_size).dp_shard, numels),
         verbose=False,
     )

@@ -22,7 +22,6 @@ from shardwise.plan import (
     ByModule,
     ByNumel,
     ByTensor,
-    CommPlan,
     GradPlan,
     MeshPlan,
     Packing,
@@ -31,6 +30,7 @@ from shardwise.plan import (
     ScalerPlan,
     ShardPlan,
     on_device,
+    usual_exchange,
 )
 from shardwise.published import documented, names_of, takes
 from shardwise.strategies.base import LightningArguments, ShardedStrategy
@@ -110,7 +110,7 @@ def to_plan(arguments: FullyShardedArguments, number_format: NumberFormat, units
             scaler=_scaler() if number_format.scaled and dtype is torch.float16 else None,
         ),
         grad=GradPlan(max_norm=0.0, norm_type=2.0, average="sum", update="step"),
-        comm=CommPlan(overlap=True, shared_memory=None, same_order=False, gather_on_use=False, sync_init=True),
+        comm=usual_exchange(),
         tiers=replace(
             on_device(),
             param_host_fraction=1.0 if host else 0.0,

@@ -14,7 +14,6 @@ from shardwise.plan import (
     AutoPlan,
     ByNumel,
     ByTensor,
-    CommPlan,
     GradPlan,
     MeshPlan,
     Packing,
@@ -22,6 +21,7 @@ from shardwise.plan import (
     PrecisionPlan,
     ShardPlan,
     TierPlan,
+    usual_exchange,
 )
 
 __all__ = ["ModelArguments", "ModelFacts", "OptimizerArguments", "to_plan", "without_effect"]
@@ -158,14 +158,7 @@ def to_plan(model: ModelArguments, optimizer: OptimizerArguments | None, facts: 
             scaler=scaler_plan(optimizer) if optimizer is not None and facts.dtype is torch.float16 else None,
         ),
         grad=GradPlan(max_norm=0.0, norm_type=2.0, average="sum", update="step"),
-        comm=CommPlan(
-            overlap=True,
-            shared_memory=None,
-            same_order=False,
-            gather_on_use=False,
-            sync_init=True,
-            predivide=model.predivide(facts.ranks),
-        ),
+        comm=replace(usual_exchange(), predivide=model.predivide(facts.ranks)),
         tiers=_tiers(model, optimizer, facts),
         verbose=optimizer is not None and optimizer.verbose,
     )

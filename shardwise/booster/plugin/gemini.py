@@ -6,7 +6,7 @@ import math
 import os
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,12 @@ from shardwise.plan import (
     AutoPlan,
     ByNumel,
     BySearch,
-    CommPlan,
     MeshPlan,
     Packing,
     Plan,
     ShardPlan,
     TierPlan,
+    usual_exchange,
 )
 from shardwise.published import documented, given_in_vain
 from shardwise.trace.stats import MemStats
@@ -333,13 +333,7 @@ def to_plan(arguments: GeminiArguments, world_size: int | None = None) -> Plan:
             output_dtype=torch.float32 if a.force_outputs_fp32 else None,
         ),
         grad=grad_plan(a),
-        comm=CommPlan(
-            overlap=a.enable_async_reduce,
-            shared_memory=None,
-            same_order=False,
-            gather_on_use=False,
-            sync_init=True,
-        ),
+        comm=replace(usual_exchange(), overlap=a.enable_async_reduce),
         tiers=tiers,
         verbose=a.verbose,
     )

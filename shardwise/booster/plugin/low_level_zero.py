@@ -11,7 +11,7 @@ from shardwise.booster.plugin.base import ShardedPlugin, device_bytes, refuse
 from shardwise.booster.plugin.engine_arguments import EngineArguments, grad_plan, precision_plan
 from shardwise.checked import MOST_NUMEL, number, shown
 from shardwise.loss_scale import PublishedDefault, scaler_plan
-from shardwise.plan import ByNumel, CommPlan, MeshPlan, Plan, ShardPlan, on_device
+from shardwise.plan import ByNumel, MeshPlan, Plan, ShardPlan, on_device, usual_exchange
 from shardwise.published import documented
 
 __all__ = ["LowLevelZeroArguments", "LowLevelZeroPlugin", "to_plan"]
@@ -101,12 +101,8 @@ def to_plan(arguments: LowLevelZeroArguments) -> Plan:
             cast_inputs=arguments.cast_inputs,
         ),
         grad=grad_plan(arguments),
-        comm=CommPlan(
-            overlap=arguments.overlap_communication,
-            shared_memory=None,
-            same_order=False,
-            gather_on_use=arguments.overlap_allgather,
-            sync_init=True,
+        comm=replace(
+            usual_exchange(), overlap=arguments.overlap_communication, gather_on_use=arguments.overlap_allgather
         ),
         tiers=replace(
             on_device(),
