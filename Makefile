@@ -1,20 +1,25 @@
 # Everything runs from a plain Python and make: each target first makes .venv and installs what it needs, once.
-# A second run finds the stamp and starts at once. PYTHON=... chooses the interpreter, VENV=... the folder.
+# A second run finds the stamp and starts at once. PYTHON=... chooses the interpreter, VENV=... the folder, TORCH=2.15
+# the release of torch (with a VENV of its own: one that is made is not made again).
 .DEFAULT_GOAL := help
-.PHONY: help demo test numbers campaign faults lint types arch bench gpu clean venv dev
+.PHONY: help demo test numbers campaign faults lint types arch bench gpu matrix clean venv dev
 
-SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
+PYTHONS := python3.14 python3.13 python3.12 python3.11
+SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))
 GIVEN := $(PYTHON)
 SELF := $(MAKE)
-PYTHON ?= $(shell for p in python3 python3.12 python3.11; do $$p -c '$(SUPPORTED)' 2>/dev/null && echo $$p && break; done)
+PYTHON ?= $(shell for p in python3 $(PYTHONS); do $$p -c '$(SUPPORTED)' 2>/dev/null && echo $$p && break; done)
 VENV ?= .venv
+TORCH ?= 2.13
+CONSTRAINTS := constraints/torch-$(TORCH).txt
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 # The build backend is installed first, under the same constraints, so that no unpinned package is ever fetched.
-INSTALL := $(PIP) install --quiet --progress-bar off -c constraints.txt
+INSTALL := $(PIP) install --quiet --progress-bar off -c $(CONSTRAINTS)
 DEMO ?=
 BENCH ?=
 GPU ?=
+MATRIX ?=
 SEES_GPU := import torch, sys; sys.exit(not torch.cuda.is_available())
 TESTS ?= tests
 WORKERS ?= 2
@@ -33,17 +38,18 @@ help:
 	@echo "make lint      ruff        make types   mypy --strict        make arch   layers and budgets"
 	@echo "make bench     compare with the peers (installs them)        make clean  remove .venv and caches"
 	@echo "make gpu       everything that needs a GPU, in parts (GPU='--limit 560' for 560 s; call again to go on)"
+	@echo "make matrix    a short set under every Python and torch (MATRIX='--only 3.12:2.13' for one; --list: all)"
 
 $(VENV)/.made:
 	@"$(or $(PYTHON),none)" -c '$(SUPPORTED)' 2>/dev/null || { \
-	  echo "shardwise needs Python 3.11 or 3.12, and '$(or $(PYTHON),python3)' is not one." >&2; \
-	  echo "Install one, or name it: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)" >&2; exit 2; }
+	  echo "shardwise needs Python 3.11 to 3.14, and '$(or $(PYTHON),python3)' is not one." >&2; \
+	  echo "Install one, or name it: make PYTHON=/path/to/python3.13 $(MAKECMDGOALS)" >&2; exit 2; }
 	@rm -rf "$(VENV)"
 	@"$(PYTHON)" -m venv "$(VENV)" || { rm -rf "$(VENV)"; \
 	  echo "could not make $(VENV): on Debian and Ubuntu install the package python3-venv" >&2; exit 2; }
 	@touch "$@"
 
-$(VENV)/.runtime: $(VENV)/.made pyproject.toml constraints.txt
+$(VENV)/.runtime: $(VENV)/.made pyproject.toml constraints/common.txt $(CONSTRAINTS)
 	@echo "installing shardwise and its pinned dependencies into $(VENV) (once)"
 	@$(INSTALL) setuptools
 	@$(INSTALL) --no-build-isolation -e .
@@ -101,6 +107,11 @@ gpu:
 	if [ -z "$$python" ] && python3 -c '$(SEES_GPU)' 2>/dev/null; then python=python3; fi; \
 	if [ -z "$$python" ]; then $(SELF) --no-print-directory dev || exit; python=$(BIN)/python; fi; \
 	exec "$$python" -m benchmarks.gpu $(GPU)
+
+# Needs no .venv: every cell makes an environment of its own and deletes it. Downloads are gigabytes.
+matrix:
+	@"$(or $(PYTHON),none)" -c '$(SUPPORTED)' 2>/dev/null || { echo "make matrix needs Python 3.11 to 3.14" >&2; exit 2; }
+	@"$(PYTHON)" -m tests.matrix $(MATRIX)
 
 clean:
 	rm -rf "$(VENV)" build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

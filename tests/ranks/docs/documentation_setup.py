@@ -447,6 +447,9 @@ PAGES: dict[str, list[Block]] = {
         Block(first="# conftest.py", how="main", after=_fixture),
         Block(first="make gpu ", how="make"),
     ],
+    "docs/versions.md": [
+        Block(first="make matrix  ", how="make"),
+    ],
 }
 """By page, its blocks in their order."""
 

@@ -1,0 +1,83 @@
+"""``python -m tests.matrix``: the tests' short set under every Python and torch that are supported; ``make matrix``.
+
+For each cell it makes a fresh environment, installs the package and what the set needs from the cell's constraints,
+runs the set, writes a row of the table in ``docs/versions.md`` and deletes the environment. A Python that is not on the
+machine is not tried. The exit status is 1 if a cell failed or none could be tried.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import sys
+from collections.abc import Mapping, Sequence
+
+from tests.matrix import environment, table
+from tests.matrix.cells import Cell, cells, dotted, interpreters
+from tests.matrix.table import not_tried
+
+
+def chosen(patterns: Sequence[str]) -> list[Cell]:
+    """The cells that any pattern names, all without one.
+
+    Raises:
+        ValueError: a pattern names none.
+    """
+    every = cells()
+    for pattern in patterns:
+        if not fnmatch.filter(map(str, every), pattern):
+            raise ValueError(f"--only {pattern!r}: no such cell; there are {' '.join(map(str, every))}")
+    return [cell for cell in every if not patterns or any(fnmatch.fnmatch(str(cell), p) for p in patterns)]
+
+
+def _show(wanted: Sequence[Cell], found: Mapping[tuple[int, int], str]) -> None:
+    rows = table.read(table.PAGE.read_text("utf-8"))
+    for cell in wanted:
+        print(f"{cell!s:10} {found.get(cell.python, 'no such Python here'):40} {rows.get(cell, 'no row')}")
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def run(wanted: Sequence[Cell], found: Mapping[tuple[int, int], str], folder: str | None, cache: str) -> int:
+    """Try cells one after the other; the exit status."""
+    tried = failed = 0
+    for cell in wanted:
+        if cell.python not in found:
+            row, text = not_tried(cell, f"no Python {dotted(cell.python)} on the machine"), ""
+        else:
+            row, text = environment.run(cell, found[cell.python], folder, cache, _say)
+        table.add(row)
+        _say(f"{cell!s:10} {row}")
+        tried += row.tried
+        if row.tried and not row.good:
+            failed += 1
+            _say(text)
+    _say(f"{tried} cells tried, {failed} failed, {len(wanted) - tried} not tried")
+    return int(failed > 0 or tried == 0)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Read the command line; 2: it cannot be followed."""
+    parser = argparse.ArgumentParser(prog="python -m tests.matrix", description=__doc__)
+    parser.add_argument("--list", action="store_true", help="the cells with their Pythons and rows; nothing is run")
+    parser.add_argument("--only", action="append", default=[], metavar="CELL", help="as 3.12:2.13, or '3.12:*'")
+    parser.add_argument("--python", action="append", default=[], metavar="PATH", help="an interpreter to use")
+    parser.add_argument("--folder", help="where environments are made (default: the system's for temporary files)")
+    parser.add_argument("--cache", default="", metavar="FOLDER", help="pip's cache (default: its own)")
+    args = parser.parse_args(arguments)
+    try:
+        wanted = chosen(args.only)
+        found = interpreters(args.python, dict.fromkeys(cell.python for cell in wanted))
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if args.list:
+        _show(wanted, found)
+        return 0
+    return run(wanted, found, args.folder, args.cache)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

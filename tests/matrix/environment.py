@@ -1,0 +1,218 @@
+"""What a cell does: an environment, an installation from its constraints, the short set; then all of it is deleted."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.matrix.cells import ROOT, Cell, constraints, dotted, minor_of, normal, pins, version_of
+from tests.matrix.table import Row, not_tried, today
+
+# What a new Python or torch is likeliest to break. Two to four minutes on two idle cores.
+SHORT_SET = (
+    "tests/unit/test_torch_internals.py",  # the one door to what is private in torch
+    "tests/unit/test_testing_pool.py",  # processes
+    "tests/unit/test_readers.py",  # references are counted
+    "tests/unit/test_chunk_pool.py",
+    "tests/unit/test_chunk_edits.py",
+    "tests/unit/test_deferred.py",  # factories of tensors, modes
+    "tests/unit/test_formats_dcp.py",  # pickles of torch.distributed
+    "tests/unit/test_formats_single.py",  # pickles of torch.save
+    "tests/unit/test_hostile_files.py",
+    "tests/unit/test_booster_signatures.py",  # annotations
+    "tests/unit/test_checked_arguments.py",
+    "tests/ranks/test_saved_parameters.py",  # who reads a parameter
+    "tests/ranks/test_dropped.py",  # what is given up goes without a collection of garbage
+    "tests/ranks/test_interrupts.py::test_messages_are_waited_for_again_after_an_interrupt",  # signals
+    "tests/ranks/test_transforms.py",  # torch.func
+    "tests/ranks/test_engine_compile.py::test_a_compiled_region_reads_parameters_of_modules_that_it_does_not_call",
+    "tests/parity/test_random_graphs.py",
+    "tests/ranks/test_booster_checkpoints.py::test_everything_is_saved_and_restored",
+    "tests/ranks/test_booster_checkpoints.py::test_masters_and_state_on_a_disk",  # system calls by ctypes, threads
+    "tests/ranks/test_documentation.py::test_python_runs_as_it_is_printed[docs/lightning.md]",
+    "tests/ranks/test_documentation.py::test_python_runs_as_it_is_printed[docs/huggingface.md]",
+)
+EXTRA = "test"
+NEEDED_GIB = 12
+"""Of a disk: with CUDA's libraries, which torch's wheels of most registries need, an environment has 6 GiB."""
+INSTALL_S, TESTS_S = 3600, 3600
+SHOWN_LINES = 40
+ITSELF = {"pip", "shardwise"}
+"""In every environment, without a pin."""
+
+
+class StepFailed(Exception):
+    """A step of a cell ended badly; the message says which and how."""
+
+
+@dataclass
+class Environment:
+    """One cell's environment in a folder of its own.
+
+    Attributes:
+        cell: what is tried.
+        interpreter: the Python that it is made with.
+        folder: a fresh one; the caller deletes it.
+        cache: pip's folder for what it downloads; ``""`` for its own default.
+        say: takes a line of progress.
+    """
+
+    cell: Cell
+    interpreter: str
+    folder: Path
+    cache: str
+    say: Callable[[str], None]
+    log: Path = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.log = self.folder / "log.txt"
+
+    @property
+    def python(self) -> str:
+        return str(self.folder / "environment" / "bin" / "python")
+
+    def make(self) -> None:
+        """The environment, with the package and what its short set needs, every one of them in the version that is
+        pinned; more than is pinned is a failure."""
+        file = constraints(self.cell.torch)
+        wanted = pins(file)
+        self._step("an environment", [self.interpreter, "-m", "venv", str(self.folder / "environment")], INSTALL_S)
+        self._install("the build backend", [f"setuptools=={wanted['setuptools']}"])
+        torch = f"torch=={wanted['torch']}"
+        self._install(f"{torch} and the package", [torch, "--no-build-isolation", "-e", f"{ROOT}[{EXTRA}]"])
+        complaints = unpinned(self.installed(), wanted)
+        if complaints:
+            raise StepFailed(f"{file.name} does not pin what was installed: {' '.join(complaints)}")
+
+    def installed(self) -> dict[str, str]:
+        """Every package in it with its version."""
+        command = [self.python, "-m", "pip", "--disable-pip-version-check", "list", "--format=json"]
+        found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600, env=surroundings())
+        return {normal(package["name"]): package["version"] for package in json.loads(found.stdout)}
+
+    def test(self) -> ElementTree.Element:
+        """Run the short set; pytest's own report of it."""
+        report = self.folder / "report.xml"
+        options = ["-q", "-p", "no:cacheprovider", f"--junitxml={report}", f"--basetemp={self.folder / 'tmp'}"]
+        self.say("the tests")
+        status = call([self.python, "-m", "pytest", *options, *SHORT_SET], self.log, TESTS_S)
+        if not report.exists():
+            raise StepFailed(f"the tests ended with status {status} and no report\n{self._last_lines()}")
+        return ElementTree.parse(report).getroot()
+
+    def _install(self, what: str, packages: Sequence[str]) -> None:
+        cache = ["--cache-dir", self.cache] if self.cache else []
+        quiet = ["--disable-pip-version-check", "--no-input", "--quiet", "--progress-bar", "off", "--no-compile"]
+        file = str(constraints(self.cell.torch))
+        self._step(what, [self.python, "-m", "pip", "install", *quiet, *cache, "-c", file, *packages], INSTALL_S)
+
+    def _step(self, what: str, command: Sequence[str], limit_s: int) -> None:
+        self.say(what)
+        status = call(command, self.log, limit_s)
+        if status != 0:
+            raise StepFailed(f"{what}: status {status}\n{self._last_lines()}")
+
+    def _last_lines(self) -> str:
+        return "\n".join(self.log.read_text("utf-8", "replace").splitlines()[-SHOWN_LINES:])
+
+
+def surroundings() -> dict[str, str]:
+    """The environment of a child: without paths of whoever runs this."""
+    return {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")} | {
+        "PYTHONNOUSERSITE": "1"
+    }
+
+
+def call(command: Sequence[str], log: Path, limit_s: int) -> int:
+    """The exit status of a command whose output is added to a file; what is left of it, ranks too, is ended."""
+    with log.open("ab") as out:
+        child = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            env=surroundings(),
+            start_new_session=True,
+        )
+        try:
+            return child.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            out.write(f"\ndid not end in {limit_s} s\n".encode())
+            return -signal.SIGKILL
+        finally:
+            if child.poll() is None:
+                os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+
+
+def unpinned(installed: Mapping[str, str], wanted: Mapping[str, str]) -> list[str]:
+    """What is installed in a version that no file pins, as lines for that file. A local label (``+cpu``) is no other
+    version."""
+    return [
+        f"{name}=={version}"
+        for name, version in sorted(installed.items())
+        if name not in ITSELF and wanted.get(name) != version.partition("+")[0]
+    ]
+
+
+def first_failure(report: ElementTree.Element) -> tuple[str, str]:
+    """The name of the first test that failed, with its error's first line, and all that pytest says of it."""
+    for case in report.iter("testcase"):
+        for kind in ("failure", "error"):
+            found = case.find(kind)
+            if found is not None:
+                where = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
+                return f"{where}: {found.get('message', '').splitlines()[0]}", found.text or ""
+    return "", ""
+
+
+def result(cell: Cell, installed: Mapping[str, str], python: str, report: ElementTree.Element) -> tuple[Row, str]:
+    """The row of a cell whose tests ran, and the text of its first failure."""
+    suites = list(report.iter("testsuite"))
+    total, bad, skipped = (
+        sum(int(suite.get(name, 0)) for name in names for suite in suites)
+        for names in (("tests",), ("failures", "errors"), ("skipped",))
+    )
+    remark, text = first_failure(report)
+    if minor_of(installed["torch"]) != cell.torch:
+        remark = remark or f"the tests ran with torch {installed['torch']}"
+    seconds = round(sum(float(suite.get("time", 0)) for suite in suites))
+    return Row(python, installed["torch"], today(), total - bad - skipped, bad, skipped, seconds, remark), text
+
+
+def run(cell: Cell, interpreter: str, folder: str | None, cache: str, say: Callable[[str], None]) -> tuple[Row, str]:
+    """A cell's row and, where it failed, what its first failure says. Nothing of its environment is left."""
+    free = shutil.disk_usage(folder or tempfile.gettempdir()).free / 2**30
+    if free < NEEDED_GIB:
+        return not_tried(cell, f"{free:.0f} GiB of disk were free, {NEEDED_GIB} are needed"), ""
+    python = version_of(interpreter) or dotted(cell.python)
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix=f"matrix-{cell}-".replace(":", "-"), dir=folder) as place:
+        environment = Environment(
+            cell,
+            interpreter,
+            Path(place),
+            cache,
+            lambda what: say(f"{cell!s:10} {time.monotonic() - start:5.0f} s  {what}"),
+        )
+        try:
+            environment.make()
+            return result(cell, environment.installed(), python, environment.test())
+        except StepFailed as error:
+            first, _, rest = str(error).partition("\n")
+            return Row(python, constraints_torch(cell), today(), remark=first), rest or first
+
+
+def constraints_torch(cell: Cell) -> str:
+    """The release of torch that a cell asks for."""
+    return pins(constraints(cell.torch))["torch"]

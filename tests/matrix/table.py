@@ -1,0 +1,111 @@
+"""The table of results: a row for each cell, between two markers of a page; what is not tried again is kept."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tests.matrix.cells import ROOT, Cell, dotted, minor_of
+
+PAGE = ROOT / "docs" / "versions.md"
+BEGIN, END = "<!-- matrix: begin -->", "<!-- matrix: end -->"
+HEAD = "| Python | torch | date | passed | failed | skipped | seconds | |\n|---|---|---|---|---|---|---|---|\n"
+NOT_TRIED = "not tried"
+REMARK = 160  # characters
+
+
+@dataclass(frozen=True)
+class Row:
+    """What became of a cell.
+
+    Attributes:
+        python, torch: the whole versions; of a cell that was not tried their first two numbers.
+        date: when, or ``"not tried"``.
+        passed, failed, skipped: numbers of tests; -1: it did not come to them.
+        seconds: of the tests, without the installation.
+        remark: of a failure, what failed first; of a cell that was not tried, why not.
+    """
+
+    python: str
+    torch: str
+    date: str
+    passed: int = -1
+    failed: int = -1
+    skipped: int = -1
+    seconds: int = -1
+    remark: str = ""
+
+    @property
+    def cell(self) -> Cell:
+        return Cell(minor_of(self.python), minor_of(self.torch))
+
+    @property
+    def tried(self) -> bool:
+        return self.date != NOT_TRIED
+
+    @property
+    def good(self) -> bool:
+        """Tests ran, and all that ran passed."""
+        return self.passed > 0 and self.failed == 0 and not self.remark
+
+    def __str__(self) -> str:
+        numbers = ("" if n < 0 else str(n) for n in (self.passed, self.failed, self.skipped, self.seconds))
+        remark = " ".join(self.remark.replace("|", "/").split())[:REMARK]
+        return "| " + " | ".join([self.python, self.torch, self.date, *numbers, remark]).rstrip() + " |"
+
+
+def not_tried(cell: Cell, why: str) -> Row:
+    """The row of a cell without a result."""
+    return Row(dotted(cell.python), dotted(cell.torch), NOT_TRIED, remark=why)
+
+
+def today() -> str:
+    """The date of a row."""
+    return datetime.datetime.now(datetime.UTC).date().isoformat()
+
+
+def _split(text: str) -> tuple[str, str, str]:
+    before, begin, rest = text.partition(BEGIN)
+    inside, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{PAGE.name} has no {BEGIN} with {END} after it, where the table is")
+    return before + begin, inside, end + after
+
+
+def read(text: str) -> dict[Cell, Row]:
+    """The rows of a page.
+
+    Raises:
+        ValueError: it has no markers, or a row that cannot be read, or two of one cell.
+    """
+    rows: dict[Cell, Row] = {}
+    _, inside, _ = _split(text)
+    for line in inside.strip().splitlines()[2:]:
+        fields = [part.strip() for part in line.strip().strip("|").split("|")]
+        try:
+            python, torch, date, *numbers, remark = fields
+            row = Row(python, torch, date, *(int(n) if n else -1 for n in numbers), remark=remark)
+            cell = row.cell
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{PAGE.name}: {line!r} is no row of the table: {error}") from None
+        if cell in rows:
+            raise ValueError(f"{PAGE.name}: {cell} has two rows")
+        rows[cell] = row
+    return rows
+
+
+def written(text: str, rows: Mapping[Cell, Row]) -> str:
+    """The page with other rows, in the order of their cells."""
+    before, _, after = _split(text)
+    lines = "".join(f"{rows[cell]}\n" for cell in sorted(rows))
+    return f"{before}\n{HEAD}{lines}{after}"
+
+
+def add(row: Row) -> None:
+    """Write one row into the page. One of a cell that was not tried takes no result's place."""
+    text = PAGE.read_text("utf-8")
+    rows = read(text)
+    if row.tried or row.cell not in rows or not rows[row.cell].tried:
+        rows[row.cell] = row
+    PAGE.write_text(written(text, rows), "utf-8")
