@@ -208,8 +208,8 @@ def run(cell: Cell, interpreter: str, folder: str | None, cache: str, say: Calla
         try:
             environment.make()
             return result(cell, environment.installed(), python, environment.test())
-        except StepFailed as error:
-            first, _, rest = str(error).partition("\n")
+        except (StepFailed, OSError, subprocess.SubprocessError, ElementTree.ParseError) as error:
+            first, _, rest = (str(error) or repr(error)).partition("\n")
             return Row(python, constraints_torch(cell), today(), remark=first), rest or first
 
 

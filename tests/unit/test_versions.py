@@ -248,6 +248,8 @@ def test_failed_tests_and_steps_make_the_status_and_show_the_first_error(
     assert fake.row().remark.startswith("torch==2.13.0 and the package: status 1") and not fake.row().good
     fake.fails = "pytest"
     assert fake.main() == 1 and "no report" in fake.row().remark
+    fake.fails, fake.report = "", "no report at all"
+    assert fake.main() == 1 and "syntax error" in fake.row().remark
     assert not any(folder.exists() for folder in fake.folders)
 
 
