@@ -210,10 +210,10 @@ def measure(folder: str, count: int, width: int, rounds: int) -> dict[str, list[
         for index in range(len(turns)):
             turns[(number + index) % len(turns)]()
     saver.save(root / "ours", "b", use_async=True)
-    saver.wait()
+    saver.wait_for_saves()
     for _ in range(rounds):
         note("stall of an asynchronous save", timed(lambda: saver.save(root / "ours", "b", use_async=True)))
-        note("rest of it", timed(saver.wait))
+        note("rest of it", timed(saver.wait_for_saves))
     saver.close()
     session.close()
     found["processor seconds"] = [time.process_time() - began]

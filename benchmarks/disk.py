@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.table import replace_section
-from shardwise.disk.store import DiskStore, Handle, Record
+from shardwise.disk.store import DiskStore, Record, Transfer
 from shardwise.plan import DiskPlan
 
 MIB, GIB = 2**20, 2**30
@@ -83,7 +83,7 @@ class Ours:
 
     def speed(self, way: str) -> float:
         """GB/s of one pass over all records, as many in flight as there are buffers."""
-        store, running = self.store, list[tuple[Handle, Tensor]]()
+        store, running = self.store, list[tuple[Transfer, Tensor]]()
         start = time.perf_counter()
         for record in self.records:
             if len(running) == BUFFERS:
@@ -99,7 +99,7 @@ class Ours:
     def update(self, compute: Callable[[Tensor], None]) -> float:
         """Seconds to read, update and write back every record; the next is read and the last written meanwhile."""
         start = time.perf_counter()
-        writes: list[tuple[Handle, Tensor]] = []
+        writes: list[tuple[Transfer, Tensor]] = []
         following = self._read(self.records[0], writes)
         for number, record in enumerate(self.records):
             reading, buffer = following
@@ -113,14 +113,14 @@ class Ours:
         self.store.commit()
         return time.perf_counter() - start
 
-    def _read(self, record: Record, writes: list[tuple[Handle, Tensor]]) -> tuple[Handle, Tensor]:
+    def _read(self, record: Record, writes: list[tuple[Transfer, Tensor]]) -> tuple[Transfer, Tensor]:
         if not self.store.idle_buffers(record.nbytes):
             _finish(self.store, writes)
         buffer = self.store.buffer(record.nbytes)
         return self.store.read(record, buffer), buffer
 
 
-def _finish(store: DiskStore, running: list[tuple[Handle, Tensor]]) -> None:
+def _finish(store: DiskStore, running: list[tuple[Transfer, Tensor]]) -> None:
     handle, buffer = running.pop(0)
     handle.wait()
     store.give(buffer)

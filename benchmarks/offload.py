@@ -25,7 +25,7 @@ from benchmarks.model import batch, make_model
 from benchmarks.table import replace_section
 from benchmarks.training import machine
 from shardwise.build import Session, build
-from shardwise.disk.store import DiskStore, Handle
+from shardwise.disk.store import DiskStore, Transfer
 from shardwise.plan import DiskPlan, Plan, on_device, zero
 
 __all__ = ["MODES", "Alone", "Mode", "Parts", "Training", "measure", "table"]
@@ -218,7 +218,7 @@ class Alone:
 
         def run() -> None:
             # Two buffers read and two write, each waiting only for its own last transfer.
-            flying: list[Handle | None] = [None] * 4
+            flying: list[Transfer | None] = [None] * 4
             for i, record in enumerate(records):
                 for way, count in ((0, reads), (1, writes)):
                     at = way * 2 + i % 2
@@ -226,7 +226,7 @@ class Alone:
                     if last is not None:
                         last.wait()
                     if i < count:
-                        start: Callable[[], Handle] = (
+                        start: Callable[[], Transfer] = (
                             (lambda r=record, b=aligned[at]: self.store.write(r, b))  # type: ignore[misc]
                             if way
                             else (lambda r=record, b=aligned[at]: self.store.read(r, b))  # type: ignore[misc]

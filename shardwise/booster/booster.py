@@ -226,7 +226,7 @@ class Booster:
             CheckpointError: on every rank, when rank 0 could not write; what was there still is.
         """
         write = adapter_writer(unwrap_model(model), Path(checkpoint), use_safetensors)
-        self._runs.wait()
+        self._runs.wait_for_saves()
         self._files.save_model(self._runs.of_model(model), write, f"save the adapter to {checkpoint}")
 
     # -- checkpoints
@@ -264,7 +264,7 @@ class Booster:
         write = model_writer(
             unwrap_model(model), checkpoint, shard, gather_dtensor, prefix, size_per_shard, use_safetensors
         )
-        self._runs.wait()  # a checkpoint that is being written may be in the directory that is replaced
+        self._runs.wait_for_saves()  # a checkpoint that is being written may be in the directory that is replaced
         self._files.save_model(self._runs.of_model(model), write, f"save the model to {checkpoint}", use_async)
 
     def load_model(
@@ -331,7 +331,7 @@ class Booster:
         """
         write = optimizer_writer(checkpoint, shard, gather_dtensor, prefix, size_per_shard)
         run, index = self._runs.of_optimizer(optimizer)
-        self._runs.wait()
+        self._runs.wait_for_saves()
         self._files.save_optimizer(run, index, write, f"save the optimizer to {checkpoint}", use_async)
 
     def load_optimizer(
@@ -421,7 +421,7 @@ class Booster:
             ValueError: model and optimizer were not boosted together, or something that a checkpoint cannot hold.
             CheckpointError: on every rank, when one failed; earlier checkpoints are as they were.
         """
-        self._files.wait()
+        self._files.wait_for_saves()
         saver = self._runs.saver(model, optimizer)
         return saver.save(directory, lr_schedulers=_several(lr_scheduler), **options)
 
@@ -460,7 +460,7 @@ class Booster:
         """
         if resume not in (None, "auto") or (resume is not None and tag is not None):
             raise ValueError(f"resume={resume!r}, tag={tag!r}: give resume='auto', or a tag, or neither")
-        self._files.wait()
+        self._files.wait_for_saves()
         saver = self._runs.saver(model, optimizer)
         given = _several(lr_scheduler)
         return saver.load(directory, resume or tag, strict=strict, lr_schedulers=given, **fit)
@@ -472,9 +472,9 @@ class Booster:
             CheckpointError: one of the saves failed, on every rank.
         """
         try:
-            self._files.wait()
+            self._files.wait_for_saves()
         finally:
-            self._runs.wait()
+            self._runs.wait_for_saves()
 
     def close(self) -> None:
         """Give back what boosted models share with other ranks and hold on disks, after waiting for saves; ranks need
@@ -485,7 +485,7 @@ class Booster:
             CheckpointError: an asynchronous save failed; everything is closed.
         """
         try:
-            self._files.wait()
+            self._files.wait_for_saves()
         finally:
             self._runs.close()
 

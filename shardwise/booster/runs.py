@@ -104,7 +104,7 @@ class Runs:
             )
         return self._savers[module]
 
-    def wait(self) -> None:
+    def wait_for_saves(self) -> None:
         """Return when no run's checkpoint is being written any more.
 
         Raises:
@@ -113,7 +113,7 @@ class Runs:
         failures = []
         for saver in list(self._all):
             try:
-                saver.wait()
+                saver.wait_for_saves()
             except CheckpointError as error:
                 failures.append(error)
         if failures:

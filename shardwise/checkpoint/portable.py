@@ -71,7 +71,7 @@ class PortableFiles:
         self, kind: Part, run: Run, prepare: Callable[[], Portion], write: Write, what: str, use_async: bool
     ) -> None:
         lane = self._lanes.setdefault(kind, Lane())
-        lane.wait()
+        lane.wait_for_saves()
         run.settle()
         if not use_async:
             stream(self._world, prepare, write, what)
@@ -99,7 +99,7 @@ class PortableFiles:
         return self._load(run, path, "optimizer", strict, fit)
 
     def _load(self, run: Run, path: str, part: Part, strict: bool, fit: Fit) -> Match:
-        self.wait()
+        self.wait_for_saves()
         run.settle()
         opened: list[CheckpointSource] = []
 
@@ -150,16 +150,16 @@ class PortableFiles:
         """Whether an asynchronous save is still being written."""
         return any(lane.running for lane in self._lanes.values())
 
-    def wait(self) -> None:
+    def wait_for_saves(self) -> None:
         """Return when nothing is being written any more.
 
         Raises:
             CheckpointError: an asynchronous save failed.
         """
-        self._each(Lane.wait)
+        self._each(Lane.wait_for_saves)
 
     def close(self) -> None:
-        """Wait, and give back memory and communicators. Raises as :meth:`wait` does."""
+        """Wait, and give back memory and communicators. Raises as :meth:`wait_for_saves` does."""
         self._each(Lane.close)
 
     def _each(self, action: Callable[[Lane], None]) -> None:

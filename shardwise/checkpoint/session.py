@@ -75,7 +75,7 @@ class Checkpointer:
             keep: remove afterwards what is older than the ``keep`` newest whole ones. One of which a file is missing or
                 cut off does not count, nor one that :meth:`load` skipped as damaged.
             use_async: copy to host memory and return; a thread writes. A save that still runs is waited for first, and
-                its error raised here or in :meth:`wait`.
+                its error raised here or in :meth:`wait_for_saves`.
 
         Returns:
             The checkpoint's path.
@@ -93,7 +93,7 @@ class Checkpointer:
         step = self.steps if step is None else whole("step", step, 0, MOST_STEP)
         tag = check_tag(f"step-{step}" if tag is None else tag)
         with self._run.doing(f"saving checkpoint {tag!r} in {os.fspath(root)}"):
-            self.wait()
+            self.wait_for_saves()
             run = self._run
             run.settle()
             given = Given(step, self.steps, lr_schedulers, data_position, user_state)
@@ -152,16 +152,16 @@ class Checkpointer:
         """Whether an asynchronous save is still being written."""
         return self._lane.running
 
-    def wait(self) -> None:
+    def wait_for_saves(self) -> None:
         """Return when nothing is being written any more.
 
         Raises:
             CheckpointError: the last asynchronous save failed.
         """
-        self._lane.wait()
+        self._lane.wait_for_saves()
 
     def close(self) -> None:
-        """Wait, and give back memory and communicator. Raises as :meth:`wait` does."""
+        """Wait, and give back memory and communicator. Raises as :meth:`wait_for_saves` does."""
         self._lane.close()
 
     # ---- restoring
@@ -207,7 +207,7 @@ class Checkpointer:
             FileNotFoundError: there is no such checkpoint.
             ValueError: names, shapes or classes do not fit; nothing was changed.
         """
-        self.wait()
+        self.wait_for_saves()
         with self._run.doing(f"loading checkpoint {tag!r} of {os.fspath(root)}"):
             restored = restore(self._run, os.fspath(root), tag, strict, lr_schedulers, Fit(rename, rows), check)
         if restored is not None:

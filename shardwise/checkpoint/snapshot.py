@@ -73,7 +73,7 @@ class Lane:
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, pin: bool, copy: Callable[[HostImage], T], write: Callable[[Ranks, Callable[[], T]], None]) -> None:
-        """Copy now, and write in a thread of its own. Collective; call :meth:`wait` first.
+        """Copy now, and write in a thread of its own. Collective; call :meth:`wait_for_saves` first.
 
         Args:
             pin: page-lock the memory of the copy.
@@ -108,7 +108,7 @@ class Lane:
         self._thread = threading.Thread(target=run, name="shardwise checkpoint")
         self._thread.start()
 
-    def wait(self) -> None:
+    def wait_for_saves(self) -> None:
         """Return when nothing is being written any more.
 
         Raises:
@@ -122,9 +122,9 @@ class Lane:
             raise CheckpointError(f"the asynchronous save failed: {error}") from error
 
     def close(self) -> None:
-        """Wait, and give back memory and communicator. Raises as :meth:`wait` does."""
+        """Wait, and give back memory and communicator. Raises as :meth:`wait_for_saves` does."""
         try:
-            self.wait()
+            self.wait_for_saves()
         finally:
             self._image = None
             if self._ranks is not None:

@@ -7,6 +7,6 @@ from __future__ import annotations
 
 from shardwise.disk.errors import DiskError
 from shardwise.disk.medium import Medium, known_media, register_medium
-from shardwise.disk.store import DiskStore, Handle, Record
+from shardwise.disk.store import DiskStore, Record, Transfer
 
-__all__ = ["DiskError", "DiskStore", "Handle", "Medium", "Record", "known_media", "register_medium"]
+__all__ = ["DiskError", "DiskStore", "Medium", "Record", "Transfer", "known_media", "register_medium"]

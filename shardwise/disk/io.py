@@ -25,7 +25,7 @@ from shardwise.disk.errors import DiskError, explain
 from shardwise.disk.file import ALIGNMENT_BYTES
 from shardwise.disk.queues import Request, RequestQueue
 
-__all__ = ["DiskIO", "Handle", "Operation", "Traffic"]
+__all__ = ["DiskIO", "Operation", "Traffic", "Transfer"]
 
 _SEGMENT_BYTES = 2**20
 _LOOK_SECONDS = 1.0  # how often a waiting caller looks whether the I/O threads live
@@ -113,7 +113,7 @@ class Operation:
         return f"{'writing' if self.writing else 'reading'} {self.what}"
 
 
-class Handle:
+class Transfer:
     """A transfer that was started."""
 
     def __init__(self, operation: Operation, alive: Callable[[], bool]) -> None:
@@ -420,11 +420,11 @@ class DiskIO:
             raise
         self._turn += parts
 
-    def handle(self, operation: Operation) -> Handle:
+    def handle(self, operation: Operation) -> Transfer:
         """Waits for an operation that was started here."""
         # Weak, since the handle may outlive the store and must not keep its threads.
         io = weakref.ref(self)
-        return Handle(operation, lambda: (found := io()) is not None and found.alive())
+        return Transfer(operation, lambda: (found := io()) is not None and found.alive())
 
     def close(self) -> None:
         """Ends the threads after the work they have. May be called again."""

@@ -25,7 +25,7 @@ from torch import Tensor
 from shardwise.disk.buffers import Allocate, BufferPool
 from shardwise.disk.errors import DiskError
 from shardwise.disk.file import ALIGNMENT_BYTES, DiskFile, round_up
-from shardwise.disk.io import DiskIO, Handle, Operation
+from shardwise.disk.io import DiskIO, Operation, Transfer
 from shardwise.disk.medium import FILE, MediumFile, open_medium
 from shardwise.disk.queues import MakeQueue, ThreadQueue
 from shardwise.disk.run_directory import RunDirectory
@@ -33,7 +33,7 @@ from shardwise.disk.run_directory import RunDirectory
 if TYPE_CHECKING:
     from shardwise.plan import DiskPlan
 
-__all__ = ["DiskError", "DiskStore", "Handle", "Record"]
+__all__ = ["DiskError", "DiskStore", "Record", "Transfer"]
 
 
 # [Note: Two versions of a record]
@@ -207,7 +207,7 @@ class DiskStore:
         """Memory of all buffers."""
         return self._buffers.reserved_bytes
 
-    def read(self, record: Record, buffer: Tensor, *, newest: bool = False, urgent: bool = False) -> Handle:
+    def read(self, record: Record, buffer: Tensor, *, newest: bool = False, urgent: bool = False) -> Transfer:
         """Starts reading the committed version into ``buffer``; ``newest``: what was written since, where there is.
 
         ``urgent``: before all transfers that are not and that wait for their turn.
@@ -235,7 +235,7 @@ class DiskStore:
             self._start(version, operation)
             return self._io.handle(operation)
 
-    def write(self, record: Record, buffer: Tensor) -> Handle:
+    def write(self, record: Record, buffer: Tensor) -> Transfer:
         """Starts writing the first ``record.nbytes`` bytes of ``buffer``; the committed version stays as it is.
 
         ``buffer`` is a contiguous CPU tensor of any dtype whose address is a multiple of 4096 and that has at least

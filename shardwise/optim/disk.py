@@ -9,7 +9,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from shardwise.disk.store import DiskError, DiskStore, Handle, Record
+from shardwise.disk.store import DiskError, DiskStore, Record, Transfer
 from shardwise.optim.offload import FetchedMoments, MomentStore
 from shardwise.plan import DiskPlan
 
@@ -22,10 +22,10 @@ BUFFERS = 4
 class _OnTheWay:
     """Moments that are being read into a buffer, or zeros in one."""
 
-    def __init__(self, buffer: Tensor, numel: int, dtype: torch.dtype, handle: Handle | None) -> None:
+    def __init__(self, buffer: Tensor, numel: int, dtype: torch.dtype, handle: Transfer | None) -> None:
         self.buffer, self._numel, self._dtype, self._handle = buffer, numel, dtype, handle
 
-    def wait(self) -> Tensor:
+    def moments(self) -> Tensor:
         if self._handle is not None:
             self._handle.wait()
         nbytes = 2 * self._numel * self._dtype.itemsize
@@ -42,7 +42,7 @@ class _DiskMoments:
         self._stored: set[str] = set()
         self._new: set[str] = set()
         self._sizes: list[int] = []
-        self._writing: deque[tuple[Handle, Tensor]] = deque()
+        self._writing: deque[tuple[Transfer, Tensor]] = deque()
 
     def reserve(self, key: str, numel: int, dtype: torch.dtype) -> None:
         if key not in self._records:
@@ -79,7 +79,7 @@ class _DiskMoments:
         assert isinstance(fetched, _OnTheWay)
         if moments is None:
             with contextlib.suppress(DiskError):
-                fetched.wait()
+                fetched.moments()
             self._store.give(fetched.buffer)
             return
         self._writing.append((self._store.write(self._records[key], fetched.buffer), fetched.buffer))

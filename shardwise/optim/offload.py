@@ -27,7 +27,7 @@ PIECE_NUMEL = 1 << 22
 class FetchedMoments(Protocol):
     """Moments on their way."""
 
-    def wait(self) -> Tensor:
+    def moments(self) -> Tensor:
         """The moments, shape ``[2, numel]``: ``exp_avg`` and ``exp_avg_sq``; the caller may write them."""
 
 
@@ -151,7 +151,7 @@ class OffloadedMoments:
                     waiting.append(self.store.fetch(key, last - first, dtype))
                     asked += 1
                 fetched = waiting[0]
-                moments = fetched.wait()
+                moments = fetched.moments()
                 yield MomentPiece(index, start, end, moments)
                 self.store.put(self._key(params[index], start), moments if store_back else None, fetched)
                 waiting.popleft()

@@ -32,7 +32,7 @@ class _Landing:
         memory.copy_(out, non_blocking=True)
         self._event = record_event(out.device) if out.is_cuda else None
 
-    def wait(self) -> None:
+    def land(self) -> None:
         if self._event is not None:
             self._event.synchronize()
 
@@ -55,8 +55,8 @@ class _Adding:
         self._free = free
         self._before = 0 if self._total is None else version_of(self._total)
 
-    def wait(self) -> None:
-        self._landing.wait()
+    def land(self) -> None:
+        self._landing.land()
         if self._total is not None and version_of(self._total) == self._before:
             self._total.add_(self._part)
         self._free()
@@ -86,7 +86,7 @@ class Landings:
         """``state.reduced`` becomes ``out``, or that is added to it."""
         if state.held is None:
             memory = state.own_memory()
-            state.lands(memory, _Landing(memory, out).wait)
+            state.lands(memory, _Landing(memory, out).land)
             return
         # Also its own, whose sum is read below: landed before a block is taken, it gives one back.
         while len(self._adding) >= IN_FLIGHT or state in self._adding:
@@ -97,7 +97,7 @@ class Landings:
         ring, total = self._blocks, state.reduced
         block = ring.take(self._largest, torch.uint8)
         part = block[: out.nbytes].view(out.dtype)
-        state.lands(total, _Adding(_Landing(part, out), total, part, partial(self._free, state, ring, block)).wait)
+        state.lands(total, _Adding(_Landing(part, out), total, part, partial(self._free, state, ring, block)).land)
         self._adding.append(state)
 
     def _free(self, state: ChunkGrads, ring: GradRing, block: torch.Tensor) -> None:

@@ -363,7 +363,7 @@ class Reducer:
         self._end_pass(sync)
 
     def _agree_with_observer(self) -> None:
-        flags = self._observer.wait()
+        flags = self._observer.catch_up()
         if self._observer.must_agree:
             posts = self._exchange(flags, "which chunks were updated during backward")
             self._observer.agreed([any(column) for column in zip(*posts, strict=True)])
@@ -391,7 +391,7 @@ class Reducer:
         """
         self._count_launched()
         # Whoever reads gradients beside this thread is done with them first.
-        reached = [float(self._cursor), *self._observer.wait()]
+        reached = [float(self._cursor), *self._observer.catch_up()]
         # Also where all use the same parameters: how many reductions each has started depends on its patience.
         posts = self._exchange(reached, "how far a failed backward pass came")
         self._dropping = True

@@ -88,7 +88,7 @@ class Observer(Protocol):
     def active(self) -> bool:
         """Whether there is anybody at all."""
 
-    def wait(self) -> list[float]:
+    def catch_up(self) -> list[float]:
         """At the end of a pass: what was begun is finished. Flags of this rank, in the same order everywhere."""
 
     @property

@@ -221,7 +221,7 @@ class ShardedStrategy(_Base):  # type: ignore[misc]
         trainer = getattr(self.lightning_module, "_trainer", None)
         running = trainer is not None and trainer.state.status.value == "running"
         if self._live is not None and running:
-            self.session.checkpoints.wait()
+            self.session.checkpoints.wait_for_saves()
             if isinstance(launcher, self.ns.load("strategies.launchers._MultiProcessingLauncher")):
                 self.unshard()  # the launcher sends the module's own state to the main process
         self.precision_plugin.teardown()

@@ -378,7 +378,7 @@ class DeepSpeed(ShardedStrategy):
     def teardown(self) -> None:
         """See :meth:`ShardedStrategy.teardown`."""
         if isinstance(self._saving, SavingWithoutFrozen):
-            self._saving.wait()
+            self._saving.wait_for_saves()
         super().teardown()
         if self._level_outside is not None:  # what else logs in this process is not this run's
             set_level(self._level_outside)

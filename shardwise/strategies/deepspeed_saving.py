@@ -27,15 +27,15 @@ class SavingWithoutFrozen(Saving):
     def _writer(self, session: Session, whole: bool) -> Checkpointer:
         key = (id(session), whole)
         if key not in self._writers:
-            self.wait()
+            self.wait_for_saves()
             self._writers = {key: Checkpointer(WithoutFrozen(session if whole else ModelOnly(session)))}
         self._writers[key].steps = session.checkpoints.steps
         return self._writers[key]
 
-    def wait(self) -> None:
+    def wait_for_saves(self) -> None:
         """Until nothing is being written any more."""
         for writer in self._writers.values():
-            writer.wait()
+            writer.wait_for_saves()
 
 
 def is_of_deepspeed(path: str) -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from shardwise.disk.store import DiskError, DiskStore, Handle, Record
+from shardwise.disk.store import DiskError, DiskStore, Record, Transfer
 from shardwise.torch_internals import point
 from shardwise.update.on_disk import OnDisk
 from shardwise.update.tiles import Piece, Tile
@@ -97,7 +97,7 @@ class DiskTile:
         self._room: dict[tuple[str, torch.dtype], int] = {}
         """Where each key's tensors of the whole tile begin in the state record."""
         self._buffers: list[torch.Tensor] = []
-        self._transfers: list[Handle] = []
+        self._transfers: list[Transfer] = []
         self._made = 0
 
     @property

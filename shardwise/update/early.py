@@ -239,7 +239,7 @@ class EarlyUpdates:
 
         What happened on a disk is kept instead (:attr:`disk_failure`), because all ranks have to learn of it.
         """
-        self.wait()
+        self.catch_up()
         if self._broken:
             raise RuntimeError(self._lost)
         if self._undoing:
@@ -250,7 +250,7 @@ class EarlyUpdates:
                 self.rollback()
             raise failure
 
-    def wait(self) -> None:
+    def catch_up(self) -> None:
         """Wait for them; what one of them raised is kept for :meth:`settle`. May be called again if interrupted."""
         if self.updated:
             # Not for the jobs that are noted: an interrupt may have come before one of them was.
@@ -295,7 +295,7 @@ class EarlyUpdates:
 
     def take_back(self) -> None:
         """The guess was wrong: :meth:`rollback`, and make fewer of them on the disk."""
-        self.wait()
+        self.catch_up()
         if self._disk is not None and self.disk_failure is None:
             self._disk.was_wrong()
         self.rollback()
@@ -306,7 +306,7 @@ class EarlyUpdates:
         Raises:
             RuntimeError: updates were made in place.
         """
-        self.wait()
+        self.catch_up()
         if self.in_place and (self.updated or self.anywhere):
             self._broken = True
             raise RuntimeError(self._lost)
@@ -341,7 +341,7 @@ class EarlyUpdates:
         Raises:
             RuntimeError: updates were made in place.
         """
-        self.wait()
+        self.catch_up()
         if self.in_place and (self.updated or self.anywhere):
             advice = "call step() first" if self._failure is None else f"{self._failure!r}: load a checkpoint"
             raise RuntimeError(
@@ -356,7 +356,7 @@ class EarlyUpdates:
         Returns:
             Whether what is not replaced is half that of the next step.
         """
-        self.wait()
+        self.catch_up()
         if not self.in_place:
             self.rollback()
             return False
@@ -445,11 +445,11 @@ class EarlyObserver:
         if early is not None and early.expects_no_other(self._is_first) and early.takes(state):
             early.update(state, self._factor(early))
 
-    def wait(self) -> list[float]:
+    def catch_up(self) -> list[float]:
         """After a pass: nothing runs beside the caller any more. For each optimizer, whether something of it was
         updated in place on this rank."""
         for each in self.by_optimizer.values():
-            each.wait()
+            each.catch_up()
         return [float(each.in_place and bool(each.updated)) for each in self.by_optimizer.values()]
 
     def device_bytes(self) -> int:
@@ -463,7 +463,7 @@ class EarlyObserver:
 
     @property
     def must_agree(self) -> bool:
-        """Whether updates are made in place: then all ranks have to know what :meth:`wait` says, and chunks are not
+        """Whether updates are made in place: then all ranks have to know what :meth:`catch_up` says, and chunks are not
         reduced before each parameter has its gradient, since no second result can be taken."""
         # No generator: Python loses an interrupt that comes while one is given up.
         return True in [each.in_place for each in self.by_optimizer.values()]

@@ -153,7 +153,7 @@ class Sweep:
                 keep=2,
                 use_async="asynchronous" in self.action,
             )
-            saver.wait()
+            saver.wait_for_saves()
         except CheckpointError as raised:
             return str(raised), weights
         return "", weights

@@ -17,7 +17,7 @@ from disk_setup import Log, disk_plan
 
 from shardwise.chunk.source import DiskSource, ReadAhead
 from shardwise.comm.group import LocalGroup
-from shardwise.disk.store import DiskError, DiskStore, Handle, Record
+from shardwise.disk.store import DiskError, DiskStore, Record, Transfer
 from shardwise.update.disk_tiles import BufferSizes, DiskTile, TileVisits
 from shardwise.update.tiles import Piece, Tile
 
@@ -90,14 +90,14 @@ def test_a_new_shard_is_written_beside_gathers_of_the_old_one(renewals: int, tmp
 @contextlib.contextmanager
 def interrupted_wait() -> Iterator[None]:
     """Ctrl-C in the first wait for a transfer."""
-    real, count = Handle.wait, itertools.count()
+    real, count = Transfer.wait, itertools.count()
 
-    def wait(self: Handle) -> None:
+    def wait(self: Transfer) -> None:
         if next(count) == 0:
             raise KeyboardInterrupt
         real(self)
 
-    with mock.patch.object(Handle, "wait", wait), pytest.raises(KeyboardInterrupt):
+    with mock.patch.object(Transfer, "wait", wait), pytest.raises(KeyboardInterrupt):
         yield
 
 
@@ -198,8 +198,8 @@ def test_a_visit_that_fails_ends_its_transfers(how: str, tmp_path: Path) -> None
     """They would go on in buffers that somebody else has by then."""
     log, handles = Log(), []
 
-    def noted(start: Callable[..., Handle]) -> Callable[..., Handle]:
-        def call(*arguments: Any, **named: Any) -> Handle:
+    def noted(start: Callable[..., Transfer]) -> Callable[..., Transfer]:
+        def call(*arguments: Any, **named: Any) -> Transfer:
             handles.append(start(*arguments, **named))
             return handles[-1]
 
@@ -226,7 +226,7 @@ def test_a_visit_that_fails_ends_its_transfers(how: str, tmp_path: Path) -> None
         visits.end_step()
         write, count = store.write, itertools.count()
 
-        def once(record: Record, buffer: torch.Tensor) -> Handle:
+        def once(record: Record, buffer: torch.Tensor) -> Transfer:
             if next(count):
                 raise DiskError("refused")
             return write(record, buffer)

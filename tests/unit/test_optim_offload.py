@@ -25,13 +25,13 @@ SHAPES = [(40,), (3, 5), (0,), (), (100,), (2, 3, 4, 5), (7,)]
 
 class FakeFetch:
     def __init__(self, store: FakeStore, key: str, moments: Tensor) -> None:
-        self.store, self.key, self.moments = store, key, moments
+        self.store, self.key, self.read = store, key, moments
 
-    def wait(self) -> Tensor:
-        self.store.log.append(("wait", self.key))
+    def moments(self) -> Tensor:
+        self.store.log.append(("moments", self.key))
         if self.key in self.store.broken:
             raise OSError(f"cannot read {self.key}")
-        return self.moments
+        return self.read
 
 
 class FakeStore:
@@ -175,14 +175,14 @@ def test_reads_are_ahead_of_updates(tmp_path: Path) -> None:
     train(optimizer, params, range(2, 3))
     fetched = [key for what, key in log if what == "fetch"]
     for number, key in enumerate(fetched):
-        wait, put = log.index(("wait", key)), log.index(("put", key))
+        wait, put = log.index(("moments", key)), log.index(("put", key))
         assert log.index(("fetch", key)) < wait < put
         if number + 1 < len(fetched):
             assert log.index(("fetch", fetched[number + 1])) < wait
     assert log[-1] == ("flush", "")
     log.clear()
     optimizer.state_dict()
-    assert {what for what, _ in log} == {"fetch", "wait"}
+    assert {what for what, _ in log} == {"fetch", "moments"}
     assert FakedAdam.store.out == 0
 
 

@@ -59,7 +59,7 @@ def train_meanwhile(root: str) -> None:
         saver.save(root, "b", use_async=True)  # waits for the first
         assert os.path.exists(os.path.join(root, "a")), "a save that still runs is waited for"
         assert saver._lane._image._memory.data_ptr() == memory, "the snapshot's memory is used again"
-        saver.wait()
+        saver.wait_for_saves()
         assert not saver.saving
         mesh.world.barrier()
         for tag in ("a", "b"):

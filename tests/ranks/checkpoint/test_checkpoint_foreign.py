@@ -86,7 +86,7 @@ def test_a_tag_that_is_saved_again_keeps_what_is_not_the_checkpoints(
     before = put(tmp_path / "best")
     for version in (2, 3):
         saver.save(tmp_path, "best", user_state=version, use_async=version == 3)
-        saver.wait()
+        saver.wait_for_saves()
         assert user_files(tmp_path / "best") == before
         assert sorted(os.listdir(tmp_path)) == ["best", "latest"], "nothing hidden stays"
     assert verify(tmp_path / "best") == []

@@ -82,7 +82,7 @@ def asynchronous(plan: Plan, directory: str) -> None:
     model = net()
     session = build(model, optimizer_of(model), plan)
     session.checkpoints.save(directory, "a", use_async=True)
-    session.checkpoints.wait()
+    session.checkpoints.wait_for_saves()
 
 
 def of_group(plan: Plan) -> None:

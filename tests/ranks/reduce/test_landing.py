@@ -38,7 +38,7 @@ class Slow(_Landing):
         self._memory, self._values = memory, out.clone()
         memory.fill_(float("nan"))
 
-    def wait(self) -> None:
+    def land(self) -> None:
         Slow.waits += 1
         self._memory.copy_(self._values)
 

@@ -273,13 +273,13 @@ def failing_while_updates_wait() -> tuple[str, str]:
             model.fail = True
             Slow.gate.clear()
             # Only when someone waits for the updates may they go on.
-            real = EarlyUpdates.wait
+            real = EarlyUpdates.catch_up
 
-            def wait(self: EarlyUpdates) -> None:
+            def catch_up(self: EarlyUpdates) -> None:
                 Slow.gate.set()
                 real(self)  # noqa: B023
 
-            with mock.patch.object(EarlyUpdates, "wait", wait):
+            with mock.patch.object(EarlyUpdates, "catch_up", catch_up):
                 with pytest.raises(ArithmeticError):
                     one_pass(session, 1)
                 model.fail = False

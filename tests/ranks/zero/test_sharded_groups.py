@@ -109,9 +109,9 @@ def saved_and_loaded(folder: str) -> list[dict[str, Tensor]]:
         saver = model.session.checkpoints
         saver.save(f"{folder}/first", "now")
         saver.save(f"{folder}/first", "later", use_async=True)
-        saver.wait()
+        saver.wait_for_saves()
         saver.save(f"{folder}/first", "last", use_async=True)
-        saver.wait()
+        saver.wait_for_saves()
         assert {each.name for each in Path(folder, "first").iterdir()} >= {"now", "later", "last"}
         train(model, optimizer, "mlp", steps[1:])
     dist.barrier()
