@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from tests.test_architecture import PACKAGE, Source, functions, imports, ours
+from tests.sources import PACKAGE, Source, functions, imports, ours
 
 NOTE = re.compile(r"\[Note: ([^]]+)\]")
 """What a reason is found by, where it stands and where it is referred to."""

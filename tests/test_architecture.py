@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from functools import cache
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-PACKAGE = "shardwise"
+from tests.sources import PACKAGE, Definition, Source, around, functions, imports, ours
 
 # Lower rows first. A unit may import itself and units of lower rows; units of one row never import each other.
 # A dotted unit ("chunk.layout") is a module that sits lower than the rest of its package.
@@ -84,56 +80,7 @@ PUBLISHED_MODULES = {f"{PACKAGE}.zero.sharded_model.utils"}
 LONG_FUNCTIONS: dict[tuple[str, str], str] = {}
 
 
-@dataclass(frozen=True)
-class Source:
-    """One Python file: its dotted name, text and tree. ``modules`` are all dotted names of the package."""
-
-    name: str
-    text: str
-    modules: frozenset[str] = frozenset()
-    is_package: bool = False
-    tree: ast.Module = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "tree", ast.parse(self.text))
-
-
 Checker = Callable[[Source], list[str]]
-
-
-def _absolute(source: Source, node: ast.ImportFrom) -> str:
-    if not node.level:
-        return node.module or ""
-    parts = source.name.split(".")
-    base = parts[: len(parts) - node.level + (1 if source.is_package else 0)]
-    return ".".join([*base, *([node.module] if node.module else [])])
-
-
-def _type_checking_nodes(tree: ast.Module) -> set[int]:
-    hidden: set[int] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-            hidden |= {id(inner) for statement in node.body for inner in ast.walk(statement)}
-    return hidden
-
-
-def imports(source: Source, at_run_time: bool = False) -> Iterator[tuple[int, str]]:
-    """``(line, dotted module)`` of every import of the package, with ``from package import module`` resolved."""
-    hidden = _type_checking_nodes(source.tree) if at_run_time else set()
-    for node in ast.walk(source.tree):
-        if id(node) in hidden:
-            continue
-        if isinstance(node, ast.Import):
-            found = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            base = _absolute(source, node)
-            inner = {alias.name: f"{base}.{alias.name}" for alias in node.names}
-            found = [path if path in source.modules else base for path in inner.values()]
-        else:
-            continue
-        for name in dict.fromkeys(found):
-            if name == PACKAGE or name.startswith(PACKAGE + "."):
-                yield node.lineno, name
 
 
 def unit_and_row(module: str) -> tuple[str, int | None]:
@@ -197,21 +144,6 @@ def find_cycles(sources: list[Source]) -> list[str]:
     for name in sorted(graph):
         visit(name, ())
     return cycles
-
-
-Definition = ast.FunctionDef | ast.AsyncFunctionDef
-
-
-def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, Definition]]:
-    """Every function with its qualified name, methods and nested ones included."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield prefix + node.name, node
-            yield from functions(node, f"{prefix}{node.name}.")
-        elif isinstance(node, ast.ClassDef):
-            yield from functions(node, f"{prefix}{node.name}.")
-        else:
-            yield from functions(node, prefix)
 
 
 def _lines(node: Definition) -> int:
@@ -345,27 +277,6 @@ def check_all(source: Source) -> list[str]:
                 if name not in bound and f"{source.name}.{name}" not in source.modules:
                     complaints.append(f"{source.name}:{node.lineno} __all__ lists {name!r}, which is not there")
     return complaints
-
-
-def read(folder: Path, prefix: str) -> list[Source]:
-    """Every Python file under ``folder``, named ``prefix.…``."""
-    paths = [p for p in sorted(folder.rglob("*.py")) if "__pycache__" not in p.parts]
-    parts = {p: p.relative_to(folder).with_suffix("").parts for p in paths}
-    names = {p: ".".join((prefix, *(q[:-1] if q[-1] == "__init__" else q))) for p, q in parts.items()}
-    modules = frozenset(names.values())
-    return [Source(names[p], p.read_text("utf-8"), modules, p.name == "__init__.py") for p in paths]
-
-
-@cache
-def ours() -> list[Source]:
-    """The package; parsed at the first test that wants it, since collecting happens in every worker."""
-    return read(ROOT / PACKAGE, PACKAGE)
-
-
-@cache
-def around() -> list[Source]:
-    """Tests, examples and benchmarks."""
-    return [source for name in ("tests", "examples", "benchmarks") for source in read(ROOT / name, name)]
 
 
 PACKAGE_CHECKERS: tuple[Checker, ...] = (

@@ -10,7 +10,8 @@ import ast
 from collections.abc import Iterator
 
 import pytest
-from test_architecture import Source, around
+
+from tests.sources import Source, around
 
 Place = tuple[str, str]
 """A module and a name at its top level."""

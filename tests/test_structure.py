@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+from tests.sources import PACKAGE, ROOT, Source, ours
 from tests.structure import SEAM, code_lines, comment_lines, note_complaints, notes, private_sites, rooms
-from tests.test_architecture import PACKAGE, ROOT, Source, ours
 
 TEXT = '''"""Of
 two lines."""
