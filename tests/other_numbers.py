@@ -73,6 +73,14 @@ def shift_seeds() -> None:
     worker._SEED += by
 
 
+def seed(number: int) -> None:
+    """``torch.manual_seed``, which takes a millisecond without a GPU: it formats the stack for each kind of device."""
+    if torch.cuda.is_available():
+        torch.manual_seed(number)
+    else:
+        torch.default_generator.manual_seed(number + shift())
+
+
 def round_otherwise(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Gradients as another order of the same sums may give them; what is zero stays zero."""
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import other_numbers
 import pytest
 import torch
 from torch import Tensor, nn
@@ -61,7 +62,7 @@ def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
 
 def seeded(build_model: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     """The same weights in every process, in fp64 so that nothing but the arithmetic can differ."""
-    torch.manual_seed(seed)
+    other_numbers.seed(seed)
     return build_model().double()
 
 
