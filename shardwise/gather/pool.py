@@ -181,9 +181,9 @@ class ChunkPool:
             self._make_room(unit)  # what was gathered when there was more room than now goes
             self._trim_idle()
         looks, self._looked = self._ahead_pays and self._looked != len(self.trace.current), len(self.trace.current)
-        absent = not self._is_whole(unit)
-        if not (absent or looks or [c for c in self._transient[unit] if c.state is not Residency.GATHERED]):
+        if not looks and not [c for c in self._transient[unit] if c.state is not Residency.GATHERED]:
             return
+        absent = not self._is_whole(unit)
         # Also of what was fetched ahead, which counts from here on, and makes place for what is next.
         self._make_room(unit)
         self._gather([unit] if absent else [], self._fitting(unit) if absent or looks else [])
