@@ -30,16 +30,16 @@ SHORT_SET = (
     "tests/unit/test_hostile_files.py",
     "tests/unit/test_booster_signatures.py",  # annotations
     "tests/unit/test_checked_arguments.py",
-    "tests/ranks/test_saved_parameters.py",  # who reads a parameter
-    "tests/ranks/test_dropped.py",  # what is given up goes without a collection of garbage
-    "tests/ranks/test_interrupts.py::test_messages_are_waited_for_again_after_an_interrupt",  # signals
-    "tests/ranks/test_transforms.py",  # torch.func
-    "tests/ranks/test_engine_compile.py::test_a_compiled_region_reads_parameters_of_modules_that_it_does_not_call",
+    "tests/ranks/gather/test_saved_parameters.py",  # who reads a parameter
+    "tests/ranks/engine/test_dropped.py",  # what is given up goes without a collection of garbage
+    "tests/ranks/engine/test_interrupts.py::test_messages_are_waited_for_again_after_an_interrupt",  # signals
+    "tests/ranks/gather/test_transforms.py",  # torch.func
+    "tests/ranks/engine/test_engine_compile.py::test_a_compiled_region_reads_parameters_of_modules_that_it_does_not_call",
     "tests/parity/test_random_graphs.py",
-    "tests/ranks/test_booster_checkpoints.py::test_everything_is_saved_and_restored",
-    "tests/ranks/test_booster_checkpoints.py::test_masters_and_state_on_a_disk",  # system calls by ctypes, threads
-    "tests/ranks/test_documentation.py::test_python_runs_as_it_is_printed[docs/lightning.md]",
-    "tests/ranks/test_documentation.py::test_python_runs_as_it_is_printed[docs/huggingface.md]",
+    "tests/ranks/booster/test_booster_checkpoints.py::test_everything_is_saved_and_restored",
+    "tests/ranks/booster/test_booster_checkpoints.py::test_masters_and_state_on_a_disk",  # threads
+    "tests/ranks/docs/test_documentation.py::test_python_runs_as_it_is_printed[docs/lightning.md]",
+    "tests/ranks/docs/test_documentation.py::test_python_runs_as_it_is_printed[docs/huggingface.md]",
 )
 EXTRA = "test"
 NEEDED_GIB = 12
