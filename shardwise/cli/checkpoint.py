@@ -60,7 +60,11 @@ def add_parser(commands: Any) -> None:
     convert.add_argument("target", type=Path, metavar="DST", help="what to write")
     convert.add_argument("--to", required=True, choices=WRITTEN, help="format to write")
     convert.add_argument("--dtype", choices=DTYPES, help="of the model's floating-point tensors; default: as stored")
-    convert.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="such as 5GB or 512MiB (default 5GB)")
+    convert.add_argument(
+        "--max-shard-size",
+        metavar="SIZE",
+        help="huggingface, colossalai: of the model's files, such as 5GB or 512MiB (default 5GB)",
+    )
     add_options(convert)
     convert.set_defaults(action_main=_convert)
     verify = actions.add_parser("verify", help="read everything and compare it with its checksums, where there are any")
@@ -263,7 +267,7 @@ def _convert(options: argparse.Namespace) -> int:
     from shardwise.checkpoint.files import CheckpointError
     from shardwise.checkpoint.source import CheckpointDamage
 
-    megabytes = _megabytes(options.max_shard_size)
+    megabytes = _megabytes("5GB" if options.max_shard_size is None else options.max_shard_size)
     dtype = getattr(torch, options.dtype) if options.dtype else None
     if os.path.realpath(options.source) == os.path.realpath(options.target):
         raise BadInput(f"{options.target}: source and target are the same; give another place to write to")

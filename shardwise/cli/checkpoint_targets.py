@@ -14,15 +14,16 @@ if TYPE_CHECKING:
 __all__ = ["WRITTEN", "add_options", "notes_of", "write"]
 
 WRITTEN = ("native", "huggingface", "single", "dcp", "torchtitan", "colossalai", "peft")
-OF_ONE = {
-    "safetensors": "colossalai",
-    "config": "huggingface",
-    "adapter_config": "peft",
-    "adapter": "peft",
-    "lora_alpha": "peft",
-    "base": "peft",
+TAKEN_BY = {
+    "max_shard_size": ("huggingface", "colossalai"),
+    "safetensors": ("colossalai",),
+    "config": ("huggingface",),
+    "adapter_config": ("peft",),
+    "adapter": ("peft",),
+    "lora_alpha": ("peft",),
+    "base": ("peft",),
 }
-"""Options that one format alone takes."""
+"""Options that only some formats take."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -59,10 +60,11 @@ def write(source: CheckpointSource, options: argparse.Namespace, dtype: torch.dt
     from shardwise.checkpoint import formats
     from shardwise.checkpoint.formats.native import write_native
 
-    for name, kind in OF_ONE.items():
+    for name, kinds in TAKEN_BY.items():
         given = getattr(options, name)
-        if given is not None and given is not False and options.to != kind:
-            raise ValueError(f"--{name.replace('_', '-')}: --to {kind} alone takes it; leave it out")
+        if given is not None and given is not False and options.to not in kinds:
+            takers = f"--to {' and '.join(kinds)} alone {'takes' if len(kinds) == 1 else 'take'} it"
+            raise ValueError(f"--{name.replace('_', '-')}: {takers}; leave it out")
     target: Path = options.target
     if options.to == "native":
         write_native(source, target, dtype)

@@ -108,7 +108,8 @@ def test_convert_to_everything_and_back(
     to: str, places: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = tmp_path / ("x.safetensors" if to == "single" else "x")
-    assert _run("convert", places["native"], target, "--to", to, "--max-shard-size", "100B") == 0
+    cut = ["--max-shard-size", "100B"] if to in ("huggingface", "colossalai") else []
+    assert _run("convert", places["native"], target, "--to", to, *cut) == 0
     shown = capsys.readouterr()
     lossy = to in ("huggingface", "single")
     assert ("optimizer state" in shown.err) == lossy and "\r" not in shown.err
@@ -130,6 +131,10 @@ def test_convert_refuses(places: dict[str, Path], tmp_path: Path, capsys: pytest
         (["convert", places["dcp"], places["dcp"], "--to", "dcp"], "the same"),
         (["convert", tmp_path / "nowhere", tmp_path / "x", "--to", "dcp"], "no such file"),
         (["convert", places["dcp"], tmp_path / "x", "--to", "huggingface", "--max-shard-size", "big"], "'big'"),
+        (
+            ["convert", places["dcp"], tmp_path / "x", "--to", "dcp", "--max-shard-size", "5GB"],
+            "--max-shard-size: --to huggingface and colossalai alone take it; leave it out",
+        ),
         (["convert", places["dcp"], tmp_path / "x.bin", "--to", "single"], "written as .safetensors"),
         (["convert", places["dcp"], places["single"], "--to", "huggingface"], "is a file"),
         (["convert", places["dcp"], tmp_path / "x", "--to", "peft"], "no parameters of a LoRA adapter"),
