@@ -1,0 +1,169 @@
+"""What the ranks of one axis do with activations: sums, gathers and parts, each with the gradient that belongs to
+it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.comm import Buffer, Group
+
+__all__ = ["Axis"]
+
+
+# [Note: Gradients across an axis]
+# Every rank of an axis computes the same loss. So the gradient of what all hold alike (an activation between two cut
+# layers) is the same everywhere, and that of a part is this rank's own. Where something alike enters a cut layer each
+# rank finds only what its part contributes to the gradient: it is summed (copied). Where parts are summed to something
+# alike the gradient goes to each as it is (summed). Gathering parts takes this rank's part of the gradient (gathered);
+# taking a part gathers gradients (own_part). Each is the other's backward, so gradients of gradients are right as well.
+class Axis:
+    """The ranks that hold parts of one model's layers, for activations of any shape.
+
+    All of them make the same passes with the same shapes.
+
+    Args:
+        group: these ranks. Exchanges count in its traffic, and one that a peer does not come to ends as its do.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self._kept: dict[torch.dtype, Buffer] = {}
+        self._capacity: dict[torch.dtype, int] = {}
+
+    def __deepcopy__(self, _memo: object) -> Axis:
+        return self  # a copy of a model is on the same ranks
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank
+
+    @property
+    def size(self) -> int:
+        return self.group.size
+
+    # ---- with gradients
+
+    def copied(self, x: Tensor) -> Tensor:
+        """``x``, which all ranks hold alike and each uses for its part: its gradient is summed over them."""
+        return _Copied.apply(x, self) if self.size > 1 else x  # type: ignore[no-untyped-call]
+
+    def summed(self, x: Tensor) -> Tensor:
+        """The sum over the ranks of ``x``, alike on all of them."""
+        return _Summed.apply(x, self) if self.size > 1 else x  # type: ignore[no-untyped-call]
+
+    def gathered(self, x: Tensor, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
+        """The ranks' ``x`` one behind the other in ``dim``.
+
+        Args:
+            x: of this rank.
+            dim: the dimension.
+            sizes: by rank, of that dimension; ``None``: all as here.
+        """
+        if self.size == 1:
+            return x
+        sizes = tuple(sizes) if sizes is not None else (x.shape[dim],) * self.size
+        return _Gathered.apply(x, self, dim % x.dim(), sizes)  # type: ignore[no-untyped-call, no-any-return]
+
+    def own_part(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+        """This rank's part of ``x``, which all hold alike: of ``sizes`` in ``dim``."""
+        if self.size == 1:
+            return x
+        return _OwnPart.apply(x, self, dim % x.dim(), tuple(sizes))  # type: ignore[no-untyped-call, no-any-return]
+
+    # ---- without
+
+    def total(self, x: Tensor) -> Tensor:
+        """The sum of ``x`` over the ranks, the same bits on all of them; 16-bit values are summed in fp32."""
+        if self.size == 1 or not x.numel():
+            return x.clone()
+        buffer = self._buffer(x.numel(), x.dtype)
+        buffer.local[: x.numel()].view(x.shape).copy_(x)
+        buffer.local[x.numel() :].zero_()
+        self.group.all_reduce(buffer, 1.0).wait()
+        return buffer.local[: x.numel()].view(x.shape).clone()
+
+    def maximum(self, x: Tensor) -> Tensor:
+        """The largest of ``x`` over the ranks, element by element."""
+        return self.collect(x).amax(0)
+
+    def collect(self, x: Tensor) -> Tensor:
+        """``x`` (alike in shape) of all ranks, in a new first dimension."""
+        if self.size == 1 or not x.numel():
+            return x.new_zeros((self.size, *x.shape)) if self.size > 1 else x.unsqueeze(0)
+        buffer = self._buffer(self.size * x.numel(), x.dtype)
+        buffer.local.view(self.size, *x.shape)[self.rank].copy_(x)
+        self.group.fence()  # where memory is mapped the peers read it by themselves
+        self.group.all_gather_in_place(buffer).wait()
+        self.group.fence()
+        return buffer.local.view(self.size, *x.shape).clone()
+
+    def _buffer(self, numel: int, dtype: torch.dtype) -> Buffer:
+        """Exchange memory that no peer reads any more, of ``numel`` elements and what is missing to a multiple."""
+        padded = numel + -numel % self.size
+        if self._capacity.get(dtype, 0) < padded:
+            self._capacity[dtype] = 1 << max(padded - 1, 1).bit_length()
+            capacity = self._capacity[dtype] + -self._capacity[dtype] % self.size
+            (self._kept[dtype],) = self.group.buffers([(capacity, dtype)])
+        buffer = self._kept[dtype]
+        buffer.wait_writable()
+        buffer.resize(padded)
+        return buffer
+
+
+class _Copied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.axis.summed(grad), None
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return axis.total(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.axis.copied(grad), None
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, sizes: tuple[int, ...]) -> Tensor:
+        ctx.axis, ctx.dim, ctx.sizes = axis, dim, sizes
+        if x.shape[dim] != sizes[axis.rank]:
+            raise ValueError(f"rank {axis.rank} has {x.shape[dim]} in dim {dim} of {tuple(x.shape)}, and sizes={sizes}")
+        padded = x
+        if len(set(sizes)) > 1:
+            shape = list(x.shape)
+            shape[dim] = max(sizes)
+            padded = x.new_zeros(shape)
+            padded.narrow(dim, 0, x.shape[dim]).copy_(x)
+        parts = axis.collect(padded)
+        return torch.cat([part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)], dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.axis.own_part(grad, ctx.dim, ctx.sizes), None, None, None
+
+
+class _OwnPart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, sizes: tuple[int, ...]) -> Tensor:
+        ctx.axis, ctx.dim, ctx.sizes = axis, dim, sizes
+        if x.shape[dim] != sum(sizes):
+            raise ValueError(f"{tuple(x.shape)} has {x.shape[dim]} in dim {dim}, and sizes={sizes} are {sum(sizes)}")
+        return x.narrow(dim, sum(sizes[: axis.rank]), sizes[axis.rank]).clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.axis.gathered(grad, ctx.dim, ctx.sizes), None, None, None

@@ -1,0 +1,117 @@
+"""Which part of a tensor each rank of an axis holds: pure arithmetic, the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+__all__ = ["Cut", "shares"]
+
+Range = tuple[int, int]
+
+
+def shares(total: int, ranks: int, unit: int = 1) -> list[int]:
+    """Sizes that add up to ``total``, in multiples of ``unit``, as even as can be; the first ranks have more.
+
+    Raises:
+        ValueError: ``total`` is no multiple of ``unit``.
+    """
+    if total % unit:
+        raise ValueError(f"{total} elements do not divide into units of {unit}: give a size that is a multiple")
+    units = total // unit
+    return [(units // ranks + (rank < units % ranks)) * unit for rank in range(ranks)]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One dimension of a tensor, cut over the ranks of an axis.
+
+    Attributes:
+        dim: the dimension.
+        size: elements in the whole of it.
+        ranges: by rank, the ranges ``(start, end)`` of the whole that it holds, one behind the other. Several where
+            matrices lie side by side in one (query, key and value); ranks may hold the same range (keys and values of
+            which there are fewer heads than ranks), and all of them together hold everything.
+    """
+
+    dim: int
+    size: int
+    ranges: tuple[tuple[Range, ...], ...]
+
+    def __post_init__(self) -> None:
+        held = torch.zeros(self.size, dtype=torch.bool)
+        for rank, ranges in enumerate(self.ranges):
+            for start, end in ranges:
+                if not 0 <= start <= end <= self.size:
+                    raise ValueError(f"rank {rank} holds ({start}, {end}) of {self.size}: give ranges inside of it")
+                held[start:end] = True
+        if not bool(held.all()):
+            first = int(held.logical_not().nonzero()[0])
+            raise ValueError(f"no rank holds element {first} of {self.size}: give ranges that cover everything")
+
+    @classmethod
+    def even(cls, dim: int, size: int, ranks: int, blocks: int = 1, unit: int = 1) -> Cut:
+        """``blocks`` equal parts side by side, each over all ranks in multiples of ``unit`` (a head's size).
+
+        Raises:
+            ValueError: ``size`` is no multiple of ``blocks * unit``.
+        """
+        if size % (blocks * unit):
+            raise ValueError(f"{size} elements do not divide into {blocks} blocks of units of {unit}")
+        return cls.of_sizes(dim, [shares(size // blocks, ranks, unit)] * blocks)
+
+    @classmethod
+    def of_sizes(cls, dim: int, blocks: Sequence[Sequence[int]]) -> Cut:
+        """Parts side by side, each with a size for every rank."""
+        ranges: list[list[Range]] = [[] for _ in blocks[0]]
+        start = 0
+        for sizes in blocks:
+            bounds = accumulate(sizes, initial=start)
+            for held, (first, last) in zip(ranges, pairwise(bounds), strict=True):
+                held.append((first, last))
+            start += sum(sizes)
+        return cls(dim, start, tuple(map(tuple, ranges)))
+
+    @property
+    def ranks(self) -> int:
+        return len(self.ranges)
+
+    def numel(self, rank: int) -> int:
+        """Elements of the dimension that ``rank`` holds."""
+        return sum(end - start for start, end in self.ranges[rank])
+
+    def part(self, whole: Tensor, rank: int) -> Tensor:
+        """What ``rank`` holds of ``whole``, a copy.
+
+        Raises:
+            ValueError: ``whole`` has another size.
+        """
+        if whole.shape[self.dim] != self.size:
+            raise ValueError(f"{tuple(whole.shape)} has {whole.shape[self.dim]} in dim {self.dim}, not {self.size}")
+        parts = [whole.narrow(self.dim, start, end - start) for start, end in self.ranges[rank]]
+        return torch.cat(parts, self.dim) if len(parts) > 1 else parts[0].clone()
+
+    def whole(self, parts: Iterable[Tensor]) -> Tensor:
+        """The tensor that ``parts`` (by rank) are of; of what several hold, the first one's."""
+        held = list(parts)
+        shape = list(held[0].shape)
+        shape[self.dim] = self.size
+        out = held[0].new_empty(shape)
+        for rank in reversed(range(self.ranks)):
+            at = 0
+            for start, end in self.ranges[rank]:
+                out.narrow(self.dim, start, end - start).copy_(held[rank].narrow(self.dim, at, end - start))
+                at += end - start
+        return out
+
+    def holders(self) -> dict[Range, tuple[int, ...]]:
+        """The ranges that several ranks hold alike, with these ranks."""
+        by_range: dict[Range, list[int]] = {}
+        for rank, ranges in enumerate(self.ranges):
+            for each in ranges:
+                by_range.setdefault(each, []).append(rank)
+        return {each: tuple(ranks) for each, ranks in by_range.items() if len(ranks) > 1 and each[0] < each[1]}

@@ -1,0 +1,219 @@
+"""Layers cut over an axis against the same model whole, in fp64: loss, all gradients, gradients of gradients, bytes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from scope import Scope
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
+
+from shardwise.tensor import Axis, Cut, cut_columns, cut_rows, cut_vocabulary, cuts_of, vocabulary_cross_entropy
+from shardwise.testing import assert_close, run_ranks
+
+VOCABULARY, WIDTH, HEADS, INNER = 29, 24, 6, 20
+
+
+class Block(nn.Module):
+    """Attention with a fused projection, and an MLP."""
+
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.qkv: nn.Module = Conv1D(3 * WIDTH, WIDTH) if fused else nn.Linear(WIDTH, 3 * WIDTH)
+        self.out: nn.Module = Conv1D(WIDTH, WIDTH) if fused else nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, INNER, bias=not fused), nn.Linear(INNER, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        q, k, v = (part.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for part in self.qkv(y).chunk(3, -1))
+        y = (q @ k.transpose(-1, -2)).softmax(-1) @ v  # heads of this rank, however many these are
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        return x + self.down(functional.gelu(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH, padding_idx=VOCABULARY - 2)
+        self.blocks = nn.ModuleList([Block(False), Block(True)])
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=not tied)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def made(tied: bool) -> Model:
+    torch.manual_seed(3)
+    model = Model(tied).double()
+    for param in model.parameters():
+        nn.init.normal_(param, std=0.3)
+    return model
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    ids, labels = torch.randint(0, VOCABULARY, (2, 3, 7), generator=generator)
+    labels[0, :3] = -100
+    return ids, labels
+
+
+def cut_model(model: Model, axis: Axis, gathers: bool) -> Cut:
+    """Heads of a rank stay together; six heads over four ranks are uneven, and the vocabulary is padded."""
+    ranks, head = axis.size, WIDTH // HEADS
+    rows = Cut.even(0, VOCABULARY if gathers else VOCABULARY + -VOCABULARY % (4 * ranks), ranks)
+    for block in model.blocks:
+        fused = isinstance(block.qkv, Conv1D)
+        cut_columns(block.qkv, axis, Cut.even(int(fused), 3 * WIDTH, ranks, blocks=3, unit=head))
+        cut_rows(block.out, axis, Cut.even(int(not fused), WIDTH, ranks, unit=head))
+        cut_columns(block.up, axis, Cut.even(0, INNER, ranks))
+        cut_rows(block.down, axis, Cut.even(1, INNER, ranks))
+    cut_vocabulary(model.embedding, axis, rows)
+    cut_columns(model.head, axis, rows, gathers)
+    return rows
+
+
+def whole(model: Model, axis: Axis, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What the ranks' parts are together, by name; unpadded."""
+    found, cuts = {}, cuts_of(model)
+    for name, value in tensors.items():
+        cut = cuts.get(name)
+        if cut is None:
+            assert all(torch.equal(each, value) for each in axis.collect(value)), f"{name} differs between ranks"
+        else:
+            sizes = [cut.numel(rank) for rank in range(cut.ranks)]
+            side_by_side = axis.gathered(value, cut.dim, sizes)
+            value = cut.whole(torch.split(side_by_side, sizes, cut.dim))
+            if (value.shape[0] > VOCABULARY and "head" in name) or "embedding" in name:
+                assert not value[VOCABULARY:].any()
+                value = value[:VOCABULARY]
+        found[name] = value
+    return found
+
+
+def loss_of(model: Model, logits: Tensor, labels: Tensor, axis: Axis, rows: Cut, gathers: bool) -> Tensor:
+    if gathers:
+        return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    losses = vocabulary_cross_entropy(logits, labels, axis, rows, VOCABULARY)
+    return losses.sum() / (labels != -100).sum()
+
+
+def trained(kind: str, tied: bool, gathers: bool) -> None:
+    ids, labels = batch()
+    plain = made(tied)
+    expected = functional.cross_entropy(plain(ids).flatten(0, 1), labels.flatten())
+    expected.backward()
+    with Scope(kind) as group:
+        axis, model = Axis(group), made(tied)
+        rows = cut_model(model, axis, gathers)
+        assert not tied or model.head.weight is model.embedding.weight
+        assert isinstance(model.head, nn.Linear) and isinstance(model.blocks[1].qkv, Conv1D)
+        assert cuts_of(copy.deepcopy(model)) == cuts_of(model)
+        values = {name: param.detach() for name, param in model.named_parameters()}
+        assert_close(whole(model, axis, values), {n: p.detach() for n, p in plain.named_parameters()}, 0.0, "values")
+        for _ in range(2):
+            model.zero_grad()
+            loss = loss_of(model, model(ids), labels, axis, rows, gathers)
+            loss.backward()
+        assert_close({"loss": loss.detach()}, {"loss": expected.detach()}, 1e-12, "loss")
+        grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+        expected_grads = {name: param.grad for name, param in plain.named_parameters() if param.grad is not None}
+        assert_close(whole(model, axis, grads), expected_grads, 1e-11, "gradients")
+
+
+@pytest.mark.parametrize("gathers", [False, True], ids=["parallel loss", "gathered logits"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(("ranks", "kind"), [(1, "gloo"), (2, "shared"), (3, "gloo"), (4, "shared"), (4, "gloo")])
+def test_cut_layers_are_the_whole_ones(ranks: int, kind: str, tied: bool, gathers: bool) -> None:
+    run_ranks(ranks, trained, kind, tied, gathers)
+
+
+def penalised(_: None = None) -> None:
+    """The gradient's own gradient."""
+    ids, labels = batch()
+    results: list[dict[str, Tensor]] = []
+    with Scope("shared") as group:
+        for axis in (None, Axis(group)):
+            model = made(False)
+            rows = cut_model(model, axis, True) if axis is not None else Cut.even(0, VOCABULARY, 1)
+            x = model.embedding(ids)
+            y: Tensor = x
+            for block in model.blocks:
+                y = block(y)
+            loss = functional.cross_entropy(model.head(y).flatten(0, 1), labels.flatten())
+            (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+            (loss + grad.square().sum()).backward()
+            grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+            results.append(grads if axis is None else whole(model, axis, grads))
+            assert rows.size == VOCABULARY
+    assert_close(results[1], results[0], 1e-10, "gradients of a penalty")
+
+
+def test_gradients_of_gradients() -> None:
+    run_ranks(2, penalised, None)
+
+
+def counted(dtype: torch.dtype) -> tuple[int, int]:
+    with Scope("shared") as group:
+        axis = Axis(group)
+        model = made(False).to(dtype)
+        cut_model(model, axis, True)
+        block, x = model.blocks[0], torch.randn(3, 7, WIDTH, dtype=dtype, requires_grad=True)
+        block(x)
+        group.traffic.reset()
+        y = block(x)
+        forward = sum(group.traffic.bytes.values())
+        y.sum().backward()
+        return forward, sum(group.traffic.bytes.values()) - forward
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_block_takes_two_sums_forward_and_two_backward(dtype: torch.dtype) -> None:
+    """2 (N - 1) / N of the activation's bytes each, with what pads it to a multiple of N."""
+    numel = 3 * 7 * WIDTH
+    for ranks in (2, 4):
+        padded = numel + -numel % ranks
+        expected = 2 * (2 * (ranks - 1) * padded // ranks * dtype.itemsize)
+        assert run_ranks(ranks, counted, dtype) == [(expected, expected)] * ranks
+
+
+def refused() -> list[str]:
+    with Scope("shared") as group:
+        axis = Axis(group)
+        cuts: list[Any] = [
+            lambda: cut_columns(nn.LayerNorm(4), axis, Cut.even(0, 4, 2)),
+            lambda: cut_columns(nn.Linear(4, 6), axis, Cut.even(1, 6, 2)),
+            lambda: cut_rows(nn.Linear(4, 6), axis, Cut.even(1, 3, 2)),
+            lambda: cut_columns(nn.Linear(4, 6), axis, Cut.even(0, 6, 3)),
+            lambda: cut_vocabulary(nn.Embedding(8, 4, max_norm=1.0), axis, Cut.even(0, 8, 2)),
+            lambda: cut_vocabulary(nn.Embedding(8, 4), axis, Cut.even(0, 6, 2)),
+            lambda: vocabulary_cross_entropy(torch.ones(3, 5), torch.ones(3).long(), axis, Cut.even(0, 8, 2), 8),
+        ]
+        messages = []
+        for each in cuts:
+            with pytest.raises((TypeError, ValueError)) as error:
+                each()
+            messages.append(str(error.value))
+        shared = nn.Linear(4, 6)
+        cut_columns(shared, axis, Cut.even(0, 6, 2))
+        with pytest.raises(ValueError, match="is cut as") as error:
+            cut_rows(shared, axis, Cut.even(1, 4, 2))
+        return [*messages, str(error.value)]
+
+
+def test_what_cannot_be_cut_is_named() -> None:
+    messages = run_ranks(2, refused)[0]
+    parts = ["a LayerNorm cannot", "give dim 0 and 6", "give dim 1 and 4", "over an axis of 2", "max_norm=1.0"]
+    parts += ["at least as many rows", "give logits [..., 4]", "is cut as"]
+    for message, part in zip(messages, parts, strict=True):
+        assert part in message, message
