@@ -37,7 +37,7 @@ SHORT_SET = (
     "tests/ranks/engine/test_engine_compile.py::test_a_compiled_region_reads_parameters_of_modules_that_it_does_not_call",
     "tests/parity/test_random_graphs.py",
     "tests/ranks/booster/test_booster_checkpoints.py::test_everything_is_saved_and_restored",
-    "tests/ranks/booster/test_booster_checkpoints.py::test_masters_and_state_on_a_disk",  # threads
+    "tests/ranks/booster/test_booster_checkpoints.py::test_masters_and_state_on_a_disk",  # ctypes, threads
     "tests/ranks/docs/test_documentation.py::test_python_runs_as_it_is_printed[docs/lightning.md]",
     "tests/ranks/docs/test_documentation.py::test_python_runs_as_it_is_printed[docs/huggingface.md]",
 )
@@ -105,8 +105,8 @@ class Environment:
         options = ["-q", "-p", "no:cacheprovider", f"--junitxml={report}", f"--basetemp={self.folder / 'tmp'}"]
         self.say("the tests")
         status = call([self.python, "-m", "pytest", *options, *SHORT_SET], self.log, TESTS_S)
-        if not report.exists():
-            raise StepFailed(f"the tests ended with status {status} and no report\n{self._last_lines()}")
+        if status not in (0, 1) or not report.exists():  # 1: some failed, which the report has
+            raise StepFailed(f"the tests ended with status {status} and no whole report\n{self._last_lines()}")
         return ElementTree.parse(report).getroot()
 
     def _install(self, what: str, packages: Sequence[str]) -> None:

@@ -185,7 +185,7 @@ class FakeRun:
         page.write_text(PAGE)
         self.commands: list[list[str]] = []
         self.folders: set[Path] = set()
-        self.fails, self.report = "", PASSED
+        self.fails, self.report, self.status = "", PASSED, 0
         self.extra: dict[str, str] = {}
         monkeypatch.setattr(table, "PAGE", page)
         monkeypatch.setattr(environment, "call", self.call)
@@ -201,7 +201,7 @@ class FakeRun:
             return 1
         for path in given:
             Path(path).write_text(self.report)
-        return 0
+        return self.status if given else 0
 
     def installed(self) -> dict[str, str]:
         return {"pip": "1", "shardwise": "1", "torch": pins(constraints((2, 13)))["torch"] + "+cpu", **self.extra}
@@ -247,9 +247,11 @@ def test_failed_tests_and_steps_make_the_status_and_show_the_first_error(
     assert fake.main() == 1 and "what pip says" in capsys.readouterr().out
     assert fake.row().remark.startswith("torch==2.13.0 and the package: status 1") and not fake.row().good
     fake.fails = "pytest"
-    assert fake.main() == 1 and "no report" in fake.row().remark
+    assert fake.main() == 1 and "no whole report" in fake.row().remark
     fake.fails, fake.report = "", "no report at all"
     assert fake.main() == 1 and "syntax error" in fake.row().remark
+    fake.report, fake.status = '<testsuites><testsuite tests="0" time="0.1"/></testsuites>', 4
+    assert fake.main() == 1 and fake.row().remark.startswith("the tests ended with status 4")
     assert not any(folder.exists() for folder in fake.folders)
 
 
