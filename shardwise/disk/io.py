@@ -23,7 +23,7 @@ import numpy.typing as npt
 from shardwise.disk.checksum import checksum
 from shardwise.disk.errors import DiskError, explain
 from shardwise.disk.file import ALIGNMENT_BYTES
-from shardwise.disk.queues import Request, RequestQueue
+from shardwise.disk.queues import DiskThread, Request, RequestQueue
 
 __all__ = ["DiskIO", "Operation", "Traffic", "Transfer"]
 
@@ -231,7 +231,8 @@ class _Part:
 # go on. Hence the order in which a thread that fails gives up: its queue first, for which the system finishes or drops
 # what is inside, then the operations that wait. The threads know no torch and no peers, so nothing they do can wait for
 # a rank. A caller that waits looks now and then whether they live, because a forked process has none of them. They are
-# daemons: what ends them is the store's finalizer, which also runs when the interpreter exits.
+# daemons: what ends them is the store's finalizer, which also runs when the interpreter exits. A collection of garbage
+# may call it in any thread; in one of a store's, which cannot wait for its own end, it goes on in another.
 class _Worker:
     """One submitting thread with its own queue."""
 
@@ -246,7 +247,7 @@ class _Worker:
         self._to_check: list[tuple[_Part, int]] = []
         self._in_flight = 0
         self._closing = False
-        self.thread = threading.Thread(target=self._run, name="shardwise-disk", daemon=True)
+        self.thread = DiskThread(target=self._run, name="shardwise-disk", daemon=True)
         self.thread.start()
 
     def post(self, part: _Part | None) -> None:
@@ -368,6 +369,9 @@ class DiskIO:
         block_bytes: largest request.
         single_submit: one request per submission, instead of as many as fit.
         overlap_events: refill the queue after each completion, instead of after all of a full queue.
+
+    Raises:
+        RuntimeError: the system refuses a thread; none is left then.
     """
 
     def __init__(
@@ -383,7 +387,13 @@ class DiskIO:
             single_submit=single_submit,
             overlap_events=overlap_events,
         )
-        self._workers = [_Worker(one, depth, self._knobs, self.traffic) for one in queues]
+        self._workers: list[_Worker] = []
+        try:
+            for one in queues:
+                self._workers.append(_Worker(one, depth, self._knobs, self.traffic))
+        except BaseException:
+            self.close()
+            raise
 
     def segments(self, nbytes: int) -> int:
         """How many segments ``nbytes`` have."""
@@ -427,9 +437,8 @@ class DiskIO:
         return Transfer(operation, lambda: (found := io()) is not None and found.alive())
 
     def close(self) -> None:
-        """Ends the threads after the work they have. May be called again."""
+        """Ends the threads after the work they have. May be called again; in none of them."""
         for worker in self._workers:
             worker.post(None)
         for worker in self._workers:
-            if worker.thread is not threading.current_thread():
-                worker.thread.join()
+            worker.thread.join()

@@ -6,6 +6,7 @@ another medium; so tests replace a queue to make a device fail.
 
 from __future__ import annotations
 
+import contextlib
 import errno as codes
 import queue
 import threading
@@ -13,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-__all__ = ["MOST_AT_ONCE", "MakeQueue", "Request", "RequestQueue", "ThreadQueue", "Transfer"]
+__all__ = ["MOST_AT_ONCE", "DiskThread", "MakeQueue", "Request", "RequestQueue", "ThreadQueue", "Transfer"]
 
 
 @dataclass(slots=True, eq=False)
@@ -31,6 +32,10 @@ class Request:
     owner: Any
     segment: int
     failure: str = ""
+
+
+class DiskThread(threading.Thread):
+    """One of a store's. Whoever waits for a store to end cannot do so in one."""
 
 
 Transfer = Callable[[Request], int]
@@ -64,34 +69,35 @@ MOST_AT_ONCE = 64
 # Small blocks cost twice as much; docs/disk.md has the figures. It needs no call numbers of an architecture and no
 # permission of a sandbox, is the same without O_DIRECT, and serves media that are no files.
 class ThreadQueue:
-    """Up to ``depth`` threads (and :data:`MOST_AT_ONCE`), started as needed, each for one request at a time."""
+    """Up to ``depth`` threads (and :data:`MOST_AT_ONCE`), each for one request at a time: one from the start, which is
+    enough, the others as needed. (While the interpreter exits, Python 3.12 starts no thread.)
+
+    Raises:
+        RuntimeError: the system refuses the first.
+    """
 
     def __init__(self, depth: int, transfer: Transfer) -> None:
         self._depth, self._transfer = depth, transfer
         self._work: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[tuple[Request, int]] = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
+        self._threads: list[DiskThread] = []
         self._inside = 0
+        self._start_one()
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """One thread for each that is inside, as far as there may be so many; fewer where the system refuses them.
-
-        Raises:
-            RuntimeError: it refuses the first.
-        """
+        """One thread for each that is inside, as far as there may be so many; fewer where the system refuses them."""
         self._inside += len(requests)
-        while len(self._threads) < min(self._inside, self._depth, MOST_AT_ONCE):
-            arguments = (self._transfer, self._work, self._done)
-            thread = threading.Thread(target=_transfer_all, args=arguments, name="shardwise-disk-io", daemon=True)
-            try:
-                thread.start()
-            except RuntimeError:
-                if not self._threads:
-                    raise
-                break
-            self._threads.append(thread)
+        with contextlib.suppress(RuntimeError):
+            while len(self._threads) < min(self._inside, self._depth, MOST_AT_ONCE):
+                self._start_one()
         for request in requests:
             self._work.put(request)
+
+    def _start_one(self) -> None:
+        arguments = (self._transfer, self._work, self._done)
+        thread = DiskThread(target=_transfer_all, args=arguments, name="shardwise-disk-io", daemon=True)
+        thread.start()
+        self._threads.append(thread)
 
     def reap(self, at_least: int) -> list[tuple[Request, int]]:
         """Waits for the first, takes along what else is done."""

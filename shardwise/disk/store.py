@@ -27,7 +27,7 @@ from shardwise.disk.errors import DiskError
 from shardwise.disk.file import ALIGNMENT_BYTES, DiskFile, round_up
 from shardwise.disk.io import DiskIO, Operation, Transfer
 from shardwise.disk.medium import FILE, MediumFile, open_medium
-from shardwise.disk.queues import MakeQueue, ThreadQueue
+from shardwise.disk.queues import DiskThread, MakeQueue, ThreadQueue
 from shardwise.disk.run_directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class DiskStore:
         UserWarning: once, where direct I/O is refused.
 
     Raises:
-        DiskError: the directory cannot be made or written, or the medium cannot be opened.
+        DiskError: the directory cannot be made or written, the medium cannot be opened, or the system refuses threads.
         ValueError: no medium of that name is registered.
         TypeError: what was registered opens no medium.
     """
@@ -115,13 +115,11 @@ class DiskStore:
         queues: MakeQueue | None = None,
     ) -> None:
         self._file, directory = _open(plan, rank)
-        self._io = DiskIO(
-            [(queues or ThreadQueue)(plan.queue_depth, self._file.transfer) for _ in range(plan.threads)],
-            plan.queue_depth,
-            block_bytes=plan.block_bytes,
-            single_submit=plan.single_submit,
-            overlap_events=plan.overlap_events,
-        )
+        try:
+            self._io = _threads(plan, self._file, queues or ThreadQueue)
+        except BaseException:
+            _close(self._file, directory)
+            raise
         self.path, self.direct = self._file.path, self._file.direct
         self.removed = directory.removed if directory is not None else []
         self._lock = threading.RLock()
@@ -410,8 +408,40 @@ def _open(plan: DiskPlan, rank: int) -> tuple[DiskFile | MediumFile, RunDirector
         raise
 
 
+def _threads(plan: DiskPlan, file: DiskFile | MediumFile, make: MakeQueue) -> DiskIO:
+    try:
+        with contextlib.ExitStack() as undo:
+            queues = []
+            for _ in range(plan.threads):
+                queues.append(make(plan.queue_depth, file.transfer))
+                undo.callback(queues[-1].close)
+            io = DiskIO(
+                queues,
+                plan.queue_depth,
+                block_bytes=plan.block_bytes,
+                single_submit=plan.single_submit,
+                overlap_events=plan.overlap_events,
+            )
+            undo.pop_all()
+            return io
+    except RuntimeError as error:
+        raise DiskError(
+            f"cannot start {plan.threads} threads, and one more for each, to transfer to {file.path}: {error}; give "
+            "fewer (threads=1), or allow this user more (ulimit -u)"
+        ) from error
+
+
 def _release(io: DiskIO, file: DiskFile | MediumFile, directory: RunDirectory | None) -> None:
+    if isinstance(threading.current_thread(), DiskThread):  # see [Note: Threads of a store]
+        threading.Thread(target=_release, args=(io, file, directory), name="shardwise-disk-end").start()
+        return
     io.close()
-    file.close()
-    if directory is not None:
-        directory.close()
+    _close(file, directory)
+
+
+def _close(file: DiskFile | MediumFile, directory: RunDirectory | None) -> None:
+    try:
+        file.close()
+    finally:
+        if directory is not None:
+            directory.close()

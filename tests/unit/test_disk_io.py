@@ -157,29 +157,41 @@ def _errors_as_results() -> None:
     queue.close()
 
 
-@pytest.mark.parametrize("allowed", [0, 1])
-def test_threads_that_the_system_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allowed: int) -> None:
-    """One is enough to go on, and none is an error."""
+def _allow(monkeypatch: pytest.MonkeyPatch, allowed: int) -> list[str]:
+    """The names of a store's threads that were started, of which there may be only so many."""
     real, started = threading.Thread.start, list[str]()
 
     def start(thread: threading.Thread) -> None:
-        if thread.name == "shardwise-disk-io":
+        if thread.name.startswith("shardwise-disk"):
             if len(started) == allowed:
                 raise RuntimeError("can't start new thread")
             started.append(thread.name)
         real(thread)
 
     monkeypatch.setattr(threading.Thread, "start", start)
+    return started
+
+
+def test_threads_that_the_system_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = _allow(monkeypatch, 2)
     with DiskStore(disk_plan(tmp_path, block_bytes=64 * KIB)) as store:
         store.reserve(1, MIB)
         record = store.create("weights", MIB)
-        if allowed:
-            put(store, record, 1)
-            assert holds(store, record, 1)
-        else:
-            with pytest.raises(DiskError, match="the I/O thread stopped: RuntimeError: can't start new thread"):
-                put(store, record, 1)
-    assert len(started) == allowed
+        put(store, record, 1)
+        assert holds(store, record, 1)
+    assert sorted(started) == ["shardwise-disk", "shardwise-disk-io"]
+
+
+@pytest.mark.parametrize("allowed", range(4))
+def test_a_store_that_gets_too_few_threads_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allowed: int
+) -> None:
+    before, files = set(threading.enumerate()), set(os.listdir("/proc/self/fd"))
+    _allow(monkeypatch, allowed)
+    with pytest.raises(DiskError, match=r"cannot start 2 threads, .*rank0\.data: can't start new thread; give fewer"):
+        DiskStore(disk_plan(tmp_path, threads=2))
+    assert list(tmp_path.iterdir()) == []
+    assert set(threading.enumerate()) == before and set(os.listdir("/proc/self/fd")) == files
 
 
 @pytest.fixture
