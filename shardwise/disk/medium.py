@@ -157,10 +157,17 @@ class MediumFile:
             with memoryview(lent) as memory:
                 if request.writing:
                     with memory.toreadonly().cast("B") as block:
-                        self._medium.write(request.offset, block)
-                else:
-                    with memory.cast("B") as block:
-                        self._medium.read(request.offset, block)
+                        return self._done(self._medium.write, request, block)
+                with memory.cast("B") as block:
+                    return self._done(self._medium.read, request, block)
+        except BufferError as error:  # the medium kept the block, in a way that does not let it be released
+            request.failure = request.failure or _text(error)
+            return -codes.EIO
+
+    def _done(self, move: Callable[[int, memoryview], None], request: Request, block: memoryview) -> int:
+        # An error is dropped here, before the block is released: the frames that it came through may hold views of it.
+        try:
+            move(request.offset, block)
         except Exception as error:
             request.failure = _text(error)
             return -(_number(error) or codes.EIO)

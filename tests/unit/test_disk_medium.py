@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -168,6 +170,56 @@ def test_memory_is_lent_for_one_call() -> None:
             use(store, record, 1)
             with pytest.raises(ValueError, match="released"):
                 keeper.kept[0]
+
+
+def test_an_error_keeps_its_number_where_its_frames_hold_the_memory() -> None:
+    class Holds(Shelf):
+        def write(self, offset: int, memory: memoryview) -> None:
+            held = pickle.PickleBuffer(memory)  # as a library's own buffer would
+            if not kept:
+                raise OSError(errno.EDQUOT, f"no room for {len(held.raw())} bytes")
+            kept.append(held)
+
+    kept: list[object] = []
+    with over(Holds()) as store:
+        record = store.create("weights", 4096)
+        with pytest.raises(DiskError, match="no room for 4096 bytes") as found:
+            put(store, record, 1)
+        assert found.value.errno == errno.EDQUOT
+        kept.append("it keeps the buffer as well")
+        with pytest.raises(DiskError, match="BufferError"):
+            put(store, record, 1)
+
+
+def test_a_collection_of_garbage_within_a_transfer_ends_the_store_behind_it() -> None:
+    """A thread of a store would wait for its own end, and the medium be closed below the transfers that run."""
+
+    class Collects(Shelf):
+        def read(self, offset: int, memory: memoryview) -> None:
+            assert dropped.wait(30)
+            gc.collect()
+            self.open_in_read = not self.closed
+            super().read(offset, memory)
+
+        def close(self) -> None:
+            super().close()
+            ended.set()
+
+    shelf, dropped, ended, threads = Collects(), threading.Event(), threading.Event(), set(threading.enumerate())
+    with registered(lambda plan, rank: shelf):
+        store = DiskStore(disk_plan("somewhere", medium="shelf"))
+    store.reserve(1, 4096)
+    record = store.create("weights", 4096)
+    put(store, record, 1)
+    transfer = store.read(record, store.buffer(4096))
+    circle: list[object] = [store]
+    circle.append(circle)
+    del store, circle
+    dropped.set()
+    assert ended.wait(30) and transfer.finished() and shelf.open_in_read and shelf.closed == 1
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(30)
+        assert not thread.is_alive()
 
 
 def test_space_that_is_refused() -> None:
