@@ -56,6 +56,8 @@ class HostImage:
 class Lane:
     """Asynchronous saves of one kind: at most one is under way, and the next uses its memory and communicator again.
 
+    Where the system allows no thread, saves are written at once; their errors are raised as those of a thread.
+
     Args:
         members: the group of the run's mesh; ``None``: all ranks.
     """
@@ -106,7 +108,14 @@ class Lane:
                 self._error = error
 
         self._thread = threading.Thread(target=run, name="shardwise checkpoint")
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # the system refuses it: the others' threads wait for this rank, so it writes here
+            self._thread = None
+            try:
+                write(ranks, give)
+            except Exception as error:
+                self._error = error
 
     def wait_for_saves(self) -> None:
         """Return when nothing is being written any more.
