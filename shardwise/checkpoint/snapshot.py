@@ -101,14 +101,17 @@ class Lane:
                 raise failure
             return copied[0]
 
+        turn = threading.Lock()  # of who takes it: the thread, or whoever was interrupted before that began
+
         def run() -> None:
             try:
-                write(ranks, give)
+                if turn.acquire(blocking=False):
+                    write(ranks, give)
             except BaseException as error:
                 self._error = error
 
-        self._thread = threading.Thread(target=run, name="shardwise checkpoint")
         try:
+            self._thread = threading.Thread(target=run, name="shardwise checkpoint")
             self._thread.start()
         except RuntimeError:  # the system refuses it: the others' threads wait for this rank, so it writes here
             self._thread = None
@@ -116,6 +119,10 @@ class Lane:
                 write(ranks, give)
             except Exception as error:
                 self._error = error
+        except BaseException:
+            if turn.acquire(blocking=False):  # it never writes, and there may be nothing to wait for
+                self._thread = None
+            raise
 
     def wait_for_saves(self) -> None:
         """Return when nothing is being written any more.
