@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 __all__ = ["Values"]
 
 
+class _Block:
+    """One ``gathered()``; the pool forgets it when it is gone."""
+
+
 # [Note: Between two fences]
 # A step writes shards between before_update() and publish(). The first has all ranks meet when none reads shards any
 # more, its own late gathers of resident chunks included (pool.settle), and has the host wait for uploads that still
@@ -82,10 +86,10 @@ class Values:
     def gathered(self, write_back: bool = False) -> Iterator[None]:
         """Full parameters in place, gathered once (every rank enters). With ``write_back`` changes are kept."""
         engine = self._engine
-        blocks, opened = engine.pool.blocks, False
+        holder, opened = _Block(), False
         try:
             with engine.mesh.doing("gathered()"):
-                engine.pool.acquire_all()
+                engine.pool.acquire_all(holder)
                 if engine.plan.comm.gather_on_use:
                     engine.mesh.shard.fence()  # nobody writes while a peer's renewal still reads
             opened = True
@@ -96,7 +100,7 @@ class Values:
                 with engine.mesh.doing("gathered(write_back=True)"):
                     self.write_back()
         finally:
-            engine.pool.release_all(blocks)
+            engine.pool.release_all(holder)
             if opened:
                 if write_back:
                     engine.pool.drop_changed()  # each rank's copy has what it wrote, and not what the others did

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -55,21 +56,19 @@ class ChunkPool:
         events: Events,
         party: Party = NOBODY,
     ) -> None:
-        self._party, self._events = party, events
-        prefetch, same_order = limits.prefetch, limits.same_order
+        self._party, self._events, prefetch = party, events, limits.prefetch
         self.rounds = Rounds(group, ledger, 1 + prefetch, party)
         self.units, self.chunks, self.group, self.ledger = units, chunks, group, ledger
         self.budget_bytes, self.prefetch = limits.budget_bytes, prefetch
         self._training, self._evaluation = Trace(), Trace()
         self.trace = self._training
         self.by_storage: dict[int, Chunk] = {}
-        self.gathered_bytes = 0
-        self.peak_gathered_bytes = 0
+        self.gathered_bytes = self.peak_gathered_bytes = 0
         self.copied_bytes = self.peak_copied_bytes = 0
         """What of the gathered bytes is memory of its own, and not the ranks' shards seen as one array."""
         self._transient = {u.index: [chunks[c] for c in u.chunks if not chunks[c].resident] for u in units}
         # Where everything stays gathered there is nothing to agree on, and passes under no_sync cost nothing.
-        agreed = self.has_transient and not (group.one_sided_gather or same_order or group.size == 1)
+        agreed = self.has_transient and not (group.one_sided_gather or limits.same_order or group.size == 1)
         self.agrees = agreed or any(c.source.peers_take_part for cs in self._transient.values() for c in cs)
         # Between CPU ranks of one host a gather is a copy by the reader, which nothing hides.
         self._ahead_pays = not group.one_sided_gather or group.device.type == "cuda"
@@ -82,10 +81,8 @@ class ChunkPool:
         self._joins = True
         self._looked = 0
         """Uses so far when what comes next was last looked at."""
-        self.blocks = 0
-        """How many ``gathered()`` are open: in any, everything stays."""
-        self.all_held = False
-        """Inside of one: everything is here, and nothing needs the peers."""
+        self._blocks = WeakKeyDictionary[object, bool]()
+        """The ``gathered()`` that are open, in which everything stays, and whether it is all here."""
         self.followed = False
         """Whether the last step used the units in the order of the one before."""
         self.moved_bytes = 0
@@ -100,6 +97,11 @@ class ChunkPool:
     def has_transient(self) -> bool:
         """Whether anything is ever gathered and evicted."""
         return any(self._transient.values())
+
+    @property
+    def all_held(self) -> bool:
+        """Inside ``gathered()``: everything is here, and nothing needs the peers."""
+        return True in self._blocks.values()
 
     @property
     def in_training(self) -> bool:
@@ -245,8 +247,8 @@ class ChunkPool:
         del self._renewing[unit]  # only now: who is interrupted while it waits has to wait again
 
     @in_turn
-    def acquire_all(self) -> None:
-        """Gather and keep everything (``gathered()``), as copies, till :meth:`release_all`: views may outlive it."""
+    def acquire_all(self, holder: object) -> None:
+        """Gather all for a ``gathered()``, as copies, and keep it till :meth:`release_all`: views may outlive it."""
         self.settle()
         self._joins = False
         try:
@@ -254,7 +256,7 @@ class ChunkPool:
                 if unit in self._held and not self._pinned(unit) and [c for c in self._transient[unit] if c.joined]:
                     self._complete(unit)
                     self._evict(unit)
-            self.blocks += 1
+            self._blocks[holder] = False
             for unit in self._transient:
                 if not self._is_whole(unit):
                     self._gather([unit], [])
@@ -262,20 +264,19 @@ class ChunkPool:
         finally:
             self._joins = True
         self.finish_phase()
-        self.all_held = True
+        self._blocks[holder] = True
 
     @in_turn
-    def release_all(self, blocks: int) -> None:
-        """End of :meth:`acquire_all`: :attr:`blocks` are what they were before it."""
-        self.blocks, self.all_held = blocks, blocks > 0
-        if not blocks:
-            for chunks in self._transient.values():
-                for chunk in chunks:
-                    chunk.allow_holders()  # lists of parameters that were made inside and are kept
+    def release_all(self, holder: object) -> None:
+        """End of :meth:`acquire_all`, also of one that failed, in whatever order. It ends with its holder, too."""
+        self._blocks.pop(holder, None)
+        if not self._blocks:
+            for chunk in self.chunks:
+                chunk.allow_holders()  # lists of parameters that were made inside and are kept
             self._make_room(None)
 
     def _pinned(self, unit: int) -> bool:
-        return bool(self._pins[unit] or self.blocks)
+        return bool(self._pins[unit] or self._blocks)
 
     @in_turn
     def invalidate(self, everything: bool = False) -> None:
