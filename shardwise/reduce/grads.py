@@ -91,6 +91,7 @@ class ChunkGrads:
         touched: slots that any rank has a gradient for since the last step.
         reduced: this rank's part of the averaged gradient, summed over the backward passes of the step.
         borrowed: ``reduced`` lies in exchange memory and must be copied before that is written again.
+        unwanted: what is being reduced was dropped meanwhile.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class ChunkGrads:
         self.late_filled: set[int] = set()
         self._reduced: torch.Tensor | None = None
         self._landing: Callable[[], None] | None = None
-        self.borrowed = False
+        self.borrowed, self.unwanted = False, False
         self._state = Reduction.EMPTY
         self.handle: Handle | None = None
         self.out: torch.Tensor | None = None
@@ -134,7 +135,7 @@ class ChunkGrads:
             RuntimeError: they cannot be.
         """
         REDUCTION.check(self.spec.index, self._state, state)
-        self._state = state
+        self._state, self.unwanted = state, False
 
     @property
     def waiting(self) -> bool:
@@ -235,6 +236,12 @@ class ChunkGrads:
             self.become(Reduction.DEPOSITED)
         return self._state is Reduction.DEPOSITED
 
+    def result_added(self) -> None:
+        """The result of the reduction is in ``reduced``."""
+        if self.unwanted:
+            self.reduced, self.borrowed = None, False
+        self.become(Reduction.REDUCED)
+
     def forget(self, index: int) -> None:
         """What came for slot ``index`` does not count."""
         self.seen.discard(index)
@@ -258,15 +265,16 @@ class ChunkGrads:
                 held.mul_(factor)
 
     def clear(self) -> None:
-        """Forget everything gathered for this step (the memory stays)."""
+        """Forget everything gathered for this step (the memory stays). What peers reduce with this rank goes on."""
         self.fired.clear()
         self.seen.clear()
         self.touched.clear()
         self.late_filled.clear()
         self.late, self.reduced = None, None
         self.borrowed = False
-        if self._state is not Reduction.EMPTY:
+        if self.waiting:
             self.become(Reduction.EMPTY)
+        self.unwanted = self._state is Reduction.REDUCING
 
 
 class GradRing:

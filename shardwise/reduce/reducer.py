@@ -320,9 +320,9 @@ class Reducer:
         out, state.out, state.handle = state.out, None, None
         if out is None:
             raise RuntimeError(f"chunk {state.spec.index}: reduced without a result ({out}); report this")
-        if not self._dropping:
+        quietly = self._dropping or state.unwanted
+        if not quietly:
             self._events.result_came(state.spec.index)
-        replica = state.spec.index in self._replica
         leaves = not self.keep_whole and self.mesh.shard.size == 1
         if self._landings.takes(state, out):
             self._landings.begin(state, out)
@@ -333,12 +333,12 @@ class Reducer:
             if state.home is Tier.DEVICE:
                 self._ledger.claim(state.reduced)
         else:
-            state.reduced, state.borrowed = out, self.keep_whole or replica
+            state.reduced, state.borrowed = out, self.keep_whole or state.spec.index in self._replica
         if not self.keep_whole:
             self._release(state)
             state.array = None
-        state.become(Reduction.REDUCED)
-        if not self._dropping:
+        state.result_added()
+        if not quietly:
             self._events.result_added(state.spec.index)
 
     # ---- the end of a pass
@@ -414,7 +414,7 @@ class Reducer:
     def _count_launched(self) -> None:
         """After an interrupt: what counts as launched has begun, and the cursor is behind it."""
         for state in self._in_flight:
-            if not state.launched:
+            if state.state is not Reduction.REDUCING:
                 state.become(Reduction.REDUCING)
             if state.handle is None and state.buffer is not None:
                 self._begin(state, state.buffer)
