@@ -315,12 +315,18 @@ class GatherHooks:
         return pack
 
     def _pop_saved_hooks(self, pack: Callable[..., Any]) -> None:
-        """Those with ``pack``, if they are there."""
-        top, packs = top_saved_hooks(), self._running.packs
-        if top is not None and top[0] is pack:
+        """Those with ``pack``, if they are there. What a program has put on top of them stays, for it to pop."""
+        packs, above = self._running.packs, list[tuple[Callable[..., Any], Callable[..., Any]]]()
+        if not packs or packs[-1] is not pack:
+            return
+        while (top := top_saved_hooks()) is not None and top[0] is not pack:
+            above.append(top)
             pop_saved_hooks()
-        if packs and packs[-1] is pack:
-            packs.pop()
+        if top is not None:
+            pop_saved_hooks()
+        for others in reversed(above):
+            push_saved_hooks(*others)
+        packs.pop()
 
     def note_of(self, tensor: torch.Tensor) -> _Note | None:
         """What stands for a view of a gathered chunk; ``None`` for any other tensor."""
