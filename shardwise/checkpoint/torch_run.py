@@ -20,6 +20,7 @@ from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.run import Scaler
 from shardwise.comm import Activity
 from shardwise.engine.fragments import EXTRA_STATE, Fill, Fragment, FragmentBlock, FragmentPlan, Stored, TensorShape
+from shardwise.mesh.mesh import CALLS
 from shardwise.names import StateNames
 from shardwise.optim.state_form import constructed_state
 from shardwise.torch_internals import offset_of_part
@@ -120,7 +121,7 @@ class TorchRun:
 
     def doing(self, what: str) -> AbstractContextManager[None]:
         """What the errors of ranks that do not meet tell."""
-        return self._activity.doing(what)
+        return self._activity.doing(what, CALLS)
 
     def world(self) -> dict[str, int]:
         """The number of ranks."""

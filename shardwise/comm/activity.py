@@ -25,7 +25,7 @@ class Activity:
     """
 
     def __init__(self) -> None:
-        self._inside: list[str] = []
+        self._inside: list[tuple[str, str]] = []
         self._last = ""
         self._store: Any = None
         self.rank = 0
@@ -37,12 +37,17 @@ class Activity:
     @property
     def now(self) -> str:
         """What this rank is doing, the outermost first; empty where it is nothing of the kind."""
-        return ", ".join(dict.fromkeys(self._inside))
+        return ", ".join(dict.fromkeys(what for what, _ in self._inside))
+
+    @property
+    def advice(self) -> str:
+        """What was given with it, for ranks that do not meet in it."""
+        return next((advice for _, advice in self._inside if advice), "")
 
     @contextlib.contextmanager
-    def doing(self, what: str) -> Iterator[None]:
+    def doing(self, what: str, advice: str = "") -> Iterator[None]:
         """Inside the block this rank does ``what`` ("saving checkpoint 'x'")."""
-        self._inside.append(what)
+        self._inside.append((what, advice))
         self._tell()
         try:
             yield
@@ -66,7 +71,7 @@ class Activity:
 
     def _tell(self) -> None:
         if len(self._inside) <= 1:  # what is inside of another is not told: each takes a message to the store
-            self._publish([self._inside[0] if self._inside else "", self._last])
+            self._publish([self._inside[0][0] if self._inside else "", self._last])
 
     def _publish(self, what: list[str]) -> None:
         if self._store is not None:

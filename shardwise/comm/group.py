@@ -36,10 +36,12 @@ class Party:
     Attributes:
         number: among those of a mesh, from 1, in the order in which they were built; the same on every rank.
         name: for messages.
+        advice: what a message says to ranks that came for its sake and did not meet.
     """
 
     number: int
     name: str
+    advice: str = ""
 
 
 NOBODY = Party(0, "")
@@ -286,33 +288,28 @@ class Group(ABC):
         # What is longer follows once the ranks know that they came for the same.
         rows = self._exchange(sent[:EXCHANGE_QUANTUM], purpose)
         if any(row[:2] != sent[:2] for row in rows):
-            of, now = f" of {whose.name}" if whose.name else "", self.activity.now
-            raise PeerError(self._astray(f"{purpose}{of} ({len(values)} values)", [f"while {now}"] if now else []))
+            of = f" of {whose.name}" if whose.name else ""
+            raise PeerError(self._astray(f"{purpose}{of} ({len(values)} values)", whose.advice))
         if len(sent) > EXCHANGE_QUANTUM:
             for row, rest in zip(rows, self._exchange(sent[EXCHANGE_QUANTUM:], purpose), strict=True):
                 row.extend(rest)
         return [row[2 : 2 + len(values)] for row in rows]
 
-    def _astray(self, came_for: str, while_: list[str]) -> str:
+    def _astray(self, came_for: str, advice: str) -> str:
         """All ranks have seen that they differ; now they tell each other in words."""
-        own = encode([" ".join([came_for, *while_]), bool(while_)])
+        now, of_call = self.activity.now, self.activity.advice
+        own = encode([f"{came_for} while {now}" if now else came_for, of_call, advice])
         lengths = [int(row[0]) for row in self._exchange([float(len(own))], "lengths")]
         told = [decode(each) for each in self._exchange_bytes(own, lengths)]
         by_purpose: dict[str, list[int]] = {}
-        for rank, (what, _) in enumerate(told):
+        for rank, (what, *_) in enumerate(told):
             by_purpose.setdefault(what, []).append(rank)
-        lines = (
+        lines = [
             f"rank {who[0]}: {what}" if len(who) == 1 else f"ranks {who}: {what}" for what, who in by_purpose.items()
-        )
-        if any(inside for _, inside in told):
-            advice = "every rank has to make such a call, at the same place among its forward and backward passes"
-        else:
-            advice = (
-                "did they leave out a forward or backward pass, or fail in one? Passes must be made on every rank, "
-                "those of several models in the same order, also within one loss.backward(); use "
-                "optimizer.backward(loss) for a loss that may not depend on the model"
-            )
-        return f"group {self.name!r}: the ranks came to exchange different things: {'; '.join(lines)}; {advice}"
+        ]
+        # A call that some of them are in says more than what the others are at.
+        lines += [text for column in list(zip(*told, strict=True))[1:] for text in column if text][:1]
+        return f"group {self.name!r}: the ranks came to exchange different things: {'; '.join(lines)}"
 
     def exchange_object(self, obj: object, purpose: str = "what all of them have to tell") -> list[Any]:
         """Every rank's ``obj``, by rank, after a round trip through JSON (tuples come back as lists). For rare use.

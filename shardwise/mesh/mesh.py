@@ -18,11 +18,19 @@ from shardwise.mesh.launch import check_joined, own_device, seat_on
 from shardwise.mesh.seats import Seat, check_own_gpus
 from shardwise.plan import CommPlan, MeshPlan
 
-__all__ = ["REPLICATE_AXIS", "SHARD_AXIS", "Mesh"]
+__all__ = ["CALLS", "PASSES", "REPLICATE_AXIS", "SHARD_AXIS", "Mesh"]
 
 REPLICATE_AXIS = "dp_replicate"
 SHARD_AXIS = "dp_shard"
 MODEL_AXIS = "model_parallel"
+
+# What is said to ranks that did not meet; the groups know nothing of passes.
+CALLS = "every rank has to make such a call, at the same place among its forward and backward passes"
+PASSES = (
+    "did they leave out a forward or backward pass, or fail in one? Passes must be made on every rank, those of "
+    "several models in the same order, also within one loss.backward(); use optimizer.backward(loss) for a loss that "
+    "may not depend on the model"
+)
 T = TypeVar("T")
 
 
@@ -170,11 +178,11 @@ class Mesh:
     def enroll(self, name: str) -> Party:
         """A model that will use the groups. Every rank enrols the same ones in the same order."""
         self._parties += 1
-        return Party(self._parties, f"model {self._parties} of the mesh ({name})")
+        return Party(self._parties, f"model {self._parties} of the mesh ({name})", PASSES)
 
     def doing(self, what: str) -> AbstractContextManager[None]:
         """Around what all ranks have to call ("saving checkpoint 'x'"): errors of ranks that do not meet tell it."""
-        return self.world.activity.doing(what)
+        return self.world.activity.doing(what, CALLS)
 
     @property
     def groups(self) -> tuple[Group, ...]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from launching import forked, start
 from scope import Scope
 
-from shardwise.comm import PeerError
+from shardwise.comm import Party, PeerError
 from shardwise.testing import run_ranks
 
 # Failures. These ranks are processes of their own, since a pool ends all its ranks soon after the first failure.
@@ -192,7 +192,7 @@ def other_purposes(kind: str, calls: list[tuple[str, int]]) -> str:
     purpose, length = calls[scope.group.rank]
     told = ""
     try:
-        scope.group.exchange([1.0] * length, purpose)
+        scope.group.exchange([1.0] * length, purpose, Party(1, "a model", "meet next time"))
     except PeerError as error:
         told = str(error)
     dist.barrier()
@@ -205,12 +205,13 @@ def test_ranks_that_came_for_different_things_are_told_of_each(kind: str) -> Non
     calls = [("the gradient norm", 1), ("which parameters had gradients", 300), ("what to gather", 30)]
     for size in (2, 3):
         expected = "; ".join(
-            f"rank {rank}: {what} ({length} values)" for rank, (what, length) in enumerate(calls[:size])
+            f"rank {rank}: {what} of a model ({length} values)" for rank, (what, length) in enumerate(calls[:size])
         )
         for text in run_ranks(size, other_purposes, kind, calls[:size]):
-            assert f"group 'test': the ranks came to exchange different things: {expected}; did they leave" in text
+            assert f"group 'test': the ranks came to exchange different things: {expected}; meet next time" in text
     norm, gather = calls[0], calls[2]
     for text in run_ranks(3, other_purposes, kind, [norm, gather, norm]):
-        assert "ranks [0, 2]: the gradient norm (1 values); rank 1: what to gather (30 values);" in text
+        assert "ranks [0, 2]: the gradient norm of a model (1 values); rank 1: what to gather of a model (30" in text
     for text in run_ranks(2, other_purposes, kind, [norm, ("the gradient norm", 2)]):
-        assert "rank 0: the gradient norm (1 values); rank 1: the gradient norm (2 values);" in text
+        told = "rank 0: the gradient norm of a model (1 values); rank 1: the gradient norm of a model (2 values);"
+        assert told in text
