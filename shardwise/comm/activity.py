@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-defined]
 
 from shardwise.torch_internals import default_store
 
@@ -32,7 +33,7 @@ class Activity:
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             self.rank = dist.get_rank()
             with contextlib.suppress(Exception):  # a backend may do without one
-                self._store = default_store()
+                self._store = _answering(default_store())
 
     @property
     def now(self) -> str:
@@ -87,3 +88,14 @@ class Activity:
         if told[0]:
             return f"is in: {told[0]}"
         return f"is in no such call, its last was: {told[1]}" if told[1] else ""
+
+
+def _answering(store: Any) -> Any:
+    """``store``, if to ask it ends also when ranks die; otherwise ``None``.
+
+    A file of which a killed rank has written half a record is read for ever, whatever the time-out.
+    """
+    kept = store
+    while isinstance(kept, PrefixStore):
+        kept = kept.underlying_store
+    return None if isinstance(kept, FileStore) else store
