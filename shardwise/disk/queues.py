@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-__all__ = ["MOST_AT_ONCE", "DiskThread", "MakeQueue", "Request", "RequestQueue", "ThreadQueue", "Transfer"]
+__all__ = ["MOST_AT_ONCE", "DiskThread", "MakeQueue", "Request", "RequestQueue", "ThreadQueue", "TransferFunction"]
 
 
 @dataclass(slots=True, eq=False)
@@ -38,7 +38,7 @@ class DiskThread(threading.Thread):
     """One of a store's. Whoever waits for a store to end cannot do so in one."""
 
 
-Transfer = Callable[[Request], int]
+TransferFunction = Callable[[Request], int]
 """Makes one transfer: returns the number of bytes, or minus the errno; an ``OSError`` is as good as its errno."""
 
 
@@ -56,7 +56,7 @@ class RequestQueue(Protocol):
         """Waits for what is inside, and frees the queue."""
 
 
-MakeQueue = Callable[[int, Transfer], RequestQueue]
+MakeQueue = Callable[[int, TransferFunction], RequestQueue]
 """From the depth, and what transfers a request."""
 MOST_AT_ONCE = 64
 """Threads of one queue, however deep it is: no disk gains by more, and a depth of 65536 is accepted."""
@@ -76,7 +76,7 @@ class ThreadQueue:
         RuntimeError: the system refuses the first.
     """
 
-    def __init__(self, depth: int, transfer: Transfer) -> None:
+    def __init__(self, depth: int, transfer: TransferFunction) -> None:
         self._depth, self._transfer = depth, transfer
         self._work: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[tuple[Request, int]] = queue.SimpleQueue()
@@ -117,7 +117,7 @@ class ThreadQueue:
 
 
 def _transfer_all(
-    transfer: Transfer, work: queue.SimpleQueue[Request | None], done: queue.SimpleQueue[tuple[Request, int]]
+    transfer: TransferFunction, work: queue.SimpleQueue[Request | None], done: queue.SimpleQueue[tuple[Request, int]]
 ) -> None:
     while (request := work.get()) is not None:
         try:

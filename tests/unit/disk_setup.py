@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.disk.queues import Request, RequestQueue, ThreadQueue, Transfer
+from shardwise.disk.queues import Request, RequestQueue, ThreadQueue, TransferFunction
 from shardwise.disk.store import DiskStore, Record
 from shardwise.plan import DiskPlan
 
@@ -124,7 +124,7 @@ class Log:
         self.depths: list[int] = []
         self.in_flight = self.most_in_flight = self.closed = 0
 
-    def queue(self, depth: int, transfer: Transfer) -> Watched:
+    def queue(self, depth: int, transfer: TransferFunction) -> Watched:
         self.depths.append(depth)
         return Watched(ThreadQueue(depth, transfer), self)
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from disk_setup import KIB, MIB, Log, disk_plan, holds, mounted, pattern, put, small_disk
 
-from shardwise.disk.queues import MOST_AT_ONCE, Request, ThreadQueue, Transfer
+from shardwise.disk.queues import MOST_AT_ONCE, Request, ThreadQueue, TransferFunction
 from shardwise.disk.store import DiskError, DiskStore
 
 
@@ -268,7 +268,7 @@ def test_short_transfers_are_continued(tmp_path: Path) -> None:
     class Short:
         """Transfers only a part of large requests, as file systems may."""
 
-        def __init__(self, depth: int, transfer: Transfer) -> None:
+        def __init__(self, depth: int, transfer: TransferFunction) -> None:
             self.inner = ThreadQueue(depth, transfer)
             self.whole: dict[int, Request] = {}
 

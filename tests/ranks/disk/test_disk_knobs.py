@@ -23,7 +23,7 @@ from torch import nn
 
 from shardwise.deepspeed.plan import to_plan
 from shardwise.disk import store as disk
-from shardwise.disk.queues import Request, RequestQueue, ThreadQueue, Transfer
+from shardwise.disk.queues import Request, RequestQueue, ThreadQueue, TransferFunction
 from shardwise.disk.store import DiskStore
 from shardwise.plan import Plan, zero
 from shardwise.testing import run_ranks
@@ -78,7 +78,7 @@ def spied() -> Iterator[Seen]:
     """What the store that is made inside does."""
     seen = Seen()
 
-    def make(depth: int, transfer: Transfer) -> _Spy:
+    def make(depth: int, transfer: TransferFunction) -> _Spy:
         seen.depths.append(depth)
         return _Spy(ThreadQueue(depth, transfer), seen)
 
