@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from benchmarks.table import replace_section
 from shardwise.build import build
 from shardwise.disk import store as disk
-from shardwise.disk.queues import Request, Transfer
+from shardwise.disk.queues import Request, TransferFunction
 from shardwise.plan import DiskPlan, on_device, zero
 
 __all__ = ["Found", "ModelDisk", "measure"]
@@ -39,7 +39,7 @@ GOAL = 1.15
 class ModelDisk:
     """A queue whose requests take turns, each ``nbytes / bytes_per_s`` seconds."""
 
-    def __init__(self, bytes_per_s: float, transfer: Transfer) -> None:
+    def __init__(self, bytes_per_s: float, transfer: TransferFunction) -> None:
         self._rate, self._free_at, self._transfer = bytes_per_s, 0.0, transfer
         self._inside: list[tuple[float, Request, int]] = []
 

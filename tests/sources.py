@@ -100,3 +100,20 @@ def ours() -> list[Source]:
 def around() -> list[Source]:
     """Tests, examples and benchmarks."""
     return [source for name in ("tests", "examples", "benchmarks") for source in read(ROOT / name, name)]
+
+
+def bound_names(tree: ast.Module) -> set[str]:
+    """What a module binds at its own level, in whichever branch of it."""
+    found: set[str] = set()
+    waiting: list[ast.AST] = list(tree.body)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, Definition | ast.ClassDef):
+            found.add(node.name)
+            continue
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {alias.asname or alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        waiting.extend(ast.iter_child_nodes(node))
+    return found

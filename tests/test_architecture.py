@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.sources import PACKAGE, Definition, Source, around, functions, imports, ours
+from tests.sources import PACKAGE, Definition, Source, around, bound_names, functions, imports, ours
 
 # Lower rows first. A unit may import itself and units of lower rows; units of one row never import each other.
 # A dotted unit ("chunk.layout") is a module that sits lower than the rest of its package.
@@ -291,6 +291,18 @@ PACKAGE_CHECKERS: tuple[Checker, ...] = (
 )
 
 
+def missing_imports(source: Source, every: dict[str, Source]) -> Iterator[str]:
+    """Names of this repository that ``source`` imports from a module that has neither bound nor become them."""
+    roots = {name.split(".")[0] for name in every}
+    for node in ast.walk(source.tree):
+        if not isinstance(node, ast.ImportFrom) or node.level or (node.module or "").split(".")[0] not in roots:
+            continue
+        bound = bound_names(every[node.module].tree) if node.module in every else set()
+        for alias in node.names:
+            if alias.name not in bound and f"{node.module}.{alias.name}" not in every and "__getattr__" not in bound:
+                yield f"{source.name}:{node.lineno} imports what is not there: {node.module}.{alias.name}"
+
+
 def test_there_is_something_to_check() -> None:
     assert {f"{PACKAGE}.plan", f"{PACKAGE}.cli.main"} <= {source.name for source in ours()}
 
@@ -308,6 +320,24 @@ def test_no_import_cycle() -> None:
 def test_budgets_of_tests_examples_and_benchmarks() -> None:
     complaints = [complaint for source in around() for complaint in check_sizes(source)]
     assert not complaints, "\n" + "\n".join(complaints)
+
+
+def test_what_tests_examples_and_benchmarks_import_is_there() -> None:
+    """Types are checked in the package only: a name that has changed there must not wait for a benchmark's run."""
+    every = {source.name: source for source in (*ours(), *around())}
+    complaints = [complaint for source in every.values() for complaint in missing_imports(source, every)]
+    assert not complaints, "\n" + "\n".join(complaints)
+
+
+def test_an_import_that_is_not_there_is_found() -> None:
+    every = {name: Source(name, text) for name, text in (("shardwise.a", "x = 1\nif x:\n    def y(): ..."), ("b", ""))}
+    text = "from shardwise.a import x, y, z\nfrom shardwise import a, b\nfrom shardwise.b import c\nfrom torch import d"
+    every["shardwise"] = Source("shardwise", "")
+    assert [complaint.rsplit(" ", 1)[-1] for complaint in missing_imports(Source("b", text), every)] == [
+        "shardwise.a.z",
+        "shardwise.b",
+        "shardwise.b.c",
+    ]
 
 
 def test_exceptions_are_still_needed() -> None:
