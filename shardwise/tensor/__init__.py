@@ -5,16 +5,15 @@ how, is data of the architecture. Nothing here reads the environment or makes gr
 """
 
 from shardwise.tensor.axis import Axis
-from shardwise.tensor.cut import Cut
-from shardwise.tensor.layers import cut_columns, cut_rows, cut_vocabulary, cuts_of
+from shardwise.tensor.cut import Cut, Part
+from shardwise.tensor.cutting import Cutting, parts_of
 from shardwise.tensor.loss import vocabulary_cross_entropy
 
 __all__ = [
     "Axis",
     "Cut",
-    "cut_columns",
-    "cut_rows",
-    "cut_vocabulary",
-    "cuts_of",
+    "Cutting",
+    "Part",
+    "parts_of",
     "vocabulary_cross_entropy",
 ]

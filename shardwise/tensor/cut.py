@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-__all__ = ["Cut", "shares"]
+__all__ = ["Cut", "Part", "shares"]
 
 Range = tuple[int, int]
 
@@ -115,3 +115,48 @@ class Cut:
             for each in ranges:
                 by_range.setdefault(each, []).append(rank)
         return {each: tuple(ranks) for each, ranks in by_range.items() if len(ranks) > 1 and each[0] < each[1]}
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank of an axis holds of a tensor.
+
+    Attributes:
+        whole: the tensor's shape. The cut may be longer in its dimension (a padded vocabulary); the rest is zero, and
+            no part of the tensor.
+        cut: of one of its dimensions.
+        rank: which rank's.
+    """
+
+    whole: torch.Size
+    cut: Cut
+    rank: int
+
+    def __post_init__(self) -> None:
+        if self.whole[self.cut.dim] > self.cut.size:
+            raise ValueError(
+                f"a cut of {self.cut.size} in dim {self.cut.dim} of a tensor of {tuple(self.whole)}: give one of "
+                f"{self.whole[self.cut.dim]}"
+            )
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of what the rank holds, with padding."""
+        return self.shape_on(self.rank)
+
+    def shape_on(self, rank: int) -> torch.Size:
+        """Of what another rank holds."""
+        return torch.Size(self.cut.numel(rank) if at == self.cut.dim else n for at, n in enumerate(self.whole))
+
+    def of(self, whole: Tensor) -> Tensor:
+        """What the rank holds of ``whole``, a copy, with zeros for padding."""
+        missing = self.cut.size - whole.shape[self.cut.dim]
+        if missing > 0:
+            shape = list(whole.shape)
+            shape[self.cut.dim] = missing
+            whole = torch.cat([whole, whole.new_zeros(shape)], self.cut.dim)
+        return self.cut.part(whole, self.rank)
+
+    def together(self, parts: Iterable[Tensor]) -> Tensor:
+        """The tensor that all ranks' ``parts`` are of."""
+        return self.cut.whole(parts).narrow(self.cut.dim, 0, self.whole[self.cut.dim])

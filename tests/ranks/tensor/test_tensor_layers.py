@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from shardwise.tensor import Axis, Cut, cut_columns, cut_rows, cut_vocabulary, cuts_of, vocabulary_cross_entropy
+from shardwise.tensor import Axis, Cut, Cutting, parts_of, vocabulary_cross_entropy
 from shardwise.testing import assert_close, run_ranks
 
 VOCABULARY, WIDTH, HEADS, INNER = 29, 24, 6, 20
@@ -70,33 +70,34 @@ def batch() -> tuple[Tensor, Tensor]:
 
 def cut_model(model: Model, axis: Axis, gathers: bool) -> Cut:
     """Heads of a rank stay together; six heads over four ranks are uneven, and the vocabulary is padded."""
-    ranks, head = axis.size, WIDTH // HEADS
-    rows = Cut.even(0, VOCABULARY if gathers else VOCABULARY + -VOCABULARY % (4 * ranks), ranks)
+    ranks, head, cutting = axis.size, WIDTH // HEADS, Cutting(axis)
+    rows = Cut.even(0, VOCABULARY + -VOCABULARY % (4 * ranks), ranks)
     for block in model.blocks:
         fused = isinstance(block.qkv, Conv1D)
-        cut_columns(block.qkv, axis, Cut.even(int(fused), 3 * WIDTH, ranks, blocks=3, unit=head))
-        cut_rows(block.out, axis, Cut.even(int(not fused), WIDTH, ranks, unit=head))
-        cut_columns(block.up, axis, Cut.even(0, INNER, ranks))
-        cut_rows(block.down, axis, Cut.even(1, INNER, ranks))
-    cut_vocabulary(model.embedding, axis, rows)
-    cut_columns(model.head, axis, rows, gathers)
+        cutting.columns(block.qkv, Cut.even(int(fused), 3 * WIDTH, ranks, blocks=3, unit=head))
+        cutting.rows(block.out, Cut.even(int(not fused), WIDTH, ranks, unit=head))
+        cutting.columns(block.up, Cut.even(0, INNER, ranks))
+        cutting.rows(block.down, Cut.even(1, INNER, ranks))
+    cutting.vocabulary(model.embedding, rows)
+    cutting.columns(model.head, rows, gathers)
+    cutting.cut_values()
+    cutting.install()
     return rows
 
 
 def whole(model: Model, axis: Axis, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """What the ranks' parts are together, by name; unpadded."""
-    found, cuts = {}, cuts_of(model)
+    found, parts = {}, parts_of(model)
     for name, value in tensors.items():
-        cut = cuts.get(name)
-        if cut is None:
+        part = parts.get(name)
+        if part is None:
             assert all(torch.equal(each, value) for each in axis.collect(value)), f"{name} differs between ranks"
         else:
+            cut = part.cut
             sizes = [cut.numel(rank) for rank in range(cut.ranks)]
-            side_by_side = axis.gathered(value, cut.dim, sizes)
-            value = cut.whole(torch.split(side_by_side, sizes, cut.dim))
-            if (value.shape[0] > VOCABULARY and "head" in name) or "embedding" in name:
-                assert not value[VOCABULARY:].any()
-                value = value[:VOCABULARY]
+            held = torch.split(axis.gathered(value, cut.dim, sizes), sizes, cut.dim)
+            assert not cut.whole(held).narrow(cut.dim, part.whole[cut.dim], cut.size - part.whole[cut.dim]).any()
+            value = part.together(held)
         found[name] = value
     return found
 
@@ -118,7 +119,7 @@ def trained(kind: str, tied: bool, gathers: bool) -> None:
         rows = cut_model(model, axis, gathers)
         assert not tied or model.head.weight is model.embedding.weight
         assert isinstance(model.head, nn.Linear) and isinstance(model.blocks[1].qkv, Conv1D)
-        assert cuts_of(copy.deepcopy(model)) == cuts_of(model)
+        assert parts_of(copy.deepcopy(model)) == parts_of(model)
         values = {name: param.detach() for name, param in model.named_parameters()}
         assert_close(whole(model, axis, values), {n: p.detach() for n, p in plain.named_parameters()}, 0.0, "values")
         for _ in range(2):
@@ -155,7 +156,7 @@ def penalised(_: None = None) -> None:
             (loss + grad.square().sum()).backward()
             grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
             results.append(grads if axis is None else whole(model, axis, grads))
-            assert rows.size == VOCABULARY
+            assert rows.size >= VOCABULARY
     assert_close(results[1], results[0], 1e-10, "gradients of a penalty")
 
 
@@ -190,13 +191,14 @@ def test_a_block_takes_two_sums_forward_and_two_backward(dtype: torch.dtype) -> 
 def refused() -> list[str]:
     with Scope("shared") as group:
         axis = Axis(group)
+        cutting = Cutting(axis)
         cuts: list[Any] = [
-            lambda: cut_columns(nn.LayerNorm(4), axis, Cut.even(0, 4, 2)),
-            lambda: cut_columns(nn.Linear(4, 6), axis, Cut.even(1, 6, 2)),
-            lambda: cut_rows(nn.Linear(4, 6), axis, Cut.even(1, 3, 2)),
-            lambda: cut_columns(nn.Linear(4, 6), axis, Cut.even(0, 6, 3)),
-            lambda: cut_vocabulary(nn.Embedding(8, 4, max_norm=1.0), axis, Cut.even(0, 8, 2)),
-            lambda: cut_vocabulary(nn.Embedding(8, 4), axis, Cut.even(0, 6, 2)),
+            lambda: cutting.columns(nn.LayerNorm(4), Cut.even(0, 4, 2)),
+            lambda: cutting.columns(nn.Linear(4, 6), Cut.even(1, 6, 2)),
+            lambda: cutting.rows(nn.Linear(4, 6), Cut.even(1, 3, 2)),
+            lambda: cutting.columns(nn.Linear(4, 6), Cut.even(0, 6, 3)),
+            lambda: cutting.vocabulary(nn.Embedding(8, 4, max_norm=1.0), Cut.even(0, 8, 2)),
+            lambda: cutting.vocabulary(nn.Embedding(8, 4), Cut.even(0, 6, 2)),
             lambda: vocabulary_cross_entropy(torch.ones(3, 5), torch.ones(3).long(), axis, Cut.even(0, 8, 2), 8),
         ]
         messages = []
@@ -205,9 +207,9 @@ def refused() -> list[str]:
                 each()
             messages.append(str(error.value))
         shared = nn.Linear(4, 6)
-        cut_columns(shared, axis, Cut.even(0, 6, 2))
+        cutting.columns(shared, Cut.even(0, 6, 2))
         with pytest.raises(ValueError, match="is cut as") as error:
-            cut_rows(shared, axis, Cut.even(1, 4, 2))
+            cutting.rows(shared, Cut.even(1, 4, 2))
         return [*messages, str(error.value)]
 
 
@@ -217,3 +219,23 @@ def test_what_cannot_be_cut_is_named() -> None:
     parts += ["at least as many rows", "give logits [..., 4]", "is cut as"]
     for message, part in zip(messages, parts, strict=True):
         assert part in message, message
+
+
+def removed() -> None:
+    with Scope("shared") as group:
+        model = made(True)
+        before = {name: (type(module), dict(vars(module))) for name, module in model.named_modules()}
+        cutting = Cutting(Axis(group))
+        cutting.columns(model.head, Cut.even(0, VOCABULARY + 1, 2))
+        cutting.rows(model.blocks[1].out, Cut.even(0, WIDTH, 2))
+        cutting.sets(model, vocabulary=3)
+        assert {name: (type(module), dict(vars(module))) for name, module in model.named_modules()} == before
+        cutting.install()
+        assert model.head.out_features == (VOCABULARY + 1) // 2 and model.vocabulary == 3
+        assert model.blocks[1].out.nx == WIDTH // 2
+        cutting.remove()
+        assert {name: (type(module), dict(vars(module))) for name, module in model.named_modules()} == before
+
+
+def test_nothing_changes_before_install_and_remove_undoes_it() -> None:
+    run_ranks(2, removed)
