@@ -11,7 +11,8 @@ ZeRO-1/2/3 (arXiv 1910.02054, section 5), FSDP and Gemini.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from math import prod
+from typing import Any, Literal
 
 import torch
 
@@ -34,6 +35,7 @@ __all__ = [
     "PrecisionPlan",
     "ScalerPlan",
     "ShardPlan",
+    "TensorPlan",
     "TierPlan",
     "on_device",
     "replicated",
@@ -55,15 +57,18 @@ def _require(condition: bool, message: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class MeshPlan:
-    """How the ranks divide: ``dp_replicate`` groups of ``dp_shard`` ranks each.
+    """How the ranks divide: ``tp`` ranks that hold parts of one model's layers, and ``dp_replicate`` groups of
+    ``dp_shard`` such sets. Neighbouring ranks are ``tp`` ranks first.
 
     ``dp_shard`` may be ``-1`` for "all ranks that remain". A shard group of 1 is plain replication (DDP).
     """
 
     dp_shard: int
     dp_replicate: int
+    tp: int = 1
 
     def __post_init__(self) -> None:
+        whole("tp", self.tp, 1, what="a number of ranks,")
         for name, size in (("dp_shard", self.dp_shard), ("dp_replicate", self.dp_replicate)):
             whole(name, size, -1, what="a number of ranks, or -1 for all that remain,")
             _require(size != 0, f"{name}={size}: give a number of ranks >= 1, or -1 for all that remain")
@@ -78,20 +83,43 @@ class MeshPlan:
         Raises:
             ValueError: the sizes do not multiply to ``world_size``.
         """
-        shard, replicate = self.dp_shard, self.dp_replicate
-        known = replicate if shard == -1 else shard
+        sizes = {"dp_shard": self.dp_shard, "dp_replicate": self.dp_replicate} | (
+            {"tp": self.tp} if self.tp > 1 else {}
+        )
+        known = prod(size for size in sizes.values() if size != -1)
         if world_size % known:
             raise ValueError(
-                f"{world_size} ranks cannot be divided into groups of {known} "
-                f"(dp_shard={shard}, dp_replicate={replicate}); choose sizes whose product is {world_size}"
+                f"{world_size} ranks cannot be divided into groups of {known} ("
+                f"{', '.join(f'{name}={size}' for name, size in sizes.items())}); choose sizes whose product is "
+                f"{world_size}"
             )
-        shard = world_size // replicate if shard == -1 else shard
-        replicate = world_size // shard if replicate == -1 else replicate
+        found = {name: world_size // known if size == -1 else size for name, size in sizes.items()}
         _require(
-            shard * replicate == world_size,
-            f"dp_shard={shard} x dp_replicate={replicate} is {shard * replicate} ranks, but there are {world_size}",
+            prod(found.values()) == world_size,
+            f"{' x '.join(f'{name}={size}' for name, size in found.items())} is {prod(found.values())} ranks, but "
+            f"there are {world_size}",
         )
-        return MeshPlan(dp_shard=shard, dp_replicate=replicate)
+        return replace(self, **found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorPlan:
+    """Tensor parallelism: how the layers of a model are cut where the mesh has ``tp`` ranks.
+
+    Attributes:
+        parallel_output: logits stay cut by the vocabulary, where the model's own loss allows it.
+        vocabulary_multiple: each rank's rows of the vocabulary are padded to a multiple of it.
+        architecture: what is cut in which module (:class:`shardwise.tensor.Architecture`); ``None``: what is known of
+            the model's classes.
+    """
+
+    parallel_output: bool = True
+    vocabulary_multiple: int = 64
+    architecture: Any = None
+
+    def __post_init__(self) -> None:
+        switch("parallel_output", self.parallel_output)
+        whole("vocabulary_multiple", self.vocabulary_multiple, 1, what="a number of rows,")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,6 +344,9 @@ class CommPlan:
             switch("shared_memory", self.shared_memory)
 
 
+PARTS = ("mesh", "shard", "precision", "grad", "comm", "tiers", "tensor")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """One run. Frozen; change a copy with :func:`dataclasses.replace` or :meth:`but`."""
@@ -327,6 +358,7 @@ class Plan:
     comm: CommPlan
     tiers: TierPlan
     verbose: bool
+    tensor: TensorPlan = TensorPlan()
 
     def __post_init__(self) -> None:
         switch("verbose", self.verbose)
@@ -342,7 +374,7 @@ class Plan:
         Raises:
             ValueError: no part of the plan has a field of that name.
         """
-        parts = {name: getattr(self, name) for name in ("mesh", "shard", "precision", "grad", "comm", "tiers")}
+        parts = {name: getattr(self, name) for name in PARTS}
         own: dict[str, object] = {}
         for field, value in changes.items():
             holders = [name for name, part in parts.items() if field in part.__dataclass_fields__]

@@ -14,6 +14,7 @@ from torch import nn
 
 from shardwise.chunk.search import search_chunk_numel
 from shardwise.plan import ByModule, ByNumel, BySearch, ByTensor, Packing
+from shardwise.tensor import Part
 
 __all__ = ["ChunkSpec", "Layout", "ParamFact", "Slot", "UnitSpec", "make_layout", "module_units", "search_report"]
 
@@ -32,6 +33,13 @@ class ParamFact:
     """Index of the optimizer that holds it, -1 for none."""
     group: int
     """Index of its param group in that optimizer, -1 for none."""
+    part: Part | None = None
+    """Where ranks of a tensor-parallel axis hold parts of it: this rank's, which ``shape`` is of."""
+
+    @property
+    def whole(self) -> torch.Size:
+        """The shape of all of it, as it is saved."""
+        return self.shape if self.part is None else self.part.whole
 
     @property
     def numel(self) -> int:
