@@ -283,7 +283,7 @@ def _as_now(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
 
 def _foresee(optimizers: Sequence[ShardedOptimizer], mesh: Mesh) -> None:
     """The last that may be wrong with what the user gave; all ranks go on, or none."""
-    with agreed_build(mesh.world, dict):
+    with agreed_build(mesh.everyone, dict):
         for each in optimizers:
             each.foresee()
 

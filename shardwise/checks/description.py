@@ -91,7 +91,7 @@ def _parameters(
     found: dict[str, Mapping[str, Any]] = {}
     for fact, param in zip(facts, params, strict=True):
         about: dict[str, Any] = {
-            "shape": list(fact.shape),
+            "shape": list(fact.whole),
             "dtype": str(param.dtype),
             "requires_grad": fact.trainable,
             "holder": "no optimizer" if fact.optimizer < 0 else called(fact.optimizer, fact.group),

@@ -29,6 +29,7 @@ from shardwise.plan import Plan
 from shardwise.reduce.counts import StepCounts
 from shardwise.reduce.passes import BackwardPasses
 from shardwise.reduce.reducer import Reducer
+from shardwise.tensor import Axis, cut_model
 from shardwise.update.early import EarlyObserver
 from shardwise.update.masters import MasterEdits
 from shardwise.update.tiles import check_element_wise
@@ -63,18 +64,19 @@ class Engine:
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], plan: Plan, mesh: Mesh) -> None:
         self.model, self.plan, self.mesh = model, plan, mesh
         self.optimizers = tuple(optimizers)
-        with agreed_build(mesh.world, lambda: describe_build(model, optimizers, plan, facts, self.params)):
+        with agreed_build(mesh.everyone, lambda: describe_build(model, optimizers, plan, facts, self.params)):
             for each in optimizers:
                 check_element_wise(each)
             check_shardable(model)
             names = all_names(model)
             self.params = [p for p in model.parameters() if p.is_floating_point()]
-            facts = parameter_facts(self.params, names, optimizers, plan)
+            self.cutting = cut_model(model, Axis(mesh.tensor), plan.tensor) if mesh.tensor.size > 1 else None
+            facts = parameter_facts(self.params, names, optimizers, plan, self.cutting)
         self.party = mesh.enroll(type(model).__name__)
         shard = plan.shard
         self.layout: Layout = make_layout(facts, model, shard.packing, mesh.shard.size, mesh.replicate.size, shard.kept)
         report = search_report(self.layout)
-        if plan.verbose and report is not None and mesh.rank == 0:
+        if plan.verbose and report is not None and mesh.first:
             print(report, flush=True)
         # Rooms get each other as arguments, so in this order; who is made before tells who is made after by events
         # (_wire).
@@ -130,6 +132,8 @@ class Engine:
         load_initial_values(self.model, self.params, self.storage, self.plan, self.mesh)
         self.master_edits.note()
         self.reducer.allocate()  # after the values: while these are made, the most memory is needed
+        if self.cutting is not None:
+            self.cutting.install()
         self.guards = self.attachment.install()
 
     def _make_pool(self) -> ChunkPool:

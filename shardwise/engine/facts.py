@@ -9,6 +9,7 @@ from torch import nn
 
 from shardwise.chunk.layout import ParamFact
 from shardwise.plan import Plan
+from shardwise.tensor import Cutting
 
 __all__ = ["all_names", "parameter_facts"]
 
@@ -26,8 +27,9 @@ def parameter_facts(
     names: dict[int, tuple[str, ...]],
     optimizers: Sequence[torch.optim.Optimizer],
     plan: Plan,
+    cutting: Cutting | None = None,
 ) -> list[ParamFact]:
-    """Name, shape, dtype, optimizer and group of each of ``params``.
+    """Name, shape, dtype, optimizer and group of each of ``params``, and which part of it ``cutting`` leaves here.
 
     Raises:
         ValueError: an optimizer holds a tensor that is not a parameter of the model, or two hold the same one.
@@ -48,5 +50,7 @@ def parameter_facts(
     for param in params:
         optimizer_index, group_index = held.get(id(param), (-1, -1))
         dtype = plan.precision.param_dtype or param.dtype
-        facts.append(ParamFact(names[id(param)], param.shape, dtype, param.requires_grad, optimizer_index, group_index))
+        part = cutting.part_of(param) if cutting is not None else None
+        shape = param.shape if part is None else part.shape
+        facts.append(ParamFact(names[id(param)], shape, dtype, param.requires_grad, optimizer_index, group_index, part))
     return facts

@@ -28,12 +28,12 @@ def load_initial_values(
         plan, mesh: whether rank 0's values are taken, and in which dtype buffers are.
     """
     index_of = {id(param): index for index, param in enumerate(params)}
-    sync = plan.comm.sync_init and mesh.world.size > 1
+    sync = plan.comm.sync_init and mesh.everyone.size > 1
     with ValueWriter(storage) as writer:
         for names, held, value, is_parameter in initial_values(model, mesh.device):
             if sync:
                 value = value.contiguous()
-                mesh.world.broadcast(value, 0)
+                mesh.everyone.broadcast(value, 0)
             if not is_parameter:
                 dtype = plan.precision.buffer_dtype
                 cast = value.to(dtype) if dtype is not None and value.is_floating_point() else value

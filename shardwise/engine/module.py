@@ -166,7 +166,7 @@ class ShardedModule(nn.Module):
         """
         if keep_vars:
             raise ValueError(f"state_dict(keep_vars={keep_vars}): a rank has parts of parameters; leave it False")
-        wanted = not only_rank_0 or self._engine.mesh.rank == 0
+        wanted = not only_rank_0 or self._engine.mesh.first
         full = {n: v.cpu() if isinstance(v, torch.Tensor) else v for n, v in self.full_state() if wanted}
         found = {} if destination is None else destination
         order = self._engine.guards.state_names().order

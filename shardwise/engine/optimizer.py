@@ -309,7 +309,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.skipped_because = f"the gradient of {name} is not finite (loss scale {self.engine.counts.loss_scale:g})"
         if self.scaler is not None:
             self.scaler.update(overflow=True)
-        if self.engine.plan.verbose and self.engine.mesh.rank == 0:
+        if self.engine.plan.verbose and self.engine.mesh.first:
             print(f"step skipped: {self.skipped_because}", flush=True)
         self._drop()
 
@@ -440,7 +440,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             only_rank_0: the other ranks, which call as well, get groups without state and need no memory for it.
         """
         self.engine.values.undo_early("a state")
-        full = self._full.collect(wanted=not only_rank_0 or self.engine.mesh.rank == 0)
+        full = self._full.collect(wanted=not only_rank_0 or self.engine.mesh.first)
         if self.scaler is not None:
             full["scaler"] = self.scaler.state_dict()
         return full

@@ -57,7 +57,7 @@ class OptimizerState:
         self._prior = {}
 
     def _all_write(self, doing: str, outcome: str) -> AbstractContextManager[None]:
-        return agreed(self.engine.mesh.world, doing, outcome, needed=self._updates.uses_disk)
+        return agreed(self.engine.mesh.everyone, doing, outcome, needed=self._updates.uses_disk)
 
     def _commit(self) -> None:
         """What was written to the disk is from here on what a failed step goes back to."""

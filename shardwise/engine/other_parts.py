@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from shardwise.chunk.layout import ParamFact, Slot
 from shardwise.reduce.grads import ChunkGrads
 from shardwise.reduce.norm import OtherParts
 
 if TYPE_CHECKING:
     from shardwise.engine.engine import Engine
 
-__all__ = ["MARKS", "Counting", "is_divided"]
+__all__ = ["MARKS", "Counting", "counted", "is_divided"]
 
 MARKS = ("tensor_model_parallel", "model_parallel", "is_tensor_parallel")
 """Attributes of parameters, true where each rank has a part: Megatron-LM's, DeepSpeed's and ColossalAI's."""
@@ -53,8 +54,12 @@ class Counting:
                 "available: use update='step'"
             )
         self._group = group
-        self._spans = [(state, _divided_spans(state, engine.params)) for state in states]
-        marked = any(is_divided(parameter) for parameter in engine.params)
+        facts = engine.layout.facts
+        self._spans = [
+            (state, [span for slot in state.spec.slots for span in counted(state, slot, engine.params, facts)])
+            for state in states
+        ]
+        marked = engine.cutting is not None or any(is_divided(parameter) for parameter in engine.params)
         if group.size > 1 and not marked and group.rank == engine.mesh.rank == 0:
             warnings.warn(
                 f"no parameter is marked as divided over the model-parallel group of {group.size} ranks ("
@@ -76,8 +81,14 @@ class Counting:
         return OtherParts(self._group, counted)
 
 
-def _divided_spans(state: ChunkGrads, params: Sequence[nn.Parameter]) -> list[tuple[int, int]]:
-    """Where in this rank's shard the divided parameters are, in elements."""
-    offset = state.chunk.shard_start
-    found = [state.chunk.overlap(slot) for slot in state.spec.slots if is_divided(params[slot.param])]
-    return [(start - offset, end - offset) for start, end in found if start < end]
+def counted(
+    state: ChunkGrads, slot: Slot, params: Sequence[nn.Parameter], facts: Sequence[ParamFact]
+) -> list[tuple[int, int]]:
+    """Where in this rank's shard, in elements, the gradient of a parameter counts on a rank that is not the first."""
+    part = facts[slot.param].part
+    if part is None and not is_divided(params[slot.param]):
+        return []
+    spans = [(0, slot.numel)] if part is None else part.own_spans()
+    first, last = state.chunk.overlap(slot)
+    found = [(max(slot.start + start, first), min(slot.start + end, last)) for start, end in spans]
+    return [(start - state.chunk.shard_start, end - state.chunk.shard_start) for start, end in found if start < end]

@@ -69,7 +69,7 @@ class Storage:
         sizes, fixed = [s.padded_bytes for s in specs], [s.persistent for s in specs]
         trainable = [s.trainable for s in specs]
         self.homes: list[Home] = assign_homes(sizes, fixed, plan.tiers, trainable)
-        for missed in missed_shares(sizes, self.homes, plan.tiers, trainable) if mesh.rank == 0 else ():
+        for missed in missed_shares(sizes, self.homes, plan.tiers, trainable) if mesh.first else ():
             warnings.warn(missed, stacklevel=4)
         self.ledger = Ledger(mesh.device, _capacity(plan, mesh.device))
         self.uses_disk = any(Tier.DISK in (home.param, home.state) for home in self.homes)
@@ -94,10 +94,10 @@ class Storage:
 
     def _open_store(self) -> None:
         disk = self.plan.tiers.disk
-        with agreed(self.mesh.world, "its file was made", REMEDY, needed=self.uses_disk):
+        with agreed(self.mesh.everyone, "its file was made", REMEDY, needed=self.uses_disk):
             allocate = partial(host_block, pin_for=self._pins_for) if self._pins_for is not None else None
             disk = disk if self.uses_disk else None
-            self.store = DiskStore(disk, self.mesh.rank, allocate=allocate) if disk is not None else None
+            self.store = DiskStore(disk, self.mesh.everyone.rank, allocate=allocate) if disk is not None else None
         shards = [s for s in self.layout.chunks if self.homes[s.index].param is Tier.DISK]
         largest = max((s.shard_numel * s.dtype.itemsize for s in shards), default=0)
         # One buffer for each optimizer that writes new shards beside gathers.
@@ -108,7 +108,7 @@ class Storage:
         self._ahead = ReadAhead(largest, count - renewals, renewals)
 
     def _all_reserve(self) -> AbstractContextManager[None]:
-        return agreed(self.mesh.world, "space was reserved", REMEDY, needed=self.uses_disk)
+        return agreed(self.mesh.everyone, "space was reserved", REMEDY, needed=self.uses_disk)
 
     @property
     def _pins_for(self) -> torch.device | None:

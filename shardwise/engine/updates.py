@@ -275,12 +275,12 @@ class TileUpdates:
         try:
             if failure is None:
                 failure, draws = self._try_disk(update, state_on_disk, params_on_disk, changed)
-            failures = disk_failures(self._engine.mesh.world, failure, DOING, self._begin)
+            failures = disk_failures(self._engine.mesh.everyone, failure, DOING, self._begin)
         except BaseException as error:  # an interrupt, or a peer is gone: nobody agrees on anything any more
             # As if the step had never drawn anything.
             set_random_state(device, before)
             self._undo(changed, undo)
-            if isinstance(error, Exception) or self._engine.mesh.world.size == 1:
+            if isinstance(error, Exception) or self._engine.mesh.everyone.size == 1:
                 self._engine.unfinished.end(*self.parts)  # otherwise the peers may have learnt that all went well
             raise
         if failures:
@@ -288,7 +288,7 @@ class TileUpdates:
             self._undo(changed, undo)
             self._engine.unfinished.end(*self.parts)
             self._engine.mesh.shard.fence()  # peers read the shards that were put back
-            posts = self._engine.mesh.world.exchange([float(len(self._stale))], "what could not be read back")
+            posts = self._engine.mesh.everyone.exchange([float(len(self._stale))], "what could not be read back")
             lost = [rank for rank, post in enumerate(posts) if post[0]]
             raise_failures(failures, failure, DOING, LOST.format(ranks=lost) if lost else INTACT)
         self._visits.end_step()

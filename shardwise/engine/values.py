@@ -121,7 +121,7 @@ class Values:
                 chunk.exchange.local.copy_(gather_shards(group, chunk.shard))
         outcome = "Some parameters were taken over and some not: repair the disk and load a state."
         with agreed(
-            engine.mesh.world,
+            engine.mesh.everyone,
             "changed parameters were taken over",
             outcome,
             needed=engine.storage.uses_disk,

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.comm.errors import PeerError
-from shardwise.engine.other_parts import is_divided
+from shardwise.engine.other_parts import counted, is_divided
 from shardwise.engine.staging import gather_shards
 from shardwise.reduce.grads import ChunkGrads
 from shardwise.reduce.norm import each_norm
@@ -382,12 +382,22 @@ class VisibleGrads:
         for index in self._params:
             state, at = self._where[index]
             used = state.reduced is not None and at in state.touched
-            parts.append(self._own_part(index, state.reduced) if used else None)
-        divided = [mesh.model_parallel is not None and is_divided(param) for param in self._in_order]
+            parts.append(self._counted_part(index, state.reduced) if used else None)
+        facts = self.engine.layout.facts
+        others = mesh.model_parallel is not None
+        divided = [others and (facts[i].part is not None or is_divided(p)) for i, p in self._params.items()]
         try:
             return each_norm(parts, p, mesh.shard, mesh.model_parallel, divided)
         except PeerError as error:
             raise PeerError(self._alone(asked, "the norm", error)) from error
+
+    def _counted_part(self, index: int, reduced: torch.Tensor | None) -> torch.Tensor | None:
+        """As :meth:`_own_part`, without what a lower rank of the parameter's parts holds too."""
+        part, (state, at) = self.engine.layout.facts[index].part, self._where[index]
+        if reduced is None or part is None or not part.cut.holders():
+            return self._own_part(index, reduced)
+        spans = counted(state, state.spec.slots[at], self.engine.params, self.engine.layout.facts)
+        return torch.cat([reduced[start:end] for start, end in spans]) if spans else None
 
     def _own_part(self, index: int, reduced: torch.Tensor | None) -> torch.Tensor | None:
         start, end = self._spans[index]

@@ -49,7 +49,7 @@ class ValueWriter:
             return
         self._open(None)
         if self._storage.uses_disk:
-            failures = disk_failures(self._storage.mesh.world, self._failure, DOING)
+            failures = disk_failures(self._storage.mesh.everyone, self._failure, DOING)
             if failures and self._storage.store is not None:
                 self._storage.store.rollback()
             raise_failures(failures, self._failure, DOING, OUTCOME)
@@ -74,13 +74,15 @@ class ValueWriter:
 
     @torch.no_grad()
     def store(self, param: int, value: torch.Tensor) -> None:
-        """Store parameter ``param`` (index into the layout's facts): its whole ``value``, any float dtype."""
+        """Store parameter ``param`` (index into the layout's facts): its whole ``value``, any float dtype. Where ranks
+        hold parts of it this one keeps its own."""
         index, slot = self._storage.layout.where[param]
         self._open(index)
         if self._failure is not None:
             return
         chunk = self._storage.chunks[index]
-        flat = value.detach().reshape(-1)
+        fact = self._storage.layout.facts[param]
+        flat = (value.detach() if fact.part is None else fact.part.of(value.detach())).reshape(-1)
         state = self._storage.states.get(index)
         if state is not None and state.dtype is not None:
             flat = flat.to(state.dtype)  # the parameter is what the master rounds to

@@ -1,11 +1,11 @@
-"""The data-parallel ranks as a grid: shards along one axis, replicas of them along the other."""
+"""The ranks as a grid: parts of layers along one axis, shards along another, replicas of them along the third."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TypeVar
 
 import torch
@@ -18,10 +18,11 @@ from shardwise.mesh.launch import check_joined, own_device, seat_on
 from shardwise.mesh.seats import Seat, check_own_gpus
 from shardwise.plan import CommPlan, MeshPlan
 
-__all__ = ["CALLS", "PASSES", "REPLICATE_AXIS", "SHARD_AXIS", "Mesh"]
+__all__ = ["CALLS", "PASSES", "REPLICATE_AXIS", "SHARD_AXIS", "TENSOR_AXIS", "Mesh"]
 
 REPLICATE_AXIS = "dp_replicate"
 SHARD_AXIS = "dp_shard"
+TENSOR_AXIS = "tp"
 MODEL_AXIS = "model_parallel"
 
 # What is said to ranks that did not meet; the groups know nothing of passes.
@@ -34,43 +35,52 @@ PASSES = (
 T = TypeVar("T")
 
 
-class Mesh:
-    """Data-parallel ranks and the groups among them: all ranks, or those of one process group.
+@dataclass(frozen=True)
+class _Axes:
+    """This rank's groups; see the attributes of :class:`Mesh`."""
 
-    Rank here = replica index * shard ranks + shard index. Meshes over disjoint process groups know nothing of each
-    other: each trains a model of its own, or its part of one (tensor parallelism).
+    shard: Group
+    replicate: Group
+    world: Group
+    tensor: Group
+    everyone: Group
+
+
+class Mesh:
+    """Ranks and the groups among them: all ranks, or those of one process group.
+
+    Data-parallel ranks are counted here: rank = replica index * shard ranks + shard index. With tensor parallelism
+    each of these is one rank of a set that holds the parts of the same layers; ranks with other parts count alike.
+    Meshes over disjoint process groups know nothing of each other: each trains a model of its own, or its part of one.
 
     Attributes:
         device: where this rank computes.
-        shard: the ranks that hold the parts of one copy of the model.
-        replicate: the ranks that hold the same part of different copies.
-        world: all of the mesh. Where one axis has a single rank, this is the other axis' group itself.
-        rank: this process in the mesh.
-        size: number of ranks of the mesh.
-        ranks: their ranks in ``torch.distributed``, by rank in the mesh.
+        shard: the ranks that hold the shards of one copy of what this rank has a part of.
+        replicate: the ranks that hold the same shard of different copies.
+        world: the data-parallel ranks. Where one axis has a single rank, this is the other axis' group itself.
+        tensor: the ranks that hold parts of the same layers (tensor parallelism), which see the same data.
+        everyone: all of the mesh; ``world`` itself without tensor parallelism.
+        rank: this process in ``world``.
+        size: number of ranks in ``world``.
+        ranks: their ranks in ``torch.distributed``, by rank in ``world``.
         members: the process group that the mesh was made over; ``None``: all ranks.
-        model_parallel: the ranks that hold other parts of the same model, see :meth:`join_model_parallel`.
-        device_mesh: the torch mesh with axes ``("dp_replicate", "dp_shard")``; ``None`` without torch.distributed.
+        model_parallel: the ranks that hold other parts of the same model: ``tensor``, or see
+            :meth:`join_model_parallel`.
+        device_mesh: the torch mesh with axes ``("dp_replicate", "dp_shard")``, and ``"tp"`` where layers are cut;
+            ``None`` without torch.distributed.
     """
 
     def __init__(
-        self,
-        shard: Group,
-        replicate: Group,
-        world: Group,
-        maker: GroupMaker | None,
-        device_mesh: DeviceMesh | None,
-        ranks: tuple[int, ...],
+        self, axes: _Axes, maker: GroupMaker | None, device_mesh: DeviceMesh | None, ranks: tuple[int, ...]
     ) -> None:
-        self.device = world.device
-        self.shard = shard
-        self.replicate = replicate
-        self.world = world
-        self.rank = world.rank
-        self.size = world.size
+        self.device = axes.world.device
+        self.shard, self.replicate, self.world = axes.shard, axes.replicate, axes.world
+        self.tensor, self.everyone = axes.tensor, axes.everyone
+        self.rank = axes.world.rank
+        self.size = axes.world.size
         self.ranks = ranks
         self.members = maker.members if maker is not None else None
-        self.model_parallel: Group | None = None
+        self.model_parallel: Group | None = axes.tensor if axes.tensor.size > 1 else None
         self._parts: tuple[int, ...] | None = None
         self.device_mesh = device_mesh
         self._makers = [] if maker is None else [maker]
@@ -106,17 +116,21 @@ class Mesh:
 
     @classmethod
     def _create(cls, plan: MeshPlan, device: torch.device, comm: CommPlan, group: dist.ProcessGroup | None) -> Mesh:
-        if not plan.dp_shard == plan.dp_replicate == 1:
+        if not plan.dp_shard == plan.dp_replicate == plan.tp == 1:
             check_joined()
         ranks = ranks_of("group", group)
         sizes, refusal = _resolved(plan, device, comm, len(ranks))
         if not (dist.is_available() and dist.is_initialized()):
             if refusal is not None:
                 raise refusal
-            one = LocalGroup("world", device)
-            return cls(LocalGroup(SHARD_AXIS, device), LocalGroup(REPLICATE_AXIS, device), one, None, None, ranks)
+            shard, replicate, one, tensor = (
+                LocalGroup(name, device) for name in (SHARD_AXIS, REPLICATE_AXIS, "world", TENSOR_AXIS)
+            )
+            return cls(_Axes(shard, replicate, one, tensor, one), None, None, ranks)
         # Told before it is raised: the others may want something that can be, and would wait.
         wanted = {"dp_replicate": sizes.dp_replicate, "dp_shard": sizes.dp_shard, "device": device.type}
+        if sizes.tp != 1:
+            wanted["tp"] = sizes.tp
         if refusal is not None:
             wanted["refused"] = str(refusal)
         some = group if group is not dist.group.WORLD else None
@@ -128,15 +142,10 @@ class Mesh:
             if device.type == "cuda" and len(ranks) > 1 and maker.backend != "gloo":
                 rows = maker.tell(asdict(seat_on(device, dist.get_rank())))
                 check_own_gpus([Seat(**row) for row in rows])
-            wide = sizes.dp_shard
-            grid = [list(ranks[start : start + wide]) for start in range(0, len(ranks), wide)]
-            if members is not None:
-                return cls(*_axes(maker, grid, ranks), maker, _device_mesh(maker, members, grid), ranks)
-            names = (REPLICATE_AXIS, SHARD_AXIS)
-            device_mesh = init_device_mesh(device.type, (sizes.dp_replicate, wide), mesh_dim_names=names)
-            for axis in names:
-                maker.keep(device_mesh.get_group(axis))
-            return cls(*_axes(maker, grid, ranks), maker, device_mesh, ranks)
+            grid = torch.tensor(ranks).view(sizes.dp_replicate, sizes.dp_shard, sizes.tp)
+            axes = _axes(maker, grid)
+            own = tuple(grid[:, :, axes.tensor.rank].flatten().tolist())
+            return cls(axes, maker, _device_mesh(maker, members, grid), own)
         except BaseException:
             maker.close()
             raise
@@ -153,8 +162,13 @@ class Mesh:
 
         Raises:
             ValueError: this rank is no member, or another rank of this mesh is one: it would be counted twice.
-            RuntimeError: it was called with other ranks before.
+            RuntimeError: it was called with other ranks before, or the mesh cuts layers over ranks of its own.
         """
+        if self.tensor.size > 1:
+            raise RuntimeError(
+                f"the mesh cuts layers over {self.tensor.size} ranks itself (tp={self.tensor.size}): leave that to it, "
+                "or give the group with tp=1"
+            )
         ranks = ranks_of("model-parallel group", group)
         if self._parts is not None:
             if self._parts == ranks:
@@ -185,10 +199,16 @@ class Mesh:
         return self.world.activity.doing(what, CALLS)
 
     @property
+    def first(self) -> bool:
+        """Whether this is the rank that prints, and writes what is written once."""
+        return self.everyone.rank == 0
+
+    @property
     def groups(self) -> tuple[Group, ...]:
         """The different groups, each once (traffic is summed over these)."""
         found: list[Group] = []
-        for group in (self.shard, self.replicate, self.world, self.model_parallel):
+        every = (self.shard, self.replicate, self.world, self.tensor, self.everyone, self.model_parallel)
+        for group in every:
             if group is not None and not any(group is other for other in found):
                 found.append(group)
         return tuple(found)
@@ -243,26 +263,44 @@ def _told(refusal: ValueError | None, meet: Callable[[], T]) -> T:
     return found
 
 
-def _axes(maker: GroupMaker, grid: list[list[int]], ranks: tuple[int, ...]) -> tuple[Group, Group, Group]:
-    """The groups of shards, of replicas, and of all."""
-    shard = maker.make(SHARD_AXIS, grid)
-    replicate = maker.make(REPLICATE_AXIS, _columns(grid))
-    if len(grid) == 1:
-        return shard, replicate, shard
-    if len(grid[0]) == 1:
-        return shard, replicate, replicate
-    return shard, replicate, maker.make("world", [list(ranks)])
+def _axes(maker: GroupMaker, grid: torch.Tensor) -> _Axes:
+    """This rank's groups, of ranks as ``[replica, shard, part]``."""
+    shard = maker.make(SHARD_AXIS, _along(grid, 1))
+    replicate = maker.make(REPLICATE_AXIS, _along(grid, 0))
+    tensor = maker.make(TENSOR_AXIS, _along(grid, 2))
+    replicas, shards, parts = grid.shape
+    if replicas == 1:
+        world = shard
+    elif shards == 1:
+        world = replicate
+    else:
+        world = maker.make("world", grid.flatten(0, 1).T.tolist())
+    if parts == 1:
+        return _Axes(shard, replicate, world, tensor, world)
+    everyone = tensor if world.size == 1 else maker.make("everyone", [grid.flatten().tolist()])
+    return _Axes(shard, replicate, world, tensor, everyone)
 
 
-def _columns(grid: list[list[int]]) -> list[list[int]]:
-    return [list(column) for column in zip(*grid, strict=True)]
+def _along(grid: torch.Tensor, dim: int) -> list[list[int]]:
+    """The lines of ranks along one dimension."""
+    lines: list[list[int]] = grid.movedim(dim, -1).flatten(0, -2).tolist()
+    return lines
 
 
-def _device_mesh(maker: GroupMaker, members: Members, grid: list[list[int]]) -> DeviceMesh:
-    """As ``init_device_mesh`` makes it of all ranks: a group an axis, of the kind that the members' own is."""
+def _device_mesh(maker: GroupMaker, members: Members | None, grid: torch.Tensor) -> DeviceMesh:
+    """torch's, with a group an axis; over members of the kind that their own is."""
+    names: tuple[str, ...] = (REPLICATE_AXIS, SHARD_AXIS, TENSOR_AXIS)
+    if grid.shape[2] == 1:
+        grid, names = grid.squeeze(2), names[:2]
+    if members is None:
+        device_mesh = init_device_mesh(maker.device.type, tuple(grid.shape), mesh_dim_names=names)
+        for axis in names:
+            maker.keep(device_mesh.get_group(axis))
+        return device_mesh
     backend = dist.get_backend(members.process_group)
-    shard = members.process_group if len(grid) == 1 else maker.process_group(f"mesh_{SHARD_AXIS}", grid, backend)
-    replicate = maker.process_group(f"mesh_{REPLICATE_AXIS}", _columns(grid), backend)
-    return DeviceMesh.from_group(
-        [replicate, shard], maker.device.type, mesh=torch.tensor(grid), mesh_dim_names=(REPLICATE_AXIS, SHARD_AXIS)
-    )
+    own = members.process_group
+    groups = [
+        own if grid.shape[dim] == grid.numel() else maker.process_group(f"mesh_{name}", _along(grid, dim), backend)
+        for dim, name in reversed(list(enumerate(names)))
+    ]
+    return DeviceMesh.from_group(groups[::-1], maker.device.type, mesh=grid, mesh_dim_names=names)

@@ -8,12 +8,14 @@ from shardwise.tensor.axis import Axis
 from shardwise.tensor.cut import Cut, Part
 from shardwise.tensor.cutting import Cutting, parts_of
 from shardwise.tensor.loss import vocabulary_cross_entropy
+from shardwise.tensor.model import cut_model
 
 __all__ = [
     "Axis",
     "Cut",
     "Cutting",
     "Part",
+    "cut_model",
     "parts_of",
     "vocabulary_cross_entropy",
 ]

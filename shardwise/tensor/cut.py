@@ -157,6 +157,23 @@ class Part:
             whole = torch.cat([whole, whole.new_zeros(shape)], self.cut.dim)
         return self.cut.part(whole, self.rank)
 
+    def own_spans(self) -> list[Range]:
+        """The ranges of the flattened part that no lower rank holds too, in order; padding may be among them."""
+        holder = torch.full((self.cut.size,), self.cut.ranks)
+        for rank in reversed(range(self.cut.ranks)):
+            for start, end in self.cut.ranges[rank]:
+                holder[start:end] = rank
+        held = torch.cat([holder[start:end] for start, end in self.cut.ranges[self.rank]] or [holder[:0]])
+        own, numel = held == self.rank, self.shape.numel()
+        if bool(own.all()) or not numel:
+            return [(0, numel)] if numel else []
+        inner, rows = self.whole[self.cut.dim + 1 :].numel(), self.whole[: self.cut.dim].numel()
+        steps = torch.cat([own.new_zeros(1), own, own.new_zeros(1)]).int().diff()
+        starts, ends = ((steps == step).nonzero().flatten().tolist() for step in (1, -1))
+        across = len(own) * inner
+        runs = [(a * inner, b * inner) for a, b in zip(starts, ends, strict=True)]
+        return [(row * across + a, row * across + b) for row in range(rows) for a, b in runs]
+
     def together(self, parts: Iterable[Tensor]) -> Tensor:
         """The tensor that all ranks' ``parts`` are of."""
         return self.cut.whole(parts).narrow(self.cut.dim, 0, self.whole[self.cut.dim])
