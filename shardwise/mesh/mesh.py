@@ -207,7 +207,9 @@ class Mesh:
     def groups(self) -> tuple[Group, ...]:
         """The different groups, each once (traffic is summed over these)."""
         found: list[Group] = []
-        every = (self.shard, self.replicate, self.world, self.tensor, self.everyone, self.model_parallel)
+        every = [self.shard, self.replicate, self.world, self.everyone, self.model_parallel]
+        if self.tensor.size > 1:
+            every.append(self.tensor)
         for group in every:
             if group is not None and not any(group is other for other in found):
                 found.append(group)

@@ -22,6 +22,7 @@ from shardwise.plan import CommPlan, MeshPlan
 from shardwise.testing import run_ranks
 
 CPU = torch.device("cpu")
+COMM = CommPlan(overlap=True, shared_memory=None, same_order=False, gather_on_use=False, sync_init=True)
 
 
 def create(dp_shard: int, dp_replicate: int, shared_memory: bool | None = None) -> Mesh:
@@ -73,6 +74,63 @@ def test_ranks_divide_into_shards_and_replicas(shared_memory: bool | None) -> No
     for rank, told in enumerate(run_ranks(2, grid, 1, -1, shared_memory)):
         assert told == [rank, 2, ["LocalGroup", kind, kind], [rank], [0, 1], [0, 1], 2, axes]
     assert run_ranks(1, grid, 1, 1, shared_memory)[0][2] == ["LocalGroup"] * 3  # type: ignore[index]
+
+
+def parts(group_of: list[list[int]] | None, shard: int, replicate: int, tp: int) -> dict[str, list[int]]:
+    """This rank's groups, in ranks of all."""
+    group, me = None, dist.get_rank()
+    for ranks in group_of or ():
+        made = dist.new_group(ranks, backend="gloo")
+        group = made if me in ranks else group
+    mesh = Mesh.create(MeshPlan(dp_shard=shard, dp_replicate=replicate, tp=tp), CPU, COMM, group)
+    names = ("shard", "replicate", "world", "tensor", "everyone")
+    told = {name: [int(row[0]) for row in getattr(mesh, name).exchange([me])] for name in names}
+    assert told["world"] == list(mesh.ranks) and mesh.ranks[mesh.rank] == me
+    assert (mesh.rank, mesh.size, mesh.first) == (mesh.world.rank, mesh.world.size, me == told["everyone"][0])
+    assert mesh.model_parallel is (mesh.tensor if tp > 1 else None)
+    assert mesh.device_mesh is not None
+    assert mesh.device_mesh.mesh_dim_names == ("dp_replicate", "dp_shard", "tp")[: 3 if tp > 1 else 2]
+    assert mesh.device_mesh.get_local_rank(1) == mesh.shard.rank
+    if tp > 1:
+        with pytest.raises(RuntimeError, match=f"tp={tp}"):
+            mesh.join_model_parallel(dist.group.WORLD)
+    mesh.close()
+    return told
+
+
+def test_neighbours_hold_parts_of_the_same_layers() -> None:
+    for me, told in enumerate(run_ranks(8, parts, None, 2, 2, 2)):
+        low, part = me - me % 2, me % 2
+        shard = me // 4 * 4 + part
+        assert told == {
+            "shard": [shard, shard + 2],
+            "replicate": [me % 4, me % 4 + 4],
+            "world": [part, part + 2, part + 4, part + 6],
+            "tensor": [low, low + 1],
+            "everyone": list(range(8)),
+        }
+    for me, told in enumerate(run_ranks(4, parts, None, -1, 1, 4)):
+        every = {name: [0, 1, 2, 3] for name in ("tensor", "everyone")}
+        assert told == {"shard": [me], "replicate": [me], "world": [me], **every}
+    for me, told in enumerate(run_ranks(4, parts, [[0, 2], [1, 3]], -1, 1, 2)):
+        assert told["tensor"] == told["everyone"] == [me % 2, me % 2 + 2] and told["world"] == [me]
+
+
+def refusals() -> list[str]:
+    told = []
+    for plan in (MeshPlan(dp_shard=-1, dp_replicate=1, tp=3), MeshPlan(dp_shard=4, dp_replicate=1, tp=2)):
+        with pytest.raises(ValueError) as error:
+            Mesh.create(plan, CPU, COMM)
+        told.append(str(error.value))
+    with pytest.raises(ValueError, match="tp=0"):
+        MeshPlan(dp_shard=-1, dp_replicate=1, tp=0)
+    return told
+
+
+def test_sizes_that_do_not_divide_are_refused_with_all_of_them() -> None:
+    first, second = run_ranks(4, refusals)[0]
+    assert "4 ranks cannot be divided into groups of 3" in first and "tp=3" in first
+    assert "groups of 8" in second and "dp_shard=4" in second and "tp=2" in second
 
 
 def patience() -> None:
