@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
+import torch.distributed as dist
 from engine_setup import PLANS, adam, sharded
-from tensor_setup import VOCABULARY, Model, Parts, made
+from tensor_setup import INNER, VOCABULARY, WIDTH, Model, Parts, made, rows_of
+from tier_setup import with_tiers
 from torch import Tensor
 from torch.nn import functional
 
+from shardwise.build import build
 from shardwise.chunk.layout import ParamFact
-from shardwise.plan import Plan, TensorPlan
+from shardwise.comm import PeerError
+from shardwise.plan import Plan, TensorPlan, zero
 from shardwise.testing import assert_close, run_ranks
 
 STEPS, LR, MAX_NORM = 3, 0.02, 0.5
@@ -89,3 +97,95 @@ def test_training_equals_plain_pytorch(ranks: int, tp: int, name: str) -> None:
     plan = PLANS[name].but(tp=tp, max_norm=MAX_NORM, tensor=tensor)
     for tied in (False, True):
         run_ranks(ranks, trained, plan, tied)
+
+
+@pytest.mark.parametrize("mix", ["all_host", "all_disk", "thirds"])
+@pytest.mark.parametrize("name", ["zero2", "zero3"])
+def test_tiers_change_nothing(name: str, mix: str, tmp_path: Path) -> None:
+    tensor = TensorPlan(architecture=Parts(gathers=True))
+    plan = with_tiers(PLANS[name], mix, str(tmp_path)).but(tp=2, max_norm=MAX_NORM, tensor=tensor)
+    run_ranks(4, trained, plan, True)
+
+
+def overflowing(plan: Plan, holder: int) -> list[tuple[bool, float]]:
+    """An infinite gradient of a part that one rank holds."""
+    model: Model = made(False)
+    spoils = [False]
+    weight = model.blocks[0].up.weight
+    weight.register_hook(lambda grad: grad * float("inf") if spoils[0] else grad)
+    found = []
+    with sharded(model, adam(model, LR), plan) as session:
+        mesh, optimizer = session.mesh, session.optimizer
+        assert optimizer is not None and optimizer.scaler is not None
+        for step in range(3):
+            spoils[0] = step == 1 and mesh.everyone.rank == holder
+            session.backward(loss_of(session.module, mesh.rank, step))
+            optimizer.step()
+            found.append((optimizer.last_step_skipped, optimizer.scaler.scale))
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_overflow_of_one_part_skips_the_step_on_all(stage: Literal[1, 3]) -> None:
+    plan = zero(stage, torch.float16)
+    assert plan.precision.scaler is not None
+    scaler = replace(plan.precision.scaler, initial_scale=8.0)
+    plan = plan.but(tp=2, scaler=scaler, tensor=TensorPlan(architecture=Parts(True)))
+    for holder in (0, 3):
+        results = run_ranks(4, overflowing, plan, holder)
+        assert [skipped for skipped, _ in results[0]] == [False, True, False], results[0]
+        assert all(result == results[0] for result in results)
+
+
+class Broken:
+    def collect(self, _model: torch.nn.Module, _cutting: object) -> None:
+        raise ValueError("this rank cannot cut it")
+
+
+def refused(what: str) -> str:
+    model: Model = made(False)
+    rank = dist.get_rank()
+    tensor = TensorPlan(architecture=Parts(gathers=True))
+    if what == "model" and rank == 3:
+        model.blocks[0].up = torch.nn.Linear(WIDTH, INNER + 1).double()
+    if what == "unknown":
+        tensor = TensorPlan()
+    if what == "fails" and rank == 2:
+        tensor = TensorPlan(architecture=Broken())
+    before = {name: (type(module), list(vars(module))) for name, module in model.named_modules()}
+    values = [param.detach().clone() for param in model.parameters()]
+    with pytest.raises((ValueError, PeerError)) as error:
+        build(model, adam(model), PLANS["zero2"].but(tp=2, tensor=tensor))
+    assert {name: (type(module), list(vars(module))) for name, module in model.named_modules()} == before
+    assert all(map(torch.equal, values, model.parameters()))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "told"), [("model", "give dim 0 and 21"), ("unknown", "a Model over 2 ranks"), ("fails", "cannot cut it")]
+)
+def test_what_cannot_be_cut_alike_is_told_to_all_and_changes_nothing(what: str, told: str) -> None:
+    for message in run_ranks(4, refused, what):
+        assert re.search(told, message, re.DOTALL), message
+
+
+def counted(plan: Plan) -> dict[str, int]:
+    model: Model = made(False)
+    with sharded(model, adam(model), plan) as session:
+        session.backward(loss_of(session.module, session.mesh.rank, 0))
+        session.reset_traffic()
+        session.backward(loss_of(session.module, session.mesh.rank, 1))
+        return dict(session.mesh.tensor.traffic.bytes)
+
+
+def test_bytes_between_parts_follow_the_formula() -> None:
+    """A block sums activations twice forward and twice backward, the embedding once, the head's input once; logits are
+    gathered."""
+    for ranks, tp in ((2, 2), (4, 4)):
+        tensor = TensorPlan(architecture=Parts(gathers=True))
+        rows = rows_of(tp).size
+        activations = 3 * 7 * WIDTH * 8
+        expected = (2 * 4 + 1 + 1) * 2 * (tp - 1) * activations // tp, (tp - 1) * 3 * 7 * rows * 8 // tp
+        for found in run_ranks(ranks, counted, PLANS["zero1"].but(tp=tp, tensor=tensor)):
+            assert (found["all_reduce"], found["all_gather"]) == expected
+            assert found["reduce_scatter"] == found["broadcast"] == 0
