@@ -57,18 +57,24 @@ def _require(condition: bool, message: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class MeshPlan:
-    """How the ranks divide: ``tp`` ranks that hold parts of one model's layers, and ``dp_replicate`` groups of
-    ``dp_shard`` such sets. Neighbouring ranks are ``tp`` ranks first.
+    """How the ranks divide: ``pp`` ranks that hold the stages of one model, of each stage ``tp`` ranks that hold parts
+    of its layers, and ``dp_replicate`` groups of ``dp_shard`` such sets.
 
-    ``dp_shard`` may be ``-1`` for "all ranks that remain". A shard group of 1 is plain replication (DDP).
+    Neighbouring ranks are those of ``tp`` first, then ``dp_shard``, ``dp_replicate`` and ``pp``; with ``dp_outside``
+    first ``tp``, then ``pp``, ``dp_shard`` and ``dp_replicate``. ``dp_shard`` may be ``-1`` for "all ranks that
+    remain". A shard group of 1 is plain replication (DDP).
     """
 
     dp_shard: int
     dp_replicate: int
     tp: int = 1
+    pp: int = 1
+    dp_outside: bool = False
 
     def __post_init__(self) -> None:
-        whole("tp", self.tp, 1, what="a number of ranks,")
+        for name, size in (("tp", self.tp), ("pp", self.pp)):
+            whole(name, size, 1, what="a number of ranks,")
+        switch("dp_outside", self.dp_outside)
         for name, size in (("dp_shard", self.dp_shard), ("dp_replicate", self.dp_replicate)):
             whole(name, size, -1, what="a number of ranks, or -1 for all that remain,")
             _require(size != 0, f"{name}={size}: give a number of ranks >= 1, or -1 for all that remain")
@@ -83,9 +89,8 @@ class MeshPlan:
         Raises:
             ValueError: the sizes do not multiply to ``world_size``.
         """
-        sizes = {"dp_shard": self.dp_shard, "dp_replicate": self.dp_replicate} | (
-            {"tp": self.tp} if self.tp > 1 else {}
-        )
+        sizes = {"dp_shard": self.dp_shard, "dp_replicate": self.dp_replicate}
+        sizes |= {name: size for name, size in (("tp", self.tp), ("pp", self.pp)) if size > 1}
         known = prod(size for size in sizes.values() if size != -1)
         if world_size % known:
             raise ValueError(
@@ -99,7 +104,7 @@ class MeshPlan:
             f"{' x '.join(f'{name}={size}' for name, size in found.items())} is {prod(found.values())} ranks, but "
             f"there are {world_size}",
         )
-        return replace(self, **found)
+        return MeshPlan(**(vars(self) | found))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
         "attributes",
         "published",
     ),
-    ("mesh", "trace", "disk", "deferred", "tensor"),  # mesh builds the groups of comm
+    ("mesh", "trace", "disk", "deferred", "tensor", "pipeline"),  # mesh builds the groups of comm
     ("memory", "chunk.layout"),
     ("optim",),  # moments may be at home on a disk
     ("chunk",),

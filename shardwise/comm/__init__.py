@@ -12,6 +12,7 @@ from shardwise.comm.choose import GroupMaker, GroupRequest, MakeGroup, register_
 from shardwise.comm.errors import PeerError
 from shardwise.comm.gloo import GlooGroup
 from shardwise.comm.group import DONE, NOBODY, Buffer, Group, Handle, LocalGroup, Party
+from shardwise.comm.link import Wire
 from shardwise.comm.members import Members, ranks_of, timeout_s
 from shardwise.comm.native import NativeGroup
 from shardwise.comm.release import destroy, let_go_with
@@ -36,6 +37,7 @@ __all__ = [
     "PeerError",
     "SharedGroup",
     "Traffic",
+    "Wire",
     "destroy",
     "let_go_with",
     "ranks_of",

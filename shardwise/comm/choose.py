@@ -14,6 +14,7 @@ from shardwise.comm.activity import Activity
 from shardwise.comm.control import Control
 from shardwise.comm.gloo import GlooGroup
 from shardwise.comm.group import Group, LocalGroup
+from shardwise.comm.link import Wire
 from shardwise.comm.mapping import MappingError, Method, host_facts
 from shardwise.comm.members import Members, check_alike
 from shardwise.comm.native import NativeGroup
@@ -111,6 +112,12 @@ class GroupMaker:
         if any(maker != makers[0] for maker in makers):
             raise ValueError(f"the ranks of group {called!r} have other backends: {makers}; register one on all")
         return make(self, request)
+
+    def make_wire(self, name: str, rank_lists: list[list[int]]) -> Wire:
+        """From rank to rank of this rank's list. Collective as :meth:`make`."""
+        backend = "gloo" if self.backend == "gloo" else dist.get_default_backend_for_device(self.device)
+        lanes = [self.process_group(f"{name}_{lane}", rank_lists, backend) for lane in ("forward", "backward")]
+        return Wire(name, lanes, self.device)
 
     @property
     def backend(self) -> str:

@@ -11,7 +11,7 @@ import queue
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -20,13 +20,10 @@ from torch import Tensor
 from shardwise.comm.control import Control
 from shardwise.comm.errors import PeerError
 from shardwise.comm.group import DONE, Buffer, Group, Handle
+from shardwise.comm.link import Link, Message
 from shardwise.comm.summing import RankSum
 
 __all__ = ["GlooGroup"]
-
-# gloo takes non-negative 32-bit tags. Part of one is the buffer's number: what ranks that lost each other send of other
-# buffers (another model's) is never taken. No two operations that are a million apart are in flight together.
-TAG_RANGE, BUFFER_RANGE = 1 << 20, 1 << 10
 
 
 class _Scratch:
@@ -51,54 +48,6 @@ class _Scratch:
     def give(self, tensor: Tensor) -> None:
         """Return what :meth:`take` gave."""
         self._free.append(torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()))
-
-
-class _Link:
-    """One communicator: sends and receives with a tag per operation."""
-
-    def __init__(self, process_group: dist.ProcessGroup, name: str) -> None:
-        self._process_group = process_group
-        self._name = name
-        self._count = 0
-
-    def tag(self, buffer: int) -> int:
-        """A tag that no other operation in flight uses, for buffer number ``buffer``; the same on every rank."""
-        self._count = (self._count + 1) % TAG_RANGE
-        return self._count + buffer % BUFFER_RANGE * TAG_RANGE
-
-    def send(self, tensor: Tensor, peer: int, tag: int, what: str) -> _Message:
-        """Start to send; ``tensor`` must stay as it is until the message is done."""
-        return self._start(dist.isend, tensor, peer, tag, f"{what}: sending to rank {peer}")
-
-    def receive(self, tensor: Tensor, peer: int, tag: int, what: str) -> _Message:
-        """Start to receive into ``tensor``."""
-        return self._start(dist.irecv, tensor, peer, tag, f"{what}: receiving from rank {peer}")
-
-    def _start(
-        self, start: Callable[..., dist.Work | None], tensor: Tensor, peer: int, tag: int, what: str
-    ) -> _Message:
-        what = f"{what} of group {self._name!r}"
-        keyword = "group_dst" if start is dist.isend else "group_src"
-        try:
-            work = start(tensor, group=self._process_group, tag=tag, **{keyword: peer})
-        except RuntimeError as error:
-            raise _lost(what, error) from error
-        return _Message(work, what)
-
-
-class _Message:
-    def __init__(self, work: dist.Work | None, what: str) -> None:
-        self._work = work
-        self._what = what
-
-    def wait(self) -> None:
-        if self._work is None:
-            return
-        try:
-            self._work.wait()
-        except RuntimeError as error:
-            raise _lost(self._what, error) from error
-        self._work = None
 
 
 # [Note: Who waits for a message]
@@ -144,7 +93,7 @@ class _Batch:
     finished. So no user waits for a batch that the watcher has not come to.
     """
 
-    def __init__(self, messages: list[_Message], watcher: _Watcher) -> None:
+    def __init__(self, messages: list[Message], watcher: _Watcher) -> None:
         self._messages = messages
         self._watcher: _Watcher | None = watcher
         self._taker: dict[str, object] = {}
@@ -185,13 +134,6 @@ class _Batch:
         self._done.set()
 
 
-def _lost(what: str, error: Exception) -> PeerError:
-    return PeerError(
-        f"{what} failed: {error}. That rank died, or did not come to the same operation in time; look at the first "
-        "error of the other ranks"
-    )
-
-
 class _Reduction:
     """A reduce-scatter, or the two phases of an all-reduce."""
 
@@ -211,7 +153,7 @@ class _Reduction:
         )
         self._parts: list[Tensor] = []
         own = group.slice_of(full, rank)
-        messages: list[_Message] = []
+        messages: list[Message] = []
         # Receives come first, so that what arrives finds its place.
         for peer in range(group.size):
             part = own if peer == rank else group.scratch.take(own.numel(), own.dtype)
@@ -247,7 +189,7 @@ class _Reduction:
                 if index != group.rank:
                     group.scratch.give(part)
             self._parts = []
-            spread: list[_Message] = []
+            spread: list[Message] = []
             if self._spread_tag is not None:
                 spread = group.start_spread(group.reduce_link, self._full, self._spread_tag, self._what)
             self._sums = _Batch(spread, group.watchers[1])
@@ -265,10 +207,10 @@ class GlooGroup(Group):
     def __init__(self, name: str, control: Control, gather: dist.ProcessGroup, reduce: dist.ProcessGroup) -> None:
         super().__init__(name, control.rank, control.size, torch.device("cpu"), control.activity)
         self._control = control
-        self._gather_link = _Link(gather, name)
+        self._gather_link = Link(gather, name)
         self._reductions: deque[_Reduction] = deque()
         self._buffer_count = 0
-        self.reduce_link = _Link(reduce, name)
+        self.reduce_link = Link(reduce, name)
         self.scratch = _Scratch()
         self.sum = RankSum()
         self.watchers = _Watcher(), _Watcher()
@@ -278,7 +220,7 @@ class GlooGroup(Group):
         """The other ranks, starting with the next one, so that not all ranks send to the same one first."""
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
-    def start_spread(self, link: _Link, full: Tensor, tag: int, what: str) -> list[_Message]:
+    def start_spread(self, link: Link, full: Tensor, tag: int, what: str) -> list[Message]:
         """Start to send the own slice of ``full`` to every rank and to receive theirs in place."""
         own = self.slice_of(full, self.rank)
         received = [link.receive(self.slice_of(full, peer), peer, tag, what) for peer in self.others()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 __all__ = ["KINDS", "Traffic"]
 
-KINDS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "exchange")
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "exchange", "send")
 
 
 class Traffic:
@@ -13,7 +13,7 @@ class Traffic:
     Every backend is counted with the bytes that an optimal algorithm sends, so that the same step counts the same
     everywhere. With N ranks and a full buffer of B bytes: all-gather and reduce-scatter (N-1)/N B, all-reduce
     2 (N-1)/N B (Patarasuk and Yuan 2009), broadcast its size at the source and nothing elsewhere, exchange
-    (N-1) times the own message. Through shared memory the count is of bytes that cross between ranks.
+    (N-1) times the own message, send its size. Through shared memory the count is of bytes that cross between ranks.
 
     Attributes:
         bytes: kind -> bytes sent since the last reset.

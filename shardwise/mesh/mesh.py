@@ -10,9 +10,9 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm import Group, GroupMaker, LocalGroup, Members, Party, ranks_of, timeout_s
+from shardwise.comm import Group, GroupMaker, LocalGroup, Members, Party, Wire, ranks_of, timeout_s
 from shardwise.device import on_device
 from shardwise.mesh.launch import check_joined, own_device, seat_on
 from shardwise.mesh.seats import Seat, check_own_gpus
@@ -22,7 +22,7 @@ __all__ = ["CALLS", "PASSES", "REPLICATE_AXIS", "SHARD_AXIS", "TENSOR_AXIS", "Me
 
 REPLICATE_AXIS = "dp_replicate"
 SHARD_AXIS = "dp_shard"
-TENSOR_AXIS = "tp"
+TENSOR_AXIS, PIPELINE_AXIS = "tp", "pp"
 MODEL_AXIS = "model_parallel"
 
 # What is said to ranks that did not meet; the groups know nothing of passes.
@@ -43,14 +43,18 @@ class _Axes:
     replicate: Group
     world: Group
     tensor: Group
+    pipeline: Group
+    model: Group
     everyone: Group
+    wire: Wire | None = None
 
 
 class Mesh:
     """Ranks and the groups among them: all ranks, or those of one process group.
 
-    Data-parallel ranks are counted here: rank = replica index * shard ranks + shard index. With tensor parallelism
-    each of these is one rank of a set that holds the parts of the same layers; ranks with other parts count alike.
+    Data-parallel ranks are counted here: rank = replica index * shard ranks + shard index. With tensor or pipeline
+    parallelism each of these is one of a set of ranks that hold one model together, each a part of the layers of a
+    stage; the ranks with other parts and stages count alike.
     Meshes over disjoint process groups know nothing of each other: each trains a model of its own, or its part of one.
 
     Attributes:
@@ -59,15 +63,17 @@ class Mesh:
         replicate: the ranks that hold the same shard of different copies.
         world: the data-parallel ranks. Where one axis has a single rank, this is the other axis' group itself.
         tensor: the ranks that hold parts of the same layers (tensor parallelism), which see the same data.
-        everyone: all of the mesh; ``world`` itself without tensor parallelism.
+        pipeline: the ranks that hold the stages of one model, which see the same data.
+        everyone: all of the mesh; ``world`` itself where each rank has the whole model.
         rank: this process in ``world``.
         size: number of ranks in ``world``.
         ranks: their ranks in ``torch.distributed``, by rank in ``world``.
         members: the process group that the mesh was made over; ``None``: all ranks.
-        model_parallel: the ranks that hold other parts of the same model: ``tensor``, or see
+        wire: between the ranks of ``pipeline``; ``None`` where there is one.
+        model_parallel: the ranks that hold other parts of the same model: those of ``tensor`` and ``pipeline``, or see
             :meth:`join_model_parallel`.
-        device_mesh: the torch mesh with axes ``("dp_replicate", "dp_shard")``, and ``"tp"`` where layers are cut;
-            ``None`` without torch.distributed.
+        device_mesh: the torch mesh with axes ``("dp_replicate", "dp_shard")``, ``"tp"`` where layers are cut and
+            ``"pp"`` where there are stages; ``None`` without torch.distributed.
     """
 
     def __init__(
@@ -75,14 +81,15 @@ class Mesh:
     ) -> None:
         self.device = axes.world.device
         self.shard, self.replicate, self.world = axes.shard, axes.replicate, axes.world
-        self.tensor, self.everyone = axes.tensor, axes.everyone
+        self.tensor, self.pipeline, self.everyone = axes.tensor, axes.pipeline, axes.everyone
         self.rank = axes.world.rank
         self.size = axes.world.size
         self.ranks = ranks
         self.members = maker.members if maker is not None else None
-        self.model_parallel: Group | None = axes.tensor if axes.tensor.size > 1 else None
+        self.model_parallel: Group | None = axes.model if axes.model.size > 1 else None
         self._parts: tuple[int, ...] | None = None
         self.device_mesh = device_mesh
+        self.wire = axes.wire
         self._makers = [] if maker is None else [maker]
         self._parties = 0
         self._process = os.getpid()
@@ -116,21 +123,21 @@ class Mesh:
 
     @classmethod
     def _create(cls, plan: MeshPlan, device: torch.device, comm: CommPlan, group: dist.ProcessGroup | None) -> Mesh:
-        if not plan.dp_shard == plan.dp_replicate == plan.tp == 1:
+        if not plan.dp_shard == plan.dp_replicate == plan.tp == plan.pp == 1:
             check_joined()
         ranks = ranks_of("group", group)
         sizes, refusal = _resolved(plan, device, comm, len(ranks))
         if not (dist.is_available() and dist.is_initialized()):
             if refusal is not None:
                 raise refusal
-            shard, replicate, one, tensor = (
-                LocalGroup(name, device) for name in (SHARD_AXIS, REPLICATE_AXIS, "world", TENSOR_AXIS)
-            )
-            return cls(_Axes(shard, replicate, one, tensor, one), None, None, ranks)
+            names = (SHARD_AXIS, REPLICATE_AXIS, "world", TENSOR_AXIS, PIPELINE_AXIS)
+            shard, replicate, one, tensor, pipeline = (LocalGroup(name, device) for name in names)
+            return cls(_Axes(shard, replicate, one, tensor, pipeline, tensor, one), None, None, ranks)
         # Told before it is raised: the others may want something that can be, and would wait.
         wanted = {"dp_replicate": sizes.dp_replicate, "dp_shard": sizes.dp_shard, "device": device.type}
-        if sizes.tp != 1:
-            wanted["tp"] = sizes.tp
+        wanted |= {name: size for name, size in (("tp", sizes.tp), ("pp", sizes.pp)) if size > 1}
+        if sizes.dp_outside:
+            wanted["dp_outside"] = True
         if refusal is not None:
             wanted["refused"] = str(refusal)
         some = group if group is not dist.group.WORLD else None
@@ -142,9 +149,9 @@ class Mesh:
             if device.type == "cuda" and len(ranks) > 1 and maker.backend != "gloo":
                 rows = maker.tell(asdict(seat_on(device, dist.get_rank())))
                 check_own_gpus([Seat(**row) for row in rows])
-            grid = torch.tensor(ranks).view(sizes.dp_replicate, sizes.dp_shard, sizes.tp)
+            grid = _grid(ranks, sizes)
             axes = _axes(maker, grid)
-            own = tuple(grid[:, :, axes.tensor.rank].flatten().tolist())
+            own = tuple(grid[axes.pipeline.rank, :, :, axes.tensor.rank].flatten().tolist())
             return cls(axes, maker, _device_mesh(maker, members, grid), own)
         except BaseException:
             maker.close()
@@ -162,12 +169,12 @@ class Mesh:
 
         Raises:
             ValueError: this rank is no member, or another rank of this mesh is one: it would be counted twice.
-            RuntimeError: it was called with other ranks before, or the mesh cuts layers over ranks of its own.
+            RuntimeError: it was called with other ranks before, or the mesh divides models itself.
         """
-        if self.tensor.size > 1:
+        if self.tensor.size * self.pipeline.size > 1:
             raise RuntimeError(
-                f"the mesh cuts layers over {self.tensor.size} ranks itself (tp={self.tensor.size}): leave that to it, "
-                "or give the group with tp=1"
+                f"the mesh divides models itself (tp={self.tensor.size}, pp={self.pipeline.size}): leave that to it, "
+                "or give the group with tp=1 and pp=1"
             )
         ranks = ranks_of("model-parallel group", group)
         if self._parts is not None:
@@ -208,8 +215,7 @@ class Mesh:
         """The different groups, each once (traffic is summed over these)."""
         found: list[Group] = []
         every = [self.shard, self.replicate, self.world, self.everyone, self.model_parallel]
-        if self.tensor.size > 1:
-            every.append(self.tensor)
+        every += [group for group in (self.tensor, self.pipeline) if group.size > 1]
         for group in every:
             if group is not None and not any(group is other for other in found):
                 found.append(group)
@@ -218,12 +224,17 @@ class Mesh:
     def traffic(self) -> dict[str, int]:
         """Bytes sent by this rank in all groups, by kind."""
         kinds = self.world.traffic.bytes
-        return {kind: sum(group.traffic.bytes[kind] for group in self.groups) for kind in kinds}
+        counted = [group.traffic for group in self.groups]
+        if self.wire is not None:
+            counted.append(self.wire.traffic)
+        return {kind: sum(each.bytes[kind] for each in counted) for kind in kinds}
 
     def reset_traffic(self) -> None:
         """Start counting from zero in all groups."""
         for group in self.groups:
             group.traffic.reset()
+        if self.wire is not None:
+            self.wire.traffic.reset()
 
     def close(self) -> None:
         """Give back mapped memory and communicators, as a mesh does that is dropped. Calling it again does nothing, nor
@@ -265,44 +276,67 @@ def _told(refusal: ValueError | None, meet: Callable[[], T]) -> T:
     return found
 
 
+def _grid(ranks: tuple[int, ...], sizes: MeshPlan) -> torch.Tensor:
+    """Ranks as ``[stage, replica, shard, part]``."""
+    if sizes.dp_outside:
+        grid = torch.tensor(ranks).view(sizes.dp_replicate, sizes.dp_shard, sizes.pp, sizes.tp)
+        return grid.permute(2, 0, 1, 3).contiguous()
+    return torch.tensor(ranks).view(sizes.pp, sizes.dp_replicate, sizes.dp_shard, sizes.tp)
+
+
 def _axes(maker: GroupMaker, grid: torch.Tensor) -> _Axes:
-    """This rank's groups, of ranks as ``[replica, shard, part]``."""
-    shard = maker.make(SHARD_AXIS, _along(grid, 1))
-    replicate = maker.make(REPLICATE_AXIS, _along(grid, 0))
-    tensor = maker.make(TENSOR_AXIS, _along(grid, 2))
-    replicas, shards, parts = grid.shape
+    """This rank's groups, of ranks as ``[stage, replica, shard, part]``."""
+    stages, replicas, shards, parts = grid.shape
+    shard = maker.make(SHARD_AXIS, _along(grid, 2))
+    replicate = maker.make(REPLICATE_AXIS, _along(grid, 1))
+    tensor = maker.make(TENSOR_AXIS, _along(grid, 3))
+    pipeline = maker.make(PIPELINE_AXIS, _along(grid, 0))
     if replicas == 1:
         world = shard
     elif shards == 1:
         world = replicate
     else:
-        world = maker.make("world", grid.flatten(0, 1).T.tolist())
-    if parts == 1:
-        return _Axes(shard, replicate, world, tensor, world)
-    everyone = tensor if world.size == 1 else maker.make("everyone", [grid.flatten().tolist()])
-    return _Axes(shard, replicate, world, tensor, everyone)
+        world = maker.make("world", _along(grid, 1, 2))
+    if stages == 1:
+        model = tensor
+    elif parts == 1:
+        model = pipeline
+    else:
+        model = maker.make(MODEL_AXIS, _along(grid, 0, 3))
+    if model.size == 1:
+        everyone = world
+    elif world.size == 1:
+        everyone = model
+    else:
+        everyone = maker.make("everyone", [sorted(grid.flatten().tolist())])
+    wire = maker.make_wire(PIPELINE_AXIS, _along(grid, 0)) if stages > 1 else None
+    return _Axes(shard, replicate, world, tensor, pipeline, model, everyone, wire)
 
 
-def _along(grid: torch.Tensor, dim: int) -> list[list[int]]:
-    """The lines of ranks along one dimension."""
-    lines: list[list[int]] = grid.movedim(dim, -1).flatten(0, -2).tolist()
+def _along(grid: torch.Tensor, *dims: int) -> list[list[int]]:
+    """The lines of ranks along one dimension, or the planes of several."""
+    ends = tuple(range(-len(dims), 0))
+    lines: list[list[int]] = grid.movedim(dims, ends).flatten(-len(dims)).flatten(0, -2).tolist()
     return lines
 
 
 def _device_mesh(maker: GroupMaker, members: Members | None, grid: torch.Tensor) -> DeviceMesh:
     """torch's, with a group an axis; over members of the kind that their own is."""
-    names: tuple[str, ...] = (REPLICATE_AXIS, SHARD_AXIS, TENSOR_AXIS)
-    if grid.shape[2] == 1:
-        grid, names = grid.squeeze(2), names[:2]
+    every = (PIPELINE_AXIS, REPLICATE_AXIS, SHARD_AXIS, TENSOR_AXIS)
+    dims = [dim for dim, name in enumerate(every) if grid.shape[dim] > 1 or name in (REPLICATE_AXIS, SHARD_AXIS)]
+    names = tuple(every[dim] for dim in dims)
+    mesh = grid.view([grid.shape[dim] for dim in dims])
     if members is None:
-        device_mesh = init_device_mesh(maker.device.type, tuple(grid.shape), mesh_dim_names=names)
+        device_mesh = DeviceMesh(maker.device.type, mesh, mesh_dim_names=names)
         for axis in names:
             maker.keep(device_mesh.get_group(axis))
         return device_mesh
     backend = dist.get_backend(members.process_group)
     own = members.process_group
     groups = [
-        own if grid.shape[dim] == grid.numel() else maker.process_group(f"mesh_{name}", _along(grid, dim), backend)
-        for dim, name in reversed(list(enumerate(names)))
+        own
+        if grid.shape[dim] == grid.numel()
+        else maker.process_group(f"mesh_{every[dim]}", _along(grid, dim), backend)
+        for dim in dims[::-1]
     ]
-    return DeviceMesh.from_group(groups[::-1], maker.device.type, mesh=grid, mesh_dim_names=names)
+    return DeviceMesh.from_group(groups[::-1], maker.device.type, mesh=mesh, mesh_dim_names=names)

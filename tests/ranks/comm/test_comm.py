@@ -432,6 +432,7 @@ def test_traffic_to_the_byte(kind: str, size: int) -> None:
             "all_reduce": (2 * peers * 6 * 2, 1),
             "broadcast": (72 if peers and rank == size - 1 else 0, 1),
             "exchange": (peers * (3 * 8 + 32 * 8 + len('"four"')), 2),
+            "send": (0, 0),
         }
 
 

@@ -7,6 +7,7 @@ import os
 import textwrap
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -76,30 +77,44 @@ def test_ranks_divide_into_shards_and_replicas(shared_memory: bool | None) -> No
     assert run_ranks(1, grid, 1, 1, shared_memory)[0][2] == ["LocalGroup"] * 3  # type: ignore[index]
 
 
-def parts(group_of: list[list[int]] | None, shard: int, replicate: int, tp: int) -> dict[str, list[int]]:
+def parts(group_of: list[list[int]] | None, plan: MeshPlan) -> dict[str, list[int]]:
     """This rank's groups, in ranks of all."""
     group, me = None, dist.get_rank()
     for ranks in group_of or ():
         made = dist.new_group(ranks, backend="gloo")
         group = made if me in ranks else group
-    mesh = Mesh.create(MeshPlan(dp_shard=shard, dp_replicate=replicate, tp=tp), CPU, COMM, group)
-    names = ("shard", "replicate", "world", "tensor", "everyone")
+    mesh = Mesh.create(plan, CPU, COMM, group)
+    names = ("shard", "replicate", "world", "tensor", "pipeline", "everyone")
     told = {name: [int(row[0]) for row in getattr(mesh, name).exchange([me])] for name in names}
+    others = [me] if mesh.model_parallel is None else [int(row[0]) for row in mesh.model_parallel.exchange([me])]
+    assert others == sorted(told["tensor"] if plan.pp == 1 else told["pipeline"] if plan.tp == 1 else others)
+    assert len(others) == plan.tp * plan.pp
     assert told["world"] == list(mesh.ranks) and mesh.ranks[mesh.rank] == me
     assert (mesh.rank, mesh.size, mesh.first) == (mesh.world.rank, mesh.world.size, me == told["everyone"][0])
-    assert mesh.model_parallel is (mesh.tensor if tp > 1 else None)
     assert mesh.device_mesh is not None
-    assert mesh.device_mesh.mesh_dim_names == ("dp_replicate", "dp_shard", "tp")[: 3 if tp > 1 else 2]
-    assert mesh.device_mesh.get_local_rank(1) == mesh.shard.rank
-    if tp > 1:
-        with pytest.raises(RuntimeError, match=f"tp={tp}"):
+    sizes = {"pp": plan.pp, "dp_replicate": 2, "dp_shard": 2, "tp": plan.tp}
+    assert mesh.device_mesh.mesh_dim_names == tuple(n for n, size in sizes.items() if n[:2] == "dp" or size > 1)
+    assert mesh.device_mesh.get_local_rank("dp_shard") == mesh.shard.rank
+    assert (mesh.wire is None) == (plan.pp == 1)
+    if mesh.wire is not None:  # round the pipeline, in both lanes, with and without a description
+        rank, size = mesh.pipeline.rank, mesh.pipeline.size
+        for lane, described in ((0, True), (1, False)):
+            sent = torch.full((2, 3), me, dtype=torch.bfloat16)
+            mesh.wire.send(sent, (rank + 1) % size, lane, 5, "a test", described)
+            like = None if described else (sent.shape, sent.dtype)
+            came = mesh.wire.receive(like, (rank - 1) % size, lane, 5, "a test")
+            assert came.shape == (2, 3) and bool((came == told["pipeline"][rank - 1]).all())
+        mesh.wire.settle()
+        assert mesh.wire.traffic.bytes["send"] == mesh.traffic()["send"] == 2 * 12 + 12 * 8
+    if plan.tp * plan.pp > 1:
+        with pytest.raises(RuntimeError, match=f"tp={plan.tp}, pp={plan.pp}"):
             mesh.join_model_parallel(dist.group.WORLD)
     mesh.close()
     return told
 
 
 def test_neighbours_hold_parts_of_the_same_layers() -> None:
-    for me, told in enumerate(run_ranks(8, parts, None, 2, 2, 2)):
+    for me, told in enumerate(run_ranks(8, parts, None, MeshPlan(dp_shard=2, dp_replicate=2, tp=2))):
         low, part = me - me % 2, me % 2
         shard = me // 4 * 4 + part
         assert told == {
@@ -107,13 +122,28 @@ def test_neighbours_hold_parts_of_the_same_layers() -> None:
             "replicate": [me % 4, me % 4 + 4],
             "world": [part, part + 2, part + 4, part + 6],
             "tensor": [low, low + 1],
+            "pipeline": [me],
             "everyone": list(range(8)),
         }
-    for me, told in enumerate(run_ranks(4, parts, None, -1, 1, 4)):
+    for me, told in enumerate(run_ranks(4, parts, None, MeshPlan(dp_shard=-1, dp_replicate=1, tp=4))):
         every = {name: [0, 1, 2, 3] for name in ("tensor", "everyone")}
-        assert told == {"shard": [me], "replicate": [me], "world": [me], **every}
-    for me, told in enumerate(run_ranks(4, parts, [[0, 2], [1, 3]], -1, 1, 2)):
+        assert told == {name: [me] for name in ("shard", "replicate", "world", "pipeline")} | every
+    for me, told in enumerate(run_ranks(4, parts, [[0, 2], [1, 3]], MeshPlan(dp_shard=-1, dp_replicate=1, tp=2))):
         assert told["tensor"] == told["everyone"] == [me % 2, me % 2 + 2] and told["world"] == [me]
+
+
+def test_stages_are_far_apart_or_next_to_each_other() -> None:
+    plan = MeshPlan(dp_shard=-1, dp_replicate=1, tp=2, pp=2)
+    for me, told in enumerate(run_ranks(8, parts, None, plan)):
+        low, part, stage = me - me % 2, me % 2, me // 4 * 4
+        assert (told["tensor"], told["pipeline"]) == ([low, low + 1], [me % 4, me % 4 + 4])
+        assert told["shard"] == told["world"] == [stage + part, stage + part + 2]
+    for me, told in enumerate(run_ranks(8, parts, None, replace(plan, dp_outside=True))):
+        low, part, inside = me - me % 2, me % 2, me // 4 * 4
+        assert (told["tensor"], told["pipeline"]) == ([low, low + 1], [inside + part, inside + part + 2])
+        assert told["shard"] == told["world"] == [me % 4, me % 4 + 4]
+    for me, told in enumerate(run_ranks(4, parts, [[1, 0], [3, 2]], MeshPlan(dp_shard=-1, dp_replicate=1, pp=2))):
+        assert told["pipeline"] == told["everyone"] == [me // 2 * 2, me // 2 * 2 + 1] and told["world"] == [me]
 
 
 def refusals() -> list[str]:
@@ -368,7 +398,6 @@ def meshes_on_gpus(identities: Sequence[str], group: bool) -> str:
         mock.patch("shardwise.mesh.mesh.on_device", lambda _: nullcontext()),
         mock.patch("shardwise.mesh.mesh.seat_on", lambda *_: seat),
         mock.patch.object(choose.GroupMaker, "backend", "nccl"),
-        mock.patch("shardwise.mesh.mesh.init_device_mesh", side_effect=made),
         mock.patch("shardwise.mesh.mesh._axes", side_effect=made),
     ):
         try:

@@ -1,0 +1,99 @@
+"""Schedules are complete, end, hold what they promise, and equal torch's."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardwise.pipeline.schedule import Action, Kind, Schedule, bubble_fraction, make_schedule, simulate
+
+SIZES = [(ranks, microbatches) for ranks in (1, 2, 3, 4) for microbatches in (1, 2, 3, 4, 5, 8, 12)]
+
+
+def made() -> list[Schedule]:
+    plain = [make_schedule("1f1b", ranks, 1, microbatches) for ranks, microbatches in SIZES]
+    return plain + [make_schedule("interleaved", r, chunks, m) for r, m in SIZES for chunks in (1, 2, 3)]
+
+
+def test_every_action_comes_once_and_all_come_to_an_end() -> None:
+    for schedule in made():
+        expected = [(stage, each) for stage in range(schedule.stages) for each in range(schedule.microbatches)]
+        for kind in Kind:
+            found = [(a.stage, a.microbatch) for order in schedule.orders for a in order if a.kind is kind]
+            assert sorted(found) == expected
+        for rank, order in enumerate(schedule.orders):
+            assert {schedule.rank_of(action.stage) for action in order} == {rank}
+        spans = simulate(schedule, lambda action: 1.0 if action.kind is Kind.FORWARD else 2.0)
+        assert all(len(each) == len(order) for each, order in zip(spans, schedule.orders, strict=True))
+        forward = schedule.forward_only()
+        assert sum(map(len, simulate(forward, lambda _: 1.0))) == len(expected)
+
+
+def test_gradients_of_a_stage_add_up_in_the_order_of_micro_batches() -> None:
+    for schedule in made():
+        for stage in range(schedule.stages):
+            order = schedule.orders[schedule.rank_of(stage)]
+            backward = [a.microbatch for a in order if a.stage == stage and a.kind is Kind.BACKWARD]
+            assert backward == sorted(backward)
+
+
+def test_bubbles_are_those_of_the_formula() -> None:
+    """(p - 1) / (m v + p - 1) of the time, with v stages a rank."""
+    for ranks, chunks, microbatches in ((2, 1, 4), (4, 1, 8), (4, 2, 8), (2, 3, 4), (4, 1, 4)):
+        schedule = make_schedule("1f1b" if chunks == 1 else "interleaved", ranks, chunks, microbatches)
+        spans = simulate(schedule, lambda action: 1.0 if action.kind is Kind.FORWARD else 2.0)
+        assert bubble_fraction(spans) == pytest.approx((ranks - 1) / (microbatches * chunks + ranks - 1))
+
+
+def test_activations_in_flight() -> None:
+    for ranks, microbatches in SIZES:
+        schedule = make_schedule("1f1b", ranks, 1, microbatches)
+        assert [schedule.most_in_flight(rank) for rank in range(ranks)] == [
+            min(ranks - rank, microbatches) for rank in range(ranks)
+        ]
+
+
+def torchs(ranks: int, chunks: int, microbatches: int, rank: int) -> list[Action]:
+    from torch.distributed.pipelining.schedules import _get_1f1b_rank_ops
+
+    total = microbatches * chunks
+    warm = min((ranks - rank - 1) * (2 if chunks > 1 else 1) + (chunks - 1) * ranks, total)
+
+    def forward_stage(step: int) -> int:
+        return (step // ranks) % chunks * ranks + rank
+
+    def backward_stage(step: int) -> int:
+        return (chunks - 1 - (step - warm) // ranks % chunks) * ranks + rank
+
+    rest = total - warm
+    found = _get_1f1b_rank_ops(
+        chunks, ranks, warm, rest, warm, rank, forward_stage, backward_stage, num_1f1b_microbatches=rest
+    )
+    return [
+        Action(
+            Kind.FORWARD if each.computation_type.name == "FORWARD" else Kind.BACKWARD,
+            each.stage_index,
+            each.microbatch_index,
+        )
+        for each in found
+        if each
+    ]
+
+
+def test_orders_are_torchs() -> None:
+    for ranks, chunks, microbatches in ((2, 2, 4), (4, 2, 8), (4, 1, 8), (2, 3, 6)):
+        schedule = make_schedule("1f1b" if chunks == 1 else "interleaved", ranks, chunks, microbatches)
+        for rank, order in enumerate(schedule.orders):
+            assert list(order) == torchs(ranks, chunks, microbatches, rank)
+
+
+def test_what_waits_in_a_circle_is_told() -> None:
+    forward, backward = Action(Kind.FORWARD, 0, 0), Action(Kind.BACKWARD, 0, 0)
+    with pytest.raises(ValueError, match=r"by rank at \{0: '0B0'\}"):
+        simulate(Schedule("wrong", 1, 1, ((backward, forward),)), lambda _: 1.0)
+
+
+def test_bad_input_is_refused() -> None:
+    with pytest.raises(ValueError, match="schedule='zigzag'"):
+        make_schedule("zigzag", 2, 1, 2)
+    with pytest.raises(ValueError, match="2 stages a rank"):
+        make_schedule("1f1b", 2, 2, 2)
