@@ -4,18 +4,29 @@ A layer knows its axis and its cut, and nothing of optimizers, engines or models
 how, is data of the architecture. Nothing here reads the environment or makes groups.
 """
 
+from shardwise.tensor.architecture import Architecture, cut_model, known_architectures, register_architecture
 from shardwise.tensor.axis import Axis
 from shardwise.tensor.cut import Cut, Part
 from shardwise.tensor.cutting import Cutting, parts_of
 from shardwise.tensor.loss import vocabulary_cross_entropy
-from shardwise.tensor.model import cut_model
+from shardwise.tensor.rules import Attention, Embedding, Head, Mlp, Rule, Site, Unused
 
 __all__ = [
+    "Architecture",
+    "Attention",
     "Axis",
     "Cut",
     "Cutting",
+    "Embedding",
+    "Head",
+    "Mlp",
     "Part",
+    "Rule",
+    "Site",
+    "Unused",
     "cut_model",
+    "known_architectures",
     "parts_of",
+    "register_architecture",
     "vocabulary_cross_entropy",
 ]

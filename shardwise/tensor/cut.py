@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-__all__ = ["Cut", "Part", "shares"]
+__all__ = ["Cut", "Held", "Part", "shares"]
 
 Range = tuple[int, int]
 
@@ -118,6 +118,21 @@ class Cut:
 
 
 @dataclass(frozen=True)
+class Held:
+    """What several ranks hold alike of a tensor, one behind the other: the same on all ranks, the pieces apart.
+
+    Attributes:
+        dim: the dimension.
+        size: elements of it.
+        pieces: of this rank: where among these, where in its part, and how many.
+    """
+
+    dim: int
+    size: int
+    pieces: tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True)
 class Part:
     """What one rank of an axis holds of a tensor.
 
@@ -177,3 +192,14 @@ class Part:
     def together(self, parts: Iterable[Tensor]) -> Tensor:
         """The tensor that all ranks' ``parts`` are of."""
         return self.cut.whole(parts).narrow(self.cut.dim, 0, self.whole[self.cut.dim])
+
+    def held(self) -> Held | None:
+        """What other ranks hold as well; ``None``: no two ranks hold the same."""
+        shared = sorted(self.cut.holders())
+        starts = dict(zip(shared, accumulate((end - start for start, end in shared), initial=0), strict=False))
+        pieces, at = [], 0
+        for each in self.cut.ranges[self.rank]:
+            if each in starts:
+                pieces.append((starts[each], at, each[1] - each[0]))
+            at += each[1] - each[0]
+        return Held(self.cut.dim, sum(end - start for start, end in shared), tuple(pieces)) if shared else None

@@ -8,7 +8,8 @@ from torch import nn
 
 from shardwise.tensor.axis import Axis
 from shardwise.tensor.cut import Cut, Part
-from shardwise.tensor.layers import Columns, CutLayer, Rows, Vocabulary, out_dim
+from shardwise.tensor.layers import Alike, Columns, CutLayer, Features, Rows, Vocabulary, out_dim
+from shardwise.tensor.private import Dropouts, Guard, Private, dropouts_of
 from shardwise.torch_internals import point
 
 __all__ = ["Cutting", "parts_of"]
@@ -29,21 +30,24 @@ class Cutting:
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
+        self.private = Private(axis.rank)
         self._parts: dict[int, tuple[nn.Parameter, Part]] = {}
-        self._layers: list[tuple[nn.Module, type[CutLayer], dict[str, Any]]] = []
+        self._layers: dict[int, tuple[nn.Module, type[nn.Module], dict[str, Any]]] = {}
+        self._holders: set[tuple[int, str]] = set()
         self._attributes: list[tuple[Any, str, Any]] = []
         self._undo: list[tuple[Any, str, Any]] = []
         self._classes: list[tuple[nn.Module, type[nn.Module]]] = []
 
     # ---- what will be cut
 
-    def columns(self, module: nn.Module, cut: Cut, gathers: bool = False) -> None:
+    def columns(self, module: nn.Module, cut: Cut, gathers: bool = False, owner: nn.Module | None = None) -> None:
         """Each rank makes a part of the layer's output, of an input that all have alike ("column-parallel").
 
         Args:
             module: an ``nn.Linear`` or transformers' ``Conv1D``, whole.
             cut: of the output; its dimension is that of the weight (:func:`~shardwise.tensor.layers.out_dim`).
             gathers: the parts are gathered, so that all ranks have all of the output.
+            owner: a module with what comes behind it, up to the layer cut by rows: dropout in there is each rank's own.
 
         Raises:
             TypeError, ValueError: the module is no such layer, or the cut is of another dimension or size.
@@ -53,7 +57,8 @@ class Cutting:
         parts = {"weight": cut}
         if getattr(module, "bias", None) is not None:
             parts["bias"] = Cut(0, cut.size, cut.ranges)
-        self._take(module, parts, Columns, _gathers=gathers)
+        private = self._region(owner) if owner is not None else None
+        self._take(module, parts, Columns, _gathers=gathers, _private=private)
         self._say_size(module, cut, ("out_features", "nf"))
 
     def rows(self, module: nn.Module, cut: Cut) -> None:
@@ -67,7 +72,7 @@ class Cutting:
             TypeError, ValueError: as for :meth:`columns`.
         """
         self._check(module, cut, 1 - out_dim(module))
-        self._take(module, {"weight": cut}, Rows)
+        self._take(module, {"weight": cut}, Rows, _leaves=self.private)
         self._say_size(module, cut, ("in_features", "nx"))
 
     def vocabulary(self, module: nn.Embedding, cut: Cut) -> None:
@@ -91,7 +96,34 @@ class Cutting:
                 f"{module} cannot be cut: max_norm={module.max_norm}, scale_grad_by_freq={module.scale_grad_by_freq} "
                 f"and sparse={module.sparse} need whole rows or counts of all ranks; leave them out"
             )
+        kind = type(module)
+        if kind.forward is not nn.Embedding.forward and "super" not in kind.forward.__code__.co_names:
+            raise ValueError(
+                f"a {kind.__name__} finds its rows by itself, so it cannot be cut: call super().forward(ids) in its "
+                "forward pass"
+            )
         self._take(module, {"weight": cut}, Vocabulary)
+
+    def features(self, module: nn.Embedding, cut: Cut) -> None:
+        """Each rank has a part of every row (a bias of each head).
+
+        Raises:
+            ValueError: the cut is of another dimension or size.
+        """
+        if cut.dim != 1 or cut.size != module.embedding_dim:
+            raise ValueError(
+                f"rows of {module.embedding_dim} cut in dim {cut.dim} of {cut.size}: give dim 1 and "
+                f"{module.embedding_dim}"
+            )
+        self._take(module, {"weight": cut}, Features)
+
+    def alike(self, module: nn.Module) -> None:
+        """Each rank uses the module, which is whole, for its part: its gradients are summed."""
+        self._swap(module, Alike, {"_axis": self.axis})
+
+    def holds(self, module: nn.Module, name: str) -> None:
+        """The module has a parameter that a cut layer has, too, and does not use it."""
+        self._holders.add((id(module), name))
 
     def sets(self, owner: Any, **values: Any) -> None:
         """Attributes of ``owner`` that are others with the parts (a number of heads)."""
@@ -117,7 +149,24 @@ class Cutting:
                     f"{name} of a {type(module).__name__} is cut as {before.cut} already, and now as {cut}"
                 )
         own |= {"_axis": self.axis, "_parts": {name: self._parts[id(getattr(module, name))][1] for name in cuts}}
-        self._layers.append((module, kind, own))
+        if issubclass(kind, Columns):
+            held = {name: self._parts[id(getattr(module, name))][1].held() for name in cuts}
+            own["_held"] = {name: each for name, each in held.items() if each is not None}
+        self._swap(module, kind, own)
+
+    def _swap(self, module: nn.Module, kind: type[nn.Module], own: dict[str, Any]) -> None:
+        """The module's forward pass will be of ``kind``; one that stands in several places is met several times."""
+        _, before, said = self._layers.setdefault(id(module), (module, kind, own))
+        if before is not kind or said != own:
+            raise ValueError(
+                f"a {type(module).__name__} is cut as {before.__name__} already, and now as {kind.__name__}"
+            )
+
+    def _region(self, owner: nn.Module) -> tuple[Private, Dropouts] | None:
+        dropouts = dropouts_of(owner.modules())
+        if dropouts:
+            self._swap(owner, Guard, {"_leaves": self.private})
+        return (self.private, dropouts) if dropouts else None
 
     def _say_size(self, module: nn.Module, cut: Cut, names: tuple[str, str]) -> None:
         """What the module says of its own size is that of its part, which reshapes of its output rely on."""
@@ -130,6 +179,17 @@ class Cutting:
         found = self._parts.get(id(param))
         return None if found is None else found[1]
 
+    def uncovered(self, model: nn.Module) -> list[str]:
+        """Names of parameters that will be parts in modules which take them for whole."""
+        return [
+            f"{prefix}.{name}" if prefix else name
+            for prefix, module in model.named_modules()
+            for name, param in module._parameters.items()
+            if id(param) in self._parts
+            and name not in self._layers.get(id(module), _NOTHING)[2].get("_parts", ())
+            and (id(module), name) not in self._holders
+        ]
+
     # ---- doing it
 
     def cut_values(self) -> None:
@@ -139,7 +199,7 @@ class Cutting:
 
     def install(self) -> None:
         """From here on the model's layers are those of parts."""
-        for module, kind, own in self._layers:
+        for module, kind, own in self._layers.values():
             self._classes.append((module, type(module)))
             self._attributes += [(module, name, value) for name, value in own.items()]
             module.__class__ = _both(kind, type(module))
@@ -163,20 +223,27 @@ class Cutting:
 def parts_of(model: nn.Module) -> dict[str, Part]:
     """What this rank has of a model's parameters, by name, of a tied one by each of its names; of all others it has
     all. The model is cut, or a copy of such a one."""
-    found = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, CutLayer):
-            found.update({f"{prefix}.{name}" if prefix else name: part for name, part in module._parts.items()})
-    return found
+    parts = {
+        id(module._parameters[name]): part
+        for module in model.modules()
+        if isinstance(module, CutLayer)
+        for name, part in module._parts.items()
+    }
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: parts[id(param)] for name, param in named if id(param) in parts}
 
 
+_NOTHING: tuple[nn.Module, type[nn.Module], dict[str, Any]] = (nn.Module(), nn.Module, {})
 _ABSENT: Any = object()
 _CLASSES: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
 
 
-def _both(kind: type[CutLayer], own: type[nn.Module]) -> type[nn.Module]:
+def _both(kind: type[nn.Module], own: type[nn.Module]) -> type[nn.Module]:
     """A class that is still the user's module's: ``isinstance``, names and attributes go on."""
     if (kind, own) not in _CLASSES:
+        bases = (kind, own)
+        if issubclass(kind, nn.Embedding):  # a subclass of an embedding calls what it is derived from
+            bases = (kind,) if own is nn.Embedding else (own, kind)  # type: ignore[assignment]
         names = {"__module__": own.__module__, "__qualname__": own.__qualname__}
-        _CLASSES[kind, own] = type(own.__name__, (kind, own), names)
+        _CLASSES[kind, own] = type(own.__name__, bases, names)
     return _CLASSES[kind, own]

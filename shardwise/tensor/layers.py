@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from shardwise.tensor.axis import Axis
-from shardwise.tensor.cut import Part
+from shardwise.tensor.cut import Held, Part
+from shardwise.tensor.private import Dropouts, Private
 
-__all__ = ["Columns", "CutLayer", "Rows", "Vocabulary", "out_dim"]
+__all__ = ["Alike", "Columns", "CutLayer", "Features", "Rows", "Vocabulary", "out_dim"]
 
 
 def out_dim(module: nn.Module) -> int:
@@ -19,12 +21,15 @@ def out_dim(module: nn.Module) -> int:
     Raises:
         TypeError: the module is neither.
     """
-    if isinstance(module, nn.Linear):
+    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and "forward" not in vars(module):
         return 0
     weight = getattr(module, "weight", None)
     if isinstance(weight, nn.Parameter) and weight.dim() == 2 and getattr(module, "nf", None) == weight.shape[1]:
         return 1
-    raise TypeError(f"a {type(module).__name__} cannot be cut by columns or rows: give an nn.Linear or a Conv1D")
+    raise TypeError(
+        f"a {type(module).__name__} cannot be cut by columns or rows: give an nn.Linear or a Conv1D, with the forward "
+        "pass of its class"
+    )
 
 
 class CutLayer(nn.Module):
@@ -41,13 +46,29 @@ class CutLayer(nn.Module):
 
 
 class Columns(CutLayer):
-    """Makes a part of the output. ``_gathers``: then all of it."""
+    """Makes a part of the output.
+
+    Attributes:
+        _gathers: then all of it.
+        _held: what other ranks hold as well of its parameters, by name; their gradients are summed over these.
+        _private: what draws random numbers behind it, on each rank its own, and where (``None``: nothing does).
+    """
 
     _gathers: bool
+    _held: dict[str, Held]
+    _private: tuple[Private, Dropouts] | None
     bias: Tensor | None
 
     def forward(self, x: Tensor) -> Tensor:
-        y = _product(self, self._axis.copied(x), self.bias)
+        x = self._axis.copied(x)
+        if self._private is not None and self.training:
+            private, dropouts = self._private
+            private.enter(x.device, dropouts)
+        weight, bias = self.weight, self.bias
+        if self._held:
+            weight = _Held.apply(weight, self._axis, self._held["weight"])  # type: ignore[no-untyped-call]
+            bias = None if bias is None else _Held.apply(bias, self._axis, self._held["bias"])  # type: ignore[no-untyped-call]
+        y = _product(self, x, weight, bias)
         if self._gathers:
             cut, whole = self._parts["weight"].cut, self._parts["weight"].whole
             y = self._axis.gathered(y, -1, [cut.numel(rank) for rank in range(cut.ranks)])
@@ -56,34 +77,95 @@ class Columns(CutLayer):
 
 
 class Rows(CutLayer):
-    """Takes a part of the input; all ranks get the sum, and the bias is added once."""
+    """Takes a part of the input; all ranks get the sum, and the bias is added once.
 
+    Attributes:
+        _leaves: the ranks' own random numbers end here (``None``: there are none).
+    """
+
+    _leaves: Private | None
     bias: Tensor | None
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self._axis.summed(_product(self, x, None))
+        y = self._axis.summed(_product(self, x, self.weight, None))
+        if self._leaves is not None:
+            self._leaves.leave()
         return y if self.bias is None else y + self.bias
 
 
-class Vocabulary(CutLayer):
-    """An embedding with a part of the rows."""
+class Vocabulary(CutLayer, nn.Embedding):
+    """An embedding with a part of the rows. It stands where ``nn.Embedding`` does among the bases, so that a subclass
+    which scales what it finds still does."""
 
     padding_idx: int | None
+    weight: Tensor
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         ((start, end),) = self._parts["weight"].cut.ranges[self._axis.rank]
-        elsewhere = (ids < start) | (ids >= end)
+        elsewhere = (input < start) | (input >= end)
         pad = self.padding_idx
         inside = pad - start if pad is not None and start <= pad < end else None
         if start == end:
-            found = self.weight.new_zeros((*ids.shape, self.weight.shape[1])) + 0 * self.weight.sum()
+            found = self.weight.new_zeros((*input.shape, self.weight.shape[1])) + 0 * self.weight.sum()
         else:
-            found = functional.embedding((ids - start).masked_fill(elsewhere, 0), self.weight, inside)
+            found = functional.embedding((input - start).masked_fill(elsewhere, 0), self.weight, inside)
         return self._axis.summed(found.masked_fill(elsewhere.unsqueeze(-1), 0.0))
 
 
-def _product(module: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+class Features(CutLayer):
+    """An embedding with all rows, and of each a part (one number a head): the module's own forward pass."""
+
+
+class Alike(nn.Module):
+    """A module that every rank has whole and uses for its part (the norm of each head's query): the gradients of its
+    parameters are summed over the ranks."""
+
+    _axis: Axis
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        # Another object with the same attributes, so that whoever looks at the module meanwhile sees its parameters.
+        stand_in = object.__new__(type(self))
+        vars(stand_in).update(vars(self))
+        vars(stand_in)["_parameters"] = {
+            name: None if param is None else self._axis.copied(param) for name, param in self._parameters.items()
+        }
+        return super(Alike, stand_in).forward(*args, **kwargs)
+
+
+def _product(module: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if isinstance(module, nn.Linear):
-        return functional.linear(x, module.weight, bias)
-    y: Tensor = x @ module.weight
+        return functional.linear(x, weight, bias)
+    y: Tensor = x @ weight
     return y if bias is None else y + bias
+
+
+class _Held(torch.autograd.Function):
+    """A parameter of which others hold parts alike: its gradient is the sum over all who use such a part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, held: Held) -> Tensor:
+        ctx.axis, ctx.held = axis, held
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _SumHeld.apply(grad, ctx.axis, ctx.held), None, None  # type: ignore[no-untyped-call]
+
+
+class _SumHeld(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, axis: Axis, held: Held) -> Tensor:
+        ctx.axis, ctx.held = axis, held
+        shape = list(grad.shape)
+        shape[held.dim] = held.size
+        together, out = grad.new_zeros(shape), grad.clone()
+        for at, own, numel in held.pieces:
+            together.narrow(held.dim, at, numel).copy_(grad.narrow(held.dim, own, numel))
+        together = axis.total(together)
+        for at, own, numel in held.pieces:
+            out.narrow(held.dim, own, numel).copy_(together.narrow(held.dim, at, numel))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _Held.apply(grad, ctx.axis, ctx.held), None, None  # type: ignore[no-untyped-call]

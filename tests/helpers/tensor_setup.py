@@ -1,89 +1,144 @@
-"""A small model whose layers are cut in every way: fused and apart, uneven heads, padded and tied vocabulary."""
+"""Models of transformers cut over an axis against the same models whole: how they are made, run and compared."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
 import torch
+import transformers
 from torch import Tensor, nn
-from torch.nn import functional
-from transformers.pytorch_utils import Conv1D
+from torch.overrides import TorchFunctionMode
 
-from shardwise.tensor import Cut, Cutting
+from shardwise.plan import TensorPlan
+from shardwise.tensor import Axis, Cutting, cut_model, parts_of
+from shardwise.testing import assert_close
 
-VOCABULARY, WIDTH, HEADS, INNER = 29, 24, 6, 20
-
-
-class Block(nn.Module):
-    """Attention with a fused projection, and an MLP."""
-
-    def __init__(self, fused: bool) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.qkv: nn.Module = Conv1D(3 * WIDTH, WIDTH) if fused else nn.Linear(WIDTH, 3 * WIDTH)
-        self.out: nn.Module = Conv1D(WIDTH, WIDTH) if fused else nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, INNER, bias=not fused), nn.Linear(INNER, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(x)
-        q, k, v = (part.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for part in self.qkv(y).chunk(3, -1))
-        y = (q @ k.transpose(-1, -2)).softmax(-1) @ v  # heads of this rank, however many these are
-        x = x + self.out(y.transpose(1, 2).flatten(2))
-        return x + self.down(functional.gelu(self.up(x)))
+VOCABULARY, PAD, LENGTH, ROWS = 29, 27, 6, 3
 
 
-class Model(nn.Module):
-    def __init__(self, tied: bool) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH, padding_idx=VOCABULARY - 2)
-        self.blocks = nn.ModuleList([Block(False), Block(True)])
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=not tied)
-        if tied:
-            self.head.weight = self.embedding.weight
+class Exact(TorchFunctionMode):
+    """What models compute in fp32, whatever they are, stays in fp64."""
 
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embedding(ids)
-        for block in self.blocks:
-            x = block(x)
-        logits: Tensor = self.head(x)
-        return logits
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if args and isinstance(args[0], Tensor) and args[0].dtype is torch.float64:
+            if func is torch.Tensor.float:
+                return args[0]
+            args = tuple(torch.float64 if each is torch.float32 else each for each in args)
+            kwargs = {name: torch.float64 if each is torch.float32 else each for name, each in kwargs.items()}
+        return func(*args, **kwargs)
 
 
-def made(tied: bool) -> Model:
-    torch.manual_seed(3)
-    model = Model(tied).double()
-    for param in model.parameters():
-        nn.init.normal_(param, std=0.3)
-    return model
+@dataclass(frozen=True)
+class Case:
+    """A model with inputs.
 
-
-def batch() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    ids, labels = torch.randint(0, VOCABULARY, (2, 3, 7), generator=generator)
-    labels[0, :3] = -100
-    return ids, labels
-
-
-def rows_of(ranks: int) -> Cut:
-    """Of the vocabulary, padded."""
-    return Cut.even(0, VOCABULARY + -VOCABULARY % (4 * ranks), ranks)
-
-
-class Parts:
-    """What of the model is cut: heads of a rank stay together; six heads over four ranks are uneven.
-
-    Args:
-        gathers: the logits.
+    Attributes:
+        kind: its class.
+        config: of the model.
+        inputs: beside ids and mask, what makes a loss.
+        padded: some tokens are padding.
     """
 
-    def __init__(self, gathers: bool) -> None:
-        self.gathers = gathers
+    kind: str
+    config: Any
+    inputs: Callable[[torch.Generator], dict[str, Tensor]] = field(default=lambda _: {})
+    padded: bool = False
 
-    def collect(self, model: Model, cutting: Cutting) -> None:
-        ranks, head = cutting.axis.size, WIDTH // HEADS
-        for block in model.blocks:
-            fused = isinstance(block.qkv, Conv1D)
-            cutting.columns(block.qkv, Cut.even(int(fused), 3 * WIDTH, ranks, blocks=3, unit=head))
-            cutting.rows(block.out, Cut.even(int(not fused), WIDTH, ranks, unit=head))
-            cutting.columns(block.up, Cut.even(0, INNER, ranks))
-            cutting.rows(block.down, Cut.even(1, INNER, ranks))
-        cutting.vocabulary(model.embedding, rows_of(ranks))
-        cutting.columns(model.head, rows_of(ranks), self.gathers)
+    def made(self) -> nn.Module:
+        """In fp64, in training, no parameter with the value that it begins with elsewhere."""
+        torch.manual_seed(3)
+        model: nn.Module = getattr(transformers, self.kind)(copy.deepcopy(self.config))
+        model = model.double().train()
+        for name, param in model.named_parameters():
+            nn.init.normal_(param, mean=float("norm" in name.lower() or "ln_" in name), std=0.25)
+        return model
+
+    def batch(self) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(5)
+        given = self.inputs(generator)
+        if "input_ids" not in given and "pixel_values" not in given and "input_features" not in given:
+            given["input_ids"] = torch.randint(0, PAD, (ROWS, LENGTH), generator=generator)
+        if self.padded:
+            ids = given["input_ids"]
+            mask = torch.ones_like(ids)
+            mask[1, ..., -2:] = 0
+            given["input_ids"] = ids.masked_fill(mask == 0, PAD)
+            given["attention_mask"] = mask
+        return given
+
+
+def loss_of(outputs: Any) -> Tensor:
+    """The model's own, or one of all its outputs."""
+    losses = [outputs[name] for name in ("loss", "mc_loss") if outputs.get(name) is not None]
+    if not losses:
+        found = outputs.to_tuple() if hasattr(outputs, "to_tuple") else tuple(outputs)
+        tensors = [each for each in found if isinstance(each, Tensor) and each.is_floating_point()]
+        losses = [each.square().mean() + each.flatten()[::3].sum() for each in tensors]
+    return sum(losses[1:], losses[0])
+
+
+def run(case: Case, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss, and every gradient."""
+    model.zero_grad()
+    with Exact():
+        loss = loss_of(model(**batch))
+    loss.backward()
+    return loss.detach(), {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+
+
+def whole(model: nn.Module, axis: Axis, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What the ranks' parts are together, by name, unpadded.
+
+    Raises:
+        AssertionError: what all hold alike differs, or padding is not 0.
+    """
+    found, parts = {}, parts_of(model)
+    for name, value in tensors.items():
+        part = parts.get(name)
+        if part is None:
+            assert all(torch.equal(each, value) for each in axis.collect(value)), f"{name} differs between ranks"
+            found[name] = value
+            continue
+        cut = part.cut
+        sizes = [cut.numel(rank) for rank in range(cut.ranks)]
+        held = torch.split(axis.gathered(value, cut.dim, sizes), sizes, cut.dim)
+        together = cut.whole(held)
+        assert not together.narrow(cut.dim, part.whole[cut.dim], cut.size - part.whole[cut.dim]).any(), name
+        for rank, each in enumerate(held):  # what several hold is the same on all of them
+            assert torch.equal(cut.part(together, rank), each), f"{name} differs between its holders"
+        found[name] = part.together(held)
+    return found
+
+
+def cut(model: nn.Module, axis: Axis, plan: TensorPlan) -> Cutting:
+    cutting = cut_model(model, axis, plan)
+    cutting.cut_values()
+    cutting.install()
+    return cutting
+
+
+def compare(case: Case, axis: Axis, plan: TensorPlan) -> dict[str, torch.Size]:
+    """Values, the loss and every gradient of two passes.
+
+    Returns:
+        the shapes of this rank's parts, by name.
+    """
+    plain, model, batch = case.made(), case.made(), case.batch()
+    names = {name for name, _ in plain.named_parameters(remove_duplicate=False)}
+    expected_loss, expected = run(case, plain, batch)
+    ties = dict(model.named_parameters(remove_duplicate=False))
+    cut(model, axis, plan)
+    assert dict(model.named_parameters(remove_duplicate=False)).keys() == names
+    assert all(dict(model.named_parameters(remove_duplicate=False))[name] is param for name, param in ties.items())
+    values = {name: param.detach() for name, param in model.named_parameters()}
+    assert_close(whole(model, axis, values), {n: p.detach() for n, p in plain.named_parameters()}, 0.0, "values")
+    for _ in range(2):
+        loss, grads = run(case, model, batch)
+        assert_close({"loss": loss}, {"loss": expected_loss}, 1e-12, case.kind)
+        # The gradient of a key's bias is 0 but for rounding.
+        assert_close(whole(model, axis, grads), expected, 1e-11, f"{case.kind}: gradients", floor=1e-2)
+    return {name: part.shape for name, part in parts_of(model).items()}

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from cut_setup import VOCABULARY, WIDTH, Model, Parts, batch, made, rows_of
 from scope import Scope
-from tensor_setup import VOCABULARY, WIDTH, Model, Parts, batch, made, rows_of
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D

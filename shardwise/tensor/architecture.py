@@ -1,0 +1,116 @@
+"""Which rules are for which classes of modules, and what they make of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from shardwise.plan import TensorPlan
+from shardwise.tensor.axis import Axis
+from shardwise.tensor.cutting import Cutting
+from shardwise.tensor.rules import Rule, Site
+from shardwise.tensor.tables import TABLES
+
+__all__ = ["Architecture", "cut_model", "known_architectures", "register_architecture"]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A family of models.
+
+    Attributes:
+        name: for messages.
+        modules: by the name of a module's class, or of one that it is derived from, what is cut in it. What no rule
+            names is whole on every rank.
+    """
+
+    name: str
+    modules: Mapping[str, tuple[Rule, ...]]
+
+
+_KNOWN: dict[str, Architecture] = {name: Architecture(name, modules) for name, modules in TABLES.items()}
+
+
+def register_architecture(architecture: Architecture) -> None:
+    """From here on models with these classes can be cut; one of the same name is replaced. On every rank.
+
+    Raises:
+        ValueError: another architecture has a class of the same name.
+    """
+    for name, other in _KNOWN.items():
+        both = sorted(set(other.modules) & set(architecture.modules))
+        if both and name != architecture.name:
+            raise ValueError(
+                f"architecture {architecture.name!r} has rules for {', '.join(both)}, as {name!r} has: give it that "
+                "name to replace it, or leave them out"
+            )
+    _KNOWN[architecture.name] = architecture
+
+
+def known_architectures() -> tuple[str, ...]:
+    """Names of the architectures that can be cut, in alphabetical order."""
+    return tuple(sorted(_KNOWN))
+
+
+def cut_model(model: nn.Module, axis: Axis, plan: TensorPlan) -> Cutting:
+    """Collect what of ``model`` is cut over ``axis``. Nothing is changed; every rank collects the same.
+
+    Args:
+        model: whole, with parameters of any kind (their shapes count).
+        axis: the ranks.
+        plan: how; its ``architecture`` counts alone where it has one: an :class:`Architecture`, or any object with a
+            method ``collect(model, cutting)``.
+
+    Raises:
+        ValueError: the model is of no known architecture, or cannot be cut over so many ranks.
+    """
+    cutting, found = Cutting(axis), False
+    if hasattr(plan.architecture, "collect"):
+        plan.architecture.collect(model, cutting)
+        return cutting
+    known = _KNOWN.values() if plan.architecture is None else [plan.architecture]
+    rules = {name: each for architecture in known for name, each in architecture.modules.items()}
+    for name, module in model.named_modules():
+        for rule in _rules_of(module, rules):
+            found = True
+            try:
+                rule.collect(Site(cutting, plan, module))
+            except (TypeError, ValueError) as error:
+                where = f"{name} ({type(module).__name__})" if name else "the model itself"
+                raise ValueError(
+                    f"{type(model).__name__} cannot be cut over {axis.size} ranks: {where}: {error}"
+                ) from error
+    if not found:
+        raise ValueError(_unknown(model, plan))
+    left = cutting.uncovered(model)
+    if left:
+        raise ValueError(
+            f"{type(model).__name__} cannot be cut over {axis.size} ranks: {', '.join(left)} would be a part, tied to "
+            "a layer that is cut, and no rule says how it is used there: add one to the architecture (Head, Embedding, "
+            "or Unused), or untie it"
+        )
+    return cutting
+
+
+def _rules_of(module: nn.Module, rules: Mapping[str, tuple[Rule, ...]]) -> Iterator[Rule]:
+    for kind in type(module).__mro__:
+        if kind.__name__ in rules:
+            yield from rules[kind.__name__]
+            return
+
+
+def _unknown(model: nn.Module, plan: TensorPlan) -> str:
+    if plan.architecture is not None:
+        classes = ", ".join(sorted(plan.architecture.modules))
+        return (
+            f"{type(model).__name__} has no module that architecture {plan.architecture.name!r} has rules for "
+            f"({classes}): give the one that describes it"
+        )
+    return (
+        f"{type(model).__name__} cannot be cut: it has no module of a known architecture "
+        f"({', '.join(known_architectures())}). Describe it: "
+        "shardwise.tensor.register_architecture(Architecture(name, {class name: rules})), see "
+        '"An architecture for tensor parallelism" in CONTRIBUTING.md'
+    )

@@ -1,0 +1,285 @@
+"""What is cut in modules of one class: rules, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from torch import nn
+
+from shardwise.plan import TensorPlan
+from shardwise.tensor.causal import CausalLoss, Generate
+from shardwise.tensor.cut import Cut, shares
+from shardwise.tensor.cutting import Cutting
+from shardwise.tensor.heads import Heads, Ranges
+from shardwise.tensor.layers import out_dim
+
+__all__ = ["Attention", "Embedding", "Head", "Mlp", "Rule", "Site", "Unused"]
+
+
+@dataclass(frozen=True)
+class Site:
+    """A module that rules are applied to.
+
+    Attributes:
+        cutting: collects what they say.
+        plan: what was asked for.
+        module: this one.
+    """
+
+    cutting: Cutting
+    plan: TensorPlan
+    module: nn.Module
+
+    @property
+    def ranks(self) -> int:
+        return self.cutting.axis.size
+
+    @property
+    def rank(self) -> int:
+        return self.cutting.axis.rank
+
+    def has(self, path: str) -> bool:
+        """Whether there is such a module below this one."""
+        try:
+            return bool(path) and isinstance(self.module.get_submodule(path), nn.Module)
+        except AttributeError:
+            return False
+
+    def child(self, path: str) -> nn.Module:
+        """A module below this one, itself for ``""``.
+
+        Raises:
+            ValueError: there is none.
+        """
+        try:
+            return self.module.get_submodule(path)
+        except AttributeError:
+            names = ", ".join(name for name, _ in self.module.named_children())
+            raise ValueError(f"it has no {path!r}, only {names}: give a rule for this class") from None
+
+    def size(self, path: str, out: bool) -> int:
+        """Outputs or inputs of a linear layer."""
+        module = self._base(path)
+        weight: nn.Parameter = module.weight  # type: ignore[assignment]
+        return weight.shape[out_dim(module) if out else 1 - out_dim(module)]
+
+    def columns(self, path: str, ranges: Ranges, owner: nn.Module | None = None) -> None:
+        """The outputs of a linear layer are cut into ``ranges``."""
+        module = self._base(path)
+        cut = Cut(out_dim(module), self.size(path, True), ranges)
+        self.cutting.columns(module, cut, owner=owner)
+
+    def rows(self, path: str, ranges: Ranges) -> None:
+        """The inputs of a linear layer are."""
+        module = self._base(path)
+        self.cutting.rows(module, Cut(1 - out_dim(module), self.size(path, False), ranges))
+
+    def vocabulary(self, rows: int) -> Cut:
+        """Over all ranks, padded."""
+        unit = self.plan.vocabulary_multiple
+        return Cut.even(0, rows + -rows % (unit * self.ranks), self.ranks, unit=unit)
+
+    def _base(self, path: str) -> nn.Module:
+        module = self.child(path)
+        if isinstance(getattr(module, "base_layer", None), nn.Module):
+            raise ValueError(
+                f"{path} is a {type(module).__name__} around a layer, which would have to be cut with it: use the "
+                "adapter without tensor parallelism, or leave this layer out of its targets"
+            )
+        return module
+
+
+class Rule(Protocol):
+    """What is cut in modules of a class."""
+
+    def collect(self, site: Site) -> None:
+        """Tell ``site.cutting``.
+
+        Raises:
+            TypeError, ValueError: the module has other layers or sizes than the rule is for.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """Heads are cut: each rank has some, with the projections to them and from them.
+
+    Paths are names of modules below the one of the rule; empty: there is none.
+
+    Attributes:
+        query, key, value: linear layers to each.
+        fused: one layer to queries, keys and values, or, beside ``query``, to keys and values.
+        layout: of the fused one's outputs: all queries, all keys, all values (``"blocks"``), or for each key/value
+            head its queries, key and value (``"groups"``).
+        out: the linear layer from the heads.
+        core: the module that computes attention and has the attributes below; empty: the module itself.
+        head_dim: its attribute with the size of a head.
+        heads, kv_heads, groups, widths: its attributes that are a number of query heads, of key/value heads, of query
+            heads for each of these, and of elements of all query heads; set to this rank's where they are there.
+        alike: modules that are applied to each head (norms).
+    """
+
+    query: str = ""
+    key: str = ""
+    value: str = ""
+    fused: str = ""
+    layout: Literal["blocks", "groups"] = "blocks"
+    out: str
+    core: str = ""
+    head_dim: str = "head_dim"
+    heads: tuple[str, ...] = ("num_heads", "num_attention_heads")
+    kv_heads: tuple[str, ...] = ("num_key_value_heads", "num_kv_heads")
+    groups: tuple[str, ...] = ("num_key_value_groups",)
+    widths: tuple[str, ...] = ()
+    alike: tuple[str, ...] = ()
+
+    def collect(self, site: Site) -> None:
+        core = site.child(self.core)
+        size = _number(core, self.head_dim)
+        heads, kv_heads = self._counts(site, size)
+        cut = Heads.over(heads, kv_heads, site.ranks)
+        if site.has(self.query):
+            site.columns(self.query, cut.of_query(size), core)
+            for path in (self.key, self.value):
+                if path:
+                    site.columns(path, cut.of_kv(size), core)
+            if self.fused:
+                site.columns(self.fused, cut.of_kv(size, 2), core)
+        else:
+            site.columns(self.fused, cut.of_all(size) if self.layout == "blocks" else cut.of_groups(size), core)
+        site.rows(self.out, cut.of_query(size))
+        for path in self.alike:
+            if site.has(path):
+                site.cutting.alike(site.child(path))
+        q, kv = cut.counts(site.rank)
+        of = (heads, kv_heads, heads // kv_heads, heads * size)
+        for names, whole, own in zip(self._names(), of, (q, kv, q // kv, q * size), strict=True):
+            _set(site, core, names, whole, own)
+
+    def _names(self) -> tuple[tuple[str, ...], ...]:
+        return self.heads, self.kv_heads, self.groups, self.widths
+
+    def _counts(self, site: Site, size: int) -> tuple[int, int]:
+        """Query and key/value heads of the whole module."""
+        heads = _divided(self.out, site.size(self.out, False), size)
+        if site.has(self.query) and self.key:
+            return heads, _divided(self.key, site.size(self.key, True), size)
+        rows = _divided(self.fused, site.size(self.fused, True), size)
+        return heads, _divided(self.fused, rows if site.has(self.query) else rows - heads, 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mlp:
+    """What lies between two linear layers is cut.
+
+    Attributes:
+        columns: paths of the layers to it; they have outputs of one size.
+        rows: paths of the layers from it.
+        blocks: matrices side by side in each of ``columns`` (2: gate and up in one layer).
+    """
+
+    columns: tuple[str, ...]
+    rows: tuple[str, ...]
+    blocks: int = 1
+
+    def collect(self, site: Site) -> None:
+        for path in self.columns:
+            size = site.size(path, True)
+            inner = _divided(path, size, self.blocks)
+            if inner < site.ranks:
+                raise ValueError(f"{path} has {inner} outputs, fewer than {site.ranks} ranks; cut over fewer")
+            cut = Cut.of_sizes(0, [shares(inner, site.ranks)] * self.blocks)
+            site.columns(path, cut.ranges, site.module)
+        for path in self.rows:
+            site.rows(path, Cut.of_sizes(0, [shares(site.size(path, False), site.ranks)]).ranges)
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """The rows of an embedding are cut (its vocabulary), with padding.
+
+    Attributes:
+        path: of the embedding.
+    """
+
+    path: str
+
+    def collect(self, site: Site) -> None:
+        module = site.child(self.path)
+        if not isinstance(module, nn.Embedding):
+            raise TypeError(f"{self.path} is a {type(module).__name__}: give an nn.Embedding")
+        site.cutting.vocabulary(module, site.vocabulary(module.num_embeddings))
+
+
+@dataclass(frozen=True)
+class Head:
+    """The outputs of the last layer are cut (its vocabulary), padded as the embedding is.
+
+    Attributes:
+        path: of the linear layer.
+        parallel: logits may stay cut: all the model does with them is element by element, or its ``loss_function``.
+    """
+
+    path: str
+    parallel: bool = False
+
+    def collect(self, site: Site) -> None:
+        module = site.child(self.path)
+        dim = out_dim(module)
+        vocabulary = site.size(self.path, True)
+        rows = site.vocabulary(vocabulary)
+        cut = Cut(dim, rows.size, rows.ranges)
+        stays = site.plan.parallel_output and self.parallel and _is_causal(site.module)
+        site.cutting.columns(module, cut, gathers=not stays)
+        if stays:
+            own: dict[str, Any] = {"_loss_function": CausalLoss(site.cutting.axis, rows, vocabulary)}
+            if hasattr(site.module, "generate"):
+                own["generate"] = Generate(site.module, module)
+            site.cutting.sets(site.module, **own)
+
+
+@dataclass(frozen=True)
+class Unused:
+    """A parameter that is another module's, too, and that the module itself does not use.
+
+    Attributes:
+        name: of the parameter.
+    """
+
+    name: str
+
+    def collect(self, site: Site) -> None:
+        site.cutting.holds(site.module, self.name)
+
+
+def _is_causal(model: nn.Module) -> bool:
+    """Whether the loss is the one of transformers' that we compute of parts."""
+    return getattr(getattr(model, "loss_function", None), "__name__", "") == "ForCausalLMLoss"
+
+
+def _number(owner: Any, name: str) -> int:
+    value = getattr(owner, name, None)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"a {type(owner).__name__} has {name}={value!r}: a rule names the size of a head, a number")
+    return value
+
+
+def _divided(path: str, size: int, unit: int) -> int:
+    if size % unit:
+        raise ValueError(f"{path} has a size of {size}, which is no multiple of {unit}")
+    return size // unit
+
+
+def _set(site: Site, owner: nn.Module, names: tuple[str, ...], whole: int, own: int) -> None:
+    for name in _present(owner, names):
+        value = getattr(owner, name)
+        if value != whole:
+            raise ValueError(f"{name} is {value}, and its layers are for {whole}")
+        site.cutting.sets(owner, **{name: own})
+
+
+def _present(owner: nn.Module, names: tuple[str, ...]) -> Iterator[str]:
+    return (name for name in names if name in vars(owner))

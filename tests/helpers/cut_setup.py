@@ -1,0 +1,89 @@
+"""A small model whose layers are cut in every way: fused and apart, uneven heads, padded and tied vocabulary."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
+
+from shardwise.tensor import Cut, Cutting
+
+VOCABULARY, WIDTH, HEADS, INNER = 29, 24, 6, 20
+
+
+class Block(nn.Module):
+    """Attention with a fused projection, and an MLP."""
+
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.qkv: nn.Module = Conv1D(3 * WIDTH, WIDTH) if fused else nn.Linear(WIDTH, 3 * WIDTH)
+        self.out: nn.Module = Conv1D(WIDTH, WIDTH) if fused else nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, INNER, bias=not fused), nn.Linear(INNER, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        q, k, v = (part.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for part in self.qkv(y).chunk(3, -1))
+        y = (q @ k.transpose(-1, -2)).softmax(-1) @ v  # heads of this rank, however many these are
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        return x + self.down(functional.gelu(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH, padding_idx=VOCABULARY - 2)
+        self.blocks = nn.ModuleList([Block(False), Block(True)])
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=not tied)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def made(tied: bool) -> Model:
+    torch.manual_seed(3)
+    model = Model(tied).double()
+    for param in model.parameters():
+        nn.init.normal_(param, std=0.3)
+    return model
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    ids, labels = torch.randint(0, VOCABULARY, (2, 3, 7), generator=generator)
+    labels[0, :3] = -100
+    return ids, labels
+
+
+def rows_of(ranks: int) -> Cut:
+    """Of the vocabulary, padded."""
+    return Cut.even(0, VOCABULARY + -VOCABULARY % (4 * ranks), ranks)
+
+
+class Parts:
+    """What of the model is cut: heads of a rank stay together; six heads over four ranks are uneven.
+
+    Args:
+        gathers: the logits.
+    """
+
+    def __init__(self, gathers: bool) -> None:
+        self.gathers = gathers
+
+    def collect(self, model: Model, cutting: Cutting) -> None:
+        ranks, head = cutting.axis.size, WIDTH // HEADS
+        for block in model.blocks:
+            fused = isinstance(block.qkv, Conv1D)
+            cutting.columns(block.qkv, Cut.even(int(fused), 3 * WIDTH, ranks, blocks=3, unit=head))
+            cutting.rows(block.out, Cut.even(int(not fused), WIDTH, ranks, unit=head))
+            cutting.columns(block.up, Cut.even(0, INNER, ranks))
+            cutting.rows(block.down, Cut.even(1, INNER, ranks))
+        cutting.vocabulary(model.embedding, rows_of(ranks))
+        cutting.columns(model.head, rows_of(ranks), self.gathers)

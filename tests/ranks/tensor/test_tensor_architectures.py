@@ -1,0 +1,30 @@
+"""Models of every architecture, with every head, cut over two and four ranks against the same models whole, in fp64."""
+
+from __future__ import annotations
+
+import pytest
+from scope import Scope
+from tensor_cases import CASES
+from tensor_setup import compare
+
+from shardwise.plan import TensorPlan
+from shardwise.tensor import Axis
+from shardwise.testing import run_ranks
+
+
+def compared(architecture: str) -> int:
+    """All cases of an architecture, logits cut and gathered by turns."""
+    cases = CASES[architecture]()
+    with Scope("shared") as group:
+        axis = Axis(group)
+        for at, case in enumerate(cases):
+            plan = TensorPlan(parallel_output=at % 2 == axis.size // 4 % 2, vocabulary_multiple=(4, 64)[at % 2])
+            shapes = compare(case, axis, plan)
+            assert shapes
+    return len(cases)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("architecture", sorted(CASES))
+def test_an_architecture_cut_is_the_whole_one(architecture: str, ranks: int) -> None:
+    assert min(run_ranks(ranks, compared, architecture, timeout=300.0)) > 0
