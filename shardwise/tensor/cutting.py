@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from torch import nn
 
 from shardwise.tensor.axis import Axis
-from shardwise.tensor.cut import Cut, Part
-from shardwise.tensor.layers import Alike, Columns, CutLayer, Features, Rows, Vocabulary, out_dim
+from shardwise.tensor.cut import Cut, Part, Range
+from shardwise.tensor.layers import Alike, Columns, CutLayer, Experts, Features, Rows, Vocabulary, out_dim
 from shardwise.tensor.private import Dropouts, Guard, Private, dropouts_of
 from shardwise.torch_internals import point
 
@@ -117,9 +118,23 @@ class Cutting:
             )
         self._take(module, {"weight": cut}, Features)
 
+    def experts(self, module: nn.Module, cuts: dict[str, Cut]) -> None:
+        """Each rank has a part of what lies between the layers of every expert.
+
+        Args:
+            module: takes tokens, experts' numbers and weights, and gives tokens.
+            cuts: of its parameters (``[experts, outputs, inputs]``), by name.
+        """
+        self._take(module, cuts, Experts)
+
     def alike(self, module: nn.Module) -> None:
         """Each rank uses the module, which is whole, for its part: its gradients are summed."""
         self._swap(module, Alike, {"_axis": self.axis})
+
+    def of_heads(self, owner: nn.Module, name: str, heads: int, own: Range) -> None:
+        """``owner`` is given something for all ``heads`` by this name, and takes what is for its ``own``."""
+        names = list(inspect.signature(type(owner).forward).parameters)
+        self._guard(owner)[name] = (names.index(name) - 1 if name in names else -1, heads, *own)
 
     def holds(self, module: nn.Module, name: str) -> None:
         """The module has a parameter that a cut layer has, too, and does not use it."""
@@ -165,8 +180,16 @@ class Cutting:
     def _region(self, owner: nn.Module) -> tuple[Private, Dropouts] | None:
         dropouts = dropouts_of(owner.modules())
         if dropouts:
-            self._swap(owner, Guard, {"_leaves": self.private})
+            self._guard(owner)
         return (self.private, dropouts) if dropouts else None
+
+    def _guard(self, owner: nn.Module) -> dict[str, tuple[int, int, int, int]]:
+        """The arguments for all heads of what will be a guard."""
+        _, kind, own = self._layers.setdefault(id(owner), (owner, Guard, {"_leaves": self.private, "_of_heads": {}}))
+        if kind is not Guard:
+            raise ValueError(f"a {type(owner).__name__} is cut as {kind.__name__} already, and holds layers that are")
+        found: dict[str, tuple[int, int, int, int]] = own["_of_heads"]
+        return found
 
     def _say_size(self, module: nn.Module, cut: Cut, names: tuple[str, str]) -> None:
         """What the module says of its own size is that of its part, which reshapes of its output rely on."""

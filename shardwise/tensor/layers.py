@@ -12,7 +12,11 @@ from shardwise.tensor.axis import Axis
 from shardwise.tensor.cut import Held, Part
 from shardwise.tensor.private import Dropouts, Private
 
-__all__ = ["Alike", "Columns", "CutLayer", "Features", "Rows", "Vocabulary", "out_dim"]
+__all__ = ["Alike", "Columns", "CutLayer", "Experts", "Features", "Rows", "Vocabulary", "out_dim"]
+
+
+LINEAR = {"FalconLinear"}
+"""Classes derived from ``nn.Linear`` with a forward pass of their own that is the same."""
 
 
 def out_dim(module: nn.Module) -> int:
@@ -21,7 +25,9 @@ def out_dim(module: nn.Module) -> int:
     Raises:
         TypeError: the module is neither.
     """
-    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and "forward" not in vars(module):
+    kind = type(module)
+    plain = getattr(kind, "forward", None) is nn.Linear.forward or kind.__name__ in LINEAR
+    if isinstance(module, nn.Linear) and plain and "forward" not in vars(module):
         return 0
     weight = getattr(module, "weight", None)
     if isinstance(weight, nn.Parameter) and weight.dim() == 2 and getattr(module, "nf", None) == weight.shape[1]:
@@ -114,6 +120,17 @@ class Vocabulary(CutLayer, nn.Embedding):
 
 class Features(CutLayer):
     """An embedding with all rows, and of each a part (one number a head): the module's own forward pass."""
+
+
+class Experts(CutLayer):
+    """Experts in stacked parameters: of each, a part of what lies between its two layers.
+
+    Tokens and their weights are alike on all ranks, and so is the sum.
+    """
+
+    def forward(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        y: Tensor = super().forward(self._axis.copied(x), indices, self._axis.copied(weights))
+        return self._axis.summed(y)
 
 
 class Alike(nn.Module):

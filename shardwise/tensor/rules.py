@@ -15,7 +15,7 @@ from shardwise.tensor.cutting import Cutting
 from shardwise.tensor.heads import Heads, Ranges
 from shardwise.tensor.layers import out_dim
 
-__all__ = ["Attention", "Embedding", "Head", "Mlp", "Rule", "Site", "Unused"]
+__all__ = ["Attention", "Either", "Embedding", "Experts", "Head", "Mlp", "Requires", "Rule", "Site", "Unused"]
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,10 @@ class Attention:
         head_dim: its attribute with the size of a head.
         heads, kv_heads, groups, widths: its attributes that are a number of query heads, of key/value heads, of query
             heads for each of these, and of elements of all query heads; set to this rank's where they are there.
+        config: attributes of its configuration that it reads the number of query heads from.
         alike: modules that are applied to each head (norms).
+        biases: embeddings with one number a head.
+        arguments: names of what it is given for all heads (alibi).
     """
 
     query: str = ""
@@ -134,7 +137,10 @@ class Attention:
     kv_heads: tuple[str, ...] = ("num_key_value_heads", "num_kv_heads")
     groups: tuple[str, ...] = ("num_key_value_groups",)
     widths: tuple[str, ...] = ()
+    config: tuple[str, ...] = ()
     alike: tuple[str, ...] = ()
+    biases: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
 
     def collect(self, site: Site) -> None:
         core = site.child(self.core)
@@ -151,13 +157,26 @@ class Attention:
         else:
             site.columns(self.fused, cut.of_all(size) if self.layout == "blocks" else cut.of_groups(size), core)
         site.rows(self.out, cut.of_query(size))
-        for path in self.alike:
-            if site.has(path):
-                site.cutting.alike(site.child(path))
+        self._beside(site, core, cut, heads)
         q, kv = cut.counts(site.rank)
         of = (heads, kv_heads, heads // kv_heads, heads * size)
         for names, whole, own in zip(self._names(), of, (q, kv, q // kv, q * size), strict=True):
             _set(site, core, names, whole, own)
+        if self.config:
+            _set(site, core.config, self.config, heads, q, only_check=True)
+            site.cutting.sets(core, config=ConfigView(core.config, dict.fromkeys(self.config, q)))
+
+    def _beside(self, site: Site, core: nn.Module, cut: Heads, heads: int) -> None:
+        """What belongs to heads and is no projection."""
+        for path in filter(site.has, self.alike):
+            site.cutting.alike(site.child(path))
+        for path in filter(site.has, self.biases):
+            bias = site.child(path)
+            if not isinstance(bias, nn.Embedding):
+                raise TypeError(f"{path} is a {type(bias).__name__}: give an nn.Embedding")
+            site.cutting.features(bias, Cut(1, heads, cut.of_query(1)))
+        for name in self.arguments:
+            site.cutting.of_heads(core, name, heads, cut.query[site.rank])
 
     def _names(self) -> tuple[tuple[str, ...], ...]:
         return self.heads, self.kv_heads, self.groups, self.widths
@@ -195,6 +214,72 @@ class Mlp:
             site.columns(path, cut.ranges, site.module)
         for path in self.rows:
             site.rows(path, Cut.of_sizes(0, [shares(site.size(path, False), site.ranks)]).ranges)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """What lies between the two layers of every expert is cut; experts are stacked in parameters
+    ``[experts, outputs, inputs]``.
+
+    Attributes:
+        columns: the parameter to it, or gate and up side by side.
+        rows: the parameter from it.
+        widths: attributes that are the size of what lies between.
+    """
+
+    columns: str = "gate_up_proj"
+    rows: str = "down_proj"
+    widths: tuple[str, ...] = ("intermediate_dim",)
+
+    def collect(self, site: Site) -> None:
+        first, last = (getattr(site.module, name, None) for name in (self.columns, self.rows))
+        if not isinstance(first, nn.Parameter) or not isinstance(last, nn.Parameter) or last.dim() != 3:
+            raise TypeError(f"it has no stacked parameters {self.columns} and {self.rows} of three dimensions")
+        inner = last.shape[2]
+        if inner < site.ranks:
+            raise ValueError(f"each expert has {inner} elements inside, fewer than {site.ranks} ranks; cut over fewer")
+        sizes = shares(inner, site.ranks)
+        blocks = _divided(self.columns, first.shape[1], inner)
+        cuts = {self.columns: Cut.of_sizes(1, [sizes] * blocks), self.rows: Cut.of_sizes(2, [sizes])}
+        site.cutting.experts(site.module, cuts)
+        _set(site, site.module, self.widths, inner, sizes[site.rank])
+
+
+@dataclass(frozen=True)
+class Requires:
+    """A module that can only be cut with one value of an attribute.
+
+    Attributes:
+        name: of the attribute, if it has it.
+        value: the one.
+    """
+
+    name: str
+    value: Any
+
+    def collect(self, site: Site) -> None:
+        found = getattr(site.module, self.name, self.value)
+        if found != self.value:
+            raise ValueError(f"{self.name}={found!r} needs whole layers: give {self.name}={self.value!r}")
+
+
+@dataclass(frozen=True)
+class Either:
+    """Rules for layers that had other names once: the first whose module is there count.
+
+    Attributes:
+        rules: with the path of a module that is there where they are right.
+    """
+
+    rules: tuple[tuple[str, tuple[Rule, ...]], ...]
+
+    def collect(self, site: Site) -> None:
+        for path, rules in self.rules:
+            if site.has(path):
+                for rule in rules:
+                    rule.collect(site)
+                return
+        raise ValueError(f"it has none of {', '.join(path for path, _ in self.rules)}: give a rule for this class")
 
 
 @dataclass(frozen=True)
@@ -273,13 +358,26 @@ def _divided(path: str, size: int, unit: int) -> int:
     return size // unit
 
 
-def _set(site: Site, owner: nn.Module, names: tuple[str, ...], whole: int, own: int) -> None:
+def _set(site: Site, owner: Any, names: tuple[str, ...], whole: int, own: int, *, only_check: bool = False) -> None:
     for name in _present(owner, names):
         value = getattr(owner, name)
         if value != whole:
             raise ValueError(f"{name} is {value}, and its layers are for {whole}")
-        site.cutting.sets(owner, **{name: own})
+        if not only_check:
+            site.cutting.sets(owner, **{name: own})
 
 
-def _present(owner: nn.Module, names: tuple[str, ...]) -> Iterator[str]:
+def _present(owner: Any, names: tuple[str, ...]) -> Iterator[str]:
     return (name for name in names if name in vars(owner))
+
+
+class ConfigView:
+    """A model's configuration as one module reads it, with other values for some names; the rest follows it."""
+
+    def __init__(self, config: Any, values: dict[str, Any]) -> None:
+        vars(self).update(values, _config=config)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_config":  # a copy asks before it has anything
+            raise AttributeError(name)
+        return getattr(self._config, name)

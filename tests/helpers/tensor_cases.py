@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -131,4 +132,194 @@ def bert() -> list[Case]:
     ]
 
 
-CASES = {"llama": llama, "gpt2": gpt2, "bert": bert}
+def heads_of(name: str, *heads: str, **changes: Any) -> list[Case]:
+    """A language model with padding, a tied one, and what else there is with 3 labels."""
+    plain = decoder(name, tie_word_embeddings=False, **changes)
+    kinds = {"ForSequenceClassification": sequences, "ForTokenClassification": tokens}
+    others = [Case(name + head, plain, kinds[head], padded=True) for head in heads if head in kinds]
+    if "ForQuestionAnswering" in heads:
+        others.append(Case(f"{name}ForQuestionAnswering", decoder(name, num_labels=2, **changes), answers))
+    return [
+        Case(f"{name}ForCausalLM", plain, language, padded=True),
+        Case(f"{name}ForCausalLM", decoder(name, tie_word_embeddings=True, **changes), language),
+        *others,
+    ]
+
+
+SEQUENCE, TOKEN, ANSWER = "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering"
+
+
+def gemma3() -> list[Case]:
+    text = decoder("Gemma3Text", head_dim=4, sliding_window=3, layer_types=["sliding_attention", "full_attention"])
+    soft = decoder("Gemma3Text", head_dim=8, final_logit_softcapping=2.0, num_key_value_heads=1)
+    return [Case("Gemma3ForCausalLM", text, language, padded=True), Case("Gemma3ForCausalLM", soft, language)]
+
+
+def bloom() -> list[Case]:
+    rates = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "n_head": 6, "n_layer": 2}
+    plain = decoder("Bloom", **rates)
+    return [
+        Case("BloomForCausalLM", plain, language, padded=True),
+        Case("BloomModel", plain),
+        Case("BloomForSequenceClassification", plain, sequences, padded=True),
+        Case("BloomForTokenClassification", plain, tokens),
+        Case("BloomForQuestionAnswering", decoder("Bloom", num_labels=2, **rates), answers, padded=True),
+    ]
+
+
+def falcon() -> list[Case]:
+    rates = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+    queries = decoder("Falcon", multi_query=True, bias=True, **rates)
+    new = decoder("Falcon", new_decoder_architecture=True, num_kv_heads=2, **rates)
+    alibi = decoder("Falcon", multi_query=False, alibi=True, parallel_attn=False, **rates)
+    eager = decoder("Falcon", new_decoder_architecture=True, num_kv_heads=3, attn_implementation="eager", **rates)
+    slow = decoder("Falcon", multi_query=False, alibi=True, attn_implementation="eager", num_labels=2, **rates)
+    return [
+        Case("FalconForCausalLM", queries, language, padded=True),
+        Case("FalconForCausalLM", new, language),
+        Case("FalconModel", alibi, padded=True),
+        Case("FalconForSequenceClassification", eager, sequences, padded=True),
+        Case("FalconForTokenClassification", queries, tokens),
+        Case("FalconForQuestionAnswering", slow, answers, padded=True),
+    ]
+
+
+def gptj() -> list[Case]:
+    names = {"n_embd": 24, "n_layer": 2, "n_head": 6, "n_inner": 22, "n_positions": 16, "rotary_dim": 2}
+    rates = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+    plain = decoder("GPTJ", **names, **rates)
+    return [
+        Case("GPTJForCausalLM", plain, language, padded=True),
+        Case("GPTJModel", plain),
+        Case("GPTJForSequenceClassification", plain, sequences, padded=True),
+        Case("GPTJForQuestionAnswering", decoder("GPTJ", **(names | rates | {"num_labels": 2})), answers),
+    ]
+
+
+def gpt_neox() -> list[Case]:
+    rates = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "classifier_dropout": 0.0}
+    return heads_of("GPTNeoX", SEQUENCE, TOKEN, ANSWER, **rates)
+
+
+def opt() -> list[Case]:
+    rates = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0, "ffn_dim": 22}
+    plain = decoder("OPT", word_embed_proj_dim=12, **rates)
+    return [
+        Case("OPTForCausalLM", plain, language, padded=True),
+        Case(
+            "OPTForCausalLM", decoder("OPT", do_layer_norm_before=False, tie_word_embeddings=False, **rates), language
+        ),
+        Case("OPTModel", plain),
+        Case("OPTForSequenceClassification", decoder("OPT", **rates), sequences, padded=True),
+        Case("OPTForQuestionAnswering", decoder("OPT", num_labels=2, **rates), answers),
+    ]
+
+
+def both_sides(generator: Generator) -> Inputs:
+    return language(generator) | {"decoder_input_ids": torch.randint(0, PAD, (ROWS, LENGTH), generator=generator)}
+
+
+def ended(generator: Generator) -> Inputs:
+    ids = torch.randint(3, PAD, (ROWS, LENGTH), generator=generator)
+    ids[:, -1] = 2  # a sequence classifier looks for the end
+    return {"input_ids": ids} | sequences(generator)
+
+
+def t5() -> list[Case]:
+    config: dict[str, Any] = {"d_model": 24, "d_kv": 4, "d_ff": 22, "num_layers": 2, "num_heads": 6, "num_labels": 3}
+    config |= {"vocab_size": VOCABULARY, "dropout_rate": 0.0, "pad_token_id": PAD, "decoder_start_token_id": 0}
+    config |= {"relative_attention_num_buckets": 8, "eos_token_id": 2, "use_cache": False, "classifier_dropout": 0.0}
+    plain = transformers.T5Config(**config)
+    gated = transformers.T5Config(**(config | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}))
+    return [
+        Case("T5ForConditionalGeneration", plain, language, padded=True),
+        Case("T5ForConditionalGeneration", gated, language),
+        Case("T5Model", plain, lambda generator: {k: v for k, v in both_sides(generator).items() if k != "labels"}),
+        Case("T5EncoderModel", gated, padded=True),
+        Case("T5ForTokenClassification", plain, tokens),
+        Case("T5ForSequenceClassification", plain, ended),
+        Case("T5ForQuestionAnswering", transformers.T5Config(**(config | {"num_labels": 2})), answers, padded=True),
+    ]
+
+
+def sounds(generator: Generator) -> Inputs:
+    return {"input_features": torch.randn(ROWS, 4, 12, generator=generator, dtype=torch.float64)}
+
+
+def whisper() -> list[Case]:
+    config: dict[str, Any] = {"vocab_size": VOCABULARY, "num_mel_bins": 4, "d_model": 24, "max_source_positions": 6}
+    config |= {"encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 6, "decoder_attention_heads": 6}
+    config |= {"encoder_ffn_dim": 22, "decoder_ffn_dim": 22, "max_target_positions": 16, "dropout": 0.0}
+    config |= {"pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0}
+    config |= {"num_labels": 3, "classifier_proj_size": 8, "use_cache": False}
+    plain = transformers.WhisperConfig(**config)
+    return [
+        Case("WhisperForConditionalGeneration", plain, lambda g: sounds(g) | language(g)),
+        Case("WhisperForAudioClassification", plain, lambda g: sounds(g) | sequences(g)),
+        Case("WhisperForCausalLM", transformers.WhisperConfig(**(config | {"tie_word_embeddings": False})), language),
+    ]
+
+
+def pictures(generator: Generator) -> Inputs:
+    return {"pixel_values": torch.randn(ROWS, 3, 8, 8, generator=generator, dtype=torch.float64)}
+
+
+def hidden(generator: Generator) -> Inputs:
+    return pictures(generator) | {"bool_masked_pos": torch.tensor([[True, False, True, False]] * ROWS)}
+
+
+def vit() -> list[Case]:
+    config: dict[str, Any] = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 6, "num_labels": 3}
+    config |= {"intermediate_size": 22, "image_size": 8, "patch_size": 4, "encoder_stride": 4}
+    config |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    plain = transformers.ViTConfig(**config)
+    return [
+        Case("ViTForImageClassification", plain, lambda g: pictures(g) | sequences(g)),
+        Case("ViTModel", plain, pictures),
+        Case("ViTForMaskedImageModeling", plain, hidden),
+    ]
+
+
+def mixtral() -> list[Case]:
+    return [
+        *heads_of("Mixtral", SEQUENCE, num_local_experts=4, output_router_logits=True, experts_implementation="eager"),
+        Case(
+            "MixtralForTokenClassification",
+            decoder("Mixtral", classifier_dropout=0.0, experts_implementation="eager"),
+            tokens,
+        ),
+    ]
+
+
+def qwen3_moe() -> list[Case]:
+    sizes: dict[str, Any] = {
+        "moe_intermediate_size": 10,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "head_dim": 4,
+        "experts_implementation": "eager",
+    }
+    return heads_of("Qwen3Moe", SEQUENCE, mlp_only_layers=[0], **sizes)
+
+
+CASES: dict[str, Callable[[], list[Case]]] = {
+    "bert": bert,
+    "bloom": bloom,
+    "falcon": falcon,
+    "gemma2": lambda: heads_of("Gemma2", SEQUENCE, head_dim=4, sliding_window=3, query_pre_attn_scalar=4),
+    "gemma3": gemma3,
+    "gpt2": gpt2,
+    "gpt_neox": gpt_neox,
+    "gptj": gptj,
+    "llama": llama,
+    "mistral": lambda: heads_of("Mistral", SEQUENCE, sliding_window=3),
+    "mixtral": mixtral,
+    "opt": opt,
+    "phi3": lambda: heads_of("Phi3", SEQUENCE, resid_pdrop=0.0, embd_pdrop=0.0),
+    "qwen2": lambda: heads_of("Qwen2", SEQUENCE, ANSWER),
+    "qwen3": lambda: heads_of("Qwen3", SEQUENCE, head_dim=4, attention_bias=True),
+    "qwen3_moe": qwen3_moe,
+    "t5": t5,
+    "vit": vit,
+    "whisper": whisper,
+}
