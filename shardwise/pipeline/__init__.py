@@ -3,3 +3,30 @@
 Schedules are data; what runs them knows nothing of optimizers and engines, and what a stage of a model is is data of
 the architecture. Nothing here reads the environment or makes groups.
 """
+
+from __future__ import annotations
+
+from shardwise.pipeline.run import MicroBatch, Outcome, StageRun, merged, split_batch
+from shardwise.pipeline.schedule import SCHEDULES, Action, Kind, Schedule, make_schedule, simulate
+from shardwise.pipeline.staging import Staging, layers_of_stages, stage_model
+from shardwise.pipeline.tables import Body, known_bodies, register_body
+
+__all__ = [
+    "SCHEDULES",
+    "Action",
+    "Body",
+    "Kind",
+    "MicroBatch",
+    "Outcome",
+    "Schedule",
+    "StageRun",
+    "Staging",
+    "known_bodies",
+    "layers_of_stages",
+    "make_schedule",
+    "merged",
+    "register_body",
+    "simulate",
+    "split_batch",
+    "stage_model",
+]

@@ -1,0 +1,300 @@
+"""Which parts of a model are on which rank of a pipeline, and the model's own forward pass made that of a stage."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.pipeline.tables import TABLES, Body, known_bodies
+
+__all__ = ["Staging", "layers_of_stages", "stage_model"]
+
+
+def layers_of_stages(layers: int, stages: int, given: Sequence[int] | None = None) -> list[int]:
+    """How many layers each stage has: as given, or as even as can be, with more in the middle, where neither
+    embeddings nor heads are.
+
+    Raises:
+        ValueError: fewer layers than stages, or what is given does not add up.
+    """
+    if given is not None:
+        if len(given) != stages or sum(given) != layers or min(given) < 1:
+            raise ValueError(
+                f"layers={list(given)} for {stages} stages of a model with {layers} layers: give {stages} numbers "
+                f">= 1 whose sum is {layers}"
+            )
+        return list(given)
+    if layers < stages:
+        raise ValueError(f"{layers} layers in {stages} stages: use fewer stages, each needs a layer")
+    rest = layers % stages
+    first = (stages - rest) // 2
+    return [layers // stages + (first <= stage < first + rest) for stage in range(stages)]
+
+
+# [Note: What staging changes]
+# A rank runs the model's own forward pass, for each of its stages with the inputs that every stage gets: masks,
+# positions and losses are made as they are without stages. What another stage has is replaced by a stand-in without
+# parameters, so names stay what they are: the embedding hands out what the stage before has sent, other layers let it
+# through. Before the last stage the pass ends behind the stage's last layer: at the stand-in for the next one. Where a
+# rank has several stages the modules of those that do not run stand aside in the same way. Until install() nothing is
+# changed.
+class Staging:
+    """Of one model over the ranks of a pipeline.
+
+    Args:
+        model: whole.
+        name: of its body.
+        body: what that consists of.
+        rank: of the pipeline.
+        ranks: in it.
+        counts: layers by stage; stage ``s`` is on rank ``s % ranks``.
+
+    Attributes:
+        own: this rank's stages.
+        stages: how many there are.
+    """
+
+    def __init__(self, model: nn.Module, name: str, body: Body, rank: int, ranks: int, counts: Sequence[int]) -> None:
+        self.model, self.body, self._body_name = model, model.get_submodule(name), name
+        self.table = body
+        self.rank, self.ranks, self.stages = rank, ranks, len(counts)
+        self.own = tuple(range(rank, self.stages, ranks))
+        self.active = self.own[0]
+        self.arrived: Tensor | None = None
+        self._fresh: Tensor | None = None
+        self._units = self._find_units(counts)
+        self._undo: list[tuple[nn.Module, str, nn.Module]] = []
+        self._classes: list[tuple[nn.Module, type[nn.Module]]] = []
+        self._stage_of_param = self._find_params()
+        self._model_names = inspect.signature(type(model).forward).parameters
+
+    def _find_units(self, counts: Sequence[int]) -> dict[str, tuple[int, str]]:
+        """By module name the stage and the role of what is replaced as a whole."""
+        prefix = f"{self._body_name}." if self._body_name else ""
+        table, last = self.table, self.stages - 1
+        roles = {prefix + table.tokens: "tokens"}
+        roles |= {prefix + name: "zeros" for name in table.zeros} | {prefix + name: "through" for name in table.before}
+        layers = prefix + table.layers
+        stage_of = [stage for stage, count in enumerate(counts) for _ in range(count)]
+        way = {layers[: at if at >= 0 else None] for at in [*_dots(layers), -1]} | {""}
+        units: dict[str, tuple[int, str]] = {}
+        for name in way - {layers}:
+            for child, _ in self.model.get_submodule(name).named_children():
+                full = f"{name}.{child}" if name else child
+                if full in way or full.removeprefix(prefix) in table.everywhere:
+                    continue
+                units[full] = (0, roles[full]) if full in roles else (last, "through")
+        units |= {f"{layers}.{index}": (stage, "layer") for index, stage in enumerate(stage_of)}
+        return units
+
+    def _find_params(self) -> dict[int, set[int]]:
+        found: dict[int, set[int]] = {}
+        for name, param in self.model.named_parameters(remove_duplicate=False):
+            unit = next((unit for unit in self._units if name.startswith(f"{unit}.")), None)
+            stages = {self._units[unit][0]} if unit is not None else set(range(self.stages))
+            found.setdefault(id(param), set()).update(stages)
+        return found
+
+    # ---- who has what
+
+    def stages_of(self, param: nn.Parameter) -> tuple[int, ...]:
+        """The stages that use it; several for a tied one."""
+        return tuple(sorted(self._stage_of_param[id(param)]))
+
+    def ranks_of(self, param: nn.Parameter) -> tuple[int, ...]:
+        """The ranks that hold it."""
+        return tuple(sorted({stage % self.ranks for stage in self.stages_of(param)}))
+
+    def owns(self, param: nn.Parameter) -> bool:
+        """Whether this rank does."""
+        return self.rank in self.ranks_of(param)
+
+    # ---- doing it
+
+    def install(self) -> None:
+        """From here on the model is that of this rank's stages, and has their parameters alone."""
+        for name, (stage, role) in self._units.items():
+            parent_name, _, child = name.rpartition(".")
+            parent = self.model.get_submodule(parent_name)
+            module = parent.get_submodule(child)
+            if stage not in self.own:
+                self._undo.append((parent, child, module))
+                setattr(parent, child, _Away(self, stage, role, module))
+            elif len(self.own) > 1:
+                self._classes.append((module, type(module)))
+                module.__dict__["_stage"] = self, stage, role
+                module.__class__ = _staged(type(module))
+        self.model.forward = self._forward
+
+    def remove(self) -> None:
+        """The model is what it was before :meth:`install`, values apart."""
+        self.model.__dict__.pop("forward", None)
+        for parent, child, module in self._undo:
+            setattr(parent, child, module)
+        for module, kind in self._classes:
+            module.__class__ = kind
+            module.__dict__.pop("_stage", None)
+        self._undo.clear()
+        self._classes.clear()
+
+    def forget(self) -> None:
+        """What other ranks have is let go of."""
+        self._undo.clear()
+
+    # ---- running
+
+    def run(self, stage: int, arrived: Tensor | None, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """What the stage makes of what has arrived: the hidden state, or in the last one the model's output.
+
+        Args:
+            stage: of this rank.
+            arrived: what the stage before has sent; ``None`` in the first.
+            args, kwargs: the model's inputs.
+        """
+        self.enter(stage, arrived)
+        return self.model(*args, **kwargs)
+
+    def enter(self, stage: int, arrived: Tensor | None) -> None:
+        """``stage`` is the one that runs, or whose backward pass recomputes."""
+        self.active, self.arrived = stage, arrived
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._fresh = self.arrived
+        if "use_cache" in self._model_names:
+            kwargs["use_cache"] = False
+        if self.active == self.stages - 1:
+            return type(self.model).forward(self.model, *args, **kwargs)
+        try:
+            type(self.model).forward(self.model, *args, **kwargs)
+        except _Enough as found:
+            return found.hidden
+        raise RuntimeError(f"{type(self.model).__name__} never called a layer of stage {self.active + 1}; report this")
+
+    def stand_in(self, stage: int, role: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """What a module of another stage gives in its place."""
+        if role == "tokens":
+            fresh, self._fresh = self._fresh, None
+            if fresh is not None:
+                return fresh
+        if role in ("tokens", "zeros"):  # embeddings of something else are in what has arrived
+            if self.arrived is None:
+                raise RuntimeError(f"stage {self.active} was given nothing, and is not the first; report this")
+            return self.arrived.new_zeros(())
+        hidden = args[0] if args else next(iter(kwargs.values()))
+        if role == "layer" and stage > self.active:
+            raise _Enough(hidden)
+        return (hidden,) if role == "layer" and self.table.tuples else hidden
+
+
+class _Enough(BaseException):
+    """Ends a forward pass behind a stage's last layer; no error."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+
+class _Away(nn.Module):
+    """In the place of a module that another rank has."""
+
+    _stage: Any
+    _instead_of: str
+
+    def __init__(self, staging: Staging, stage: int, role: str, module: nn.Module) -> None:
+        super().__init__()
+        own = vars(self)
+        self.__dict__["_stage"] = staging, stage, role
+        self.__dict__["_instead_of"] = type(module).__name__
+        # What models ask of their layers beside calling them.
+        self.__dict__.update(
+            {name: value for name, value in vars(module).items() if name not in own and _is_plain(value)}
+        )
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        staging, stage, role = self._stage
+        return staging.stand_in(stage, role, args, kwargs)
+
+    def extra_repr(self) -> str:
+        return f"a {self._instead_of} of stage {self._stage[1]}"
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, bool | int | float | str | tuple | list | torch.dtype | type(None))
+
+
+_STAGED: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _staged(own: type[nn.Module]) -> type[nn.Module]:
+    """A module that stands aside, hooks and all, while another stage of its rank runs."""
+    if own not in _STAGED:
+
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            staging, stage, role = self._stage
+            if staging.active != stage:
+                return staging.stand_in(stage, role, args, kwargs)
+            return own.__call__(self, *args, **kwargs)
+
+        names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__call__": call}
+        _STAGED[own] = type(own.__name__, (own,), names)
+    return _STAGED[own]
+
+
+def _dots(name: str) -> list[int]:
+    return [at for at, letter in enumerate(name) if letter == "."]
+
+
+def stage_model(
+    model: nn.Module,
+    rank: int,
+    ranks: int,
+    chunks: int = 1,
+    given: Sequence[int] | None = None,
+    body: Body | None = None,
+) -> Staging:
+    """Which part of ``model`` each rank gets; nothing is changed. Every rank makes the same of the same model.
+
+    Args:
+        model: whole.
+        rank: of the pipeline.
+        ranks: in it.
+        chunks: stages a rank.
+        given: layers by stage.
+        body: what the model's body consists of, if its class is not known; then the model is the body itself.
+
+    Raises:
+        ValueError: the model is of no known class, or has too few layers.
+    """
+    if body is not None:
+        found = [("", body)]
+    else:
+        found = []
+        for name, module in model.named_modules():
+            kind = next((kind for kind in type(module).__mro__ if kind.__name__ in TABLES), None)
+            if kind is not None:
+                found.append((name, TABLES[kind.__name__]))
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} cannot be divided into stages: it has no module of a known class "
+            f"({', '.join(known_bodies())}); describe it with shardwise.pipeline.register_body(class name, Body(...))"
+        )
+    if len(found) > 1:
+        raise ValueError(
+            f"{type(model).__name__} has several bodies ({', '.join(name or '(itself)' for name, _ in found)}): only "
+            "one can be divided into stages; use pp=1"
+        )
+    name, table = found[0]
+    owner = model.get_submodule(name)
+    layers = owner.get_submodule(table.layers)
+    if not isinstance(layers, nn.ModuleList):
+        raise ValueError(f"{type(owner).__name__}.{table.layers} is a {type(layers).__name__}: give an nn.ModuleList")
+    counts = layers_of_stages(len(layers), ranks * chunks, given)
+    staging = Staging(model, name, table, rank, ranks, counts)
+    for name in table.everywhere:
+        if any(param.requires_grad for param in getattr(owner, name, nn.Module()).parameters()):
+            raise ValueError(f"{type(owner).__name__}.{name} is used in every stage and has trainable parameters")
+    return staging

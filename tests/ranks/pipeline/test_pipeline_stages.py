@@ -1,0 +1,97 @@
+"""Models of transformers in stages against the same models whole: fp64, every schedule, tied weights, odd sizes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import tensor_cases
+import torch
+import torch.distributed as dist
+from tensor_setup import Case, Exact, loss_of
+from torch import Tensor
+
+from shardwise.comm import GroupMaker
+from shardwise.pipeline import StageRun, make_schedule, split_batch, stage_model
+from shardwise.testing import assert_close, run_ranks
+
+CPU = torch.device("cpu")
+ARCHITECTURES = ["llama", "gpt2", "bert"]
+
+
+def with_layers(case: Case, layers: int) -> Case:
+    config = copy.deepcopy(case.config)
+    for name in ("num_hidden_layers", "n_layer", "num_layers"):
+        if name in vars(config):
+            setattr(config, name, layers)
+    if getattr(config, "layer_types", None) is not None:
+        config.layer_types = (config.layer_types * layers)[:layers]
+    return Case(case.kind, config, case.inputs, case.padded)
+
+
+def criterion(outputs: Any, _inputs: Any) -> Tensor:
+    with Exact():
+        return loss_of(outputs)
+
+
+def plain(case: Case, microbatches: int) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    model = case.made()
+    loss = torch.zeros((), dtype=torch.float64)
+    for part in split_batch(case.batch(), microbatches, None):
+        with Exact():
+            own = loss_of(model(**part.kwargs)) * part.share
+        own.backward()
+        loss += own.detach()
+    grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+    return loss, grads, {name: param.detach() for name, param in model.named_parameters()}
+
+
+def staged(name: str, schedule_name: str, chunks: int, microbatches: int) -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    maker = GroupMaker(CPU, None, 60.0)
+    wire = maker.make_wire("pp", [list(range(ranks))]) if ranks > 1 else None
+    for case in (with_layers(case, 5) for case in getattr(tensor_cases, name)()):
+        expected_loss, expected, values = plain(case, microbatches)
+        model = case.made()
+        names = {id(param): name for name, param in model.named_parameters()}
+        staging = stage_model(model, rank, ranks, chunks)
+        held = {names[id(param)] for param in model.parameters() if staging.owns(param)}
+        shared = {names[id(param)] for param in model.parameters() if len(staging.ranks_of(param)) > 1}
+        staging.install()
+        assert {names[id(param)] for param in model.parameters()} == held
+        run = StageRun(staging, wire)
+        parts = split_batch(case.batch(), microbatches, None)
+        schedule = make_schedule(schedule_name, ranks, chunks, len(parts))
+        for turn in range(2):
+            model.zero_grad()
+            with Exact():
+                outcome = run.step(schedule, parts, criterion, lambda y, g: torch.autograd.backward(y, g), turn == 1)
+            assert (outcome.loss is None) == (staging.stages - 1 not in staging.own)
+            if outcome.loss is not None:
+                assert_close({"loss": outcome.loss}, {"loss": expected_loss}, 1e-12, case.kind)
+                assert len(outcome.outputs) == (len(parts) if turn else 0)
+            found = {names[id(p)]: p.grad for p in model.parameters() if p.grad is not None}
+            for weight in sorted(shared):  # what several stages use is summed by whoever holds it
+                total = found.get(weight, torch.zeros_like(values[weight])).clone()
+                dist.all_reduce(total)
+                if weight in held and weight in expected:
+                    found[weight] = total
+            own = {name: grad for name, grad in expected.items() if name in held}
+            assert_close(found, own, 1e-11, f"{case.kind}: gradients", floor=1e-2)
+            with torch.no_grad(), Exact():
+                again = run.step(schedule, parts, criterion, None)
+            if again.loss is not None:
+                assert_close({"loss": again.loss}, {"loss": expected_loss}, 1e-12, f"{case.kind}: forward alone")
+        staging.remove()
+        assert {names[id(param)] for param in model.parameters()} == set(names.values())
+    maker.close()
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("ranks", "schedule", "chunks"), [(2, "1f1b", 1), (4, "1f1b", 1), (2, "interleaved", 2), (1, "interleaved", 2)]
+)
+def test_stages_are_the_whole_model(name: str, ranks: int, schedule: str, chunks: int) -> None:
+    """Every head; three rows in three micro-batches, fewer than there are stages in some."""
+    run_ranks(ranks, staged, name, schedule, chunks, 3)
