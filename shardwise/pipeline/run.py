@@ -91,7 +91,7 @@ def split_batch(batch: Any, number: int | None, rows: int | None) -> list[MicroB
     """
     total = _rows(batch)
     if total < 1:
-        raise ValueError("a batch of no rows: give at least one")
+        raise ValueError(f"a batch of {total} rows: give at least one")
     if number is not None:
         count = min(number, total)
         sizes = [total // count + (index < total % count) for index in range(count)]
