@@ -10,7 +10,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ from shardwise.checkpoint.owners import Writer
 from shardwise.checkpoint.source import CheckpointDamage, TensorFact
 from shardwise.checkpoint.state_check import check_state
 from shardwise.disk.checksum import checksum
+from shardwise.tensor.order import StoredCut
 
 __all__ = [
     "DTYPE_NAMES",
@@ -49,6 +50,10 @@ __all__ = [
 ]
 
 FORMAT, VERSION = "shardwise checkpoint", 1
+VERSION_OF_CUTS = 2
+"""Of a checkpoint with tensors that do not lie in their own order: readers of the first version refuse it."""
+MOST_RANGES = 1 << 14
+"""Of a cut: a read asks for something of each."""
 MANIFEST = "manifest.json"
 MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 PIECE_BYTES = 4 << 20
@@ -114,17 +119,26 @@ class PieceFact:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All of it. Pieces are in the order of their start and cover each tensor exactly once."""
+    """All of it. Pieces are in the order of their start and cover each tensor exactly once.
+
+    ``cuts``: by name, the tensors that do not lie in their own order, and in which; see [Note: Stored order].
+    """
 
     head: Head
     files: tuple[FileFact, ...]
     tensors: Mapping[str, TensorFact]
     pieces: Mapping[str, tuple[PieceFact, ...]]
     state: dict[str, Any]
+    cuts: Mapping[str, StoredCut] = field(default_factory=dict)
 
     def check(self) -> None:
         """Raises ValueError where pieces of a tensor overlap, are too large, leave something out or lie outside their
-        file."""
+        file, or a cut does not fit its tensor."""
+        for name, cut in self.cuts.items():
+            count = sum(map(len, cut.ranges)) + len(cut.ranges)
+            if count > MOST_RANGES:
+                raise ValueError(f"{name}: a cut of {count} parts and ranges; at most {MOST_RANGES} are known")
+            cut.check(self.tensors[name].shape)
         for name, fact in self.tensors.items():
             at = 0
             for piece in self.pieces.get(name, ()):
@@ -141,7 +155,7 @@ class Manifest:
 def encode_manifest(manifest: Manifest) -> bytes:
     """The content of ``manifest.json``."""
     manifest.check()
-    head = {"format": FORMAT, "version": VERSION, **vars(manifest.head)}
+    head = {"format": FORMAT, "version": VERSION_OF_CUTS if manifest.cuts else VERSION, **vars(manifest.head)}
     head["writer"] = None if manifest.head.writer is None else manifest.head.writer.fields()
     tensors = {
         name: {
@@ -149,6 +163,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
             "shape": list(fact.shape),
             "pieces": [[p.file, p.offset, p.start, p.numel, p.checksum] for p in manifest.pieces.get(name, ())],
         }
+        | ({"cut": manifest.cuts[name].fields()} if name in manifest.cuts else {})
         for name, fact in manifest.tensors.items()
     }
     files = [[f.name, f.nbytes, f.header_bytes, f.header_checksum] for f in manifest.files]
@@ -168,10 +183,10 @@ def decode_manifest(content: bytes, path: str) -> Manifest:
     with reading(path):
         data = json.loads(content)
         found = data["format"], data["version"]
-    if found != (FORMAT, VERSION):
+    if found not in ((FORMAT, VERSION), (FORMAT, VERSION_OF_CUTS)):
         raise ValueError(
-            f"{path} is {found[0]!r:.80} version {found[1]!r:.80}, this reads {FORMAT!r} version {VERSION}: use the "
-            "version of shardwise that wrote it, or a newer one"
+            f"{path} is {found[0]!r:.80} version {found[1]!r:.80}, this reads {FORMAT!r} version {VERSION} and "
+            f"{VERSION_OF_CUTS}: use the version of shardwise that wrote it, or a newer one"
         )
     with reading(path):
         return _manifest(data, path)
@@ -184,7 +199,8 @@ def _manifest(data: dict[str, Any], path: str) -> Manifest:
         for n, t in data["tensors"].items()
     }
     pieces = {n: tuple(_piece(piece) for piece in t["pieces"]) for n, t in data["tensors"].items()}
-    manifest = Manifest(_head(data), _files(data, path), tensors, pieces, data["state"])
+    cuts = {n: StoredCut.read(t["cut"]) for n, t in data["tensors"].items() if "cut" in t}
+    manifest = Manifest(_head(data), _files(data, path), tensors, pieces, data["state"], cuts)
     manifest.check()
     checked_total(tensors, sum(fact.nbytes for fact in manifest.files), path)
     check_state(manifest.state, path)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from shardwise.checkpoint.run import Reader, Run
 from shardwise.checkpoint.source import CheckpointSource, TensorFact
 from shardwise.checkpoint.write import agree
 from shardwise.engine.fragments import Fragment
+from shardwise.tensor.order import StoredCut, read_logical
 
 __all__ = ["Portion", "stream"]
 
@@ -113,7 +114,7 @@ class _Chosen:
         begin = start if renamed is None else renamed
         self._reader, self._chosen, self._more = reader, chosen, more
         named = [(begin + fragments[index].name.removeprefix(start), fragments[index]) for index in chosen]
-        self.fragments = [Fragment(name, f.shape, f.dtype, f.start, f.numel) for name, f in named]
+        self.fragments = [replace(fragment, name=name) for name, fragment in named]
         self.fragments += [fragment for fragment, _ in more]
 
     def read(self, index: int, start: int = 0, numel: int | None = None) -> torch.Tensor:
@@ -173,10 +174,11 @@ def stream(
 
 
 def _listed(fragments: Sequence[Fragment]) -> dict[str, Any]:
-    """By tensor: shape, dtype, and ``[number, start, numel]`` of each fragment."""
+    """By tensor: shape, dtype, ``[number, start, numel]`` of each fragment, and how it is cut."""
     found: dict[str, Any] = {}
     for number, each in enumerate(fragments):
-        entry = found.setdefault(each.name, [list(each.shape), _text(each.dtype), []])
+        cut = None if each.cut is None else each.cut.fields()
+        entry = found.setdefault(each.name, [list(each.shape), _text(each.dtype), [], cut])
         entry[2].append([number, each.start, each.numel])
     return found
 
@@ -230,9 +232,12 @@ class _Gathered:
         self._state = portion.state(posts)
         shapes = dict(posts[0].get("shapes", {}))
         self._pieces: dict[str, list[tuple[int, int, int, int]]] = {}
+        self._cuts: dict[str, StoredCut] = {}
         for rank, post in enumerate(posts):
-            for name, (shape, dtype, pieces) in post["map"].items():
+            for name, (shape, dtype, pieces, cut) in post["map"].items():
                 shapes.setdefault(name, [shape, dtype])
+                if cut is not None:
+                    self._cuts[name] = StoredCut.read(cut)
                 self._pieces.setdefault(name, []).extend((start, n, rank, number) for number, start, n in pieces)
         self._facts = {n: TensorFact(tuple(shape), getattr(torch, dtype)) for n, (shape, dtype) in shapes.items()}
         for pieces in self._pieces.values():
@@ -251,6 +256,19 @@ class _Gathered:
         fact = self._facts[name]
         if start < 0 or numel < 0 or start + numel > fact.numel:
             raise ValueError(f"elements {start} to {start + numel} of {name}, which has {fact.numel}: ask for less")
+        if name not in self._cuts:
+            return self._read_stored(name, start, numel)
+        out = torch.empty(numel, dtype=fact.dtype)
+
+        def read(start: int, out: torch.Tensor) -> None:
+            out.copy_(self._read_stored(name, start, out.numel()))
+
+        read_logical(read, fact.shape, self._cuts[name], start, out)
+        return out
+
+    def _read_stored(self, name: str, start: int, numel: int) -> torch.Tensor:
+        """Elements in the order in which the ranks give them."""
+        fact = self._facts[name]
         pieces = self._pieces.get(name, [])
         at, index = start, max(bisect.bisect_right(pieces, start, key=lambda piece: piece[0]) - 1, 0)
         out = torch.empty(0, dtype=fact.dtype)

@@ -15,6 +15,8 @@ from shardwise.checkpoint.run import Holding
 from shardwise.checkpoint.source import CheckpointSource
 from shardwise.engine.fragments import Stored
 from shardwise.printable import printable
+from shardwise.tensor import Part
+from shardwise.tensor.order import read_part, whole_runs
 
 __all__ = ["Match", "Wanted"]
 
@@ -164,21 +166,41 @@ class Match:
         stored = self.stored_name[name]
         return None if stored is None or self.wanted == "optimizer" else f"model/{stored}"
 
-    def fill(self, name: str, start: int, out: torch.Tensor) -> None:
-        """See :data:`shardwise.engine.fragments.Fill`."""
+    def fill(self, name: str, start: int, out: torch.Tensor, part: Part | None = None) -> None:
+        """See :class:`shardwise.engine.fragments.Fill`."""
         dtype = self.facts[name].dtype
         kept: Mapping[str, int] = getattr(self.source, "kept", {})
+        if name in kept and part is not None:
+            for run in whole_runs(part, start, start + out.numel()):
+                self.fill(name, run.stored, out[run.local - start : run.local - start + run.numel])
+            return
         if name in kept:  # further elements stay as they are
             out = out[: max(0, kept[name] - start)]
         straight = out.dtype == dtype and out.device.type == "cpu" and out.is_contiguous()
         if straight and isinstance(self.source, NativeSource):
-            self.source.read_into(name, start, out)
+            self._read(name, start, out, part)
             return
+        row = 1 if part is None else part.shape[part.cut.dim :].numel()
         step, at = PIECE_BYTES // dtype.itemsize, 0
+        step = step // row * row or step  # whole rows are read together
         while at < out.numel():
             stop = min(at + step - (start + at) % step, out.numel())
-            out[at:stop].copy_(self.source.read(name, start + at, stop - at))
+            block = torch.empty(stop - at, dtype=dtype)
+            self._read(name, start + at, block, part)
+            out[at:stop].copy_(block)
             at = stop
+
+    def _read(self, name: str, start: int, out: torch.Tensor, part: Part | None) -> None:
+        """Into ``out`` on the host, of the stored dtype."""
+        source = self.source
+        if isinstance(source, NativeSource):
+            source.read_into(name, start, out) if part is None else source.read_part(name, part, start, out)
+            return
+
+        def read(start: int, out: torch.Tensor) -> None:
+            out.copy_(source.read(name, start, out.numel()))
+
+        read(start, out) if part is None else read_part(read, None, part, start, out)
 
 
 def _is_state(name: str) -> bool:

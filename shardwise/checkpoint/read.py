@@ -9,6 +9,7 @@ import stat
 from collections import OrderedDict, deque
 from collections.abc import Generator, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,13 @@ from shardwise.checkpoint.format import FileFact, Manifest, PieceFact, hexadecim
 from shardwise.checkpoint.pieces import Bytes, as_bytes
 from shardwise.checkpoint.source import CheckpointDamage, TensorFact
 from shardwise.disk.checksum import checksum
+from shardwise.tensor import Part as TensorPart
+from shardwise.tensor.order import read_logical, read_part
 
 __all__ = ["NativeSource", "verify"]
 
 CACHED_PIECES = 4  # of which a part was asked for; the next part comes soon
+MOST_CACHED = 64
 AHEAD_PIECES = 3  # read by the other thread while one is checked
 THREAD_BYTES = 1 << 18  # smaller pieces are not worth handing over
 
@@ -34,8 +38,8 @@ class NativeSource:
     """A directory that :func:`save_checkpoint` wrote; see :class:`shardwise.checkpoint.source.CheckpointSource`.
 
     Only pieces that overlap what is asked for are read, each whole, because a checksum covers a piece: at most two of
-    ``PIECE_BYTES`` beyond the range itself. Those of which only a part was asked for are kept (four at most). A thread
-    reads the next pieces while one is checked.
+    ``PIECE_BYTES`` beyond the range itself. Those of which only a part was asked for are kept (four at most, and one
+    for each part of a cut tensor, up to ``MOST_CACHED``). A thread reads the next pieces while one is checked.
 
     Raises:
         FileNotFoundError: no checkpoint there.
@@ -49,6 +53,8 @@ class NativeSource:
         self._cache: OrderedDict[tuple[int, int], Bytes] = OrderedDict()
         self._reader: ThreadPoolExecutor | None = None
         self.bytes_read = 0
+        parts = max((len(cut.ranges) for cut in self.manifest.cuts.values()), default=0)  # each is read a bit at a time
+        self._most_cached = min(CACHED_PIECES + parts, MOST_CACHED)
         wrong = [(self._wrong_size(fact), self._first_in(number)) for number, fact in enumerate(self.manifest.files)]
         problems = [f"{problem} (it holds {name})" for problem, name in wrong if problem]
         if problems:
@@ -69,11 +75,25 @@ class NativeSource:
 
     def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
         """The same into ``out``: 1-D, contiguous, on the host, of the stored dtype."""
+        fact = self._check_range(name, start, out)
+        read_logical(partial(self._read_stored, name), fact.shape, self.manifest.cuts.get(name), start, out)
+
+    def read_part(self, name: str, part: TensorPart, start: int, out: torch.Tensor) -> None:
+        """Elements ``[start, start + out.numel())`` of what a rank of an axis holds of the tensor, flattened. Of what
+        others hold little more is read than must be, and nothing where it lies as it is wanted."""
+        read_part(partial(self._read_stored, name), self.manifest.cuts.get(name), part, start, out)
+
+    def _check_range(self, name: str, start: int, out: torch.Tensor) -> TensorFact:
         fact, numel = self.manifest.tensors[name], out.numel()
         if start < 0 or start + numel > fact.numel:
             raise ValueError(f"elements {start} to {start + numel} of {name}, which has {fact.numel}: ask for less")
         if out.dtype != fact.dtype:
             raise ValueError(f"{name} is stored as {fact.dtype} and cannot be read into {out.dtype}; cast afterwards")
+        return fact
+
+    def _read_stored(self, name: str, start: int, out: torch.Tensor) -> None:
+        """Elements in the order in which they lie there."""
+        fact, numel = self._check_range(name, start, out), out.numel()
         if not numel:
             return
         place, itemsize = as_bytes(out), fact.dtype.itemsize
@@ -87,7 +107,7 @@ class NativeSource:
             if last - first == piece.numel:
                 whole.append((name, piece, into))
             else:
-                data = self._cached(name, piece, piece.numel * itemsize)
+                data = self._cached(name, piece, piece.numel * itemsize, pieces[index - 1] if index else None)
                 into[:] = data[(first - piece.start) * itemsize : (last - piece.start) * itemsize]
             index += 1
         self._read_all(whole)
@@ -212,12 +232,15 @@ class NativeSource:
             f"{piece.start + piece.numel} of {name}) are not what was written; load another checkpoint"
         )
 
-    def _cached(self, name: str, piece: PieceFact, nbytes: int) -> Bytes:
+    def _cached(self, name: str, piece: PieceFact, nbytes: int, before: PieceFact | None) -> Bytes:
+        """All of a piece; who reads on needs ``before`` no more."""
         key = (piece.file, piece.offset)
         if key not in self._cache:
             data = np.empty(nbytes, dtype=np.uint8)
             self._read_all([(name, piece, data)])
-            while len(self._cache) >= CACHED_PIECES:
+            if before is not None and len(self._cache) >= self._most_cached:
+                self._cache.pop((before.file, before.offset), None)
+            while len(self._cache) >= self._most_cached:
                 self._cache.popitem(last=False)
             self._cache[key] = data
         self._cache.move_to_end(key)

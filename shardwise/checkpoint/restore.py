@@ -36,6 +36,11 @@ REPLACED = "after values were replaced (load another checkpoint before going on)
 """In the message of what fails then, which nothing that a file says should do."""
 
 
+def data_rank(run: Run) -> int:
+    """Which of the ranks that see different data this is; those with parts of the same layers see the same."""
+    return run.rank // run.part[1]
+
+
 @dataclass(frozen=True)
 class Restored:
     """What a restored checkpoint says beside the values.
@@ -45,7 +50,7 @@ class Restored:
         updates: optimizer steps until then.
         user_state: what was given when saving.
         data_position: this rank's; rank 0's for a rank that the checkpoint does not have.
-        data_positions: of all ranks that saved.
+        data_positions: of all ranks that saved; of those with parts of the same layers, which see the same data, once.
         missing: names of the model that the checkpoint does not have (``strict=False``).
         unexpected: names in the checkpoint that the model does not have.
         skipped: damaged checkpoints that were newer.
@@ -66,7 +71,7 @@ class Restored:
 
     @property
     def world_size(self) -> int:
-        """Ranks that saved."""
+        """Ranks that saved, those with parts of the same layers as one."""
         return len(self.data_positions)
 
 
@@ -190,7 +195,7 @@ def _restore_one(
         head.step if head is not None else int(match.state.get("step", 0) or 0),
         int(match.state.get("updates", 0)),
         rest.user_state,
-        rest.positions[rank if rank < len(rest.positions) else 0],
+        rest.positions[data_rank(run) if data_rank(run) < len(rest.positions) else 0],
         tuple(rest.positions),
         tuple(match.missing),
         tuple(match.unexpected),
@@ -218,6 +223,11 @@ def put_back(session: Any, match: Match, what: str) -> None:
         match.tell(what)
 
 
+def saved_parts(state: Mapping[str, Any]) -> int:
+    """Of how many ranks each had a part of the layers."""
+    return int(state.get("world", {}).get("tensor", 1))
+
+
 def read_others(run: Run, match: Match) -> dict[str, Any]:
     """Buffers and extra state of this rank, by name."""
     state, held = match.state, match.held
@@ -225,7 +235,7 @@ def read_others(run: Run, match: Match) -> dict[str, Any]:
         extra = tree.decode(state["extra"], StateTensors(match.source)) if "extra" in state else {}
     others = {name: value for name, value in extra.items() if name in held.others}
     buffers = state.get("buffers", [])
-    own = buffers[run.rank] if len(buffers) == run.size else {}
+    own = buffers[run.rank] if len(buffers) == run.size and saved_parts(state) == run.part[1] else {}
     for name, value in held.buffers().items():
         full = f"state/{own[name]}" if name in own else f"model/{name}"
         if full in match.facts:
@@ -255,9 +265,11 @@ class _Rest:
         # Formats of others have none of these: what they do not say stays as it is.
         run = self._run
         self.user_state = tree.decode(state["user_state"], tensors) if "user_state" in state else None
-        self.positions = [tree.decode(each, tensors) for each in state.get("data_position", [])] or [None]
+        parts = saved_parts(state)
+        positions = state.get("data_position", [])[::parts]  # ranks with parts of the same layers see the same data
+        self.positions = [tree.decode(each, tensors) for each in positions] or [None]
         generators = state.get("rng", [])
-        self._exact = run.rank < len(generators)
+        self._exact = run.rank < len(generators) and parts == run.part[1]
         own_generators = generators[run.rank if self._exact else 0] if generators else None
         self._generators = tree.decode(own_generators, tensors) if generators else None
         if self._generators is not None:
@@ -273,4 +285,4 @@ class _Rest:
         if self._exact:
             restore_generators(self._generators, self._run.device)
         else:
-            spread_generators(self._generators, self._run.rank)
+            spread_generators(self._generators, data_rank(self._run))

@@ -104,6 +104,10 @@ class Run(Protocol):
     @property
     def size(self) -> int: ...
     @property
+    def part(self) -> tuple[int, int]:
+        """Which part of the model's layers this rank has, of how many; ranks with all parts follow each other."""
+
+    @property
     def members(self) -> Members | None: ...
     @property
     def device(self) -> torch.device: ...
@@ -135,7 +139,13 @@ class EngineRun:
         self._session = session
         self._purpose = "what a checkpoint needs"
         mesh = session.mesh
-        self.rank, self.size, self.device, self.members = mesh.rank, mesh.size, mesh.device, mesh.members
+        self.rank, self.size, self.device, self.members = (
+            mesh.everyone.rank,
+            mesh.everyone.size,
+            mesh.device,
+            mesh.members,
+        )
+        self.part = mesh.tensor.rank, mesh.tensor.size
 
     @property
     def optimizers(self) -> tuple[ShardedOptimizer, ...]:
@@ -143,7 +153,7 @@ class EngineRun:
 
     def gather(self, value: object, /) -> list[Any]:
         """Every rank's JSON-able ``value``. Collective."""
-        return self._session.mesh.world.exchange_object(value, self._purpose)
+        return self._session.mesh.everyone.exchange_object(value, self._purpose)
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
@@ -158,7 +168,8 @@ class EngineRun:
     def world(self) -> dict[str, int]:
         """The mesh."""
         mesh = self._session.mesh
-        return {"size": mesh.size, "shard": mesh.shard.size, "replicate": mesh.replicate.size}
+        sizes = {"shard": mesh.shard.size, "replicate": mesh.replicate.size, "tensor": mesh.tensor.size}
+        return {"size": mesh.everyone.size, **sizes}
 
     def settle(self) -> None:
         """Drop a pass that failed, take back early updates, wait for gathers. Collective."""

@@ -59,6 +59,10 @@ def _is_list(value: object) -> bool:
     return isinstance(value, list)
 
 
+def _is_part_count(value: object) -> bool:
+    return type(value) is int and 1 <= value < 2**31
+
+
 def _scaler(value: object) -> bool:
     if value is None:
         return True
@@ -102,6 +106,7 @@ _FORMS: dict[str, Callable[[object], bool]] = {
     "lr_scheduler_classes": lambda value: isinstance(value, list) and all(map(_is_text, value)),
     "rng": _is_list,
     "data_position": _is_list,
+    "world": lambda value: _by_name(value) and _is_part_count(value.get("tensor", 1)),  # type: ignore[attr-defined]
     "buffers": lambda value: isinstance(value, list) and all(_texts(each) for each in value),
     "extra": _by_name,
     "config": _by_name,

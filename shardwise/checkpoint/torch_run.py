@@ -109,6 +109,11 @@ class TorchRun:
         return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
     @property
+    def part(self) -> tuple[int, int]:
+        """All of it."""
+        return 0, 1
+
+    @property
     def device(self) -> torch.device:
         parameters = self.held().parameters
         return parameters[0].device if parameters else torch.device("cpu")

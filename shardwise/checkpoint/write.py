@@ -16,6 +16,7 @@ from shardwise.checkpoint.format import FileFact, Head, Manifest, PieceFact, enc
 from shardwise.checkpoint.pieces import Bytes, PieceFile, PieceLayout
 from shardwise.checkpoint.source import CheckpointDamage, TensorFact
 from shardwise.printable import printable
+from shardwise.tensor.order import StoredCut
 
 __all__ = ["Gather", "SaveJob", "agree"]
 
@@ -114,8 +115,9 @@ class SaveJob:
         layout, own = self.contents.layout, self.contents.own
         shapes = {f.name: [_name(f.dtype), list(f.shape)] for f in layout.fragments}
         shapes |= {name: [_name(shape.dtype), list(shape.shape)] for name, shape in self.contents.shapes.items()}
+        cuts = {f.name: f.cut.fields() for f in layout.fragments if f.cut is not None}
         if not layout.fragments:
-            return {"file": None, "pieces": {}, "shapes": shapes, "own": own}
+            return {"file": None, "pieces": {}, "shapes": shapes, "cuts": cuts, "own": own}
         file = PieceFile(self.files, os.path.join(self.hidden, f"pieces-{self.rank}.safetensors"), layout)
         try:
             for index, value in enumerate(values):
@@ -127,7 +129,7 @@ class SaveJob:
             name: [[p.offset, p.start, p.numel, p.checksum] for p in each] for name, each in file.pieces(0).items()
         }
         facts = [fact.name, fact.nbytes, fact.header_bytes, fact.header_checksum]
-        return {"file": facts, "pieces": pieces, "shapes": shapes, "own": own}
+        return {"file": facts, "pieces": pieces, "shapes": shapes, "cuts": cuts, "own": own}
 
     def _commit(self, parts: list[dict[str, Any]]) -> None:
         if self.root is None or self.contents is None:
@@ -144,7 +146,8 @@ class SaveJob:
                 pieces.append({name: [PieceFact(number, *piece) for piece in each] for name, each in found})
         state = self.contents.assemble([part["own"] for part in parts])
         ordered = {name: tensors[name] for name in sorted(tensors)}
-        content = encode_manifest(Manifest(self.head, tuple(files), ordered, merge_pieces(pieces), state))
+        cuts = {name: StoredCut.read(fields) for part in parts for name, fields in part["cuts"].items()}
+        content = encode_manifest(Manifest(self.head, tuple(files), ordered, merge_pieces(pieces), state, cuts))
         self.root.commit(self.hidden, self.head.tag, content)
 
     def _tidy(self) -> None:

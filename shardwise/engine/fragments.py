@@ -1,8 +1,8 @@
 """What this rank holds of every global tensor, and how it is put back: the engine's side of a checkpoint.
 
-A *fragment* is a range of one flattened global tensor. Values are given as they are trained: fp32 masters where there
-are some, otherwise the parameter shard. They are read tile by tile, so at most one tile is in memory beyond what is
-there anyway. Nothing here communicates.
+A *fragment* is a range of one global tensor, in the order in which that is stored ([Note: Stored order]). Values are
+given as they are trained: fp32 masters where there are some, otherwise the parameter shard. They are read tile by tile,
+so at most one tile is in memory beyond what is there anyway. Nothing here communicates.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -19,6 +19,8 @@ from shardwise.checks.unfinished import state_of as unfinished_state
 from shardwise.chunk.chunk import Chunk
 from shardwise.engine.engine import Engine
 from shardwise.engine.optimizer import ShardedOptimizer
+from shardwise.tensor import Part
+from shardwise.tensor.order import StoredCut, own_runs
 from shardwise.update.disk_tiles import is_element_wise
 
 __all__ = [
@@ -36,8 +38,13 @@ __all__ = [
 
 EXTRA_STATE = "_extra_state"  # what torch appends to a module's name
 
-Fill = Callable[[str, int, torch.Tensor], None]
-"""``fill(name, start, out)``: elements ``[start, start + out.numel())`` of a tensor, cast, into ``out`` (1-D)."""
+
+class Fill(Protocol):
+    """Reads from a checkpoint."""
+
+    def __call__(self, name: str, start: int, out: torch.Tensor, part: Part | None = None) -> None:
+        """Elements ``[start, start + out.numel())`` of a flattened tensor, cast, into ``out`` (1-D); of what this rank
+        has of it, where that is a ``part``."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +57,15 @@ class TensorShape:
 
 @dataclass(frozen=True)
 class Fragment:
-    """Elements ``[start, start + numel)`` of the flattened global tensor ``name`` of ``shape``."""
+    """Elements ``[start, start + numel)`` of the global tensor ``name`` of ``shape``, in stored order (``cut``;
+    ``None``: its own, flattened)."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     start: int
     numel: int
+    cut: StoredCut | None = None
 
     @property
     def nbytes(self) -> int:
@@ -64,8 +73,8 @@ class Fragment:
 
     @property
     def whole(self) -> bool:
-        """Whether it is the entire tensor."""
-        return self.start == 0 and self.numel == torch.Size(self.shape).numel()
+        """Whether it is the entire tensor as it is."""
+        return self.cut is None and self.start == 0 and self.numel == torch.Size(self.shape).numel()
 
 
 @dataclass(frozen=True)
@@ -200,7 +209,7 @@ class Held:
         """Every parameter and tensor buffer by its saved name (without prefix)."""
         shapes = {}
         for index, fact in enumerate(self.engine.layout.facts):
-            shapes[self.names[index][0]] = TensorShape(tuple(fact.shape), self.stored_dtype(index))
+            shapes[self.names[index][0]] = TensorShape(tuple(fact.whole), self.stored_dtype(index))
         for name, value in self.buffers().items():
             shapes[name] = TensorShape(tuple(value.shape), value.dtype)
         return shapes
@@ -237,7 +246,8 @@ class Held:
     # ---- out
 
     def plan(self, most_bytes: int, shared: bool = True) -> FragmentPlan:
-        """What this rank gives, in fragments of at most ``most_bytes``; replicas share it, or the first gives all."""
+        """What this rank gives, in fragments of at most ``most_bytes``; replicas share it, or the first gives all. What
+        all ranks of a tensor-parallel axis have the first one gives."""
         replicas = self.engine.mesh.replicate
         if not shared:
             return FragmentPlan(list(self._blocks()) if replicas.rank == 0 else [], most_bytes, 0, 1)
@@ -258,23 +268,38 @@ class Held:
             start, end = chunk.overlap(slot)
             if start < end:
                 name, first = f"model/{self.names[slot.param][0]}", start - chunk.shard_start
-                fragment = Fragment(name, tuple(slot.shape), chunk.spec.dtype, start - slot.start, end - start)
-                parts.append((fragment, _part_of_shard(first, end - start)))
+                get = _part_of_shard(first, end - start)
+                parts += self._given(name, slot.param, chunk.spec.dtype, start - slot.start, end - slot.start, get)
         return FragmentBlock(chunk.opened, tuple(parts))
 
     def _tile_block(self, optimizer: ShardedOptimizer, position: int) -> FragmentBlock:
         tile = optimizer._updates.tiles[position]
         parts: list[tuple[Fragment, Callable[[Any], torch.Tensor]]] = []
         for piece in tile.pieces:
-            name, shape = self.names[piece.param][0], tuple(self.engine.layout.facts[piece.param].shape)
-            values = Fragment(f"model/{name}", shape, piece.value.dtype, piece.offset, piece.end - piece.start)
-            parts.append((values, _value_of(piece.value)))
+            name, first, last = self.names[piece.param][0], piece.offset, piece.offset + piece.end - piece.start
+            get = _value_of(piece.value)
+            parts += self._given(f"model/{name}", piece.param, piece.value.dtype, first, last, get)
             for key, value in optimizer.state.get(piece.value, {}).items():
                 if is_element_wise(value, piece):
                     full = f"optimizer/{optimizer.index}/{name}/{key}"
-                    state = Fragment(full, shape, value.dtype, piece.offset, piece.end - piece.start)
-                    parts.append((state, _state_of(optimizer, piece.value, key)))
+                    get = _state_of(optimizer, piece.value, key)
+                    parts += self._given(full, piece.param, value.dtype, first, last, get)
         return FragmentBlock(lambda: optimizer._updates.opened(position), tuple(parts))
+
+    def _given(
+        self, name: str, param: int, dtype: torch.dtype, start: int, end: int, get: Callable[[Any], torch.Tensor]
+    ) -> list[tuple[Fragment, Callable[[Any], torch.Tensor]]]:
+        """What is stored of elements ``[start, end)`` of what this rank has of a parameter (or of its state)."""
+        fact = self.engine.layout.facts[param]
+        shape, part = tuple(fact.whole), fact.part
+        if part is None:
+            first = self.engine.mesh.tensor.rank == 0
+            return [(Fragment(name, shape, dtype, start, end - start), get)] if first else []
+        cut = StoredCut.of(shape, part.cut)
+        return [
+            (Fragment(name, shape, dtype, run.stored, run.numel, cut), _some_of(get, run.local - start, run.numel))
+            for run in own_runs(part, start, end)
+        ]
 
     def small_state(self, optimizer: ShardedOptimizer) -> dict[str, dict[str, Any]]:
         """By parameter with a piece on this rank and state: what is not element-wise (numbers, one-element tensors)."""
@@ -324,6 +349,7 @@ class Held:
 
     def _put_values(self, chunk: Chunk, fill: Fill, stored: Callable[[str], str | None]) -> None:
         state = self.engine.states.get(chunk.spec.index)
+        facts = self.engine.layout.facts
         everywhere = chunk.resident and not chunk.spec.trainable  # never gathered: each rank needs all of it
         for_all = [(slot, stored(self.names[slot.param][0])) for slot in chunk.spec.slots]
         wanted = [(slot, name) for slot, name in for_all if name is not None]
@@ -331,20 +357,21 @@ class Held:
             return
         if everywhere:
             for slot, name in wanted:
-                fill(name, 0, chunk.exchange.local[slot.start : slot.end])
+                fill(name, 0, chunk.exchange.local[slot.start : slot.end], facts[slot.param].part)
             return
         with chunk.opened(write=True) as shard:
             ranges = [(name, slot, *chunk.overlap(slot)) for slot, name in wanted]
             ranges = [each for each in ranges if each[2] < each[3]]
             if state is None or state.dtype is None:
                 for name, slot, start, end in ranges:
-                    fill(name, start - slot.start, shard[start - chunk.shard_start : end - chunk.shard_start])
+                    place = slice(start - chunk.shard_start, end - chunk.shard_start)
+                    fill(name, start - slot.start, shard[place], facts[slot.param].part)
                 return
             with state.opened(write=True) as master:
                 for name, slot, start, end in ranges:
                     place = slice(start - chunk.shard_start, end - chunk.shard_start)
                     if master is not None:
-                        fill(name, start - slot.start, master[place])
+                        fill(name, start - slot.start, master[place], facts[slot.param].part)
                         shard[place].copy_(master[place])
 
     def _put_state(
@@ -373,7 +400,7 @@ class Held:
                         numel = piece.end - piece.start
                         there = torch.empty(numel, dtype=dtype, device=piece.value.device)
                     state[key] = there
-                    fill(value.name, piece.offset, state[key])
+                    fill(value.name, piece.offset, state[key], self.engine.layout.facts[piece.param].part)
                 else:
                     state[key] = value.clone() if isinstance(value, torch.Tensor) else value
             states.append(state)
@@ -400,6 +427,10 @@ class Stored:
 
 def _part_of_shard(first: int, numel: int) -> Callable[[Any], torch.Tensor]:
     return lambda shard: shard[first : first + numel]
+
+
+def _some_of(get: Callable[[Any], torch.Tensor], first: int, numel: int) -> Callable[[Any], torch.Tensor]:
+    return lambda held: get(held)[first : first + numel]
 
 
 def _value_of(value: torch.Tensor) -> Callable[[Any], torch.Tensor]:

@@ -240,12 +240,12 @@ def test_only_pieces_that_are_needed_are_read(tmp_path: Path) -> None:
 def test_other_versions_are_refused(tmp_path: Path) -> None:
     saved(tmp_path)
     file = tmp_path / "one" / "manifest.json"
-    content = file.read_bytes().replace(b'"version": 1', b'"version": 2')
+    content = file.read_bytes().replace(b'"version": 1', b'"version": 3')
     body = content[: content.rfind(b"\n", 0, -1) + 1]
     file.write_bytes(body + f'"checksum": "{_documented_reader()["checksum"](body)}"}}\n'.encode())
-    with pytest.raises(ValueError, match="version 2"):
+    with pytest.raises(ValueError, match="version 3"):
         load(tmp_path)
-    assert json.loads(file.read_bytes())["version"] == 2
+    assert json.loads(file.read_bytes())["version"] == 3
 
 
 def test_a_copied_checkpoint_loads_from_where_it_is(tmp_path: Path) -> None:

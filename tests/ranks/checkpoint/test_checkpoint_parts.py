@@ -1,0 +1,274 @@
+"""Checkpoints of models whose layers are cut: saved under one layout of ranks, they go on under any other."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_setup import differences, everything
+from engine_setup import sharded
+from safetensors.torch import load_file
+from tensor_runs import plan_of, train, training
+from tensor_setup import made
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from shardwise.build import Session
+from shardwise.checkpoint.format import read_manifest
+from shardwise.checkpoint.formats.huggingface import write_huggingface
+from shardwise.checkpoint.portable import PortableFiles
+from shardwise.checkpoint.read import NativeSource, verify
+from shardwise.checkpoint.run import EngineRun
+from shardwise.checkpoint.session import Checkpointer
+from shardwise.plan import TensorPlan, zero
+from shardwise.tensor import Cut, Cutting
+from shardwise.testing import assert_close, run_ranks
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "checkpoint-format.md"
+States = tuple[dict[str, Any], dict[str, Any]]
+"""Everything as it was saved or loaded, and after two more steps."""
+
+
+def directory(root: str) -> str:
+    """For the disk tier."""
+    return root + "-disk"
+
+
+def parts_are_of(session: Session, state: dict[str, Any]) -> list[str]:
+    """Parameters of which this rank holds something else than its part of ``state``, zeros where that is padded."""
+    with session.module.gathered():
+        facts = zip(session.names(), session.params, session.engine.layout.facts, strict=True)
+        values = [(names[0], param.detach().clone(), fact.part) for names, param, fact in facts]
+    wholes = [(name, value, part, state[f"model/{name}"].to(value.dtype)) for name, value, part in values]
+    return [name for name, v, part, whole in wholes if not torch.equal(v, whole if part is None else part.of(whole))]
+
+
+def saved(root: str, name: str, tied: bool) -> States:
+    """On one rank."""
+    with training(plan_of(name, directory(root)), tied) as session:
+        train(session, 0, 2)
+        saver = Checkpointer(session)
+        saver.save(root, "here", data_position=session.mesh.rank, user_state="mine")
+        state = everything(session)
+        train(session, 2, 4)
+        saver.close()
+        return state, everything(session)
+
+
+def loaded(root: str, names: list[str], tied: bool) -> list[States]:
+    """The same of runs that go on."""
+    found = []
+    for name in names:
+        with training(plan_of(name, directory(root)), tied, seed=8) as session:
+            train(session, 50, 51)  # what is restored replaces what is there
+            saver = Checkpointer(session)
+            restored = saver.load(root)
+            assert restored is not None and restored.user_state == "mine"
+            assert restored.data_position == (session.mesh.rank if session.mesh.rank < restored.world_size else 0)
+            state = everything(session)
+            assert not parts_are_of(session, state)
+            train(session, 2, 4)
+            found.append((state, everything(session)))
+            saver.close()
+    return found
+
+
+def check(found: list[list[States]], names: list[str], expected: States, steps: bool) -> None:
+    for rank, results in enumerate(found):
+        for name, (state, after) in zip(names, results, strict=True):
+            assert not differences(state, expected[0]), f"{name}, rank {rank}"
+            if steps:
+                numbers, reference = (
+                    {k: v for k, v in each.items() if isinstance(v, Tensor)} for each in (after, expected[1])
+                )
+                assert_close(numbers, reference, 1e-11, f"{name}, rank {rank}, after more steps")
+
+
+CASES = {
+    "zero1 tp2": ["zero3 tp4", "zero3 tp1"],
+    "zero2 tp2 small": ["zero1 tp4 small", "zero3 tp2 disk"],
+    "zero3 tp4": ["zero2 tp2", "zero3 tp1 small"],
+    "zero3 tp1": ["zero3 tp4"],
+    "zero1 tp2 replicas": ["zero3 tp2 host"],
+    "zero3 tp2 disk": ["zero1 tp2", "zero2 tp4"],
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_goes_on_under_any_layout(tmp_path: Path, name: str) -> None:
+    """fp64: padded and tied vocabulary, six heads over four ranks, matrices fused in rows and in columns."""
+    tied = list(CASES).index(name) % 2 == 0
+    root = str(tmp_path / "root")
+    states = run_ranks(4, saved, root, name, tied, timeout=240.0)
+    assert all(not differences(state, states[0][0]) for state, _ in states), "ranks have other states"
+    shapes = {n.removeprefix("model/"): tuple(v.shape) for n, v in states[0][0].items() if n.startswith("model/")}
+    assert shapes == {n: tuple(v.shape) for n, v in made(tied).state_dict().items()}
+    assert verify(f"{root}/here") == []
+    check(run_ranks(4, loaded, root, CASES[name], tied, timeout=240.0), CASES[name], states[0], steps=True)
+    check(run_ranks(1, loaded, root, ["zero3 tp1"], tied), ["zero3 tp1"], states[0], steps=True)
+    if name == "zero3 tp4":  # three ranks divide a step's batches in another way
+        check(run_ranks(3, loaded, root, ["zero3 tp3"], tied, timeout=240.0), ["zero3 tp3"], states[0], steps=False)
+
+
+@pytest.mark.parametrize("name", ["zero2 tp2 bf16", "zero3 tp2 bf16 disk"])
+def test_masters_of_half_parameters_come_back_under_other_layouts(tmp_path: Path, name: str) -> None:
+    root = str(tmp_path / "root")
+    states = run_ranks(4, saved, root, name, False, timeout=240.0)
+    loads = ["zero3 tp4 bf16", "zero1 tp1 bf16 host"]
+    check(run_ranks(4, loaded, root, loads, False, timeout=240.0), loads, states[0], steps=False)
+    check(run_ranks(1, loaded, root, ["zero1 tp1 bf16"], False), ["zero1 tp1 bf16"], states[0], steps=False)
+
+
+def test_what_a_rank_holds_is_stored_in_few_pieces(tmp_path: Path) -> None:
+    """Of matrices that are cut in their columns too; the file says how, and every reader has the whole."""
+    root = str(tmp_path / "root")
+    states = run_ranks(4, saved, root, "zero3 tp2", False, timeout=240.0)
+    manifest = read_manifest(f"{root}/here")
+    assert manifest.cuts["model/blocks.0.out.weight"].ranges == (((0, 12),), ((12, 24),))
+    assert manifest.cuts["model/blocks.1.qkv.weight"].dim == 1, "three matrices side by side in the columns"
+    assert "optimizer/0/blocks.0.out.weight/exp_avg" in manifest.cuts and "model/embedding.weight" not in manifest.cuts
+    # Each part of a matrix cut in its columns is divided once, over two shards; of three fused in rows each is.
+    assert all(len(manifest.pieces[name]) <= 4 for name in manifest.cuts)
+    assert max(len(pieces) for pieces in manifest.pieces.values()) <= 3 * 2 * 2
+    (code,) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), flags=re.S)
+    documented: dict[str, Any] = {}
+    exec(code, documented)
+    with NativeSource(f"{root}/here") as source:
+        for name, fact in source.tensors().items():
+            if name.startswith("model/"):
+                value = source.read(name, 0, fact.numel).view(fact.shape)
+                assert torch.equal(value, states[0][0][name]), name
+                assert torch.equal(torch.from_numpy(documented["read"](f"{root}/here", name)), value), name
+
+
+# ---- files of others
+
+
+def kept_files(root: str, name: str) -> None:
+    """Files in Hugging Face's names hold what the plain model's state has, and are taken over."""
+    with training(plan_of(name, directory(root)), True) as session:
+        run, files = EngineRun(session), PortableFiles()
+        train(session, 0, 2)
+        state = session.module.state_dict()
+        sizes = {"one": 5000.0, "several": 0.01}
+        for folder, megabytes in sizes.items():
+            files.save_model(
+                run, lambda source, f=folder, m=megabytes: write_huggingface(source, f"{root}/{f}", m), "save"
+            )  # type: ignore[misc]
+            held: dict[str, Tensor] = {}
+            for file in sorted(Path(root, folder).glob("*.safetensors")):
+                held |= load_file(file)
+            assert not differences(held | {"head.weight": held["embedding.weight"]}, state), folder
+        assert len(list(Path(root, "several").glob("*.safetensors"))) > 2
+        train(session, 2, 3)
+        files.load_model(run, f"{root}/several", strict=True)
+        assert not differences(session.module.state_dict(), state)
+        files.close()
+
+
+@pytest.mark.parametrize("name", ["zero1 tp2", "zero3 tp4 small"])
+def test_model_files_are_those_of_the_plain_model(tmp_path: Path, name: str) -> None:
+    assert run_ranks(4, kept_files, str(tmp_path), name, timeout=240.0) == [None] * 4
+
+
+class LlamaParts:
+    """Two key heads over two ranks; a vocabulary of 33."""
+
+    def collect(self, model: Any, cutting: Cutting) -> None:
+        ranks, config = cutting.axis.size, model.config
+        rows = Cut.even(0, 33 + -33 % (4 * ranks), ranks)
+        for layer in model.model.layers:
+            attention, mlp = layer.self_attn, layer.mlp
+            for each in (attention.q_proj, attention.k_proj, attention.v_proj):
+                cutting.columns(each, Cut.even(0, each.out_features, ranks, unit=attention.head_dim))
+            cutting.rows(attention.o_proj, Cut.even(1, config.hidden_size, ranks, unit=attention.head_dim))
+            for each in (mlp.gate_proj, mlp.up_proj):
+                cutting.columns(each, Cut.even(0, config.intermediate_size, ranks))
+            cutting.rows(mlp.down_proj, Cut.even(1, config.intermediate_size, ranks))
+        cutting.vocabulary(model.model.embed_tokens, rows)
+        cutting.columns(model.lm_head, rows, gathers=True)
+
+
+def llama(seed: int) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=33, hidden_size=16, intermediate_size=20, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=32, attn_implementation="eager",
+    )  # fmt: skip
+    return LlamaForCausalLM(config).double()
+
+
+def llama_saved(root: str) -> Tensor:
+    model = llama(1)
+    plan = zero(3).but(tp=2, tensor=TensorPlan(architecture=LlamaParts()))
+    with sharded(model, torch.optim.SGD(model.parameters(), lr=0.1), plan) as session:
+        ids = torch.arange(10).view(2, 5)
+        session.backward(session.module(ids).logits.square().mean())
+        assert session.optimizer is not None
+        session.optimizer.step()
+        config, files = model.config, PortableFiles()
+        files.save_model(
+            EngineRun(session), lambda source: write_huggingface(source, root, 0.005, config=config), "save"
+        )
+        files.close()
+        logits: Tensor = session.module(ids).logits.detach()
+        return logits
+
+
+def test_from_pretrained_loads_what_a_cut_model_saves(tmp_path: Path) -> None:
+    found = run_ranks(4, llama_saved, str(tmp_path / "saved"))
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float64, attn_implementation="eager")
+    assert model.config.vocab_size == 33 and model.config.num_attention_heads == 4
+    assert {n: v.shape for n, v in model.state_dict().items()} == {n: v.shape for n, v in llama(1).state_dict().items()}
+    logits = model(torch.arange(10).view(2, 5)).logits
+    for each in found:
+        assert_close({"logits": each}, {"logits": logits}, 1e-10, "logits")
+    assert not torch.allclose(logits, llama(1)(torch.arange(10).view(2, 5)).logits)
+
+
+# ---- what several ranks hold alike
+
+
+class Shared(nn.Module):
+    """Two key heads for four ranks: as rows, as columns, and as a bias."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.rows = nn.Linear(5, 8).double()
+        self.columns = nn.Linear(8, 5, bias=False).double()
+
+
+class SharedParts:
+    def collect(self, model: Shared, cutting: Cutting) -> None:
+        ranks = cutting.axis.size
+        ranges = tuple(((rank * 2 // ranks * 4, rank * 2 // ranks * 4 + 4),) for rank in range(ranks))
+        cutting.columns(model.rows, Cut(0, 8, ranges))
+        cutting.rows(model.columns, Cut(1, 8, ranges))
+
+
+def shared(root: str, tp: int, save: bool) -> list[str]:
+    """Parameters that are not as they were saved on this rank: also where it is not the first to hold them."""
+    model, plain = Shared(1 if save else 2), Shared(1).state_dict()
+    plan = zero(3).but(tp=tp, tensor=TensorPlan(architecture=SharedParts()))
+    with sharded(model, None, plan) as session:
+        saver = Checkpointer(session)
+        saver.save(root, "one") if save else saver.load(root)
+        saver.close()
+        assert not differences(session.module.state_dict(), plain)
+        return parts_are_of(session, {f"model/{name}": value for name, value in plain.items()})
+
+
+def test_what_several_ranks_hold_is_stored_once_and_comes_back_to_all(tmp_path: Path) -> None:
+    for tp, others in ((4, (4, 2, 1)), (2, (4,))):
+        root = str(tmp_path / str(tp))
+        assert run_ranks(4, shared, root, tp, True) == [[]] * 4
+        assert verify(f"{root}/one") == []
+        for name, pieces in read_manifest(f"{root}/one").pieces.items():
+            assert all(a.start + a.numel == b.start for a, b in pairwise(pieces)), name
+        for other in others:
+            assert run_ranks(4, shared, root, other, False) == [[]] * 4, (tp, other)
