@@ -1,4 +1,4 @@
-"""Numbers and switches that somebody gave, checked in one place: by plans, by every front-end, on the command line.
+"""What somebody gave, checked in one place: by plans, by every front-end, on the command line.
 
 No NaN passes, ``True`` is no number and ``1`` no switch, infinity is taken only where it means something, and a size
 that no machine has is a slip of the keyboard. Every error has the argument's name and value, and what to give.
@@ -18,6 +18,7 @@ __all__ = [
     "MOST_SEED",
     "MOST_STEP",
     "number",
+    "refuse",
     "share",
     "shown",
     "switch",
@@ -126,6 +127,13 @@ def share(name: str, value: object) -> float:
         TypeError, ValueError: see :func:`number`.
     """
     return number(name, value, "[0, 1]", "a share in [0, 1]")
+
+
+def refuse(argument: str, value: object, instead: str) -> None:
+    """Raises:
+    NotImplementedError: naming the argument, its value and what to do.
+    """
+    raise NotImplementedError(f"{argument}={value!r} is not available yet; {instead}")
 
 
 def switch(name: str, value: object) -> bool:

@@ -42,6 +42,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("engine",),
     ("checkpoint",),
     ("build",),
+    ("shardformer",),  # configurations and policies, which plugins of the Booster take
     ("booster", "zero", "deepspeed", "nn"),
     ("strategies",),  # Lightning's, built once for both of its packages; they translate with the front-ends below
     ("lightning", "pytorch_lightning", "huggingface"),

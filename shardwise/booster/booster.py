@@ -166,8 +166,8 @@ class Booster:
         NotImplementedError: no plugin has pipeline parallelism yet.
         """
         raise NotImplementedError(
-            f"execute_pipeline needs pipeline parallelism (HybridParallelPlugin, not available yet); plugin is "
-            f"{type(self.plugin).__name__}. Call model, criterion and booster.backward instead"
+            "execute_pipeline needs a pipeline, HybridParallelPlugin(pp_size > 1), which is not available yet; plugin "
+            f"is {type(self.plugin).__name__}. Call model, criterion and booster.backward instead"
         )
 
     def no_sync(

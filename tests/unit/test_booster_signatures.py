@@ -18,9 +18,17 @@ from test_booster_plans import (
     LLZ_CASES,
     LLZ_NOT_YET,
 )
+from test_hybrid_plans import HYBRID_CASES, HYBRID_ELSEWHERE, HYBRID_NOT_YET
 
 from shardwise.booster import Booster
-from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin, fsdp
+from shardwise.booster.plugin import (
+    GeminiPlugin,
+    HybridParallelPlugin,
+    LowLevelZeroPlugin,
+    TorchDDPPlugin,
+    TorchFSDPPlugin,
+    fsdp,
+)
 from shardwise.booster.plugin.ddp import ddp_arguments
 
 REQUIRED = inspect.Parameter.empty
@@ -91,6 +99,54 @@ GEMINI = {
     "verbose": False,
     "fp8_communication": False,
 }
+HYBRID_PARALLEL = {
+    "tp_size": REQUIRED,
+    "pp_size": REQUIRED,
+    "sp_size": None,
+    "precision": "fp16",
+    "zero_stage": 0,
+    "enable_all_optimization": False,
+    "enable_fused_normalization": False,
+    "enable_flash_attention": False,
+    "enable_jit_fused": False,
+    "enable_sequence_parallelism": False,
+    "sequence_parallelism_mode": None,
+    "enable_sequence_overlap": False,
+    "parallel_output": True,
+    "num_microbatches": None,
+    "microbatch_size": None,
+    "initial_scale": 65536,
+    "min_scale": 1,
+    "growth_factor": 2,
+    "backoff_factor": 0.5,
+    "growth_interval": 1000,
+    "hysteresis": 2,
+    "max_scale": 4294967296,
+    "max_norm": 0,
+    "broadcast_buffers": True,
+    "ddp_bucket_cap_mb": 25,
+    "find_unused_parameters": False,
+    "check_reduction": False,
+    "gradient_as_bucket_view": False,
+    "static_graph": False,
+    "zero_bucket_size_in_m": 12,
+    "cpu_offload": False,
+    "communication_dtype": None,
+    "overlap_communication": True,
+    "custom_policy": None,
+    "pp_style": "1f1b",
+    "num_model_chunks": 1,
+    "num_layers_per_stage": None,
+    "gradient_checkpoint_config": None,
+    "enable_metadata_cache": True,
+    "make_vocab_size_divisible_by": 64,
+    "dp_outside": True,
+    "overlap_p2p": True,
+    "overlap_allgather": False,
+    "fp8_communication": False,
+    "use_fp8": False,
+    "inner_ring_size": None,
+}
 TORCH_DDP = {
     "broadcast_buffers": True,
     "bucket_cap_mb": 25,
@@ -126,6 +182,7 @@ PREPARE_DATALOADER = {
 PLUGINS = {
     LowLevelZeroPlugin: LOW_LEVEL_ZERO,
     GeminiPlugin: GEMINI,
+    HybridParallelPlugin: HYBRID_PARALLEL,
     TorchDDPPlugin: TORCH_DDP,
     TorchFSDPPlugin: TORCH_FSDP,
 }
@@ -169,7 +226,12 @@ BOOSTER = {
 
 # Arguments of our own; only by name, so that those published may be given by position.
 OWN = {"device_memory": None, "update": "step"}
-EXTENSIONS = {LowLevelZeroPlugin: OWN, GeminiPlugin: OWN}
+EXTENSIONS = {
+    LowLevelZeroPlugin: OWN,
+    GeminiPlugin: OWN,
+    HybridParallelPlugin: {"norm_type": 2.0, **OWN, "scheduler_nodes": None},
+}
+NEEDED = {HybridParallelPlugin: {"tp_size": 1, "pp_size": 1}}
 
 
 def signature(function: object, by_name_only: bool = False) -> dict[str, object]:
@@ -196,8 +258,9 @@ def test_booster_arguments(method: str) -> None:
 
 @pytest.mark.parametrize("plugin", PLUGINS, ids=lambda plugin: plugin.__name__)
 def test_arguments_may_be_positional(plugin: type) -> None:
-    values = list(PLUGINS[plugin].values())
-    assert vars(plugin(*values)) == vars(plugin())
+    needed = NEEDED.get(plugin, {})
+    values = list((PLUGINS[plugin] | needed).values())
+    assert vars(plugin(*values)) == vars(plugin(**needed))
 
 
 def test_add_lora_params_to_optimizer_exists() -> None:
@@ -217,10 +280,11 @@ FSDP_REFUSED = ["backward_prefetch", "fp8_communication"]
     [
         (LowLevelZeroPlugin, lambda plugin: plugin.plan(4), LLZ_CASES, LLZ_NOT_YET),
         (GeminiPlugin, lambda plugin: plugin.plan(4), GEMINI_CASES, [*GEMINI_NOT_YET, *GEMINI_ELSEWHERE]),
+        (HybridParallelPlugin, lambda plugin: plugin.plan(8), HYBRID_CASES, [*HYBRID_NOT_YET, *HYBRID_ELSEWHERE]),
         (TorchDDPPlugin, ddp_arguments, [(DDP_GIVEN, DDP_GIVEN)], DDP_NOT_YET),
         (TorchFSDPPlugin, fsdp.to_plan, FSDP_CASES, FSDP_ELSEWHERE + FSDP_REFUSED),
     ],
-    ids=["low_level_zero", "gemini", "ddp", "fsdp"],
+    ids=["low_level_zero", "gemini", "hybrid", "ddp", "fsdp"],
 )
 def test_every_argument_is_covered(
     plugin: Any, plan_of: Callable[[Any], Any], cases: Sequence[tuple[dict[str, Any], Any]], others: Sequence[str]
@@ -231,6 +295,7 @@ def test_every_argument_is_covered(
         warnings.simplefilter("ignore")  # of what has no effect without the argument that is taken away
         for given, plan in cases:
             for name in given:
-                if plan_of(plugin(**{key: value for key, value in given.items() if key != name})) != plan:
+                others_given = NEEDED.get(plugin, {}) | {key: value for key, value in given.items() if key != name}
+                if plan_of(plugin(**others_given)) != plan:
                     missing.discard(name)
     assert missing == set(others)

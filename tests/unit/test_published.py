@@ -13,6 +13,7 @@ import test_booster_signatures
 import shardwise.lightning
 import shardwise.pytorch_lightning
 from shardwise.booster.plugin.gemini import GeminiArguments
+from shardwise.booster.plugin.hybrid_parallel import HybridParallelArguments
 from shardwise.booster.plugin.low_level_zero import LowLevelZeroArguments
 from shardwise.loss_scale import PublishedDefault, ScalerArguments, scaler_plan
 from shardwise.published import changed, documented, given_in_vain, listed, names_of, picked, takes
@@ -22,6 +23,7 @@ from shardwise.zero.arguments import OptimizerArguments
 
 SHOWN: tuple[type, ...] = (
     GeminiArguments,
+    HybridParallelArguments,
     LowLevelZeroArguments,
     ShardedOptimizerV2,
     ColossalAIArguments,

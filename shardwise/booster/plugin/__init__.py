@@ -6,6 +6,15 @@ from shardwise.booster.plugin.base import Plugin, ShardedPlugin
 from shardwise.booster.plugin.ddp import TorchDDPPlugin
 from shardwise.booster.plugin.fsdp import TorchFSDPPlugin
 from shardwise.booster.plugin.gemini import GeminiPlugin
+from shardwise.booster.plugin.hybrid_parallel import HybridParallelPlugin
 from shardwise.booster.plugin.low_level_zero import LowLevelZeroPlugin
 
-__all__ = ["GeminiPlugin", "LowLevelZeroPlugin", "Plugin", "ShardedPlugin", "TorchDDPPlugin", "TorchFSDPPlugin"]
+__all__ = [
+    "GeminiPlugin",
+    "HybridParallelPlugin",
+    "LowLevelZeroPlugin",
+    "Plugin",
+    "ShardedPlugin",
+    "TorchDDPPlugin",
+    "TorchFSDPPlugin",
+]

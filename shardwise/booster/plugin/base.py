@@ -25,7 +25,7 @@ from shardwise.booster.dataloader import (
 )
 from shardwise.booster.lora import add_lora_parameters
 from shardwise.booster.runs import SESSION, remember_session
-from shardwise.checked import MOST_BYTES, share, whole
+from shardwise.checked import MOST_BYTES, refuse, share, whole
 from shardwise.plan import DiskPlan, Plan
 from shardwise.sizes import parse_size
 
@@ -36,8 +36,8 @@ __all__ = [
     "Boosted",
     "Plugin",
     "ShardedPlugin",
+    "all_ranks",
     "device_bytes",
-    "refuse",
     "start_ranks",
     "updates_early",
     "with_optimizer",
@@ -46,18 +46,19 @@ __all__ = [
 Boosted = tuple[nn.Module, torch.optim.Optimizer | None]
 
 
-def refuse(argument: str, value: object, instead: str) -> None:
-    """Raises:
-    NotImplementedError: naming the argument, its value and what to do.
-    """
-    raise NotImplementedError(f"{argument}={value!r} is not available yet; {instead}")
-
-
 def start_ranks() -> torch.device:
     """This process's device; the process group is started from the launcher's variables where none is yet."""
     from shardwise.mesh.launch import init_distributed
 
     return init_distributed()
+
+
+def all_ranks() -> tuple[int, int]:
+    """(this process's rank, number of ranks), started as by :func:`start_ranks`."""
+    start_ranks()
+    if not (dist.is_available() and dist.is_initialized()):
+        return 0, 1
+    return dist.get_rank(), dist.get_world_size()
 
 
 def device_bytes(device_memory: int | str | None) -> int | None:
@@ -161,10 +162,7 @@ class Plugin(ABC):
 
     def data_parallel(self) -> tuple[int, int]:
         """(this rank's index, number) among the ranks that see different data."""
-        start_ranks()
-        if not (dist.is_available() and dist.is_initialized()):
-            return 0, 1
-        return dist.get_rank(), dist.get_world_size()
+        return all_ranks()
 
     def prepare_dataloader(
         self,
@@ -220,7 +218,7 @@ class ShardedPlugin(Plugin):
 
     @abstractmethod
     def plan(self, world_size: int) -> Plan:
-        """The plan for that many ranks."""
+        """The plan for that many ranks, those included that hold parts of the same layers."""
 
     def check_device(self, device: torch.device) -> None:
         """Raise where an argument does not go with ``device``."""
@@ -235,7 +233,7 @@ class ShardedPlugin(Plugin):
 
             device = start_ranks()
             self.check_device(device)
-            plan = self.plan(self.data_parallel()[1])
+            plan = self.plan(all_ranks()[1])
             self._mesh = Mesh.create(plan.mesh, device, plan.comm)
         return self._mesh
 
@@ -243,7 +241,7 @@ class ShardedPlugin(Plugin):
         from shardwise.build import build
 
         mesh = self.mesh()
-        plan = with_optimizer(self.plan(mesh.size), optimizer)
+        plan = with_optimizer(self.plan(mesh.everyone.size), optimizer)
         take_offload = getattr(optimizer, "take_offload", None)
         if take_offload is not None:
             take_offload()  # from here on the plan says where state is, not the optimizer

@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.booster.interface import ModelWrapper, OptimizerWrapper
 from shardwise.booster.plugin.argument_types import check_types
-from shardwise.booster.plugin.base import Boosted, Plugin, refuse, start_ranks
-from shardwise.checked import MOST_BYTES, whole
+from shardwise.booster.plugin.base import Boosted, Plugin, start_ranks
+from shardwise.checked import MOST_BYTES, refuse, whole
 
 __all__ = ["TorchDDPArguments", "TorchDDPModel", "TorchDDPPlugin", "ddp_arguments"]
 

@@ -7,10 +7,11 @@ from typing import Literal
 
 import torch
 
+from shardwise.checked import refuse
 from shardwise.loss_scale import ScalerArguments, scaler_plan
 from shardwise.plan import GradPlan, PrecisionPlan
 
-__all__ = ["EngineArguments", "grad_plan", "precision_plan"]
+__all__ = ["EngineArguments", "check_update", "grad_plan", "precision_plan"]
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": None}
 
@@ -34,6 +35,14 @@ class EngineArguments(ScalerArguments):
     norm_type: float = 2.0
     device_memory: int | str | None = field(default=None, kw_only=True)
     update: Literal["step", "backward"] = field(default="step", kw_only=True)
+
+
+def check_update(arguments: EngineArguments, tp_size: int) -> None:
+    """Raises:
+    NotImplementedError: updates during backward, of layers that are cut.
+    """
+    if tp_size > 1 and arguments.update == "backward":
+        refuse("update", arguments.update, f"use update='step' with tp_size={tp_size}")
 
 
 def grad_plan(arguments: EngineArguments) -> GradPlan:

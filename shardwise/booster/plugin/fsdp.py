@@ -28,9 +28,10 @@ from torch.distributed.fsdp import (
 
 from shardwise.booster.interface import ModelWrapper
 from shardwise.booster.plugin.argument_types import check_types
-from shardwise.booster.plugin.base import Boosted, Plugin, refuse, start_ranks
+from shardwise.booster.plugin.base import Boosted, Plugin, start_ranks
 from shardwise.booster.plugin.fsdp_state import TorchFSDPOptimizer, full_model_state, load_full_model_state, repoint
 from shardwise.booster.plugin.fsdp_units import materialize, unit_modules
+from shardwise.checked import refuse
 
 __all__ = ["FSDPPlan", "TorchFSDPArguments", "TorchFSDPModel", "TorchFSDPPlugin", "to_plan"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.booster.plugin.base import refuse
+from shardwise.checked import refuse
 
 __all__ = ["materialize", "unit_modules"]
 

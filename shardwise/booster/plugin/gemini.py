@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from shardwise.booster.plugin.argument_types import check_types, fits
-from shardwise.booster.plugin.base import ShardedPlugin, device_bytes, refuse
+from shardwise.booster.plugin.base import ShardedPlugin, device_bytes
 from shardwise.booster.plugin.engine_arguments import EngineArguments, grad_plan, precision_plan
-from shardwise.checked import MOST_NUMEL, number, share, whole
+from shardwise.checked import MOST_NUMEL, number, refuse, share, whole
 from shardwise.loss_scale import scaler_plan
 from shardwise.plan import (
     MOST_SEARCHED,

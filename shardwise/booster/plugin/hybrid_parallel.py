@@ -1,0 +1,310 @@
+"""HybridParallelPlugin: tensor parallelism with plain data parallelism, ZeRO-1 or ZeRO-2, on our engine."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.booster.plugin.argument_types import check_types
+from shardwise.booster.plugin.base import Boosted, ShardedPlugin, all_ranks, device_bytes
+from shardwise.booster.plugin.engine_arguments import (
+    DTYPES,
+    EngineArguments,
+    check_update,
+    grad_plan,
+    precision_plan,
+)
+from shardwise.checked import MOST_BYTES, MOST_NUMEL, number, refuse, shown, whole
+from shardwise.loss_scale import scaler_plan
+from shardwise.plan import ByNumel, MeshPlan, Plan, ShardPlan, TensorPlan, on_device, usual_exchange
+from shardwise.published import documented, given_in_vain
+from shardwise.shardformer import GradientCheckpointConfig, Policy
+from shardwise.shardformer.policies import PolicyArchitecture
+from shardwise.shardformer.shard.changes import changed_model
+
+__all__ = ["HybridParallelArguments", "HybridParallelPlugin", "to_plan"]
+
+MODES = ("split_gather", "ring", "all_to_all", "ring_attn")
+STYLES = ("1f1b", "interleaved", "zbv")
+FLASH = "give enable_flash_attention=True, which is what there is of it"
+NOT_YET = {
+    "enable_sequence_parallelism": "leave it False",
+    "enable_all_optimization": FLASH,
+    "enable_fused_normalization": "leave it False",
+    "enable_jit_fused": "leave it False; torch.compile may be applied to the model's blocks before boost",
+    "check_reduction": "leave it False: gradients are always checked",
+    "fp8_communication": "communication_dtype=torch.bfloat16 halves the bytes of fp32",
+    "use_fp8": "use precision='bf16'",
+}
+PIPELINE = (
+    "num_microbatches",
+    "microbatch_size",
+    "pp_style",
+    "num_model_chunks",
+    "num_layers_per_stage",
+    "enable_metadata_cache",
+    "overlap_p2p",
+    "scheduler_nodes",
+)
+DDP = (
+    "broadcast_buffers",
+    "ddp_bucket_cap_mb",
+    "find_unused_parameters",
+    "gradient_as_bucket_view",
+    "static_graph",
+)
+
+
+@dataclass(frozen=True, eq=False)
+class _First:
+    """What is published before the loss scale's: the fields of the last base come first."""
+
+    tp_size: int
+    pp_size: int
+    sp_size: int | None = None
+    precision: str = "fp16"
+    zero_stage: int = 0
+    enable_all_optimization: bool = False
+    enable_fused_normalization: bool = False
+    enable_flash_attention: bool = False
+    enable_jit_fused: bool = False
+    enable_sequence_parallelism: bool = False
+    sequence_parallelism_mode: str | None = None
+    enable_sequence_overlap: bool = False
+    parallel_output: bool = True
+    num_microbatches: int | None = None
+    microbatch_size: int | None = None
+
+
+@documented()
+@dataclass(frozen=True, eq=False)
+class HybridParallelArguments(EngineArguments, _First):
+    """The published arguments, as data.
+
+    Attributes:
+        tp_size: ranks that hold parts of the same layers (tensor parallelism); neighbours.
+        pp_size: stages of a pipeline; 1, more is not there yet.
+        sp_size: ranks that hold parts of one sequence; ``None`` or 1, more is not there yet.
+        precision: ``"fp16"``, ``"bf16"`` or ``"fp32"``.
+        zero_stage: 0: every data-parallel rank has masters and optimizer state of all of its parts. 1 shards these over
+            the data-parallel ranks; 2 also shards gradients as soon as they are computed.
+        enable_all_optimization: model rewriting; not yet.
+        enable_fused_normalization: not yet.
+        enable_flash_attention: the model's attention is torch's ``scaled_dot_product_attention``, which takes a flash
+            kernel where there is one. A model that cannot is left as it is, with a warning.
+        enable_jit_fused: not yet.
+        enable_sequence_parallelism: not yet.
+        sequence_parallelism_mode: for ``enable_sequence_parallelism`` only.
+        enable_sequence_overlap: for ``enable_sequence_parallelism`` only.
+        parallel_output: logits stay cut by the vocabulary, where the model's own loss allows it; its loss is the right
+            one either way.
+        num_microbatches: for a pipeline only.
+        microbatch_size: for a pipeline only.
+        norm_type: an extension: any p > 0, ``math.inf`` included.
+        broadcast_buffers: all ranks start with rank 0's buffers; False is not there. For ``zero_stage=0`` only, as the
+            five after it.
+        ddp_bucket_cap_mb: gradients reduced together, in MiB.
+        find_unused_parameters: both values work: a parameter without a gradient is no error.
+        check_reduction: not there.
+        gradient_as_bucket_view: both values work: gradients are always where they are reduced.
+        static_graph: both values work: nothing is gained by the promise, nor lost without it.
+        zero_bucket_size_in_m: elements reduced together, in units of 2**20, for ``zero_stage`` 1 and 2.
+        cpu_offload: masters, optimizer state and reduced gradients are on the host, and it updates them there.
+        communication_dtype: gradients travel in it; ``None``: in the parameters' dtype.
+        overlap_communication: reduce gradients while backward still runs.
+        custom_policy: what is cut, instead of what is known of the model's classes.
+        pp_style: for a pipeline only.
+        num_model_chunks: for a pipeline only.
+        num_layers_per_stage: for a pipeline only.
+        gradient_checkpoint_config: which layers are computed again in backward, of a model of transformers.
+        enable_metadata_cache: for a pipeline only.
+        make_vocab_size_divisible_by: each rank's rows of the vocabulary are padded to a multiple of it. Files have the
+            model's own number of rows.
+        dp_outside: the order of the ranks where there is a pipeline; both values are the same without one.
+        overlap_p2p: for a pipeline only.
+        overlap_allgather: gather updated parameters while the next forward already runs, for ``zero_stage`` 1 and 2.
+        fp8_communication: exchange in 8 bits; not yet.
+        use_fp8: multiply in 8 bits; not yet.
+        inner_ring_size: for ``enable_sequence_parallelism`` only.
+        scheduler_nodes: for a pipeline only.
+    """
+
+    norm_type: float = field(default=2.0, kw_only=True)
+    broadcast_buffers: bool = True
+    ddp_bucket_cap_mb: int = 25
+    find_unused_parameters: bool = False
+    check_reduction: bool = False
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+    zero_bucket_size_in_m: int = 12
+    cpu_offload: bool = False
+    communication_dtype: torch.dtype | None = None
+    overlap_communication: bool = True
+    custom_policy: Policy | None = None
+    pp_style: str = "1f1b"
+    num_model_chunks: int = 1
+    num_layers_per_stage: list[int] | None = None
+    gradient_checkpoint_config: GradientCheckpointConfig | None = None
+    enable_metadata_cache: bool = True
+    make_vocab_size_divisible_by: int = 64
+    dp_outside: bool = True
+    overlap_p2p: bool = True
+    overlap_allgather: bool = False
+    fp8_communication: bool = False
+    use_fp8: bool = False
+    inner_ring_size: int | None = None
+    scheduler_nodes: Any = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_types(HybridParallelArguments, self, fractions=("zero_bucket_size_in_m",))
+        _check(self)
+        scaler_plan(self)  # also where the precision is another
+        to_plan(self)
+        for reason, names in given_in_vain(self, _vain(self)).items():
+            given = ", ".join(f"{name}={getattr(self, name)!r:.80}" for name in names)
+            warnings.warn(f"{given} without effect: {reason}", stacklevel=3)
+
+
+def _check(arguments: HybridParallelArguments) -> None:
+    a = arguments
+    for name in ("tp_size", "pp_size"):
+        whole(name, getattr(a, name), 1, what="a number of ranks")
+    if a.zero_stage not in (0, 1, 2):
+        raise ValueError(
+            f"zero_stage={shown(a.zero_stage)}: HybridParallelPlugin has stages 0, 1, 2; GeminiPlugin is stage 3"
+        )
+    if a.sequence_parallelism_mode not in (None, *MODES):
+        raise ValueError(f"sequence_parallelism_mode={a.sequence_parallelism_mode!r}: give None or one of {MODES}")
+    if a.pp_style not in STYLES:
+        raise ValueError(f"pp_style={a.pp_style!r}: give one of {STYLES}")
+    for name in ("sp_size", "num_microbatches", "microbatch_size", "inner_ring_size"):
+        if getattr(a, name) is not None:
+            whole(name, getattr(a, name), 1, what="a number, or None,")
+    for name in ("num_model_chunks", "make_vocab_size_divisible_by"):
+        whole(name, getattr(a, name), 1)
+    if a.pp_size > 1:
+        refuse("pp_size", a.pp_size, "leave it 1: there is no pipeline")
+    for name, instead in NOT_YET.items():
+        if getattr(a, name):
+            refuse(name, getattr(a, name), instead)
+    if a.sp_size not in (None, 1) or a.enable_sequence_overlap:
+        raise ValueError(
+            f"sp_size={a.sp_size}, enable_sequence_overlap={a.enable_sequence_overlap} with "
+            "enable_sequence_parallelism=False: leave them None and False"
+        )
+    check_update(a, a.tp_size)
+    if a.zero_stage == 0 and not a.broadcast_buffers:
+        refuse("broadcast_buffers", False, "leave it True: all ranks start with rank 0's, and keep their own from then")
+
+
+def _vain(arguments: HybridParallelArguments) -> dict[str, Iterable[str]]:
+    """The arguments that mean nothing beside the others, by reason."""
+    a = arguments
+    found: dict[str, Iterable[str]] = {
+        "there is no pipeline (pp_size=1)": PIPELINE,
+        "for enable_sequence_parallelism=True only": ("sequence_parallelism_mode", "inner_ring_size"),
+    }
+    if a.zero_stage == 0:
+        found["for zero_stage 1 and 2 only"] = ("zero_bucket_size_in_m", "overlap_allgather")
+    else:
+        found["for zero_stage=0 only"] = DDP
+    if a.tp_size == 1:
+        found["for tp_size > 1 only"] = ("make_vocab_size_divisible_by", "custom_policy")
+    return found
+
+
+def _bucket_numel(arguments: HybridParallelArguments) -> int:
+    """Elements that are reduced together."""
+    a = arguments
+    if a.zero_stage == 0:
+        whole("ddp_bucket_cap_mb", a.ddp_bucket_cap_mb, 1, MOST_BYTES // 2**20, "a size in MiB")
+        return a.ddp_bucket_cap_mb * 2**20 // (DTYPES.get(a.precision) or torch.float32).itemsize
+    most = MOST_NUMEL // 2**20
+    size = f"a size > 0 and at most {most} (times 2**20 elements)"
+    number("zero_bucket_size_in_m", a.zero_bucket_size_in_m, f"(0, {most}]", size)
+    return max(1, int(a.zero_bucket_size_in_m * 2**20))
+
+
+def to_plan(arguments: HybridParallelArguments) -> Plan:
+    """The plan that the arguments mean.
+
+    Args:
+        arguments: already checked by their own constructor.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+    a = arguments
+    dtype = a.communication_dtype
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"communication_dtype={dtype}: give a floating-point torch.dtype, or None")
+    sizes = {"dp_shard": 1, "dp_replicate": -1} if a.zero_stage == 0 else {"dp_shard": -1, "dp_replicate": 1}
+    tensor = TensorPlan()
+    if a.tp_size > 1:
+        tensor = TensorPlan(parallel_output=a.parallel_output, vocabulary_multiple=a.make_vocab_size_divisible_by)
+        if a.custom_policy is not None:
+            tensor = replace(tensor, architecture=PolicyArchitecture(a.custom_policy, tensor))
+    return Plan(
+        mesh=MeshPlan(**sizes, tp=a.tp_size),
+        shard=ShardPlan(
+            packing=ByNumel(chunk_numel=_bucket_numel(a), min_chunks=8),
+            gathered_fraction=1.0,
+            gathered_budget_bytes=None,
+            prefetch=0,
+            reduce="every" if a.zero_stage == 2 else "last",
+        ),
+        precision=precision_plan(a.precision, a, master_weights=True, reduce_dtype=dtype),
+        grad=grad_plan(a),
+        comm=replace(
+            usual_exchange(),
+            overlap=a.overlap_communication,
+            gather_on_use=a.overlap_allgather and a.zero_stage > 0,
+        ),
+        tiers=replace(
+            on_device(),
+            state_host_fraction=1.0 if a.cpu_offload else 0.0,
+            pin_memory=a.cpu_offload,
+            device_capacity_bytes=device_bytes(a.device_memory),
+        ),
+        verbose=a.zero_stage > 0,
+        tensor=tensor,
+    )
+
+
+class HybridParallelPlugin(ShardedPlugin, HybridParallelArguments):
+    """Layers cut over ``tp_size`` ranks, and data parallelism or ZeRO over the others; the arguments are those of
+    :class:`HybridParallelArguments`."""
+
+    def plan(self, world_size: int) -> Plan:
+        """Raises:
+        ValueError: ``tp_size`` does not divide the ranks.
+        """
+        self._data_parallel_size(world_size)
+        return to_plan(self)
+
+    def _data_parallel_size(self, world_size: int) -> int:
+        if world_size % self.tp_size:
+            raise ValueError(
+                f"tp_size={self.tp_size} does not divide the {world_size} ranks: start another number of them, or give "
+                f"a tp_size that divides {world_size}"
+            )
+        return world_size // self.tp_size
+
+    def data_parallel(self) -> tuple[int, int]:
+        """(this rank's index, number) among the ranks that see different data: those that hold parts of the same
+        layers see the same."""
+        rank, size = all_ranks()
+        return rank // self.tp_size, self._data_parallel_size(size)
+
+    def configure(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Boosted:
+        with changed_model(model, self.enable_flash_attention, self.gradient_checkpoint_config):
+            return super().configure(model, optimizer)
+
+    def support_no_sync(self) -> bool:
+        """Stages 0 and 1 keep whole gradients; stage 2 has only the shard after each backward pass."""
+        return self.zero_stage < 2

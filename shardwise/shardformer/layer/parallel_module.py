@@ -1,0 +1,69 @@
+"""What policies name as the new class of a layer: how the layer is cut where it stands."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from shardwise.checked import refuse
+from shardwise.tensor import Cut, Cutting
+
+__all__ = ["ParallelModule", "evenly", "require_usual"]
+
+# What policies commonly give, with the value that means nothing here.
+USUAL: dict[str, Any] = {
+    "seq_parallel_mode": None,
+    "skip_bias_add": False,
+    "fp8_communication": False,
+    "use_zbv": False,
+    "parallel_input": True,
+    "sp_partial_derived": False,
+}
+MEANINGLESS = ("seq_parallel_dim", "overlap", "process_group")
+"""Of sequence parallelism, and the ranks: those of the model are taken."""
+
+
+class ParallelModule:
+    """A way to cut a layer. It is never made: the layer stays the model's own object, with its parameters.
+
+    Derive from it for a way of your own.
+    """
+
+    @classmethod
+    def collect(cls, cutting: Cutting, module: nn.Module, **kwargs: Any) -> None:
+        """Tell ``cutting`` how ``module`` is cut.
+
+        Args:
+            cutting: over the model's ranks.
+            module: whole; nothing of it is changed yet.
+            kwargs: those of the description.
+
+        Raises:
+            TypeError, ValueError: the module cannot be cut in this way.
+            NotImplementedError: an argument is not available.
+        """
+        raise NotImplementedError(f"{cls.__name__} says not how a layer is cut: give the class a method collect")
+
+
+def require_usual(arguments: dict[str, Any]) -> None:
+    """Raises:
+    NotImplementedError: an argument has another value than the one that means nothing here.
+    TypeError: an argument has an unknown name.
+    """
+    for name, value in arguments.items():
+        if name in MEANINGLESS:
+            continue
+        if name not in USUAL:
+            raise TypeError(f"unknown argument {name}={value!r:.80}")
+        if value != USUAL[name]:
+            refuse(name, value, f"leave it {USUAL[name]!r}")
+
+
+def evenly(dim: int, size: int, ranks: int) -> Cut:
+    """Raises:
+    ValueError: the ranks do not divide ``size``; policies say themselves what a rank has, and say it for equal parts.
+    """
+    if size % ranks:
+        raise ValueError(f"{size} elements do not divide over {ranks} ranks: choose another tp_size")
+    return Cut.even(dim, size, ranks)

@@ -1,0 +1,96 @@
+"""What is asked of a Hugging Face model beside its cuts: which attention it has, which layers it computes again.
+
+Both are switches of the model's own and can be put back. transformers is never imported: its models are known by what
+they have.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from shardwise.shardformer.shard.grad_ckpt_config import GradientCheckpointConfig
+
+__all__ = ["changed_model"]
+
+FLASH = "sdpa"
+"""transformers' name of torch's ``scaled_dot_product_attention``."""
+LAYER = "GradientCheckpointingLayer"
+FUNCTION, FLAG = "_gradient_checkpointing_func", "gradient_checkpointing"
+_ABSENT: Any = object()
+
+
+@contextmanager
+def changed_model(model: nn.Module, flash: bool, checkpointing: GradientCheckpointConfig | None) -> Iterator[None]:
+    """Change ``model``; an error inside of the block puts it back.
+
+    Args:
+        model: the user's.
+        flash: attention by torch's kernels; a model that has no such thing keeps its own, with a warning.
+        checkpointing: which layers are computed again in backward; ``None``: as the model has it.
+
+    Raises:
+        ValueError: the model has no layers that can be, or not that many.
+    """
+    before: list[tuple[Any, str, Any]] = []
+    try:
+        if checkpointing is not None:
+            _checkpoint(model, checkpointing, before)
+        if flash:
+            _take_flash(model, before)
+        yield
+    except BaseException:
+        for owner, name, value in reversed(before):
+            if value is _ABSENT:
+                vars(owner).pop(name, None)
+            else:
+                setattr(owner, name, value)
+        raise
+
+
+def _checkpoint(model: nn.Module, config: GradientCheckpointConfig, before: list[tuple[Any, str, Any]]) -> None:
+    stacks: dict[str, list[nn.Module]] = {}
+    for name, module in model.named_modules():
+        if any(base.__name__ == LAYER for base in type(module).__mro__):
+            stacks.setdefault(name.rpartition(".")[0], []).append(module)
+    if not stacks:
+        raise ValueError(
+            f"gradient_checkpoint_config={config!r} for a {type(model).__name__}: it has no layers of transformers' "
+            f"{LAYER}; leave it None, and use torch.utils.checkpoint in the model"
+        )
+    wanted = [(layers, config.layers_of(len(layers))) for layers in stacks.values()]
+    function = partial(checkpoint, use_reentrant=False)
+    for layers, count in wanted:
+        for index, layer in enumerate(layers):
+            before += [(layer, name, vars(layer).get(name, _ABSENT)) for name in (FUNCTION, FLAG)]
+            if not hasattr(layer, FUNCTION):  # a program that switched it on chose how
+                setattr(layer, FUNCTION, function)
+            setattr(layer, FLAG, index < count)
+
+
+def _take_flash(model: nn.Module, before: list[tuple[Any, str, Any]]) -> None:
+    configs: dict[int, Any] = {id(c): c for c in (getattr(module, "config", None) for module in model.modules())}
+    known = [config for config in configs.values() if hasattr(config, "_attn_implementation")]
+    choose = getattr(model, "set_attn_implementation", None)
+    error: Exception | None = None
+    if choose is not None:
+        before += [(config, "_attn_implementation", config._attn_implementation) for config in reversed(known)]
+        try:
+            choose(FLASH)
+        except (ValueError, ImportError) as refusal:
+            error = refusal
+    kept = {str(config._attn_implementation) for config in known} - {FLASH}
+    if kept or error is not None or not known:
+        reason = f" ({error})" if error is not None else ""
+        kinds = f" is {', '.join(sorted(kept))}" if kept else ""
+        warnings.warn(
+            f"enable_flash_attention=True without effect in a {type(model).__name__}, whose attention{kinds} is its own"
+            f"{reason}",
+            stacklevel=4,
+        )

@@ -1,0 +1,107 @@
+"""What a model is cut over, and which kernels it takes, without a Booster."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.distributed import ProcessGroup
+
+from shardwise.checked import refuse, switch, whole
+from shardwise.comm import ranks_of
+from shardwise.plan import TensorPlan
+from shardwise.shardformer.shard.grad_ckpt_config import GradientCheckpointConfig
+
+__all__ = ["NOT_YET", "ShardConfig", "config_over"]
+
+NOT_YET = {
+    "enable_all_optimization": "give enable_flash_attention=True, which is what there is of it",
+    "enable_fused_normalization": "leave it False",
+    "enable_jit_fused": "leave it False; torch.compile may be applied to the model's blocks before",
+    "enable_sequence_parallelism": "leave it False",
+    "sequence_parallelism_mode": "leave it None",
+    "sequence_parallel_process_group": "leave it None",
+    "pipeline_stage_manager": "leave it None",
+    "sp_axis": "leave it None",
+    "pg_mesh": "leave it None",
+    "inner_ring_size": "leave it None",
+    "moe_dp_group": "leave it None",
+    "ep_group": "leave it None",
+    "fp8_communication": "leave it False",
+}
+
+
+@dataclass
+class ShardConfig:
+    """The published arguments, as data.
+
+    Attributes:
+        tensor_parallel_process_group: the ranks that layers are cut over; ``None``: all ranks.
+        sequence_parallel_process_group: not yet, as all that no text below says anything else of.
+        enable_tensor_parallelism: False leaves every layer whole.
+        enable_flash_attention: the model's attention is torch's ``scaled_dot_product_attention``, which takes a flash
+            kernel where there is one.
+        parallel_output: logits stay cut by the vocabulary, where the model's own loss allows it.
+        make_vocab_size_divisible_by: each rank's rows of the vocabulary are padded to a multiple of it.
+        gradient_checkpoint_config: layers that are computed again in backward.
+        extra_kwargs: nothing is read of it here; for policies.
+    """
+
+    tensor_parallel_process_group: ProcessGroup | None = None
+    sequence_parallel_process_group: ProcessGroup | None = None
+    pipeline_stage_manager: Any = None
+    enable_tensor_parallelism: bool = True
+    enable_all_optimization: bool = False
+    enable_fused_normalization: bool = False
+    enable_flash_attention: bool = False
+    enable_jit_fused: bool = False
+    enable_sequence_parallelism: bool = False
+    sequence_parallelism_mode: str | None = None
+    parallel_output: bool = True
+    make_vocab_size_divisible_by: int = 64
+    gradient_checkpoint_config: GradientCheckpointConfig | None = None
+    extra_kwargs: dict[str, Any] = field(default_factory=dict)
+    sp_axis: int | None = None
+    pg_mesh: Any = None
+    inner_ring_size: int | None = None
+    moe_dp_group: ProcessGroup | None = None
+    ep_group: ProcessGroup | None = None
+    fp8_communication: bool = False
+
+    def __post_init__(self) -> None:
+        for name, instead in NOT_YET.items():
+            if getattr(self, name) not in (None, False):
+                refuse(name, getattr(self, name), instead)
+        for name in ("enable_tensor_parallelism", "enable_flash_attention", "parallel_output"):
+            switch(name, getattr(self, name))
+        whole("make_vocab_size_divisible_by", self.make_vocab_size_divisible_by, 1, what="a number of rows")
+        group = self.tensor_parallel_process_group
+        ranks = ranks_of("tensor_parallel_process_group", group) if self.enable_tensor_parallelism else (0,)
+        self._tensor_parallel_size = len(ranks)
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """Ranks that layers are cut over."""
+        return self._tensor_parallel_size
+
+    @property
+    def sequence_parallel_size(self) -> int:
+        """1."""
+        return 1
+
+    @property
+    def expert_parallel_size(self) -> int:
+        """1."""
+        return 1
+
+
+def config_over(ranks: int, plan: TensorPlan) -> ShardConfig:
+    """What a policy is told of layers that are cut over ``ranks`` ranks by a plan; there is no process group."""
+    config = ShardConfig(
+        enable_tensor_parallelism=False,
+        parallel_output=plan.parallel_output,
+        make_vocab_size_divisible_by=plan.vocabulary_multiple,
+    )
+    config.enable_tensor_parallelism = True
+    config._tensor_parallel_size = ranks
+    return config

@@ -1,0 +1,139 @@
+"""Small Hugging Face models, plain training on the batches of all data-parallel ranks, and a policy for each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+from shardwise.shardformer import ModulePolicyDescription, Policy, SubModuleReplacementDescription
+from shardwise.shardformer import layer as col_nn
+
+VOCABULARY, WIDTH, INNER, LENGTH, STEPS, LR, MAX_NORM = 37, 24, 22, 7, 3, 0.02, 0.5
+
+
+def made(kind: str, dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
+    """With every bias and norm other than at a start, so that a wrong cut of one shows."""
+    torch.manual_seed(3)
+    if kind == "llama":
+        sizes: dict[str, Any] = {"hidden_size": WIDTH, "intermediate_size": INNER, "num_hidden_layers": 2}
+        sizes |= {"num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": VOCABULARY, "attention_bias": True}
+        model: nn.Module = LlamaForCausalLM(LlamaConfig(**(sizes | changes), use_cache=False))
+    elif kind == "gpt2":
+        sizes = {"n_embd": WIDTH, "n_layer": 2, "n_head": 6, "n_inner": INNER, "vocab_size": VOCABULARY}
+        none = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "n_positions": 16}
+        model = GPT2LMHeadModel(GPT2Config(**(sizes | none | changes), use_cache=False))
+    else:
+        sizes = {"hidden_size": WIDTH, "intermediate_size": INNER, "num_hidden_layers": 2, "num_attention_heads": 6}
+        none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "vocab_size": VOCABULARY}
+        model = BertForMaskedLM(BertConfig(**(sizes | none | changes)))
+    for param in model.parameters():
+        nn.init.normal_(param, std=0.3)
+    return model.to(dtype).train()
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=LR, eps=LR)  # a gradient that is zero but for rounding stays small
+
+
+class Texts(Dataset[dict[str, Tensor]]):
+    """Sequences with padding at the end, which is masked and has no labels."""
+
+    def __init__(self, count: int) -> None:
+        generator = torch.Generator().manual_seed(11)
+        ids = torch.randint(1, VOCABULARY, (count, LENGTH), generator=generator)
+        lengths = torch.randint(3, LENGTH + 1, (count,), generator=generator)
+        mask = (torch.arange(LENGTH) < lengths[:, None]).long()
+        self.items = {"input_ids": ids * mask, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+    def __len__(self) -> int:
+        return len(self.items["input_ids"])
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {name: values[index] for name, values in self.items.items()}
+
+
+def plain(kind: str, replicas: int, batch: int, **changes: Any) -> Iterator[tuple[float, float, dict[str, Tensor]]]:
+    """By step: the mean of the data-parallel ranks' losses, the norm before clipping, and the parameters."""
+    model, texts = made(kind, **changes), Texts(STEPS * replicas * batch)
+    optimizer = optimizer_of(model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        losses = []
+        for rank in range(replicas):  # a DistributedSampler's ranks take turns
+            rows = [(step * batch + row) * replicas + rank for row in range(batch)]
+            inputs = {name: torch.stack([texts[row][name] for row in rows]) for name in texts.items}
+            losses.append(model(**inputs).loss / replicas)
+            losses[-1].backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        values = {name: param.detach().clone() for name, param in model.named_parameters()}
+        yield sum(loss.item() for loss in losses), norm.item(), values
+
+
+class LlamaPolicy(Policy):
+    """As a user writes one for the models that are known by themselves as well."""
+
+    def config_sanity_check(self) -> None:
+        pass
+
+    def preprocess(self) -> nn.Module:
+        assert self.model is not None
+        return self.model
+
+    def postprocess(self) -> nn.Module:
+        assert self.model is not None
+        return self.model
+
+    def module_policy(self) -> dict[str | type[nn.Module], ModulePolicyDescription]:
+        assert self.shard_config is not None
+        columns = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"]
+        rows = ["self_attn.o_proj", "mlp.down_proj"]
+        layers = [SubModuleReplacementDescription(name, col_nn.Linear1D_Col) for name in columns]
+        layers += [SubModuleReplacementDescription(name, col_nn.Linear1D_Row) for name in rows]
+        multiple = {"make_vocab_size_divisible_by": self.shard_config.make_vocab_size_divisible_by}
+        head = {"gather_output": not self.shard_config.parallel_output, **multiple}
+        policy: dict[str | type[nn.Module], ModulePolicyDescription] = {
+            "LlamaDecoderLayer": ModulePolicyDescription(sub_module_replacement=layers)
+        }
+        for key, name, kind, kwargs in (
+            ("LlamaModel", "embed_tokens", col_nn.VocabParallelEmbedding1D, multiple),
+            ("LlamaForCausalLM", "lm_head", col_nn.VocabParallelLMHead1D, head),
+        ):
+            description = SubModuleReplacementDescription(name, kind, kwargs)
+            self.append_or_create_submodule_replacement(description, policy, key)
+        return policy
+
+
+class GPT2Policy(LlamaPolicy):
+    """The same for fused projections, whose sizes the module keeps in attributes; the vocabulary stays whole."""
+
+    def module_policy(self) -> dict[str | type[nn.Module], ModulePolicyDescription]:
+        assert self.model is not None and self.shard_config is not None
+        width = self.model.config.hidden_size  # type: ignore[union-attr]
+        ranks = self.shard_config.tensor_parallel_size
+        sizes = {"attn.split_size": width // ranks, "attn.num_heads": 6 // ranks}
+        layers = [
+            SubModuleReplacementDescription(
+                "attn.c_attn", col_nn.GPT2FusedLinearConv1D_Col, {"split_sizes": [width] * 3, "seq_parallel_mode": None}
+            ),
+            SubModuleReplacementDescription("attn.c_proj", col_nn.GPT2FusedLinearConv1D_Row),
+            SubModuleReplacementDescription("mlp.c_fc", col_nn.GPT2FusedLinearConv1D_Col, {"split_sizes": [INNER]}),
+            SubModuleReplacementDescription("mlp.c_proj", col_nn.GPT2FusedLinearConv1D_Row),
+            SubModuleReplacementDescription("attn.resid_dropout", col_nn.DropoutForReplicatedInput),
+        ]
+        return {"GPT2Block": ModulePolicyDescription(attribute_replacement=sizes, sub_module_replacement=layers)}
+
+
+POLICIES: dict[str, type[Policy]] = {"llama": LlamaPolicy, "gpt2": GPT2Policy}

@@ -1,0 +1,244 @@
+"""HybridParallelPlugin: its arguments -> a plan, what is refused, and what is said to have no effect."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from test_booster_plans import FP32, OTHER_SCALER, ZERO1, M
+from torch import nn
+
+from shardwise.booster import Booster
+from shardwise.booster.plugin import HybridParallelPlugin
+from shardwise.booster.plugin.hybrid_parallel import to_plan
+from shardwise.plan import ByNumel, MeshPlan, Plan, ScalerPlan, TensorPlan
+from shardwise.shardformer import GradientCheckpointConfig, ModulePolicyDescription, Policy
+from shardwise.shardformer.policies import PolicyArchitecture
+
+DDP = ZERO1.but(
+    mesh=MeshPlan(dp_shard=1, dp_replicate=-1, tp=2), packing=ByNumel(chunk_numel=25 * M // 2, min_chunks=8)
+)
+SHARDED = ZERO1.but(mesh=MeshPlan(dp_shard=-1, dp_replicate=1, tp=2), verbose=True)
+BF16 = {"param_dtype": torch.bfloat16, "buffer_dtype": torch.bfloat16, "scaler": None}
+ZERO: dict[str, Any] = {"tp_size": 2, "pp_size": 1, "zero_stage": 1}
+HYBRID_CASES: list[tuple[dict[str, Any], Plan]] = [
+    ({"tp_size": 2, "pp_size": 1}, DDP),
+    ({"tp_size": 4, "pp_size": 1}, DDP.but(tp=4)),
+    ({"tp_size": 2, "pp_size": 1, "sp_size": 1, "dp_outside": False}, DDP),
+    ({"tp_size": 2, "pp_size": 1, "ddp_bucket_cap_mb": 4}, DDP.but(packing=ByNumel(chunk_numel=2 * M, min_chunks=8))),
+    (
+        {"tp_size": 2, "pp_size": 1, "ddp_bucket_cap_mb": 4, "precision": "fp32"},
+        DDP.but(precision=FP32, packing=ByNumel(chunk_numel=M, min_chunks=8)),
+    ),
+    (
+        {"tp_size": 2, "pp_size": 1, "find_unused_parameters": True, "gradient_as_bucket_view": True},
+        DDP,
+    ),
+    ({"tp_size": 2, "pp_size": 1, "static_graph": True}, DDP),
+    ({"tp_size": 2, "pp_size": 1, "parallel_output": False}, DDP.but(parallel_output=False)),
+    ({"tp_size": 2, "pp_size": 1, "make_vocab_size_divisible_by": 8}, DDP.but(vocabulary_multiple=8)),
+    ({"tp_size": 2, "pp_size": 1, "max_norm": 1.0, "norm_type": math.inf}, DDP.but(max_norm=1.0, norm_type=math.inf)),
+    ({"tp_size": 2, "pp_size": 1, "precision": "bf16"}, DDP.but(**BF16)),
+    ({"tp_size": 2, "pp_size": 1, **OTHER_SCALER}, DDP.but(scaler=ScalerPlan(**OTHER_SCALER))),
+    ({"tp_size": 2, "pp_size": 1, "cpu_offload": True}, DDP.but(state_host_fraction=1.0, pin_memory=True)),
+    ({"tp_size": 2, "pp_size": 1, "communication_dtype": torch.float32}, DDP.but(reduce_dtype=torch.float32)),
+    ({"tp_size": 2, "pp_size": 1, "overlap_communication": False}, DDP.but(overlap=False)),
+    ({"tp_size": 2, "pp_size": 1, "device_memory": "64MiB"}, DDP.but(device_capacity_bytes=64 * M)),
+    ({"tp_size": 1, "pp_size": 1, "update": "backward"}, DDP.but(tp=1, update="backward")),
+    (ZERO, SHARDED),
+    ({**ZERO, "zero_stage": 2}, SHARDED.but(reduce="every")),
+    ({**ZERO, "precision": "fp32"}, SHARDED.but(precision=FP32)),
+    ({**ZERO, "zero_bucket_size_in_m": 0.5}, SHARDED.but(packing=ByNumel(chunk_numel=M // 2, min_chunks=8))),
+    ({**ZERO, "overlap_allgather": True}, SHARDED.but(gather_on_use=True)),
+    ({**ZERO, "cpu_offload": True}, SHARDED.but(state_host_fraction=1.0, pin_memory=True)),
+]
+HYBRID_NOT_YET: dict[str, Any] = {
+    "pp_size": 2,
+    "enable_sequence_parallelism": True,
+    "enable_all_optimization": True,
+    "enable_fused_normalization": True,
+    "enable_jit_fused": True,
+    "check_reduction": True,
+    "fp8_communication": True,
+    "use_fp8": True,
+    "broadcast_buffers": False,
+}
+# Without effect here, each said below; both values alike; or no part of a plan.
+PIPELINE: dict[str, Any] = {
+    "num_microbatches": 4,
+    "microbatch_size": 2,
+    "pp_style": "interleaved",
+    "num_model_chunks": 2,
+    "num_layers_per_stage": [2],
+    "enable_metadata_cache": False,
+    "overlap_p2p": False,
+    "scheduler_nodes": [[]],
+}
+SEQUENCE: dict[str, Any] = {"sequence_parallelism_mode": "ring_attn", "inner_ring_size": 2}
+ALIKE = ["find_unused_parameters", "gradient_as_bucket_view", "static_graph", "dp_outside"]
+ELSEWHERE = [
+    "sp_size",
+    "enable_sequence_overlap",
+    "custom_policy",
+    "enable_flash_attention",
+    "gradient_checkpoint_config",
+]
+HYBRID_ELSEWHERE = [*(name for name in PIPELINE), *SEQUENCE, *ALIKE, *ELSEWHERE]
+
+
+@pytest.mark.parametrize(("given", "plan"), HYBRID_CASES, ids=[",".join(given) for given, _ in HYBRID_CASES])
+def test_hybrid_plan(given: dict[str, Any], plan: Plan) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plugin = HybridParallelPlugin(**given)
+    assert to_plan(plugin) == plan
+    assert plugin.plan(world_size=8) == plan
+
+
+@pytest.mark.parametrize("name", HYBRID_NOT_YET)
+def test_hybrid_not_yet(name: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"^{name}={HYBRID_NOT_YET[name]} is not available yet; "):
+        HybridParallelPlugin(**{"tp_size": 2, "pp_size": 1, name: HYBRID_NOT_YET[name]})
+
+
+def test_updates_during_backward_of_layers_that_are_cut() -> None:
+    with pytest.raises(NotImplementedError, match=r"update='backward'.*tp_size=2"):
+        HybridParallelPlugin(tp_size=2, pp_size=1, update="backward")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"tp_size": 0},
+        {"pp_size": 0},
+        {"sp_size": 0},
+        {"sp_size": 2},
+        {"enable_sequence_overlap": True},
+        {"precision": "fp64"},
+        {"zero_stage": 3},
+        {"zero_stage": -1},
+        {"sequence_parallelism_mode": "ulysses"},
+        {"pp_style": "gpipe"},
+        {"num_microbatches": 0},
+        {"microbatch_size": -1},
+        {"num_model_chunks": 0},
+        {"inner_ring_size": 0},
+        {"make_vocab_size_divisible_by": 0},
+        {"ddp_bucket_cap_mb": 0},
+        {"zero_stage": 1, "zero_bucket_size_in_m": 0},
+        {"communication_dtype": torch.int32},
+        {"max_norm": -1.0},
+        {"norm_type": 0.0},
+        {"growth_factor": 1},
+        {"device_memory": "64 sheep"},
+        {"update": "never"},
+    ],
+    ids=str,
+)
+def test_hybrid_refuses(given: dict[str, Any]) -> None:
+    (name, value) = list(given.items())[-1]
+    with pytest.raises(ValueError, match=name) as error:
+        HybridParallelPlugin(**{"tp_size": 1, "pp_size": 1} | given)
+    assert str(value) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"tp_size": "2"},
+        {"tp_size": True},
+        {"zero_stage": 0.5},
+        {"parallel_output": "yes"},
+        {"communication_dtype": "fp32"},
+        {"custom_policy": Policy},
+        {"gradient_checkpoint_config": 0.5},
+        {"num_layers_per_stage": 3},
+        {"overlap_communication": 2},
+    ],
+    ids=str,
+)
+def test_hybrid_arguments_of_a_wrong_type(given: dict[str, Any]) -> None:
+    ((name, _),) = given.items()
+    with pytest.raises(TypeError, match=f"^{name}="):
+        HybridParallelPlugin(**{"tp_size": 1, "pp_size": 1} | given)
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        *(({"tp_size": 2, name: value}, r"no pipeline \(pp_size=1\)") for name, value in PIPELINE.items()),
+        *(({"tp_size": 2, name: value}, "enable_sequence_parallelism=True only") for name, value in SEQUENCE.items()),
+        ({"tp_size": 2, "zero_bucket_size_in_m": 3}, "zero_stage 1 and 2 only"),
+        ({"tp_size": 2, "overlap_allgather": True}, "zero_stage 1 and 2 only"),
+        ({"zero_stage": 1, "tp_size": 2, "ddp_bucket_cap_mb": 3}, "zero_stage=0 only"),
+        ({"zero_stage": 2, "tp_size": 2, "broadcast_buffers": False}, "zero_stage=0 only"),
+        ({"zero_stage": 1, "tp_size": 2, "find_unused_parameters": True}, "zero_stage=0 only"),
+        ({"zero_stage": 1, "tp_size": 2, "gradient_as_bucket_view": True}, "zero_stage=0 only"),
+        ({"zero_stage": 1, "tp_size": 2, "static_graph": True}, "zero_stage=0 only"),
+        ({"tp_size": 1, "make_vocab_size_divisible_by": 8}, "tp_size > 1 only"),
+    ],
+    ids=str,
+)
+def test_hybrid_says_once_what_has_no_effect(given: dict[str, Any], reason: str) -> None:
+    name = list(given)[-1]
+    with pytest.warns(UserWarning, match=f"^{name}=.* without effect: .*{reason}") as found:
+        plugin = HybridParallelPlugin(pp_size=1, **given)
+    assert len(found) == 1
+    others = {key: value for key, value in given.items() if key != name}
+    assert plugin.plan(8) == HybridParallelPlugin(pp_size=1, **others).plan(8)
+
+
+class Nothing(Policy):
+    def config_sanity_check(self) -> None:
+        pass
+
+    def preprocess(self) -> nn.Module:
+        assert self.model is not None
+        return self.model
+
+    def module_policy(self) -> dict[str | type[nn.Module], ModulePolicyDescription]:
+        return {}
+
+    def postprocess(self) -> nn.Module:
+        assert self.model is not None
+        return self.model
+
+
+def test_a_policy_is_the_plans_architecture() -> None:
+    policy = Nothing()
+    given: dict[str, Any] = {"tp_size": 2, "pp_size": 1, "make_vocab_size_divisible_by": 8, "parallel_output": False}
+    plan = HybridParallelPlugin(**given, custom_policy=policy).plan(2)
+    architecture = plan.tensor.architecture
+    assert isinstance(architecture, PolicyArchitecture) and architecture.policy is policy
+    assert architecture.plan == TensorPlan(parallel_output=False, vocabulary_multiple=8)
+    assert replace(plan, tensor=architecture.plan) == HybridParallelPlugin(**given).plan(2)
+    with pytest.warns(UserWarning, match="custom_policy=.*tp_size > 1 only"):
+        assert HybridParallelPlugin(tp_size=1, pp_size=1, custom_policy=policy).plan(1).tensor == TensorPlan()
+
+
+def test_ranks_that_do_not_divide() -> None:
+    with pytest.raises(ValueError, match="tp_size=3 does not divide the 4 ranks"):
+        HybridParallelPlugin(tp_size=3, pp_size=1).plan(4)
+
+
+def test_no_sync_where_whole_gradients_are_kept() -> None:
+    kept = [HybridParallelPlugin(tp_size=2, pp_size=1, zero_stage=stage).support_no_sync() for stage in (0, 1, 2)]
+    assert kept == [True, True, False]
+
+
+def test_a_pipeline_is_named_where_there_is_none() -> None:
+    booster = Booster(plugin=HybridParallelPlugin(tp_size=1, pp_size=1))
+    with pytest.raises(
+        NotImplementedError, match=r"HybridParallelPlugin\(pp_size > 1\).*plugin is HybridParallelPlugin"
+    ):
+        booster.execute_pipeline(iter([]), nn.Linear(1, 1), nn.MSELoss())
+
+
+def test_checkpointing_is_no_part_of_the_plan() -> None:
+    config = GradientCheckpointConfig(0.5)
+    plugin = HybridParallelPlugin(tp_size=2, pp_size=1, gradient_checkpoint_config=config, enable_flash_attention=True)
+    assert plugin.plan(2) == DDP

@@ -1,0 +1,381 @@
+"""Shardformer's data: configurations, policies as cuts, attention and checkpointing of Hugging Face models."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import BertConfig, BertModel, BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForCausalLM, T5Config
+from transformers import T5ForConditionalGeneration as T5
+from transformers.pytorch_utils import Conv1D
+
+from shardwise.plan import TensorPlan
+from shardwise.shardformer import (
+    GradientCheckpointConfig,
+    ModulePolicyDescription,
+    PipelineGradientCheckpointConfig,
+    Policy,
+    ShardConfig,
+    SubModuleReplacementDescription,
+    layer,
+)
+from shardwise.shardformer.policies import PolicyArchitecture
+from shardwise.shardformer.shard.changes import changed_model
+from shardwise.tensor import Axis, Cutting
+
+SHARD_CONFIG = {
+    "tensor_parallel_process_group": None,
+    "sequence_parallel_process_group": None,
+    "pipeline_stage_manager": None,
+    "enable_tensor_parallelism": True,
+    "enable_all_optimization": False,
+    "enable_fused_normalization": False,
+    "enable_flash_attention": False,
+    "enable_jit_fused": False,
+    "enable_sequence_parallelism": False,
+    "sequence_parallelism_mode": None,
+    "parallel_output": True,
+    "make_vocab_size_divisible_by": 64,
+    "gradient_checkpoint_config": None,
+    "extra_kwargs": {},
+    "sp_axis": None,
+    "pg_mesh": None,
+    "inner_ring_size": None,
+    "moe_dp_group": None,
+    "ep_group": None,
+    "fp8_communication": False,
+}
+NOT_YET: dict[str, Any] = {
+    "sequence_parallel_process_group": object(),
+    "pipeline_stage_manager": object(),
+    "enable_all_optimization": True,
+    "enable_fused_normalization": True,
+    "enable_jit_fused": True,
+    "enable_sequence_parallelism": True,
+    "sequence_parallelism_mode": "ring",
+    "sp_axis": 1,
+    "pg_mesh": object(),
+    "inner_ring_size": 2,
+    "moe_dp_group": object(),
+    "ep_group": object(),
+    "fp8_communication": True,
+}
+
+
+def test_the_fields_of_a_configuration() -> None:
+    parameters = inspect.signature(ShardConfig).parameters
+    assert list(parameters) == list(SHARD_CONFIG)
+    config = ShardConfig()
+    assert {name: getattr(config, name) for name in SHARD_CONFIG} == SHARD_CONFIG
+    assert (config.tensor_parallel_size, config.sequence_parallel_size, config.expert_parallel_size) == (1, 1, 1)
+
+
+@pytest.mark.parametrize("name", NOT_YET)
+def test_what_a_configuration_cannot_have_yet(name: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"^{name}="):
+        ShardConfig(**{name: NOT_YET[name]})
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ({"make_vocab_size_divisible_by": 0}, ValueError),
+        ({"parallel_output": "yes"}, TypeError),
+        ({"enable_flash_attention": 1}, TypeError),
+        ({"tensor_parallel_process_group": 3}, ValueError),
+    ],
+    ids=str,
+)
+def test_a_configuration_is_checked(given: dict[str, Any], error: type[Exception]) -> None:
+    ((name, _),) = given.items()
+    with pytest.raises(error, match=f"^{name}="):
+        ShardConfig(**given)
+
+
+# -- policies
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 12), nn.Linear(12, 8)])
+        self.num_heads = 4
+
+
+class Toy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 8)
+        self.blocks = nn.ModuleList([Inner(), Inner()])
+        self.fused = Conv1D(24, 8)
+        self.back = Conv1D(8, 24)
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 10, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def replaced(suffix: str, target: Any, ignore: bool = False, **kwargs: Any) -> SubModuleReplacementDescription:
+    return SubModuleReplacementDescription(suffix, target, kwargs, ignore)
+
+
+class ToyPolicy(Policy):
+    """Says what it is made with."""
+
+    def __init__(self, descriptions: dict[Any, ModulePolicyDescription], before: Callable[[Any], Any] | None = None):
+        super().__init__()
+        self.descriptions, self.before = descriptions, before
+
+    def config_sanity_check(self) -> None:
+        assert self.shard_config is not None
+        if self.shard_config.tensor_parallel_size > 2:
+            raise ValueError("two ranks at most")
+
+    def preprocess(self) -> Any:
+        return self.model if self.before is None else self.before(self.model)
+
+    def module_policy(self) -> dict[Any, ModulePolicyDescription]:
+        return self.descriptions
+
+    def postprocess(self) -> Any:
+        return self.model
+
+
+def collected(model: nn.Module, policy: Policy, ranks: int = 2, rank: int = 1) -> Cutting:
+    cutting = Cutting(Axis(SimpleNamespace(rank=rank, size=ranks)))  # type: ignore[arg-type]
+    PolicyArchitecture(policy, TensorPlan(vocabulary_multiple=4)).collect(model, cutting)
+    return cutting
+
+
+def of_toy(*replacements: SubModuleReplacementDescription, **more: Any) -> ToyPolicy:
+    return ToyPolicy({Toy: ModulePolicyDescription(sub_module_replacement=list(replacements), **more)})
+
+
+def shape(cutting: Cutting, param: Any) -> tuple[int, ...] | None:
+    part = cutting.part_of(param)
+    return None if part is None else tuple(part.shape)
+
+
+def test_a_policy_becomes_cuts() -> None:
+    model = Toy()
+    policy = ToyPolicy(
+        {
+            Inner: ModulePolicyDescription(
+                attribute_replacement={"num_heads": 2, "layers.training": "said"},
+                sub_module_replacement=[
+                    replaced("layers[0]", layer.Linear1D_Col, seq_parallel_mode=None),
+                    replaced("layers[1]", layer.Linear1D_Row, fp8_communication=False),
+                    replaced("gone", layer.Linear1D_Row, ignore=True),
+                ],
+            )
+        }
+    )
+    policy.append_or_create_submodule_replacement(
+        [
+            replaced("embedding", layer.VocabParallelEmbedding1D, make_vocab_size_divisible_by=4),
+            replaced("head", layer.VocabParallelLMHead1D, make_vocab_size_divisible_by=4, gather_output=True),
+        ],
+        policy.descriptions,
+        "Toy",
+    )
+    policy.append_or_create_submodule_replacement(
+        replaced("fused", layer.GPT2FusedLinearConv1D_Col, split_sizes=[8, 16]), policy.descriptions, "Toy"
+    )
+    policy.append_or_create_submodule_replacement(
+        [replaced("back", layer.GPT2FusedLinearConv1D_Row), replaced("norm", layer.LayerNorm)],
+        policy.descriptions,
+        "Toy",
+    )
+    policy.append_or_create_method_replacement({"forward": lambda self: self.num_heads}, policy.descriptions, Inner)
+    before = {name: param.shape for name, param in model.named_parameters()}
+    cutting = collected(model, policy)
+    assert {name: param.shape for name, param in model.named_parameters()} == before  # nothing is done yet
+    inner = model.blocks[1]
+    assert [shape(cutting, p) for p in inner.layers.parameters()] == [(6, 8), (6,), (8, 6), None]
+    assert shape(cutting, model.head.weight) == (8, 8)  # 10 rows, padded to 16
+    fused = cutting.part_of(model.fused.weight)
+    assert fused is not None and fused.cut.ranges == (((0, 4), (8, 16)), ((4, 8), (16, 24)))
+    assert shape(cutting, model.fused.bias) == (12,) and shape(cutting, model.back.weight) == (12, 8)
+    assert shape(cutting, model.norm.weight) is None and shape(cutting, model.back.bias) is None
+    assert policy.model is model and policy.shard_config is not None
+    assert policy.shard_config.tensor_parallel_size == 2 and policy.shard_config.make_vocab_size_divisible_by == 4
+    cutting.install()
+    assert inner() == 2 and inner.layers.training == "said"
+    cutting.remove()
+    assert inner.num_heads == 4 and inner.layers.training is True and "forward" not in vars(inner)
+
+
+class Foreign:
+    pass
+
+
+def other(model: nn.Module) -> nn.Module:
+    return Toy()
+
+
+def grown(model: nn.Module) -> nn.Module:
+    model.embedding = nn.Embedding(16, 8)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("policy", "error", "words"),
+    [
+        (of_toy(replaced("head", layer.Linear1D_Col, skip_bias_add=True)), NotImplementedError, "skip_bias_add=True"),
+        (of_toy(replaced("head", layer.Linear1D_Row, parallel_input=False)), NotImplementedError, "parallel_input"),
+        (of_toy(replaced("head", layer.Linear1D_Row, gathers=True)), TypeError, "gathers=True"),
+        (of_toy(replaced("norm", layer.FusedLayerNorm)), NotImplementedError, "give LayerNorm"),
+        (of_toy(replaced("embedding", layer.PaddingEmbedding)), NotImplementedError, "VocabParallelEmbedding1D"),
+        (of_toy(replaced("head", Foreign)), NotImplementedError, "Foreign.*shardwise.shardformer.layer"),
+        (of_toy(replaced("tail", layer.Linear1D_Col)), ValueError, "Toy.tail: a Toy has no 'tail'"),
+        (of_toy(replaced("blocks[2].layers", layer.Linear1D_Col)), ValueError, r"has no 'blocks\[2\].layers'"),
+        (of_toy(replaced("blocks[x]", layer.Linear1D_Col)), ValueError, "is no name"),
+        (of_toy(replaced("norm", layer.Linear1D_Col)), TypeError, "Toy.norm as Linear1D_Col: a LayerNorm cannot"),
+        (of_toy(replaced("norm", layer.VocabParallelEmbedding1D)), TypeError, "give an nn.Embedding"),
+        (of_toy(replaced("fused", layer.FusedLinear1D_Col, split_sizes=[9, 15])), ValueError, "multiple of 2"),
+        (of_toy(attribute_replacement={"neck.width": 3}), ValueError, "has no 'neck'"),
+        (of_toy(param_replacement=[print]), NotImplementedError, "param_replacement of Toy"),
+        (ToyPolicy({Inner: ModulePolicyDescription()}, before=other), ValueError, "preprocess.* returned Toy, not the"),
+        (ToyPolicy({Inner: ModulePolicyDescription()}, before=grown), ValueError, "changed embedding.*padded where"),
+        (ToyPolicy({BertModel: ModulePolicyDescription()}), ValueError, "names no class that a Toy has"),
+    ],
+)
+def test_what_a_policy_cannot_say(policy: Policy, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        collected(Toy(), policy)
+
+
+def test_a_policy_that_refuses_and_parts_that_are_not_equal() -> None:
+    with pytest.raises(ValueError, match="two ranks at most"):
+        collected(Toy(), of_toy(), ranks=4)
+    odd = of_toy(replaced("head", layer.Linear1D_Col))
+    odd.config_sanity_check = lambda: None  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match=r"Toy.head as Linear1D_Col: 10 elements do not divide over 3 ranks"):
+        collected(Toy(), odd, ranks=3)
+
+
+# -- what is asked of a model
+
+
+def llama() -> LlamaForCausalLM:
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "vocab_size": 32}
+    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=5, attn_implementation="eager", **sizes))
+
+
+def checkpointing(model: nn.Module) -> list[bool]:
+    flags = [module for module in model.modules() if type(module).__name__.endswith(("Layer", "Block"))]
+    return [bool(module.gradient_checkpointing) for module in flags if hasattr(module, "gradient_checkpointing")]
+
+
+@pytest.mark.parametrize(
+    ("config", "count"),
+    [
+        (GradientCheckpointConfig(), 0),
+        (GradientCheckpointConfig(gradient_checkpointing_ratio=0.5), 2),
+        (GradientCheckpointConfig(1.0), 5),
+        (PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=0.4), 2),
+        (PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=[3]), 3),
+        (PipelineGradientCheckpointConfig(None, [1]), 1),  # type: ignore[arg-type]
+    ],
+)
+def test_defect_7_the_first_layers_are_checkpointed(config: GradientCheckpointConfig, count: int) -> None:
+    model, ids = llama(), torch.arange(6).view(1, 6)
+    model(ids, labels=ids).loss.backward()
+    expected = [param.grad.clone() for param in model.parameters()]  # type: ignore[union-attr]
+    model.zero_grad()
+    calls = []
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(0))
+    model.model.layers[4].mlp.register_forward_pre_hook(lambda *_: calls.append(4))
+    with changed_model(model, flash=False, checkpointing=config):
+        pass
+    assert checkpointing(model) == [True] * count + [False] * (5 - count)
+    model(ids, labels=ids).loss.backward()
+    assert (calls.count(0), calls.count(4)) == (1 + (count > 0), 1 + (count > 4))
+    for param, grad in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(param.grad, grad)
+
+
+def test_each_stack_has_its_own_share() -> None:
+    config = T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=2, num_decoder_layers=4, num_heads=2, vocab_size=16)
+    model = T5(config)
+    with changed_model(model, flash=False, checkpointing=GradientCheckpointConfig(0.5)):
+        pass
+    flags = [[block.gradient_checkpointing for block in stack.block] for stack in (model.encoder, model.decoder)]
+    assert flags == [[True, False], [True, True, False, False]]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"gradient_checkpointing_ratio": 1.5}, "gradient_checkpointing_ratio=1.5"),
+        ({"num_ckpt_layers_per_stage": [1, -1]}, r"num_ckpt_layers_per_stage\[1\]=-1"),
+    ],
+)
+def test_a_checkpointing_configuration_is_checked(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        PipelineGradientCheckpointConfig(**given)
+    with pytest.raises(TypeError, match="gradient_checkpointing_ratio=None"):
+        PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("counts", [[6], [1, 1]])
+def test_more_layers_than_there_are(counts: list[int]) -> None:
+    model = llama()
+    config = PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=counts)
+    with pytest.raises(ValueError, match="one piece with 5 layers"), changed_model(model, True, config):
+        raise AssertionError("never here")
+    assert checkpointing(model) == [False] * 5 and model.config._attn_implementation == "eager"
+    with (
+        pytest.raises(ValueError, match="has no layers of transformers'"),
+        changed_model(nn.Linear(1, 1), False, GradientCheckpointConfig(1.0)),
+    ):
+        raise AssertionError("never here")
+
+
+def test_an_error_puts_the_model_back() -> None:
+    model = llama()
+    with pytest.raises(KeyError), changed_model(model, True, GradientCheckpointConfig(1.0)):
+        assert checkpointing(model) == [True] * 5 and model.config._attn_implementation == "sdpa"
+        raise KeyError
+    assert checkpointing(model) == [False] * 5 and model.config._attn_implementation == "eager"
+    assert not any("_gradient_checkpointing_func" in vars(module) for module in model.model.layers)
+
+
+def test_flash_attention_is_torchs_own() -> None:
+    model = llama()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with changed_model(model, flash=True, checkpointing=None):
+            pass
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: BloomForCausalLM(BloomConfig(hidden_size=8, n_head=2, n_layer=1, vocab_size=16)),
+        lambda: nn.Linear(1, 1),
+    ],
+    ids=["bloom", "plain"],
+)
+def test_flash_attention_of_a_model_that_has_none(make: Callable[[], nn.Module]) -> None:
+    model = make()
+    with (
+        pytest.warns(UserWarning, match=f"enable_flash_attention=True without effect in a {type(model).__name__}") as w,
+        changed_model(model, flash=True, checkpointing=None),
+    ):
+        pass
+    assert len(w) == 1
+
+
+def test_bert_has_it() -> None:
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8, "num_hidden_layers": 1}
+    model = BertModel(BertConfig(vocab_size=16, attn_implementation="eager", **sizes))
+    with changed_model(model, flash=True, checkpointing=GradientCheckpointConfig(1.0)):
+        pass
+    assert model.config._attn_implementation == "sdpa" and checkpointing(model) == [True]
