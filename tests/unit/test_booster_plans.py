@@ -191,6 +191,7 @@ GEMINI_CASES: list[tuple[dict[str, Any], Plan]] = [
     ({"shard_param_frac": 0.75}, GEMINI.but(gathered_fraction=0.25)),
     ({"max_prefetch": 3}, GEMINI.but(prefetch=3)),
     ({"extra_dp_size": 2}, GEMINI.but(dp_replicate=2)),
+    ({"tp_size": 2}, GEMINI.but(tp=2)),
     ({"enable_gradient_accumulation": True}, GEMINI),
     ({"strict_ddp_mode": True}, GEMINI),
     ({"enable_async_reduce": False}, GEMINI.but(overlap=False)),
@@ -235,6 +236,10 @@ GEMINI_CASES: list[tuple[dict[str, Any], Plan]] = [
     (
         {"chunk_config_dict": {4: {"chunk_size": 1000}, 2: {"chunk_size": 500}}, "extra_dp_size": 2},
         GEMINI.but(packing=ByNumel(chunk_numel=500), dp_replicate=2),
+    ),
+    (
+        {"chunk_config_dict": {4: {"chunk_size": 1000}, 2: {"chunk_size": 500}}, "tp_size": 2},
+        GEMINI.but(packing=ByNumel(chunk_numel=500), tp=2),
     ),
 ]
 
@@ -302,10 +307,8 @@ def test_gemini_refuses(given: dict[str, Any]) -> None:
 
 
 GEMINI_NOT_YET: dict[str, Any] = {
-    "tp_size": 2,
     "enable_all_optimization": True,
     "enable_fused_normalization": True,
-    "enable_flash_attention": True,
     "enable_sequence_parallelism": True,
     "enable_jit_fused": True,
     "enable_sequence_overlap": True,
@@ -325,6 +328,13 @@ def test_gradients_that_are_not_kept_cannot_be_accumulated(precision: str) -> No
     with pytest.raises(ValueError, match=f"update='backward' with enable_gradient.*'{precision}'.*one backward pass"):
         GeminiPlugin(update="backward", enable_gradient_accumulation=True, precision=precision)
     GeminiPlugin(update="backward", enable_gradient_accumulation=True, precision=precision, max_norm=1.0)
+
+
+def test_gemini_over_ranks_with_parts_of_layers() -> None:
+    with pytest.raises(ValueError, match="tp_size=3 does not divide the 4 ranks"):
+        GeminiPlugin(tp_size=3).plan(4)
+    with pytest.raises(NotImplementedError, match=r"update='backward'.*tp_size=2"):
+        GeminiPlugin(tp_size=2, update="backward")
 
 
 @pytest.mark.parametrize("given", [{"tp_size": 2}, {"enable_sequence_parallelism": True}], ids=str)

@@ -37,6 +37,7 @@ __all__ = [
     "Plugin",
     "ShardedPlugin",
     "all_ranks",
+    "data_parallel_size",
     "device_bytes",
     "start_ranks",
     "updates_early",
@@ -59,6 +60,20 @@ def all_ranks() -> tuple[int, int]:
     if not (dist.is_available() and dist.is_initialized()):
         return 0, 1
     return dist.get_rank(), dist.get_world_size()
+
+
+def data_parallel_size(ranks: int, tp_size: int) -> int:
+    """How many of ``ranks`` see different data.
+
+    Raises:
+        ValueError: ``tp_size`` does not divide them.
+    """
+    if ranks % tp_size:
+        raise ValueError(
+            f"tp_size={tp_size} does not divide the {ranks} ranks: start another number of them, or give a tp_size "
+            f"that divides {ranks}"
+        )
+    return ranks // tp_size
 
 
 def device_bytes(device_memory: int | str | None) -> int | None:

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from shardwise.booster.plugin.argument_types import check_types, fits
-from shardwise.booster.plugin.base import ShardedPlugin, device_bytes
-from shardwise.booster.plugin.engine_arguments import EngineArguments, grad_plan, precision_plan
+from shardwise.booster.plugin.base import Boosted, ShardedPlugin, all_ranks, data_parallel_size, device_bytes
+from shardwise.booster.plugin.engine_arguments import EngineArguments, check_update, grad_plan, precision_plan
 from shardwise.checked import MOST_NUMEL, number, refuse, share, whole
 from shardwise.loss_scale import scaler_plan
 from shardwise.plan import (
@@ -31,6 +32,7 @@ from shardwise.plan import (
     usual_exchange,
 )
 from shardwise.published import documented, given_in_vain
+from shardwise.shardformer.shard.changes import changed_model
 from shardwise.trace.stats import MemStats
 
 __all__ = ["GeminiArguments", "GeminiPlugin", "to_plan"]
@@ -45,9 +47,8 @@ OLD_POLICIES = {
 NOT_YET = {
     "use_fp8": "use precision='bf16'",
     "fp8_communication": "leave it False",
-    "enable_all_optimization": "leave it False",
+    "enable_all_optimization": "give enable_flash_attention=True, which is what there is of it",
     "enable_fused_normalization": "leave it False",
-    "enable_flash_attention": "leave it False; torch's scaled_dot_product_attention chooses its kernel by itself",
     "enable_sequence_parallelism": "leave it False",
     "enable_jit_fused": "leave it False; torch.compile may be applied to the model's blocks before boost",
     "enable_sequence_overlap": "leave it False",
@@ -115,14 +116,15 @@ class GeminiArguments(EngineArguments, _First):
             :class:`~shardwise.trace.stats.MemStats`, or the path of a saved one), instead of a traced first step.
         gpu_margin_mem_ratio: for ``"auto"`` only: share of what remains of the device's memory that optimizer state
             moves into after the first step.
-        tp_size: ranks of tensor parallelism; 1.
+        tp_size: ranks that hold parts of the same layers (tensor parallelism); neighbours.
         extra_dp_size: number of replicas of the sharded model.
-        enable_all_optimization: model rewriting; not yet, as the five that follow.
-        enable_fused_normalization: see above.
-        enable_flash_attention: see above.
-        enable_sequence_parallelism: see above.
-        enable_jit_fused: see above.
-        enable_sequence_overlap: see above.
+        enable_all_optimization: model rewriting; not yet.
+        enable_fused_normalization: not yet.
+        enable_flash_attention: the model's attention is torch's ``scaled_dot_product_attention``, which takes a flash
+            kernel where there is one. A model that cannot is left as it is, with a warning.
+        enable_sequence_parallelism: not yet.
+        enable_jit_fused: not yet.
+        enable_sequence_overlap: not yet.
         enable_async_reduce: reduce gradients while backward still runs.
         use_fp8: multiply in 8 bits.
         verbose: report the chunk search, and say when a step is skipped.
@@ -146,7 +148,8 @@ class GeminiArguments(EngineArguments, _First):
         check_types(GeminiArguments, self, fractions=("search_range_m",), own=("memstats",))
         _check(self)
         scaler_plan(self)  # also where the precision is another
-        ranks = next(iter(self.chunk_config_dict)) * self.extra_dp_size if self.chunk_config_dict else None
+        shards = next(iter(self.chunk_config_dict)) if self.chunk_config_dict else None
+        ranks = None if shards is None else shards * self.extra_dp_size * self.tp_size
         _check_accumulation(self, to_plan(self, ranks))
         _ = self._stats  # a file that is none is an error here, not at the first boost
         for reason, names in _without_effect(self).items():
@@ -207,8 +210,7 @@ def _check(arguments: GeminiArguments) -> None:
     _check_search(a)
     if a.chunk_config_dict is not None:
         _check_chunks(a.chunk_config_dict)
-    if a.tp_size > 1:
-        refuse("tp_size", a.tp_size, "leave it 1")
+    check_update(a, a.tp_size)
     for name, instead in NOT_YET.items():
         if getattr(a, name):
             refuse(name, True, instead)
@@ -308,10 +310,10 @@ def to_plan(arguments: GeminiArguments, world_size: int | None = None) -> Plan:
 
     Raises:
         ValueError: a value out of range, no entry of ``chunk_config_dict`` for that number of ranks, or ranks that
-            ``extra_dp_size`` does not divide.
+            ``extra_dp_size`` and ``tp_size`` do not divide.
     """
     a = arguments
-    mesh = MeshPlan(dp_shard=-1, dp_replicate=a.extra_dp_size)
+    mesh = MeshPlan(dp_shard=-1, dp_replicate=a.extra_dp_size, tp=a.tp_size)
     shard_ranks = None if world_size is None else mesh.resolve(world_size).dp_shard
     tiers = _tiers(a)
     packing, gathered_fraction = _packing(a, shard_ranks)
@@ -343,7 +345,21 @@ class GeminiPlugin(ShardedPlugin, GeminiArguments):
     """Chunked ZeRO-3 and what lies between it and ZeRO-2; the arguments are those of :class:`GeminiArguments`."""
 
     def plan(self, world_size: int) -> Plan:
+        """Raises:
+        ValueError: ``tp_size`` does not divide the ranks, or what is left of them has no such plan.
+        """
+        data_parallel_size(world_size, self.tp_size)
         return to_plan(self, world_size)
+
+    def data_parallel(self) -> tuple[int, int]:
+        """(this rank's index, number) among the ranks that see different data: those that hold parts of the same
+        layers see the same."""
+        rank, size = all_ranks()
+        return rank // self.tp_size, data_parallel_size(size, self.tp_size)
+
+    def configure(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Boosted:
+        with changed_model(model, self.enable_flash_attention, None):
+            return super().configure(model, optimizer)
 
     def supported_precisions(self) -> list[str]:
         return ["fp16", "bf16", "fp32"]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shardwise.booster.plugin.argument_types import check_types
-from shardwise.booster.plugin.base import Boosted, ShardedPlugin, all_ranks, device_bytes
+from shardwise.booster.plugin.base import Boosted, ShardedPlugin, all_ranks, data_parallel_size, device_bytes
 from shardwise.booster.plugin.engine_arguments import (
     DTYPES,
     EngineArguments,
@@ -284,22 +284,14 @@ class HybridParallelPlugin(ShardedPlugin, HybridParallelArguments):
         """Raises:
         ValueError: ``tp_size`` does not divide the ranks.
         """
-        self._data_parallel_size(world_size)
+        data_parallel_size(world_size, self.tp_size)
         return to_plan(self)
-
-    def _data_parallel_size(self, world_size: int) -> int:
-        if world_size % self.tp_size:
-            raise ValueError(
-                f"tp_size={self.tp_size} does not divide the {world_size} ranks: start another number of them, or give "
-                f"a tp_size that divides {world_size}"
-            )
-        return world_size // self.tp_size
 
     def data_parallel(self) -> tuple[int, int]:
         """(this rank's index, number) among the ranks that see different data: those that hold parts of the same
         layers see the same."""
         rank, size = all_ranks()
-        return rank // self.tp_size, self._data_parallel_size(size)
+        return rank // self.tp_size, data_parallel_size(size, self.tp_size)
 
     def configure(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Boosted:
         with changed_model(model, self.enable_flash_attention, self.gradient_checkpoint_config):
