@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -33,20 +33,32 @@ class Architecture:
 _KNOWN: dict[str, Architecture] = {name: Architecture(name, modules) for name, modules in TABLES.items()}
 
 
-def register_architecture(architecture: Architecture) -> None:
-    """From here on models with these classes can be cut; one of the same name is replaced. On every rank.
+def register_architecture(architecture: Architecture) -> Callable[[], None]:
+    """From here on models with these classes can be cut. On every rank. To cut one with other rules than it has, give
+    them to the plan instead.
+
+    Returns:
+        a function that takes it back.
 
     Raises:
-        ValueError: another architecture has a class of the same name.
+        ValueError: there is one of this name, or with a class of the same name.
     """
+    if architecture.name in _KNOWN:
+        raise ValueError(f"there is an architecture {architecture.name!r} already: give another name")
     for name, other in _KNOWN.items():
         both = sorted(set(other.modules) & set(architecture.modules))
-        if both and name != architecture.name:
+        if both:
             raise ValueError(
-                f"architecture {architecture.name!r} has rules for {', '.join(both)}, as {name!r} has: give it that "
-                "name to replace it, or leave them out"
+                f"architecture {architecture.name!r} has rules for {', '.join(both)}, as {name!r} has: leave them out, "
+                "or give it to the plan (TensorPlan(architecture=...)), where it counts alone"
             )
     _KNOWN[architecture.name] = architecture
+
+    def take_back() -> None:
+        if _KNOWN.get(architecture.name) is architecture:
+            del _KNOWN[architecture.name]
+
+    return take_back
 
 
 def known_architectures() -> tuple[str, ...]:

@@ -1,4 +1,5 @@
-"""What CONTRIBUTING.md tells others to do works from outside: a format, a backend, a plugin and a tier of their own."""
+"""What CONTRIBUTING.md tells others to do works from outside: a format, a backend, a plugin, a tier and an architecture
+of their own."""
 
 from __future__ import annotations
 
@@ -9,8 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tensor_setup
 import torch
 import torch.distributed as dist
+from scope import Scope
 from torch import nn
 
 from shardwise.booster import Booster
@@ -21,11 +24,13 @@ from shardwise.checkpoint.session import Checkpointer
 from shardwise.comm import register_backend
 from shardwise.disk import DiskError, Medium, register_medium
 from shardwise.mesh import Mesh
-from shardwise.plan import DiskPlan, Plan, on_device, zero
-from shardwise.testing import run_ranks
+from shardwise.plan import DiskPlan, Plan, TensorPlan, on_device, zero
+from shardwise.tensor import Axis, cut_model, register_architecture
+from shardwise.testing import assert_close, run_ranks
 from tests.recipes.half_plugin import HalfPlugin
 from tests.recipes.npz_format import FORMAT
 from tests.recipes.plain_backend import PlainGroup, make_group
+from tests.recipes.tensor_architecture import ARCHITECTURE, Mini
 from tests.recipes.zlib_medium import CompressedMemory, open_compressed
 
 STEPS = 3
@@ -299,3 +304,36 @@ def test_a_tier_of_others_that_fails_loses_nothing(update: str) -> None:
         assert "RuntimeError: the other machine is gone" in message and "Everything is as it was" in message
         assert as_before
         torch.testing.assert_close(state, expected, atol=1e-6, rtol=1e-5)
+
+
+# ---- an architecture
+
+
+def cut_over_ranks() -> None:
+    """Logits and every gradient are those of the whole model."""
+    ids = torch.randint(0, 29, (2, 5), generator=torch.Generator().manual_seed(0))
+    found = []
+    with Scope("shared") as group:
+        axis = Axis(group)
+        with pytest.raises(ValueError, match="Mini cannot be cut: it has no module of a known architecture"):
+            cut_model(Mini(), axis, TensorPlan())
+        take_back = register_architecture(ARCHITECTURE)
+        try:
+            for cut in (False, True):
+                torch.manual_seed(0)
+                model = Mini().double()
+                if cut:
+                    tensor_setup.cut(model, axis, TensorPlan())
+                    assert model.blocks[1].qkv.weight.shape[0] < 72
+                logits = model(ids)
+                logits.square().mean().backward()
+                grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+                found.append(tensor_setup.whole(model, axis, grads | {"logits": logits.detach()}))
+        finally:
+            take_back()
+    assert_close(found[1], found[0], 1e-11, "an architecture of others", floor=1e-2)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_an_architecture_of_others_is_cut(ranks: int) -> None:
+    run_ranks(ranks, cut_over_ranks)

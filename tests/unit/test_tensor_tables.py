@@ -1,0 +1,170 @@
+"""What cannot be cut is one error before anything changes, and how heads are divided."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tensor_cases import CASES, decoder
+from torch import nn
+
+from shardwise.plan import TensorPlan
+from shardwise.tensor import (
+    Architecture,
+    Axis,
+    Embedding,
+    Head,
+    Mlp,
+    cut_model,
+    known_architectures,
+    register_architecture,
+)
+from shardwise.tensor.heads import Heads
+
+PLAN = TensorPlan(vocabulary_multiple=4)
+
+
+def axis(size: int, rank: int = 0) -> Axis:
+    """Ranks that exchange nothing."""
+    group: Any = SimpleNamespace(size=size, rank=rank)
+    return Axis(group)
+
+
+def message(model: nn.Module, size: int, plan: TensorPlan = PLAN) -> str:
+    """Of the error; nothing has changed."""
+    before = {name: (type(module), dict(vars(module))) for name, module in model.named_modules()}
+    shapes = {name: param.shape for name, param in model.named_parameters()}
+    with pytest.raises(ValueError) as error:
+        cut_model(model, axis(size), plan)
+    assert {name: (type(module), dict(vars(module))) for name, module in model.named_modules()} == before
+    assert {name: param.shape for name, param in model.named_parameters()} == shapes
+    return str(error.value)
+
+
+def test_there_is_a_table_and_a_test_for_each_architecture() -> None:
+    assert set(known_architectures()) == set(CASES)
+
+
+def test_more_ranks_than_heads() -> None:
+    found = message(transformers.LlamaForCausalLM(decoder("Llama")), 8)
+    assert found.startswith("LlamaForCausalLM cannot be cut over 8 ranks: model.layers.0.self_attn (LlamaAttention): ")
+    assert "6 attention heads are fewer than 8 ranks; cut over 6 ranks at most" in found
+
+
+def test_an_mlp_of_fewer_elements_than_ranks() -> None:
+    found = message(transformers.LlamaForCausalLM(decoder("Llama", intermediate_size=3)), 4)
+    assert "model.layers.0.mlp (LlamaMLP): gate_proj has 3 outputs, fewer than 4 ranks" in found
+
+
+def test_an_unknown_model_names_the_known_architectures_and_how_to_add_one() -> None:
+    found = message(nn.Sequential(nn.Linear(4, 4)), 2)
+    assert "Sequential cannot be cut: it has no module of a known architecture (bert, bloom, " in found
+    assert "register_architecture(" in found and "CONTRIBUTING.md" in found
+
+
+def test_an_architecture_that_is_not_the_models() -> None:
+    plan = TensorPlan(architecture=Architecture("mine", {"Other": (Mlp(columns=("up",), rows=("down",)),)}))
+    found = message(transformers.LlamaForCausalLM(decoder("Llama")), 2, plan)
+    assert "no module that architecture 'mine' has rules for (Other)" in found
+
+
+def test_an_attribute_that_says_other_heads_than_the_layers_have() -> None:
+    model = transformers.BertModel(decoder("Bert"))
+    model.encoder.layer[1].attention.self.num_attention_heads = 3
+    assert "encoder.layer.1.attention (BertAttention): num_attention_heads is 3, and its layers are for 6" in message(
+        model, 2
+    )
+
+
+def test_a_layer_with_a_forward_pass_of_its_own() -> None:
+    class Quantised(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input).round()
+
+    model = transformers.LlamaForCausalLM(decoder("Llama"))
+    model.model.layers[0].mlp.up_proj = Quantised(24, 22)
+    assert "a Quantised cannot be cut by columns or rows" in message(model, 2)
+
+
+def test_a_layer_that_is_missing() -> None:
+    model = transformers.LlamaForCausalLM(decoder("Llama"))
+    del model.model.layers[0].mlp.up_proj
+    assert "it has no 'up_proj', only gate_proj, down_proj, act_fn" in message(model, 2)
+
+
+def test_a_bloom_that_multiplies_slices_of_weights() -> None:
+    config = decoder("Bloom", n_head=6, slow_but_exact=True)
+    assert "slow_but_exact=True needs whole layers" in message(transformers.BloomModel(config), 2)
+
+
+class Ours(transformers.LlamaModel):
+    """A model of a user's, derived from one that is known; its head is tied, and no rule names it."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.head = nn.Linear(24, config.vocab_size, bias=False)
+        self.head.weight = self.embed_tokens.weight
+
+
+def test_a_tied_layer_that_no_rule_names_would_take_a_part_for_the_whole() -> None:
+    model = Ours(decoder("Llama"))
+    assert "head.weight would be a part, tied to a layer that is cut" in message(model, 2)
+    named = Architecture("ours", {"Ours": (Embedding("embed_tokens"), Head("head"))})
+    cutting = cut_model(model, axis(2), TensorPlan(architecture=named, vocabulary_multiple=4))
+    part = cutting.part_of(model.head.weight)
+    assert part is not None and part.shape == (16, 24) and part is cutting.part_of(model.embed_tokens.weight)
+
+
+def test_two_architectures_of_one_name_or_with_one_class() -> None:
+    before = known_architectures()
+    with pytest.raises(ValueError, match="'mine' has rules for LlamaMLP, as 'llama' has"):
+        register_architecture(Architecture("mine", {"LlamaMLP": ()}))
+    take_back = register_architecture(Architecture("mine", {"Mine": ()}))
+    with pytest.raises(ValueError, match="there is an architecture 'mine' already"):
+        register_architecture(Architecture("mine", {"Another": ()}))
+    take_back()
+    take_back()
+    assert known_architectures() == before
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 6])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 6), (6, 3), (6, 2), (6, 1), (12, 4), (8, 2)])
+def test_heads_are_divided_in_groups(heads: int, kv_heads: int, ranks: int) -> None:
+    """Every query head is on one rank, together with the key head that it reads, as the local grouping finds it."""
+    found, group = Heads.over(heads, kv_heads, ranks), heads // kv_heads
+    seen = []
+    for rank in range(ranks):
+        (first, end), (kv, _) = found.query[rank], found.kv[rank]
+        queries, keys = found.counts(rank)
+        assert queries % keys == 0 and queries >= 1
+        seen += list(range(first, end))
+        assert [kv + at // (queries // keys) for at in range(queries)] == [head // group for head in range(first, end)]
+    assert seen == list(range(heads))
+    blocks, groups = found.of_all(2), found.of_groups(2)
+    for rank in range(ranks):
+        queries, keys = found.counts(rank)
+        for ranges in (blocks[rank], groups[rank]):
+            assert sum(end - start for start, end in ranges) == 2 * (queries + 2 * keys)
+
+
+def test_heads_that_do_not_divide() -> None:
+    with pytest.raises(ValueError, match="6 attention heads do not divide into groups for 4 key/value heads"):
+        Heads.over(6, 4, 2)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_parameters_of_a_rank_are_what_a_formula_says(ranks: int) -> None:
+    """Of a llama with as many heads: everything but norms is divided, the vocabulary with its padding."""
+    config = decoder("Llama", num_attention_heads=4, num_key_value_heads=4, intermediate_size=24, hidden_size=32)
+    model = transformers.LlamaForCausalLM(config)
+    cutting = cut_model(model, axis(ranks), PLAN)
+    held = 0
+    for param in model.parameters():
+        part = cutting.part_of(param)
+        held += (part.shape if part is not None else param.shape).numel()
+    rows = 29 + -29 % (4 * ranks)
+    norms = 5 * 32
+    assert held == norms + (2 * rows * 32 + 2 * (4 * 32 * 32 + 3 * 32 * 24)) // ranks
