@@ -18,7 +18,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.memory import MemoryReport
 from shardwise.engine.module import ShardedModule
 from shardwise.engine.optimizer import ShardedOptimizer
-from shardwise.engine.staging import gather_shards
+from shardwise.engine.whole import whole_gradients, whole_values
 from shardwise.mesh import Mesh, default_device
 from shardwise.plan import Plan
 from shardwise.reduce.scaler import LossScaler
@@ -93,17 +93,10 @@ class Session:
                 "reduced and not kept; look at them under update='step'"
             )
         divisors = {each.index: each.divisor() for each in self.optimizers}
-        result: dict[str, torch.Tensor] = {}
-        for state in self.engine.grads.values():
-            if state.reduced is None:
-                continue
-            wide = torch.float64 if state.reduced.dtype == torch.float64 else torch.float32
-            full = gather_shards(self.mesh.shard, state.reduced.to(wide)).div_(divisors.get(state.spec.optimizer, 1.0))
-            for index, slot in enumerate(state.spec.slots):
-                if index in state.touched:
-                    name = self.engine.layout.facts[slot.param].names[0]
-                    result[name] = full[slot.start : slot.end].view(slot.shape).clone()
-        return result
+        return {
+            self.engine.layout.facts[param].names[0]: value.div_(divisors.get(optimizer, 1.0))
+            for param, optimizer, value in whole_gradients(self.engine)
+        }
 
     # ---- parameters
 
@@ -127,17 +120,14 @@ class Session:
         """:meth:`close`, with full parameters back in the model, on the host (fp32 masters where there are any).
         Collective."""
         values: dict[int, torch.Tensor] = {}
-        index_of = {name: index for index, names in self.saved_names().items() for name in names}
-        for name, value in self.module.full_state():
-            index = index_of.get(name)
-            if index is not None and index not in values:
-                values[index] = value.to("cpu", copy=True)
-        if len(values) < len(self.params):  # a state_dict hook leaves some out
-            with self.module.gathered():
-                for index, param in enumerate(self.params):
-                    if index not in values:
-                        values[index] = param.detach().to("cpu", copy=True)
+        self.engine.guards.check()
+        self.engine.values.undo_early("unshard()")
+        self.engine.pool.settle()
+        for index, value in whole_values(self.engine, masters=True):
+            values[index] = value.to("cpu", copy=True)
         self.close()
+        if self.engine.cutting is not None:
+            self.engine.cutting.remove()
         for index, param in enumerate(self.params):
             param.grad = None
             adopt(param, values.pop(index))

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 __all__ = ["StateNames"]
@@ -25,7 +26,7 @@ class StateNames:
     of_parameter: Mapping[int, Sequence[str]]
     others: Mapping[str, Any]
 
-    def layout(self, params: Sequence[nn.Parameter]) -> dict[str, Any]:
+    def layout(self, params: Sequence[torch.Tensor]) -> dict[str, Any]:
         """By name what is there: parameters (of the right shape, gathered or not), buffers and extra state."""
         found = dict(self.others) | {name: params[i] for i, names in self.of_parameter.items() for name in names}
         return {name: found[name] for name in self.order}

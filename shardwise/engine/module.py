@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -12,20 +12,16 @@ from torch import nn
 from shardwise.attributes import attribute_of
 from shardwise.checks.collective import collective
 from shardwise.checks.unfinished import PARAMETERS
-from shardwise.chunk.chunk import Chunk
-from shardwise.disk.agreement import agreed
 from shardwise.engine.engine import Engine
 from shardwise.engine.memory import MemoryReport, memory_report
-from shardwise.engine.staging import gather_shards
+from shardwise.engine.whole import whole_values
 from shardwise.engine.writer import ValueWriter
-from shardwise.memory.tier import Tier
 from shardwise.names import StateNames
 from shardwise.torch_internals import incompatible_keys
 from shardwise.trace.stats import MemStats
 
 __all__ = ["ShardedModule"]
 
-READING, READ_AGAIN = "parameters were read", "Nothing has changed: repair the disk and try again."
 EXTRA_STATE = "_extra_state"  # what torch appends to a module's name
 
 
@@ -113,7 +109,8 @@ class ShardedModule(nn.Module):
         return engine
 
     def full_state(self, masters: bool = True) -> Iterator[tuple[str, Any]]:
-        """Every parameter (all its names) and buffer as a full tensor, a chunk at a time, and extra state. Collective.
+        """Every parameter (all its names) and buffer as a full tensor, a chunk at a time, and extra state: whole also
+        where ranks hold parts of layers. Collective.
 
         Args:
             masters: parameters with an fp32 master are given in fp32, so that nothing is lost; otherwise in the
@@ -124,26 +121,11 @@ class ShardedModule(nn.Module):
         engine.values.undo_early("a state")
         engine.pool.settle()
         names = engine.guards.state_names()
-        for chunk in engine.chunks:
-            for slot, value in zip(chunk.spec.slots, chunk.views(self._full(chunk, masters)), strict=True):
-                for name in names.of_parameter.get(slot.param, ()):
-                    yield name, value
+        for param, value in whole_values(engine, masters):
+            for name in names.of_parameter.get(param, ()):
+                yield name, value
         for name, value in names.others.items():
             yield name, value.detach() if isinstance(value, torch.Tensor) else value
-
-    def _full(self, chunk: Chunk, masters: bool) -> torch.Tensor:
-        mesh, state = self._engine.mesh, self._engine.states.get(chunk.spec.index)
-        with ExitStack() as stack:
-            part: torch.Tensor | None = None
-            if masters and state is not None and state.dtype is not None:
-                with agreed(mesh.world, READING, READ_AGAIN, needed=state.tier is Tier.DISK):
-                    part = stack.enter_context(state.opened())
-            if part is None:
-                if chunk.resident and chunk.full is not None:
-                    return chunk.full.clone()
-                with agreed(mesh.world, READING, READ_AGAIN, needed=chunk.source.tier is Tier.DISK):
-                    part = stack.enter_context(chunk.opened())
-            return gather_shards(mesh.shard, part.to(chunk.device))
 
     @collective("state_dict() of the model")
     def state_dict(  # type: ignore[override]
@@ -175,7 +157,12 @@ class ShardedModule(nn.Module):
 
     def state_layout(self) -> dict[str, Any]:
         """Names and shapes of :meth:`state_dict` without gathering; the values of parameters are not to be read."""
-        return self._engine.guards.state_names().layout(self._engine.params)
+        facts = self._engine.layout.facts
+        outlines = [
+            param if fact.part is None else torch.empty(fact.whole, dtype=fact.dtype, device="meta")
+            for param, fact in zip(self._engine.params, facts, strict=True)
+        ]
+        return self._engine.guards.state_names().layout(outlines)
 
     @collective("load_state_dict() of the model")
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -191,7 +178,7 @@ class ShardedModule(nn.Module):
         shapes = {n: value.shape for n, value in names.others.items() if isinstance(value, torch.Tensor)}
         missing = [name for name in names.others if name not in state_dict]
         for param, own_names in names.of_parameter.items():
-            shapes |= dict.fromkeys(own_names, self._engine.layout.facts[param].shape)
+            shapes |= dict.fromkeys(own_names, self._engine.layout.facts[param].whole)
             # A tied parameter may be given under one of its names only.
             if not any(name in state_dict for name in own_names):
                 missing += own_names

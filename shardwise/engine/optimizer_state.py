@@ -11,17 +11,20 @@ import torch
 
 from shardwise.checks.param_groups import check_modes
 from shardwise.chunk.chunk import Chunk
+from shardwise.chunk.layout import Slot
 from shardwise.disk.agreement import agreed
 from shardwise.engine.engine import Engine
 from shardwise.engine.staging import gather_shards
 from shardwise.engine.updates import TileUpdates
-from shardwise.memory.tier import Tier
+from shardwise.engine.whole import READ_AGAIN, reads_disk, together
 from shardwise.optim.state_form import check_full_state, constructed_state, makes_state_at_once
+from shardwise.tensor.order import part_of_whole
 from shardwise.update.tiles import Piece
 
 __all__ = ["OptimizerState"]
 
-READ_AGAIN = "Nothing has changed: repair the disk and try again."
+
+_Described = dict[int, dict[str, Any]]
 
 
 class OptimizerState:
@@ -93,8 +96,8 @@ class OptimizerState:
             return [constructed_state(self.optimizer, group, piece.value) or None for piece in tile.pieces]
 
     def _cut(self, piece: Piece, full: dict[str, Any]) -> dict[str, Any]:
-        shape = self.engine.layout.facts[piece.param].shape
-        name = self.engine.layout.facts[piece.param].names[0]
+        fact = self.engine.layout.facts[piece.param]
+        name, shape, part, numel = fact.names[0], fact.whole, fact.part, piece.end - piece.start
         cut: dict[str, Any] = {}
         for key, value in full.items():
             if not isinstance(value, torch.Tensor):
@@ -104,7 +107,10 @@ class OptimizerState:
                     f"optimizer state {key!r} of {name} is on {value.device}: build the optimizer on real parameters"
                 )
             elif value.shape == shape and value.dim() > 0:
-                flat = value.detach().reshape(-1)[piece.offset : piece.offset + piece.end - piece.start]
+                if part is None:
+                    flat = value.detach().reshape(-1)[piece.offset : piece.offset + numel]
+                else:
+                    flat = part_of_whole(value, part, piece.offset, numel)
                 dtype = self._updates.dtype_for(key, flat.dtype, piece)
                 cut[key] = flat.to(device=piece.value.device, dtype=dtype, copy=True)
             elif value.dim() == 0 and shape.numel() == 1 and key != "step" and shape == value.shape:
@@ -138,49 +144,79 @@ class OptimizerState:
     def collect(self, wanted: bool = True) -> dict[str, Any]:
         """The full state_dict, tensors on the host; without state on a rank where it is not ``wanted``. Collective."""
         number, groups = self._numbering()
-        state: dict[int, dict[str, Any]] = {}
-        by_chunk: dict[int, list[int]] = {}
+        engine, layout = self.engine, self.engine.layout
+        positions: dict[int, list[int]] = {}
         for position, tile in enumerate(self._updates.tiles):
-            by_chunk.setdefault(tile.chunk.spec.index, []).append(position)
-        for chunk_index, grads in self.engine.grads.items():
-            if grads.spec.optimizer == self.index:
-                for param, entry in self._collect_chunk(chunk_index, by_chunk.get(chunk_index, []), wanted).items():
-                    state[number[param]] = entry
+            positions.setdefault(tile.chunk.spec.index, []).append(position)
+        described = self._described()
+        left = [len(spec.slots) for spec in layout.chunks]
+        arrays: dict[int, dict[str, torch.Tensor]] = {}
+        state: dict[int, dict[str, Any]] = {}
+        # See [Note: Ranks with other parts have other chunks].
+        for param, (index, slot) in enumerate(layout.where):
+            if layout.chunks[index].optimizer != self.index or index not in engine.grads:
+                continue
+            if index not in arrays or engine.mesh.tensor.size > 1:
+                arrays |= self._gathered(index, positions.get(index, []), described, wanted, index in arrays)
+            entry = described.get(param)
+            if entry is not None:
+                found = self._entry(param, slot, entry, arrays[index], wanted)
+                state |= {number[param]: found} if wanted else {}
+            left[index] -= 1
+            if not left[index]:
+                del arrays[index]
         return {"state": dict(sorted(state.items())), "param_groups": groups}
 
-    def _collect_chunk(self, chunk_index: int, positions: Sequence[int], wanted: bool) -> dict[int, dict[str, Any]]:
-        """One chunk's state by parameter; a parameter that was never stepped has none, as in torch."""
-        engine = self.engine
-        chunk = engine.chunks[chunk_index]
-        kinds: dict[str, str] = {}
-        entries: dict[str, dict[str, Any]] = {}
-        pieces = [piece for position in positions for piece in self._updates.tiles[position].pieces]
-        for post in engine.mesh.shard.exchange_object(list(self._describe(pieces))):
-            their_kinds, their_entries = _as_pair(post)
-            kinds |= their_kinds
-            for param, entry in their_entries.items():
-                entries.setdefault(param, {}).update(entry)
+    def _gathered(
+        self, index: int, positions: Sequence[int], described: _Described, wanted: bool, known: bool
+    ) -> dict[int, dict[str, torch.Tensor]]:
+        """One chunk's element-wise state by key, on the host; nothing where it is ``known``."""
+        engine, shards = self.engine, dict[str, torch.Tensor]()
+        chunk = engine.chunks[index]
+        entries = (described.get(slot.param, {}) for slot in chunk.spec.slots)
+        kinds = {key: value for entry in entries for key, value in entry.items() if isinstance(value, str)}
         dtypes = {key: getattr(torch, kind) for key, kind in sorted(kinds.items())}
-        on_disk = engine.storage.homes[chunk_index].state is Tier.DISK
-        with agreed(engine.mesh.world, "optimizer state was read", READ_AGAIN, needed=on_disk):
-            shards = self._shards(chunk, positions, dtypes)
+        needed = reads_disk(engine, known)
+        with agreed(engine.mesh.everyone, "optimizer state was read", READ_AGAIN, needed=needed):
+            if not known:
+                shards = self._shards(chunk, positions, dtypes)
+        if known:
+            return {}
         full: dict[str, torch.Tensor] = {}
         for key, shard in shards.items():
             gathered = gather_shards(engine.mesh.shard, shard.to(chunk.device))
-            if wanted:
+            if wanted or engine.mesh.tensor.size > 1:
                 full[key] = gathered.cpu()
-        result: dict[int, dict[str, Any]] = {}
-        for slot in chunk.spec.slots if wanted else ():
-            if str(slot.param) in entries:
-                result[slot.param] = {
-                    key: full[key][slot.start : slot.end].view(slot.shape).clone() if plain is None else _plain(plain)
-                    for key, plain in entries[str(slot.param)].items()
-                }
-        return result
+        return {index: full}
 
-    def _describe(self, pieces: Sequence[Piece]) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
-        """Dtypes of this rank's element-wise state by key; by parameter all state, element-wise entries as ``None``."""
-        kinds: dict[str, str] = {}
+    def _entry(
+        self, param: int, slot: Slot, described: dict[str, Any], full: dict[str, torch.Tensor], wanted: bool
+    ) -> dict[str, Any]:
+        """A parameter's state; of one that ranks hold parts of, put together by all of them."""
+        entry, part = dict[str, Any](), self.engine.layout.facts[param].part
+        for key, kind in described.items():
+            if not isinstance(kind, str):
+                entry[key] = _plain(kind)
+            elif part is not None:
+                value = full[key][slot.start : slot.end].view(slot.shape)
+                value = together(self.engine.mesh.tensor, part, value.to(self.engine.mesh.device))
+                entry[key] = value.cpu() if wanted else None
+            elif wanted:
+                entry[key] = full[key][slot.start : slot.end].view(slot.shape).clone()
+        return entry
+
+    def _described(self) -> _Described:
+        """By parameter that was ever stepped, as in torch, and by key: the dtype of element-wise state, as text; or the
+        value itself, packed."""
+        found = self._describe([piece for tile in self._updates.tiles for piece in tile.pieces])
+        for group in (self.engine.mesh.shard, self.engine.mesh.tensor):
+            posts, found = group.exchange_object(found, "optimizer state"), {}
+            for post in posts:
+                for param, entry in _as_entries(post).items():
+                    found.setdefault(param, {}).update(entry)
+        return {int(param): entry for param, entry in found.items()}
+
+    def _describe(self, pieces: Sequence[Piece]) -> dict[str, dict[str, Any]]:
         entries: dict[str, dict[str, Any]] = {}
         for piece in pieces:
             for key, value in self.optimizer.state.get(piece.value, {}).items():
@@ -188,11 +224,10 @@ class OptimizerState:
                 if not isinstance(value, torch.Tensor):
                     entry[key] = ["", value, ""]
                 elif value.shape == piece.value.shape:
-                    kinds[key] = str(value.dtype).removeprefix("torch.")
-                    entry[key] = None
+                    entry[key] = str(value.dtype).removeprefix("torch.")
                 else:
                     entry[key] = ["tensor", value.item(), str(value.dtype)]
-        return kinds, entries
+        return entries
 
     def _shards(
         self, chunk: Chunk, positions: Sequence[int], dtypes: dict[str, torch.dtype]
@@ -227,7 +262,7 @@ class OptimizerState:
             renumber |= dict(zip(group["params"], their_group["params"], strict=True))
 
         facts = self.engine.layout.facts
-        check_full_state(self.optimizer, full, [[facts[p].shape for p in own] for own in self.params_by_group()])
+        check_full_state(self.optimizer, full, [[facts[p].whole for p in own] for own in self.params_by_group()])
 
         def cut(position: int) -> list[dict[str, Any] | None]:
             pieces = self._updates.tiles[position].pieces
@@ -252,10 +287,10 @@ def _on_meta(entry: dict[str, Any]) -> bool:
     return any(isinstance(value, torch.Tensor) and value.is_meta for value in entry.values())
 
 
-def _as_pair(post: object) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
-    if not isinstance(post, list) or len(post) != 2:
+def _as_entries(post: object) -> dict[str, dict[str, Any]]:
+    if not isinstance(post, dict):
         raise RuntimeError(f"a rank answered {post!r} for its optimizer state; all ranks must run the same version")
-    return post[0], post[1]
+    return post
 
 
 def _plain(packed: Sequence[Any]) -> Any:

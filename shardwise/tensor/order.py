@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardwise.tensor.cut import Cut, Part, Range
 
-__all__ = ["ReadInto", "Run", "StoredCut", "own_runs", "part_of_whole", "read_logical", "read_part"]
+__all__ = ["ReadInto", "Run", "StoredCut", "own_runs", "part_of_whole", "read_logical", "read_part", "whole_runs"]
 
 ReadInto = Callable[[int, Tensor], None]
 """``read(start, out)``: elements ``[start, start + out.numel())`` in stored order, into ``out`` (1-D, contiguous)."""
@@ -28,8 +28,8 @@ WIDE_NUMEL = 1 << 15
 # [Note: Stored order]
 # A rank's shard is a range of its part, flattened. Of a tensor cut in its first dimension that is a range of the
 # flattened whole. Of a matrix cut in its columns it would be a short range in each of many rows: a file would have a
-# piece for each. So such a tensor is stored part after part, each flattened by itself, with what several ranks hold only
-# where the first of them holds it, and without padding. What a rank's shard holds is then one range again.
+# piece for each. So such a tensor is stored part after part, each flattened by itself, with what several ranks hold
+# only where the first of them holds it, and without padding. What a rank's shard holds is then one range again.
 @dataclass(frozen=True)
 class StoredCut:
     """The tensor lies there part after part, each in its own row-major order.
@@ -42,6 +42,24 @@ class StoredCut:
 
     dim: int
     ranges: tuple[tuple[Range, ...], ...]
+
+    def fields(self) -> list[Any]:
+        """As JSON."""
+        return [self.dim, [[list(each) for each in part] for part in self.ranges]]
+
+    @classmethod
+    def read(cls, fields: Any) -> StoredCut:
+        """What :meth:`fields` gave; see :meth:`check`.
+
+        Raises:
+            TypeError, ValueError: it is something else.
+        """
+        dim, parts = fields
+        ranges = tuple(tuple((start, end) for start, end in part) for part in parts)
+        for number in (dim, *(n for part in ranges for each in part for n in each)):
+            if type(number) is not int:
+                raise TypeError(f"a {type(number).__name__} where a cut has a whole number")
+        return cls(dim, ranges)
 
     def check(self, shape: Sequence[int]) -> None:
         """Raises:
@@ -79,7 +97,20 @@ class Run(NamedTuple):
 def own_runs(part: Part, start: int, end: int) -> list[Run]:
     """What a rank stores of elements ``[start, end)`` of its flattened part: not padding, nor what an earlier rank of
     the axis holds as well."""
-    return _merged_runs(_own_runs(part, start, end)) if start < end else []
+    as_it_is, base, width, places = _places(part)
+    if as_it_is:
+        return [Run(base + start, start, end - start)] if start < end else []
+    return _merged_runs(_runs(part, start, end, places, base, width))
+
+
+def whole_runs(part: Part, start: int, end: int) -> list[Run]:
+    """Where elements ``[start, end)`` of a rank's flattened part are in the flattened whole; padding is nowhere."""
+    cut, size = part.cut, part.whole[part.cut.dim]
+    places, at = [], 0
+    for first, last in cut.ranges[part.rank]:
+        places.append((at, first, max(min(last, size) - first, 0)))
+        at += last - first
+    return _merged_runs(_runs(part, start, end, places, 0, size))
 
 
 def read_logical(read: ReadInto, shape: Sequence[int], stored: StoredCut | None, start: int, out: Tensor) -> None:
@@ -119,11 +150,18 @@ def part_of_whole(whole: Tensor, part: Part, start: int, numel: int) -> Tensor:
     """Elements ``[start, start + numel)`` of what a rank holds of ``whole``, flattened: a new tensor."""
     flat = whole.detach().reshape(-1)
     out = torch.empty(numel, dtype=flat.dtype, device=flat.device)
-    read_part(lambda first, to: to.copy_(flat[first : first + to.numel()]), None, part, start, out)
+
+    def read(start: int, out: Tensor) -> None:
+        out.copy_(flat[start : start + out.numel()])
+
+    read_part(read, None, part, start, out)
     return out
 
 
 # ---- what is stored by whom
+
+Place = tuple[int, int, int]
+"""An index in the part, one where it is stored, and how many follow."""
 
 
 def _owned(cut: Cut, rank: int, whole: Sequence[int]) -> list[tuple[int, int, int]]:
@@ -155,36 +193,30 @@ def _merged(ranges: Iterable[Range]) -> tuple[Range, ...]:
 
 
 @lru_cache(maxsize=4096)
-def _places(part: Part) -> tuple[bool, int, list[tuple[int, int, int]]]:
-    """Whether all of the part lies there as it is, from where on, and ``(index in the part, index there, number)`` of
-    what it stores: in the stored part, or in the whole where that is stored in its own order."""
+def _places(part: Part) -> tuple[bool, int, int, list[Place]]:
+    """Whether all of the part lies there as it is, from where on, how many indices a row there has, and where in it is
+    what this rank stores: a row of the stored part, or of the whole where that is stored in its own order."""
     cut, whole = part.cut, part.whole
     owned = _owned(cut, part.rank, whole)
     if StoredCut.of(whole, cut) is None:
-        return False, 0, [(at, start, end - start) for at, start, end in owned]
+        return False, 0, whole[cut.dim], [(at, start, end - start) for at, start, end in owned]
     rows = prod(whole[: cut.dim]) * prod(whole[cut.dim + 1 :])
     earlier = sum(end - start for rank in range(part.rank) for _, start, end in _owned(cut, rank, whole))
     sizes = [end - start for _, start, end in owned]
     places = list(zip((at for at, _, _ in owned), accumulate(sizes, initial=0), sizes, strict=False))
-    return sum(sizes) == cut.numel(part.rank), earlier * rows, places
+    return sum(sizes) == cut.numel(part.rank), earlier * rows, sum(sizes), places
 
 
-def _own_runs(part: Part, start: int, end: int) -> list[Run]:
-    as_it_is, base, places = _places(part)
-    if as_it_is:
-        return [Run(base + start, start, end - start)]
-    cut, whole = part.cut, part.whole
-    element = prod(whole[cut.dim + 1 :])
-    row = cut.numel(part.rank) * element
-    stored = StoredCut.of(whole, cut)
-    stored_row = (whole[cut.dim] if stored is None else sum(numel for _, _, numel in places)) * element
-    runs = []
-    for number in range(start // row, -(-end // row)):
+def _runs(part: Part, start: int, end: int, places: Sequence[Place], base: int, width: int) -> list[Run]:
+    """Of elements ``[start, end)`` of a flattened part, ``width`` indices in each row there."""
+    element = prod(part.whole[part.cut.dim + 1 :])
+    row, runs = part.cut.numel(part.rank) * element, list[Run]()
+    for number in range(start // row, -(-end // row)) if start < end else ():
         for local, there, numel in places:
             first, last = number * row + local * element, number * row + (local + numel) * element
-            from_, to = max(first, start), min(last, end)
-            if from_ < to:
-                runs.append(Run(base + number * stored_row + there * element + from_ - first, from_, to - from_))
+            left, right = max(first, start), min(last, end)
+            if left < right:
+                runs.append(Run(base + (number * width + there) * element + left - first, left, right - left))
     return runs
 
 
@@ -249,7 +281,7 @@ class _Columns:
         self.wide = bool(self.overlaps) and min(each.numel for each in self.overlaps) >= WIDE_NUMEL
 
     @staticmethod
-    @lru_cache(maxsize=1024)
+    @lru_cache(maxsize=256)
     def of(
         shape: tuple[int, ...], dim: int, there: tuple[tuple[Range, ...], ...], wanted: tuple[Range, ...]
     ) -> _Columns:

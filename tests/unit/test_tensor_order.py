@@ -44,7 +44,7 @@ def stored_by_definition(whole: torch.Tensor, stored: StoredCut | None) -> torch
 
 def reader(flat: torch.Tensor, asked: list[tuple[int, int]] | None = None) -> order.ReadInto:
     def read(start: int, out: torch.Tensor) -> None:
-        assert 0 <= start and out.numel() > 0 and start + out.numel() <= flat.numel() and out.is_contiguous()
+        assert start >= 0 and out.numel() > 0 and start + out.numel() <= flat.numel() and out.is_contiguous()
         if asked is not None:
             asked.append((start, out.numel()))
         out.copy_(flat[start : start + out.numel()])

@@ -1,0 +1,111 @@
+"""Whole parameters, put together from the shards of one axis and the parts of the other, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import torch
+
+from shardwise.chunk.chunk import Chunk
+from shardwise.comm import Group
+from shardwise.disk.agreement import agreed
+from shardwise.engine.engine import Engine
+from shardwise.engine.staging import gather_shards
+from shardwise.memory.tier import Tier
+from shardwise.reduce.grads import ChunkGrads
+from shardwise.tensor import Part
+
+__all__ = ["READ_AGAIN", "reads_disk", "together", "whole_gradients", "whole_values"]
+
+READING, READ_AGAIN = "parameters were read", "Nothing has changed: repair the disk and try again."
+
+
+# [Note: Ranks with other parts have other chunks]
+# Parts may be of different sizes, and so chunks may end elsewhere on ranks with other parts. What all of these do
+# together goes by parameters, whose order is the same everywhere; only ranks with the same part go by chunks.
+def whole_values(engine: Engine, masters: bool) -> Iterator[tuple[int, torch.Tensor]]:
+    """Each parameter by its index, in order, on the device: fp32 where ``masters`` and there is one. Collective.
+
+    Of parameters that lie in one chunk the values are views of one array, which is gathered when the first is due.
+    """
+    mesh, layout = engine.mesh, engine.layout
+    left = [len(spec.slots) for spec in layout.chunks]
+    arrays: dict[int, torch.Tensor] = {}
+    for param, (index, slot) in enumerate(layout.where):
+        chunk, shard = engine.chunks[index], None
+        with agreed(mesh.everyone, READING, READ_AGAIN, needed=reads_disk(engine, index in arrays)):
+            if index not in arrays:
+                shard = _shard(engine, chunk, masters)
+        if index not in arrays:
+            arrays[index] = chunk.full.clone() if shard is None else gather_shards(mesh.shard, shard)  # type: ignore[union-attr]
+        value, part = arrays[index][slot.start : slot.end].view(slot.shape), layout.facts[param].part
+        left[index] -= 1
+        if not left[index]:
+            del arrays[index]
+        yield param, value if part is None else together(mesh.tensor, part, value)
+
+
+def reads_disk(engine: Engine, known: bool) -> bool:
+    """Whether ranks agree on a read for a parameter; it is the same on all of them.
+
+    Args:
+        engine: whose.
+        known: this rank has read what it needs for it.
+    """
+    if engine.mesh.tensor.size > 1:
+        return engine.plan.tiers.disk is not None
+    return engine.storage.uses_disk and not known
+
+
+def _shard(engine: Engine, chunk: Chunk, masters: bool) -> torch.Tensor | None:
+    """This rank's, of masters or parameters; ``None`` where all of it is there already."""
+    state = engine.states.get(chunk.spec.index)
+    with ExitStack() as stack:
+        shard: torch.Tensor | None = None
+        tier = chunk.source.tier
+        if masters and state is not None and state.dtype is not None:
+            shard, tier = stack.enter_context(state.opened()), state.tier
+        if shard is None:
+            if chunk.resident and chunk.full is not None:
+                return None
+            shard, tier = stack.enter_context(chunk.opened()), chunk.source.tier
+        return shard.to(chunk.device, copy=tier is Tier.DISK)  # its buffer is used again
+
+
+def whole_gradients(engine: Engine) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """Reduced gradients of the parameters that have one: index, that of the optimizer, and a new tensor, fp32 (fp64
+    where they are), on the device. Collective."""
+    mesh, layout = engine.mesh, engine.layout
+    own = [s.param for state in engine.grads.values() for at, s in enumerate(state.spec.slots) if _has(state, at)]
+    touched = {param for post in mesh.tensor.exchange_object(sorted(own), "gradients") for param in post}
+    arrays: dict[int, torch.Tensor] = {}
+    left = [sum(slot.param in touched for slot in spec.slots) for spec in layout.chunks]
+    for param in sorted(touched):
+        index, slot = layout.where[param]
+        state, part = engine.grads[index], layout.facts[param].part
+        if index not in arrays:
+            like = state.reduced if state.reduced is not None else engine.chunks[index].spec
+            wide = torch.float64 if like.dtype == torch.float64 else torch.float32
+            if state.reduced is None:
+                arrays[index] = torch.zeros(layout.chunks[index].padded_numel, dtype=wide, device=mesh.device)
+            else:
+                arrays[index] = gather_shards(mesh.shard, state.reduced.to(wide))
+        value = arrays[index][slot.start : slot.end].view(slot.shape)
+        left[index] -= 1
+        if not left[index]:
+            del arrays[index]
+        yield param, state.spec.optimizer, value.clone() if part is None else together(mesh.tensor, part, value)
+
+
+def _has(state: ChunkGrads, place: int) -> bool:
+    return state.reduced is not None and place in state.touched
+
+
+def together(axis: Group, part: Part, value: torch.Tensor) -> torch.Tensor:
+    """The tensor of which the ranks of ``axis`` hold parts, ``value`` this one. Collective."""
+    shapes = [part.shape_on(rank) for rank in range(axis.size)]
+    padded = value.new_zeros(max(shape.numel() for shape in shapes))
+    padded[: value.numel()].copy_(value.reshape(-1))
+    rows = gather_shards(axis, padded).view(axis.size, -1)
+    return part.together(row[: shape.numel()].view(shape) for row, shape in zip(rows, shapes, strict=True)).contiguous()

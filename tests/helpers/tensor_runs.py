@@ -1,0 +1,85 @@
+"""What tests of states and checkpoints share: runs of the small model whose layers are cut, under plans by name."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from checkpoint_setup import tiers
+from engine_setup import sharded
+from tensor_setup import VOCABULARY, Parts, made
+from torch import Tensor, nn
+from torch.nn import functional
+
+from shardwise.build import Session
+from shardwise.plan import ByNumel, Plan, TensorPlan, zero
+
+BATCHES = 4
+"""Of a step, over all ranks that see different data."""
+
+
+def plan_of(name: str, directory: str) -> Plan:
+    """``zero3 tp2 disk``: a stage, over how many ranks layers are cut, and what else; ``directory`` is for the disk."""
+    stage, parts, *more = name.split()
+    tensor = TensorPlan(architecture=Parts(gathers=True))
+    plan = zero(int(stage[-1])).but(tp=int(parts[2:]), tensor=tensor)  # type: ignore[arg-type]
+    changes: dict[str, dict[str, Any]] = {
+        "bf16": {"param_dtype": torch.bfloat16},
+        "small": {"packing": ByNumel(chunk_numel=50)},
+        "disk": {"tiers": tiers(directory, (0, 1), (0, 1))},
+        "host": {"tiers": tiers(directory, (1, 0), (1, 0))},
+        "replicas": {"mesh": dataclasses.replace(plan.mesh, dp_shard=1, dp_replicate=-1)},
+    }
+    for each in more:
+        plan = plan.but(**changes[each])
+    return plan
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    params = list(model.parameters())
+    return torch.optim.Adam([{"params": params[::2]}, {"params": params[1::2], "lr": 0.01}], lr=0.02, eps=0.02)
+
+
+def loss_of(module: nn.Module, step: int, index: int) -> Tensor:
+    """Of one of a step's batches."""
+    generator = torch.Generator().manual_seed(100 * step + index)
+    ids, labels = torch.randint(0, VOCABULARY, (2, 3, 7), generator=generator)
+    return functional.cross_entropy(module(ids).double().flatten(0, 1), labels.flatten())
+
+
+def passes(session: Session, step: int) -> None:
+    """This rank's backward passes of a step."""
+    mesh = session.mesh
+    for index in range(mesh.rank, BATCHES, mesh.size):
+        session.backward(loss_of(session.module, step, index) / (BATCHES // mesh.size))
+
+
+def train(session: Session, first: int, last: int) -> None:
+    for step in range(first, last):
+        passes(session, step)
+        for optimizer in session.optimizers:
+            optimizer.step()
+
+
+@contextmanager
+def training(plan: Plan, tied: bool, seed: int | None = None) -> Iterator[Session]:
+    """A session of the model; of other weights where a ``seed`` is given, and fp32 where masters are."""
+    model = made(tied)
+    if seed is not None:
+        torch.manual_seed(seed)
+        for param in model.parameters():
+            nn.init.normal_(param)
+    if plan.precision.param_dtype is not None:
+        model.float()
+    with sharded(model, adam(model), plan) as session:
+        yield session
+
+
+def flat(state: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's state as :func:`checkpoint_setup.everything` names it."""
+    found = {f"0/{n}/{key}": v for n, entry in state["state"].items() for key, v in entry.items()}
+    groups = enumerate(state["param_groups"])
+    return found | {f"0/group {n}/{key}": value for n, group in groups for key, value in group.items()}
