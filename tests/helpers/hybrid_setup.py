@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.data import Dataset
 from transformers import (
     BertConfig,
@@ -64,7 +65,19 @@ class Texts(Dataset[dict[str, Tensor]]):
         return {name: values[index] for name, values in self.items.items()}
 
 
-def plain(kind: str, replicas: int, batch: int, **changes: Any) -> Iterator[tuple[float, float, dict[str, Tensor]]]:
+def loss_of(model: Any, inputs: dict[str, Tensor], of_parts: bool) -> Tensor:
+    """transformers' own loss; or the same without its cast of logits to fp32, which a loss of parts does not make of
+    fp64."""
+    out = model(**inputs)
+    if not of_parts:
+        own: Tensor = out.loss
+        return own
+    return functional.cross_entropy(out.logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten())
+
+
+def plain(
+    kind: str, replicas: int, batch: int, of_parts: bool, **changes: Any
+) -> Iterator[tuple[float, float, dict[str, Tensor]]]:
     """By step: the mean of the data-parallel ranks' losses, the norm before clipping, and the parameters."""
     model, texts = made(kind, **changes), Texts(STEPS * replicas * batch)
     optimizer = optimizer_of(model)
@@ -74,7 +87,7 @@ def plain(kind: str, replicas: int, batch: int, **changes: Any) -> Iterator[tupl
         for rank in range(replicas):  # a DistributedSampler's ranks take turns
             rows = [(step * batch + row) * replicas + rank for row in range(batch)]
             inputs = {name: torch.stack([texts[row][name] for row in rows]) for name in texts.items}
-            losses.append(model(**inputs).loss / replicas)
+            losses.append(loss_of(model, inputs, of_parts) / replicas)
             losses[-1].backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()

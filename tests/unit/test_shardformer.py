@@ -238,6 +238,8 @@ def grown(model: nn.Module) -> nn.Module:
         (of_toy(replaced("norm", layer.Linear1D_Col)), TypeError, "Toy.norm as Linear1D_Col: a LayerNorm cannot"),
         (of_toy(replaced("norm", layer.VocabParallelEmbedding1D)), TypeError, "give an nn.Embedding"),
         (of_toy(replaced("fused", layer.FusedLinear1D_Col, split_sizes=[9, 15])), ValueError, "multiple of 2"),
+        (of_toy(replaced("embedding", layer.VocabParallelEmbedding1D)), ValueError, "leaves head.weight whole, tied"),
+        (of_toy(replaced("fused", layer.Linear1D_Row, n_fused=3)), TypeError, "unknown argument n_fused=3"),
         (of_toy(attribute_replacement={"neck.width": 3}), ValueError, "has no 'neck'"),
         (of_toy(param_replacement=[print]), NotImplementedError, "param_replacement of Toy"),
         (ToyPolicy({Inner: ModulePolicyDescription()}, before=other), ValueError, "preprocess.* returned Toy, not the"),
@@ -255,7 +257,7 @@ def test_a_policy_that_refuses_and_parts_that_are_not_equal() -> None:
         collected(Toy(), of_toy(), ranks=4)
     odd = of_toy(replaced("head", layer.Linear1D_Col))
     odd.config_sanity_check = lambda: None  # type: ignore[method-assign]
-    with pytest.raises(ValueError, match=r"Toy.head as Linear1D_Col: 10 elements do not divide over 3 ranks"):
+    with pytest.raises(ValueError, match=r"Toy.head as Linear1D_Col: an output of 10 in parts of \[10\] over 3 ranks"):
         collected(Toy(), odd, ranks=3)
 
 

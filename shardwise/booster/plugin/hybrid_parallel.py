@@ -243,14 +243,14 @@ def to_plan(arguments: HybridParallelArguments) -> Plan:
     dtype = a.communication_dtype
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"communication_dtype={dtype}: give a floating-point torch.dtype, or None")
-    sizes = {"dp_shard": 1, "dp_replicate": -1} if a.zero_stage == 0 else {"dp_shard": -1, "dp_replicate": 1}
+    shard, replicate = (1, -1) if a.zero_stage == 0 else (-1, 1)
     tensor = TensorPlan()
     if a.tp_size > 1:
         tensor = TensorPlan(parallel_output=a.parallel_output, vocabulary_multiple=a.make_vocab_size_divisible_by)
         if a.custom_policy is not None:
             tensor = replace(tensor, architecture=PolicyArchitecture(a.custom_policy, tensor))
     return Plan(
-        mesh=MeshPlan(**sizes, tp=a.tp_size),
+        mesh=MeshPlan(dp_shard=shard, dp_replicate=replicate, tp=a.tp_size),
         shard=ShardPlan(
             packing=ByNumel(chunk_numel=_bucket_numel(a), min_chunks=8),
             gathered_fraction=1.0,

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from torch import nn
-
 from shardwise.checked import refuse, whole
-from shardwise.shardformer.layer.parallel_module import ParallelModule, evenly, require_usual
-from shardwise.tensor import Cut, Cutting
-from shardwise.tensor.layers import out_dim
+from shardwise.shardformer.layer.parallel_module import ParallelModule, require_usual
+from shardwise.tensor import Cut, Embedding, Head, Site
 
 __all__ = [
     "DropoutForParallelInput",
@@ -32,60 +30,57 @@ __all__ = [
 ]
 
 
-def _weight(module: nn.Module) -> nn.Parameter:
-    weight: nn.Parameter = module.weight  # type: ignore[assignment]
-    return weight
+class FusedLinear1D_Col(ParallelModule):
+    """Several layers side by side in one: each rank makes an equal part of the output of each.
+
+    ``split_sizes``: their outputs' sizes; or ``n_fused``: their number. ``gather_output``: then all of the output.
+    """
+
+    @classmethod
+    def collect(
+        cls,
+        site: Site,
+        path: str,
+        split_sizes: Sequence[int] | None = None,
+        n_fused: int = 1,
+        gather_output: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        require_usual(kwargs)
+        size, ranks = site.size(path, True), site.ranks
+        blocks = list(split_sizes) if split_sizes is not None else [size // n_fused] * n_fused
+        if sum(blocks) != size or any(block % ranks for block in blocks):
+            raise ValueError(
+                f"an output of {size} in parts of {blocks} over {ranks} ranks: give sizes that add up to {size}, each "
+                f"a multiple of {ranks}"
+            )
+        cut = Cut.of_sizes(0, [[block // ranks] * ranks for block in blocks])
+        if not gather_output:
+            site.columns(path, cut.ranges, site.module)
+        elif len(blocks) == 1:
+            Head(path).collect(_with_rows(site, 1))
+        else:
+            refuse("gather_output", gather_output, "leave it False for layers side by side")
 
 
 class Linear1D_Col(ParallelModule):
     """Each rank makes an equal part of the output. ``gather_output``: then all of it."""
 
     @classmethod
-    def collect(cls, cutting: Cutting, module: nn.Module, gather_output: bool = False, **kwargs: Any) -> None:
-        require_usual(kwargs)
-        dim = out_dim(module)
-        cutting.columns(module, evenly(dim, _weight(module).shape[dim], cutting.axis.size), gathers=gather_output)
+    def collect(cls, site: Site, path: str, gather_output: bool = False, **kwargs: Any) -> None:
+        FusedLinear1D_Col.collect(site, path, gather_output=gather_output, **kwargs)
 
 
 class Linear1D_Row(ParallelModule):
     """Each rank takes an equal part of the input, and all get the sum."""
 
     @classmethod
-    def collect(cls, cutting: Cutting, module: nn.Module, **kwargs: Any) -> None:
+    def collect(cls, site: Site, path: str, **kwargs: Any) -> None:
         require_usual(kwargs)
-        dim = 1 - out_dim(module)
-        cutting.rows(module, evenly(dim, _weight(module).shape[dim], cutting.axis.size))
-
-
-class FusedLinear1D_Col(ParallelModule):
-    """Several layers side by side in one: each rank makes an equal part of the output of each.
-
-    ``split_sizes``: their outputs' sizes. ``n_fused``: their number, where they are equal.
-    """
-
-    @classmethod
-    def collect(
-        cls,
-        cutting: Cutting,
-        module: nn.Module,
-        split_sizes: Sequence[int] | None = None,
-        n_fused: int | None = None,
-        gather_output: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        require_usual(kwargs)
-        dim, ranks = out_dim(module), cutting.axis.size
-        size = _weight(module).shape[dim]
-        blocks = list(split_sizes) if split_sizes is not None else [size // (n_fused or 1)] * (n_fused or 1)
-        if sum(blocks) != size or any(block % ranks for block in blocks):
-            given = f"split_sizes={split_sizes}, n_fused={n_fused}"
-            raise ValueError(
-                f"{given} for an output of {size} over {ranks} ranks: give sizes that add up to {size}, each a "
-                f"multiple of {ranks}"
-            )
-        if gather_output and len(blocks) > 1:
-            refuse("gather_output", gather_output, "leave it False for layers side by side")
-        cutting.columns(module, Cut.of_sizes(dim, [[block // ranks] * ranks for block in blocks]), gather_output)
+        size, ranks = site.size(path, False), site.ranks
+        if size % ranks:
+            raise ValueError(f"an input of {size} over {ranks} ranks: give a size that is a multiple of {ranks}")
+        site.rows(path, Cut.even(0, size, ranks).ranges)
 
 
 class FusedLinear1D_Row(Linear1D_Row):
@@ -105,42 +100,35 @@ class VocabParallelEmbedding1D(ParallelModule):
     ``make_vocab_size_divisible_by``."""
 
     @classmethod
-    def collect(
-        cls, cutting: Cutting, module: nn.Module, make_vocab_size_divisible_by: int = 64, **kwargs: Any
-    ) -> None:
+    def collect(cls, site: Site, path: str, make_vocab_size_divisible_by: int = 64, **kwargs: Any) -> None:
         require_usual(kwargs)
-        if not isinstance(module, nn.Embedding):
-            raise TypeError(f"a {type(module).__name__} has no rows of a vocabulary: give an nn.Embedding")
-        cutting.vocabulary(module, _padded(module.num_embeddings, cutting.axis.size, make_vocab_size_divisible_by))
+        Embedding(path).collect(_with_rows(site, make_vocab_size_divisible_by))
 
 
 class VocabParallelLMHead1D(ParallelModule):
-    """Each rank makes the logits of its part of the vocabulary. ``gather_output``: then all of them."""
+    """Each rank makes the logits of its part of the vocabulary. They are gathered with ``gather_output``, and where the
+    module's loss is none that is known of parts."""
 
     @classmethod
     def collect(
         cls,
-        cutting: Cutting,
-        module: nn.Module,
+        site: Site,
+        path: str,
         gather_output: bool = False,
         make_vocab_size_divisible_by: int = 64,
         **kwargs: Any,
     ) -> None:
         require_usual(kwargs)
-        if out_dim(module) != 0:
-            raise TypeError(f"a {type(module).__name__} is no head with rows of a vocabulary: give an nn.Linear")
-        rows = _padded(_weight(module).shape[0], cutting.axis.size, make_vocab_size_divisible_by)
-        cutting.columns(module, rows, gathers=gather_output)
+        rows = _with_rows(site, make_vocab_size_divisible_by)
+        Head(path, parallel=not gather_output).collect(replace(rows, plan=replace(rows.plan, parallel_output=True)))
 
 
 class PaddingEmbedding(ParallelModule):
     """A whole embedding with rows that nothing reads, which is refused: they only cost memory."""
 
     @classmethod
-    def collect(cls, cutting: Cutting, module: nn.Module, **kwargs: Any) -> None:
-        refuse(
-            "target_module", cls.__name__, "leave it out, or cut it: VocabParallelEmbedding1D, VocabParallelLMHead1D"
-        )
+    def collect(cls, site: Site, path: str, **kwargs: Any) -> None:
+        refuse("target_module", cls.__name__, "leave it out, or cut it (VocabParallelEmbedding1D)")
 
 
 class PaddingLMHead(PaddingEmbedding):
@@ -151,7 +139,7 @@ class LayerNorm(ParallelModule):
     """A norm as it is: all ranks have it whole."""
 
     @classmethod
-    def collect(cls, cutting: Cutting, module: nn.Module, **kwargs: Any) -> None:
+    def collect(cls, site: Site, path: str, **kwargs: Any) -> None:
         require_usual(kwargs)
 
 
@@ -163,33 +151,24 @@ class FusedLayerNorm(ParallelModule):
     """A norm with a kernel of its own: not yet."""
 
     @classmethod
-    def collect(cls, cutting: Cutting, module: nn.Module, **kwargs: Any) -> None:
-        refuse(
-            "target_module", cls.__name__, f"give {cls.__name__.removeprefix('Fused')}, which leaves the norm as it is"
-        )
+    def collect(cls, site: Site, path: str, **kwargs: Any) -> None:
+        refuse("target_module", cls.__name__, f"give {cls.__name__.removeprefix('Fused')}: the norm as it is")
 
 
 class FusedRMSNorm(FusedLayerNorm):
     """The same."""
 
 
-class DropoutForReplicatedInput(ParallelModule):
-    """Dropout of what all ranks have alike."""
-
-    @classmethod
-    def collect(cls, cutting: Cutting, module: nn.Module, **kwargs: Any) -> None:
-        require_usual(kwargs)
+class DropoutForReplicatedInput(LayerNorm):
+    """Dropout as it is: between a layer cut by columns and the next cut by rows each rank draws its own numbers, and
+    elsewhere all draw the same, whatever a policy says."""
 
 
-class DropoutForParallelInput(ParallelModule):
-    """Dropout of a rank's own part."""
-
-    @classmethod
-    def collect(cls, cutting: Cutting, module: nn.Module, **kwargs: Any) -> None:
-        require_usual(kwargs)
+class DropoutForParallelInput(DropoutForReplicatedInput):
+    """The same."""
 
 
-def _padded(rows: int, ranks: int, multiple: int) -> Cut:
-    """Equal parts of a vocabulary, each a multiple of ``multiple``."""
+def _with_rows(site: Site, multiple: int) -> Site:
+    """The same site, with parts of a vocabulary that are multiples of ``multiple``."""
     whole("make_vocab_size_divisible_by", multiple, 1, what="a number of rows")
-    return Cut.even(0, rows + -rows % (multiple * ranks), ranks)
+    return replace(site, plan=replace(site.plan, vocabulary_multiple=multiple))

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
-
 from shardwise.checked import refuse
-from shardwise.tensor import Cut, Cutting
+from shardwise.tensor import Site
 
-__all__ = ["ParallelModule", "evenly", "require_usual"]
+__all__ = ["ParallelModule", "require_usual"]
 
 # What policies commonly give, with the value that means nothing here.
 USUAL: dict[str, Any] = {
@@ -31,19 +29,19 @@ class ParallelModule:
     """
 
     @classmethod
-    def collect(cls, cutting: Cutting, module: nn.Module, **kwargs: Any) -> None:
-        """Tell ``cutting`` how ``module`` is cut.
+    def collect(cls, site: Site, path: str, **kwargs: Any) -> None:
+        """Say how a layer is cut.
 
         Args:
-            cutting: over the model's ranks.
-            module: whole; nothing of it is changed yet.
+            site: the module that the layer is in, and what collects cuts. Nothing is changed yet.
+            path: of the layer in that module.
             kwargs: those of the description.
 
         Raises:
-            TypeError, ValueError: the module cannot be cut in this way.
+            TypeError, ValueError: the layer cannot be cut in this way.
             NotImplementedError: an argument is not available.
         """
-        raise NotImplementedError(f"{cls.__name__} says not how a layer is cut: give the class a method collect")
+        raise NotImplementedError(f"{cls.__name__} does not say how a layer is cut: give the class a method collect")
 
 
 def require_usual(arguments: dict[str, Any]) -> None:
@@ -58,12 +56,3 @@ def require_usual(arguments: dict[str, Any]) -> None:
             raise TypeError(f"unknown argument {name}={value!r:.80}")
         if value != USUAL[name]:
             refuse(name, value, f"leave it {USUAL[name]!r}")
-
-
-def evenly(dim: int, size: int, ranks: int) -> Cut:
-    """Raises:
-    ValueError: the ranks do not divide ``size``; policies say themselves what a rank has, and say it for equal parts.
-    """
-    if size % ranks:
-        raise ValueError(f"{size} elements do not divide over {ranks} ranks: choose another tp_size")
-    return Cut.even(dim, size, ranks)

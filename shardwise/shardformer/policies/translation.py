@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from types import MethodType
 from typing import Any
 
@@ -14,7 +15,7 @@ from shardwise.plan import TensorPlan
 from shardwise.shardformer.layer import ParallelModule
 from shardwise.shardformer.policies.base_policy import ModulePolicyDescription, Policy
 from shardwise.shardformer.shard.shard_config import config_over
-from shardwise.tensor import Cutting
+from shardwise.tensor import Cutting, Site
 
 __all__ = ["PolicyArchitecture"]
 
@@ -54,9 +55,14 @@ class PolicyArchitecture:
             for name, module in model.named_modules():
                 if type(module) is key or type(module).__name__ == key:
                     found += 1
-                    _describe(cutting, name or type(model).__name__, module, description)
+                    _describe(Site(cutting, self.plan, module), name or type(model).__name__, description)
         if not found:
             raise ValueError(f"{self!r} names no class that a {type(model).__name__} has: give one for this model")
+        left = cutting.uncovered(model)
+        if left:
+            raise ValueError(
+                f"{self!r} leaves {', '.join(left)} whole, tied to a layer that is cut: cut it as well, or untie it"
+            )
         _same(model, before, policy.postprocess)
 
 
@@ -85,7 +91,8 @@ def _same(model: nn.Module, before: dict[str, int], process: Callable[[], nn.Mod
         )
 
 
-def _describe(cutting: Cutting, name: str, module: nn.Module, description: ModulePolicyDescription) -> None:
+def _describe(site: Site, name: str, description: ModulePolicyDescription) -> None:
+    module, cutting = site.module, site.cutting
     if description.param_replacement:
         refuse(f"param_replacement of {name}", description.param_replacement, "cut layers with sub_module_replacement")
     for path, value in (description.attribute_replacement or {}).items():
@@ -96,13 +103,14 @@ def _describe(cutting: Cutting, name: str, module: nn.Module, description: Modul
         cutting.sets(module, **{method: MethodType(function, module)})
     for each in description.sub_module_replacement or []:
         where = f"{name}.{each.suffix}"
-        layer = _at(module, each.suffix, where, missing_is_none=each.ignore_if_not_exist)
-        if layer is None:
+        if _at(module, each.suffix, where, missing_is_none=each.ignore_if_not_exist) is None:
             continue
         if not (isinstance(each.target_module, type) and issubclass(each.target_module, ParallelModule)):
             refuse(f"target_module of {where}", each.target_module, "give a class of shardwise.shardformer.layer")
+        owner, _, last = each.suffix.replace("[", ".").replace("]", "").rpartition(".")
+        inside = replace(site, module=module.get_submodule(owner))
         try:
-            each.target_module.collect(cutting, layer, **(each.kwargs or {}))
+            each.target_module.collect(inside, last, **(each.kwargs or {}))
         except (TypeError, ValueError, NotImplementedError) as error:
             raise type(error)(f"{where} as {each.target_module.__name__}: {error}") from error
 

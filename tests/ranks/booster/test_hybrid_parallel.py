@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import runpy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from hybrid_setup import MAX_NORM, POLICIES, STEPS, Texts, made, optimizer_of, plain
-from torch import Tensor
+from hybrid_setup import MAX_NORM, POLICIES, STEPS, VOCABULARY, GPT2Policy, Texts, made, optimizer_of, plain
+from peft import LoraConfig
+from torch import Tensor, nn
 
 from shardwise.booster import Booster
-from shardwise.booster.plugin import HybridParallelPlugin
-from shardwise.testing import assert_close, run_ranks
+from shardwise.booster.plugin import GeminiPlugin, HybridParallelPlugin
+from shardwise.shardformer import GradientCheckpointConfig
+from shardwise.testing import RankError, assert_close, run_ranks
 
 RANKS, BATCH = 4, 2
+EXAMPLE = Path(__file__).parents[3] / "examples" / "booster_plugins" / "hybrid_parallel.py"
 
 
 def wide(numbers: dict[str, float]) -> dict[str, Tensor]:
@@ -39,8 +46,13 @@ def _trained(kind: str, given: dict[str, Any], changes: dict[str, Any]) -> None:
     facts = session.engine.layout.facts
     assert (session.mesh.tensor.size, session.mesh.size) == (tp, replicas)
     assert tp == 1 or any(fact.part is not None for fact in facts)
-    for (loss, norm, values), inputs in zip(plain(kind, replicas, BATCH, **changes), loader, strict=True):
+    whole_logits = tp == 1 or not plugin.parallel_output or type(plugin.custom_policy) is GPT2Policy
+    of_parts = kind in ("llama", "gpt2") and not whole_logits
+    assert model.unwrap().config._attn_implementation == "sdpa"
+    changes = {name: value for name, value in changes.items() if name != "attn_implementation"}
+    for (loss, norm, values), inputs in zip(plain(kind, replicas, BATCH, of_parts, **changes), loader, strict=True):
         out = model(**inputs)
+        assert (out.logits.shape[-1] == VOCABULARY) is not of_parts
         told = everywhere((out.loss.item(), inputs["input_ids"]))
         for first in range(0, len(told), tp):  # ranks with parts of one model see the same, and say the same
             assert all(one[0] == told[first][0] for one in told[first : first + tp])
@@ -58,11 +70,208 @@ def _trained(kind: str, given: dict[str, Any], changes: dict[str, Any]) -> None:
     booster.close()
 
 
+@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "bert"])
+def test_training_equals_plain_pytorch(kind: str, zero_stage: int) -> None:
+    run_ranks(RANKS, _trained, kind, {"tp_size": 2, "zero_stage": zero_stage}, {})
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "changes"),
+    [
+        ("llama", {"tp_size": 4, "zero_stage": 1}, {"tie_word_embeddings": True}),
+        ("gpt2", {"tp_size": 4, "parallel_output": False, "make_vocab_size_divisible_by": 3}, {}),
+        ("bert", {"tp_size": 4, "zero_stage": 2, "cpu_offload": True}, {}),
+        ("llama", {"tp_size": 1, "zero_stage": 1}, {}),
+        (
+            "llama",
+            {"tp_size": 2, "zero_stage": 2, "enable_flash_attention": True, "zero_bucket_size_in_m": 0.001},
+            {"attn_implementation": "eager"},
+        ),
+        ("gpt2", {"tp_size": 2, "gradient_checkpoint_config": GradientCheckpointConfig(0.5)}, {}),
+        ("bert", {"tp_size": 2, "zero_stage": 1, "overlap_communication": False, "overlap_allgather": True}, {}),
+    ],
+    ids=str,
+)
+def test_arguments_that_leave_the_numbers_alone(kind: str, given: dict[str, Any], changes: dict[str, Any]) -> None:
+    run_ranks(RANKS, _trained, kind, given, changes)
+
+
 def _with_policy(kind: str, given: dict[str, Any]) -> None:
     _trained(kind, {"custom_policy": POLICIES[kind](), **given}, {})
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+@pytest.mark.parametrize("given", [{"zero_stage": 0, "parallel_output": False}, {"zero_stage": 1}], ids=str)
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_a_policy_of_the_users_own(kind: str, zero_stage: int) -> None:
-    run_ranks(RANKS, _with_policy, kind, {"tp_size": 2, "zero_stage": zero_stage, "parallel_output": False})
+def test_a_policy_of_the_users_own(kind: str, given: dict[str, Any]) -> None:
+    run_ranks(RANKS, _with_policy, kind, {"tp_size": 2, **given})
+
+
+# -- the published example
+
+
+def _printed() -> None:
+    model, train_dataset = made("llama", torch.float32), Texts(24)
+    optimizer, criterion = optimizer_of(model), None
+    plugin = HybridParallelPlugin(tp_size=2, pp_size=1)  # printed with pp_size=2, for a pipeline
+
+    train_dataloader = plugin.prepare_dataloader(train_dataset, batch_size=8)
+    booster = Booster(plugin=plugin)
+    model, optimizer, criterion, train_dataloader, _ = booster.boost(model, optimizer, criterion, train_dataloader)
+
+    losses = []
+    for epoch in range(8):
+        train_dataloader.sampler.set_epoch(epoch)
+        for inputs in train_dataloader:
+            loss = model(**inputs).loss
+            booster.backward(loss, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    told = everywhere(losses)
+    assert told[0] == told[1] and told[2] == told[3] and told[0] != told[2]
+    assert losses[-1] < losses[0] - 0.2
+    booster.close()
+
+
+def _example() -> str:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+    return out.getvalue()
+
+
+def test_the_fifth_example_runs_as_printed_but_for_the_pipeline() -> None:
+    run_ranks(RANKS, _printed)
+    shown = [float(text.removeprefix("loss ")) for text in run_ranks(RANKS, _example)]
+    assert shown[0] == shown[1] and shown[2] == shown[3] and max(shown) < 3.0  # of 97 words: log(97) = 4.6
+
+
+# -- adapters
+
+
+def _adapted(tp_size: int) -> None:
+    plugin = HybridParallelPlugin(tp_size=tp_size, pp_size=1, zero_stage=1, precision="fp32")
+    booster = Booster(plugin=plugin)
+    config = LoraConfig(r=2, target_modules=["q_proj"])
+    model: Any = booster.enable_lora(made("llama", torch.float32), lora_config=config)
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad]))
+    before = [param.detach().clone() for param in model.parameters()]
+    booster.backward(model(**Texts(2).items).loss, optimizer)
+    optimizer.step()
+    changed = [not torch.equal(param, old) for param, old in zip(model.parameters(), before, strict=True)]
+    assert any(changed) and not all(changed)
+
+
+def test_adapters_stand_beside_layers_that_are_whole() -> None:
+    run_ranks(2, _adapted, 1)
+    with pytest.raises(RankError, match="around a layer, which would have to be cut with it"):
+        run_ranks(2, _adapted, 2)
+
+
+# -- precision, accumulation, other plugins
+
+
+def _half(precision: str, zero_stage: int) -> None:
+    """Sixteen bits beside plain training in fp64, and accumulation without an exchange where there is one to leave
+    out."""
+    plugin = HybridParallelPlugin(
+        tp_size=2, pp_size=1, precision=precision, zero_stage=zero_stage, initial_scale=2.0**8, max_norm=MAX_NORM
+    )
+    booster = Booster(plugin=plugin)
+    model = made("gpt2", torch.float32)
+    (_, replicas), texts = plugin.data_parallel(), Texts(STEPS * 2 * BATCH)
+    loader = plugin.prepare_dataloader(texts, BATCH)
+    model, optimizer, *_ = booster.boost(model, optimizer_of(model))
+    for (loss, norm, _), inputs in zip(plain("gpt2", replicas, BATCH, True), loader, strict=True):
+        out = model(**inputs)
+        told = everywhere(out.loss.item())
+        context = booster.no_sync(model, optimizer) if plugin.support_no_sync() else contextlib.nullcontext()
+        with context:
+            booster.backward(out.loss / 2, optimizer)
+        booster.backward(model(**inputs).loss / 2, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        numbers = wide({"loss": sum(told) / len(told), "norm": optimizer.get_grad_norm()})
+        assert_close(numbers, wide({"loss": loss, "norm": norm}), 3e-2, precision)
+    booster.close()
+
+
+@pytest.mark.parametrize(("precision", "zero_stage"), [("fp16", 0), ("bf16", 1), ("bf16", 2)])
+def test_sixteen_bits_and_accumulation(precision: str, zero_stage: int) -> None:
+    run_ranks(RANKS, _half, precision, zero_stage)
+
+
+def _gemini(given: dict[str, Any]) -> None:
+    plugin = GeminiPlugin(tp_size=2, precision="fp32", max_norm=MAX_NORM, **given)
+    booster = Booster(plugin=plugin)
+    model = made("llama")
+    loader = plugin.prepare_dataloader(Texts(STEPS * 2 * BATCH), BATCH)
+    model, optimizer, *_ = booster.boost(model, optimizer_of(model))
+    for (loss, norm, _), inputs in zip(plain("llama", 2, BATCH, True), loader, strict=True):
+        out = model(**inputs)
+        told = everywhere(out.loss.item())
+        booster.backward(out.loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        numbers = wide({"loss": sum(told) / len(told), "norm": optimizer.get_grad_norm()})
+        assert_close(numbers, wide({"loss": loss, "norm": norm}), 1e-10, "loss and norm")
+    booster.close()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"min_chunk_size_m": 1e-4, "hidden_dim": 8, "search_range_m": 0.01, "enable_flash_attention": True},
+        {"chunk_config_dict": {2: {"chunk_size": 512, "keep_gathered": False}}, "offload_optim_frac": 1.0},
+    ],
+    ids=["search", "chunks"],
+)
+def test_gemini_over_ranks_with_parts_of_layers(given: dict[str, Any]) -> None:
+    run_ranks(RANKS, _gemini, given)
+
+
+# -- what cannot be
+
+
+def _refused(kind: str, given: dict[str, Any], changes: dict[str, Any], words: str) -> None:
+    model: Any = nn.Linear(4, 4) if kind == "linear" else made(kind, **changes)
+    optimizer = optimizer_of(model)
+    before = {name: (id(param), param.detach().clone()) for name, param in model.named_parameters()}
+    plugin = HybridParallelPlugin(pp_size=1, precision="fp32", **given)
+    with pytest.raises(ValueError, match=words):
+        Booster(plugin=plugin).boost(model, optimizer)
+    for name, param in model.named_parameters():
+        assert id(param) == before[name][0] and torch.equal(param, before[name][1])
+    if kind != "linear":
+        assert not any(layer.gradient_checkpointing for layer in model.modules() if hasattr(layer, "self_attn"))
+        assert model.config._attn_implementation == "eager"
+        out = model(**Texts(2).items)
+        out.loss.backward()  # it is whole, and works
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in model.parameters()]
+
+
+CHANGED = {"enable_flash_attention": True, "gradient_checkpoint_config": GradientCheckpointConfig(1.0)}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kind", "given", "changes", "words"),
+    [
+        (4, "llama", {"tp_size": 3}, {}, "tp_size=3 does not divide the 4 ranks"),
+        (
+            4,
+            "llama",
+            {"tp_size": 4},
+            {"num_attention_heads": 3, "num_key_value_heads": 3},
+            "3 attention heads are fewer",
+        ),
+        (2, "linear", {"tp_size": 2}, {}, "Linear cannot be cut: it has no module of a known architecture"),
+        (2, "llama", {"tp_size": 2, "custom_policy": GPT2Policy()}, {}, "names no class that a LlamaForCausalLM has"),
+    ],
+    ids=["ranks", "heads", "unknown", "policy"],
+)
+def test_what_cannot_be_is_said_on_every_rank_and_nothing_is_changed(
+    ranks: int, kind: str, given: dict[str, Any], changes: dict[str, Any], words: str
+) -> None:
+    changed = CHANGED if kind != "linear" else {}
+    run_ranks(ranks, _refused, kind, {**given, **changed}, {**changes, "attn_implementation": "eager"}, words)

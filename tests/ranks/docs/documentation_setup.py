@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import hybrid_pages
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -167,42 +168,6 @@ def _changed(names: Names) -> None:
     """The page's model was trained."""
     state = names["model"].state_dict()
     assert any(not torch.equal(state[name].float(), value) for name, value in _net().state_dict().items())
-
-
-class Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        outputs: torch.Tensor = self.down(torch.tanh(self.up(inputs)))
-        return outputs
-
-
-def _mlp(names: Names) -> None:
-    _training(names)
-    names["model"] = Mlp()
-    names["optimizer"] = torch.optim.AdamW(names["model"].parameters(), lr=1e-2)
-
-
-def _mlp_changed(names: Names) -> None:
-    """Both ranks have half of the layers, and trained it."""
-    session = names["plugin"].session(names["model"])
-    sizes = {fact.names[0]: tuple(fact.shape) for fact in session.engine.layout.facts}
-    assert sizes["up.weight"] == (WIDTH, WIDTH) and sizes["down.bias"] == (WIDTH,)
-    assert not torch.equal(session.params[-1].detach(), Mlp().down.bias.detach())  # it is whole on both
-
-
-def _mlp_alone(names: Names) -> None:
-    names["model"], names["group"], names["policy"] = Mlp(), dist.group.WORLD, names["MlpPolicy"]()
-    names["inputs"] = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(2))
-
-
-def _mlp_cut(names: Names) -> None:
-    model = names["model"]
-    assert model.up.weight.shape == (WIDTH, WIDTH) and names["shared_params"] == []
-    torch.testing.assert_close(model(names["inputs"]), Mlp()(names["inputs"]))
 
 
 class _Attention(nn.Module):
@@ -442,8 +407,9 @@ PAGES: dict[str, list[Block]] = {
         Block(first="<directory>/", how="shown", why=PICTURE),
     ],
     "docs/hybrid-parallel.md": [
-        Block(first="from shardwise.booster import Booster", before=_mlp, after=_mlp_changed),
-        Block(first="from shardwise.shardformer import ShardConfig", before=_mlp_alone, after=_mlp_cut),
+        Block(first="from shardwise.booster import Booster", before=hybrid_pages.llama, after=hybrid_pages.llama_cut),
+        Block(first="from shardwise.shardformer import Mod", before=hybrid_pages.mlp, after=hybrid_pages.mlp_cut),
+        Block(first="from shardwise.shardformer import Shard", before=hybrid_pages.alone, after=hybrid_pages.alone_cut),
     ],
     "docs/huggingface.md": [
         Block(

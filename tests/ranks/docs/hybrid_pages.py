@@ -1,0 +1,85 @@
+"""What the blocks of docs/hybrid-parallel.md need, and what they must have done."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+from transformers import LlamaConfig, LlamaForCausalLM
+
+__all__ = ["alone", "alone_cut", "llama", "llama_cut", "mlp", "mlp_cut"]
+
+WIDTH, VOCABULARY = 8, 32
+Names = dict[str, Any]
+
+
+class Texts(Dataset[dict[str, torch.Tensor]]):
+    def __init__(self) -> None:
+        self.ids = torch.randint(VOCABULARY, (32, 6), generator=torch.Generator().manual_seed(1))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.ids[index], "labels": self.ids[index]}
+
+
+def llama(names: Names) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_attention_heads": 2, "num_hidden_layers": 1}
+    names["model"] = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **sizes))
+    names["optimizer"] = torch.optim.AdamW(names["model"].parameters(), lr=1e-2)
+    names["train_dataset"], names["criterion"] = Texts(), None
+
+
+def sizes_of(names: Names) -> dict[str, tuple[int, ...]]:
+    session = names["plugin"].session(names["model"])
+    return {fact.names[0]: tuple(fact.shape) for fact in session.engine.layout.facts}
+
+
+def llama_cut(names: Names) -> None:
+    """Both ranks have half of the layers; the vocabulary of 32 is padded to 128, for 64 rows on each."""
+    sizes = sizes_of(names)
+    assert sizes["model.layers.0.mlp.up_proj.weight"] == (WIDTH, WIDTH)
+    assert sizes["model.embed_tokens.weight"] == (64, WIDTH)
+    assert names["loss"].isfinite()
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.down(torch.tanh(self.up(inputs)))
+        return outputs
+
+
+def mlp(names: Names) -> None:
+    names["model"] = Mlp()
+    names["optimizer"] = torch.optim.AdamW(names["model"].parameters(), lr=1e-2)
+    inputs = torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(1))
+    names["train_dataset"], names["criterion"] = TensorDataset(inputs, torch.tanh(inputs)), nn.MSELoss()
+
+
+def mlp_cut(names: Names) -> None:
+    """Both ranks have half of the layers, and trained it."""
+    sizes = sizes_of(names)
+    assert sizes["up.weight"] == (WIDTH, WIDTH) and sizes["down.bias"] == (WIDTH,)
+    bias = names["plugin"].session(names["model"]).params[-1].detach()  # whole on both
+    assert not torch.equal(bias, Mlp().down.bias.detach())
+
+
+def alone(names: Names) -> None:
+    names["model"], names["group"], names["policy"] = Mlp(), dist.group.WORLD, names["MlpPolicy"]()
+
+
+def alone_cut(names: Names) -> None:
+    inputs = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(2))
+    model = names["model"]
+    assert model.up.weight.shape == (WIDTH, WIDTH) and names["shared_params"] == []
+    torch.testing.assert_close(model(inputs), Mlp()(inputs))
