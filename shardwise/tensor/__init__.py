@@ -9,7 +9,19 @@ from shardwise.tensor.axis import Axis
 from shardwise.tensor.cut import Cut, Part
 from shardwise.tensor.cutting import Cutting, parts_of
 from shardwise.tensor.loss import vocabulary_cross_entropy
-from shardwise.tensor.rules import Attention, Embedding, Head, Mlp, Rule, Site, Unused
+from shardwise.tensor.proposed import propose_architecture
+from shardwise.tensor.rules import (
+    Attention,
+    Either,
+    Embedding,
+    Experts,
+    Head,
+    Mlp,
+    Requires,
+    Rule,
+    Site,
+    Unused,
+)
 
 __all__ = [
     "Architecture",
@@ -17,16 +29,20 @@ __all__ = [
     "Axis",
     "Cut",
     "Cutting",
+    "Either",
     "Embedding",
+    "Experts",
     "Head",
     "Mlp",
     "Part",
+    "Requires",
     "Rule",
     "Site",
     "Unused",
     "cut_model",
     "known_architectures",
     "parts_of",
+    "propose_architecture",
     "register_architecture",
     "vocabulary_cross_entropy",
 ]

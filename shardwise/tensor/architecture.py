@@ -120,9 +120,14 @@ def _unknown(model: nn.Module, plan: TensorPlan) -> str:
             f"{type(model).__name__} has no module that architecture {plan.architecture.name!r} has rules for "
             f"({classes}): give the one that describes it"
         )
+    own = (
+        "; or use the plan that it brings: TensorPlan(architecture=shardwise.tensor.propose_architecture(model))"
+        if getattr(model, "_tp_plan", None)
+        else ""
+    )
     return (
         f"{type(model).__name__} cannot be cut: it has no module of a known architecture "
         f"({', '.join(known_architectures())}). Describe it: "
         "shardwise.tensor.register_architecture(Architecture(name, {class name: rules})), see "
-        '"An architecture for tensor parallelism" in CONTRIBUTING.md'
+        '"An architecture for tensor parallelism" in CONTRIBUTING.md' + own
     )

@@ -97,19 +97,27 @@ def whole(model: nn.Module, axis: Axis, tensors: Mapping[str, Tensor]) -> dict[s
         AssertionError: what all hold alike differs, or padding is not 0.
     """
     found, parts = {}, parts_of(model)
-    for name, value in tensors.items():
+    shapes = [
+        [parts[name].shape_on(rank) if name in parts else value.shape for name, value in tensors.items()]
+        for rank in range(axis.size)
+    ]
+    sizes = [sum(shape.numel() for shape in each) for each in shapes]  # one exchange for all of them
+    together = axis.gathered(torch.cat([value.flatten() for value in tensors.values()]), 0, sizes).split(sizes)
+    by_rank = [
+        [part.view(shape) for part, shape in zip(flat.split([s.numel() for s in own]), own, strict=True)]
+        for flat, own in zip(together, shapes, strict=True)
+    ]
+    for name, *held in zip(tensors, *by_rank, strict=True):
         part = parts.get(name)
         if part is None:
-            assert all(torch.equal(each, value) for each in axis.collect(value)), f"{name} differs between ranks"
-            found[name] = value
+            assert all(torch.equal(each, held[0]) for each in held), f"{name} differs between ranks"
+            found[name] = held[0]
             continue
         cut = part.cut
-        sizes = [cut.numel(rank) for rank in range(cut.ranks)]
-        held = torch.split(axis.gathered(value, cut.dim, sizes), sizes, cut.dim)
-        together = cut.whole(held)
-        assert not together.narrow(cut.dim, part.whole[cut.dim], cut.size - part.whole[cut.dim]).any(), name
+        padded = cut.whole(held)
+        assert not padded.narrow(cut.dim, part.whole[cut.dim], cut.size - part.whole[cut.dim]).any(), name
         for rank, each in enumerate(held):  # what several hold is the same on all of them
-            assert torch.equal(cut.part(together, rank), each), f"{name} differs between its holders"
+            assert torch.equal(cut.part(padded, rank), each), f"{name} differs between its holders"
         found[name] = part.together(held)
     return found
 

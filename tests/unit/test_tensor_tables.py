@@ -20,6 +20,7 @@ from shardwise.tensor import (
     Mlp,
     cut_model,
     known_architectures,
+    propose_architecture,
     register_architecture,
 )
 from shardwise.tensor.heads import Heads
@@ -168,3 +169,36 @@ def test_parameters_of_a_rank_are_what_a_formula_says(ranks: int) -> None:
     rows = 29 + -29 % (4 * ranks)
     norms = 5 * 32
     assert held == norms + (2 * rows * 32 + 2 * (4 * 32 * 32 + 3 * 32 * 24)) // ranks
+
+
+# ---- proposed by the model's own plan
+
+
+def test_a_plan_says_what_the_table_says() -> None:
+    """Of Llama, Qwen3 and Qwen3-MoE each parameter's part is the same by either."""
+    for kind in ("Llama", "Qwen3", "Qwen3Moe"):
+        model = getattr(transformers, f"{kind}ForCausalLM")(decoder(kind))
+        own = TensorPlan(architecture=propose_architecture(model), vocabulary_multiple=4)
+        by_table, by_plan = (cut_model(model, axis(2, rank=1), plan) for plan in (PLAN, own))
+        parts = {name: by_table.part_of(param) for name, param in model.named_parameters()}
+        assert sum(part is not None for part in parts.values()) >= 10
+        assert parts == {name: by_plan.part_of(param) for name, param in model.named_parameters()}
+
+
+def test_an_unknown_model_with_a_plan_is_told_of_it() -> None:
+    model = transformers.CohereForCausalLM(decoder("Cohere"))
+    assert "propose_architecture(model)" in message(model, 2)
+    assert "propose_architecture(model)" not in message(nn.Sequential(nn.Linear(4, 4)), 2)
+
+
+def test_plans_that_no_rule_says() -> None:
+    with pytest.raises(ValueError, match="StableLmForCausalLM brings no plan of its own"):
+        propose_architecture(transformers.StableLmForCausalLM(decoder("StableLm")))
+    model = transformers.LlamaForCausalLM(decoder("Llama"))
+    model._tp_plan = {"model.layers.*.mlp.up_proj": "something"}
+    with pytest.raises(ValueError, match=r"has model\.layers\.\*\.mlp\.up_proj: 'something', which no rule says"):
+        propose_architecture(model)
+    model = transformers.Qwen3ForCausalLM(decoder("Qwen3"))
+    model._tp_plan = {name: style for name, style in model._tp_plan.items() if "norm" not in name}
+    with pytest.raises(ValueError, match=r"says nothing of k_norm\.weight, q_norm\.weight, beside layers that it cuts"):
+        propose_architecture(model)

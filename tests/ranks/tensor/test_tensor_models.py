@@ -10,12 +10,12 @@ import pytest
 import torch
 import transformers
 from scope import Scope
-from tensor_cases import CASES, language
+from tensor_cases import CASES, decoder, language
 from tensor_setup import LENGTH, PAD, ROWS, VOCABULARY, Case, compare, cut, run, whole
 from torch import Tensor, nn
 
 from shardwise.plan import TensorPlan
-from shardwise.tensor import Axis, Cut, cut_model
+from shardwise.tensor import Axis, Cut, cut_model, propose_architecture
 from shardwise.tensor.cut import Part
 from shardwise.tensor.heads import Heads
 from shardwise.tensor.layers import Alike
@@ -230,3 +230,22 @@ def kinds() -> None:
 
 def test_a_table_changes_nothing_by_itself() -> None:
     run_ranks(2, kinds)
+
+
+# ---- by the plan that a model brings
+
+
+def proposed(name: str) -> list[str]:
+    """Names of what is cut."""
+    case = Case(f"{name}ForCausalLM", decoder(name, tie_word_embeddings=False), language, padded=True)
+    with Scope("shared") as group:
+        architecture = propose_architecture(case.made())
+        return list(compare(case, Axis(group), TensorPlan(architecture=architecture, vocabulary_multiple=4)))
+
+
+# Granite divides its logits, Glm brings an MLP whose layers it gathers, Olmo2 norms over all heads.
+@pytest.mark.parametrize(("name", "layers"), [("Granite", 7), ("SmolLM3", 7), ("Glm", 4), ("Olmo2", 3)])
+def test_a_model_is_cut_by_the_plan_that_it_brings(name: str, layers: int) -> None:
+    for found in run_ranks(4, proposed, name):
+        weights = [each for each in found if each.endswith("weight")]
+        assert len(weights) == 2 * layers + 2  # of each of two layers, the embedding and the head
