@@ -18,6 +18,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.memory import MemoryReport
 from shardwise.engine.module import ShardedModule
 from shardwise.engine.optimizer import ShardedOptimizer
+from shardwise.engine.pipelined import PipelineSteps
 from shardwise.engine.whole import whole_gradients, whole_values
 from shardwise.mesh import Mesh, default_device
 from shardwise.plan import Plan
@@ -44,6 +45,7 @@ class Session:
         params: the sharded parameters, in the model's order.
         events: what happens in it, by name; see :mod:`shardwise.events`.
         ledger: the device's accounts.
+        pipeline: makes the passes of steps where the model is in stages; otherwise ``None``.
         checkpoints: ``save`` and ``load`` everything; ``wait`` for an asynchronous save. Several files written by all
             ranks, for any number of ranks, stage, packing, tier and precision.
     """
@@ -55,6 +57,7 @@ class Session:
         self.plan, self.mesh = engine.plan, engine.mesh
         self.params, self.events, self.ledger = engine.params, engine.events, engine.ledger
         self.checkpoints = Checkpointer(self)
+        self.pipeline = PipelineSteps(engine, self.optimizer) if engine.staging is not None else None
 
     def backward(self, loss: torch.Tensor, tokens: float | None = None) -> None:
         """Backward pass of ``loss``; see :meth:`ShardedOptimizer.backward`. Without an optimizer, unscaled."""
@@ -243,6 +246,7 @@ def build(
             wrapped = []
             for index, each in enumerate(optimizers):
                 undo.callback(_as_now(each))  # also if it fails half way
+                engine.division.narrow(each)
                 wrapped.append(ShardedOptimizer(engine, each, index, scaler))
                 undo.callback(wrapped[-1].close)
             with mesh.doing("build()"):

@@ -31,6 +31,7 @@ __all__ = [
     "GradPlan",
     "MeshPlan",
     "Packing",
+    "PipelinePlan",
     "Plan",
     "PrecisionPlan",
     "ScalerPlan",
@@ -349,7 +350,43 @@ class CommPlan:
             switch("shared_memory", self.shared_memory)
 
 
-PARTS = ("mesh", "shard", "precision", "grad", "comm", "tiers", "tensor")
+@dataclass(frozen=True, kw_only=True)
+class PipelinePlan:
+    """Pipeline parallelism: how a model and a batch are divided where the mesh has ``pp`` ranks.
+
+    Attributes:
+        schedule: ``"1f1b"``, or ``"interleaved"`` with several stages a rank.
+        chunks: stages a rank.
+        microbatches: parts of a batch, as even as can be.
+        microbatch_rows: rows of each part but the last, where ``microbatches`` is ``None``; ``None``, too: a part a
+            stage.
+        layers: by stage; ``None``: as even as can be, with more in the middle.
+        cache_shapes: what passes between stages is described once for each shape of the inputs, not each time.
+        body: where the layers are (:class:`shardwise.pipeline.Body`), of a model whose class is not known.
+    """
+
+    schedule: Literal["1f1b", "interleaved"] = "1f1b"
+    chunks: int = 1
+    microbatches: int | None = None
+    microbatch_rows: int | None = None
+    layers: tuple[int, ...] | None = None
+    cache_shapes: bool = True
+    body: Any = None
+
+    def __post_init__(self) -> None:
+        _require(self.schedule in ("1f1b", "interleaved"), f"schedule={self.schedule!r}: give '1f1b' or 'interleaved'")
+        whole("chunks", self.chunks, 1, what="a number of stages,")
+        _require(
+            self.schedule == "interleaved" or self.chunks == 1,
+            f"schedule={self.schedule!r} with chunks={self.chunks}: give 1, or schedule='interleaved'",
+        )
+        for name, number_ in (("microbatches", self.microbatches), ("microbatch_rows", self.microbatch_rows)):
+            if number_ is not None:
+                whole(name, number_, 1)
+        switch("cache_shapes", self.cache_shapes)
+
+
+PARTS = ("mesh", "shard", "precision", "grad", "comm", "tiers", "tensor", "pipeline")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -364,6 +401,7 @@ class Plan:
     tiers: TierPlan
     verbose: bool
     tensor: TensorPlan = TensorPlan()
+    pipeline: PipelinePlan = PipelinePlan()
 
     def __post_init__(self) -> None:
         switch("verbose", self.verbose)

@@ -32,18 +32,17 @@ def describe_build(
     model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
     plan: Plan,
-    facts: Sequence[ParamFact],
-    params: Sequence[nn.Parameter],
+    every: Sequence[tuple[nn.Parameter, ParamFact]],
 ) -> Description:
     """Versions, plan, parameters, optimizers and their groups.
 
     Args:
-        facts: of ``params``, the model's floating-point parameters.
+        every: the model's floating-point parameters, with what is known of each.
     """
     found: dict[str, Mapping[str, Any]] = {
         "the installation": {"version of shardwise": __version__, "version of torch": torch.__version__.split("+")[0]},
         "the plan": dict(_plan_fields(plan)),
-        "the model": {"number of parameters": len(params), "number of optimizers": len(optimizers)},
+        "the model": {"number of parameters": len(every), "number of optimizers": len(optimizers)},
     }
     for index, optimizer in enumerate(optimizers):
         kind = type(optimizer)
@@ -51,7 +50,7 @@ def describe_build(
         found[called(index)] = {"class": f"{kind.__module__}.{kind.__qualname__}", "number of groups": len(groups)}
         for number, group in enumerate(groups):
             found[called(index, number)] = group_values(optimizer, group)
-    found |= _parameters(optimizers, facts, params)
+    found |= _parameters(optimizers, every)
     if plan.comm.sync_init:
         others = [*((n, p) for n, p in model.named_parameters() if not p.is_floating_point()), *model.named_buffers()]
         found |= {f"tensor {name}": {"shape": list(value.shape), "dtype": str(value.dtype)} for name, value in others}
@@ -80,7 +79,7 @@ def _plan_fields(part: Any, prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def _parameters(
-    optimizers: Sequence[torch.optim.Optimizer], facts: Sequence[ParamFact], params: Sequence[nn.Parameter]
+    optimizers: Sequence[torch.optim.Optimizer], every: Sequence[tuple[nn.Parameter, ParamFact]]
 ) -> dict[str, Mapping[str, Any]]:
     place = {
         id(param): position
@@ -89,7 +88,7 @@ def _parameters(
         for position, param in enumerate(group["params"])
     }
     found: dict[str, Mapping[str, Any]] = {}
-    for fact, param in zip(facts, params, strict=True):
+    for param, fact in every:
         about: dict[str, Any] = {
             "shape": list(fact.whole),
             "dtype": str(param.dtype),

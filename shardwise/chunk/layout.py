@@ -35,6 +35,8 @@ class ParamFact:
     """Index of its param group in that optimizer, -1 for none."""
     part: Part | None = None
     """Where ranks of a tensor-parallel axis hold parts of it: this rank's, which ``shape`` is of."""
+    earlier: bool = False
+    """Whether a rank with an earlier stage of a pipeline has it, too."""
 
     @property
     def whole(self) -> torch.Size:

@@ -15,7 +15,7 @@ from shardwise.checks.unfinished import Unfinished
 from shardwise.chunk.layout import Layout, make_layout, search_report
 from shardwise.engine.accounts import StateAccounts
 from shardwise.engine.attachment import Attachment
-from shardwise.engine.facts import all_names, parameter_facts
+from shardwise.engine.division import Division
 from shardwise.engine.initial import load_initial_values
 from shardwise.engine.storage import Storage
 from shardwise.engine.values import Values
@@ -29,7 +29,6 @@ from shardwise.plan import Plan
 from shardwise.reduce.counts import StepCounts
 from shardwise.reduce.passes import BackwardPasses
 from shardwise.reduce.reducer import Reducer
-from shardwise.tensor import Axis, cut_model
 from shardwise.update.early import EarlyObserver
 from shardwise.update.masters import MasterEdits
 from shardwise.update.tiles import check_element_wise
@@ -64,14 +63,13 @@ class Engine:
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], plan: Plan, mesh: Mesh) -> None:
         self.model, self.plan, self.mesh = model, plan, mesh
         self.optimizers = tuple(optimizers)
-        with agreed_build(mesh.everyone, lambda: describe_build(model, optimizers, plan, facts, self.params)):
+        with agreed_build(mesh.everyone, lambda: describe_build(model, optimizers, plan, self.division.every)):
             for each in optimizers:
                 check_element_wise(each)
             check_shardable(model)
-            names = all_names(model)
-            self.params = [p for p in model.parameters() if p.is_floating_point()]
-            self.cutting = cut_model(model, Axis(mesh.tensor), plan.tensor) if mesh.tensor.size > 1 else None
-            facts = parameter_facts(self.params, names, optimizers, plan, self.cutting)
+            self.division = Division(model, optimizers, plan, mesh)
+        self.params, facts = self.division.params, self.division.facts
+        self.cutting, self.staging = self.division.cutting, self.division.staging
         self.party = mesh.enroll(type(model).__name__)
         shard = plan.shard
         self.layout: Layout = make_layout(facts, model, shard.packing, mesh.shard.size, mesh.replicate.size, shard.kept)
@@ -129,11 +127,10 @@ class Engine:
     def take_over(self) -> None:
         """The model's parameters become the chunks', with their values, and its passes the engine's. Collective."""
         self._begun = True
-        load_initial_values(self.model, self.params, self.storage, self.plan, self.mesh)
+        load_initial_values(self.model, self.division, self.storage, self.plan, self.mesh)
         self.master_edits.note()
         self.reducer.allocate()  # after the values: while these are made, the most memory is needed
-        if self.cutting is not None:
-            self.cutting.install()
+        self.division.install()
         self.guards = self.attachment.install()
 
     def _make_pool(self) -> ChunkPool:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import nn
 
 from shardwise.deferred.construction import adopt, initial_values, set_buffer
+from shardwise.engine.division import Division
 from shardwise.engine.storage import Storage
 from shardwise.engine.writer import ValueWriter
 from shardwise.mesh import Mesh
@@ -16,18 +15,16 @@ from shardwise.plan import Plan
 __all__ = ["load_initial_values"]
 
 
-def load_initial_values(
-    model: nn.Module, params: Sequence[nn.Parameter], storage: Storage, plan: Plan, mesh: Mesh
-) -> None:
+def load_initial_values(model: nn.Module, division: Division, storage: Storage, plan: Plan, mesh: Mesh) -> None:
     """Each parameter's whole value exists only while it is cut into its shard (and master). Collective.
 
     Args:
         model: the user's module; its parameters belong to the chunks from here on.
-        params: those that are sharded, by index.
+        division: which of its parameters are this rank's.
         storage: where they go.
         plan, mesh: whether rank 0's values are taken, and in which dtype buffers are.
     """
-    index_of = {id(param): index for index, param in enumerate(params)}
+    index_of = {id(param): index for index, param in enumerate(division.params)}
     sync = plan.comm.sync_init and mesh.everyone.size > 1
     with ValueWriter(storage) as writer:
         for names, held, value, is_parameter in initial_values(model, mesh.device):
@@ -41,6 +38,9 @@ def load_initial_values(
             elif isinstance(held, nn.Parameter) and id(held) in index_of:
                 writer.store(index_of[id(held)], value)
                 _let_go(held, storage, index_of[id(held)], mesh.device)
+            elif isinstance(held, nn.Parameter) and not division.owns(held):
+                held.grad = None
+                adopt(held, value.new_zeros(()).expand(value.shape))  # of a stage of other ranks
             elif isinstance(held, nn.Parameter):
                 adopt(held, value)  # integer parameters are replicated as they are
     if storage.store is not None:

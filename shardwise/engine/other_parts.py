@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from shardwise.chunk.layout import ParamFact, Slot
+from shardwise.chunk.layout import Slot
 from shardwise.reduce.grads import ChunkGrads
 from shardwise.reduce.norm import OtherParts
 
 if TYPE_CHECKING:
     from shardwise.engine.engine import Engine
 
-__all__ = ["MARKS", "Counting", "counted", "is_divided"]
+__all__ = ["MARKS", "Counting", "in_shard", "is_divided"]
 
 MARKS = ("tensor_model_parallel", "model_parallel", "is_tensor_parallel")
 """Attributes of parameters, true where each rank has a part: Megatron-LM's, DeepSpeed's and ColossalAI's."""
@@ -54,12 +54,14 @@ class Counting:
                 "available: use update='step'"
             )
         self._group = group
-        facts = engine.layout.facts
         self._spans = [
-            (state, [span for slot in state.spec.slots for span in counted(state, slot, engine.params, facts)])
-            for state in states
+            (state, [span for slot in state.spec.slots for span in counted(engine, state, slot)]) for state in states
         ]
-        marked = engine.cutting is not None or any(is_divided(parameter) for parameter in engine.params)
+        marked = (
+            engine.cutting is not None
+            or engine.staging is not None
+            or any(is_divided(parameter) for parameter in engine.params)
+        )
         if group.size > 1 and not marked and group.rank == engine.mesh.rank == 0:
             warnings.warn(
                 f"no parameter is marked as divided over the model-parallel group of {group.size} ranks ("
@@ -81,14 +83,17 @@ class Counting:
         return OtherParts(self._group, counted)
 
 
-def counted(
-    state: ChunkGrads, slot: Slot, params: Sequence[nn.Parameter], facts: Sequence[ParamFact]
-) -> list[tuple[int, int]]:
+def counted(engine: Engine, state: ChunkGrads, slot: Slot) -> list[tuple[int, int]]:
     """Where in this rank's shard, in elements, the gradient of a parameter counts on a rank that is not the first."""
-    part = facts[slot.param].part
-    if part is None and not is_divided(params[slot.param]):
+    fact, mesh = engine.layout.facts[slot.param], engine.mesh
+    alone = mesh.pipeline.size > 1 and mesh.tensor.rank == 0  # the first with this stage
+    if fact.earlier or (fact.part is None and not alone and not is_divided(engine.params[slot.param])):
         return []
-    spans = [(0, slot.numel)] if part is None else part.own_spans()
+    return in_shard(state, slot, [(0, slot.numel)] if fact.part is None else fact.part.own_spans())
+
+
+def in_shard(state: ChunkGrads, slot: Slot, spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ranges of a parameter, where they are in this rank's shard."""
     first, last = state.chunk.overlap(slot)
     found = [(max(slot.start + start, first), min(slot.start + end, last)) for start, end in spans]
     return [(start - state.chunk.shard_start, end - state.chunk.shard_start) for start, end in found if start < end]

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.comm.errors import PeerError
-from shardwise.engine.other_parts import counted, is_divided
+from shardwise.engine.other_parts import in_shard, is_divided
 from shardwise.engine.staging import gather_shards
 from shardwise.reduce.grads import ChunkGrads
 from shardwise.reduce.norm import each_norm
@@ -357,6 +357,13 @@ class VisibleGrads:
 
     def norms(self, indices: Sequence[int], p: float) -> list[torch.Tensor]:
         """See :class:`~shardwise.reduce.sharded_grad.GradOwner`. All parameters' at the first request for ``p``."""
+        stages = self.engine.mesh.pipeline.size
+        if len(indices) > 1 and stages > 1:
+            raise RuntimeError(
+                f"the norms of {len(indices)} gradients together on one of {stages} pipeline ranks, as in "
+                "torch.nn.utils.clip_grad_norm_: it would be that of this rank's stages alone; give max_norm to the "
+                "plugin, or call optimizer.clip_grad_by_norm"
+            )
         if p not in self._norms:
             self._norms[p] = self._all_norms(indices[0], p)
         param = self._params[indices[0]]
@@ -384,10 +391,10 @@ class VisibleGrads:
             used = state.reduced is not None and at in state.touched
             parts.append(self._counted_part(index, state.reduced) if used else None)
         facts = self.engine.layout.facts
-        others = mesh.model_parallel is not None
-        divided = [others and (facts[i].part is not None or is_divided(p)) for i, p in self._params.items()]
+        others = mesh.model_parallel if mesh.pipeline.size == 1 else mesh.tensor
+        divided = [facts[i].part is not None or is_divided(p) for i, p in self._params.items()]
         try:
-            return each_norm(parts, p, mesh.shard, mesh.model_parallel, divided)
+            return each_norm(parts, p, mesh.shard, others, divided)
         except PeerError as error:
             raise PeerError(self._alone(asked, "the norm", error)) from error
 
@@ -396,7 +403,7 @@ class VisibleGrads:
         part, (state, at) = self.engine.layout.facts[index].part, self._where[index]
         if reduced is None or part is None or not part.cut.holders():
             return self._own_part(index, reduced)
-        spans = counted(state, state.spec.slots[at], self.engine.params, self.engine.layout.facts)
+        spans = in_shard(state, state.spec.slots[at], part.own_spans())
         return torch.cat([reduced[start:end] for start, end in spans]) if spans else None
 
     def _own_part(self, index: int, reduced: torch.Tensor | None) -> torch.Tensor | None:

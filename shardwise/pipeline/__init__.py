@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from shardwise.pipeline.run import MicroBatch, Outcome, StageRun, merged, split_batch
 from shardwise.pipeline.schedule import SCHEDULES, Action, Kind, Schedule, make_schedule, simulate
+from shardwise.pipeline.shared import SharedGradients
 from shardwise.pipeline.staging import Staging, layers_of_stages, stage_model
 from shardwise.pipeline.tables import Body, known_bodies, register_body
 
@@ -19,6 +20,7 @@ __all__ = [
     "MicroBatch",
     "Outcome",
     "Schedule",
+    "SharedGradients",
     "StageRun",
     "Staging",
     "known_bodies",

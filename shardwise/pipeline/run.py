@@ -178,6 +178,10 @@ class StageRun:
         """Of what ``action`` makes; steps that failed have others."""
         return (self._step * MOST_STAGES + action.stage) * MOST_MICROBATCHES + action.microbatch
 
+    def tag_of_shared(self, position: int) -> int:
+        """Of what ranks exchange of the parameter at ``position`` behind this step's schedule."""
+        return (self._step * MOST_STAGES + MOST_STAGES - 1) * MOST_MICROBATCHES + position % MOST_MICROBATCHES
+
     def send(self, x: Tensor, action: Action, rank: int, key: object) -> None:
         """What ``action`` has made, to the rank that uses it."""
         assert self._wire is not None

@@ -97,6 +97,7 @@ class Staging:
             unit = next((unit for unit in self._units if name.startswith(f"{unit}.")), None)
             stages = {self._units[unit][0]} if unit is not None else set(range(self.stages))
             found.setdefault(id(param), set()).update(stages)
+        self._positions = {key: place for place, key in enumerate(found)}
         return found
 
     # ---- who has what
@@ -108,6 +109,10 @@ class Staging:
     def ranks_of(self, param: nn.Parameter) -> tuple[int, ...]:
         """The ranks that hold it."""
         return tuple(sorted({stage % self.ranks for stage in self.stages_of(param)}))
+
+    def position_of(self, param: nn.Parameter) -> int:
+        """Among the parameters of the whole model, the same on every rank."""
+        return self._positions[id(param)]
 
     def owns(self, param: nn.Parameter) -> bool:
         """Whether this rank does."""

@@ -1,0 +1,110 @@
+"""Engines over models in stages, against plain PyTorch in one process: fp64, pp x tp x dp, every plan, tied weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import tensor_cases
+import torch
+from engine_setup import PLANS, adam, sharded
+from tensor_setup import PAD, Case, Exact, loss_of
+from test_pipeline_stages import criterion, with_layers
+from torch import Tensor
+
+from shardwise.pipeline import split_batch
+from shardwise.plan import PipelinePlan, Plan
+from shardwise.testing import assert_close, run_ranks
+
+STEPS, LR, MAX_NORM, ROWS, LENGTH = 3, 0.01, 0.5, 5, 6
+
+
+def case_of(name: str, index: int) -> Case:
+    return with_layers(getattr(tensor_cases, name)()[index], 5)
+
+
+def batch_of(rank: int, step: int) -> dict[str, Tensor]:
+    """Another length in one step."""
+    generator = torch.Generator().manual_seed(100 * rank + step)
+    ids, labels = torch.randint(0, PAD, (2, ROWS, LENGTH + step % 2), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1, -2:] = 0
+    return {"input_ids": ids.masked_fill(mask == 0, PAD), "labels": labels, "attention_mask": mask}
+
+
+def plain(case: Case, replicas: int, microbatches: int) -> Iterator[tuple[list[float], float, dict[str, Tensor]]]:
+    """By step: each replica's loss, the norm before clipping, and the parameters."""
+    model = case.made()
+    optimizer = adam(model, LR)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        losses = []
+        for rank in range(replicas):
+            total = 0.0
+            for part in split_batch(batch_of(rank, step), microbatches, None):
+                with Exact():
+                    loss = loss_of(model(**part.kwargs)) * part.share
+                (loss / replicas).backward()
+                total += loss.item()
+            losses.append(total)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        yield losses, norm.item(), {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def wide(**numbers: float) -> dict[str, Tensor]:
+    return {name: torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()}
+
+
+def trained(plan: Plan, name: str, index: int, microbatches: int) -> None:
+    case = case_of(name, index)
+    model = case.made()
+    names = {id(param): name for name, param in model.named_parameters()}
+    with sharded(model, adam(model, LR), plan) as session:
+        mesh, optimizer, pipeline = session.mesh, session.optimizer, session.pipeline
+        assert optimizer is not None and pipeline is not None and mesh.pipeline.size == plan.mesh.pp
+        facts = session.engine.layout.facts
+        for step, (losses, norm, values) in enumerate(plain(case, mesh.size, microbatches)):
+            with Exact():
+                outcome = pipeline.step(batch_of(mesh.rank, step), criterion, train=True)
+            assert (outcome.loss is not None) == pipeline.last
+            if outcome.loss is not None:
+                assert_close(wide(loss=outcome.loss.item()), wide(loss=losses[mesh.rank]), 1e-11, f"step {step}")
+            optimizer.step()
+            found = optimizer.get_grad_norm()
+            assert found is not None
+            assert_close(wide(norm=found), wide(norm=norm), 1e-10, f"step {step}")
+            with session.module.gathered():
+                held = {names[id(p)]: p.detach() for p in session.params}
+                parts = {
+                    names[id(p)]: values[names[id(p)]] if f.part is None else f.part.of(values[names[id(p)]])
+                    for p, f in zip(session.params, facts, strict=True)
+                }
+                assert_close(held, parts, 1e-9, f"parameters after step {step}")
+        everywhere = {name for post in mesh.pipeline.exchange_object(sorted(held)) for name in post}
+        assert everywhere == set(values)
+
+
+ONE, TWO = PipelinePlan(microbatches=3), PipelinePlan(schedule="interleaved", chunks=2, microbatches=4)
+CASES: list[tuple[int, str, dict[str, Any], PipelinePlan]] = [
+    (2, "zero1", {}, ONE),
+    (4, "zero1", {}, ONE),
+    (4, "zero1", {}, TWO),
+    (4, "ddp", {}, ONE),
+    (4, "zero2", {}, ONE),
+    (4, "zero3", {}, ONE),
+    (4, "zero3_gloo", {}, TWO),
+    (4, "zero1", {"tp": 2}, ONE),
+    (4, "zero1", {"pp": 4}, PipelinePlan(layers=(1, 2, 1, 1), microbatch_rows=2)),
+    (4, "zero2_gloo", {"dp_outside": True}, PipelinePlan(microbatches=3, cache_shapes=False)),
+]
+
+
+@pytest.mark.parametrize(("ranks", "name", "sizes", "pipeline"), CASES)
+def test_training_equals_plain_pytorch(ranks: int, name: str, sizes: dict[str, Any], pipeline: PipelinePlan) -> None:
+    plan = PLANS[name].but(pp=2).but(**sizes).but(max_norm=MAX_NORM, pipeline=pipeline)
+    assert plan.grad.average == "sum"
+    microbatches = pipeline.microbatches or 3
+    for model, index in (("llama", 1), ("gpt2", 0), ("bert", 0)):
+        run_ranks(ranks, trained, plan, model, index, microbatches)
