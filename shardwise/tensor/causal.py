@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -58,15 +59,19 @@ class Generate:
 
     Args:
         model: the language model.
-        head: its last layer, cut by columns.
+        heads: its last layer, cut by columns, and its adapters'.
     """
 
-    def __init__(self, model: nn.Module, head: nn.Module) -> None:
-        self.model, self.head = model, head
+    def __init__(self, model: nn.Module, heads: Sequence[nn.Module]) -> None:
+        self.model, self.heads = model, heads
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        vars(self.head)["_gathers"] = True
+        self._gather(True)
         try:
             return type(self.model).generate(self.model, *args, **kwargs)  # type: ignore[attr-defined]
         finally:
-            vars(self.head)["_gathers"] = False
+            self._gather(False)
+
+    def _gather(self, gathers: bool) -> None:
+        for head in self.heads:
+            vars(head)["_gathers"] = gathers

@@ -10,7 +10,7 @@ from torch import nn
 from shardwise.tensor.axis import Axis
 from shardwise.tensor.cut import Cut, Part, Range
 from shardwise.tensor.layers import Alike, Columns, CutLayer, Experts, Features, Rows, Vocabulary, out_dim
-from shardwise.tensor.private import Dropouts, Guard, Private, dropouts_of
+from shardwise.tensor.private import Dropouts, Drops, Guard, Private, dropouts_of
 from shardwise.torch_internals import point
 
 __all__ = ["Cutting", "parts_of"]
@@ -130,6 +130,10 @@ class Cutting:
     def alike(self, module: nn.Module) -> None:
         """Each rank uses the module, which is whole, for its part: its gradients are summed."""
         self._swap(module, Alike, {"_axis": self.axis})
+
+    def drops(self, module: nn.Module, own: bool) -> None:
+        """A dropout of a part (``own``), or of what all ranks have alike, between two layers that are cut."""
+        self._swap(module, Drops, {"_private": self.private, "_own": own})
 
     def of_heads(self, owner: nn.Module, name: str, heads: int, own: Range) -> None:
         """``owner`` is given something for all ``heads`` by this name, and takes what is for its ``own``."""

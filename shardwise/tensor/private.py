@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 
 from shardwise.device import default_generator
 
-__all__ = ["Dropouts", "Guard", "Private", "dropouts_of"]
+__all__ = ["Dropouts", "Drops", "Guard", "Private", "dropouts_of"]
 
 Dropouts = tuple[tuple[Any, str], ...]
 """Objects and the names of their attributes that are rates; nothing is drawn where all of them are 0."""
@@ -52,24 +53,73 @@ class Private:
         generator = default_generator(device)
         if device.type == "cuda":  # a number that it would draw is on the device, and reading it waits for all work
             common, drawn = generator.initial_seed(), generator.get_offset()
-            self._local.before = (generator, (common, drawn + 4))
-            generator.manual_seed((common + (drawn // 4 + 1) * (WORD + 1) + self.rank * SPREAD) % 2**63)
-            return
-        seed = int(torch.randint(WORD, (), generator=generator, device="cpu"))
-        self._local.before = (generator, generator.get_state())
-        generator.manual_seed((seed + self.rank * SPREAD) % WORD)
+            generator.set_offset(drawn + 4)
+            seed = (common + (drawn // 4 + 1) * (WORD + 1) + self.rank * SPREAD) % 2**63
+        else:
+            seed = int(torch.randint(WORD, (), generator=generator, device="cpu")) + self.rank * SPREAD
+            seed %= WORD
+        self._local.before = (generator, _state(generator))
+        generator.manual_seed(seed)
 
     def leave(self) -> None:
         """From here on what all ranks draw alike."""
-        if not self.inside:
-            return
-        generator, before = self._local.before
-        self._local.before = None
-        if isinstance(before, torch.Tensor):
-            generator.set_state(before)
+        if self.inside:
+            generator, before = self._local.before
+            self._local.before = None
+            _put(generator, before)
+
+    @contextmanager
+    def drawing(self, own: bool, device: torch.device, dropouts: Dropouts) -> Iterator[None]:
+        """Inside, this rank's own numbers or those of all, wherever it is."""
+        if own == self.inside:
+            yield
+        elif own:
+            self.enter(device, dropouts)
+            try:
+                yield
+            finally:
+                self.leave()
         else:
-            generator.manual_seed(before[0])
-            generator.set_offset(before[1])
+            generator, before = self._local.before
+            private = _state(generator)
+            _put(generator, before)
+            try:
+                yield
+            finally:
+                self._local.before = (generator, _state(generator))
+                _put(generator, private)
+
+
+State = torch.Tensor | tuple[int, int]
+
+
+def _state(generator: torch.Generator) -> State:
+    if generator.device.type == "cuda":
+        return generator.initial_seed(), generator.get_offset()
+    return generator.get_state()
+
+
+def _put(generator: torch.Generator, state: State) -> None:
+    if isinstance(state, torch.Tensor):
+        generator.set_state(state)
+    else:
+        generator.manual_seed(state[0])
+        generator.set_offset(state[1])
+
+
+class Drops(nn.Module):
+    """A dropout of which it is known where it is: of a part (``_own``), or of what all ranks have alike."""
+
+    _private: Private
+    _own: bool
+    p: float
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            return x
+        with self._private.drawing(self._own, x.device, ((self, "p"),)):
+            y: torch.Tensor = super().forward(x)
+            return y
 
 
 class Guard(nn.Module):

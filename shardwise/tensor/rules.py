@@ -65,16 +65,32 @@ class Site:
         weight: nn.Parameter = module.weight  # type: ignore[assignment]
         return weight.shape[out_dim(module) if out else 1 - out_dim(module)]
 
-    def columns(self, path: str, ranges: Ranges, owner: nn.Module | None = None) -> None:
-        """The outputs of a linear layer are cut into ``ranges``."""
+    def columns(
+        self, path: str, ranges: Ranges, owner: nn.Module | None = None, *, padded: int = 0, gathers: bool = False
+    ) -> None:
+        """The outputs of a linear layer, with ``padded`` behind them, are cut into ``ranges``; of an adapter beside it,
+        those of its second layer."""
         module = self._base(path)
-        cut = Cut(out_dim(module), self.size(path, True), ranges)
-        self.cutting.columns(module, cut, owner=owner)
+        cut = Cut(out_dim(module), self.size(path, True) + padded, ranges)
+        self.cutting.columns(module, cut, gathers, owner)
+        for _, second, dropout in self._adapters(path):
+            self.cutting.columns(second, Cut(0, cut.size, ranges), gathers)
+            if isinstance(dropout, nn.Dropout):
+                self.cutting.drops(dropout, own=False)
 
     def rows(self, path: str, ranges: Ranges) -> None:
-        """The inputs of a linear layer are."""
+        """The inputs of a linear layer are; of an adapter beside it, those of its first layer."""
         module = self._base(path)
-        self.cutting.rows(module, Cut(1 - out_dim(module), self.size(path, False), ranges))
+        cut = Cut(1 - out_dim(module), self.size(path, False), ranges)
+        self.cutting.rows(module, cut)
+        for first, _, dropout in self._adapters(path):
+            self.cutting.rows(first, Cut(1, cut.size, ranges))
+            if isinstance(dropout, nn.Dropout):
+                self.cutting.drops(dropout, own=True)
+
+    def layers(self, path: str) -> tuple[nn.Module, ...]:
+        """A linear layer that is cut by columns, and what of its adapters is."""
+        return (self._base(path), *(second for _, second, _ in self._adapters(path)))
 
     def vocabulary(self, rows: int) -> Cut:
         """Over all ranks, padded."""
@@ -82,13 +98,25 @@ class Site:
         return Cut.even(0, rows + -rows % (unit * self.ranks), self.ranks, unit=unit)
 
     def _base(self, path: str) -> nn.Module:
+        """The layer itself, where an adapter stands around it."""
         module = self.child(path)
-        if isinstance(getattr(module, "base_layer", None), nn.Module):
+        base = getattr(module, "base_layer", None)
+        return base if isinstance(base, nn.Module) else module
+
+    def _adapters(self, path: str) -> list[tuple[nn.Module, nn.Module, nn.Module]]:
+        """First layer, second layer and dropout of each low-rank adapter (peft's LoRA) around a layer."""
+        module: Any = self.child(path)
+        if self._base(path) is module:
+            return []
+        first, second = getattr(module, "lora_A", None), getattr(module, "lora_B", None)
+        if not isinstance(first, nn.ModuleDict) or not isinstance(second, nn.ModuleDict) or not len(first):
             raise ValueError(
-                f"{path} is a {type(module).__name__} around a layer, which would have to be cut with it: use the "
-                "adapter without tensor parallelism, or leave this layer out of its targets"
+                f"{path} is a {type(module).__name__} around a layer: only LoRA is cut with its layer; leave "
+                "this one out of the adapter's targets"
             )
-        return module
+        if getattr(module, "lora_variant", None) or any(getattr(module, "use_dora", {}).values()):
+            raise ValueError(f"{path} has a variant of LoRA that needs whole layers: use plain LoRA (use_dora=False)")
+        return [(first[name], second[name], module.lora_dropout[name]) for name in first]
 
 
 class Rule(Protocol):
@@ -295,7 +323,8 @@ class Embedding:
     def collect(self, site: Site) -> None:
         module = site.child(self.path)
         if not isinstance(module, nn.Embedding):
-            raise TypeError(f"{self.path} is a {type(module).__name__}: give an nn.Embedding")
+            kind = f"{type(module).__module__}.{type(module).__name__}"
+            raise TypeError(f"{self.path} is a {kind}: only an nn.Embedding can be cut, without an adapter")
         site.cutting.vocabulary(module, site.vocabulary(module.num_embeddings))
 
 
@@ -312,17 +341,14 @@ class Head:
     parallel: bool = False
 
     def collect(self, site: Site) -> None:
-        module = site.child(self.path)
-        dim = out_dim(module)
         vocabulary = site.size(self.path, True)
         rows = site.vocabulary(vocabulary)
-        cut = Cut(dim, rows.size, rows.ranges)
         stays = site.plan.parallel_output and self.parallel and _is_causal(site.module)
-        site.cutting.columns(module, cut, gathers=not stays)
+        site.columns(self.path, rows.ranges, padded=rows.size - vocabulary, gathers=not stays)
         if stays:
             own: dict[str, Any] = {"_loss_function": CausalLoss(site.cutting.axis, rows, vocabulary)}
             if hasattr(site.module, "generate"):
-                own["generate"] = Generate(site.module, module)
+                own["generate"] = Generate(site.module, site.layers(self.path))
             site.cutting.sets(site.module, **own)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import peft
 import torch
 import transformers
 from tensor_setup import LENGTH, PAD, ROWS, VOCABULARY, Case
-from torch import Generator, Tensor
+from torch import Generator, Tensor, nn
 
 Inputs = dict[str, Tensor]
 
@@ -300,6 +302,39 @@ def qwen3_moe() -> list[Case]:
         "experts_implementation": "eager",
     }
     return heads_of("Qwen3Moe", SEQUENCE, mlp_only_layers=[0], **sizes)
+
+
+@dataclass(frozen=True)
+class Adapted(Case):
+    """With LoRA around every linear layer, the head too; the layers themselves are frozen."""
+
+    rate: float = 0.0
+
+    def made(self) -> nn.Module:
+        layers = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
+        layers += ["c_attn", "c_fc", "c_proj"]
+        config = peft.LoraConfig(r=3, target_modules=layers, lora_dropout=self.rate, task_type="CAUSAL_LM")
+        model: nn.Module = peft.get_peft_model(super().made(), config)  # type: ignore[arg-type]
+        for name, param in model.named_parameters():
+            if "lora_" in name:
+                nn.init.normal_(param, std=0.25)
+        return model.double().train()
+
+
+def adapted(rate: float = 0.0) -> list[Case]:
+    config = {
+        "pad_token_id": PAD,
+        "n_embd": 24,
+        "n_layer": 2,
+        "n_head": 6,
+        "vocab_size": VOCABULARY,
+        "use_cache": False,
+    }
+    still = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+    return [
+        Adapted("LlamaForCausalLM", decoder("Llama", tie_word_embeddings=False), language, True, rate),
+        Adapted("GPT2LMHeadModel", transformers.GPT2Config(**config, **still), language, False, rate),
+    ]
 
 
 CASES: dict[str, Callable[[], list[Case]]] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -202,3 +203,24 @@ def test_plans_that_no_rule_says() -> None:
     model._tp_plan = {name: style for name, style in model._tp_plan.items() if "norm" not in name}
     with pytest.raises(ValueError, match=r"says nothing of k_norm\.weight, q_norm\.weight, beside layers that it cuts"):
         propose_architecture(model)
+
+
+# ---- adapters
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        (peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[]), "only LoRA is cut with its layer"),
+        (peft.LoraConfig(target_modules=["q_proj"], use_dora=True), "a variant of LoRA that needs whole layers"),
+        (peft.LoraConfig(target_modules=["embed_tokens"]), "only an nn.Embedding can be cut, without an adapter"),
+        (
+            peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]),
+            "a ModulesToSaveWrapper cannot",
+        ),
+    ],
+    ids=["ia3", "dora", "embedding", "saved head"],
+)
+def test_an_adapter_that_cannot_be_cut_is_named(config: Any, text: str) -> None:
+    model = peft.get_peft_model(transformers.LlamaForCausalLM(decoder("Llama")), config)
+    assert text in message(model, 2)

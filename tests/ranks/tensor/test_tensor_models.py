@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from scope import Scope
-from tensor_cases import CASES, decoder, language
+from tensor_cases import CASES, adapted, decoder, language
 from tensor_setup import LENGTH, PAD, ROWS, VOCABULARY, Case, compare, cut, run, whole
 from torch import Tensor, nn
 
@@ -249,3 +249,36 @@ def test_a_model_is_cut_by_the_plan_that_it_brings(name: str, layers: int) -> No
     for found in run_ranks(4, proposed, name):
         weights = [each for each in found if each.endswith("weight")]
         assert len(weights) == 2 * layers + 2  # of each of two layers, the embedding and the head
+
+
+# ---- adapters
+
+
+def adapters(parallel: bool) -> None:
+    """A low-rank adapter is cut with its layer; with dropout, what all have alike is dropped alike."""
+    with Scope("shared") as group:
+        axis = Axis(group)
+        plan = TensorPlan(parallel_output=parallel, vocabulary_multiple=4)
+        for case in adapted():
+            cut_ones = [name for name in compare(case, axis, plan) if "lora_" in name]
+            rows = ("o_proj", "down_proj", "c_proj")
+            assert all(("lora_A" in name) == any(layer in name for layer in rows) for name in cut_ones)
+            assert len(cut_ones) >= 8
+        case, model = adapted(RATE)[0], adapted(RATE)[0].made()
+        cut(model, axis, plan)
+        inputs: dict[str, Tensor] = {}
+        attention = "base_model.model.model.layers.1.self_attn"
+        for name in ("q_proj", "o_proj"):
+            layer = model.get_submodule(f"{attention}.{name}.lora_dropout.default")
+            layer.register_forward_hook(lambda _, given, out, name=name: inputs.update({name: (out == 0).double()}))
+        torch.manual_seed(7)
+        whole(model, axis, run(case, model, case.batch())[1])
+        assert not differs(axis, inputs["q_proj"]) and bool(inputs["q_proj"].any())
+        if axis.size == 2:  # as many heads on each
+            assert differs(axis, inputs["o_proj"])
+        assert same_generator(axis)
+
+
+@pytest.mark.parametrize(("ranks", "parallel"), [(2, True), (4, False)])
+def test_an_adapter_is_cut_with_its_layer(ranks: int, parallel: bool) -> None:
+    run_ranks(ranks, adapters, parallel)
