@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from checkpoint_setup import tiers
+from cut_setup import VOCABULARY, Parts, made
 from engine_setup import sharded
-from tensor_setup import VOCABULARY, Parts, made
 from torch import Tensor, nn
 from torch.nn import functional
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import shardwise.tensor.order as order
 from shardwise.tensor.cut import Cut, Part
-from shardwise.tensor.order import StoredCut, own_runs, part_of_whole, read_logical, read_part
+from shardwise.tensor.order import StoredCut, own_runs, part_of_whole, read_logical, read_part, whole_runs
 
 
 @st.composite
@@ -73,6 +73,10 @@ def test_what_ranks_store_covers_the_stored_order_once(given_cut: tuple[tuple[in
                 there = slice(run.stored, run.stored + run.numel)
                 assert torch.equal(flat[there], local[run.local : run.local + run.numel])
                 seen[there] += 1
+            known = torch.zeros(end - start)
+            for run in whole_runs(part, start, end):  # also what others store
+                known[run.local - start : run.local - start + run.numel] = whole.view(-1)[run.stored :][: run.numel]
+            assert torch.equal(known, local[start:end])
     assert bool((seen == 1).all())
 
 

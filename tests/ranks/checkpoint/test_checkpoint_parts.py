@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,16 +13,19 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_setup import differences, everything
+from cut_setup import VOCABULARY, made
 from engine_setup import sharded
 from safetensors.torch import load_file
-from tensor_runs import plan_of, train, training
-from tensor_setup import made
+from tensor_cases import decoder
+from tensor_runs import adam, flat, plan_of, train, training
+from tensor_setup import Exact
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from shardwise.build import Session
 from shardwise.checkpoint.format import read_manifest
 from shardwise.checkpoint.formats.huggingface import write_huggingface
+from shardwise.checkpoint.formats.single import write_single_optimizer
 from shardwise.checkpoint.portable import PortableFiles
 from shardwise.checkpoint.read import NativeSource, verify
 from shardwise.checkpoint.run import EngineRun
@@ -52,8 +58,8 @@ def saved(root: str, name: str, tied: bool) -> States:
     with training(plan_of(name, directory(root)), tied) as session:
         train(session, 0, 2)
         saver = Checkpointer(session)
-        saver.save(root, "here", data_position=session.mesh.rank, user_state="mine")
         state = everything(session)
+        saver.save(root, "here", data_position=session.mesh.rank, user_state="mine", use_async="small" in name)
         train(session, 2, 4)
         saver.close()
         return state, everything(session)
@@ -156,9 +162,7 @@ def kept_files(root: str, name: str) -> None:
         state = session.module.state_dict()
         sizes = {"one": 5000.0, "several": 0.01}
         for folder, megabytes in sizes.items():
-            files.save_model(
-                run, lambda source, f=folder, m=megabytes: write_huggingface(source, f"{root}/{f}", m), "save"
-            )  # type: ignore[misc]
+            files.save_model(run, partial(write_huggingface, path=f"{root}/{folder}", size_per_shard=megabytes), "save")
             held: dict[str, Tensor] = {}
             for file in sorted(Path(root, folder).glob("*.safetensors")):
                 held |= load_file(file)
@@ -167,7 +171,22 @@ def kept_files(root: str, name: str) -> None:
         train(session, 2, 3)
         files.load_model(run, f"{root}/several", strict=True)
         assert not differences(session.module.state_dict(), state)
+        assert session.optimizer is not None
+        optimizer_state = session.optimizer.state_dict()
+        files.save_optimizer(
+            run, 0, partial(write_single_optimizer, path=f"{root}/adam.safetensors"), "save", use_async=True
+        )
+        train(session, 3, 4)  # while it is written
+        files.load_optimizer(run, f"{root}/adam.safetensors")
+        assert not differences(tensors_of(session.optimizer.state_dict()), tensors_of(optimizer_state))
+        shapes = sorted(tuple(value.shape) for value in load_file(f"{root}/adam.safetensors").values() if value.dim())
+        moments = [v for n, v in tensors_of(optimizer_state).items() if not n.endswith("step")]
+        assert shapes == sorted(tuple(value.shape) for value in moments)
         files.close()
+
+
+def tensors_of(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in flat(state).items() if isinstance(value, Tensor)}
 
 
 @pytest.mark.parametrize("name", ["zero1 tp2", "zero3 tp4 small"])
@@ -175,59 +194,77 @@ def test_model_files_are_those_of_the_plain_model(tmp_path: Path, name: str) -> 
     assert run_ranks(4, kept_files, str(tmp_path), name, timeout=240.0) == [None] * 4
 
 
-class LlamaParts:
-    """Two key heads over two ranks; a vocabulary of 33."""
-
-    def collect(self, model: Any, cutting: Cutting) -> None:
-        ranks, config = cutting.axis.size, model.config
-        rows = Cut.even(0, 33 + -33 % (4 * ranks), ranks)
-        for layer in model.model.layers:
-            attention, mlp = layer.self_attn, layer.mlp
-            for each in (attention.q_proj, attention.k_proj, attention.v_proj):
-                cutting.columns(each, Cut.even(0, each.out_features, ranks, unit=attention.head_dim))
-            cutting.rows(attention.o_proj, Cut.even(1, config.hidden_size, ranks, unit=attention.head_dim))
-            for each in (mlp.gate_proj, mlp.up_proj):
-                cutting.columns(each, Cut.even(0, config.intermediate_size, ranks))
-            cutting.rows(mlp.down_proj, Cut.even(1, config.intermediate_size, ranks))
-        cutting.vocabulary(model.model.embed_tokens, rows)
-        cutting.columns(model.lm_head, rows, gathers=True)
+def llama() -> LlamaForCausalLM:
+    """Six heads that read two key heads; a vocabulary of 29."""
+    torch.manual_seed(3)
+    config = decoder("Llama", attention_bias=True, attn_implementation="eager", tie_word_embeddings=True)
+    model: LlamaForCausalLM = LlamaForCausalLM(config).double()
+    for param in model.parameters():
+        nn.init.normal_(param, std=0.3)
+    return model
 
 
-def llama(seed: int) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=33, hidden_size=16, intermediate_size=20, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=32, attn_implementation="eager",
-    )  # fmt: skip
-    return LlamaForCausalLM(config).double()
+@contextmanager
+def llama_run(tp: int) -> Iterator[Session]:
+    model = llama()
+    plan = zero(3).but(tp=tp, tensor=TensorPlan(vocabulary_multiple=4, parallel_output=False))
+    with sharded(model, adam(model), plan) as session:
+        yield session
 
 
-def llama_saved(root: str) -> Tensor:
-    model = llama(1)
-    plan = zero(3).but(tp=2, tensor=TensorPlan(architecture=LlamaParts()))
-    with sharded(model, torch.optim.SGD(model.parameters(), lr=0.1), plan) as session:
-        ids = torch.arange(10).view(2, 5)
-        session.backward(session.module(ids).logits.square().mean())
-        assert session.optimizer is not None
-        session.optimizer.step()
-        config, files = model.config, PortableFiles()
-        files.save_model(
-            EngineRun(session), lambda source: write_huggingface(source, root, 0.005, config=config), "save"
-        )
+def llama_trained(session: Session, first: int, last: int) -> None:
+    for step in range(first, last):
+        ids = torch.randint(0, VOCABULARY, (4, 3, 7), generator=torch.Generator().manual_seed(step))
+        for each in ids.chunk(session.mesh.size)[session.mesh.rank]:
+            with Exact():
+                loss = session.module(input_ids=each, labels=each).loss
+            session.backward(loss * session.mesh.size / 4)
+        for optimizer in session.optimizers:
+            optimizer.step()
+
+
+def llama_saved(root: str, tp: int) -> States:
+    with llama_run(tp) as session:
+        llama_trained(session, 0, 2)
+        saver, files = Checkpointer(session), PortableFiles()
+        saver.save(root, "here")
+        model = session.module.unwrap()
+        write = partial(write_huggingface, path=f"{root}/model", size_per_shard=0.01, config=model.config)
+        files.save_model(EngineRun(session), write, "save the model")
+        state = everything(session)
+        llama_trained(session, 2, 4)
+        assert not parts_are_of(session, everything(session)), "holders of the same have other values"
+        saver.close()
         files.close()
-        logits: Tensor = session.module(ids).logits.detach()
-        return logits
+        return state, everything(session)
 
 
-def test_from_pretrained_loads_what_a_cut_model_saves(tmp_path: Path) -> None:
-    found = run_ranks(4, llama_saved, str(tmp_path / "saved"))
-    model = LlamaForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float64, attn_implementation="eager")
-    assert model.config.vocab_size == 33 and model.config.num_attention_heads == 4
-    assert {n: v.shape for n, v in model.state_dict().items()} == {n: v.shape for n, v in llama(1).state_dict().items()}
-    logits = model(torch.arange(10).view(2, 5)).logits
-    for each in found:
-        assert_close({"logits": each}, {"logits": logits}, 1e-10, "logits")
-    assert not torch.allclose(logits, llama(1)(torch.arange(10).view(2, 5)).logits)
+def llama_loaded(root: str, tp: int) -> States:
+    with llama_run(tp) as session:
+        saver = Checkpointer(session)
+        saver.load(root)
+        state = everything(session)
+        assert not parts_are_of(session, state)
+        llama_trained(session, 2, 4)
+        saver.close()
+        return state, everything(session)
+
+
+@pytest.mark.parametrize("tp", [4, 2])
+def test_a_llama_goes_on_and_from_pretrained_loads_it(tmp_path: Path, tp: int) -> None:
+    """Over four ranks two have the same key head, and keep it the same."""
+    root = str(tmp_path / "root")
+    states = run_ranks(4, llama_saved, root, tp, timeout=240.0)
+    for ranks, other in ((4, 6 - tp), (4, 1), (1, 1)):
+        found = [[each] for each in run_ranks(ranks, llama_loaded, root, other, timeout=240.0)]
+        check(found, [f"tp {other}"], states[0], steps=True)
+    model = LlamaForCausalLM.from_pretrained(f"{root}/model", dtype=torch.float64)
+    assert (model.config.vocab_size, model.config.num_key_value_heads) == (VOCABULARY, 2)
+    assert len(list(Path(root, "model").glob("*.safetensors"))) > 2
+    expected = {n.removeprefix("model/"): v for n, v in states[0][0].items() if n.startswith("model/")}
+    assert not differences(dict(model.state_dict()), expected)
+    wrong = {n for n, v in llama().state_dict().items() if v.shape != expected[n].shape or torch.equal(v, expected[n])}
+    assert not wrong, "a state that steps did not change"
 
 
 # ---- what several ranks hold alike

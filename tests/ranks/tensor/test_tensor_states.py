@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_setup import differences, everything
+from cut_setup import VOCABULARY, WIDTH, Block, made
 from tensor_runs import BATCHES, adam, flat, loss_of, passes, plan_of, train, training
-from tensor_setup import VOCABULARY, WIDTH, Block, made
 from torch import Tensor, nn
 
 from shardwise.build import build
