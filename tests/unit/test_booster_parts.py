@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from shardwise.booster import BF16MixedPrecision, Booster, FP16TorchMixedPrecision
-from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, Plugin, TorchDDPPlugin
+from shardwise.booster.plugin import GeminiPlugin, HybridParallelPlugin, LowLevelZeroPlugin, Plugin, TorchDDPPlugin
 from shardwise.booster.plugin.base import ShardedPlugin, device_bytes, with_optimizer
 from shardwise.plan import AutoPlan, DiskPlan, Plan, zero
 from shardwise.trace.stats import MemStats, Moment
@@ -477,8 +477,9 @@ def test_workers_repeat_a_run_but_not_an_epoch() -> None:
         LowLevelZeroPlugin(stage=2, precision="bf16", cpu_offload=True, master_weights=False),
         GeminiPlugin(precision="bf16", offload_optim_frac=1.0, offload_param_frac=1.0, device_memory="64KiB"),
         GeminiPlugin(precision="bf16", placement_policy="auto", device_memory="64KiB"),
+        HybridParallelPlugin(tp_size=1, pp_size=1),
     ],
-    ids=["ddp", "zero1", "zero2", "gemini", "gemini-fp16", "zero2-offload", "gemini-offload", "gemini-auto"],
+    ids=["ddp", "zero1", "zero2", "gemini", "gemini-fp16", "zero2-offload", "gemini-offload", "gemini-auto", "hybrid"],
 )
 def test_plugins_work_in_one_process_without_a_launcher(plugin: Plugin) -> None:
     model, optimizer, dataloader, criterion = parts()

@@ -20,15 +20,16 @@ from shardwise.shardformer import GradientCheckpointConfig, ModulePolicyDescript
 from shardwise.shardformer.policies import PolicyArchitecture
 
 DDP = ZERO1.but(
-    mesh=MeshPlan(dp_shard=1, dp_replicate=-1, tp=2), packing=ByNumel(chunk_numel=25 * M // 2, min_chunks=8)
+    mesh=MeshPlan(dp_shard=1, dp_replicate=-1, tp=2, dp_outside=True),
+    packing=ByNumel(chunk_numel=25 * M // 2, min_chunks=8),
 )
-SHARDED = ZERO1.but(mesh=MeshPlan(dp_shard=-1, dp_replicate=1, tp=2), verbose=True)
+SHARDED = ZERO1.but(mesh=MeshPlan(dp_shard=-1, dp_replicate=1, tp=2, dp_outside=True), verbose=True)
 BF16 = {"param_dtype": torch.bfloat16, "buffer_dtype": torch.bfloat16, "scaler": None}
 ZERO: dict[str, Any] = {"tp_size": 2, "pp_size": 1, "zero_stage": 1}
 HYBRID_CASES: list[tuple[dict[str, Any], Plan]] = [
     ({"tp_size": 2, "pp_size": 1}, DDP),
     ({"tp_size": 4, "pp_size": 1}, DDP.but(tp=4)),
-    ({"tp_size": 2, "pp_size": 1, "sp_size": 1, "dp_outside": False}, DDP),
+    ({"tp_size": 2, "pp_size": 1, "sp_size": 1, "dp_outside": False}, DDP.but(dp_outside=False)),
     ({"tp_size": 2, "pp_size": 1, "ddp_bucket_cap_mb": 4}, DDP.but(packing=ByNumel(chunk_numel=2 * M, min_chunks=8))),
     (
         {"tp_size": 2, "pp_size": 1, "ddp_bucket_cap_mb": 4, "precision": "fp32"},
@@ -79,7 +80,7 @@ PIPELINE: dict[str, Any] = {
     "scheduler_nodes": [[]],
 }
 SEQUENCE: dict[str, Any] = {"sequence_parallelism_mode": "ring_attn", "inner_ring_size": 2}
-ALIKE = ["find_unused_parameters", "gradient_as_bucket_view", "static_graph", "dp_outside"]
+ALIKE = ["find_unused_parameters", "gradient_as_bucket_view", "static_graph"]
 ELSEWHERE = [
     "sp_size",
     "enable_sequence_overlap",

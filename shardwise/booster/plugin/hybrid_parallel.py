@@ -158,7 +158,7 @@ class HybridParallelArguments(EngineArguments, _First):
     fp8_communication: bool = False
     use_fp8: bool = False
     inner_ring_size: int | None = None
-    scheduler_nodes: Any = field(default=None, kw_only=True)
+    scheduler_nodes: list[Any] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         check_types(HybridParallelArguments, self, fractions=("zero_bucket_size_in_m",))
@@ -250,7 +250,7 @@ def to_plan(arguments: HybridParallelArguments) -> Plan:
         if a.custom_policy is not None:
             tensor = replace(tensor, architecture=PolicyArchitecture(a.custom_policy, tensor))
     return Plan(
-        mesh=MeshPlan(dp_shard=shard, dp_replicate=replicate, tp=a.tp_size),
+        mesh=MeshPlan(dp_shard=shard, dp_replicate=replicate, tp=a.tp_size, dp_outside=a.dp_outside),
         shard=ShardPlan(
             packing=ByNumel(chunk_numel=_bucket_numel(a), min_chunks=8),
             gathered_fraction=1.0,

@@ -22,6 +22,7 @@ from shardwise.testing import RankError, assert_close, run_ranks
 
 RANKS, BATCH = 4, 2
 EXAMPLE = Path(__file__).parents[3] / "examples" / "booster_plugins" / "hybrid_parallel.py"
+CHANGED: dict[str, Any] = {"enable_flash_attention": True, "gradient_checkpoint_config": GradientCheckpointConfig(1.0)}
 
 
 def wide(numbers: dict[str, float]) -> dict[str, Tensor]:
@@ -202,6 +203,29 @@ def test_sixteen_bits_and_accumulation(precision: str, zero_stage: int) -> None:
     run_ranks(RANKS, _half, precision, zero_stage)
 
 
+def _dropout() -> None:
+    plugin = HybridParallelPlugin(tp_size=2, pp_size=1, precision="fp32", **CHANGED)
+    booster = Booster(plugin=plugin)
+    model = made("gpt2", attn_pdrop=0.2, resid_pdrop=0.2, embd_pdrop=0.2)
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    inputs = next(iter(plugin.prepare_dataloader(Texts(8), BATCH)))
+    losses = []
+    for _ in range(2):
+        loss = model(**inputs).loss
+        booster.backward(loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append((loss.item(), optimizer.get_grad_norm()))
+    told = everywhere(losses)
+    assert told[0] == told[1] and told[2] == told[3]
+    assert told[0][0] != told[0][1], "a pass draws other numbers than the one before"
+    booster.close()
+
+
+def test_ranks_with_parts_of_layers_draw_what_makes_them_agree() -> None:
+    run_ranks(RANKS, _dropout)
+
+
 def _gemini(given: dict[str, Any]) -> None:
     plugin = GeminiPlugin(tp_size=2, precision="fp32", max_norm=MAX_NORM, **given)
     booster = Booster(plugin=plugin)
@@ -249,9 +273,6 @@ def _refused(kind: str, given: dict[str, Any], changes: dict[str, Any], words: s
         out = model(**Texts(2).items)
         out.loss.backward()  # it is whole, and works
     assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in model.parameters()]
-
-
-CHANGED = {"enable_flash_attention": True, "gradient_checkpoint_config": GradientCheckpointConfig(1.0)}
 
 
 @pytest.mark.parametrize(
