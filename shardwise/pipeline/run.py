@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -75,11 +75,12 @@ def _rows(batch: Any) -> int:
     sizes = [value.shape[0] for value in values if isinstance(value, Tensor) and value.dim()]
     if not sizes:
         raise ValueError(f"a batch of {type(batch).__name__} without a tensor: there is nothing to divide")
-    return max(sizes)
+    return Counter(sizes).most_common(1)[0][0]
 
 
 def split_batch(batch: Any, number: int | None, rows: int | None) -> list[MicroBatch]:
-    """A batch in micro-batches along the first dimension of its tensors; what has fewer rows goes to each whole.
+    """A batch in micro-batches along the first dimension of its tensors; what does not have as many rows as most do
+    goes to each whole.
 
     Args:
         batch: a mapping, a sequence, or one tensor.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from shardwise.pipeline.tables import TABLES, Body, known_bodies
 
 __all__ = ["Staging", "layers_of_stages", "stage_model"]
+
+OF_ALL_LAYERS = ("output_router_logits", "output_hidden_states", "output_attentions")
+"""What models return of each layer, and compute losses of."""
 
 
 def layers_of_stages(layers: int, stages: int, given: Sequence[int] | None = None) -> list[int]:
@@ -168,6 +171,7 @@ class Staging:
         self.active, self.arrived = stage, arrived
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        check_of_all_layers(kwargs, type(self.model).__name__)
         self._fresh = self.arrived
         if "use_cache" in self._model_names:
             kwargs["use_cache"] = False
@@ -253,6 +257,18 @@ def _dots(name: str) -> list[int]:
     return [at for at, letter in enumerate(name) if letter == "."]
 
 
+def check_of_all_layers(settings: Mapping[str, Any], whose: str) -> None:
+    """Raises:
+    ValueError: something of all layers is asked for, of which the last stage has its own alone.
+    """
+    for name in OF_ALL_LAYERS:
+        if settings.get(name):
+            raise ValueError(
+                f"{name}={settings[name]} for a {whose} in stages: the last one has what its own layers give, and not "
+                "the others'; leave it False (a loss of all routers needs pp=1)"
+            )
+
+
 def stage_model(
     model: nn.Module,
     rank: int,
@@ -272,7 +288,7 @@ def stage_model(
         body: what the model's body consists of, if its class is not known; then the model is the body itself.
 
     Raises:
-        ValueError: the model is of no known class, or has too few layers.
+        ValueError: the model is of no known class, has too few layers, or is to return something of all layers.
     """
     if body is not None:
         found = [("", body)]
@@ -292,6 +308,7 @@ def stage_model(
             f"{type(model).__name__} has several bodies ({', '.join(name or '(itself)' for name, _ in found)}): only "
             "one can be divided into stages; use pp=1"
         )
+    check_of_all_layers(vars(getattr(model, "config", object)), type(model).__name__)
     name, table = found[0]
     owner = model.get_submodule(name)
     layers = owner.get_submodule(table.layers)

@@ -1,0 +1,130 @@
+"""How layers and batches are divided, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from shardwise.pipeline import Body, layers_of_stages, merged, split_batch, stage_model
+from shardwise.plan import PipelinePlan
+
+
+def test_layers_are_even_with_more_in_the_middle() -> None:
+    assert layers_of_stages(8, 4) == [2, 2, 2, 2]
+    assert layers_of_stages(5, 4) == [1, 2, 1, 1]
+    assert layers_of_stages(6, 4) == [1, 2, 2, 1]
+    assert layers_of_stages(7, 4) == [2, 2, 2, 1]
+    assert layers_of_stages(5, 2, [1, 4]) == [1, 4]
+    for layers, stages, given in ((3, 4, None), (5, 2, [2, 2]), (5, 2, [5, 0]), (5, 2, [1, 2, 2])):
+        with pytest.raises(ValueError, match=rf"{layers} layers"):
+            layers_of_stages(layers, stages, given)
+
+
+def test_batches_of_any_form_are_divided_by_rows() -> None:
+    x, y = torch.arange(10).view(5, 2), torch.arange(5)
+    parts = split_batch({"x": x, "y": y, "scale": 3.0, "table": torch.ones(7)}, 2, None)
+    assert [part.share for part in parts] == [0.6, 0.4]
+    assert torch.equal(torch.cat([part.kwargs["x"] for part in parts]), x) and parts[0].args == ()
+    assert all(part.kwargs["scale"] == 3.0 for part in parts)
+    assert torch.equal(torch.cat([part.args[1] for part in split_batch((x, y), 3, None)]), y)
+    assert [part.inputs.shape[0] for part in split_batch(x, None, 2)] == [2, 2, 1]
+    assert len(split_batch(x, 8, None)) == 5 and len(split_batch(x, None, None)) == 1
+    assert parts[0].key != parts[1].key
+    for batch in ({"scale": 1.0}, [], {"x": torch.ones(0, 2)}):
+        with pytest.raises(ValueError, match=r"nothing to divide|0 rows"):
+            split_batch(batch, 2, None)
+
+
+def test_outputs_are_put_together() -> None:
+    outputs = [
+        {"loss": torch.tensor(float(i)), "logits": torch.ones(2, 3) * i, "more": (torch.ones(2), None)} for i in (1, 2)
+    ]
+    found = merged(outputs)
+    assert found["loss"].tolist() == [1.0, 2.0] and found["logits"].tolist() == [[1.0] * 3] * 2 + [[2.0] * 3] * 2
+    assert found["more"][0].shape == (4,) and found["more"][1] is None
+
+
+class Tower(nn.Module):
+    def __init__(self, layers: Any) -> None:
+        super().__init__()
+        self.first, self.turn, self.last = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+        self.blocks = layers
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.turn(self.first(x))
+        for block in self.blocks:
+            x = block(x)
+        y: torch.Tensor = self.last(x)
+        return y
+
+
+BODY = Body(layers="blocks", tokens="first", everywhere=("turn",))
+
+
+def test_a_model_of_the_users_own() -> None:
+    torch.manual_seed(0)
+    model = Tower(nn.ModuleList(nn.Linear(4, 4) for _ in range(3)))
+    model.turn.requires_grad_(False)
+    x = torch.randn(5, 3)
+    expected = model(x)
+    first, last = (stage_model(model, rank, 2, body=BODY) for rank in range(2))
+    assert [first.owns(p) for p in (model.first.weight, model.turn.weight, model.last.weight)] == [True, True, False]
+    assert [last.owns(p) for p in (model.first.weight, model.turn.weight, model.last.weight)] == [False, True, True]
+    assert first.ranks_of(model.turn.weight) == (0, 1) and first.stages_of(model.blocks[2].weight) == (1,)
+    first.install()
+    hidden = first.run(0, None, (x,), {})
+    assert "a Linear of stage 1" in repr(model)
+    first.remove()
+    last.install()
+    with pytest.raises(RuntimeError, match="given nothing"):
+        last.run(1, None, (x,), {})
+    turn, model.turn = model.turn, nn.Identity()  # it is in what has arrived
+    assert torch.equal(last.run(1, hidden, (x,), {}), expected)
+    model.turn = turn
+    last.remove()
+    assert torch.equal(model(x), expected)
+
+
+def test_what_cannot_be_divided_is_named() -> None:
+    tower = Tower(nn.ModuleList([nn.Linear(4, 4)]))
+    with pytest.raises(ValueError, match=r"Tower cannot be divided into stages.*register_body"):
+        stage_model(tower, 0, 2)
+    with pytest.raises(ValueError, match="1 layers in 2 stages"):
+        stage_model(tower, 0, 2, body=Body(layers="blocks", tokens="first"))
+    tower.blocks.append(nn.Linear(4, 4))
+    with pytest.raises(ValueError, match=r"Tower\.turn is used in every stage"):
+        stage_model(tower, 0, 2, body=BODY)
+    with pytest.raises(ValueError, match=r"Tower\.blocks is a Sequential"):
+        stage_model(Tower(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))), 0, 2, body=BODY)
+    config = transformers.LlamaConfig(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2, vocab_size=9
+    )
+    both = nn.ModuleList([transformers.LlamaModel(config), transformers.LlamaModel(config)])
+    with pytest.raises(ValueError, match=r"several bodies \(0, 1\)"):
+        stage_model(both, 0, 2)
+    model = transformers.LlamaForCausalLM(config)
+    staging = stage_model(model, 1, 2)
+    staging.install()
+    with pytest.raises(ValueError, match="output_hidden_states=True for a LlamaForCausalLM in stages"):
+        staging.run(1, torch.ones(1, 2, 8), (), {"input_ids": torch.ones(1, 2).long(), "output_hidden_states": True})
+    staging.remove()
+    config._attn_implementation = "eager"
+    config.output_attentions = True
+    with pytest.raises(ValueError, match="output_attentions=True"):
+        stage_model(model, 0, 2)
+
+
+def test_plans_are_checked() -> None:
+    for wrong, told in (
+        ({"schedule": "zigzag"}, "schedule='zigzag'"),
+        ({"chunks": 2}, "chunks=2"),
+        ({"chunks": 0}, "chunks=0"),
+        ({"microbatches": 0}, "microbatches=0"),
+        ({"microbatch_rows": -1}, "microbatch_rows=-1"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            PipelinePlan(**wrong)
