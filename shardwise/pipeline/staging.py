@@ -308,7 +308,8 @@ def stage_model(
             f"{type(model).__name__} has several bodies ({', '.join(name or '(itself)' for name, _ in found)}): only "
             "one can be divided into stages; use pp=1"
         )
-    check_of_all_layers(vars(getattr(model, "config", object)), type(model).__name__)
+    config = getattr(model, "config", None)
+    check_of_all_layers({name: getattr(config, name, False) for name in OF_ALL_LAYERS}, type(model).__name__)
     name, table = found[0]
     owner = model.get_submodule(name)
     layers = owner.get_submodule(table.layers)
