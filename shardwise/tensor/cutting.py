@@ -9,7 +9,7 @@ from torch import nn
 
 from shardwise.tensor.axis import Axis
 from shardwise.tensor.cut import Cut, Part, Range
-from shardwise.tensor.layers import Alike, Columns, CutLayer, Experts, Features, Rows, Vocabulary, out_dim
+from shardwise.tensor.layers import Alike, Columns, CutLayer, Enters, Experts, Features, Rows, Vocabulary, out_dim
 from shardwise.tensor.private import Dropouts, Drops, Guard, Private, dropouts_of
 from shardwise.torch_internals import point
 
@@ -127,6 +127,14 @@ class Cutting:
         """
         self._take(module, cuts, Experts)
 
+    def enters(self, module: nn.Module, behind: nn.Module) -> None:
+        """Each rank uses the output of ``module``, which is whole, for its part, also but not only in the layer
+        ``behind``, which is cut by columns."""
+        self._swap(module, Enters, {"_axis": self.axis})
+        _, kind, own = self._layers[id(behind)]
+        assert kind is Columns
+        own["_copies"] = False
+
     def alike(self, module: nn.Module) -> None:
         """Each rank uses the module, which is whole, for its part: its gradients are summed."""
         self._swap(module, Alike, {"_axis": self.axis})
@@ -169,6 +177,7 @@ class Cutting:
                 )
         own |= {"_axis": self.axis, "_parts": {name: self._parts[id(getattr(module, name))][1] for name in cuts}}
         if issubclass(kind, Columns):
+            own.setdefault("_copies", True)
             held = {name: self._parts[id(getattr(module, name))][1].held() for name in cuts}
             own["_held"] = {name: each for name, each in held.items() if each is not None}
         self._swap(module, kind, own)

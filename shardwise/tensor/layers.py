@@ -12,7 +12,7 @@ from shardwise.tensor.axis import Axis
 from shardwise.tensor.cut import Held, Part
 from shardwise.tensor.private import Dropouts, Private
 
-__all__ = ["Alike", "Columns", "CutLayer", "Experts", "Features", "Rows", "Vocabulary", "out_dim"]
+__all__ = ["Alike", "Columns", "CutLayer", "Enters", "Experts", "Features", "Rows", "Vocabulary", "out_dim"]
 
 
 LINEAR = {"FalconLinear"}
@@ -55,18 +55,20 @@ class Columns(CutLayer):
     """Makes a part of the output.
 
     Attributes:
+        _copies: the input is alike on all ranks, and has not been marked as that before (:class:`Enters`).
         _gathers: then all of it.
         _held: what other ranks hold as well of its parameters, by name; their gradients are summed over these.
         _private: what draws random numbers behind it, on each rank its own, and where (``None``: nothing does).
     """
 
+    _copies: bool
     _gathers: bool
     _held: dict[str, Held]
     _private: tuple[Private, Dropouts] | None
     bias: Tensor | None
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self._axis.copied(x)
+        x = self._axis.copied(x) if self._copies else x
         if self._private is not None and self.training:
             private, dropouts = self._private
             private.enter(x.device, dropouts)
@@ -131,6 +133,15 @@ class Experts(CutLayer):
     def forward(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         y: Tensor = super().forward(self._axis.copied(x), indices, self._axis.copied(weights))
         return self._axis.summed(y)
+
+
+class Enters(nn.Module):
+    """A layer that every rank has whole, and whose output each uses for its part."""
+
+    _axis: Axis
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._axis.copied(super().forward(x))
 
 
 class Alike(nn.Module):

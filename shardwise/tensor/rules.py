@@ -15,7 +15,19 @@ from shardwise.tensor.cutting import Cutting
 from shardwise.tensor.heads import Heads, Ranges
 from shardwise.tensor.layers import out_dim
 
-__all__ = ["Attention", "Either", "Embedding", "Experts", "Head", "Mlp", "Requires", "Rule", "Site", "Unused"]
+__all__ = [
+    "Attention",
+    "Either",
+    "Embedding",
+    "Experts",
+    "Head",
+    "LatentAttention",
+    "Mlp",
+    "Requires",
+    "Rule",
+    "Site",
+    "Unused",
+]
 
 
 @dataclass(frozen=True)
@@ -216,6 +228,43 @@ class Attention:
             return heads, _divided(self.key, site.size(self.key, True), size)
         rows = _divided(self.fused, site.size(self.fused, True), size)
         return heads, _divided(self.fused, rows if site.has(self.query) else rows - heads, 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttention:
+    """Heads are cut whose keys and values are made of one small vector, which with the keys' positions all heads share.
+
+    Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1; the names are those of transformers.
+
+    Attributes:
+        query: paths of the layer to queries; the first that is there.
+        latent, norm: paths of the layer to the shared vector, and of its norm.
+        key_value: path of the layer from that to keys and values.
+        out: of the layer from the heads.
+    """
+
+    query: tuple[str, ...] = ("q_b_proj", "q_proj")
+    latent: str = "kv_a_proj_with_mqa"
+    norm: str = "kv_a_layernorm"
+    key_value: str = "kv_b_proj"
+    out: str = "o_proj"
+
+    def collect(self, site: Site) -> None:
+        core = site.module
+        positioned, plain, value = (_number(core, f"{name}head_dim") for name in ("qk_", "qk_nope_", "v_"))
+        heads = _divided(self.out, site.size(self.out, False), value)
+        cut = Heads.over(heads, heads, site.ranks)
+        query = next(filter(site.has, self.query), self.query[0])
+        site.columns(query, cut.of_query(positioned), core)
+        site.columns(self.key_value, cut.of_query(plain + value), core)
+        site.rows(self.out, cut.of_query(value))
+        site.cutting.enters(site.child(self.latent), site.layers(self.key_value)[0])
+        site.cutting.alike(site.child(self.norm))
+        if len(site.layers(self.key_value)) > 1:
+            raise ValueError(
+                f"{self.key_value} has an adapter, which would be between two cuts: leave it out of the targets"
+            )
+        _set(site, core, ("num_heads",), heads, cut.counts(site.rank)[0])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shardwise.tensor.rules import Attention, Either, Embedding, Experts, Head, Mlp, Requires, Rule, Unused
+from shardwise.tensor.rules import (
+    Attention,
+    Either,
+    Embedding,
+    Experts,
+    Head,
+    LatentAttention,
+    Mlp,
+    Requires,
+    Rule,
+    Unused,
+)
 
 __all__ = ["TABLES"]
 
@@ -164,9 +175,16 @@ VIT: Table = {
 MIXTRAL: Table = {**_llama_like("Mixtral"), "MixtralExperts": (Experts(),)}
 QWEN3_MOE: Table = {**_llama_like("Qwen3Moe"), "Qwen3MoeExperts": (Experts(),)}
 
+DEEPSEEK_V3: Table = {
+    **_llama_like("DeepseekV3"),
+    "DeepseekV3Attention": (LatentAttention(),),
+    "DeepseekV3Experts": (Experts(),),
+}
+
 TABLES: Mapping[str, Table] = {
     "bert": BERT,
     "bloom": BLOOM,
+    "deepseek_v3": DEEPSEEK_V3,
     "falcon": FALCON,
     "gemma2": _llama_like("Gemma2"),
     "gemma3": GEMMA3,

@@ -304,6 +304,19 @@ def qwen3_moe() -> list[Case]:
     return heads_of("Qwen3Moe", SEQUENCE, mlp_only_layers=[0], **sizes)
 
 
+def deepseek_v3() -> list[Case]:
+    sizes: dict[str, Any] = {"kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 6}
+    sizes |= {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "num_mtp_layers": 0}
+    sizes |= {"moe_intermediate_size": 10, "first_k_dense_replace": 1, "num_key_value_heads": 6}
+    sizes |= {"experts_implementation": "eager", "attention_bias": True}
+    whole = decoder("DeepseekV3", q_lora_rank=None, classifier_dropout=0.0, **sizes)
+    return [
+        Case("DeepseekV3ForCausalLM", decoder("DeepseekV3", q_lora_rank=12, **sizes), language, padded=True),
+        Case("DeepseekV3ForSequenceClassification", whole, sequences, padded=True),
+        Case("DeepseekV3ForTokenClassification", whole, tokens),
+    ]
+
+
 @dataclass(frozen=True)
 class Adapted(Case):
     """With LoRA around every linear layer, the head too; the layers themselves are frozen."""
@@ -340,6 +353,7 @@ def adapted(rate: float = 0.0) -> list[Case]:
 CASES: dict[str, Callable[[], list[Case]]] = {
     "bert": bert,
     "bloom": bloom,
+    "deepseek_v3": deepseek_v3,
     "falcon": falcon,
     "gemma2": lambda: heads_of("Gemma2", SEQUENCE, head_dim=4, sliding_window=3, query_pre_attn_scalar=4),
     "gemma3": gemma3,

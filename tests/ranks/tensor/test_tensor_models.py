@@ -18,7 +18,7 @@ from shardwise.plan import TensorPlan
 from shardwise.tensor import Axis, Cut, cut_model, propose_architecture
 from shardwise.tensor.cut import Part
 from shardwise.tensor.heads import Heads
-from shardwise.tensor.layers import Alike
+from shardwise.tensor.layers import Alike, Enters, Experts
 from shardwise.tensor.private import Guard, Private
 from shardwise.testing import run_ranks
 
@@ -150,6 +150,10 @@ def test_an_error_between_two_layers_ends_the_ranks_own_numbers() -> None:
 # ---- versions with a fault
 
 
+def one_sided(self: Any, x: Tensor, indices: Tensor, weights: Tensor) -> Any:
+    return self._axis.summed(super(Experts, self).forward(self._axis.copied(x), indices, weights))  # type: ignore[misc]
+
+
 def first_heads(x: Tensor, heads: int, first: int, end: int) -> Tensor:
     return x[: len(x) * (end - first) // heads]
 
@@ -164,6 +168,12 @@ FAULTS: dict[str, tuple[str, int, Any]] = {
     "a group is cut as blocks": ("bloom", 0, lambda: mock.patch.object(Heads, "of_groups", Heads.of_all)),
     "gradients of a norm of heads are not summed": (
         "qwen3", 0, lambda: mock.patch.object(Alike, "forward", lambda self, x: super(Alike, self).forward(x)),
+    ),
+    "gradients of what all heads share are not summed": (
+        "deepseek_v3", 0, lambda: mock.patch.object(Enters, "forward", lambda self, x: super(Enters, self).forward(x)),
+    ),
+    "experts' weights are taken for this rank's alone": (
+        "mixtral", 0, lambda: mock.patch.object(Experts, "forward", one_sided),
     ),
     "all ranks have the first heads' alibi": (
         "bloom", 0, lambda: mock.patch("shardwise.tensor.private._own_heads", first_heads),
