@@ -14,14 +14,18 @@ import torch.distributed as dist
 from hybrid_setup import MAX_NORM, POLICIES, STEPS, VOCABULARY, GPT2Policy, Texts, made, optimizer_of, plain
 from peft import LoraConfig
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardwise.booster import Booster
 from shardwise.booster.plugin import GeminiPlugin, HybridParallelPlugin
+from shardwise.deferred import deferred_init
+from shardwise.nn.optimizer import HybridAdam
 from shardwise.shardformer import GradientCheckpointConfig
 from shardwise.testing import RankError, assert_close, run_ranks
 
 RANKS, BATCH = 4, 2
 EXAMPLE = Path(__file__).parents[3] / "examples" / "booster_plugins" / "hybrid_parallel.py"
+SIZES: dict[str, Any] = {"hidden_size": 24, "intermediate_size": 22, "num_hidden_layers": 2, "num_attention_heads": 6}
 CHANGED: dict[str, Any] = {"enable_flash_attention": True, "gradient_checkpoint_config": GradientCheckpointConfig(1.0)}
 
 
@@ -253,6 +257,31 @@ def _gemini(given: dict[str, Any]) -> None:
 )
 def test_gemini_over_ranks_with_parts_of_layers(given: dict[str, Any]) -> None:
     run_ranks(RANKS, _gemini, given)
+
+
+def _without_memory() -> None:
+    """A model that is described first, with half of its optimizer state on a disk, is what it is with memory."""
+    losses = []
+    for fraction in (0.0, 0.5):
+        plugin = HybridParallelPlugin(tp_size=2, pp_size=1, precision="fp32", zero_stage=1)
+        booster = Booster(plugin=plugin)
+        torch.manual_seed(3)
+        with deferred_init() if fraction else contextlib.nullcontext():
+            model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **SIZES))
+        optimizer: Any = HybridAdam(model.parameters(), lr=1e-2, nvme_offload_fraction=fraction)
+        model, optimizer, *_ = booster.boost(model, optimizer)
+        for _ in range(STEPS):
+            loss = model(**{name: values[:2] for name, values in Texts(2).items.items()}).loss
+            booster.backward(loss, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+        booster.close()
+    assert losses[0] == losses[1]
+
+
+def test_a_model_without_memory_and_state_on_a_disk() -> None:
+    run_ranks(RANKS, _without_memory)
 
 
 # -- what cannot be
