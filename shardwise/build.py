@@ -97,8 +97,8 @@ class Session:
             )
         divisors = {each.index: each.divisor() for each in self.optimizers}
         return {
-            self.engine.layout.facts[param].names[0]: value.div_(divisors.get(optimizer, 1.0))
-            for param, optimizer, value in whole_gradients(self.engine)
+            self.engine.division.census.facts[place].names[0]: value.div_(divisors.get(optimizer, 1.0))
+            for place, optimizer, value in whole_gradients(self.engine)
         }
 
     # ---- parameters
@@ -123,6 +123,11 @@ class Session:
         """:meth:`close`, with full parameters back in the model, on the host (fp32 masters where there are any).
         Collective."""
         values: dict[int, torch.Tensor] = {}
+        if self.engine.staging is not None:
+            raise NotImplementedError(
+                f"unshard() of a model in {self.engine.staging.stages} stages: each rank has its own alone; save it "
+                "(state_dict(), save_model) and load that into a whole one"
+            )
         self.engine.guards.check()
         self.engine.values.undo_early("unshard()")
         self.engine.pool.settle()

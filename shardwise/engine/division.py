@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -11,11 +12,34 @@ from torch import nn
 from shardwise.chunk.layout import ParamFact
 from shardwise.engine.facts import all_names, parameter_facts
 from shardwise.mesh import Mesh
+from shardwise.names import StateNames
 from shardwise.pipeline import SharedGradients, Staging, stage_model
 from shardwise.plan import Plan
 from shardwise.tensor import Axis, Cutting, cut_model
 
-__all__ = ["Division"]
+__all__ = ["Census", "Division"]
+
+
+@dataclass(frozen=True)
+class Census:
+    """The whole model's parameters, of which a rank may have some: what files, states and numbers of parameters go by.
+
+    Attributes:
+        facts: of all of them, in the model's order; the same on every rank but for the parts.
+        place: of each of this rank's, by index, its place among all.
+        index: the other way round.
+        groups: by optimizer and param group, the places of its parameters.
+        names: under which the whole model saves what, by place; ``None``: this rank's model is the whole one.
+    """
+
+    facts: tuple[ParamFact, ...]
+    place: tuple[int, ...]
+    groups: tuple[tuple[tuple[int, ...], ...], ...]
+    names: StateNames | None
+
+    @cached_property
+    def index(self) -> dict[int, int]:
+        return {place: index for index, place in enumerate(self.place)}
 
 
 class Division:
@@ -31,8 +55,8 @@ class Division:
     Attributes:
         cutting: of layers; ``None`` where none are cut.
         staging: of the model; ``None`` where it is in one piece.
-        every: all floating-point parameters of the model, and what is known of each; the same on every rank but for
-            the parts.
+        every: all floating-point parameters of the model, and what is known of each, until it is installed.
+        census: what is known of them for ever.
         params, facts: those of this rank.
         shared: gradients of what other stages use, too, once installed.
 
@@ -61,6 +85,14 @@ class Division:
         own = [(p, f) for p, f in self.every if self.owns(p)]
         self.params: list[nn.Parameter] = [param for param, _ in own]
         self.facts: list[ParamFact] = [self._counted(param, fact) for param, fact in own]
+        place = {id(param): at for at, param in enumerate(every)}
+        groups = [[[place[id(p)] for p in g["params"] if id(p) in place] for g in o.param_groups] for o in optimizers]
+        self.census = Census(
+            tuple(facts),
+            tuple(place[id(param)] for param in self.params),
+            tuple(tuple(map(tuple, each)) for each in groups),
+            _outlined(StateNames.read(model, every)) if self.staging is not None else None,
+        )
 
     def owns(self, param: nn.Parameter) -> bool:
         """Whether this rank has any of it."""
@@ -85,4 +117,10 @@ class Division:
             self.staging.forget()
             assert self._wire is not None
             self.shared = SharedGradients(self.staging, self.params, self._wire)
-        self.every = [(param, fact) for param, fact in self.every if self.owns(param)]
+        self.every = []
+
+
+def _outlined(names: StateNames) -> StateNames:
+    """Without the values of buffers, which may be on another rank alone."""
+    others = {n: v.detach().to("meta") if isinstance(v, torch.Tensor) else None for n, v in names.others.items()}
+    return replace(names, others=others)

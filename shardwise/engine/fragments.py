@@ -17,8 +17,11 @@ import torch
 from shardwise.checks.unfinished import PARAMETERS
 from shardwise.checks.unfinished import state_of as unfinished_state
 from shardwise.chunk.chunk import Chunk
+from shardwise.chunk.layout import ParamFact
 from shardwise.engine.engine import Engine
 from shardwise.engine.optimizer import ShardedOptimizer
+from shardwise.engine.whole import state_names
+from shardwise.plan import HALF_DTYPES
 from shardwise.tensor import Part
 from shardwise.tensor.order import StoredCut, own_runs
 from shardwise.update.disk_tiles import is_element_wise
@@ -184,11 +187,14 @@ class Held:
     def __init__(self, engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> None:
         self.engine, self.optimizers = engine, tuple(optimizers)
         engine.guards.check()
-        found = engine.guards.state_names()
-        self.names: list[tuple[str, ...]] = [
-            tuple(found.of_parameter.get(index, fact.names)) for index, fact in enumerate(engine.layout.facts)
+        self._census, found = engine.division.census, state_names(engine)
+        self._every: list[tuple[str, ...]] = [
+            tuple(found.of_parameter.get(place, fact.names)) for place, fact in enumerate(self._census.facts)
         ]
-        self.others = dict(found.others)
+        """By place among the parameters of the whole model."""
+        self.names = [self._every[place] for place in self._census.place]
+        self._outlines = found.others
+        self.others = dict(engine.guards.state_names().others) if self._census.names is not None else dict(found.others)
         self._positions: dict[int, list[tuple[ShardedOptimizer, int]]] = {}
         for optimizer in self.optimizers:
             for position, tile in enumerate(optimizer._updates.tiles):
@@ -203,27 +209,31 @@ class Held:
 
     def aliases(self) -> dict[str, str]:
         """Other names of tied parameters, each with the one it is saved under."""
-        return {other: names[0] for names in self.names for other in names[1:]}
+        return {other: names[0] for names in self._every for other in names[1:]}
 
     def model_shapes(self) -> dict[str, TensorShape]:
         """Every parameter and tensor buffer by its saved name (without prefix)."""
         shapes = {}
-        for index, fact in enumerate(self.engine.layout.facts):
-            shapes[self.names[index][0]] = TensorShape(tuple(fact.whole), self.stored_dtype(index))
-        for name, value in self.buffers().items():
-            shapes[name] = TensorShape(tuple(value.shape), value.dtype)
+        for place, fact in enumerate(self._census.facts):
+            shapes[self._every[place][0]] = TensorShape(tuple(fact.whole), self._stored_dtype(place, fact))
+        for name, value in self._outlines.items():
+            if isinstance(value, torch.Tensor) and not name.endswith(EXTRA_STATE):
+                shapes[name] = TensorShape(tuple(value.shape), value.dtype)
         return shapes
 
-    def stored_dtype(self, param: int) -> torch.dtype:
+    def _stored_dtype(self, place: int, fact: ParamFact) -> torch.dtype:
         """Of the master, or of the shard where there is none."""
-        chunk_index, _ = self.engine.layout.where[param]
+        if place not in self._census.index:  # another rank's: by the same rule
+            apart = fact.trainable and self.engine.plan.precision.master_weights and fact.dtype in HALF_DTYPES
+            return torch.float32 if apart and fact.optimizer >= 0 else fact.dtype
+        chunk_index, _ = self.engine.layout.where[self._census.index[place]]
         state = self.engine.states.get(chunk_index)
         dtype = state.dtype if state is not None else None
         return dtype or self.engine.layout.chunks[chunk_index].dtype
 
     def compute_dtypes(self) -> dict[str, torch.dtype]:
         """In which each parameter is used."""
-        return {self.names[i][0]: fact.dtype for i, fact in enumerate(self.engine.layout.facts)}
+        return {self._every[place][0]: fact.dtype for place, fact in enumerate(self._census.facts)}
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Buffers and integer parameters."""
@@ -236,12 +246,12 @@ class Held:
 
     def group_names(self, optimizer: ShardedOptimizer) -> list[list[str]]:
         """Saved names of the parameters, by param group."""
-        return [[self.names[param][0] for param in params] for params in optimizer.params_by_group()]
+        return [[self._every[place][0] for place in places] for places in optimizer.places_by_group()]
 
     def trained(self, optimizer: ShardedOptimizer) -> set[str]:
         """Saved names of the parameters that it updates; others of its groups are frozen and can have no state."""
-        own = (grads.spec for grads in self.engine.grads.values() if grads.spec.optimizer == optimizer.index)
-        return {self.names[slot.param][0] for spec in own for slot in spec.slots}
+        facts = enumerate(self._census.facts)
+        return {self._every[place][0] for place, f in facts if f.optimizer == optimizer.index and f.trainable}
 
     # ---- out
 
@@ -292,6 +302,8 @@ class Held:
         """What is stored of elements ``[start, end)`` of what this rank has of a parameter (or of its state)."""
         fact = self.engine.layout.facts[param]
         shape, part = tuple(fact.whole), fact.part
+        if fact.earlier:
+            return []
         if part is None:
             first = self.engine.mesh.tensor.rank == 0
             return [(Fragment(name, shape, dtype, start, end - start), get)] if first else []

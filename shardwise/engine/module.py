@@ -14,7 +14,7 @@ from shardwise.checks.collective import collective
 from shardwise.checks.unfinished import PARAMETERS
 from shardwise.engine.engine import Engine
 from shardwise.engine.memory import MemoryReport, memory_report
-from shardwise.engine.whole import whole_values
+from shardwise.engine.whole import state_names, whole_others, whole_values
 from shardwise.engine.writer import ValueWriter
 from shardwise.names import StateNames
 from shardwise.torch_internals import incompatible_keys
@@ -120,12 +120,11 @@ class ShardedModule(nn.Module):
         engine.guards.check()
         engine.values.undo_early("a state")
         engine.pool.settle()
-        names = engine.guards.state_names()
-        for param, value in whole_values(engine, masters):
-            for name in names.of_parameter.get(param, ()):
+        names = state_names(engine)
+        for place, value in whole_values(engine, masters):
+            for name in names.of_parameter.get(place, ()):
                 yield name, value
-        for name, value in names.others.items():
-            yield name, value.detach() if isinstance(value, torch.Tensor) else value
+        yield from whole_others(engine)
 
     @collective("state_dict() of the model")
     def state_dict(  # type: ignore[override]
@@ -151,18 +150,20 @@ class ShardedModule(nn.Module):
         wanted = not only_rank_0 or self._engine.mesh.first
         full = {n: v.cpu() if isinstance(v, torch.Tensor) else v for n, v in self.full_state() if wanted}
         found = {} if destination is None else destination
-        order = self._engine.guards.state_names().order
+        order = state_names(self._engine).order
         found.update({prefix + name: full[name] for name in order if name in full})
         return found
 
     def state_layout(self) -> dict[str, Any]:
         """Names and shapes of :meth:`state_dict` without gathering; the values of parameters are not to be read."""
-        facts = self._engine.layout.facts
+        census, params = self._engine.division.census, self._engine.params
         outlines = [
-            param if fact.part is None else torch.empty(fact.whole, dtype=fact.dtype, device="meta")
-            for param, fact in zip(self._engine.params, facts, strict=True)
+            params[census.index[place]]
+            if place in census.index and fact.part is None
+            else torch.empty(fact.whole, dtype=fact.dtype, device="meta")
+            for place, fact in enumerate(census.facts)
         ]
-        return self._engine.guards.state_names().layout(outlines)
+        return state_names(self._engine).layout(outlines)
 
     @collective("load_state_dict() of the model")
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -174,11 +175,11 @@ class ShardedModule(nn.Module):
         """
         if assign:
             raise ValueError(f"load_state_dict(assign={assign}): sharded storage cannot be replaced; use assign=False")
-        names = self._engine.guards.state_names()
+        names = state_names(self._engine)
         shapes = {n: value.shape for n, value in names.others.items() if isinstance(value, torch.Tensor)}
         missing = [name for name in names.others if name not in state_dict]
         for param, own_names in names.of_parameter.items():
-            shapes |= dict.fromkeys(own_names, self._engine.layout.facts[param].whole)
+            shapes |= dict.fromkeys(own_names, self._engine.division.census.facts[param].whole)
             # A tied parameter may be given under one of its names only.
             if not any(name in state_dict for name in own_names):
                 missing += own_names
@@ -205,11 +206,11 @@ class ShardedModule(nn.Module):
         was_whole = PARAMETERS not in engine.unfinished
         engine.unfinished.begin("loading a state", PARAMETERS)
         with ValueWriter(engine.storage) as writer:
-            for param, own_names in names.of_parameter.items():
+            for place, own_names in names.of_parameter.items():
                 given = next((name for name in own_names if name in state), None)
-                if given is not None:
-                    writer.store(param, state[given])
-        for name, value in names.others.items():
+                if given is not None and place in engine.division.census.index:
+                    writer.store(engine.division.census.index[place], state[given])
+        for name, value in engine.guards.state_names().others.items():
             if name not in state:
                 continue
             if isinstance(value, torch.Tensor):

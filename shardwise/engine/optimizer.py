@@ -428,9 +428,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # ---- state
 
-    def params_by_group(self) -> list[list[int]]:
-        """See :meth:`OptimizerState.params_by_group`."""
-        return self._full.params_by_group()
+    def places_by_group(self) -> list[tuple[int, ...]]:
+        """See :meth:`OptimizerState.places_by_group`."""
+        return self._full.places_by_group()
 
     @collective("state_dict() of an optimizer")
     def state_dict(self, only_rank_0: bool = False) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -33,8 +33,7 @@ class OptimizerState:
     def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, index: int, updates: TileUpdates) -> None:
         self.engine, self.optimizer, self.index, self._updates = engine, optimizer, index, updates
         position = {id(p): i for i, p in enumerate(engine.params)}
-        self._order = [[position[id(p)] for p in g["params"]] for g in optimizer.param_groups]
-        """Parameter indices by group, as these stood when the model was sharded, frozen ones included."""
+        self._groups = engine.division.census.groups[index]
         self._prior = {position[id(p)]: dict(s) for p, s in optimizer.state.items() if id(p) in position}
         self._made_at_once = bool(self._prior) and makes_state_at_once(optimizer)
 
@@ -125,33 +124,65 @@ class OptimizerState:
                 )
         return cut
 
-    def params_by_group(self) -> list[list[int]]:
-        """Indices of the parameters of each group, as the groups stand now; frozen ones included."""
-        return [self._order[index] for index in self._updates.param_groups.order()]
+    def places_by_group(self) -> list[tuple[int, ...]]:
+        """Places in the whole model of the parameters of each group, as the groups stand now; frozen ones included."""
+        return [self._groups[index] for index in self._updates.param_groups.order()]
 
     def _numbering(self) -> tuple[dict[int, int], list[dict[str, Any]]]:
-        """Each parameter's number in torch's state_dict, and the packed groups, as they stand now."""
+        """The number in torch's state_dict of each parameter, by place, and the packed groups, as they stand now."""
         number: dict[int, int] = {}
         groups = []
-        for group, params in zip(self.optimizer.param_groups, self.params_by_group(), strict=True):
-            for param in params:
-                number[param] = len(number)
+        for group, places in zip(self.optimizer.param_groups, self.places_by_group(), strict=True):
+            for place in places:
+                number[place] = len(number)
             # A learning rate in a tensor goes on changing.
             packed = copy.deepcopy({key: value for key, value in group.items() if key != "params"})
-            groups.append(packed | {"params": [number[p] for p in params]})
+            groups.append(packed | {"params": [number[p] for p in places]})
         return number, groups
 
     def collect(self, wanted: bool = True) -> dict[str, Any]:
         """The full state_dict, tensors on the host; without state on a rank where it is not ``wanted``. Collective."""
         number, groups = self._numbering()
+        described = self._described()
+        own = self._own_entries(described, wanted or self.engine.mesh.pipeline.size > 1)
+        entries = own if self.engine.mesh.pipeline.size == 1 else self._of_all_stages(own, described, wanted)
+        state = {number[place]: entry for place, entry in entries}
+        return {"state": dict(sorted(state.items())) if wanted else {}, "param_groups": groups}
+
+    def _of_all_stages(
+        self, own: Iterable[tuple[int, dict[str, Any]]], described: _Described, wanted: bool
+    ) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Each parameter's state by place, from the ranks that have it. Collective."""
+        census, pipeline = self.engine.division.census, self.engine.mesh.pipeline
+        found = dict(own)
+        told = {str(census.place[param]): entry for param, entry in described.items()}
+        sources: dict[int, tuple[int, dict[str, Any]]] = {}
+        for rank, post in enumerate(pipeline.exchange_object(told, "optimizer state")):
+            for text, kinds in _as_entries(post).items():
+                sources.setdefault(int(text), (rank, kinds))
+        for place, (rank, kinds) in sorted(sources.items()):
+            entry: dict[str, Any] = {}
+            for key, kind in kinds.items():
+                if not isinstance(kind, str):
+                    entry[key] = _plain(kind)
+                    continue
+                if rank == pipeline.rank:
+                    value = found[place][key].to(self.engine.mesh.device)
+                else:
+                    shape = census.facts[place].whole
+                    value = torch.empty(shape, dtype=getattr(torch, kind), device=self.engine.mesh.device)
+                pipeline.broadcast(value, rank)
+                entry[key] = value.cpu() if wanted else None
+            yield place, entry
+
+    def _own_entries(self, described: _Described, wanted: bool) -> Iterator[tuple[int, dict[str, Any]]]:
+        """The state of this rank's parameters by place."""
         engine, layout = self.engine, self.engine.layout
         positions: dict[int, list[int]] = {}
         for position, tile in enumerate(self._updates.tiles):
             positions.setdefault(tile.chunk.spec.index, []).append(position)
-        described = self._described()
         left = [len(spec.slots) for spec in layout.chunks]
         arrays: dict[int, dict[str, torch.Tensor]] = {}
-        state: dict[int, dict[str, Any]] = {}
         # See [Note: Ranks with other parts have other chunks].
         for param, (index, slot) in enumerate(layout.where):
             if layout.chunks[index].optimizer != self.index or index not in engine.grads:
@@ -160,12 +191,10 @@ class OptimizerState:
                 arrays |= self._gathered(index, positions.get(index, []), described, wanted, index in arrays)
             entry = described.get(param)
             if entry is not None:
-                found = self._entry(param, slot, entry, arrays[index], wanted)
-                state |= {number[param]: found} if wanted else {}
+                yield engine.division.census.place[param], self._entry(param, slot, entry, arrays[index], wanted)
             left[index] -= 1
             if not left[index]:
                 del arrays[index]
-        return {"state": dict(sorted(state.items())), "param_groups": groups}
 
     def _gathered(
         self, index: int, positions: Sequence[int], described: _Described, wanted: bool, known: bool
@@ -261,12 +290,15 @@ class OptimizerState:
         for group, their_group in zip(groups, theirs, strict=True):
             renumber |= dict(zip(group["params"], their_group["params"], strict=True))
 
-        facts = self.engine.layout.facts
-        check_full_state(self.optimizer, full, [[facts[p].whole for p in own] for own in self.params_by_group()])
+        census = self.engine.division.census
+        shapes = [[census.facts[place].whole for place in places] for places in self.places_by_group()]
+        check_full_state(self.optimizer, full, shapes)
 
         def cut(position: int) -> list[dict[str, Any] | None]:
             pieces = self._updates.tiles[position].pieces
-            return self._completed(position, [full["state"].get(renumber[number[p.param]]) for p in pieces])
+            return self._completed(
+                position, [full["state"].get(renumber[number[census.place[p.param]]]) for p in pieces]
+            )
 
         tiles = self._updates.tiles
         # All of it is cut before the first is replaced, so that a state that does not fit changes nothing.

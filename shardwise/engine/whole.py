@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 
@@ -13,10 +14,20 @@ from shardwise.disk.agreement import agreed
 from shardwise.engine.engine import Engine
 from shardwise.engine.staging import gather_shards
 from shardwise.memory.tier import Tier
+from shardwise.names import StateNames
 from shardwise.reduce.grads import ChunkGrads
 from shardwise.tensor import Part
 
-__all__ = ["READ_AGAIN", "reads_disk", "together", "whole_gradients", "whole_values"]
+__all__ = [
+    "READ_AGAIN",
+    "across_stages",
+    "reads_disk",
+    "state_names",
+    "together",
+    "whole_gradients",
+    "whole_others",
+    "whole_values",
+]
 
 READING, READ_AGAIN = "parameters were read", "Nothing has changed: repair the disk and try again."
 
@@ -25,10 +36,78 @@ READING, READ_AGAIN = "parameters were read", "Nothing has changed: repair the d
 # Parts may be of different sizes, and so chunks may end elsewhere on ranks with other parts. What all of these do
 # together goes by parameters, whose order is the same everywhere; only ranks with the same part go by chunks.
 def whole_values(engine: Engine, masters: bool) -> Iterator[tuple[int, torch.Tensor]]:
-    """Each parameter by its index, in order, on the device: fp32 where ``masters`` and there is one. Collective.
+    """Each parameter of the whole model by its place there, on the device: fp32 where ``masters`` and there is one.
+    Collective.
 
     Of parameters that lie in one chunk the values are views of one array, which is gathered when the first is due.
     """
+    dtypes = {index: _dtype(engine, index, masters) for index in range(len(engine.params))}
+    yield from across_stages(engine, _own_values(engine, masters), dtypes)
+
+
+def state_names(engine: Engine) -> StateNames:
+    """Under which names the whole model saves what, by the parameters' places there. Values of buffers are not to be
+    read where it is in stages."""
+    return engine.division.census.names or engine.guards.state_names()
+
+
+def across_stages(
+    engine: Engine, own: Iterator[tuple[int, torch.Tensor]], dtypes: Mapping[int, torch.dtype]
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """What this rank has of its parameters, and what ranks with other stages have of theirs, by the places of all of
+    them, in order. Collective.
+
+    Args:
+        engine: whose.
+        own: whole tensors by index, in order.
+        dtypes: of these.
+    """
+    census, pipeline = engine.division.census, engine.mesh.pipeline
+    if pipeline.size == 1:
+        yield from own
+        return
+    told = {str(census.place[index]): str(dtype).removeprefix("torch.") for index, dtype in dtypes.items()}
+    sources: dict[int, tuple[int, str]] = {}
+    for rank, post in enumerate(pipeline.exchange_object(told, "what stages have")):
+        for place, kind in post.items():
+            sources.setdefault(int(place), (rank, kind))
+    for place, (rank, kind) in sorted(sources.items()):
+        value = next(own)[1] if census.index.get(place) in dtypes else None
+        if value is None or rank != pipeline.rank:
+            shape = census.facts[place].whole
+            value = torch.empty(shape, dtype=getattr(torch, kind), device=engine.mesh.device)
+        value = value.contiguous()
+        pipeline.broadcast(value, rank)
+        yield place, value
+
+
+def whole_others(engine: Engine) -> Iterator[tuple[str, Any]]:
+    """Buffers, integer parameters and extra state of the whole model by name. Collective."""
+    own, pipeline = engine.guards.state_names().others, engine.mesh.pipeline
+    outlines = engine.division.census.names
+    if outlines is None:
+        for name, value in own.items():
+            yield name, value.detach() if isinstance(value, torch.Tensor) else value
+        return
+    posts = pipeline.exchange_object(sorted(own), "what stages have")
+    for name, outline in outlines.others.items():
+        rank = next(rank for rank, post in enumerate(posts) if name in post)
+        if isinstance(outline, torch.Tensor):
+            value = own[name].detach().clone() if name in own else torch.empty_like(outline, device=engine.mesh.device)
+            pipeline.broadcast(value, rank)
+            yield name, value
+        else:
+            yield name, pipeline.exchange_object(own.get(name), "extra state")[rank]
+
+
+def _dtype(engine: Engine, index: int, masters: bool) -> torch.dtype:
+    chunk, _ = engine.layout.where[index]
+    state = engine.states.get(chunk)
+    own = state.dtype if masters and state is not None else None
+    return own or engine.layout.chunks[chunk].dtype
+
+
+def _own_values(engine: Engine, masters: bool) -> Iterator[tuple[int, torch.Tensor]]:
     mesh, layout = engine.mesh, engine.layout
     left = [len(spec.slots) for spec in layout.chunks]
     arrays: dict[int, torch.Tensor] = {}
@@ -74,19 +153,32 @@ def _shard(engine: Engine, chunk: Chunk, masters: bool) -> torch.Tensor | None:
 
 
 def whole_gradients(engine: Engine) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Reduced gradients of the parameters that have one: index, that of the optimizer, and a new tensor, fp32 (fp64
-    where they are), on the device. Collective."""
+    """Reduced gradients of the parameters that have one: place in the whole model, index of the optimizer, and a new
+    tensor, fp32 (fp64 where they are), on the device. Collective."""
+    dtypes: dict[int, torch.dtype] = {}
+    own = _own_gradients(engine, dtypes)
+    next(own)  # dtypes are known
+    for place, value in across_stages(engine, own, dtypes):
+        yield place, engine.division.census.facts[place].optimizer, value
+
+
+def _own_gradients(engine: Engine, dtypes: dict[int, torch.dtype]) -> Iterator[tuple[int, torch.Tensor]]:
+    """First nothing, when ``dtypes`` are filled in; then the gradients by index."""
     mesh, layout = engine.mesh, engine.layout
     own = [s.param for state in engine.grads.values() for at, s in enumerate(state.spec.slots) if _has(state, at)]
     touched = {param for post in mesh.tensor.exchange_object(sorted(own), "gradients") for param in post}
     arrays: dict[int, torch.Tensor] = {}
     left = [sum(slot.param in touched for slot in spec.slots) for spec in layout.chunks]
+    for param in touched:
+        state = engine.grads[layout.where[param][0]]
+        like = state.reduced if state.reduced is not None else state.chunk.spec
+        dtypes[param] = torch.float64 if like.dtype == torch.float64 else torch.float32
+    yield -1, torch.empty(0)
     for param in sorted(touched):
         index, slot = layout.where[param]
         state, part = engine.grads[index], layout.facts[param].part
         if index not in arrays:
-            like = state.reduced if state.reduced is not None else engine.chunks[index].spec
-            wide = torch.float64 if like.dtype == torch.float64 else torch.float32
+            wide = dtypes[param]
             if state.reduced is None:
                 arrays[index] = torch.zeros(layout.chunks[index].padded_numel, dtype=wide, device=mesh.device)
             else:
@@ -95,7 +187,7 @@ def whole_gradients(engine: Engine) -> Iterator[tuple[int, int, torch.Tensor]]:
         left[index] -= 1
         if not left[index]:
             del arrays[index]
-        yield param, state.spec.optimizer, value.clone() if part is None else together(mesh.tensor, part, value)
+        yield param, value.clone() if part is None else together(mesh.tensor, part, value)
 
 
 def _has(state: ChunkGrads, place: int) -> bool:
