@@ -236,7 +236,7 @@ def grown(model: nn.Module) -> nn.Module:
         (of_toy(replaced("blocks[2].layers", layer.Linear1D_Col)), ValueError, r"has no 'blocks\[2\].layers'"),
         (of_toy(replaced("blocks[x]", layer.Linear1D_Col)), ValueError, "is no name"),
         (of_toy(replaced("norm", layer.Linear1D_Col)), TypeError, "Toy.norm as Linear1D_Col: a LayerNorm cannot"),
-        (of_toy(replaced("norm", layer.VocabParallelEmbedding1D)), TypeError, "give an nn.Embedding"),
+        (of_toy(replaced("norm", layer.VocabParallelEmbedding1D)), TypeError, "only an nn.Embedding can be cut"),
         (of_toy(replaced("fused", layer.FusedLinear1D_Col, split_sizes=[9, 15])), ValueError, "multiple of 2"),
         (of_toy(replaced("embedding", layer.VocabParallelEmbedding1D)), ValueError, "leaves head.weight whole, tied"),
         (of_toy(replaced("fused", layer.Linear1D_Row, n_fused=3)), TypeError, "unknown argument n_fused=3"),
