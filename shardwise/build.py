@@ -47,7 +47,7 @@ class Session:
         ledger: the device's accounts.
         pipeline: makes the passes of steps where the model is in stages; otherwise ``None``.
         checkpoints: ``save`` and ``load`` everything; ``wait`` for an asynchronous save. Several files written by all
-            ranks, for any number of ranks, stage, packing, tier and precision.
+            ranks, for any number of ranks, parts of layers, stage, packing, tier and precision.
     """
 
     def __init__(self, engine: Engine, module: ShardedModule, optimizers: Sequence[ShardedOptimizer]) -> None:

@@ -177,7 +177,8 @@ class Checkpointer:
         rows: Mapping[str, Rows] | None = None,
         check: Check = None,
     ) -> Restored | None:
-        """Restore what :meth:`save` saved, at any number of ranks, stage, packing, tier and precision.
+        """Restore what :meth:`save` saved, at any number of ranks, also of those that layers are cut over, stage,
+        packing, tier and precision.
 
         Args:
             root: a directory of checkpoints, or one checkpoint, of this format or of another that

@@ -6,9 +6,10 @@ import contextlib
 import io
 import json
 import random
+import shutil
 import tarfile
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import nn
 
 from shardwise.build import build
 from shardwise.checkpoint import formats
+from shardwise.checkpoint.format import encode_manifest, read_manifest
 from shardwise.checkpoint.formats.native import write_native
 from shardwise.checkpoint.match_schedulers import fitting_state
 from shardwise.checkpoint.portable import PortableFiles
@@ -28,6 +30,8 @@ from shardwise.checkpoint.schedulers import write_lr_scheduler
 from shardwise.checkpoint.session import Checkpointer
 from shardwise.checkpoint.torch_run import TorchRun
 from shardwise.plan import zero
+from shardwise.tensor import Cut
+from shardwise.tensor.order import StoredCut
 from tests.faults.small import Small
 
 __all__ = ["SUBJECTS", "EngineSubject", "PlainSubject", "Subject", "make_subjects"]
@@ -233,6 +237,16 @@ def _native_files(place: Path) -> None:
     subject.session.close()
 
 
+def _parts_files(place: Path) -> None:
+    """The newest, its matrices said to lie in parts of columns: other values, and as good a checkpoint."""
+    shutil.copytree(place / "native/new", place / "parts/t")
+    manifest = read_manifest(str(place / "parts/t"))
+    matrices = {name: fact.shape for name, fact in manifest.tensors.items() if len(fact.shape) == 2}
+    found = {name: StoredCut.of(shape, Cut.even(1, shape[1], 2)) for name, shape in matrices.items()}
+    cuts = {name: cut for name, cut in found.items() if cut is not None}
+    (place / "parts/t/manifest.json").write_bytes(encode_manifest(replace(manifest, cuts=cuts)))
+
+
 def _written_files(place: Path) -> None:
     with formats.open_checkpoint(place / "native/new") as source:  # type: ignore[attr-defined]
         formats.write_huggingface(source, place / "hf", config={"model_type": "small", "tie_word_embeddings": True})
@@ -263,7 +277,14 @@ def make_subjects(place: Path) -> None:
     """Write all of them under ``place``."""
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for make in (_torch_files, _directories_of_others, _native_files, _written_files, _deepspeed_files):
+        for make in (
+            _torch_files,
+            _directories_of_others,
+            _native_files,
+            _parts_files,
+            _written_files,
+            _deepspeed_files,
+        ):
             make(place)
 
 
@@ -282,6 +303,7 @@ SUBJECTS: dict[str, Subject] = {
     "native": Subject("native/new", loads=(*ALL, *PARTS), share=6),
     "native-root": Subject("native", loads=ALL),
     "converted": Subject("converted/t", loads=(*ALL, *PARTS)),
+    "parts": Subject("parts/t", loads=(*ALL, *PARTS)),
     "hf": Subject("hf", loads=("all", "model")),
     "hf-shards": Subject("hf-shards", loads=("all", "model")),
     "hf-bin": Subject("hf-bin", loads=("some", "model")),
