@@ -322,10 +322,11 @@ class _Columns:
             if own == [_Overlap(0, part, 0, self.row)] and width == self.row:
                 read(base, out.view(-1))  # it lies there as it is wanted
                 continue
-            step = max(BLOCK_NUMEL // width, 1)
+            step = min(max(BLOCK_NUMEL // width, 1), len(out))
+            memory = torch.empty(step * width, dtype=out.dtype, device=out.device)
             for at in range(0, len(out), step):
                 count = min(step, len(out) - at)
-                block = torch.empty(count * width, dtype=out.dtype, device=out.device)
+                block = memory[: count * width]
                 read(base + at * width, block)
                 for each in own:
                     to = out[at : at + count, each.wanted : each.wanted + each.numel]
