@@ -194,10 +194,12 @@ def test_model_files_are_those_of_the_plain_model(tmp_path: Path, name: str) -> 
     assert run_ranks(4, kept_files, str(tmp_path), name, timeout=240.0) == [None] * 4
 
 
-def llama() -> LlamaForCausalLM:
+def llama(words: int = VOCABULARY) -> LlamaForCausalLM:
     """Six heads that read two key heads; a vocabulary of 29."""
     torch.manual_seed(3)
-    config = decoder("Llama", attention_bias=True, attn_implementation="eager", tie_word_embeddings=True)
+    config = decoder(
+        "Llama", attention_bias=True, attn_implementation="eager", tie_word_embeddings=True, vocab_size=words
+    )
     model: LlamaForCausalLM = LlamaForCausalLM(config).double()
     for param in model.parameters():
         nn.init.normal_(param, std=0.3)
@@ -205,8 +207,8 @@ def llama() -> LlamaForCausalLM:
 
 
 @contextmanager
-def llama_run(tp: int) -> Iterator[Session]:
-    model = llama()
+def llama_run(tp: int, words: int = VOCABULARY) -> Iterator[Session]:
+    model = llama(words)
     plan = zero(3).but(tp=tp, tensor=TensorPlan(vocabulary_multiple=4, parallel_output=False))
     with sharded(model, adam(model), plan) as session:
         yield session
@@ -265,6 +267,30 @@ def test_a_llama_goes_on_and_from_pretrained_loads_it(tmp_path: Path, tp: int) -
     assert not differences(dict(model.state_dict()), expected)
     wrong = {n for n, v in llama().state_dict().items() if v.shape != expected[n].shape or torch.equal(v, expected[n])}
     assert not wrong, "a state that steps did not change"
+
+
+def grown(root: str, tp: int, how: str) -> dict[str, Any]:
+    """With a larger vocabulary than was saved."""
+    with llama_run(tp, VOCABULARY + 6) as session:
+        session.checkpoints.load(root, rows={"lm_head.weight": how})
+        state = everything(session)
+        assert not parts_are_of(session, state)
+        return state
+
+
+def test_a_vocabulary_grows_under_another_cut(tmp_path: Path) -> None:
+    """New rows are what they are without a cut: kept, or the mean; a rank has some of both, and padding."""
+    root = str(tmp_path / "root")
+    run_ranks(4, llama_saved, root, 2, timeout=240.0)
+    for how in ("keep", "mean"):
+        (plain,) = run_ranks(1, grown, root, 1, how)
+        assert plain["model/lm_head.weight"].shape == (VOCABULARY + 6, 24)
+        kept = torch.equal(
+            plain["model/lm_head.weight"][VOCABULARY:], llama(VOCABULARY + 6).lm_head.weight[VOCABULARY:]
+        )
+        assert kept == (how == "keep")
+        for state in run_ranks(4, grown, root, 4, how, timeout=240.0):
+            assert not differences(state, plain), how
 
 
 # ---- what several ranks hold alike
