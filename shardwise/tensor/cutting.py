@@ -9,7 +9,18 @@ from torch import nn
 
 from shardwise.tensor.axis import Axis
 from shardwise.tensor.cut import Cut, Part, Range
-from shardwise.tensor.layers import Alike, Columns, CutLayer, Enters, Experts, Features, Rows, Vocabulary, out_dim
+from shardwise.tensor.layers import (
+    Alike,
+    Columns,
+    CutLayer,
+    Enters,
+    Experts,
+    Features,
+    PerHead,
+    Rows,
+    Vocabulary,
+    out_dim,
+)
 from shardwise.tensor.private import Dropouts, Drops, Guard, Private, dropouts_of
 from shardwise.torch_internals import point
 
@@ -118,6 +129,10 @@ class Cutting:
             )
         self._take(module, {"weight": cut}, Features)
 
+    def per_head(self, module: nn.Module, cut: Cut) -> None:
+        """Each rank has the rows of ``module.weight`` for its heads (a norm of each)."""
+        self._take(module, {"weight": cut}, PerHead)
+
     def experts(self, module: nn.Module, cuts: dict[str, Cut]) -> None:
         """Each rank has a part of what lies between the layers of every expert.
 
@@ -176,8 +191,9 @@ class Cutting:
                     f"{name} of a {type(module).__name__} is cut as {before.cut} already, and now as {cut}"
                 )
         own |= {"_axis": self.axis, "_parts": {name: self._parts[id(getattr(module, name))][1] for name in cuts}}
-        if issubclass(kind, Columns):
+        if kind is Columns:
             own.setdefault("_copies", True)
+        if kind in (Columns, PerHead):
             held = {name: self._parts[id(getattr(module, name))][1].held() for name in cuts}
             own["_held"] = {name: each for name, each in held.items() if each is not None}
         self._swap(module, kind, own)

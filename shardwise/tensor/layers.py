@@ -12,7 +12,7 @@ from shardwise.tensor.axis import Axis
 from shardwise.tensor.cut import Held, Part
 from shardwise.tensor.private import Dropouts, Private
 
-__all__ = ["Alike", "Columns", "CutLayer", "Enters", "Experts", "Features", "Rows", "Vocabulary", "out_dim"]
+__all__ = ["Alike", "Columns", "CutLayer", "Enters", "Experts", "Features", "PerHead", "Rows", "Vocabulary", "out_dim"]
 
 
 LINEAR = {"FalconLinear"}
@@ -151,13 +151,34 @@ class Alike(nn.Module):
     _axis: Axis
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        # Another object with the same attributes, so that whoever looks at the module meanwhile sees its parameters.
-        stand_in = object.__new__(type(self))
-        vars(stand_in).update(vars(self))
-        vars(stand_in)["_parameters"] = {
-            name: None if param is None else self._axis.copied(param) for name, param in self._parameters.items()
+        changed = {name: self._axis.copied(param) for name, param in self._parameters.items() if param is not None}
+        return super(Alike, _stand_in(self, changed)).forward(*args, **kwargs)
+
+
+class PerHead(CutLayer):
+    """A module with a row of its weight for each head.
+
+    Attributes:
+        _held: what other ranks hold as well; its gradient is summed over these.
+    """
+
+    _held: dict[str, Held]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        changed: dict[str, Tensor] = {
+            name: _Held.apply(self._parameters[name], self._axis, held)  # type: ignore[no-untyped-call]
+            for name, held in self._held.items()
         }
-        return super(Alike, stand_in).forward(*args, **kwargs)
+        return super(PerHead, _stand_in(self, changed)).forward(*args, **kwargs)
+
+
+def _stand_in(module: nn.Module, changed: dict[str, Tensor]) -> Any:
+    """Another object with the module's attributes and other parameters, so that whoever looks at the module meanwhile
+    sees its own."""
+    stand_in = object.__new__(type(module))
+    vars(stand_in).update(vars(module))
+    vars(stand_in)["_parameters"] = {**module._parameters, **changed}
+    return stand_in
 
 
 def _product(module: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -160,7 +160,7 @@ class Attention:
         heads, kv_heads, groups, widths: its attributes that are a number of query heads, of key/value heads, of query
             heads for each of these, and of elements of all query heads; set to this rank's where they are there.
         config: attributes of its configuration that it reads the number of query heads from.
-        alike: modules that are applied to each head (norms).
+        alike: modules that are applied to each head (norms), with one weight for all of them or a row for each.
         biases: embeddings with one number a head.
         arguments: names of what it is given for all heads (alibi).
     """
@@ -197,7 +197,7 @@ class Attention:
         else:
             site.columns(self.fused, cut.of_all(size) if self.layout == "blocks" else cut.of_groups(size), core)
         site.rows(self.out, cut.of_query(size))
-        self._beside(site, core, cut, heads)
+        self._beside(site, core, cut, (heads, kv_heads))
         q, kv = cut.counts(site.rank)
         of = (heads, kv_heads, heads // kv_heads, heads * size)
         for names, whole, own in zip(self._names(), of, (q, kv, q // kv, q * size), strict=True):
@@ -206,10 +206,19 @@ class Attention:
             _set(site, core.config, self.config, heads, q, only_check=True)
             site.cutting.sets(core, config=ConfigView(core.config, dict.fromkeys(self.config, q)))
 
-    def _beside(self, site: Site, core: nn.Module, cut: Heads, heads: int) -> None:
+    def _beside(self, site: Site, core: nn.Module, cut: Heads, counts: tuple[int, int]) -> None:
         """What belongs to heads and is no projection."""
+        (heads, kv_heads), size = counts, _number(core, self.head_dim)
         for path in filter(site.has, self.alike):
-            site.cutting.alike(site.child(path))
+            norm = site.child(path)
+            shape = [tuple(param.shape) for param in norm.parameters()]
+            if all(each == (size,) for each in shape):
+                site.cutting.alike(norm)
+            elif shape in ([(heads, size)], [(kv_heads, size)]):
+                rows = cut.of_query(1) if shape[0][0] == heads else cut.of_kv(1)
+                site.cutting.per_head(norm, Cut(0, shape[0][0], rows))
+            else:
+                raise ValueError(f"{path} has parameters of {shape}, not of one head ({size}) or one row a head")
         for path in filter(site.has, self.biases):
             bias = site.child(path)
             if not isinstance(bias, nn.Embedding):

@@ -175,16 +175,17 @@ VIT: Table = {
 MIXTRAL: Table = {**_llama_like("Mixtral"), "MixtralExperts": (Experts(),)}
 QWEN3_MOE: Table = {**_llama_like("Qwen3Moe"), "Qwen3MoeExperts": (Experts(),)}
 
-DEEPSEEK_V3: Table = {
-    **_llama_like("DeepseekV3"),
-    "DeepseekV3Attention": (LatentAttention(),),
-    "DeepseekV3Experts": (Experts(),),
-}
+
+def _deepseek(name: str) -> Table:
+    return {**_llama_like(name), f"{name}Attention": (LatentAttention(),), f"{name}Experts": (Experts(),)}
+
 
 TABLES: Mapping[str, Table] = {
     "bert": BERT,
     "bloom": BLOOM,
-    "deepseek_v3": DEEPSEEK_V3,
+    "cohere": _llama_like("Cohere"),
+    "deepseek_v2": _deepseek("DeepseekV2"),
+    "deepseek_v3": _deepseek("DeepseekV3"),
     "falcon": FALCON,
     "gemma2": _llama_like("Gemma2"),
     "gemma3": GEMMA3,

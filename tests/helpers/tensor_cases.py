@@ -317,6 +317,26 @@ def deepseek_v3() -> list[Case]:
     ]
 
 
+def deepseek_v2() -> list[Case]:
+    sizes: dict[str, Any] = {"kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 6}
+    sizes |= {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "head_dim": 4}
+    sizes |= {"moe_intermediate_size": 10, "first_k_dense_replace": 1, "num_key_value_heads": 6}
+    sizes |= {"experts_implementation": "eager", "tie_word_embeddings": False}
+    return [
+        Case("DeepseekV2ForCausalLM", decoder("DeepseekV2", q_lora_rank=12, **sizes), language, padded=True),
+        Case("DeepseekV2ForSequenceClassification", decoder("DeepseekV2", q_lora_rank=None, **sizes), sequences),
+    ]
+
+
+def cohere() -> list[Case]:
+    normed = decoder("Cohere", use_qk_norm=True)
+    return [
+        Case("CohereForCausalLM", normed, language, padded=True),
+        Case("CohereForCausalLM", decoder("Cohere", tie_word_embeddings=False), language),
+        Case("CohereModel", normed),
+    ]
+
+
 @dataclass(frozen=True)
 class Adapted(Case):
     """With LoRA around every linear layer, the head too; the layers themselves are frozen."""
@@ -353,6 +373,8 @@ def adapted(rate: float = 0.0) -> list[Case]:
 CASES: dict[str, Callable[[], list[Case]]] = {
     "bert": bert,
     "bloom": bloom,
+    "cohere": cohere,
+    "deepseek_v2": deepseek_v2,
     "deepseek_v3": deepseek_v3,
     "falcon": falcon,
     "gemma2": lambda: heads_of("Gemma2", SEQUENCE, head_dim=4, sliding_window=3, query_pre_attn_scalar=4),

@@ -97,6 +97,12 @@ def test_a_layer_that_is_missing() -> None:
     assert "it has no 'up_proj', only gate_proj, down_proj, act_fn" in message(model, 2)
 
 
+def test_a_norm_over_several_heads() -> None:
+    model = transformers.Qwen3ForCausalLM(decoder("Qwen3", head_dim=4))
+    model.model.layers[1].self_attn.q_norm = nn.LayerNorm(24)
+    assert "q_norm has parameters of [(24,), (24,)], not of one head (4)" in message(model, 2)
+
+
 def test_a_bloom_that_multiplies_slices_of_weights() -> None:
     config = decoder("Bloom", n_head=6, slow_but_exact=True)
     assert "slow_but_exact=True needs whole layers" in message(transformers.BloomModel(config), 2)
@@ -187,7 +193,7 @@ def test_a_plan_says_what_the_table_says() -> None:
 
 
 def test_an_unknown_model_with_a_plan_is_told_of_it() -> None:
-    model = transformers.CohereForCausalLM(decoder("Cohere"))
+    model = transformers.GraniteForCausalLM(decoder("Granite"))
     assert "propose_architecture(model)" in message(model, 2)
     assert "propose_architecture(model)" not in message(nn.Sequential(nn.Linear(4, 4)), 2)
 
