@@ -15,7 +15,7 @@ from shardwise.mesh import Mesh
 from shardwise.names import StateNames
 from shardwise.pipeline import SharedGradients, Staging, stage_model
 from shardwise.plan import Plan
-from shardwise.tensor import Axis, Cutting, cut_model
+from shardwise.tensor import Axis, Cutting, SameDraws, cut_model
 
 __all__ = ["Census", "Division"]
 
@@ -54,6 +54,7 @@ class Division:
 
     Attributes:
         cutting: of layers; ``None`` where none are cut.
+        draws: that ranks which hold parts of the same layers draw alike; ``None`` where there are none.
         staging: of the model; ``None`` where it is in one piece.
         every: all floating-point parameters of the model, and what is known of each, until it is installed.
         census: what is known of them for ever.
@@ -69,9 +70,12 @@ class Division:
         self.cutting: Cutting | None = None
         self.staging: Staging | None = None
         self.shared: SharedGradients | None = None
+        self.draws: SameDraws | None = None
         self._wire = mesh.wire
         if mesh.tensor.size > 1:
-            self.cutting = cut_model(model, Axis(mesh.tensor), plan.tensor)
+            axis = Axis(mesh.tensor)
+            self.cutting = cut_model(model, axis, plan.tensor)
+            self.draws = SameDraws(model, axis, mesh.device)
         facts = parameter_facts(every, all_names(model), optimizers, plan, self.cutting)
         self.every = list(zip(every, facts, strict=True))
         if mesh.pipeline.size > 1:
@@ -112,6 +116,8 @@ class Division:
         """The model becomes this rank's part of it; what others have is let go of."""
         if self.cutting is not None:
             self.cutting.install()
+        if self.draws is not None:
+            self.draws.align()
         if self.staging is not None:
             self.staging.install()
             self.staging.forget()

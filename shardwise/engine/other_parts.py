@@ -54,6 +54,7 @@ class Counting:
                 "available: use update='step'"
             )
         self._group = group
+        self._draws = engine.division.draws
         self._spans = [
             (state, [span for slot in state.spec.slots for span in counted(engine, state, slot)]) for state in states
         ]
@@ -70,7 +71,9 @@ class Counting:
             )
 
     def others(self) -> OtherParts:
-        """For :func:`~shardwise.reduce.norm.global_norm`, now."""
+        """For :func:`~shardwise.reduce.norm.global_norm`, now. Collective."""
+        if self._draws is not None:
+            self._draws.check()
         # The first rank's gradients all count: None stands for that.
         if self._group.rank == 0:
             return OtherParts(self._group)

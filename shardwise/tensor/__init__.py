@@ -8,6 +8,7 @@ from shardwise.tensor.architecture import Architecture, cut_model, known_archite
 from shardwise.tensor.axis import Axis
 from shardwise.tensor.cut import Cut, Part
 from shardwise.tensor.cutting import Cutting, parts_of
+from shardwise.tensor.draws import SameDraws
 from shardwise.tensor.loss import vocabulary_cross_entropy
 from shardwise.tensor.proposed import propose_architecture
 from shardwise.tensor.rules import (
@@ -39,6 +40,7 @@ __all__ = [
     "Part",
     "Requires",
     "Rule",
+    "SameDraws",
     "Site",
     "Unused",
     "cut_model",

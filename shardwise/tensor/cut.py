@@ -92,7 +92,7 @@ class Cut:
         """
         if whole.shape[self.dim] != self.size:
             raise ValueError(f"{tuple(whole.shape)} has {whole.shape[self.dim]} in dim {self.dim}, not {self.size}")
-        parts = [whole.narrow(self.dim, start, end - start) for start, end in self.ranges[rank]]
+        parts = [whole.narrow(self.dim, start, end - start) for start, end in self.ranges[rank] or ((0, 0),)]
         return torch.cat(parts, self.dim) if len(parts) > 1 else parts[0].clone()
 
     def whole(self, parts: Iterable[Tensor]) -> Tensor:

@@ -194,3 +194,50 @@ def test_bytes_between_parts_follow_the_formula() -> None:
         for found in run_ranks(ranks, counted, PLANS["zero1"].but(tp=tp, tensor=tensor)):
             assert (found["all_reduce"], found["all_gather"]) == expected
             assert found["reduce_scatter"] == found["broadcast"] == 0
+
+
+class Noisy(Model):
+    """With dropout between its layers."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__(tied)
+        self.noise = torch.nn.Dropout(0.25)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = super().forward(ids)
+        return self.noise(logits)  # type: ignore[no-any-return]
+
+
+def drawing(when: str) -> str:
+    """Ranks with the same data draw alike, whatever their seeds were before, or are told."""
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    model = Noisy(False).double()
+    for param in model.parameters():
+        torch.nn.init.normal_(param, std=0.3)
+    plan = PLANS["zero1"].but(tp=2, max_norm=MAX_NORM, tensor=TensorPlan(architecture=Parts(gathers=True)))
+    told = ""
+    with sharded(model, adam(model, LR), plan) as session:
+        optimizer = session.optimizer
+        assert optimizer is not None
+        if when == "after":
+            torch.manual_seed(rank)
+        loss = loss_of(session.module, session.mesh.rank, 0)
+        alike = [post[0] for post in session.mesh.tensor.exchange([loss.item()])]
+        assert (alike[0] == alike[1]) == (when == "before")
+        session.backward(loss)
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            told = str(error)
+            optimizer.zero_grad()
+            session.module.eval()
+            session.backward(loss_of(session.module, session.mesh.rank, 0))
+            optimizer.step()  # nothing is drawn
+    return told
+
+
+def test_ranks_that_hold_the_same_draw_the_same() -> None:
+    assert run_ranks(4, drawing, "before") == [""] * 4
+    for told in run_ranks(4, drawing, "after"):
+        assert "Dropout.p=0.25" in told and "one seed" in told, told
