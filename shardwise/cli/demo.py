@@ -28,12 +28,19 @@ from shardwise.cli.launch import launch
 __all__ = ["DemoConfig", "add_parser", "check", "main"]
 
 # For each plugin: its stages (the first is the default) and its number formats (the first is the default on CPU).
-STAGES: dict[str, tuple[int, ...]] = {"low_level_zero": (2, 1), "gemini": (), "ddp": (), "fsdp": ()}
+STAGES: dict[str, tuple[int, ...]] = {
+    "low_level_zero": (2, 1),
+    "gemini": (),
+    "ddp": (),
+    "fsdp": (),
+    "hybrid_parallel": (1, 2),
+}
 PRECISIONS: dict[str, tuple[str, ...]] = {
     "low_level_zero": ("fp32", "bf16", "fp16"),
     "gemini": ("bf16", "fp16"),
     "ddp": ("fp32", "bf16", "fp16"),
     "fsdp": ("fp32", "bf16"),
+    "hybrid_parallel": ("fp32", "bf16", "fp16"),
 }
 # Where memory is limited the numbers may be fp32 on Gemini too, which a CPU without 16-bit instructions is faster in.
 PRECISIONS_IN_TIERS = ("fp32", "bf16", "fp16")
@@ -51,6 +58,7 @@ class DemoConfig:
     stage: int | None
     precision: str | None
     nproc: int
+    tp: int
     data: str
     out: str
     steps: int
@@ -103,6 +111,7 @@ def add_parser(commands: Any) -> None:
         default=absent,
         help=f"ranks on this host (default: {DEFAULT_RANKS}, 1 with --device-memory)",
     )
+    add("--tp", type=int, default=1, help="ranks that hold parts of the same layers (plugin hybrid_parallel)")
     add("--data", type=Path, help="folder with text files; the Python standard library's source if left out")
     add("--out", type=Path, default=Path("demo-run"), help="folder for the checkpoints")
     add("--steps", type=int, default=500, help="steps to train; when they are done, the same number again")
@@ -133,7 +142,8 @@ def _with_defaults(options: argparse.Namespace) -> tuple[argparse.Namespace, Tie
     chosen = argparse.Namespace(**vars(options))
     chosen.plugin = getattr(options, "plugin", None)
     tiers = check_tiers(chosen)
-    chosen.plugin = chosen.plugin or ("gemini" if tiers is not None else DEFAULT_PLUGIN)
+    if chosen.plugin is None:
+        chosen.plugin = "gemini" if tiers is not None else "hybrid_parallel" if options.tp > 1 else DEFAULT_PLUGIN
     device_bytes = None if tiers is None else tiers.device_bytes
     chosen.nproc = getattr(options, "nproc", DEFAULT_RANKS if device_bytes is None else 1)
     given = [name for name in ("width", "depth", "heads") if hasattr(options, name)]
@@ -180,6 +190,14 @@ def check(options: argparse.Namespace) -> DemoConfig:
     _need_at_least(options, 1, "nproc", "steps", "width", "depth", "heads", "context", "batch")
     _need_at_least(options, 0, "sample", "seed")
     plugin, stage, precision = options.plugin, options.stage, options.precision
+    option("--tp", whole, options.tp, 1, MOST_RANKS, "a number of ranks")
+    if options.tp > 1 and plugin != "hybrid_parallel":
+        raise BadInput(f"--tp {options.tp}: --plugin {plugin} cuts no layers; leave it out or use hybrid_parallel")
+    if options.nproc % options.tp or options.heads < options.tp:
+        raise BadInput(
+            f"--tp {options.tp}: --nproc {options.nproc} has to be a multiple of it, and --heads {options.heads} at "
+            "least as many"
+        )
     if stage is not None and not STAGES[plugin]:
         raise BadInput(f"--stage {stage}: the plugin {plugin} has no stages; leave it out or use low_level_zero")
     if stage is not None and stage not in STAGES[plugin]:
@@ -227,4 +245,4 @@ def main(options: argparse.Namespace) -> int:
 
 def text_needed(config: DemoConfig) -> tuple[int, int]:
     """Bytes of training text for one step of all ranks, and of held-out text for one window."""
-    return config.context * config.batch * config.nproc + 1, config.context + 1
+    return config.context * config.batch * (config.nproc // config.tp) + 1, config.context + 1

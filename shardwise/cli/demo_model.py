@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shardwise.tensor import Architecture, Attention, Embedding, Head, Mlp, register_architecture
+
 __all__ = ["ByteGPT", "ModelSize", "generate"]
 
 BYTES = 256
@@ -56,7 +58,7 @@ class Block(nn.Module):
 
     def __init__(self, size: ModelSize) -> None:
         super().__init__()
-        self.heads = size.heads
+        self.heads, self.features = size.heads, size.width // size.heads
         self.norm_attention = nn.LayerNorm(size.width)
         self.qkv = nn.Linear(size.width, 3 * size.width)
         self.join = nn.Linear(size.width, size.width)
@@ -66,11 +68,11 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, turns: Tensor) -> Tensor:
         """Attention, then the MLP, each added to its input. ``turns``: cosines and sines, ``(2, time, features)``."""
-        batch, time, width = x.shape
-        qkv = self.qkv(self.norm_attention(x)).view(batch, time, 3, self.heads, width // self.heads)
+        batch, time, _ = x.shape
+        qkv = self.qkv(self.norm_attention(x)).view(batch, time, 3, self.heads, self.features)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(_turn(q, turns), _turn(k, turns), v, is_causal=True)
-        x = x + self.join(attended.transpose(1, 2).reshape(batch, time, width))
+        x = x + self.join(attended.transpose(1, 2).reshape(batch, time, -1))
         hidden: Tensor = x + self.narrow(F.gelu(self.widen(self.norm_mlp(x)), approximate="tanh"))
         return hidden
 
@@ -108,6 +110,20 @@ class ByteGPT(nn.Module):
             x = block(x, turns)
         logits: Tensor = self.head(self.norm(x))
         return logits
+
+
+register_architecture(
+    Architecture(
+        "bytegpt",
+        {
+            "ByteGPT": (Embedding("embed"), Head("head")),
+            "Block": (
+                Attention(fused="qkv", out="join", heads=("heads",), head_dim="features"),
+                Mlp(columns=("widen",), rows=("narrow",)),
+            ),
+        },
+    )
+)
 
 
 @torch.no_grad()

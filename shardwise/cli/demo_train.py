@@ -18,7 +18,14 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from shardwise.booster import Booster
-from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, Plugin, TorchDDPPlugin, TorchFSDPPlugin
+from shardwise.booster.plugin import (
+    GeminiPlugin,
+    HybridParallelPlugin,
+    LowLevelZeroPlugin,
+    Plugin,
+    TorchDDPPlugin,
+    TorchFSDPPlugin,
+)
 from shardwise.cli.demo import DemoConfig, text_needed
 from shardwise.cli.demo_checkpoint import RunState, newest_state, told_as_bad_input
 from shardwise.cli.demo_data import ByteWindows, Corpus, load_corpus
@@ -88,6 +95,11 @@ def make_plugin(config: DemoConfig, precision: str) -> tuple[Plugin, str | None]
     if config.plugin == "low_level_zero":
         sharded = LowLevelZeroPlugin(config.stage or 2, precision, max_norm=MAX_NORM, reduce_bucket_size_in_m=1)
         return sharded, None
+    if config.plugin == "hybrid_parallel":
+        options: dict[str, Any] = {"zero_stage": config.stage or 1, "precision": precision, "max_norm": MAX_NORM}
+        return HybridParallelPlugin(
+            config.tp, 1, zero_bucket_size_in_m=1, make_vocab_size_divisible_by=1, **options
+        ), None
     if config.plugin == "gemini":
         # The defaults are for models of billions: one of a few million parameters would be a single chunk.
         sizes = {"search_range_m": 1, "hidden_dim": config.width, "min_chunk_size_m": 0.25}
@@ -198,7 +210,8 @@ class Demo:
         default = "bf16" if gemini or self.device.type == "cuda" else "fp32"
         self.precision = config.precision or default
         plugin, mixed = make_plugin(config, self.precision)
-        self.clips_itself = config.plugin in ("low_level_zero", "gemini")
+        self.clips_itself = config.plugin in ("low_level_zero", "gemini", "hybrid_parallel")
+        self.part, self.parts = plugin.data_parallel()
         torch.manual_seed(config.seed)
         model = ByteGPT(self.size)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -230,8 +243,8 @@ class Demo:
         """Bits per byte on the held-out text, over the same windows every time."""
         windows = ByteWindows(self.corpus.held_out, self.size.context)
         chosen = windows.spread(VALIDATION_WINDOWS if self.watch is None else TIERED_VALIDATION_WINDOWS)
-        share = math.ceil(len(chosen) / self.ranks)  # the same number on every rank; the last wraps around
-        mine = [chosen[(self.rank * share + i) % len(chosen)] for i in range(share)]
+        share = math.ceil(len(chosen) / self.parts)  # the same number on every rank; the last wraps around
+        mine = [chosen[(self.part * share + i) % len(chosen)] for i in range(share)]
         self.model.eval()
         nats: list[float] = []
         together = VALIDATION_BATCH if self.watch is None else min(VALIDATION_BATCH, self.config.batch)
@@ -260,7 +273,7 @@ class Demo:
 
     def run(self, stop: StopRequest) -> int:
         """Steps until the goal or a signal; returns the signal's number, or 0."""
-        per_step = self.config.batch * self.ranks
+        per_step = self.config.batch * self.parts
         batches = _batches(self.loader, self.state.windows // per_step)
         first, most = self.state.step, 0
         while self.state.step < self.state.goal:
@@ -338,6 +351,7 @@ def _introduce(demo: Demo) -> None:
     corpus, config = demo.corpus, demo.config
     held_out = f"{corpus.held_out_files} held out" if corpus.held_out_files else "the last tenth held out"
     stage = f" stage {config.stage}" if config.stage else ""
+    stage += f", layers cut over {config.tp}" if config.tp > 1 else ""
     tiers = config.tiers
     memory, held = "", "the most that a rank held"
     if tiers is not None:

@@ -29,6 +29,10 @@ from shardwise.cli.progress import Progress, StepFacts, progress_text
 BAD_DEMO = [
     ("--plugin nothing", "invalid choice: 'nothing'"),
     ("--plugin ddp --stage 2", "--stage 2: the plugin ddp has no stages"),
+    ("--tp 0", "--tp 0"),
+    ("--tp 2 --plugin ddp", "--tp 2: --plugin ddp cuts no layers"),
+    ("--tp 2 --nproc 3", "--tp 2: --nproc 3 has to be a multiple"),
+    ("--tp 4 --nproc 4 --width 64 --heads 2", "--heads 2 at least as many"),
     ("--stage 3", "--stage 3"),
     ("--nproc 0", "--nproc 0"),
     ("--steps 0", "--steps 0"),

@@ -86,6 +86,7 @@ def several(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     order = [(name, f"--plugin {name} {LEARNING}") for name in ("gemini", "gemini", "fsdp", "fsdp", "low_level_zero")]
     order += [("diverging", "--plugin low_level_zero --steps 30 --learning-rate 1e6")]
     order += [("full", "--plugin low_level_zero --steps 2")]
+    order += [("parts", f"--tp 2 {LEARNING}"), ("parts", f"--plugin low_level_zero {LEARNING}")]
     for name, how in DAMAGE.items():
         order += [(name, how), (name, f"--plugin {name} --steps 2"), (name, f"--plugin {name} --heads 1")]
     arguments, runs = [], []
@@ -109,6 +110,14 @@ def test_it_learns_and_continues(several: Runs, plugin: str) -> None:
     first, second, *_ = shown[plugin]
     assert f"parameters; {plugin}, " in first
     _continued(second, _learned(first), folder / plugin)
+
+
+def test_layers_that_are_cut_go_on_whole(several: Runs) -> None:
+    folder, shown = several
+    first, second = shown["parts"]
+    assert "parameters; hybrid_parallel stage 1, layers cut over 2, fp32, 2 ranks" in first
+    assert "(saved by hybrid_parallel on 2 ranks)" in second
+    _continued(second.replace(" (saved by hybrid_parallel on 2 ranks)", ""), _learned(first), folder / "parts")
 
 
 @pytest.mark.parametrize("plugin", ["gemini", "fsdp"])
