@@ -22,6 +22,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     (
         "comm",
         "chunk.search",
+        "draws",
         "loss_scale",
         "printable",
         "sizes",

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import Wire
+from shardwise.draws import Private, dropouts_of
 from shardwise.pipeline.schedule import Action, Kind, Schedule
 from shardwise.pipeline.staging import Staging
 
@@ -130,6 +131,7 @@ class StageRun:
         self._keeps_shapes = keeps_shapes
         self._told: dict[tuple[int, bool], OrderedDict[object, tuple[torch.Size, torch.dtype]]] = {}
         self._step = 0
+        self._rates = dropouts_of(staging.model.modules())
 
     def step(
         self,
@@ -172,6 +174,12 @@ class StageRun:
         finally:
             self.staging.enter(self.staging.own[0], None)
         return step.outcome()
+
+    def own_numbers(self, stage: int) -> AbstractContextManager[None]:
+        """Around a forward pass: layers of another stage draw other numbers."""
+        draws = stage > 0 and self.staging.model.training and torch.is_grad_enabled()
+        device = self._wire.device if self._wire is not None else torch.device("cpu")
+        return Private(stage).drawing(bool(draws), device, self._rates)
 
     # ---- messages
 
@@ -273,7 +281,8 @@ class _Step:
         if stage > 0:
             arrived = self._take(action._replace(stage=stage - 1), None)
             arrived.requires_grad_(self._backward is not None and arrived.is_floating_point())
-        output = staging.run(stage, arrived, part.args, part.kwargs)
+        with self._run.own_numbers(stage):
+            output = staging.run(stage, arrived, part.args, part.kwargs)
         if stage == staging.stages - 1:
             loss = self._criterion(output, part.inputs)
             if not isinstance(loss, Tensor) or loss.numel() != 1:

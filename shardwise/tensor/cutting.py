@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from shardwise.draws import Dropouts, Private, dropouts_of
 from shardwise.tensor.axis import Axis
 from shardwise.tensor.cut import Cut, Part, Range
 from shardwise.tensor.layers import (
@@ -21,7 +22,7 @@ from shardwise.tensor.layers import (
     Vocabulary,
     out_dim,
 )
-from shardwise.tensor.private import Dropouts, Drops, Guard, Private, dropouts_of
+from shardwise.tensor.private import Drops, Guard
 from shardwise.torch_internals import point
 
 __all__ = ["Cutting", "parts_of"]

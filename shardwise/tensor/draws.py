@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from shardwise.device import random_state, set_random_state
+from shardwise.draws import dropouts_of
 from shardwise.tensor.axis import Axis
-from shardwise.tensor.private import dropouts_of
 
 __all__ = ["SameDraws"]
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from shardwise.draws import Dropouts, Private
 from shardwise.tensor.axis import Axis
 from shardwise.tensor.cut import Held, Part
-from shardwise.tensor.private import Dropouts, Private
 
 __all__ = ["Alike", "Columns", "CutLayer", "Enters", "Experts", "Features", "PerHead", "Rows", "Vocabulary", "out_dim"]
 

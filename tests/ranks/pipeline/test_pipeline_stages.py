@@ -9,6 +9,7 @@ import pytest
 import tensor_cases
 import torch
 import torch.distributed as dist
+import transformers
 from tensor_setup import Case, Exact, loss_of
 from torch import Tensor
 
@@ -104,3 +105,38 @@ def test_stages_are_the_whole_model(name: str, ranks: int, schedule: str, chunks
 @pytest.mark.parametrize("name", ["bloom", "falcon", "gemma3", "gpt_neox", "gptj", "mixtral", "opt", "qwen3_moe"])
 def test_other_architectures(name: str) -> None:
     run_ranks(2, staged, name, "1f1b", 1, 3)
+
+
+def dropped(checkpointing: bool) -> tuple[list[bool], bool]:
+    """Which elements of a layer's output dropout hit on this rank, and whether all ranks' generators are equal then."""
+    torch.manual_seed(7)
+    config = transformers.GPT2Config(n_embd=24, n_layer=2, n_head=2, vocab_size=29, n_positions=16, resid_pdrop=0.5)
+    model = transformers.GPT2LMHeadModel(config).double().train()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    maker = GroupMaker(CPU, None, 60.0)
+    staging = stage_model(model, rank, ranks)
+    staging.install()
+    run = StageRun(staging, maker.make_wire("pp", [list(range(ranks))]))
+    hits: list[list[bool]] = []
+    model.transformer.h[rank].attn.resid_dropout.register_forward_hook(
+        lambda _module, _inputs, output: hits.append((output == 0).flatten().tolist())
+    )
+    ids = torch.arange(12).view(2, 6)
+    parts = split_batch({"input_ids": ids, "labels": ids}, 2, None)
+    schedule = make_schedule("1f1b", ranks, 1, 2)
+    run.step(schedule, parts, criterion, lambda y, g: torch.autograd.backward(y, g))
+    assert hits[0] != hits[1], "two micro-batches dropped the same"
+    if checkpointing:  # what is computed again drops the same
+        assert len(hits) == 4 and all(hits.count(each) == 2 for each in hits)
+    states = [None] * ranks
+    dist.all_gather_object(states, torch.get_rng_state().tolist())
+    maker.close()
+    return hits[0], states[0] == states[1]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_layers_of_different_stages_draw_different_numbers(checkpointing: bool) -> None:
+    (first, _), (second, _) = run_ranks(2, dropped, checkpointing)
+    assert first != second and 0.3 < sum(first) / len(first) < 0.7

@@ -14,12 +14,13 @@ from tensor_cases import CASES, adapted, decoder, language
 from tensor_setup import LENGTH, PAD, ROWS, VOCABULARY, Case, compare, cut, run, whole
 from torch import Tensor, nn
 
+from shardwise.draws import Private
 from shardwise.plan import TensorPlan
 from shardwise.tensor import Axis, Cut, cut_model, propose_architecture
 from shardwise.tensor.cut import Part
 from shardwise.tensor.heads import Heads
 from shardwise.tensor.layers import Alike, Enters, Experts
-from shardwise.tensor.private import Guard, Private
+from shardwise.tensor.private import Guard
 from shardwise.testing import run_ranks
 
 PLAN = TensorPlan(vocabulary_multiple=4)
