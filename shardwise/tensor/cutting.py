@@ -110,7 +110,8 @@ class Cutting:
                 f"and sparse={module.sparse} need whole rows or counts of all ranks; leave them out"
             )
         kind = type(module)
-        if kind.forward is not nn.Embedding.forward and "super" not in kind.forward.__code__.co_names:
+        code = getattr(kind.forward, "__code__", None)
+        if kind.forward is not nn.Embedding.forward and "super" not in getattr(code, "co_names", ()):
             raise ValueError(
                 f"a {kind.__name__} finds its rows by itself, so it cannot be cut: call super().forward(ids) in its "
                 "forward pass"

@@ -105,8 +105,8 @@ class Site:
         return (self._base(path), *(second for _, second, _ in self._adapters(path)))
 
     def vocabulary(self, rows: int) -> Cut:
-        """Over all ranks, padded."""
-        unit = self.plan.vocabulary_multiple
+        """Over all ranks, padded where there are several."""
+        unit = self.plan.vocabulary_multiple if self.ranks > 1 else 1
         return Cut.even(0, rows + -rows % (unit * self.ranks), self.ranks, unit=unit)
 
     def _base(self, path: str) -> nn.Module:

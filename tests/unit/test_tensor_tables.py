@@ -91,6 +91,23 @@ def test_a_layer_with_a_forward_pass_of_its_own() -> None:
     assert "a Quantised cannot be cut by columns or rows" in message(model, 2)
 
 
+def test_an_embedding_that_finds_its_rows_by_itself() -> None:
+    class Scaled(nn.Embedding):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return self.weight[input] * 2
+
+    model = transformers.LlamaForCausalLM(decoder("Llama"))
+    model.model.embed_tokens = Scaled(29, 24)
+    assert "a Scaled finds its rows by itself, so it cannot be cut" in message(model, 2)
+
+
+def test_one_rank_pads_nothing() -> None:
+    model = transformers.LlamaForCausalLM(decoder("Llama"))
+    cutting = cut_model(model, axis(1), TensorPlan(vocabulary_multiple=64))
+    found = [part for part in map(cutting.part_of, model.parameters()) if part is not None]
+    assert found and all(part.shape == part.whole for part in found)
+
+
 def test_a_layer_that_is_missing() -> None:
     model = transformers.LlamaForCausalLM(decoder("Llama"))
     del model.model.layers[0].mlp.up_proj
