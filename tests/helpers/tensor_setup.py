@@ -24,9 +24,9 @@ class Exact(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if func is torch.Tensor.float and args[0].dtype in (torch.float64, torch.int64):  # positions times frequencies
+            return args[0].double()
         if args and isinstance(args[0], Tensor) and args[0].dtype is torch.float64:
-            if func is torch.Tensor.float:
-                return args[0]
             args = tuple(torch.float64 if each is torch.float32 else each for each in args)
             kwargs = {name: torch.float64 if each is torch.float32 else each for name, each in kwargs.items()}
         return func(*args, **kwargs)
