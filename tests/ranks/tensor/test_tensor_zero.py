@@ -1,0 +1,40 @@
+"""Models of every architecture under an engine that shards what is left of them: a step is that of the whole model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from engine_setup import sharded
+from tensor_cases import CASES
+from tensor_setup import Exact, loss_of
+
+from shardwise.plan import TensorPlan, zero
+from shardwise.testing import assert_close, run_ranks
+
+
+def stepped(stage: int, tp: int, architectures: list[str]) -> int:
+    count = 0
+    for architecture in architectures:
+        for case in CASES[architecture]()[:2]:
+            plain, model, batch = case.made(), case.made(), case.batch()
+            with Exact():
+                expected = loss_of(plain(**batch))
+            expected.backward()
+            torch.optim.SGD(plain.parameters(), lr=0.5).step()
+            plan = zero(stage).but(tp=tp, tensor=TensorPlan(vocabulary_multiple=4, parallel_output=count % 2 == 0))
+            with sharded(model, torch.optim.SGD(model.parameters(), lr=0.5), plan) as session:
+                with Exact():
+                    loss = loss_of(session.module(**batch))
+                session.backward(loss)
+                session.optimizers[0].step()
+                found = session.module.state_dict()
+            assert_close({"loss": loss.detach()}, {"loss": expected.detach()}, 1e-12, case.kind)
+            params = {name: param.detach() for name, param in plain.named_parameters()}
+            assert_close({name: found[name] for name in params}, params, 1e-11, case.kind, floor=1e-2)
+            count += 1
+    return count
+
+
+@pytest.mark.parametrize(("stage", "tp"), [(1, 4), (3, 2)])
+def test_a_step_of_zero_over_parts_is_the_whole_models(stage: int, tp: int) -> None:
+    assert set(run_ranks(4, stepped, stage, tp, sorted(CASES), timeout=300.0)) == {2 * len(CASES)}
