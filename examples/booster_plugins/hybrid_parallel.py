@@ -1,5 +1,5 @@
-"""The published example of this plugin, without a pipeline: ``shardwise run --nproc 4
-examples/booster_plugins/hybrid_parallel.py``. Two ranks hold the parts of each layer of a model of transformers."""
+"""The published example of this plugin: ``shardwise run --nproc 4 examples/booster_plugins/hybrid_parallel.py``. Two
+stages of a model of transformers, with the parts of their layers on two ranks each."""
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -16,16 +16,18 @@ starts = torch.arange(64)
 train_dataset = [{"input_ids": ids, "labels": ids} for ids in (3 * starts[:, None] + torch.arange(12)) % 97]
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 criterion = None  # the model has its own
-plugin = HybridParallelPlugin(tp_size=2, pp_size=1)
+plugin = HybridParallelPlugin(tp_size=2, pp_size=2)
 
 train_dataloader = plugin.prepare_dataloader(train_dataset, batch_size=8)
 booster = Booster(plugin=plugin)
 model, optimizer, criterion, train_dataloader, _ = booster.boost(model, optimizer, criterion, train_dataloader)
 
 for _ in range(6):
-    for batch in train_dataloader:
-        loss = model(**batch).loss
-        booster.backward(loss, optimizer)
+    batches = iter(train_dataloader)
+    for _ in range(len(train_dataloader)):
+        result = booster.execute_pipeline(
+            batches, model, lambda outputs, inputs: outputs.loss, optimizer, broadcast_loss=True
+        )
         optimizer.step()
         optimizer.zero_grad()
-print(f"loss {loss.item():.3f}")
+print(f"loss {result['loss'].item():.3f}")

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import nn
@@ -16,6 +16,8 @@ from torch.utils.data import DataLoader
 from shardwise.booster.interface import OptimizerWrapper, unwrap_model
 from shardwise.booster.lora import ENABLED, adapter_writer, add_lora_parameters, check_quantization, with_adapter
 from shardwise.booster.mixed_precision import MixedPrecision, mixed_precision_factory
+from shardwise.booster.options import FitOptions, SaveOptions
+from shardwise.booster.pipelined import pipeline_step
 from shardwise.booster.plugin.base import Plugin
 from shardwise.booster.runs import Runs
 from shardwise.booster.targets import SIZE_PER_SHARD, check_loading, model_writer, optimizer_writer, target
@@ -23,36 +25,11 @@ from shardwise.checkpoint import PortableFiles, Restored, write_lr_scheduler
 from shardwise.checkpoint.fitting import Fit, Rows
 from shardwise.checkpoint.match_schedulers import fitting_state
 
-__all__ = ["Booster", "SaveOptions"]
-
-
-class SaveOptions(TypedDict, total=False):
-    """What :meth:`Booster.save_checkpoint` takes besides the run, all by name.
-
-    ``tag`` (default ``step-<step>``), ``step`` (default: updates so far), ``data_position`` (where this rank is in its
-    data) and ``user_state`` (rank 0's): numbers, strings, tensors and containers of them; ``keep``: how many
-    whole checkpoints remain; ``use_async``.
-    """
-
-    tag: str
-    step: int
-    data_position: Any
-    user_state: Any
-    keep: int
-    use_async: bool
+__all__ = ["Booster"]
 
 
 def _is_dataloader(value: object) -> bool:
     return isinstance(value, DataLoader) or (hasattr(value, "__iter__") and not callable(value))
-
-
-class FitOptions(TypedDict, total=False):
-    """How :meth:`Booster.load_checkpoint` fits a checkpoint to another model; see :meth:`Checkpointer.load`."""
-
-    rename: Mapping[str, str] | None
-    """Names in the checkpoint, or regular expressions, and what they are here."""
-    rows: Mapping[str, Rows] | None
-    """Parameters that may have another number of rows, and what new ones get: ``"keep"``, ``"zero"``, ``"mean"``."""
 
 
 class Booster:
@@ -147,6 +124,7 @@ class Booster:
 
         Raises:
             TypeError: ``optimizer`` is not a boosted one.
+            RuntimeError: its model is in stages; see :meth:`execute_pipeline`.
         """
         backward = getattr(optimizer, "backward", None)
         if backward is None:
@@ -161,14 +139,35 @@ class Booster:
         optimizer: torch.optim.Optimizer | None = None,
         return_loss: bool = True,
         return_outputs: bool = False,
+        *,
+        broadcast_loss: bool = False,
     ) -> dict[str, Any]:
-        """Raises:
-        NotImplementedError: no plugin has pipeline parallelism yet.
+        """The passes of one batch through a model in stages, micro-batch by micro-batch: forward and backward, or under
+        ``torch.no_grad()`` forward alone. Collective. ``optimizer.step()`` follows, perhaps after several calls, whose
+        gradients add up.
+
+        Args:
+            data_iter: its next item is the batch, the same on every rank of the pipeline: a mapping of the model's
+                arguments, a sequence of them, or one tensor. Batches may be of any size.
+            model: what boost returned.
+            criterion: ``criterion(outputs, inputs)`` is a micro-batch's loss, the mean over its rows; it is called
+                where the last stage is.
+            optimizer: what boost returned with the model; ``None`` for forward passes alone.
+            return_loss: the result has the loss.
+            return_outputs: the result has the model's outputs; they need memory for the whole batch.
+            broadcast_loss: an extension: every rank gets the loss.
+
+        Returns:
+            ``loss``: detached, the micro-batches' losses weighed by their rows, on the ranks with the last stage, on
+            others ``None``; ``outputs``: of all micro-batches as one, there, where they were asked for.
+
+        Raises:
+            NotImplementedError: the model is not in stages.
+            ValueError: gradients are enabled and there is no optimizer, or one of another model.
+            StopIteration: ``data_iter`` is at its end.
         """
-        raise NotImplementedError(
-            "execute_pipeline needs a pipeline, HybridParallelPlugin(pp_size > 1), which is not available yet; plugin "
-            f"is {type(self.plugin).__name__}. Call model, criterion and booster.backward instead"
-        )
+        steps = self._runs.pipeline(model, optimizer, type(self.plugin).__name__)
+        return pipeline_step(steps, data_iter, criterion, optimizer, (return_loss, return_outputs, broadcast_loss))
 
     def no_sync(
         self, model: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None

@@ -75,6 +75,22 @@ class Runs:
         found = self._modules.get(unwrap_optimizer(optimizer))
         return _torch_run(None if found is None else found(), optimizer), 0
 
+    def pipeline(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, plugin: str) -> Any:
+        """What makes the passes of a boosted model in stages.
+
+        Raises:
+            NotImplementedError: the model is in one piece.
+            ValueError: the optimizer was not boosted with this model.
+        """
+        session = _session(model)
+        if session is None or session.pipeline is None:
+            raise NotImplementedError(
+                f"execute_pipeline needs a pipeline, HybridParallelPlugin(pp_size > 1); plugin is {plugin}, and the "
+                f"{type(model).__name__} is in one piece. Call model, criterion and booster.backward instead"
+            )
+        self.saver(model, optimizer)
+        return session.pipeline
+
     def saver(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Checkpointer:
         """What saves and restores everything of a boosted model's run.
 

@@ -155,7 +155,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             loss: the mean over this rank's micro-batch.
             tokens: how many tokens it is the mean of, under ``GradPlan(average="tokens")`` only.
             retain_graph: as in :meth:`torch.Tensor.backward`.
+
+        Raises:
+            RuntimeError: the model is in stages, whose passes are not made by themselves.
         """
+        self._check_whole()
         if loss.dtype in HALF_DTYPES:
             loss = loss.float()  # a scaled loss would overflow in 16 bits
         with self._weighing(tokens) as factor:
@@ -163,8 +167,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def backward_by_grad(self, tensor: torch.Tensor, grad: torch.Tensor) -> None:
         """Backward pass from ``tensor`` with its gradient ``grad`` (same shape), scaled as :meth:`backward` does."""
+        self._check_whole()
         with self._weighing(None) as factor:
             torch.autograd.backward(tensor, grad * factor if factor != 1.0 else grad)
+
+    def _check_whole(self) -> None:
+        if self.engine.staging is not None:
+            raise RuntimeError(
+                f"backward() of a model in {self.engine.staging.stages} stages: Booster.execute_pipeline (without a "
+                "Booster Session.pipeline.step) makes forward and backward passes"
+            )
 
     # ---- step
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from shardwise.engine.casts import map_tensors
 from shardwise.engine.engine import Engine
 from shardwise.pipeline import Outcome, StageRun, make_schedule, split_batch
 from shardwise.plan import HALF_DTYPES
@@ -47,12 +48,14 @@ class PipelineSteps:
         """Forward passes of a batch's parts, and with ``train`` their backward passes. Every rank calls it.
 
         Args:
-            batch: the same on all ranks of the pipeline: a mapping of the model's arguments, a sequence, or a tensor.
+            batch: the same on all ranks of the pipeline: a mapping of the model's arguments, a sequence, or a tensor;
+                it is put on the device.
             criterion: ``criterion(outputs, inputs)`` of a part, where the last stage is.
             train: gradients add up to those of the loss over the batch.
             wants_outputs: see :class:`Outcome`.
         """
         engine, plan = self._engine, self._engine.plan.pipeline
+        batch = map_tensors(batch, lambda tensor: tensor.to(engine.mesh.device))
         number = plan.microbatches
         if number is None and plan.microbatch_rows is None:
             number = self._staging.stages
@@ -70,6 +73,13 @@ class PipelineSteps:
                     for param, grad in self._shared.summed(self._run.tag_of_shared):
                         torch.autograd.backward(param, grad)
         return outcome
+
+    def everywhere(self, loss: Tensor | None) -> Tensor:
+        """The loss of the rank with the last stage, on every rank of the pipeline. Collective over these."""
+        mesh = self._engine.mesh
+        own = None if loss is None else [loss.item(), str(loss.dtype).removeprefix("torch.")]
+        value, kind = mesh.pipeline.exchange_object(own, "the loss")[-1]
+        return torch.tensor(value, dtype=getattr(torch, kind), device=mesh.device) if loss is None else loss
 
     def _backward(self, output: Tensor, grad: Tensor | None) -> None:
         with self._pass() as scale:

@@ -68,6 +68,7 @@ class Staging:
         self.own = tuple(range(rank, self.stages, ranks))
         self.active = self.own[0]
         self.arrived: Tensor | None = None
+        self._running = False
         self._fresh: Tensor | None = None
         self._units = self._find_units(counts)
         self._undo: list[tuple[nn.Module, str, nn.Module]] = []
@@ -164,13 +165,23 @@ class Staging:
             args, kwargs: the model's inputs.
         """
         self.enter(stage, arrived)
-        return self.model(*args, **kwargs)
+        self._running = True
+        try:
+            return self.model(*args, **kwargs)
+        finally:
+            self._running = False
 
     def enter(self, stage: int, arrived: Tensor | None) -> None:
         """``stage`` is the one that runs, or whose backward pass recomputes."""
         self.active, self.arrived = stage, arrived
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._running:
+            raise RuntimeError(
+                f"this rank has {len(self.own)} of the {self.stages} stages of the {type(self.model).__name__}, so it "
+                "cannot be called: make its passes with Booster.execute_pipeline (Session.pipeline.step without a "
+                "Booster), under torch.no_grad() forward ones alone"
+            )
         check_of_all_layers(kwargs, type(self.model).__name__)
         self._fresh = self.arrived
         if "use_cache" in self._model_names:

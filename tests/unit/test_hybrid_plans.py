@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -13,9 +14,10 @@ from test_booster_plans import FP32, OTHER_SCALER, ZERO1, M
 from torch import nn
 
 from shardwise.booster import Booster
-from shardwise.booster.plugin import HybridParallelPlugin
+from shardwise.booster.plugin import HybridParallelPlugin, hybrid_parallel
 from shardwise.booster.plugin.hybrid_parallel import to_plan
-from shardwise.plan import ByNumel, MeshPlan, Plan, ScalerPlan, TensorPlan
+from shardwise.mesh.mesh import _grid
+from shardwise.plan import ByNumel, MeshPlan, PipelinePlan, Plan, ScalerPlan, TensorPlan
 from shardwise.shardformer import GradientCheckpointConfig, ModulePolicyDescription, Policy
 from shardwise.shardformer.policies import PolicyArchitecture
 
@@ -26,6 +28,7 @@ DDP = ZERO1.but(
 SHARDED = ZERO1.but(mesh=MeshPlan(dp_shard=-1, dp_replicate=1, tp=2, dp_outside=True), verbose=True)
 BF16 = {"param_dtype": torch.bfloat16, "buffer_dtype": torch.bfloat16, "scaler": None}
 ZERO: dict[str, Any] = {"tp_size": 2, "pp_size": 1, "zero_stage": 1}
+STAGES: dict[str, Any] = {"tp_size": 2, "pp_size": 2}
 HYBRID_CASES: list[tuple[dict[str, Any], Plan]] = [
     ({"tp_size": 2, "pp_size": 1}, DDP),
     ({"tp_size": 4, "pp_size": 1}, DDP.but(tp=4)),
@@ -56,9 +59,20 @@ HYBRID_CASES: list[tuple[dict[str, Any], Plan]] = [
     ({**ZERO, "zero_bucket_size_in_m": 0.5}, SHARDED.but(packing=ByNumel(chunk_numel=M // 2, min_chunks=8))),
     ({**ZERO, "overlap_allgather": True}, SHARDED.but(gather_on_use=True)),
     ({**ZERO, "cpu_offload": True}, SHARDED.but(state_host_fraction=1.0, pin_memory=True)),
+    (STAGES, DDP.but(pp=2)),
+    ({**STAGES, "num_microbatches": 4}, DDP.but(pp=2, microbatches=4)),
+    ({**STAGES, "microbatch_size": 2}, DDP.but(pp=2, microbatch_rows=2)),
+    (
+        {**STAGES, "pp_style": "interleaved", "num_model_chunks": 2, "num_layers_per_stage": [1, 2, 2, 3]},
+        DDP.but(pp=2, pipeline=PipelinePlan(schedule="interleaved", chunks=2, layers=(1, 2, 2, 3))),
+    ),
+    ({**STAGES, "num_layers_per_stage": [1, 2]}, DDP.but(pp=2, layers=(1, 2))),
+    ({**STAGES, "enable_metadata_cache": False}, DDP.but(pp=2, cache_shapes=False)),
+    ({**STAGES, "overlap_p2p": False}, DDP.but(pp=2)),
+    ({**STAGES, "dp_outside": False}, DDP.but(pp=2, dp_outside=False)),
+    ({**STAGES, "tp_size": 1, "zero_stage": 2}, SHARDED.but(pp=2, tp=1, reduce="every")),
 ]
 HYBRID_NOT_YET: dict[str, Any] = {
-    "pp_size": 2,
     "enable_sequence_parallelism": True,
     "enable_all_optimization": True,
     "enable_fused_normalization": True,
@@ -88,7 +102,7 @@ ELSEWHERE = [
     "enable_flash_attention",
     "gradient_checkpoint_config",
 ]
-HYBRID_ELSEWHERE = [*(name for name in PIPELINE), *SEQUENCE, *ALIKE, *ELSEWHERE]
+HYBRID_ELSEWHERE = ["overlap_p2p", "scheduler_nodes", *SEQUENCE, *ALIKE, *ELSEWHERE]
 
 
 @pytest.mark.parametrize(("given", "plan"), HYBRID_CASES, ids=[",".join(given) for given, _ in HYBRID_CASES])
@@ -106,9 +120,53 @@ def test_hybrid_not_yet(name: str) -> None:
         HybridParallelPlugin(**{"tp_size": 2, "pp_size": 1, name: HYBRID_NOT_YET[name]})
 
 
-def test_updates_during_backward_of_layers_that_are_cut() -> None:
-    with pytest.raises(NotImplementedError, match=r"update='backward'.*tp_size=2"):
-        HybridParallelPlugin(tp_size=2, pp_size=1, update="backward")
+@pytest.mark.parametrize(("tp_size", "pp_size", "words"), [(2, 1, "tp_size=2$"), (1, 2, "pp_size=2$")])
+def test_updates_during_backward_of_a_model_that_ranks_hold_together(tp_size: int, pp_size: int, words: str) -> None:
+    with pytest.raises(NotImplementedError, match=rf"update='backward'.*{words}"):
+        HybridParallelPlugin(tp_size=tp_size, pp_size=pp_size, update="backward")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"pp_style": "interleaved"}, "num_model_chunks=1 with pp_style='interleaved'.*at least 2"),
+        ({"num_model_chunks": 2}, "num_model_chunks=2 with pp_style='1f1b': give 1"),
+        ({"num_layers_per_stage": [3, 0]}, r"num_layers_per_stage\[1\]=0"),
+        ({"num_layers_per_stage": [3, 3, 3]}, "has 3 numbers: give one for each of the 2 stages"),
+        (
+            {"num_layers_per_stage": [3, 3], "pp_style": "interleaved", "num_model_chunks": 2},
+            r"has 2 numbers: give one for each of the 4 stages \(pp_size=2 x num_model_chunks=2\)",
+        ),
+    ],
+    ids=str,
+)
+def test_a_pipelines_arguments_that_do_not_fit(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        HybridParallelPlugin(**STAGES, **given)
+
+
+@pytest.mark.parametrize("given", [{"pp_style": "zbv"}, {"scheduler_nodes": [[]]}], ids=str)
+def test_what_a_pipeline_cannot_yet(given: dict[str, Any]) -> None:
+    ((name, value),) = given.items()
+    with pytest.raises(NotImplementedError, match=re.escape(f"{name}={value!r} is not available yet; use pp_style=")):
+        HybridParallelPlugin(**STAGES, **given)
+
+
+def test_the_number_of_micro_batches_goes_before_their_size() -> None:
+    with pytest.warns(UserWarning, match="^microbatch_size=2 without effect: num_microbatches goes before it$"):
+        plugin = HybridParallelPlugin(**STAGES, num_microbatches=4, microbatch_size=2)
+    assert plugin.plan(8) == DDP.but(pp=2, microbatches=4)
+
+
+@pytest.mark.parametrize("dp_outside", [True, False])
+def test_who_sees_the_same_data_is_what_the_mesh_says(dp_outside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = MeshPlan(dp_shard=2, dp_replicate=1, tp=2, pp=2, dp_outside=dp_outside)
+    grid = _grid(tuple(range(8)), sizes)  # [stage, replica, shard, part]
+    plugin = HybridParallelPlugin(tp_size=2, pp_size=2, zero_stage=1, dp_outside=dp_outside)
+    for rank in range(8):
+        monkeypatch.setattr(hybrid_parallel, "all_ranks", lambda rank=rank: (rank, 8))
+        ((_, _, place, _),) = (grid == rank).nonzero().tolist()
+        assert plugin.data_parallel() == (place, 2)
 
 
 @pytest.mark.parametrize(
@@ -222,6 +280,8 @@ def test_a_policy_is_the_plans_architecture() -> None:
 
 
 def test_ranks_that_do_not_divide() -> None:
+    with pytest.raises(ValueError, match="tp_size=1 x pp_size=3 does not divide the 4 ranks"):
+        HybridParallelPlugin(tp_size=1, pp_size=3).plan(4)
     with pytest.raises(ValueError, match="tp_size=3 does not divide the 4 ranks"):
         HybridParallelPlugin(tp_size=3, pp_size=1).plan(4)
 

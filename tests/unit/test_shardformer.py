@@ -26,7 +26,7 @@ from shardwise.shardformer import (
     layer,
 )
 from shardwise.shardformer.policies import PolicyArchitecture
-from shardwise.shardformer.shard.changes import changed_model
+from shardwise.shardformer.shard.changes import StageDivision, changed_model
 from shardwise.tensor import Axis, Cutting
 
 SHARD_CONFIG = {
@@ -309,6 +309,37 @@ def test_each_stack_has_its_own_share() -> None:
         pass
     flags = [[block.gradient_checkpointing for block in stack.block] for stack in (model.encoder, model.decoder)]
     assert flags == [[True, False], [True, True, False, False]]
+
+
+@pytest.mark.parametrize(
+    ("config", "layers", "again"),
+    [
+        (GradientCheckpointConfig(0.5), None, [1, 0, 0, 1, 0]),
+        (GradientCheckpointConfig(0.5), [4, 1], [1, 1, 0, 0, 0]),
+        (PipelineGradientCheckpointConfig(0.7), None, [1, 1, 0, 1, 0]),
+        (PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=[0, 2]), None, [0, 0, 0, 1, 1]),
+        (PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=[2, 0]), [2, 3], [1, 1, 0, 0, 0]),
+    ],
+)
+def test_each_stage_of_a_pipeline_has_its_own(
+    config: GradientCheckpointConfig, layers: list[int] | None, again: list[int]
+) -> None:
+    model = llama()
+    with changed_model(model, False, config, StageDivision(2, layers or [3, 2])):
+        pass
+    assert checkpointing(model) == list(map(bool, again))
+
+
+@pytest.mark.parametrize(("counts", "layers"), [([3, 3], [3, 2]), ([1], [3, 2]), ([1, 1, 1], [3, 2])])
+def test_numbers_that_are_not_those_of_the_stages(counts: list[int], layers: list[int]) -> None:
+    model = llama()
+    config = PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=counts)
+    with (
+        pytest.raises(ValueError, match=r"for stages of \[3, 2\] layers: give 2 numbers, none above"),
+        changed_model(model, False, config, StageDivision(2, layers)),
+    ):
+        raise AssertionError("never here")
+    assert checkpointing(model) == [False] * 5
 
 
 @pytest.mark.parametrize(

@@ -62,18 +62,19 @@ def all_ranks() -> tuple[int, int]:
     return dist.get_rank(), dist.get_world_size()
 
 
-def data_parallel_size(ranks: int, tp_size: int) -> int:
+def data_parallel_size(ranks: int, tp_size: int, pp_size: int = 1) -> int:
     """How many of ``ranks`` see different data.
 
     Raises:
-        ValueError: ``tp_size`` does not divide them.
+        ValueError: ``tp_size`` times ``pp_size`` does not divide them.
     """
-    if ranks % tp_size:
+    if ranks % (tp_size * pp_size):
+        given = f"tp_size={tp_size}" if pp_size == 1 else f"tp_size={tp_size} x pp_size={pp_size}"
         raise ValueError(
-            f"tp_size={tp_size} does not divide the {ranks} ranks: start another number of them, or give a tp_size "
-            f"that divides {ranks}"
+            f"{given} does not divide the {ranks} ranks: start another number of them, or give sizes whose product "
+            f"divides {ranks}"
         )
-    return ranks // tp_size
+    return ranks // (tp_size * pp_size)
 
 
 def device_bytes(device_memory: int | str | None) -> int | None:

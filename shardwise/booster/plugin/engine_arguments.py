@@ -37,12 +37,13 @@ class EngineArguments(ScalerArguments):
     update: Literal["step", "backward"] = field(default="step", kw_only=True)
 
 
-def check_update(arguments: EngineArguments, tp_size: int) -> None:
+def check_update(arguments: EngineArguments, **sizes: int) -> None:
     """Raises:
-    NotImplementedError: updates during backward, of layers that are cut.
+    NotImplementedError: updates during backward, of a model that ranks hold together (one of ``sizes`` above 1).
     """
-    if tp_size > 1 and arguments.update == "backward":
-        refuse("update", arguments.update, f"use update='step' with tp_size={tp_size}")
+    parts = [f"{name}={size}" for name, size in sizes.items() if size > 1]
+    if parts and arguments.update == "backward":
+        refuse("update", arguments.update, f"use update='step' with {', '.join(parts)}")
 
 
 def grad_plan(arguments: EngineArguments) -> GradPlan:

@@ -210,7 +210,7 @@ def _check(arguments: GeminiArguments) -> None:
     _check_search(a)
     if a.chunk_config_dict is not None:
         _check_chunks(a.chunk_config_dict)
-    check_update(a, a.tp_size)
+    check_update(a, tp_size=a.tp_size)
     for name, instead in NOT_YET.items():
         if getattr(a, name):
             refuse(name, True, instead)

@@ -1,17 +1,23 @@
-"""HybridParallelPlugin: tensor parallelism with plain data parallelism, ZeRO-1 or ZeRO-2, on our engine."""
+"""HybridParallelPlugin: tensor and pipeline parallelism with data parallelism or ZeRO, on our engine."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from shardwise.booster.plugin.argument_types import check_types
-from shardwise.booster.plugin.base import Boosted, ShardedPlugin, all_ranks, data_parallel_size, device_bytes
+from shardwise.booster.plugin.base import (
+    Boosted,
+    ShardedPlugin,
+    all_ranks,
+    data_parallel_size,
+    device_bytes,
+)
 from shardwise.booster.plugin.engine_arguments import (
     DTYPES,
     EngineArguments,
@@ -21,11 +27,20 @@ from shardwise.booster.plugin.engine_arguments import (
 )
 from shardwise.checked import MOST_BYTES, MOST_NUMEL, number, refuse, shown, whole
 from shardwise.loss_scale import scaler_plan
-from shardwise.plan import ByNumel, MeshPlan, Plan, ShardPlan, TensorPlan, on_device, usual_exchange
+from shardwise.plan import (
+    ByNumel,
+    MeshPlan,
+    PipelinePlan,
+    Plan,
+    ShardPlan,
+    TensorPlan,
+    on_device,
+    usual_exchange,
+)
 from shardwise.published import documented, given_in_vain
 from shardwise.shardformer import GradientCheckpointConfig, Policy
 from shardwise.shardformer.policies import PolicyArchitecture
-from shardwise.shardformer.shard.changes import changed_model
+from shardwise.shardformer.shard.changes import StageDivision, changed_model
 
 __all__ = ["HybridParallelArguments", "HybridParallelPlugin", "to_plan"]
 
@@ -88,7 +103,7 @@ class HybridParallelArguments(EngineArguments, _First):
 
     Attributes:
         tp_size: ranks that hold parts of the same layers (tensor parallelism); neighbours.
-        pp_size: stages of a pipeline; 1, more is not there yet.
+        pp_size: ranks that hold the stages of one model (pipeline parallelism), for ``Booster.execute_pipeline``.
         sp_size: ranks that hold parts of one sequence; ``None`` or 1, more is not there yet.
         precision: ``"fp16"``, ``"bf16"`` or ``"fp32"``.
         zero_stage: 0: every data-parallel rank has masters and optimizer state of all of its parts. 1 shards these over
@@ -103,8 +118,9 @@ class HybridParallelArguments(EngineArguments, _First):
         enable_sequence_overlap: for ``enable_sequence_parallelism`` only.
         parallel_output: logits stay cut by the vocabulary, where the model's own loss allows it; its loss is the right
             one either way.
-        num_microbatches: for a pipeline only.
-        microbatch_size: for a pipeline only.
+        num_microbatches: parts of a batch in a pipeline, as even as can be; fewer where there are fewer rows.
+        microbatch_size: rows of each part, the last may be smaller; for ``num_microbatches=None``. Where neither is
+            given there is a part a stage.
         norm_type: an extension: any p > 0, ``math.inf`` included.
         broadcast_buffers: all ranks start with rank 0's buffers; False is not there. For ``zero_stage=0`` only, as the
             five after it.
@@ -118,20 +134,24 @@ class HybridParallelArguments(EngineArguments, _First):
         communication_dtype: gradients travel in it; ``None``: in the parameters' dtype.
         overlap_communication: reduce gradients while backward still runs.
         custom_policy: what is cut, instead of what is known of the model's classes.
-        pp_style: for a pipeline only.
-        num_model_chunks: for a pipeline only.
-        num_layers_per_stage: for a pipeline only.
-        gradient_checkpoint_config: which layers are computed again in backward, of a model of transformers.
-        enable_metadata_cache: for a pipeline only.
+        pp_style: ``"1f1b"``, or ``"interleaved"`` with several stages a rank; ``"zbv"`` is not there yet.
+        num_model_chunks: stages a rank: 1 for ``"1f1b"``, more for ``"interleaved"``.
+        num_layers_per_stage: layers of each of the ``pp_size * num_model_chunks`` stages, of which number ``s`` is on
+            rank ``s % pp_size``; ``None``: as even as can be, with more in the middle.
+        gradient_checkpoint_config: which layers are computed again in backward, of a model of transformers; a share,
+            or numbers, of each stage's.
+        enable_metadata_cache: what passes between stages is described once for each shape of the inputs, not each
+            time.
         make_vocab_size_divisible_by: each rank's rows of the vocabulary are padded to a multiple of it. Files have the
             model's own number of rows.
-        dp_outside: the order of the ranks where there is a pipeline; both values are the same without one.
-        overlap_p2p: for a pipeline only.
+        dp_outside: the stages of one model are on neighbouring ranks; False: ranks with the same stage are neighbours.
+            Both values are the same without a pipeline. Ranks with parts of the same layers are the closest.
+        overlap_p2p: both values are the same: a rank never waits until what it sends has arrived.
         overlap_allgather: gather updated parameters while the next forward already runs, for ``zero_stage`` 1 and 2.
         fp8_communication: exchange in 8 bits; not yet.
         use_fp8: multiply in 8 bits; not yet.
         inner_ring_size: for ``enable_sequence_parallelism`` only.
-        scheduler_nodes: for a pipeline only.
+        scheduler_nodes: for ``pp_style="zbv"``, so not yet.
     """
 
     norm_type: float = field(default=2.0, kw_only=True)
@@ -188,7 +208,7 @@ def _check(arguments: HybridParallelArguments) -> None:
     for name in ("num_model_chunks", "make_vocab_size_divisible_by"):
         whole(name, getattr(a, name), 1)
     if a.pp_size > 1:
-        refuse("pp_size", a.pp_size, "leave it 1: there is no pipeline")
+        _check_pipeline(a)
     for name, instead in NOT_YET.items():
         if getattr(a, name):
             refuse(name, getattr(a, name), instead)
@@ -197,18 +217,42 @@ def _check(arguments: HybridParallelArguments) -> None:
             f"sp_size={a.sp_size}, enable_sequence_overlap={a.enable_sequence_overlap} with "
             "enable_sequence_parallelism=False: leave them None and False"
         )
-    check_update(a, a.tp_size)
+    check_update(a, tp_size=a.tp_size, pp_size=a.pp_size)
     if a.zero_stage == 0 and not a.broadcast_buffers:
         refuse("broadcast_buffers", False, "leave it True: all ranks start with rank 0's, and keep their own from then")
+
+
+def _check_pipeline(arguments: HybridParallelArguments) -> None:
+    a = arguments
+    if a.pp_style == "zbv" or a.scheduler_nodes is not None:
+        name = "pp_style" if a.pp_style == "zbv" else "scheduler_nodes"
+        refuse(name, getattr(a, name), "use pp_style='1f1b' or 'interleaved', which need no scheduler_nodes")
+    if (a.pp_style == "1f1b") != (a.num_model_chunks == 1):
+        raise ValueError(
+            f"num_model_chunks={a.num_model_chunks} with pp_style={a.pp_style!r}: give 1 for '1f1b', and at least 2 "
+            "for 'interleaved'"
+        )
+    layers, stages = a.num_layers_per_stage, a.pp_size * a.num_model_chunks
+    if layers is not None:
+        for index, count in enumerate(layers):
+            whole(f"num_layers_per_stage[{index}]", count, 1, what="a number of layers")
+        if len(layers) != stages:
+            raise ValueError(
+                f"num_layers_per_stage={shown(layers)} has {len(layers)} numbers: give one for each of the {stages} "
+                f"stages (pp_size={a.pp_size} x num_model_chunks={a.num_model_chunks})"
+            )
 
 
 def _vain(arguments: HybridParallelArguments) -> dict[str, Iterable[str]]:
     """The arguments that mean nothing beside the others, by reason."""
     a = arguments
     found: dict[str, Iterable[str]] = {
-        "there is no pipeline (pp_size=1)": PIPELINE,
         "for enable_sequence_parallelism=True only": ("sequence_parallelism_mode", "inner_ring_size"),
     }
+    if a.pp_size == 1:
+        found["there is no pipeline (pp_size=1)"] = PIPELINE
+    elif a.num_microbatches is not None:
+        found["num_microbatches goes before it"] = ("microbatch_size",)
     if a.zero_stage == 0:
         found["for zero_stage 1 and 2 only"] = ("zero_bucket_size_in_m", "overlap_allgather")
     else:
@@ -250,7 +294,7 @@ def to_plan(arguments: HybridParallelArguments) -> Plan:
         if a.custom_policy is not None:
             tensor = replace(tensor, architecture=PolicyArchitecture(a.custom_policy, tensor))
     return Plan(
-        mesh=MeshPlan(dp_shard=shard, dp_replicate=replicate, tp=a.tp_size, dp_outside=a.dp_outside),
+        mesh=MeshPlan(dp_shard=shard, dp_replicate=replicate, tp=a.tp_size, pp=a.pp_size, dp_outside=a.dp_outside),
         shard=ShardPlan(
             packing=ByNumel(chunk_numel=_bucket_numel(a), min_chunks=8),
             gathered_fraction=1.0,
@@ -273,28 +317,49 @@ def to_plan(arguments: HybridParallelArguments) -> Plan:
         ),
         verbose=a.zero_stage > 0,
         tensor=tensor,
+        pipeline=_pipeline_plan(a),
+    )
+
+
+def _pipeline_plan(arguments: HybridParallelArguments) -> PipelinePlan:
+    a = arguments
+    if a.pp_size == 1:
+        return PipelinePlan()
+    style: Literal["1f1b", "interleaved"] = "1f1b" if a.pp_style == "1f1b" else "interleaved"
+    return PipelinePlan(
+        schedule=style,
+        chunks=a.num_model_chunks,
+        microbatches=a.num_microbatches,
+        microbatch_rows=a.microbatch_size if a.num_microbatches is None else None,
+        layers=None if a.num_layers_per_stage is None else tuple(a.num_layers_per_stage),
+        cache_shapes=a.enable_metadata_cache,
     )
 
 
 class HybridParallelPlugin(ShardedPlugin, HybridParallelArguments):
-    """Layers cut over ``tp_size`` ranks, and data parallelism or ZeRO over the others; the arguments are those of
-    :class:`HybridParallelArguments`."""
+    """Layers cut over ``tp_size`` ranks, stages of the model on ``pp_size`` sets of these, and data parallelism or ZeRO
+    over the others; the arguments are those of :class:`HybridParallelArguments`."""
 
     def plan(self, world_size: int) -> Plan:
         """Raises:
-        ValueError: ``tp_size`` does not divide the ranks.
+        ValueError: ``tp_size`` and ``pp_size`` do not divide the ranks.
         """
-        data_parallel_size(world_size, self.tp_size)
+        data_parallel_size(world_size, self.tp_size, self.pp_size)
         return to_plan(self)
 
     def data_parallel(self) -> tuple[int, int]:
-        """(this rank's index, number) among the ranks that see different data: those that hold parts of the same
-        layers see the same."""
-        rank, size = all_ranks()
-        return rank // self.tp_size, data_parallel_size(size, self.tp_size)
+        """(this rank's index, number) among the ranks that see different data: those that hold parts of one model see
+        the same."""
+        rank, ranks = all_ranks()
+        size = data_parallel_size(ranks, self.tp_size, self.pp_size)
+        if self.dp_outside:
+            return rank // (self.tp_size * self.pp_size), size
+        return rank // self.tp_size % size, size
 
     def configure(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Boosted:
-        with changed_model(model, self.enable_flash_attention, self.gradient_checkpoint_config):
+        stages = self.pp_size * self.num_model_chunks if self.pp_size > 1 else 1
+        division = StageDivision(stages, self.num_layers_per_stage if stages > 1 else None)
+        with changed_model(model, self.enable_flash_attention, self.gradient_checkpoint_config, division):
             return super().configure(model, optimizer)
 
     def support_no_sync(self) -> bool:

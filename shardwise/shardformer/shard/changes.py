@@ -7,17 +7,19 @@ they have.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from shardwise.pipeline import layers_of_stages
 from shardwise.shardformer.shard.grad_ckpt_config import GradientCheckpointConfig
 
-__all__ = ["changed_model"]
+__all__ = ["StageDivision", "changed_model"]
 
 FLASH = "sdpa"
 """transformers' name of torch's ``scaled_dot_product_attention``."""
@@ -26,14 +28,33 @@ FUNCTION, FLAG = "_gradient_checkpointing_func", "gradient_checkpointing"
 _ABSENT: Any = object()
 
 
+@dataclass(frozen=True)
+class StageDivision:
+    """Into how many stages a stack of layers is divided.
+
+    Attributes:
+        stages: of the model.
+        layers: by stage; ``None``: as :func:`~shardwise.pipeline.layers_of_stages` does.
+    """
+
+    stages: int = 1
+    layers: Sequence[int] | None = None
+
+
 @contextmanager
-def changed_model(model: nn.Module, flash: bool, checkpointing: GradientCheckpointConfig | None) -> Iterator[None]:
+def changed_model(
+    model: nn.Module,
+    flash: bool,
+    checkpointing: GradientCheckpointConfig | None,
+    division: StageDivision = StageDivision(),
+) -> Iterator[None]:
     """Change ``model``; an error inside of the block puts it back.
 
     Args:
         model: the user's.
         flash: attention by torch's kernels; a model that has no such thing keeps its own, with a warning.
         checkpointing: which layers are computed again in backward; ``None``: as the model has it.
+        division: which layers a stage of it has.
 
     Raises:
         ValueError: the model has no layers that can be, or not that many.
@@ -41,7 +62,7 @@ def changed_model(model: nn.Module, flash: bool, checkpointing: GradientCheckpoi
     before: list[tuple[Any, str, Any]] = []
     try:
         if checkpointing is not None:
-            _checkpoint(model, checkpointing, before)
+            _checkpoint(model, checkpointing, division, before)
         if flash:
             _take_flash(model, before)
         yield
@@ -54,7 +75,12 @@ def changed_model(model: nn.Module, flash: bool, checkpointing: GradientCheckpoi
         raise
 
 
-def _checkpoint(model: nn.Module, config: GradientCheckpointConfig, before: list[tuple[Any, str, Any]]) -> None:
+def _checkpoint(
+    model: nn.Module,
+    config: GradientCheckpointConfig,
+    division: StageDivision,
+    before: list[tuple[Any, str, Any]],
+) -> None:
     stacks: dict[str, list[nn.Module]] = {}
     for name, module in model.named_modules():
         if any(base.__name__ == LAYER for base in type(module).__mro__):
@@ -64,14 +90,17 @@ def _checkpoint(model: nn.Module, config: GradientCheckpointConfig, before: list
             f"gradient_checkpoint_config={config!r} for a {type(model).__name__}: it has no layers of transformers' "
             f"{LAYER}; leave it None, and use torch.utils.checkpoint in the model"
         )
-    wanted = [(layers, config.layers_of(len(layers))) for layers in stacks.values()]
+    wanted: list[tuple[nn.Module, bool]] = []
+    for layers in stacks.values():
+        counts = layers_of_stages(len(layers), division.stages, division.layers)
+        of_stages = zip(counts, config.layers_of(counts), strict=True)
+        wanted += zip(layers, [at < again for count, again in of_stages for at in range(count)], strict=True)
     function = partial(checkpoint, use_reentrant=False)
-    for layers, count in wanted:
-        for index, layer in enumerate(layers):
-            before += [(layer, name, vars(layer).get(name, _ABSENT)) for name in (FUNCTION, FLAG)]
-            if not hasattr(layer, FUNCTION):  # a program that switched it on chose how
-                setattr(layer, FUNCTION, function)
-            setattr(layer, FLAG, index < count)
+    for layer, again in wanted:
+        before += [(layer, name, vars(layer).get(name, _ABSENT)) for name in (FUNCTION, FLAG)]
+        if not hasattr(layer, FUNCTION):  # a program that switched it on chose how
+            setattr(layer, FUNCTION, function)
+        setattr(layer, FLAG, again)
 
 
 def _take_flash(model: nn.Module, before: list[tuple[Any, str, Any]]) -> None:

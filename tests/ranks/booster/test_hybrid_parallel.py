@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
-import runpy
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,6 @@ from shardwise.shardformer import GradientCheckpointConfig
 from shardwise.testing import assert_close, run_ranks
 
 RANKS, BATCH = 4, 2
-EXAMPLE = Path(__file__).parents[3] / "examples" / "booster_plugins" / "hybrid_parallel.py"
 SIZES: dict[str, Any] = {"hidden_size": 24, "intermediate_size": 22, "num_hidden_layers": 2, "num_attention_heads": 6}
 CHANGED: dict[str, Any] = {"enable_flash_attention": True, "gradient_checkpoint_config": GradientCheckpointConfig(1.0)}
 
@@ -111,46 +108,6 @@ def _with_policy(kind: str, given: dict[str, Any]) -> None:
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_a_policy_of_the_users_own(kind: str, given: dict[str, Any]) -> None:
     run_ranks(RANKS, _with_policy, kind, {"tp_size": 2, **given})
-
-
-# -- the published example
-
-
-def _printed() -> None:
-    model, train_dataset = made("llama", torch.float32), Texts(24)
-    optimizer, criterion = optimizer_of(model), None
-    plugin = HybridParallelPlugin(tp_size=2, pp_size=1)  # printed with pp_size=2, for a pipeline
-
-    train_dataloader = plugin.prepare_dataloader(train_dataset, batch_size=8)
-    booster = Booster(plugin=plugin)
-    model, optimizer, criterion, train_dataloader, _ = booster.boost(model, optimizer, criterion, train_dataloader)
-
-    losses = []
-    for epoch in range(8):
-        train_dataloader.sampler.set_epoch(epoch)
-        for inputs in train_dataloader:
-            loss = model(**inputs).loss
-            booster.backward(loss, optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-    told = everywhere(losses)
-    assert told[0] == told[1] and told[2] == told[3] and told[0] != told[2]
-    assert losses[-1] < losses[0] - 0.2
-    booster.close()
-
-
-def _example() -> str:
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        runpy.run_path(str(EXAMPLE), run_name="__main__")
-    return out.getvalue()
-
-
-def test_the_fifth_example_runs_as_printed_but_for_the_pipeline() -> None:
-    run_ranks(RANKS, _printed)
-    shown = [float(text.removeprefix("loss ")) for text in run_ranks(RANKS, _example)]
-    assert shown[0] == shown[1] and shown[2] == shown[3] and max(shown) < 3.0  # of 97 words: log(97) = 4.6
 
 
 # -- adapters

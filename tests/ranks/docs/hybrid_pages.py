@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
-__all__ = ["alone", "alone_cut", "llama", "llama_cut", "mlp", "mlp_cut"]
+__all__ = ["alone", "alone_cut", "deeper", "llama", "llama_cut", "llama_staged", "mlp", "mlp_cut"]
 
 WIDTH, VOCABULARY = 8, 32
 Names = dict[str, Any]
@@ -27,10 +27,16 @@ class Texts(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": self.ids[index], "labels": self.ids[index]}
 
 
-def llama(names: Names) -> None:
+def llama(names: Names, layers: int = 1) -> None:
     torch.manual_seed(0)
-    sizes = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_attention_heads": 2, "num_hidden_layers": 1}
-    names["model"] = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **sizes))
+    sizes = {
+        "hidden_size": WIDTH,
+        "intermediate_size": 2 * WIDTH,
+        "num_attention_heads": 2,
+        "num_hidden_layers": layers,
+    }
+    config = LlamaConfig(vocab_size=VOCABULARY, num_hidden_layers=layers, **sizes)
+    names["model"] = LlamaForCausalLM(config)
     names["optimizer"] = torch.optim.AdamW(names["model"].parameters(), lr=1e-2)
     names["train_dataset"], names["criterion"] = Texts(), None
 
@@ -46,6 +52,18 @@ def llama_cut(names: Names) -> None:
     assert sizes["model.layers.0.mlp.up_proj.weight"] == (WIDTH, WIDTH)
     assert sizes["model.embed_tokens.weight"] == (64, WIDTH)
     assert names["loss"].isfinite()
+
+
+def deeper(names: Names) -> None:
+    llama(names, 2)
+
+
+def llama_staged(names: Names) -> None:
+    """Each rank has one of the two layers, and the loss is where the second one is."""
+    held = {name.split(".")[2] for name in sizes_of(names) if ".layers." in name}
+    assert held == {str(dist.get_rank())}
+    loss = names["result"]["loss"]
+    assert loss.isfinite() if dist.get_rank() else loss is None
 
 
 class Mlp(nn.Module):
