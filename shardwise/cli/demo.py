@@ -59,6 +59,7 @@ class DemoConfig:
     precision: str | None
     nproc: int
     tp: int
+    pp: int
     data: str
     out: str
     steps: int
@@ -112,6 +113,7 @@ def add_parser(commands: Any) -> None:
         help=f"ranks on this host (default: {DEFAULT_RANKS}, 1 with --device-memory)",
     )
     add("--tp", type=int, default=1, help="ranks that hold parts of the same layers (plugin hybrid_parallel)")
+    add("--pp", type=int, default=1, help="ranks that hold stages of the model (plugin hybrid_parallel)")
     add("--data", type=Path, help="folder with text files; the Python standard library's source if left out")
     add("--out", type=Path, default=Path("demo-run"), help="folder for the checkpoints")
     add("--steps", type=int, default=500, help="steps to train; when they are done, the same number again")
@@ -133,7 +135,7 @@ def add_parser(commands: Any) -> None:
 
 def _need_at_least(options: argparse.Namespace, low: int, *names: str) -> None:
     for name in names:
-        most = {"seed": MOST_SEED, "nproc": MOST_RANKS}.get(name, MOST_COUNT)
+        most = {"seed": MOST_SEED, **dict.fromkeys(("nproc", "tp", "pp"), MOST_RANKS)}.get(name, MOST_COUNT)
         option(f"--{name}", whole, getattr(options, name), low, most, "a number")
 
 
@@ -143,7 +145,9 @@ def _with_defaults(options: argparse.Namespace) -> tuple[argparse.Namespace, Tie
     chosen.plugin = getattr(options, "plugin", None)
     tiers = check_tiers(chosen)
     if chosen.plugin is None:
-        chosen.plugin = "gemini" if tiers is not None else "hybrid_parallel" if options.tp > 1 else DEFAULT_PLUGIN
+        chosen.plugin = (
+            "gemini" if tiers is not None else "hybrid_parallel" if options.tp * options.pp > 1 else DEFAULT_PLUGIN
+        )
     device_bytes = None if tiers is None else tiers.device_bytes
     chosen.nproc = getattr(options, "nproc", DEFAULT_RANKS if device_bytes is None else 1)
     given = [name for name in ("width", "depth", "heads") if hasattr(options, name)]
@@ -187,15 +191,22 @@ def check(options: argparse.Namespace) -> DemoConfig:
     from shardwise.cli.demo_data import default_folder
 
     options, tiers = _with_defaults(options)
-    _need_at_least(options, 1, "nproc", "steps", "width", "depth", "heads", "context", "batch")
+    _need_at_least(options, 1, "nproc", "tp", "pp", "steps", "width", "depth", "heads", "context", "batch")
     _need_at_least(options, 0, "sample", "seed")
     plugin, stage, precision = options.plugin, options.stage, options.precision
-    option("--tp", whole, options.tp, 1, MOST_RANKS, "a number of ranks")
-    if options.tp > 1 and plugin != "hybrid_parallel":
-        raise BadInput(f"--tp {options.tp}: --plugin {plugin} cuts no layers; leave it out or use hybrid_parallel")
-    if options.nproc % options.tp or options.heads < options.tp:
+    together = options.tp * options.pp
+    if together > 1 and plugin != "hybrid_parallel":
         raise BadInput(
-            f"--tp {options.tp}: --nproc {options.nproc} has to be a multiple of it, and --heads {options.heads} at "
+            f"--tp {options.tp} --pp {options.pp}: --plugin {plugin} does not divide the model; leave it out or use "
+            "hybrid_parallel"
+        )
+    if options.nproc % together:
+        raise BadInput(
+            f"--tp {options.tp} --pp {options.pp}: --nproc {options.nproc} has to be a multiple of {together}"
+        )
+    if options.heads < options.tp or options.depth < options.pp:
+        raise BadInput(
+            f"--tp {options.tp} --pp {options.pp}: --heads {options.heads} and --depth {options.depth} have to be at "
             "least as many"
         )
     if stage is not None and not STAGES[plugin]:
@@ -245,4 +256,5 @@ def main(options: argparse.Namespace) -> int:
 
 def text_needed(config: DemoConfig) -> tuple[int, int]:
     """Bytes of training text for one step of all ranks, and of held-out text for one window."""
-    return config.context * config.batch * (config.nproc // config.tp) + 1, config.context + 1
+    data_parallel = config.nproc // (config.tp * config.pp)
+    return config.context * config.batch * data_parallel + 1, config.context + 1

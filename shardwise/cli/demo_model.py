@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shardwise.pipeline import Body, register_body
 from shardwise.tensor import Architecture, Attention, Embedding, Head, Mlp, register_architecture
 
 __all__ = ["ByteGPT", "ModelSize", "generate"]
@@ -102,8 +103,9 @@ class ByteGPT(nn.Module):
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
 
-    def forward(self, text: Tensor) -> Tensor:
-        """Logits of the next byte at every position."""
+    def forward(self, text: Tensor, following: Tensor | None = None) -> Tensor:
+        """Logits of the next byte at every position. ``following`` is for whoever computes a loss of them: what goes
+        through stages is divided with what the loss needs."""
         x = self.embed(text)
         turns = self.get_buffer("turns")[:, : text.shape[1]]
         for block in self.blocks:
@@ -124,6 +126,9 @@ register_architecture(
         },
     )
 )
+
+
+register_body("ByteGPT", Body(layers="blocks", tokens="embed"))
 
 
 @torch.no_grad()

@@ -96,10 +96,11 @@ def make_plugin(config: DemoConfig, precision: str) -> tuple[Plugin, str | None]
         sharded = LowLevelZeroPlugin(config.stage or 2, precision, max_norm=MAX_NORM, reduce_bucket_size_in_m=1)
         return sharded, None
     if config.plugin == "hybrid_parallel":
-        options: dict[str, Any] = {"zero_stage": config.stage or 1, "precision": precision, "max_norm": MAX_NORM}
-        return HybridParallelPlugin(
-            config.tp, 1, zero_bucket_size_in_m=1, make_vocab_size_divisible_by=1, **options
-        ), None
+        small: dict[str, Any] = {"zero_bucket_size_in_m": 1}
+        small |= {"make_vocab_size_divisible_by": 1} if config.tp > 1 else {}
+        small |= {"num_microbatches": config.batch} if config.pp > 1 else {}
+        stage = config.stage or 1
+        return HybridParallelPlugin(config.tp, config.pp, None, precision, stage, max_norm=MAX_NORM, **small), None
     if config.plugin == "gemini":
         # The defaults are for models of billions: one of a few million parameters would be a single chunk.
         sizes = {"search_range_m": 1, "hidden_dim": config.width, "min_chunk_size_m": 0.25}
@@ -251,17 +252,31 @@ class Demo:
         with torch.no_grad():
             for first in range(0, share, together):
                 batch = torch.stack([windows[i] for i in mine[first : first + together]]).to(self.device)
-                nats += [float(self.criterion(self.model(batch[:, :-1]), batch[:, 1:]))] * len(batch)
+                nats += [float(self._passed(batch))] * len(batch)
         self.model.train()
         total = sum(values[0] for values in _exchange([sum(nats)], self.device))
         return total / (share * self.ranks) / math.log(2)
 
+    def _passed(self, batch: Tensor, train: bool = False) -> Tensor:
+        """The loss of ``(batch, context + 1)`` bytes, and with ``train`` its backward pass."""
+        text, following = batch[:, :-1], batch[:, 1:]
+        if self.config.pp > 1:
+            given = iter([{"text": text, "following": following}])
+            optimizer = self.optimizer if train else None
+            passes = self.booster.execute_pipeline(
+                given, self.model, lambda logits, part: _loss(logits, part["following"]), optimizer, broadcast_loss=True
+            )
+            loss: Tensor = passes["loss"]
+            return loss
+        loss = self.criterion(self.model(text), following)
+        if train:
+            self.booster.backward(loss, self.optimizer)
+        return loss
+
     def _step(self, batch: Tensor) -> tuple[float, int, list[float]]:
         """One step on ``(batch, context + 1)`` bytes: the loss of this rank, the bytes of state it held, and those in
         each tier."""
-        batch = batch.to(self.device)
-        loss = self.criterion(self.model(batch[:, :-1]), batch[:, 1:])
-        self.booster.backward(loss, self.optimizer)
+        loss = self._passed(batch.to(self.device), train=True)
         held = held_bytes(self.model, self.optimizer)
         in_tiers = [] if self.watch is None else self.watch.look()
         if not self.clips_itself:
@@ -352,6 +367,7 @@ def _introduce(demo: Demo) -> None:
     held_out = f"{corpus.held_out_files} held out" if corpus.held_out_files else "the last tenth held out"
     stage = f" stage {config.stage}" if config.stage else ""
     stage += f", layers cut over {config.tp}" if config.tp > 1 else ""
+    stage += f", {config.pp} stages" if config.pp > 1 else ""
     tiers = config.tiers
     memory, held = "", "the most that a rank held"
     if tiers is not None:
@@ -395,6 +411,9 @@ def train(config: DemoConfig, stop: StopRequest) -> int:
         if signal:
             return 128 + signal
         demo.progress.say(f"validation: {demo.validation_bits():.3f} bits per byte")
+        if config.pp > 1:
+            demo.progress.say("no sample: text is written by a whole model; go on without --pp for one")
+            return 0
         prompt, text = demo.sample()
         demo.progress.say(f"sample, after the prompt {prompt.decode('utf-8', 'replace')!r}:")
         demo.progress.say(text.decode("utf-8", "replace"))

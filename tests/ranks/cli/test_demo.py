@@ -87,6 +87,7 @@ def several(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     order += [("diverging", "--plugin low_level_zero --steps 30 --learning-rate 1e6")]
     order += [("full", "--plugin low_level_zero --steps 2")]
     order += [("parts", f"--tp 2 {LEARNING}"), ("parts", f"--plugin low_level_zero {LEARNING}")]
+    order += [("stages", f"--pp 2 {LEARNING}"), ("stages", f"--plugin low_level_zero {LEARNING}")]
     for name, how in DAMAGE.items():
         order += [(name, how), (name, f"--plugin {name} --steps 2"), (name, f"--plugin {name} --heads 1")]
     arguments, runs = [], []
@@ -112,12 +113,15 @@ def test_it_learns_and_continues(several: Runs, plugin: str) -> None:
     _continued(second, _learned(first), folder / plugin)
 
 
-def test_layers_that_are_cut_go_on_whole(several: Runs) -> None:
+@pytest.mark.parametrize(("name", "how"), [("parts", "layers cut over 2"), ("stages", "2 stages")])
+def test_a_model_that_ranks_hold_together_goes_on_whole(several: Runs, name: str, how: str) -> None:
     folder, shown = several
-    first, second = shown["parts"]
-    assert "parameters; hybrid_parallel stage 1, layers cut over 2, fp32, 2 ranks" in first
+    first, second = shown[name]
+    assert f"parameters; hybrid_parallel stage 1, {how}, fp32, 2 ranks" in first
     assert "(saved by hybrid_parallel on 2 ranks)" in second
-    _continued(second.replace(" (saved by hybrid_parallel on 2 ranks)", ""), _learned(first), folder / "parts")
+    if name == "stages":
+        first = first.replace("no sample: text is", "sample, after the prompt: text is")
+    _continued(second.replace(" (saved by hybrid_parallel on 2 ranks)", ""), _learned(first), folder / name)
 
 
 @pytest.mark.parametrize("plugin", ["gemini", "fsdp"])
