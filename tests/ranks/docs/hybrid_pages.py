@@ -29,12 +29,7 @@ class Texts(Dataset[dict[str, torch.Tensor]]):
 
 def llama(names: Names, layers: int = 1) -> None:
     torch.manual_seed(0)
-    sizes = {
-        "hidden_size": WIDTH,
-        "intermediate_size": 2 * WIDTH,
-        "num_attention_heads": 2,
-        "num_hidden_layers": layers,
-    }
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_attention_heads": 2}
     config = LlamaConfig(vocab_size=VOCABULARY, num_hidden_layers=layers, **sizes)
     names["model"] = LlamaForCausalLM(config)
     names["optimizer"] = torch.optim.AdamW(names["model"].parameters(), lr=1e-2)
