@@ -89,24 +89,25 @@ class Contents:
         tensors: dict[str, torch.Tensor] = {}
         state: dict[str, Any] = {
             "rng": tree.encode(read_generators(self._run.device), tensors, f"rng/{rank}"),
+            "data_rank": self._run.data_rank,
             "data_position": tree.encode(self._given.data_position, tensors, f"data_position/{rank}"),
             **own_state(held, self._run.optimizers),
         }
         differing = [name for name, digest in buffer_digests(held).items() if first_digests.get(name) != digest]
         state["buffers"] = {name: f"buffers/{rank}/{name}" for name in differing}
         tensors |= {f"buffers/{rank}/{name}": _flat(held.buffers()[name]) for name in differing}
+        own_extra = {name: value for name, value in held.extra().items() if held.gives(name)}
+        state["extra"] = {name: tree.encode(value, tensors, f"extra/{name}") for name, value in own_extra.items()}
         shapes: dict[str, TensorShape] = {}
         if rank == 0:
             schedulers = [each.state_dict() for each in self._given.lr_schedulers]
             state["lr_schedulers"] = tree.encode(schedulers, tensors, "lr_schedulers")
             state["lr_scheduler_classes"] = [scheduler_class(each) for each in self._given.lr_schedulers]
             state["user_state"] = tree.encode(self._given.user_state, tensors, "user_state")
-            state["extra"] = {n: tree.encode(v, tensors, f"extra/{n}") for n, v in held.extra().items()}
             shapes = {f"model/{name}": shape for name, shape in held.model_shapes().items()}
         full = {f"state/{name}": value for name, value in tensors.items()}
         shapes |= {name: TensorShape(tuple(value.shape), value.dtype) for name, value in full.items()}
-        if rank == 0:
-            full |= {f"model/{name}": value for name, value in held.buffers().items()}
+        full |= {f"model/{name}": value for name, value in held.buffers().items() if held.gives(name)}
         return state, shapes, pieces_of(full, PIECE_BYTES)
 
     def _describe(self) -> dict[str, Any]:
@@ -128,8 +129,9 @@ class Contents:
         """The state of the checkpoint from all ranks' ``own``."""
         state = dict(self._common)
         optimizers = merge_optimizers(state["optimizers"], own)
-        first = {key: own[0][key] for key in ("lr_schedulers", "lr_scheduler_classes", "user_state", "extra")}
-        by_rank = {key: [part[key] for part in own] for key in ("rng", "data_position", "buffers")}
+        first = {key: own[0][key] for key in ("lr_schedulers", "lr_scheduler_classes", "user_state")}
+        first["extra"] = {name: value for part in own for name, value in part["extra"].items()}
+        by_rank = {key: [part[key] for part in own] for key in ("rng", "data_rank", "data_position", "buffers")}
         return {**state, "optimizers": optimizers, **first, **by_rank}
 
 

@@ -49,7 +49,7 @@ class Portion:
 
     @classmethod
     def of_model(cls, run: Run) -> Portion:
-        """The weights of a run; buffers and extra state are rank 0's.
+        """The weights of a run; buffers and extra state are of the first rank that has them.
 
         Raises:
             TypeError: extra state that is neither numbers, strings, None, tensors nor containers of them.
@@ -57,15 +57,21 @@ class Portion:
         held = run.held()
         plan = held.plan(BLOCK_BYTES, shared=False)
         tensors: dict[str, torch.Tensor] = {}
-        extra = {name: tree.encode(value, tensors, f"extra/{name}") for name, value in held.extra().items()}
-        own = {f"model/{name}": value for name, value in held.buffers().items()}
+        given = {name: value for name, value in held.extra().items() if held.gives(name)}
+        extra = {name: tree.encode(value, tensors, f"extra/{name}") for name, value in given.items()}
+        own = {f"model/{name}": value for name, value in held.buffers().items() if held.gives(name)}
         own |= {f"state/{name}": value for name, value in tensors.items()}
         shapes = {f"model/{name}": [list(s.shape), _text(s.dtype)] for name, s in held.model_shapes().items()}
         shapes |= {name: [list(value.shape), _text(value.dtype)] for name, value in own.items()}
-        state: dict[str, Any] = {"aliases": held.aliases()} | ({"extra": extra} if extra else {})
-        first = run.rank == 0
-        reader = _Chosen(plan.fragments, plan.reader(), "model/", pieces_of(own, BLOCK_BYTES) if first else [])
-        return cls(reader.fragments, reader, {"shapes": shapes if first else {}}, lambda posts: state)
+        aliases = held.aliases()
+
+        def state(posts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+            found = {name: value for each in posts for name, value in each["extra"].items()}
+            return {"aliases": aliases} | ({"extra": found} if found else {})
+
+        reader = _Chosen(plan.fragments, plan.reader(), "model/", pieces_of(own, BLOCK_BYTES))
+        post = {"shapes": shapes if run.rank == 0 else {}, "extra": extra}
+        return cls(reader.fragments, reader, post, state)
 
     @classmethod
     def of_optimizer(cls, run: Run, index: int) -> Portion:

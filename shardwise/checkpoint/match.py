@@ -118,15 +118,18 @@ class Match:
         if self.held.names and not any(self.stored_name.values()):
             ours, theirs = (shortened(names) for names in ([*self.stored_name], sorted(self._known)))
             self.notes.append(f"no parameter of the model, {ours}, is in it, so all stay; it has {theirs or 'none'}")
-        for name, value in self.held.buffers().items():
+        params, own = {names[0] for names in self.held.names}, set(self.held.extra_names())
+        for name, shape in self._shapes.items():
+            if name in params:
+                continue
             if f"model/{name}" in self.facts:
                 expected.add(name)
-                self._check(f"model/{name}", tuple(value.shape))
+                self._check(f"model/{name}", tuple(shape))
             else:
                 self.missing.append(name)
         extra = self.state.get("extra", {})
-        self.missing += [name for name in self.held.extra() if name not in extra]
-        self.unexpected += [name for name in extra if name not in self.held.extra()]
+        self.missing += [name for name in self.held.extra_names() if name not in extra]
+        self.unexpected += [name for name in extra if name not in own]
         there = (name.removeprefix("model/") for name in self.facts if name.startswith("model/"))
         self.unexpected += [name for name in there if name not in expected]
 

@@ -36,11 +36,6 @@ REPLACED = "after values were replaced (load another checkpoint before going on)
 """In the message of what fails then, which nothing that a file says should do."""
 
 
-def data_rank(run: Run) -> int:
-    """Which of the ranks that see different data this is; those with parts of the same layers see the same."""
-    return run.rank // run.part[1]
-
-
 @dataclass(frozen=True)
 class Restored:
     """What a restored checkpoint says beside the values.
@@ -50,7 +45,7 @@ class Restored:
         updates: optimizer steps until then.
         user_state: what was given when saving.
         data_position: this rank's; rank 0's for a rank that the checkpoint does not have.
-        data_positions: of all ranks that saved; of those with parts of the same layers, which see the same data, once.
+        data_positions: of all ranks that saved; of those that hold one model together, which see the same data, once.
         missing: names of the model that the checkpoint does not have (``strict=False``).
         unexpected: names in the checkpoint that the model does not have.
         skipped: damaged checkpoints that were newer.
@@ -71,7 +66,7 @@ class Restored:
 
     @property
     def world_size(self) -> int:
-        """Ranks that saved, those with parts of the same layers as one."""
+        """Ranks that saved, those that hold one model together as one."""
         return len(self.data_positions)
 
 
@@ -195,7 +190,7 @@ def _restore_one(
         head.step if head is not None else int(match.state.get("step", 0) or 0),
         int(match.state.get("updates", 0)),
         rest.user_state,
-        rest.positions[data_rank(run) if data_rank(run) < len(rest.positions) else 0],
+        rest.positions[run.data_rank if run.data_rank < len(rest.positions) else 0],
         tuple(rest.positions),
         tuple(match.missing),
         tuple(match.unexpected),
@@ -223,9 +218,11 @@ def put_back(session: Any, match: Match, what: str) -> None:
         match.tell(what)
 
 
-def saved_parts(state: Mapping[str, Any]) -> int:
-    """Of how many ranks each had a part of the layers."""
-    return int(state.get("world", {}).get("tensor", 1))
+def same_place(run: Run, state: Mapping[str, Any]) -> bool:
+    """Whether the rank of this number that saved held the same part of the model, and saw the same data."""
+    saved, own, places = state.get("world", {}), run.world(), state.get("data_rank", [])
+    alike = all(saved.get(name, 1) == own.get(name, 1) for name in ("tensor", "pipeline"))
+    return alike and (places[run.rank : run.rank + 1] or [run.rank]) == [run.data_rank]
 
 
 def read_others(run: Run, match: Match) -> dict[str, Any]:
@@ -235,7 +232,7 @@ def read_others(run: Run, match: Match) -> dict[str, Any]:
         extra = tree.decode(state["extra"], StateTensors(match.source)) if "extra" in state else {}
     others = {name: value for name, value in extra.items() if name in held.others}
     buffers = state.get("buffers", [])
-    own = buffers[run.rank] if len(buffers) == run.size and saved_parts(state) == run.part[1] else {}
+    own = buffers[run.rank] if len(buffers) == run.size and same_place(run, state) else {}
     for name, value in held.buffers().items():
         full = f"state/{own[name]}" if name in own else f"model/{name}"
         if full in match.facts:
@@ -265,11 +262,13 @@ class _Rest:
         # Formats of others have none of these: what they do not say stays as it is.
         run = self._run
         self.user_state = tree.decode(state["user_state"], tensors) if "user_state" in state else None
-        parts = saved_parts(state)
-        positions = state.get("data_position", [])[::parts]  # ranks with parts of the same layers see the same data
-        self.positions = [tree.decode(each, tensors) for each in positions] or [None]
+        saved = state.get("data_position", [])
+        first: dict[int, Any] = {}
+        for place, each in zip(state.get("data_rank", range(len(saved))), saved, strict=False):
+            first.setdefault(place, each)
+        self.positions = [tree.decode(first[place], tensors) for place in sorted(first)] or [None]
         generators = state.get("rng", [])
-        self._exact = run.rank < len(generators) and parts == run.part[1]
+        self._exact = run.rank < len(generators) and same_place(run, state)
         own_generators = generators[run.rank if self._exact else 0] if generators else None
         self._generators = tree.decode(own_generators, tensors) if generators else None
         if self._generators is not None:
@@ -285,4 +284,4 @@ class _Rest:
         if self._exact:
             restore_generators(self._generators, self._run.device)
         else:
-            spread_generators(self._generators, data_rank(self._run))
+            spread_generators(self._generators, self._run.data_rank)

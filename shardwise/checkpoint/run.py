@@ -82,6 +82,8 @@ class Holding(Protocol):
     def compute_dtypes(self) -> dict[str, torch.dtype]: ...
     def buffers(self) -> dict[str, torch.Tensor]: ...
     def extra(self) -> dict[str, Any]: ...
+    def extra_names(self) -> Sequence[str]: ...
+    def gives(self, name: str, /) -> bool: ...
     def group_names(self, optimizer: Any, /) -> list[list[str]]: ...
     def trained(self, optimizer: Any, /) -> set[str]: ...
     def small_state(self, optimizer: Any, /) -> dict[str, dict[str, Any]]: ...
@@ -104,8 +106,8 @@ class Run(Protocol):
     @property
     def size(self) -> int: ...
     @property
-    def part(self) -> tuple[int, int]:
-        """Which part of the model's layers this rank has, of how many; ranks with all parts follow each other."""
+    def data_rank(self) -> int:
+        """Which of the ranks that see different data this is; those that hold one model together see the same."""
 
     @property
     def members(self) -> Members | None: ...
@@ -145,7 +147,7 @@ class EngineRun:
             mesh.device,
             mesh.members,
         )
-        self.part = mesh.tensor.rank, mesh.tensor.size
+        self.data_rank = mesh.rank
 
     @property
     def optimizers(self) -> tuple[ShardedOptimizer, ...]:
@@ -168,7 +170,8 @@ class EngineRun:
     def world(self) -> dict[str, int]:
         """The mesh."""
         mesh = self._session.mesh
-        sizes = {"shard": mesh.shard.size, "replicate": mesh.replicate.size, "tensor": mesh.tensor.size}
+        sizes = {"shard": mesh.shard.size, "replicate": mesh.replicate.size}
+        sizes |= {"tensor": mesh.tensor.size, "pipeline": mesh.pipeline.size}
         return {"size": mesh.everyone.size, **sizes}
 
     def settle(self) -> None:

@@ -59,8 +59,8 @@ def _is_list(value: object) -> bool:
     return isinstance(value, list)
 
 
-def _is_part_count(value: object) -> bool:
-    return type(value) is int and 1 <= value < 2**31
+def _is_places(value: object) -> bool:
+    return isinstance(value, list) and all(type(each) is int and 0 <= each < 2**31 for each in value)
 
 
 def _scaler(value: object) -> bool:
@@ -106,7 +106,8 @@ _FORMS: dict[str, Callable[[object], bool]] = {
     "lr_scheduler_classes": lambda value: isinstance(value, list) and all(map(_is_text, value)),
     "rng": _is_list,
     "data_position": _is_list,
-    "world": lambda value: _by_name(value) and _is_part_count(value.get("tensor", 1)),  # type: ignore[attr-defined]
+    "data_rank": _is_places,
+    "world": _by_name,
     "buffers": lambda value: isinstance(value, list) and all(_texts(each) for each in value),
     "extra": _by_name,
     "config": _by_name,

@@ -109,9 +109,9 @@ class TorchRun:
         return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
     @property
-    def part(self) -> tuple[int, int]:
-        """All of it."""
-        return 0, 1
+    def data_rank(self) -> int:
+        """Every rank sees different data."""
+        return self.rank
 
     @property
     def device(self) -> torch.device:
@@ -200,6 +200,14 @@ class TorchHeld:
         """Tensors of the module's state that are no parameters."""
         found = self.others.items()
         return {n: v for n, v in found if isinstance(v, torch.Tensor) and not n.endswith(EXTRA_STATE)}
+
+    def extra_names(self) -> list[str]:
+        """Of :meth:`extra`."""
+        return list(self.extra())
+
+    def gives(self, _name: str) -> bool:
+        """Whether this rank's value of a buffer, or of extra state, is the one that is saved."""
+        return self._rank == 0
 
     def extra(self) -> dict[str, Any]:
         """What modules return from ``get_extra_state``, and what else hooks put into the state."""

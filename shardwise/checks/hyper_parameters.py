@@ -17,6 +17,7 @@ import torch
 from shardwise.checks.agreement import Description, differences, digest
 from shardwise.checks.description import called, group_values
 from shardwise.checks.param_groups import ParamGroups
+from shardwise.comm import Group
 from shardwise.mesh import Mesh
 
 __all__ = ["HyperParameters"]
@@ -72,13 +73,13 @@ class HyperParameters:
             # Only where it changed: to describe it takes longer than to compare a number.
             self._used = word, self._describe(" at the last step")
 
-    def explain(self) -> None:
-        """Some rank's number differs. Every rank calls it.
+    def explain(self, group: Group | None = None) -> None:
+        """Some rank's number differs. Every rank of ``group`` (of the data-parallel ones) calls it.
 
         Raises:
             ValueError: says which rank differs in what, with both values.
         """
-        described: list[Any] = self._mesh.world.exchange_object(
+        described: list[Any] = (group or self._mesh.world).exchange_object(
             {**self._describe(""), **self._used[1]}, "hyper-parameters"
         )
         if any(each != described[0] for each in described):

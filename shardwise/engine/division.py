@@ -86,6 +86,15 @@ class Division:
                     f"average={plan.grad.average!r} with {size} pipeline ranks: give 'sum'; a step's micro-batches are "
                     "weighed by their rows"
                 )
+            if plan.tiers.disk is not None:
+                raise NotImplementedError(
+                    f"data on a disk (disk={plan.tiers.disk}) with {size} pipeline ranks is not available: use the host"
+                )
+            if plan.precision.output_dtype is not None:
+                raise NotImplementedError(
+                    f"output_dtype={plan.precision.output_dtype} with {size} pipeline ranks is not available: leave it "
+                    "None, and cast in the criterion"
+                )
         own = [(p, f) for p, f in self.every if self.owns(p)]
         self.params: list[nn.Parameter] = [param for param, _ in own]
         self.facts: list[ParamFact] = [self._counted(param, fact) for param, fact in own]

@@ -180,7 +180,7 @@ class Held:
     """One engine and its optimizers, by global names.
 
     Attributes:
-        names: by parameter index, all its names, the one it is saved under first.
+        names: of each parameter of the whole model all its names, the one it is saved under first.
         others: buffers, integer parameters and extra state by name, as they are now.
     """
 
@@ -192,7 +192,8 @@ class Held:
             tuple(found.of_parameter.get(place, fact.names)) for place, fact in enumerate(self._census.facts)
         ]
         """By place among the parameters of the whole model."""
-        self.names = [self._every[place] for place in self._census.place]
+        self.names = self._every
+        self._own = [self._every[place] for place in self._census.place]
         self._outlines = found.others
         self.others = dict(engine.guards.state_names().others) if self._census.names is not None else dict(found.others)
         self._positions: dict[int, list[tuple[ShardedOptimizer, int]]] = {}
@@ -244,6 +245,16 @@ class Held:
         """What modules return from ``get_extra_state``."""
         return {name: value for name, value in self.others.items() if name.endswith(EXTRA_STATE)}
 
+    def extra_names(self) -> list[str]:
+        """Names of extra state of the whole model."""
+        return [name for name in self._outlines if name.endswith(EXTRA_STATE)]
+
+    def gives(self, name: str) -> bool:
+        """Whether this rank's value of a buffer, or of extra state, is the one that is saved for all."""
+        mesh, staging = self.engine.mesh, self.engine.staging
+        first = staging.rank_of(name) if staging is not None else 0
+        return mesh.rank == mesh.tensor.rank == 0 and mesh.pipeline.rank == first
+
     def group_names(self, optimizer: ShardedOptimizer) -> list[list[str]]:
         """Saved names of the parameters, by param group."""
         return [[self._every[place][0] for place in places] for places in optimizer.places_by_group()]
@@ -277,7 +288,7 @@ class Held:
         for slot in chunk.spec.slots:
             start, end = chunk.overlap(slot)
             if start < end:
-                name, first = f"model/{self.names[slot.param][0]}", start - chunk.shard_start
+                name, first = f"model/{self._own[slot.param][0]}", start - chunk.shard_start
                 get = _part_of_shard(first, end - start)
                 parts += self._given(name, slot.param, chunk.spec.dtype, start - slot.start, end - slot.start, get)
         return FragmentBlock(chunk.opened, tuple(parts))
@@ -286,7 +297,7 @@ class Held:
         tile = optimizer._updates.tiles[position]
         parts: list[tuple[Fragment, Callable[[Any], torch.Tensor]]] = []
         for piece in tile.pieces:
-            name, first, last = self.names[piece.param][0], piece.offset, piece.offset + piece.end - piece.start
+            name, first, last = self._own[piece.param][0], piece.offset, piece.offset + piece.end - piece.start
             get = _value_of(piece.value)
             parts += self._given(f"model/{name}", piece.param, piece.value.dtype, first, last, get)
             for key, value in optimizer.state.get(piece.value, {}).items():
@@ -321,7 +332,7 @@ class Held:
                 state = optimizer.state.get(piece.value)
                 if state:
                     own = {key: value for key, value in state.items() if not is_element_wise(value, piece)}
-                    small.setdefault(self.names[piece.param][0], {}).update(own)
+                    small.setdefault(self._own[piece.param][0], {}).update(own)
         return small
 
     # ---- in
@@ -344,7 +355,7 @@ class Held:
             optimizers: indices of those whose state is replaced.
         """
         unfinished, states = self.engine.unfinished, [unfinished_state(index) for index in optimizers]
-        every = all(stored(self.names[slot.param][0]) is not None for c in self.engine.chunks for slot in c.spec.slots)
+        every = all(stored(self._own[slot.param][0]) is not None for c in self.engine.chunks for slot in c.spec.slots)
         parameters = [PARAMETERS] if every or PARAMETERS not in unfinished else []
         whole = [part for part in (*parameters, *states) if part not in unfinished]
         unfinished.begin("a load", *parameters, *states)
@@ -363,7 +374,7 @@ class Held:
         state = self.engine.states.get(chunk.spec.index)
         facts = self.engine.layout.facts
         everywhere = chunk.resident and not chunk.spec.trainable  # never gathered: each rank needs all of it
-        for_all = [(slot, stored(self.names[slot.param][0])) for slot in chunk.spec.slots]
+        for_all = [(slot, stored(self._own[slot.param][0])) for slot in chunk.spec.slots]
         wanted = [(slot, name) for slot, name in for_all if name is not None]
         if not wanted:
             return
@@ -395,7 +406,7 @@ class Held:
     ) -> None:
         states: list[dict[str, Any] | None] = []
         tile = optimizer._updates.tiles[position]
-        entries = [state_of(self.names[piece.param][0]) for piece in tile.pieces]
+        entries = [state_of(self._own[piece.param][0]) for piece in tile.pieces]
         fresh = optimizer.fresh_state(position) if None in entries else [None] * len(entries)
         for piece, entry, new in zip(tile.pieces, entries, fresh, strict=True):
             if entry is None:
@@ -422,10 +433,10 @@ class Held:
     def put_others(self, values: dict[str, Any]) -> None:
         """Buffers (tensors of the same shape, cast) and extra state, by name."""
         for name, value in values.items():
-            if name.endswith(EXTRA_STATE):
+            if name.endswith(EXTRA_STATE) and name in self.others:
                 owner = name.removesuffix(EXTRA_STATE).rstrip(".")
                 self.engine.model.get_submodule(owner).set_extra_state(value)
-            else:
+            elif name in self.others:  # otherwise another stage's
                 self.others[name].copy_(value)
 
 

@@ -193,7 +193,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return [s.reduced for s in self._states if s.reduced is not None]
 
     def _global_norm(self, p: float, inverse: float, known: Sequence[float] = ()) -> float:
-        others = self._counting.others() if self._counting is not None else None
+        others = self._counting.others(self._settings) if self._counting is not None else None
         return global_norm(self._reduced(), p, self._ask, inverse, known, others)
 
     def _ask(self, mine: float) -> list[float]:

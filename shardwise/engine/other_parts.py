@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import nn
 
+from shardwise.checks.hyper_parameters import HyperParameters
 from shardwise.chunk.layout import Slot
 from shardwise.reduce.grads import ChunkGrads
 from shardwise.reduce.norm import OtherParts
@@ -70,20 +72,22 @@ class Counting:
                 stacklevel=5,
             )
 
-    def others(self) -> OtherParts:
-        """For :func:`~shardwise.reduce.norm.global_norm`, now. Collective."""
+    def others(self, settings: HyperParameters) -> OtherParts:
+        """For :func:`~shardwise.reduce.norm.global_norm`, now; with it the ranks compare what they will update with.
+        Collective."""
+        words, differ = (settings.word(),), partial(settings.explain, self._group)
         if self._draws is not None:
             self._draws.check()
         # The first rank's gradients all count: None stands for that.
         if self._group.rank == 0:
-            return OtherParts(self._group)
+            return OtherParts(self._group, None, words, differ)
         counted = [
             state.reduced[start:end]
             for state, spans in self._spans
             if state.reduced is not None
             for start, end in spans
         ]
-        return OtherParts(self._group, counted)
+        return OtherParts(self._group, counted, words, differ)
 
 
 def counted(engine: Engine, state: ChunkGrads, slot: Slot) -> list[tuple[int, int]]:

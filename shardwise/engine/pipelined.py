@@ -65,13 +65,17 @@ class PipelineSteps:
             with torch.no_grad():
                 return self._run.step(schedule, parts, criterion, None, wants_outputs)
         late = engine.plan.shard.reduce == "last"
-        with engine.no_sync() if late else contextlib.nullcontext():
-            with self._shared.kept() if self._shared is not None else contextlib.nullcontext():
-                outcome = self._run.step(schedule, parts, criterion, self._backward, wants_outputs)
-            if self._shared is not None:
-                with self._pass() as _:  # also where there is nothing: replicas make the same passes
-                    for param, grad in self._shared.summed(self._run.tag_of_shared):
-                        torch.autograd.backward(param, grad)
+        try:
+            with engine.no_sync() if late else contextlib.nullcontext():
+                with self._shared.kept() if self._shared is not None else contextlib.nullcontext():
+                    outcome = self._run.step(schedule, parts, criterion, self._backward, wants_outputs)
+                if self._shared is not None:
+                    with self._pass() as _:  # also where there is nothing: replicas make the same passes
+                        for param, grad in self._shared.summed(self._run.tag_of_shared):
+                            torch.autograd.backward(param, grad)
+        except BaseException:
+            engine.passes.fail()  # also where a forward pass failed: what was accumulated is no step's gradient
+            raise
         return outcome
 
     def everywhere(self, loss: Tensor | None) -> Tensor:

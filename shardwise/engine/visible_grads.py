@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 __all__ = ["VisibleGrads"]
 
+CLIPPING, OF_ALL = torch.nn.utils.clip_grad.__name__, ("clip_grad_norm_", "get_total_norm", "_get_total_norm")
+"""Functions of torch, and their module, that take what they are given for all gradients."""
+
 LARGEST = 2.0**53  # what travels as a number stays exact
 
 
@@ -304,11 +307,17 @@ class VisibleGrads:
 
     def check_caller(self, index: int, what: str) -> None:
         """Raises:
-        RuntimeError: an optimizer that has whole parameters reads their gradients, to update them beside the engine.
+        RuntimeError: an optimizer that has whole parameters reads their gradients, to update them beside the engine; or
+            torch clips those of a pipeline's stage alone.
         """
-        frame = sys._getframe(1)
+        frame, stages = sys._getframe(1), self.engine.mesh.pipeline.size
         while frame.f_back is not None:
             frame = frame.f_back
+            if stages > 1 and frame.f_code.co_name in OF_ALL and frame.f_globals.get("__name__") == CLIPPING:
+                raise RuntimeError(
+                    f"torch's {frame.f_code.co_name} on one of {stages} pipeline ranks: it would be the norm of this "
+                    "rank's stages alone; give max_norm to the plugin, or call optimizer.clip_grad_by_norm"
+                )
             if frame.f_code.co_name == "step":
                 caller = frame.f_locals.get("self")
                 if isinstance(caller, torch.optim.Optimizer) and self._has_ours(caller):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import Wire
-from shardwise.draws import Private, dropouts_of
+from shardwise.draws import Private
 from shardwise.pipeline.schedule import Action, Kind, Schedule
 from shardwise.pipeline.staging import Staging
 
@@ -72,6 +72,8 @@ def _listed(batch: Any) -> Sequence[Any]:
 
 
 def _rows(batch: Any) -> int:
+    if isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), Tensor):
+        return int(batch["input_ids"].shape[0])
     values = batch.values() if isinstance(batch, Mapping) else _listed(batch)
     sizes = [value.shape[0] for value in values if isinstance(value, Tensor) and value.dim()]
     if not sizes:
@@ -131,7 +133,6 @@ class StageRun:
         self._keeps_shapes = keeps_shapes
         self._told: dict[tuple[int, bool], OrderedDict[object, tuple[torch.Size, torch.dtype]]] = {}
         self._step = 0
-        self._rates = dropouts_of(staging.model.modules())
 
     def step(
         self,
@@ -177,9 +178,10 @@ class StageRun:
 
     def own_numbers(self, stage: int) -> AbstractContextManager[None]:
         """Around a forward pass: layers of another stage draw other numbers."""
-        draws = stage > 0 and self.staging.model.training and torch.is_grad_enabled()
+        # The first stage's, too: all ranks draw equally many common ones, which samplers may be seeded with.
+        draws = self.staging.model.training and torch.is_grad_enabled()
         device = self._wire.device if self._wire is not None else torch.device("cpu")
-        return Private(stage).drawing(bool(draws), device, self._rates)
+        return Private(stage).drawing(draws, device, self.staging.rates)
 
     # ---- messages
 
@@ -307,6 +309,11 @@ class _Step:
         if output.requires_grad:
             self._backward(output, grad)
         if arrived is not None:
+            if arrived.grad is None and output.requires_grad and arrived.requires_grad:
+                raise RuntimeError(
+                    f"stage {stage} did not use what stage {stage - 1} has sent of micro-batch {action.microbatch}: it "
+                    "has no gradient; report this"
+                )
             self._give(torch.zeros_like(arrived) if arrived.grad is None else arrived.grad, action, stage - 1)
 
 

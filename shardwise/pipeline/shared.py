@@ -44,7 +44,7 @@ class SharedGradients:
                 return grad
             kept = self._kept.get(index)
             if kept is None:
-                self._kept[index] = grad.detach().clone()
+                self._kept[index] = grad.detach().to(_wide(grad.dtype), copy=True)
             else:
                 kept += grad.detach()
             return torch.zeros_like(grad)
@@ -66,7 +66,7 @@ class SharedGradients:
         found = []
         for index, (param, ranks) in enumerate(self._shared):
             own = self._kept.pop(index, None)
-            row = torch.zeros(param.numel() + 1, dtype=param.dtype, device=param.device)
+            row = torch.zeros(param.numel() + 1, dtype=_wide(param.dtype), device=param.device)
             if own is not None:
                 row[:-1].copy_(own.reshape(-1))
                 row[-1] = 1.0
@@ -82,7 +82,7 @@ class SharedGradients:
             for each in rows[1:]:
                 total += each
             if total[-1]:
-                found.append((param, total[:-1].view(param.shape)))
+                found.append((param, total[:-1].view(param.shape).to(param.dtype)))
         self._wire.settle()
         return found
 
@@ -90,3 +90,8 @@ class SharedGradients:
         """Take the hooks off."""
         for hook in self._hooks:
             hook.remove()
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """In which sums of many are made."""
+    return torch.promote_types(dtype, torch.float32)

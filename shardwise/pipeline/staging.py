@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.draws import dropouts_of
 from shardwise.pipeline.tables import TABLES, Body, known_bodies
 
 __all__ = ["Staging", "layers_of_stages", "stage_model"]
@@ -59,6 +60,7 @@ class Staging:
     Attributes:
         own: this rank's stages.
         stages: how many there are.
+        rates: of dropout, in all stages.
     """
 
     def __init__(self, model: nn.Module, name: str, body: Body, rank: int, ranks: int, counts: Sequence[int]) -> None:
@@ -74,6 +76,7 @@ class Staging:
         self._undo: list[tuple[nn.Module, str, nn.Module]] = []
         self._classes: list[tuple[nn.Module, type[nn.Module]]] = []
         self._stage_of_param = self._find_params()
+        self.rates = dropouts_of(model.modules())
         self._model_names = inspect.signature(type(model).forward).parameters
 
     def _find_units(self, counts: Sequence[int]) -> dict[str, tuple[int, str]]:
@@ -117,6 +120,11 @@ class Staging:
     def position_of(self, param: nn.Parameter) -> int:
         """Among the parameters of the whole model, the same on every rank."""
         return self._positions[id(param)]
+
+    def rank_of(self, name: str) -> int:
+        """The first rank that has what ``name`` names: a buffer, a module."""
+        unit = next((unit for unit in self._units if name.startswith(f"{unit}.")), None)
+        return self._units[unit][0] % self.ranks if unit is not None else 0
 
     def owns(self, param: nn.Parameter) -> bool:
         """Whether this rank does."""
@@ -187,12 +195,26 @@ class Staging:
         if "use_cache" in self._model_names:
             kwargs["use_cache"] = False
         if self.active == self.stages - 1:
-            return type(self.model).forward(self.model, *args, **kwargs)
+            output = type(self.model).forward(self.model, *args, **kwargs)
+            self._check_taken()
+            return output
         try:
             type(self.model).forward(self.model, *args, **kwargs)
         except _Enough as found:
+            self._check_taken()
             return found.hidden
         raise RuntimeError(f"{type(self.model).__name__} never called a layer of stage {self.active + 1}; report this")
+
+    def _check_taken(self) -> None:
+        """Raises:
+        RuntimeError: layers ran on something else than what the stage before has sent.
+        """
+        if self._fresh is not None:
+            raise RuntimeError(
+                f"the {type(self.model).__name__} did not call {type(self.body).__name__}.{self.table.tokens} in stage "
+                f"{self.active}, where what stage {self.active - 1} has sent goes in (it does not with inputs_embeds): "
+                "give the inputs that it is called with (input_ids)"
+            )
 
     def stand_in(self, stage: int, role: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """What a module of another stage gives in its place."""

@@ -64,10 +64,21 @@ class OtherParts:
     Attributes:
         group: those ranks and this one.
         counted: of this rank's gradients those that no lower rank of ``group`` has too; ``None``: all.
+        words: numbers that are the same on all of them, or ``differ`` is called, on each.
+        differ: raises.
     """
 
     group: Group
     counted: Sequence[torch.Tensor] | None = None
+    words: tuple[float, ...] = ()
+    differ: Callable[[], None] | None = None
+
+    def ask(self, mine: float) -> list[float]:
+        """Every rank's number, by rank."""
+        posts = self.group.exchange([mine, *self.words], "the gradient norm")
+        if self.differ is not None and any(post[1:] != posts[0][1:] for post in posts):
+            self.differ()
+        return [post[0] for post in posts]
 
 
 def _combined(
@@ -78,7 +89,7 @@ def _combined(
         # What does not count must be finite all the same.
         if others.counted is not None and math.isfinite(share):
             share = _partial(others.counted, p, wide)
-        share = _column(_asking(others.group)(_column(gather(share), p)), p)
+        share = _column(others.ask(_column(gather(share), p)), p)
     else:
         share = _column(gather(share), p)
     return share if p == math.inf else float(share ** (1.0 / p))

@@ -115,6 +115,10 @@ class BackwardPasses:
                 "requires_grad False where gradients only flow through this model to another one"
             )
 
+    def fail(self) -> None:
+        """What was to follow on the passes of this step failed: they count as failed, until all ranks drop them."""
+        self._failed = True
+
     def recover(self) -> None:
         """At a forward pass or ``zero_grad`` outside backward: a pass that never ended has failed; drop its remains.
 

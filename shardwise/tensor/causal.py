@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from shardwise.tensor.axis import Axis
 from shardwise.tensor.cut import Cut
+from shardwise.tensor.draws import SameDraws
 from shardwise.tensor.loss import vocabulary_cross_entropy
 
 __all__ = ["CausalLoss", "Generate"]
@@ -66,6 +67,9 @@ class Generate:
         self.model, self.heads = model, heads
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        axis: Axis | None = getattr(self.heads[0], "_axis", None)
+        if axis is not None:  # what is drawn is drawn by each rank
+            SameDraws(self.model, axis, next(self.model.parameters()).device).align()
         self._gather(True)
         try:
             return type(self.model).generate(self.model, *args, **kwargs)  # type: ignore[attr-defined]

@@ -11,6 +11,7 @@ from torch.nn import functional
 from shardwise.draws import Dropouts, Private
 from shardwise.tensor.axis import Axis
 from shardwise.tensor.cut import Held, Part
+from shardwise.tensor.loss import check_inside
 
 __all__ = ["Alike", "Columns", "CutLayer", "Enters", "Experts", "Features", "PerHead", "Rows", "Vocabulary", "out_dim"]
 
@@ -25,6 +26,14 @@ def out_dim(module: nn.Module) -> int:
     Raises:
         TypeError: the module is neither.
     """
+    held = getattr(module, "_parameters", {})
+    for name in ("weight", "bias") if isinstance(module, nn.Linear) else ():
+        value = getattr(module, name, None)
+        if value is not None and held.get(name) is not value:
+            raise TypeError(
+                f"a {type(module).__name__} whose {name} is made of others (a parametrization, pruning) cannot be cut: "
+                "make it permanent before (remove_parametrizations, prune.remove)"
+            )
     kind = type(module)
     plain = getattr(kind, "forward", None) is nn.Linear.forward or kind.__name__ in LINEAR
     if isinstance(module, nn.Linear) and plain and "forward" not in vars(module):
@@ -109,6 +118,7 @@ class Vocabulary(CutLayer, nn.Embedding):
     weight: Tensor
 
     def forward(self, input: Tensor) -> Tensor:
+        check_inside("an input", input, self._parts["weight"].whole[0])
         ((start, end),) = self._parts["weight"].cut.ranges[self._axis.rank]
         elsewhere = (input < start) | (input >= end)
         pad = self.padding_idx

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from shardwise.tensor.axis import Axis
 from shardwise.tensor.cut import Cut
 
-__all__ = ["vocabulary_cross_entropy"]
+__all__ = ["check_inside", "vocabulary_cross_entropy"]
 
 
 def vocabulary_cross_entropy(
@@ -31,17 +31,32 @@ def vocabulary_cross_entropy(
 
     Raises:
         ValueError: the shapes do not fit.
+        IndexError: a label that counts is not in the vocabulary (on a GPU this is not looked at, since reading waits).
     """
     if logits.shape[:-1] != labels.shape or logits.shape[-1] != cut.numel(axis.rank):
         raise ValueError(
             f"logits {tuple(logits.shape)} and labels {tuple(labels.shape)} on a rank with {cut.numel(axis.rank)} of "
             f"the vocabulary: give logits [..., {cut.numel(axis.rank)}] and labels [...]"
         )
+    check_inside("a label", labels.masked_fill(labels == ignore_index, 0), vocabulary)
     ((start, end),) = cut.ranges[axis.rank]
     losses: Tensor = _CrossEntropy.apply(
         logits, labels, axis, start, max(min(end, vocabulary) - start, 0), ignore_index
     )  # type: ignore[no-untyped-call]
     return losses
+
+
+def check_inside(what: str, indices: Tensor, rows: int) -> None:
+    """As torch's own lookups do; with parts no rank would find it, and all would go on.
+
+    Raises:
+        IndexError: one of ``indices`` is not in ``[0, rows)``.
+    """
+    if indices.device.type == "cpu" and indices.numel():
+        low, high = int(indices.min()), int(indices.max())
+        if low < 0 or high >= rows:
+            found = low if low < 0 else high
+            raise IndexError(f"{what} is {found}, and the vocabulary has {rows} rows: give 0 to {rows - 1}")
 
 
 class _CrossEntropy(torch.autograd.Function):

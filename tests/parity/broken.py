@@ -11,15 +11,15 @@ import torch
 import torch.distributed as dist
 
 from shardwise.checks.edits import Edits
-from shardwise.chunk.chunk import Chunk
 from shardwise.chunk.layout import ChunkSpec
 from shardwise.comm import Group
 from shardwise.engine import optimizer as optimizer_module
-from shardwise.engine.module import ShardedModule
+from shardwise.engine.engine import Engine
 from shardwise.engine.optimizer import ShardedOptimizer
 from shardwise.engine.storage import Storage
 from shardwise.engine.updates import TileUpdates
 from shardwise.engine.values import Values
+from shardwise.engine.whole import whole_values
 from shardwise.gather.hooks import GatherHooks
 from shardwise.gather.pool import ChunkPool
 from shardwise.reduce.grads import ChunkGrads
@@ -152,14 +152,17 @@ def _no_masters() -> _Patch:
 def _masters_kept() -> Iterator[None]:
     """Although the plan has none. What the ranks report is rounded, so that its dtype does not give it away."""
 
-    def full(self: ShardedModule, chunk: Chunk, masters: bool) -> torch.Tensor:
-        return real(self, chunk, masters=False)
+    def values(engine: Engine, masters: bool) -> Iterator[tuple[int, torch.Tensor]]:
+        return real(engine, masters=False)
 
     def kept(self: Storage, spec: ChunkSpec) -> torch.dtype | None:
         return torch.float32 if spec.trainable else None
 
-    real = ShardedModule._full
-    with mock.patch.object(ShardedModule, "_full", full), mock.patch.object(Storage, "master_dtype", kept):
+    real = whole_values
+    with (
+        mock.patch("shardwise.engine.module.whole_values", values),
+        mock.patch.object(Storage, "master_dtype", kept),
+    ):
         yield
 
 

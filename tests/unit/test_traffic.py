@@ -14,7 +14,8 @@ def test_counts_by_kind_and_resets() -> None:
     traffic.add("all_gather", 10)
     traffic.add("all_gather", 5)
     traffic.add("exchange", 0)
-    assert traffic.bytes == {"all_gather": 15, "reduce_scatter": 0, "all_reduce": 0, "broadcast": 0, "exchange": 0}
+    none = dict.fromkeys(("reduce_scatter", "all_reduce", "broadcast", "exchange", "send"), 0)
+    assert traffic.bytes == {"all_gather": 15, **none}
     assert traffic.calls["all_gather"] == 2 and traffic.calls["exchange"] == 1 and traffic.total() == 15
     assert repr(traffic) == "Traffic(all_gather=15 in 2, exchange=0 in 1)"
     by_kind = traffic.bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import runpy
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hybrid_setup import MAX_NORM, STEPS, Texts, loss_of, made, optimizer_of
-from torch import Tensor
+from hybrid_setup import MAX_NORM, STEPS, VOCABULARY, Texts, loss_of, made, optimizer_of
+from torch import Tensor, nn
 from torch.nn import functional
 
 from shardwise.booster import Booster
@@ -195,3 +196,128 @@ def test_the_fifth_example_runs_as_printed() -> None:
     run_ranks(RANKS, _printed)
     shown = {float(text.removeprefix("loss ")) for text in run_ranks(RANKS, _example)}
     assert len(shown) == 1 and max(shown) < 3.0  # of 97 words: log(97) = 4.6
+
+
+# -- precision, accumulation, evaluation
+
+
+def _accumulated() -> None:
+    """Two calls of half the loss before a step are the step of one; between, evaluation on other shapes."""
+    found = []
+    for calls in (1, 2):
+        plugin = HybridParallelPlugin(tp_size=1, pp_size=2, precision="fp32", max_norm=MAX_NORM, microbatch_size=2)
+        booster, model = Booster(plugin=plugin), deep("llama")
+        model, optimizer, *_ = booster.boost(model, optimizer_of(model))
+        items = Texts(3).items
+        for _ in range(2):
+            for _ in range(calls):
+                with booster.no_sync(model, optimizer):
+                    batches = iter([items])
+                    booster.execute_pipeline(batches, model, lambda out, _: out.loss / calls, optimizer)  # noqa: B023
+            with torch.no_grad():
+                longer = torch.arange(1, 6).repeat(5, 2)
+                batches = iter([{"input_ids": longer, "labels": longer}])
+                seen = booster.execute_pipeline(batches, model, own, return_outputs=True)
+            last = plugin.session(model).pipeline.last
+            assert (seen["loss"] is not None) == last
+            assert not last or seen["outputs"]["logits"].shape == (5, 10, VOCABULARY)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append((model.state_dict(), optimizer.get_grad_norm()))
+        booster.close()
+    assert_close(found[1][0], found[0][0], 1e-9, "two calls")
+    assert_close(wide(norm=found[1][1]), wide(norm=found[0][1]), 1e-9, "two calls")
+
+
+def test_gradients_of_several_calls_add_up_and_evaluation_may_have_other_shapes() -> None:
+    run_ranks(RANKS, _accumulated)
+
+
+def _overflow() -> None:
+    """The gradient of the last stage's loss alone is not finite: no stage takes the step, and the scale falls."""
+    plugin = HybridParallelPlugin(
+        tp_size=1, pp_size=2, precision="fp16", num_microbatches=2, initial_scale=2.0**8, hysteresis=1
+    )
+    booster, model = Booster(plugin=plugin), deep("gpt2", torch.float32)
+    model, optimizer, *_ = booster.boost(model, optimizer_of(model))
+    states, scales = [model.state_dict()], []
+    for factor in (1.0, float("inf"), 1.0):
+        booster.execute_pipeline(iter([Texts(2).items]), model, lambda out, _: out.loss * factor, optimizer)  # noqa: B023
+        optimizer.step()
+        optimizer.zero_grad()
+        states.append(model.state_dict())
+        scales.append(optimizer.scaler.scale)
+    assert scales == [2.0**8, 2.0**7, 2.0**7] and everywhere(scales) == [scales] * RANKS
+    changed = [
+        {name.split(".")[2] for name in after if ".h." in name and not torch.equal(after[name], before[name])}
+        for before, after in itertools.pairwise(states)
+    ]
+    assert changed == [set("01234"), set(), set("01234")]
+    booster.close()
+
+
+def test_an_overflow_in_one_stage_is_one_in_all() -> None:
+    run_ranks(RANKS, _overflow)
+
+
+# -- what cannot be
+
+
+def _wrong_calls() -> None:
+    plugin = HybridParallelPlugin(tp_size=1, pp_size=2, precision="fp32", num_microbatches=2)
+    booster, model = Booster(plugin=plugin), deep("llama")
+    model, optimizer, *_ = booster.boost(model, optimizer_of(model))
+    items = Texts(2).items
+    with pytest.raises(RuntimeError, match=r"1 of the 2 stages of the LlamaForCausalLM.*Booster.execute_pipeline"):
+        model(**items)
+    with pytest.raises(RuntimeError, match=r"backward\(\) of a model in 2 stages: Booster.execute_pipeline"):
+        booster.backward(torch.ones((), requires_grad=True), optimizer)
+    with pytest.raises(ValueError, match="Optimizer should be passed when doing backward"):
+        booster.execute_pipeline(iter([items]), model, own)
+    with pytest.raises(TypeError, match=r"give an iterator, such as iter\(dataloader\)"):
+        booster.execute_pipeline([items], model, own, optimizer)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="not the one that boost returned"):
+        booster.execute_pipeline(iter([items]), model, own, optimizer_of(nn.Linear(1, 1)))
+    found = booster.execute_pipeline(iter([items]), model, own, optimizer, broadcast_loss=True)  # none did harm
+    assert found["loss"].isfinite() and found["outputs"] is None
+    booster.close()
+
+
+def test_wrong_calls_say_what_to_call() -> None:
+    run_ranks(2, _wrong_calls)
+
+
+def _refused(kind: str, given: dict[str, Any], words: str) -> None:
+    model: Any = nn.Linear(4, 4) if kind == "linear" else deep(kind, layers=3)
+    optimizer = optimizer_of(model)
+    before = {name: (id(param), param.detach().clone()) for name, param in model.named_parameters()}
+    plugin = HybridParallelPlugin(tp_size=1, precision="fp32", **given)
+    with pytest.raises(ValueError, match=words):
+        Booster(plugin=plugin).boost(model, optimizer)
+    for name, param in model.named_parameters():
+        assert id(param) == before[name][0] and torch.equal(param, before[name][1])
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in model.parameters()]
+    if kind != "linear":
+        assert not any(getattr(layer, "gradient_checkpointing", False) for layer in model.modules())
+        model(**Texts(2).items).loss.backward()  # it is whole, and works
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "words"),
+    [
+        ("llama", {"pp_size": 3}, "tp_size=1 x pp_size=3 does not divide the 4 ranks"),
+        ("llama", {"pp_size": 4}, "3 layers in 4 stages: use fewer stages"),
+        (
+            "llama",
+            {"pp_size": 4, "gradient_checkpoint_config": GradientCheckpointConfig(1.0)},
+            "3 layers in 4 stages: use fewer stages",
+        ),
+        ("gpt2", {"pp_size": 2, "num_layers_per_stage": [1, 1]}, r"layers=\[1, 1\] for 2 stages of a model with 3"),
+        ("linear", {"pp_size": 2}, "Linear cannot be divided into stages: it has no module of a known class"),
+    ],
+    ids=["ranks", "layers", "checkpointed", "given", "unknown"],
+)
+def test_what_cannot_be_is_said_on_every_rank_and_nothing_is_changed(
+    kind: str, given: dict[str, Any], words: str
+) -> None:
+    run_ranks(RANKS, _refused, kind, given, words)

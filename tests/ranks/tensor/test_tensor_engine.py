@@ -241,3 +241,47 @@ def test_ranks_that_hold_the_same_draw_the_same() -> None:
     assert run_ranks(4, drawing, "before") == [""] * 4
     for told in run_ranks(4, drawing, "after"):
         assert "Dropout.p=0.25" in told and "one seed" in told, told
+
+
+def drifting() -> str:
+    """One rank's learning rate is another after the build."""
+    model: Model = made(False)
+    plan = PLANS["zero1"].but(tp=2, tensor=TensorPlan(architecture=Parts(gathers=True)), max_norm=MAX_NORM)
+    with sharded(model, adam(model, LR), plan) as session:
+        optimizer = session.optimizer
+        assert optimizer is not None
+        optimizer.param_groups[0]["lr"] = LR * (1 + session.mesh.tensor.rank)
+        session.backward(loss_of(session.module, 0, 0))
+        with pytest.raises(ValueError, match="different settings") as error:
+            optimizer.step()
+        optimizer.zero_grad()
+    return str(error.value)
+
+
+def test_settings_that_differ_between_parts_are_told() -> None:
+    for told in run_ranks(2, drifting):
+        assert "lr" in told and str(LR * 2) in told, told
+
+
+def outside() -> list[str]:
+    """Inputs that are not in the vocabulary, as plain PyTorch has it; and labels."""
+    model: Model = made(False)
+    plan = PLANS["zero1"].but(tp=2, tensor=TensorPlan(architecture=Parts(gathers=True)))
+    told = []
+    with sharded(model, adam(model, LR), plan) as session:
+        for wrong in (VOCABULARY, -1):
+            ids = torch.zeros(2, 3, dtype=torch.long)
+            ids[1, 1] = wrong
+            with pytest.raises(IndexError) as error:
+                session.module(ids)
+            told.append(str(error.value))
+        session.module(torch.zeros(2, 3, dtype=torch.long))
+    return told
+
+
+def test_inputs_outside_of_the_vocabulary_are_refused_on_all_ranks() -> None:
+    for told in run_ranks(2, outside):
+        assert told == [
+            f"an input is {VOCABULARY}, and the vocabulary has {VOCABULARY} rows: give 0 to {VOCABULARY - 1}",
+            f"an input is -1, and the vocabulary has {VOCABULARY} rows: give 0 to {VOCABULARY - 1}",
+        ]
