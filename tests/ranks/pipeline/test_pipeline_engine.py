@@ -13,7 +13,8 @@ from tensor_setup import PAD, Case, Exact, loss_of
 from test_pipeline_stages import criterion, with_layers
 from torch import Tensor
 
-from shardwise.pipeline import split_batch
+from shardwise.build import build
+from shardwise.pipeline import split_batch, stage_model
 from shardwise.plan import PipelinePlan, Plan
 from shardwise.testing import assert_close, run_ranks
 
@@ -108,3 +109,50 @@ def test_training_equals_plain_pytorch(ranks: int, name: str, sizes: dict[str, A
     microbatches = pipeline.microbatches or 3
     for model, index in (("llama", 1), ("gpt2", 0), ("bert", 0)):
         run_ranks(ranks, trained, plan, model, index, microbatches)
+
+
+def refused() -> list[str]:
+    """What would be wrong in silence."""
+    model = case_of("llama", 0).made()
+    told = []
+    with sharded(model, adam(model, LR), PLANS["zero2"].but(pp=2, pipeline=ONE)) as session:
+        pipeline, batch = session.pipeline, batch_of(0, 0)
+        assert pipeline is not None
+        with Exact():
+            pipeline.step(batch, criterion, train=True)
+        with pytest.raises(RuntimeError, match="stages alone") as error:
+            torch.nn.utils.clip_grad_norm_(session.params, 1.0)
+        told.append(str(error.value))
+    return told
+
+
+def test_clipping_of_a_stage_alone_is_refused() -> None:
+    assert all("2 pipeline ranks" in told[0] for told in run_ranks(2, refused))
+
+
+def embedded() -> str:
+    case = case_of("llama", 0)
+    model = case.made()
+    staging = stage_model(model, 1, 2)
+    staging.install()
+    embeds = torch.ones(2, 6, 24, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match="input_ids") as error:
+        staging.run(1, torch.ones(2, 6, 24, dtype=torch.float64), (), {"inputs_embeds": embeds})
+    return str(error.value)
+
+
+def test_layers_that_do_not_run_on_what_was_sent_are_refused() -> None:
+    assert "did not call LlamaModel.embed_tokens in stage 1" in embedded()
+
+
+def test_what_stages_cannot_have_is_refused() -> None:
+    for changes, told in (({"output_dtype": torch.float32}, "output_dtype"), ({"average": "mean"}, "average='mean'")):
+        for message in run_ranks(2, unbuilt, PLANS["zero1"].but(pp=2, **changes)):
+            assert told in message, message
+
+
+def unbuilt(plan: Plan) -> str:
+    model = case_of("llama", 0).made()
+    with pytest.raises((ValueError, NotImplementedError)) as error:
+        build(model, adam(model), plan)
+    return str(error.value)
