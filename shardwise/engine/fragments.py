@@ -188,12 +188,10 @@ class Held:
         self.engine, self.optimizers = engine, tuple(optimizers)
         engine.guards.check()
         self._census, found = engine.division.census, state_names(engine)
-        self._every: list[tuple[str, ...]] = [
+        self.names: list[tuple[str, ...]] = [
             tuple(found.of_parameter.get(place, fact.names)) for place, fact in enumerate(self._census.facts)
         ]
-        """By place among the parameters of the whole model."""
-        self.names = self._every
-        self._own = [self._every[place] for place in self._census.place]
+        self._own = [self.names[place] for place in self._census.place]
         self._outlines = found.others
         self.others = dict(engine.guards.state_names().others) if self._census.names is not None else dict(found.others)
         self._positions: dict[int, list[tuple[ShardedOptimizer, int]]] = {}
@@ -210,13 +208,13 @@ class Held:
 
     def aliases(self) -> dict[str, str]:
         """Other names of tied parameters, each with the one it is saved under."""
-        return {other: names[0] for names in self._every for other in names[1:]}
+        return {other: names[0] for names in self.names for other in names[1:]}
 
     def model_shapes(self) -> dict[str, TensorShape]:
         """Every parameter and tensor buffer by its saved name (without prefix)."""
         shapes = {}
         for place, fact in enumerate(self._census.facts):
-            shapes[self._every[place][0]] = TensorShape(tuple(fact.whole), self._stored_dtype(place, fact))
+            shapes[self.names[place][0]] = TensorShape(tuple(fact.whole), self._stored_dtype(place, fact))
         for name, value in self._outlines.items():
             if isinstance(value, torch.Tensor) and not name.endswith(EXTRA_STATE):
                 shapes[name] = TensorShape(tuple(value.shape), value.dtype)
@@ -234,7 +232,7 @@ class Held:
 
     def compute_dtypes(self) -> dict[str, torch.dtype]:
         """In which each parameter is used."""
-        return {self._every[place][0]: fact.dtype for place, fact in enumerate(self._census.facts)}
+        return {self.names[place][0]: fact.dtype for place, fact in enumerate(self._census.facts)}
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Buffers and integer parameters."""
@@ -257,12 +255,12 @@ class Held:
 
     def group_names(self, optimizer: ShardedOptimizer) -> list[list[str]]:
         """Saved names of the parameters, by param group."""
-        return [[self._every[place][0] for place in places] for places in optimizer.places_by_group()]
+        return [[self.names[place][0] for place in places] for places in optimizer.places_by_group()]
 
     def trained(self, optimizer: ShardedOptimizer) -> set[str]:
         """Saved names of the parameters that it updates; others of its groups are frozen and can have no state."""
         facts = enumerate(self._census.facts)
-        return {self._every[place][0] for place, f in facts if f.optimizer == optimizer.index and f.trainable}
+        return {self.names[place][0] for place, f in facts if f.optimizer == optimizer.index and f.trainable}
 
     # ---- out
 

@@ -16,7 +16,7 @@ from shardwise.disk.agreement import agreed
 from shardwise.engine.engine import Engine
 from shardwise.engine.staging import gather_shards
 from shardwise.engine.updates import TileUpdates
-from shardwise.engine.whole import READ_AGAIN, reads_disk, together
+from shardwise.engine.whole import READ_AGAIN, first_holders, reads_disk, together
 from shardwise.optim.state_form import check_full_state, constructed_state, makes_state_at_once
 from shardwise.tensor.order import part_of_whole
 from shardwise.update.tiles import Piece
@@ -155,12 +155,7 @@ class OptimizerState:
         """Each parameter's state by place, from the ranks that have it. Collective."""
         census, pipeline = self.engine.division.census, self.engine.mesh.pipeline
         found = dict(own)
-        told = {str(census.place[param]): entry for param, entry in described.items()}
-        sources: dict[int, tuple[int, dict[str, Any]]] = {}
-        for rank, post in enumerate(pipeline.exchange_object(told, "optimizer state")):
-            for text, kinds in _as_entries(post).items():
-                sources.setdefault(int(text), (rank, kinds))
-        for place, (rank, kinds) in sorted(sources.items()):
+        for place, rank, kinds in first_holders(self.engine, described, "optimizer state"):
             entry: dict[str, Any] = {}
             for key, kind in kinds.items():
                 if not isinstance(kind, str):

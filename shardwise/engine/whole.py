@@ -20,7 +20,7 @@ from shardwise.tensor import Part
 
 __all__ = [
     "READ_AGAIN",
-    "across_stages",
+    "first_holders",
     "reads_disk",
     "state_names",
     "together",
@@ -42,7 +42,7 @@ def whole_values(engine: Engine, masters: bool) -> Iterator[tuple[int, torch.Ten
     Of parameters that lie in one chunk the values are views of one array, which is gathered when the first is due.
     """
     dtypes = {index: _dtype(engine, index, masters) for index in range(len(engine.params))}
-    yield from across_stages(engine, _own_values(engine, masters), dtypes)
+    yield from _across_stages(engine, _own_values(engine, masters), dtypes)
 
 
 def state_names(engine: Engine) -> StateNames:
@@ -51,7 +51,7 @@ def state_names(engine: Engine) -> StateNames:
     return engine.division.census.names or engine.guards.state_names()
 
 
-def across_stages(
+def _across_stages(
     engine: Engine, own: Iterator[tuple[int, torch.Tensor]], dtypes: Mapping[int, torch.dtype]
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """What this rank has of its parameters, and what ranks with other stages have of theirs, by the places of all of
@@ -66,12 +66,8 @@ def across_stages(
     if pipeline.size == 1:
         yield from own
         return
-    told = {str(census.place[index]): str(dtype).removeprefix("torch.") for index, dtype in dtypes.items()}
-    sources: dict[int, tuple[int, str]] = {}
-    for rank, post in enumerate(pipeline.exchange_object(told, "what stages have")):
-        for place, kind in post.items():
-            sources.setdefault(int(place), (rank, kind))
-    for place, (rank, kind) in sorted(sources.items()):
+    told = {index: str(dtype).removeprefix("torch.") for index, dtype in dtypes.items()}
+    for place, rank, kind in first_holders(engine, told, "what stages have"):
         value = next(own)[1] if census.index.get(place) in dtypes else None
         if value is None or rank != pipeline.rank:
             shape = census.facts[place].whole
@@ -79,6 +75,24 @@ def across_stages(
         value = value.contiguous()
         pipeline.broadcast(value, rank)
         yield place, value
+
+
+def first_holders(engine: Engine, told: Mapping[int, Any], what: str) -> list[tuple[int, int, Any]]:
+    """Of each parameter that a rank of the pipeline tells something of: its place in the whole model, the first rank
+    that does, and what it says. In order; collective.
+
+    Args:
+        engine: whose.
+        told: JSON-able, by this rank's index of the parameter.
+        what: for messages.
+    """
+    place = engine.division.census.place
+    posts = engine.mesh.pipeline.exchange_object([[place[index], each] for index, each in told.items()], what)
+    found: dict[int, tuple[int, Any]] = {}
+    for rank, post in enumerate(posts):
+        for at, each in post:
+            found.setdefault(at, (rank, each))
+    return [(at, rank, each) for at, (rank, each) in sorted(found.items())]
 
 
 def whole_others(engine: Engine) -> Iterator[tuple[str, Any]]:
@@ -155,30 +169,31 @@ def _shard(engine: Engine, chunk: Chunk, masters: bool) -> torch.Tensor | None:
 def whole_gradients(engine: Engine) -> Iterator[tuple[int, int, torch.Tensor]]:
     """Reduced gradients of the parameters that have one: place in the whole model, index of the optimizer, and a new
     tensor, fp32 (fp64 where they are), on the device. Collective."""
-    dtypes: dict[int, torch.dtype] = {}
-    own = _own_gradients(engine, dtypes)
-    next(own)  # dtypes are known
-    for place, value in across_stages(engine, own, dtypes):
+    dtypes = _gradient_dtypes(engine)
+    for place, value in _across_stages(engine, _own_gradients(engine, dtypes), dtypes):
         yield place, engine.division.census.facts[place].optimizer, value
 
 
-def _own_gradients(engine: Engine, dtypes: dict[int, torch.dtype]) -> Iterator[tuple[int, torch.Tensor]]:
-    """First nothing, when ``dtypes`` are filled in; then the gradients by index."""
-    mesh, layout = engine.mesh, engine.layout
+def _gradient_dtypes(engine: Engine) -> dict[int, torch.dtype]:
+    """By index, of the gradients that a rank with parts of the same layers has. Collective over these."""
     own = [s.param for state in engine.grads.values() for at, s in enumerate(state.spec.slots) if _has(state, at)]
-    touched = {param for post in mesh.tensor.exchange_object(sorted(own), "gradients") for param in post}
-    arrays: dict[int, torch.Tensor] = {}
-    left = [sum(slot.param in touched for slot in spec.slots) for spec in layout.chunks]
-    for param in touched:
-        state = engine.grads[layout.where[param][0]]
+    touched = {param for post in engine.mesh.tensor.exchange_object(sorted(own), "gradients") for param in post}
+    dtypes: dict[int, torch.dtype] = {}
+    for param in sorted(touched):
+        state = engine.grads[engine.layout.where[param][0]]
         like = state.reduced if state.reduced is not None else state.chunk.spec
         dtypes[param] = torch.float64 if like.dtype == torch.float64 else torch.float32
-    yield -1, torch.empty(0)
-    for param in sorted(touched):
+    return dtypes
+
+
+def _own_gradients(engine: Engine, dtypes: Mapping[int, torch.dtype]) -> Iterator[tuple[int, torch.Tensor]]:
+    mesh, layout = engine.mesh, engine.layout
+    arrays: dict[int, torch.Tensor] = {}
+    left = [sum(slot.param in dtypes for slot in spec.slots) for spec in layout.chunks]
+    for param, wide in dtypes.items():
         index, slot = layout.where[param]
         state, part = engine.grads[index], layout.facts[param].part
         if index not in arrays:
-            wide = dtypes[param]
             if state.reduced is None:
                 arrays[index] = torch.zeros(layout.chunks[index].padded_numel, dtype=wide, device=mesh.device)
             else:

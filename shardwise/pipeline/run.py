@@ -141,7 +141,6 @@ class StageRun:
         criterion: Criterion,
         backward: Backward | None,
         wants_outputs: bool = False,
-        around: Callable[[Action], AbstractContextManager[None]] | None = None,
     ) -> Outcome:
         """Make a step's passes. Every rank of the pipeline calls it with the same schedule and parts.
 
@@ -151,7 +150,6 @@ class StageRun:
             criterion: ``criterion(outputs, inputs)`` is a part's loss, the mean over its rows.
             backward: makes a backward pass; ``None``: forward passes alone.
             wants_outputs: keep what the last stage returns.
-            around: of each action.
 
         Raises:
             PeerError: a neighbour did not come.
@@ -161,11 +159,7 @@ class StageRun:
         order = schedule if backward is not None else schedule.forward_only()
         try:
             for action in order.orders[self.staging.rank]:
-                if around is None:
-                    step.do(action)
-                else:
-                    with around(action):
-                        step.do(action)
+                step.do(action)
             if self._wire is not None:
                 self._wire.settle()
         except BaseException:

@@ -31,20 +31,20 @@ class SharedGradients:
 
     def __init__(self, staging: Staging, params: Sequence[nn.Parameter], wire: Wire) -> None:
         self._wire, self._rank = wire, staging.rank
-        shared = [(p, staging.ranks_of(p)) for p in params if p.requires_grad and len(staging.ranks_of(p)) > 1]
-        self._shared = sorted(shared, key=lambda each: staging.position_of(each[0]))
+        shared = [(staging.position_of(p), p) for p in params if p.requires_grad and len(staging.ranks_of(p)) > 1]
+        self._shared = [(place, p, staging.ranks_of(p)) for place, p in sorted(shared, key=lambda each: each[0])]
+        """In the order of the whole model, which all ranks have."""
         self._kept: dict[int, Tensor] = {}
         self._keeps = False
-        self._places = {id(p): staging.position_of(p) for p, _ in shared}
-        self._hooks = [param.register_hook(self._hook(index)) for index, (param, _) in enumerate(self._shared)]  # type: ignore[no-untyped-call]
+        self._hooks = [param.register_hook(self._hook(place)) for place, param, _ in self._shared]  # type: ignore[no-untyped-call]
 
-    def _hook(self, index: int) -> Callable[[Tensor], Tensor]:
+    def _hook(self, place: int) -> Callable[[Tensor], Tensor]:
         def keep(grad: Tensor) -> Tensor:
             if not self._keeps:
                 return grad
-            kept = self._kept.get(index)
+            kept = self._kept.get(place)
             if kept is None:
-                self._kept[index] = grad.detach().to(_wide(grad.dtype), copy=True)
+                self._kept[place] = grad.detach().to(_wide(grad.dtype), copy=True)
             else:
                 kept += grad.detach()
             return torch.zeros_like(grad)
@@ -63,19 +63,18 @@ class SharedGradients:
 
     def summed(self, tag: Callable[[int], int]) -> list[tuple[nn.Parameter, Tensor]]:
         """Their gradients over all ranks that have them; what has none is left out. Collective."""
-        found = []
-        for index, (param, ranks) in enumerate(self._shared):
-            own = self._kept.pop(index, None)
+        found, what = [], "the gradient of a weight that several stages use"
+        for place, param, ranks in self._shared:
+            own = self._kept.pop(place, None)
             row = torch.zeros(param.numel() + 1, dtype=_wide(param.dtype), device=param.device)
             if own is not None:
                 row[:-1].copy_(own.reshape(-1))
                 row[-1] = 1.0
-            place, what = tag(self._places[id(param)]), "the gradient of a weight that several stages use"
             for rank in ranks:
                 if rank != self._rank:
-                    self._wire.send(row, rank, 1, place, what)
+                    self._wire.send(row, rank, 1, tag(place), what)
             rows = [
-                row if rank == self._rank else self._wire.receive((row.shape, row.dtype), rank, 1, place, what)
+                row if rank == self._rank else self._wire.receive((row.shape, row.dtype), rank, 1, tag(place), what)
                 for rank in ranks
             ]
             total = rows[0].clone()
