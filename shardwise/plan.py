@@ -10,13 +10,15 @@ ZeRO-1/2/3 (arXiv 1910.02054, section 5), FSDP and Gemini.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from shardwise.checked import MOST_BYTES, MOST_NUMEL, MOST_SCALE, number, share, switch, whole
+from shardwise.parallel_plan import PipelinePlan, SequencePlan, TensorPlan
 from shardwise.tier_plan import AutoPlan, DiskPlan, TierPlan, on_device
 
 __all__ = [
@@ -35,6 +37,7 @@ __all__ = [
     "Plan",
     "PrecisionPlan",
     "ScalerPlan",
+    "SequencePlan",
     "ShardPlan",
     "TensorPlan",
     "TierPlan",
@@ -64,6 +67,9 @@ class MeshPlan:
     Neighbouring ranks are those of ``tp`` first, then ``dp_shard``, ``dp_replicate`` and ``pp``; with ``dp_outside``
     first ``tp``, then ``pp``, ``dp_shard`` and ``dp_replicate``. ``dp_shard`` may be ``-1`` for "all ranks that
     remain". A shard group of 1 is plain replication (DDP).
+
+    Of the ``dp_replicate`` x ``dp_shard`` data-parallel ranks ``sp`` neighbours see parts of the same sequences. They
+    share parameters as any data-parallel ranks do, so it multiplies with no other size, and has to divide theirs.
     """
 
     dp_shard: int
@@ -71,9 +77,10 @@ class MeshPlan:
     tp: int = 1
     pp: int = 1
     dp_outside: bool = False
+    sp: int = 1
 
     def __post_init__(self) -> None:
-        for name, size in (("tp", self.tp), ("pp", self.pp)):
+        for name, size in (("tp", self.tp), ("pp", self.pp), ("sp", self.sp)):
             whole(name, size, 1, what="a number of ranks,")
         switch("dp_outside", self.dp_outside)
         for name, size in (("dp_shard", self.dp_shard), ("dp_replicate", self.dp_replicate)):
@@ -105,27 +112,13 @@ class MeshPlan:
             f"{' x '.join(f'{name}={size}' for name, size in found.items())} is {prod(found.values())} ranks, but "
             f"there are {world_size}",
         )
+        among = found["dp_shard"] * found["dp_replicate"]
+        _require(
+            among % self.sp == 0,
+            f"sp={self.sp} ranks with parts of one sequence among {among} data-parallel ones (of {world_size}): give a "
+            f"number that divides {among}",
+        )
         return MeshPlan(**(vars(self) | found))
-
-
-@dataclass(frozen=True, kw_only=True)
-class TensorPlan:
-    """Tensor parallelism: how the layers of a model are cut where the mesh has ``tp`` ranks.
-
-    Attributes:
-        parallel_output: logits stay cut by the vocabulary, where the model's own loss allows it.
-        vocabulary_multiple: each rank's rows of the vocabulary are padded to a multiple of it.
-        architecture: what is cut in which module (:class:`shardwise.tensor.Architecture`); ``None``: what is known of
-            the model's classes.
-    """
-
-    parallel_output: bool = True
-    vocabulary_multiple: int = 64
-    architecture: Any = None
-
-    def __post_init__(self) -> None:
-        switch("parallel_output", self.parallel_output)
-        whole("vocabulary_multiple", self.vocabulary_multiple, 1, what="a number of rows,")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -350,43 +343,7 @@ class CommPlan:
             switch("shared_memory", self.shared_memory)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PipelinePlan:
-    """Pipeline parallelism: how a model and a batch are divided where the mesh has ``pp`` ranks.
-
-    Attributes:
-        schedule: ``"1f1b"``, or ``"interleaved"`` with several stages a rank.
-        chunks: stages a rank.
-        microbatches: parts of a batch, as even as can be.
-        microbatch_rows: rows of each part but the last, where ``microbatches`` is ``None``; ``None``, too: a part a
-            stage.
-        layers: by stage; ``None``: as even as can be, with more in the middle.
-        cache_shapes: what passes between stages is described once for each shape of the inputs, not each time.
-        body: where the layers are (:class:`shardwise.pipeline.Body`), of a model whose class is not known.
-    """
-
-    schedule: Literal["1f1b", "interleaved"] = "1f1b"
-    chunks: int = 1
-    microbatches: int | None = None
-    microbatch_rows: int | None = None
-    layers: tuple[int, ...] | None = None
-    cache_shapes: bool = True
-    body: Any = None
-
-    def __post_init__(self) -> None:
-        _require(self.schedule in ("1f1b", "interleaved"), f"schedule={self.schedule!r}: give '1f1b' or 'interleaved'")
-        whole("chunks", self.chunks, 1, what="a number of stages,")
-        _require(
-            self.schedule == "interleaved" or self.chunks == 1,
-            f"schedule={self.schedule!r} with chunks={self.chunks}: give 1, or schedule='interleaved'",
-        )
-        for name, number_ in (("microbatches", self.microbatches), ("microbatch_rows", self.microbatch_rows)):
-            if number_ is not None:
-                whole(name, number_, 1)
-        switch("cache_shapes", self.cache_shapes)
-
-
-PARTS = ("mesh", "shard", "precision", "grad", "comm", "tiers", "tensor", "pipeline")
+PARTS = ("mesh", "shard", "precision", "grad", "comm", "tiers", "tensor", "pipeline", "sequence")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -400,8 +357,9 @@ class Plan:
     comm: CommPlan
     tiers: TierPlan
     verbose: bool
-    tensor: TensorPlan = TensorPlan()
-    pipeline: PipelinePlan = PipelinePlan()
+    tensor: TensorPlan = dataclasses.field(default_factory=TensorPlan)
+    pipeline: PipelinePlan = dataclasses.field(default_factory=PipelinePlan)
+    sequence: SequencePlan = dataclasses.field(default_factory=SequencePlan)
 
     def __post_init__(self) -> None:
         switch("verbose", self.verbose)

@@ -17,7 +17,7 @@ from tests.sources import PACKAGE, Definition, Source, around, bound_names, func
 # A dotted unit ("chunk.layout") is a module that sits lower than the rest of its package.
 ROWS: tuple[tuple[str, ...], ...] = (
     ("checked",),
-    ("tier_plan",),  # the part of a plan that is about memories
+    ("tier_plan", "parallel_plan"),  # the parts of a plan that are about memories, and about dividing a model
     ("plan", "device", "torch_internals"),
     (
         "comm",
@@ -32,7 +32,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
         "attributes",
         "published",
     ),
-    ("mesh", "trace", "disk", "deferred", "tensor", "pipeline"),  # mesh builds the groups of comm
+    ("mesh", "trace", "disk", "deferred", "tensor", "pipeline", "sequence"),  # mesh builds the groups of comm
     ("memory", "chunk.layout"),
     ("optim",),  # moments may be at home on a disk
     ("chunk",),

@@ -22,7 +22,7 @@ __all__ = ["CALLS", "PASSES", "REPLICATE_AXIS", "SHARD_AXIS", "TENSOR_AXIS", "Me
 
 REPLICATE_AXIS = "dp_replicate"
 SHARD_AXIS = "dp_shard"
-TENSOR_AXIS, PIPELINE_AXIS = "tp", "pp"
+TENSOR_AXIS, PIPELINE_AXIS, SEQUENCE_AXIS = "tp", "pp", "sp"
 MODEL_AXIS = "model_parallel"
 
 # What is said to ranks that did not meet; the groups know nothing of passes.
@@ -46,7 +46,9 @@ class _Axes:
     pipeline: Group
     model: Group
     everyone: Group
+    sequence: Group
     wire: Wire | None = None
+    ring: Wire | None = None
 
 
 class Mesh:
@@ -70,6 +72,8 @@ class Mesh:
         ranks: their ranks in ``torch.distributed``, by rank in ``world``.
         members: the process group that the mesh was made over; ``None``: all ranks.
         wire: between the ranks of ``pipeline``; ``None`` where there is one.
+        sequence: the data-parallel ranks that see parts of the same sequences; neighbours in ``world``.
+        ring: between the ranks of ``sequence``; ``None`` where there is one.
         model_parallel: the ranks that hold other parts of the same model: those of ``tensor`` and ``pipeline``, or see
             :meth:`join_model_parallel`.
         device_mesh: the torch mesh with axes ``("dp_replicate", "dp_shard")``, ``"tp"`` where layers are cut and
@@ -90,6 +94,7 @@ class Mesh:
         self._parts: tuple[int, ...] | None = None
         self.device_mesh = device_mesh
         self.wire = axes.wire
+        self.sequence, self.ring = axes.sequence, axes.ring
         self._makers = [] if maker is None else [maker]
         self._parties = 0
         self._process = os.getpid()
@@ -123,19 +128,19 @@ class Mesh:
 
     @classmethod
     def _create(cls, plan: MeshPlan, device: torch.device, comm: CommPlan, group: dist.ProcessGroup | None) -> Mesh:
-        if not plan.dp_shard == plan.dp_replicate == plan.tp == plan.pp == 1:
+        if not plan.dp_shard == plan.dp_replicate == plan.tp == plan.pp == plan.sp == 1:
             check_joined()
         ranks = ranks_of("group", group)
         sizes, refusal = _resolved(plan, device, comm, len(ranks))
         if not (dist.is_available() and dist.is_initialized()):
             if refusal is not None:
                 raise refusal
-            names = (SHARD_AXIS, REPLICATE_AXIS, "world", TENSOR_AXIS, PIPELINE_AXIS)
-            shard, replicate, one, tensor, pipeline = (LocalGroup(name, device) for name in names)
-            return cls(_Axes(shard, replicate, one, tensor, pipeline, tensor, one), None, None, ranks)
+            names = (SHARD_AXIS, REPLICATE_AXIS, "world", TENSOR_AXIS, PIPELINE_AXIS, SEQUENCE_AXIS)
+            shard, replicate, one, tensor, pipeline, sequence = (LocalGroup(name, device) for name in names)
+            return cls(_Axes(shard, replicate, one, tensor, pipeline, tensor, one, sequence), None, None, ranks)
         # Told before it is raised: the others may want something that can be, and would wait.
         wanted = {"dp_replicate": sizes.dp_replicate, "dp_shard": sizes.dp_shard, "device": device.type}
-        wanted |= {name: size for name, size in (("tp", sizes.tp), ("pp", sizes.pp)) if size > 1}
+        wanted |= {name: size for name, size in (("tp", sizes.tp), ("pp", sizes.pp), ("sp", sizes.sp)) if size > 1}
         if sizes.dp_outside:
             wanted["dp_outside"] = True
         if refusal is not None:
@@ -150,7 +155,7 @@ class Mesh:
                 rows = maker.tell(asdict(seat_on(device, dist.get_rank())))
                 check_own_gpus([Seat(**row) for row in rows])
             grid = _grid(ranks, sizes)
-            axes = _axes(maker, grid)
+            axes = _axes(maker, grid, sizes.sp)
             own = tuple(grid[axes.pipeline.rank, :, :, axes.tensor.rank].flatten().tolist())
             return cls(axes, maker, _device_mesh(maker, members, grid), own)
         except BaseException:
@@ -215,7 +220,7 @@ class Mesh:
         """The different groups, each once (traffic is summed over these)."""
         found: list[Group] = []
         every = [self.shard, self.replicate, self.world, self.everyone, self.model_parallel]
-        every += [group for group in (self.tensor, self.pipeline) if group.size > 1]
+        every += [group for group in (self.tensor, self.pipeline, self.sequence) if group.size > 1]
         for group in every:
             if group is not None and not any(group is other for other in found):
                 found.append(group)
@@ -225,16 +230,15 @@ class Mesh:
         """Bytes sent by this rank in all groups, by kind."""
         kinds = self.world.traffic.bytes
         counted = [group.traffic for group in self.groups]
-        if self.wire is not None:
-            counted.append(self.wire.traffic)
+        counted += [wire.traffic for wire in (self.wire, self.ring) if wire is not None]
         return {kind: sum(each.bytes[kind] for each in counted) for kind in kinds}
 
     def reset_traffic(self) -> None:
         """Start counting from zero in all groups."""
         for group in self.groups:
             group.traffic.reset()
-        if self.wire is not None:
-            self.wire.traffic.reset()
+        for wire in filter(None, (self.wire, self.ring)):
+            wire.traffic.reset()
 
     def close(self) -> None:
         """Give back mapped memory and communicators, as a mesh does that is dropped. Calling it again does nothing, nor
@@ -284,8 +288,8 @@ def _grid(ranks: tuple[int, ...], sizes: MeshPlan) -> torch.Tensor:
     return torch.tensor(ranks).view(sizes.pp, sizes.dp_replicate, sizes.dp_shard, sizes.tp)
 
 
-def _axes(maker: GroupMaker, grid: torch.Tensor) -> _Axes:
-    """This rank's groups, of ranks as ``[stage, replica, shard, part]``."""
+def _axes(maker: GroupMaker, grid: torch.Tensor, sp: int) -> _Axes:
+    """This rank's groups, of ranks as ``[stage, replica, shard, part]``, of which ``sp`` share sequences."""
     stages, replicas, shards, parts = grid.shape
     shard = maker.make(SHARD_AXIS, _along(grid, 2))
     replicate = maker.make(REPLICATE_AXIS, _along(grid, 1))
@@ -310,7 +314,10 @@ def _axes(maker: GroupMaker, grid: torch.Tensor) -> _Axes:
     else:
         everyone = maker.make("everyone", [sorted(grid.flatten().tolist())])
     wire = maker.make_wire(PIPELINE_AXIS, _along(grid, 0)) if stages > 1 else None
-    return _Axes(shard, replicate, world, tensor, pipeline, model, everyone, wire)
+    lines = _along(grid.reshape(stages, replicas * shards // sp, sp, parts), 2)
+    sequence = maker.make(SEQUENCE_AXIS, lines)
+    ring = maker.make_wire(SEQUENCE_AXIS, lines) if sp > 1 else None
+    return _Axes(shard, replicate, world, tensor, pipeline, model, everyone, sequence, wire, ring)
 
 
 def _along(grid: torch.Tensor, *dims: int) -> list[list[int]]:

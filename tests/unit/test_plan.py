@@ -18,7 +18,9 @@ from shardwise.plan import (
     MeshPlan,
     PrecisionPlan,
     ScalerPlan,
+    SequencePlan,
     ShardPlan,
+    TensorPlan,
     replicated,
     zero,
 )
@@ -103,6 +105,11 @@ def _precision(**changes: object) -> PrecisionPlan:
 
 WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: MeshPlan(dp_shard=0, dp_replicate=1), "dp_shard=0"),
+    (lambda: MeshPlan(dp_shard=-1, dp_replicate=1, sp=0), "sp=0"),
+    (lambda: MeshPlan(dp_shard=-1, dp_replicate=1, sp=4).resolve(6), "sp=4 ranks with parts of one sequence among 6"),
+    (lambda: SequencePlan(mode="ring"), "mode='ring'"),
+    (lambda: SequencePlan(inner_ring=0), "inner_ring=0"),
+    (lambda: TensorPlan(sequence="all_to_all"), "sequence='all_to_all'"),
     (lambda: MeshPlan(dp_shard=1, dp_replicate=-2), "dp_replicate=-2"),
     (lambda: MeshPlan(dp_shard=-1, dp_replicate=-1), "at most one"),
     (lambda: ByNumel(chunk_numel=0), "chunk_numel=0"),

@@ -1,0 +1,109 @@
+"""The parts of a plan that say how one model is divided over ranks that train it together.
+
+Source: Megatron-LM (arXiv 1909.08053) and its sequence parallelism (2205.05198), PipeDream-flush and interleaving
+(2104.04473), DeepSpeed-Ulysses (2309.14509), ring attention (2310.01889).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from shardwise.checked import switch, whole
+
+__all__ = ["PipelinePlan", "SequencePlan", "TensorPlan"]
+
+
+def require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorPlan:
+    """Tensor parallelism: how the layers of a model are cut where the mesh has ``tp`` ranks.
+
+    Attributes:
+        parallel_output: logits stay cut by the vocabulary, where the model's own loss allows it.
+        vocabulary_multiple: each rank's rows of the vocabulary are padded to a multiple of it.
+        architecture: what is cut in which module (:class:`shardwise.tensor.Architecture`); ``None``: what is known of
+            the model's classes.
+        sequence: between the layers that are cut each rank has a part of every sequence: ``"split_gather"`` gathers it
+            where such a layer begins; ``"ring"`` passes the parts on from rank to rank while those that came are
+            multiplied. ``None``: all ranks have all of it.
+    """
+
+    parallel_output: bool = True
+    vocabulary_multiple: int = 64
+    architecture: Any = None
+    sequence: Literal["split_gather", "ring"] | None = None
+
+    def __post_init__(self) -> None:
+        switch("parallel_output", self.parallel_output)
+        whole("vocabulary_multiple", self.vocabulary_multiple, 1, what="a number of rows,")
+        require(
+            self.sequence in (None, "split_gather", "ring"),
+            f"sequence={self.sequence!r}: give 'split_gather', 'ring' or None",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelinePlan:
+    """Pipeline parallelism: how a model and a batch are divided where the mesh has ``pp`` ranks.
+
+    Attributes:
+        schedule: ``"1f1b"``, or ``"interleaved"`` with several stages a rank.
+        chunks: stages a rank.
+        microbatches: parts of a batch, as even as can be.
+        microbatch_rows: rows of each part but the last, where ``microbatches`` is ``None``; ``None``, too: a part a
+            stage.
+        layers: by stage; ``None``: as even as can be, with more in the middle.
+        cache_shapes: what passes between stages is described once for each shape of the inputs, not each time.
+        body: where the layers are (:class:`shardwise.pipeline.Body`), of a model whose class is not known.
+    """
+
+    schedule: Literal["1f1b", "interleaved"] = "1f1b"
+    chunks: int = 1
+    microbatches: int | None = None
+    microbatch_rows: int | None = None
+    layers: tuple[int, ...] | None = None
+    cache_shapes: bool = True
+    body: Any = None
+
+    def __post_init__(self) -> None:
+        require(self.schedule in ("1f1b", "interleaved"), f"schedule={self.schedule!r}: give '1f1b' or 'interleaved'")
+        whole("chunks", self.chunks, 1, what="a number of stages,")
+        require(
+            self.schedule == "interleaved" or self.chunks == 1,
+            f"schedule={self.schedule!r} with chunks={self.chunks}: give 1, or schedule='interleaved'",
+        )
+        for name, number_ in (("microbatches", self.microbatches), ("microbatch_rows", self.microbatch_rows)):
+            if number_ is not None:
+                whole(name, number_, 1)
+        switch("cache_shapes", self.cache_shapes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequencePlan:
+    """Sequence parallelism: how the ``sp`` ranks of a mesh share sequences.
+
+    Attributes:
+        mode: for attention, ``"all_to_all"`` gives each rank some heads of whole sequences (DeepSpeed-Ulysses), and
+            ``"ring_attn"`` passes keys and values from rank to rank (ring attention); there the ranks hold parts that
+            cost the same under a causal mask ("zigzag").
+        inner_ring: of ``"ring_attn"``, ranks of an inner ring, which keys and values pass before they go to the next
+            one; ``None``: one ring of all.
+        parallel_output: logits stay cut by the sequence, where the model's own loss allows it.
+        architecture: where a model's sequences begin and end; ``None``: what is known of its classes.
+    """
+
+    mode: Literal["all_to_all", "ring_attn"] = "all_to_all"
+    inner_ring: int | None = None
+    parallel_output: bool = True
+    architecture: Any = None
+
+    def __post_init__(self) -> None:
+        require(self.mode in ("all_to_all", "ring_attn"), f"mode={self.mode!r}: give 'all_to_all' or 'ring_attn'")
+        switch("parallel_output", self.parallel_output)
+        if self.inner_ring is not None:
+            whole("inner_ring", self.inner_ring, 1, what="a number of ranks, or None,")
