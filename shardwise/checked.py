@@ -19,6 +19,7 @@ __all__ = [
     "MOST_STEP",
     "number",
     "refuse",
+    "require",
     "share",
     "shown",
     "switch",
@@ -46,6 +47,14 @@ def shown(value: object) -> str:
     if isinstance(value, int) and value.bit_length() > LONG:
         return f"{'-' if value < 0 else ''}2**{value.bit_length() - 1} and more"
     return f"{value!r:.80}"
+
+
+def require(condition: bool, message: str) -> None:
+    """Raises:
+    ValueError: ``condition`` is false; ``message`` has the value and what to give.
+    """
+    if not condition:
+        raise ValueError(message)
 
 
 def whole(

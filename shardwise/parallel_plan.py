@@ -9,14 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from shardwise.checked import switch, whole
+from shardwise.checked import require, switch, whole
 
 __all__ = ["PipelinePlan", "SequencePlan", "TensorPlan"]
-
-
-def require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
 
 
 @dataclass(frozen=True, kw_only=True)

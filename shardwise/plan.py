@@ -17,7 +17,7 @@ from typing import Literal
 
 import torch
 
-from shardwise.checked import MOST_BYTES, MOST_NUMEL, MOST_SCALE, number, share, switch, whole
+from shardwise.checked import MOST_BYTES, MOST_NUMEL, MOST_SCALE, number, require, share, switch, whole
 from shardwise.parallel_plan import PipelinePlan, SequencePlan, TensorPlan
 from shardwise.tier_plan import AutoPlan, DiskPlan, TierPlan, on_device
 
@@ -54,11 +54,6 @@ MOST_SEARCHED = 2**20
 MOST_DIVISOR = 2.0**32
 
 
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
-
-
 @dataclass(frozen=True, kw_only=True)
 class MeshPlan:
     """How the ranks divide: ``pp`` ranks that hold the stages of one model, of each stage ``tp`` ranks that hold parts
@@ -85,8 +80,8 @@ class MeshPlan:
         switch("dp_outside", self.dp_outside)
         for name, size in (("dp_shard", self.dp_shard), ("dp_replicate", self.dp_replicate)):
             whole(name, size, -1, what="a number of ranks, or -1 for all that remain,")
-            _require(size != 0, f"{name}={size}: give a number of ranks >= 1, or -1 for all that remain")
-        _require(
+            require(size != 0, f"{name}={size}: give a number of ranks >= 1, or -1 for all that remain")
+        require(
             not (self.dp_shard == -1 and self.dp_replicate == -1),
             "dp_shard=-1 and dp_replicate=-1: at most one of them can be 'all ranks that remain'",
         )
@@ -107,13 +102,13 @@ class MeshPlan:
                 f"{world_size}"
             )
         found = {name: world_size // known if size == -1 else size for name, size in sizes.items()}
-        _require(
+        require(
             prod(found.values()) == world_size,
             f"{' x '.join(f'{name}={size}' for name, size in found.items())} is {prod(found.values())} ranks, but "
             f"there are {world_size}",
         )
         among = found["dp_shard"] * found["dp_replicate"]
-        _require(
+        require(
             among % self.sp == 0,
             f"sp={self.sp} ranks with parts of one sequence among {among} data-parallel ones (of {world_size}): give a "
             f"number that divides {among}",
@@ -161,7 +156,7 @@ class ByModule:
 
     def __post_init__(self) -> None:
         named = not self.unit_names or not self.unit_classes
-        _require(named, f"unit_classes={self.unit_classes} with unit_names={self.unit_names}: give one of them")
+        require(named, f"unit_classes={self.unit_classes} with unit_names={self.unit_names}: give one of them")
         if self.rest_numel is not None:
             whole("rest_numel", self.rest_numel, 1, MOST_NUMEL, ELEMENTS)
 
@@ -178,7 +173,7 @@ class BySearch:
         for name, least in (("search_range_numel", 0), ("interval_numel", 1), ("min_chunk_numel", 1)):
             whole(name, getattr(self, name), least, MOST_NUMEL, ELEMENTS)
         sizes = self.search_range_numel // self.interval_numel + 1
-        _require(
+        require(
             sizes <= MOST_SEARCHED,
             f"search_range_numel={self.search_range_numel} in steps of interval_numel={self.interval_numel}: {sizes} "
             f"sizes to try; give a smaller range or larger steps, for {MOST_SEARCHED} at most",
@@ -214,7 +209,7 @@ class ShardPlan:
         if self.gathered_budget_bytes is not None:
             whole("gathered_budget_bytes", self.gathered_budget_bytes, 0, MOST_BYTES, "bytes, or None,")
         whole("prefetch", self.prefetch, 0, what="a number of units")
-        _require(self.reduce in ("every", "last"), f"reduce={self.reduce!r}: give 'every' or 'last'")
+        require(self.reduce in ("every", "last"), f"reduce={self.reduce!r}: give 'every' or 'last'")
 
     @property
     def always_gathered(self) -> bool:
@@ -237,7 +232,7 @@ class ScalerPlan:
     def __post_init__(self) -> None:
         for name in ("initial_scale", "min_scale", "max_scale"):
             number(name, getattr(self, name), f"(0, {MOST_SCALE!r}]", f"a loss scale > 0, at most {MOST_SCALE:g}")
-        _require(
+        require(
             self.min_scale <= self.initial_scale <= self.max_scale,
             f"initial_scale={self.initial_scale} is outside [min_scale={self.min_scale}, max_scale={self.max_scale}]",
         )
@@ -275,7 +270,7 @@ class PrecisionPlan:
         for name in ("param_dtype", "buffer_dtype", "reduce_dtype", "accumulate_dtype", "output_dtype"):
             dtype = getattr(self, name)
             floating = dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
-            _require(floating, f"{name}={dtype!r}: give a floating-point torch.dtype, or None")
+            require(floating, f"{name}={dtype!r}: give a floating-point torch.dtype, or None")
         for name in ("master_weights", "cast_inputs"):
             switch(name, getattr(self, name))
 
@@ -304,9 +299,9 @@ class GradPlan:
     def __post_init__(self) -> None:
         number("max_norm", self.max_norm, "[0, inf)", "a finite norm >= 0 (0 is off)")
         number("norm_type", self.norm_type, "(0, inf]", "p > 0, or math.inf")
-        _require(self.average in ("sum", "mean", "tokens"), f"average={self.average!r}: give 'sum', 'mean' or 'tokens'")
-        _require(self.update in ("step", "backward"), f"update={self.update!r}: give 'step' or 'backward'")
-        _require(
+        require(self.average in ("sum", "mean", "tokens"), f"average={self.average!r}: give 'sum', 'mean' or 'tokens'")
+        require(self.update in ("step", "backward"), f"update={self.update!r}: give 'step' or 'backward'")
+        require(
             self.update == "step" or self.average != "tokens",
             f"update={self.update!r} with average={self.average!r}: the weights of a step are known at its end only; "
             "give update='step'",
@@ -424,7 +419,7 @@ def zero(stage: Literal[1, 2, 3], param_dtype: torch.dtype | None = None, dp_rep
 
     Stage 3 packs by module with nothing kept gathered and one unit fetched ahead. fp16 gets the dynamic scaler.
     """
-    _require(stage in (1, 2, 3), f"stage={stage!r}: give 1, 2 or 3")
+    require(stage in (1, 2, 3), f"stage={stage!r}: give 1, 2 or 3")
     packing: Packing = ByModule(unit_classes=()) if stage == 3 else ByNumel(chunk_numel=8 * 1024**2, min_chunks=8)
     return Plan(
         mesh=MeshPlan(dp_shard=-1, dp_replicate=dp_replicate),
