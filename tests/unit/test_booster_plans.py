@@ -30,6 +30,7 @@ from shardwise.plan import (
     PrecisionPlan,
     ScalerPlan,
     ShardPlan,
+    TensorPlan,
     on_device,
 )
 
@@ -183,6 +184,7 @@ def test_arguments_are_frozen() -> None:
 AUTO = GEMINI.but(
     auto=AutoPlan(warmup_non_model_ratio=0.8, steady_capacity_ratio=0.9, margin_ratio=0.0), pin_memory=True
 )
+SEQUENCES: dict[str, Any] = {"tp_size": 2, "enable_sequence_parallelism": True}
 GEMINI_CASES: list[tuple[dict[str, Any], Plan]] = [
     ({}, GEMINI),
     ({"placement_policy": "auto"}, AUTO),
@@ -192,6 +194,8 @@ GEMINI_CASES: list[tuple[dict[str, Any], Plan]] = [
     ({"max_prefetch": 3}, GEMINI.but(prefetch=3)),
     ({"extra_dp_size": 2}, GEMINI.but(dp_replicate=2)),
     ({"tp_size": 2}, GEMINI.but(tp=2)),
+    (SEQUENCES, GEMINI.but(tp=2, tensor=TensorPlan(sequence="split_gather"))),
+    ({**SEQUENCES, "enable_sequence_overlap": True}, GEMINI.but(tp=2, tensor=TensorPlan(sequence="ring"))),
     ({"enable_gradient_accumulation": True}, GEMINI),
     ({"strict_ddp_mode": True}, GEMINI),
     ({"enable_async_reduce": False}, GEMINI.but(overlap=False)),
@@ -309,9 +313,7 @@ def test_gemini_refuses(given: dict[str, Any]) -> None:
 GEMINI_NOT_YET: dict[str, Any] = {
     "enable_all_optimization": True,
     "enable_fused_normalization": True,
-    "enable_sequence_parallelism": True,
     "enable_jit_fused": True,
-    "enable_sequence_overlap": True,
     "use_fp8": True,
     "fp8_communication": True,
 }
@@ -333,6 +335,10 @@ def test_gradients_that_are_not_kept_cannot_be_accumulated(precision: str) -> No
 def test_gemini_over_ranks_with_parts_of_layers() -> None:
     with pytest.raises(ValueError, match="tp_size=3 does not divide the 4 ranks"):
         GeminiPlugin(tp_size=3).plan(4)
+    with pytest.raises(ValueError, match="enable_sequence_overlap=True with enable_sequence_parallelism=False"):
+        GeminiPlugin(tp_size=2, enable_sequence_overlap=True)
+    with pytest.raises(ValueError, match=r"tp_size=1.*give tp_size > 1"):
+        GeminiPlugin(enable_sequence_parallelism=True)
     with pytest.raises(NotImplementedError, match=r"update='backward'.*tp_size=2"):
         GeminiPlugin(tp_size=2, update="backward")
 

@@ -17,7 +17,7 @@ from shardwise.booster import Booster
 from shardwise.booster.plugin import HybridParallelPlugin, hybrid_parallel
 from shardwise.booster.plugin.hybrid_parallel import to_plan
 from shardwise.mesh.mesh import _grid
-from shardwise.plan import ByNumel, MeshPlan, PipelinePlan, Plan, ScalerPlan, TensorPlan
+from shardwise.plan import ByNumel, MeshPlan, PipelinePlan, Plan, ScalerPlan, SequencePlan, TensorPlan
 from shardwise.shardformer import GradientCheckpointConfig, ModulePolicyDescription, Policy
 from shardwise.shardformer.policies import PolicyArchitecture
 
@@ -29,6 +29,8 @@ SHARDED = ZERO1.but(mesh=MeshPlan(dp_shard=-1, dp_replicate=1, tp=2, dp_outside=
 BF16 = {"param_dtype": torch.bfloat16, "buffer_dtype": torch.bfloat16, "scaler": None}
 ZERO: dict[str, Any] = {"tp_size": 2, "pp_size": 1, "zero_stage": 1}
 STAGES: dict[str, Any] = {"tp_size": 2, "pp_size": 2}
+SEQUENCES: dict[str, Any] = {"tp_size": 2, "enable_sequence_parallelism": True}
+RING: dict[str, Any] = {"sequence_parallelism_mode": "ring_attn", "sp_size": 4, "inner_ring_size": 2}
 HYBRID_CASES: list[tuple[dict[str, Any], Plan]] = [
     ({"tp_size": 2, "pp_size": 1}, DDP),
     ({"tp_size": 4, "pp_size": 1}, DDP.but(tp=4)),
@@ -71,9 +73,19 @@ HYBRID_CASES: list[tuple[dict[str, Any], Plan]] = [
     ({**STAGES, "overlap_p2p": False}, DDP.but(pp=2)),
     ({**STAGES, "dp_outside": False}, DDP.but(pp=2, dp_outside=False)),
     ({**STAGES, "tp_size": 1, "zero_stage": 2}, SHARDED.but(pp=2, tp=1, reduce="every")),
+    (SEQUENCES, DDP.but(tensor=TensorPlan(sequence="split_gather"))),
+    ({**SEQUENCES, "sequence_parallelism_mode": "split_gather"}, DDP.but(tensor=TensorPlan(sequence="split_gather"))),
+    ({**SEQUENCES, "enable_sequence_overlap": True}, DDP.but(tensor=TensorPlan(sequence="ring"))),
+    ({**SEQUENCES, "sequence_parallelism_mode": "ring"}, DDP.but(tensor=TensorPlan(sequence="ring"))),
+    ({**SEQUENCES, "sp_size": 2}, DDP.but(sp=2)),
+    ({**SEQUENCES, "sp_size": 2, "tp_size": 1}, DDP.but(sp=2, tp=1)),
+    ({**SEQUENCES, **RING}, DDP.but(sp=4, mode="ring_attn", inner_ring=2)),
+    (
+        {**SEQUENCES, "sp_size": 2, "tp_size": 1, "parallel_output": False, "zero_stage": 1},
+        SHARDED.but(sp=2, tp=1, sequence=SequencePlan(parallel_output=False)),
+    ),
 ]
 HYBRID_NOT_YET: dict[str, Any] = {
-    "enable_sequence_parallelism": True,
     "enable_all_optimization": True,
     "enable_fused_normalization": True,
     "enable_jit_fused": True,
@@ -96,20 +108,18 @@ PIPELINE: dict[str, Any] = {
 SEQUENCE: dict[str, Any] = {"sequence_parallelism_mode": "ring_attn", "inner_ring_size": 2}
 ALIKE = ["find_unused_parameters", "gradient_as_bucket_view", "static_graph"]
 ELSEWHERE = [
-    "sp_size",
-    "enable_sequence_overlap",
     "custom_policy",
     "enable_flash_attention",
     "gradient_checkpoint_config",
 ]
-HYBRID_ELSEWHERE = ["overlap_p2p", "scheduler_nodes", *SEQUENCE, *ALIKE, *ELSEWHERE]
+HYBRID_ELSEWHERE = ["overlap_p2p", "scheduler_nodes", *ALIKE, *ELSEWHERE]
 
 
 @pytest.mark.parametrize(("given", "plan"), HYBRID_CASES, ids=[",".join(given) for given, _ in HYBRID_CASES])
 def test_hybrid_plan(given: dict[str, Any], plan: Plan) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        plugin = HybridParallelPlugin(**given)
+        plugin = HybridParallelPlugin(**{"pp_size": 1} | given)
     assert to_plan(plugin) == plan
     assert plugin.plan(world_size=8) == plan
 
@@ -159,6 +169,19 @@ def test_the_number_of_micro_batches_goes_before_their_size() -> None:
 
 
 @pytest.mark.parametrize("dp_outside", [True, False])
+def test_who_shares_sequences_is_what_the_mesh_says(dp_outside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    plugin = HybridParallelPlugin(**SEQUENCES, pp_size=2, sp_size=2, dp_outside=dp_outside)
+    assert plugin.plan(16).mesh.sp == 2
+    grid = _grid(tuple(range(16)), plugin.plan(16).mesh.resolve(16))
+    for rank in range(16):
+        monkeypatch.setattr(hybrid_parallel, "all_ranks", lambda rank=rank: (rank, 16))
+        ((_, replica, _, _),) = (grid == rank).nonzero().tolist()
+        assert plugin.data_parallel() == (replica // 2, 2)
+    with pytest.raises(ValueError, match="tp_size=2 x pp_size=2 x sp_size=2 does not divide the 12 ranks"):
+        plugin.plan(12)
+
+
+@pytest.mark.parametrize("dp_outside", [True, False])
 def test_who_sees_the_same_data_is_what_the_mesh_says(dp_outside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = MeshPlan(dp_shard=2, dp_replicate=1, tp=2, pp=2, dp_outside=dp_outside)
     grid = _grid(tuple(range(8)), sizes)  # [stage, replica, shard, part]
@@ -186,6 +209,8 @@ def test_who_sees_the_same_data_is_what_the_mesh_says(dp_outside: bool, monkeypa
         {"microbatch_size": -1},
         {"num_model_chunks": 0},
         {"inner_ring_size": 0},
+        {**SEQUENCES, **RING, "inner_ring_size": 3},
+        {"enable_sequence_parallelism": True, "tp_size": 1},
         {"make_vocab_size_divisible_by": 0},
         {"ddp_bucket_cap_mb": 0},
         {"zero_stage": 1, "zero_bucket_size_in_m": 0},
@@ -231,6 +256,11 @@ def test_hybrid_arguments_of_a_wrong_type(given: dict[str, Any]) -> None:
     [
         *(({"tp_size": 2, name: value}, r"no pipeline \(pp_size=1\)") for name, value in PIPELINE.items()),
         *(({"tp_size": 2, name: value}, "enable_sequence_parallelism=True only") for name, value in SEQUENCE.items()),
+        ({**SEQUENCES, "tp_size": 2, "inner_ring_size": 3}, "'split_gather' is over the ranks of tp_size"),
+        ({**SEQUENCES, "tp_size": 2, "sequence_parallelism_mode": "ring", "sp_size": 2}, "over the ranks of tp_size"),
+        ({**SEQUENCES, "sequence_parallelism_mode": "ring", "enable_sequence_overlap": True}, "'ring' always overlaps"),
+        ({**SEQUENCES, "sp_size": 2, "enable_sequence_overlap": True}, "'all_to_all' has nothing of that kind"),
+        ({**SEQUENCES, "sp_size": 2, "inner_ring_size": 2}, "sequence_parallelism_mode='ring_attn' only"),
         ({"tp_size": 2, "zero_bucket_size_in_m": 3}, "zero_stage 1 and 2 only"),
         ({"tp_size": 2, "overlap_allgather": True}, "zero_stage 1 and 2 only"),
         ({"zero_stage": 1, "tp_size": 2, "ddp_bucket_cap_mb": 3}, "zero_stage=0 only"),
@@ -249,6 +279,13 @@ def test_hybrid_says_once_what_has_no_effect(given: dict[str, Any], reason: str)
     assert len(found) == 1
     others = {key: value for key, value in given.items() if key != name}
     assert plugin.plan(8) == HybridParallelPlugin(pp_size=1, **others).plan(8)
+
+
+def test_sequences_over_one_rank() -> None:
+    words = "^enable_sequence_parallelism=True, sequence_parallelism_mode='ring_attn' without effect: sp_size is 1$"
+    with pytest.warns(UserWarning, match=words):
+        plugin = HybridParallelPlugin(**SEQUENCES, pp_size=1, sequence_parallelism_mode="ring_attn")
+    assert to_plan(plugin) == DDP
 
 
 class Nothing(Policy):

@@ -62,19 +62,20 @@ def all_ranks() -> tuple[int, int]:
     return dist.get_rank(), dist.get_world_size()
 
 
-def data_parallel_size(ranks: int, tp_size: int, pp_size: int = 1) -> int:
+def data_parallel_size(ranks: int, tp_size: int, pp_size: int = 1, sp_size: int = 1) -> int:
     """How many of ``ranks`` see different data.
 
     Raises:
-        ValueError: ``tp_size`` times ``pp_size`` does not divide them.
+        ValueError: the product of the sizes does not divide them.
     """
-    if ranks % (tp_size * pp_size):
-        given = f"tp_size={tp_size}" if pp_size == 1 else f"tp_size={tp_size} x pp_size={pp_size}"
+    if ranks % (tp_size * pp_size * sp_size):
+        given = f"tp_size={tp_size}"
+        given += "".join(f" x {name}={size}" for name, size in (("pp_size", pp_size), ("sp_size", sp_size)) if size > 1)
         raise ValueError(
             f"{given} does not divide the {ranks} ranks: start another number of them, or give sizes whose product "
             f"divides {ranks}"
         )
-    return ranks // (tp_size * pp_size)
+    return ranks // (tp_size * pp_size * sp_size)
 
 
 def device_bytes(device_memory: int | str | None) -> int | None:

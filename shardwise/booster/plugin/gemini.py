@@ -17,6 +17,7 @@ from torch import nn
 from shardwise.booster.plugin.argument_types import check_types, fits
 from shardwise.booster.plugin.base import Boosted, ShardedPlugin, all_ranks, data_parallel_size, device_bytes
 from shardwise.booster.plugin.engine_arguments import EngineArguments, check_update, grad_plan, precision_plan
+from shardwise.booster.plugin.sequence_arguments import SequenceArguments
 from shardwise.checked import MOST_NUMEL, number, refuse, share, whole
 from shardwise.loss_scale import scaler_plan
 from shardwise.plan import (
@@ -28,6 +29,7 @@ from shardwise.plan import (
     Packing,
     Plan,
     ShardPlan,
+    TensorPlan,
     TierPlan,
     usual_exchange,
 )
@@ -49,9 +51,7 @@ NOT_YET = {
     "fp8_communication": "leave it False",
     "enable_all_optimization": "give enable_flash_attention=True, which is what there is of it",
     "enable_fused_normalization": "leave it False",
-    "enable_sequence_parallelism": "leave it False",
     "enable_jit_fused": "leave it False; torch.compile may be applied to the model's blocks before boost",
-    "enable_sequence_overlap": "leave it False",
 }
 
 
@@ -122,9 +122,10 @@ class GeminiArguments(EngineArguments, _First):
         enable_fused_normalization: not yet.
         enable_flash_attention: the model's attention is torch's ``scaled_dot_product_attention``, which takes a flash
             kernel where there is one. A model that cannot is left as it is, with a warning.
-        enable_sequence_parallelism: not yet.
+        enable_sequence_parallelism: between layers that are cut each rank of ``tp_size`` has a part of every sequence
+            (HybridParallelPlugin's ``"split_gather"``).
         enable_jit_fused: not yet.
-        enable_sequence_overlap: not yet.
+        enable_sequence_overlap: what has come of a sequence is multiplied while the rest travels.
         enable_async_reduce: reduce gradients while backward still runs.
         use_fp8: multiply in 8 bits.
         verbose: report the chunk search, and say when a step is skipped.
@@ -207,6 +208,7 @@ def _check(arguments: GeminiArguments) -> None:
     for name in ("tp_size", "extra_dp_size"):
         whole(name, getattr(a, name), 1, what="a number of ranks")
     whole("max_prefetch", a.max_prefetch, 0, what="a number of chunks")
+    _sequence_arguments(a)
     _check_search(a)
     if a.chunk_config_dict is not None:
         _check_chunks(a.chunk_config_dict)
@@ -314,6 +316,7 @@ def to_plan(arguments: GeminiArguments, world_size: int | None = None) -> Plan:
     """
     a = arguments
     mesh = MeshPlan(dp_shard=-1, dp_replicate=a.extra_dp_size, tp=a.tp_size)
+    sequence = _sequence_arguments(a)
     shard_ranks = None if world_size is None else mesh.resolve(world_size).dp_shard
     tiers = _tiers(a)
     packing, gathered_fraction = _packing(a, shard_ranks)
@@ -338,6 +341,14 @@ def to_plan(arguments: GeminiArguments, world_size: int | None = None) -> Plan:
         comm=replace(usual_exchange(), overlap=a.enable_async_reduce),
         tiers=tiers,
         verbose=a.verbose,
+        tensor=TensorPlan(sequence=sequence.between_layers),
+    )
+
+
+def _sequence_arguments(arguments: GeminiArguments) -> SequenceArguments:
+    a = arguments
+    return SequenceArguments(
+        enabled=a.enable_sequence_parallelism, overlap=a.enable_sequence_overlap, tp_size=a.tp_size
     )
 
 

@@ -25,6 +25,7 @@ from shardwise.booster.plugin.engine_arguments import (
     grad_plan,
     precision_plan,
 )
+from shardwise.booster.plugin.sequence_arguments import SequenceArguments
 from shardwise.checked import MOST_BYTES, MOST_NUMEL, number, refuse, shown, whole
 from shardwise.loss_scale import scaler_plan
 from shardwise.plan import (
@@ -44,11 +45,9 @@ from shardwise.shardformer.shard.changes import StageDivision, changed_model
 
 __all__ = ["HybridParallelArguments", "HybridParallelPlugin", "to_plan"]
 
-MODES = ("split_gather", "ring", "all_to_all", "ring_attn")
 STYLES = ("1f1b", "interleaved", "zbv")
 FLASH = "give enable_flash_attention=True, which is what there is of it"
 NOT_YET = {
-    "enable_sequence_parallelism": "leave it False",
     "enable_all_optimization": FLASH,
     "enable_fused_normalization": "leave it False",
     "enable_jit_fused": "leave it False; torch.compile may be applied to the model's blocks before boost",
@@ -104,7 +103,8 @@ class HybridParallelArguments(EngineArguments, _First):
     Attributes:
         tp_size: ranks that hold parts of the same layers (tensor parallelism); neighbours.
         pp_size: ranks that hold the stages of one model (pipeline parallelism), for ``Booster.execute_pipeline``.
-        sp_size: ranks that hold parts of one sequence; ``None`` or 1, more is not there yet.
+        sp_size: ranks that see parts of the same sequences, for ``"all_to_all"`` and ``"ring_attn"``: neighbours among
+            the data-parallel ranks. In the other modes those of ``tp_size`` do.
         precision: ``"fp16"``, ``"bf16"`` or ``"fp32"``.
         zero_stage: 0: every data-parallel rank has masters and optimizer state of all of its parts. 1 shards these over
             the data-parallel ranks; 2 also shards gradients as soon as they are computed.
@@ -113,9 +113,12 @@ class HybridParallelArguments(EngineArguments, _First):
         enable_flash_attention: the model's attention is torch's ``scaled_dot_product_attention``, which takes a flash
             kernel where there is one. A model that cannot is left as it is, with a warning.
         enable_jit_fused: not yet.
-        enable_sequence_parallelism: not yet.
-        sequence_parallelism_mode: for ``enable_sequence_parallelism`` only.
-        enable_sequence_overlap: for ``enable_sequence_parallelism`` only.
+        enable_sequence_parallelism: each rank has a part of every sequence; see ``sequence_parallelism_mode``.
+        sequence_parallelism_mode: ``"split_gather"`` or ``"ring"``, over the ranks of ``tp_size``: between layers that
+            are cut. ``"all_to_all"`` (heads of whole sequences for attention) or ``"ring_attn"`` (keys and values pass
+            from rank to rank), over those of ``sp_size``: everywhere. ``None``: ``"all_to_all"`` with ``sp_size > 1``,
+            otherwise ``"split_gather"``.
+        enable_sequence_overlap: ``"split_gather"`` multiplies what has come while the rest travels, as ``"ring"`` does.
         parallel_output: logits stay cut by the vocabulary, where the model's own loss allows it; its loss is the right
             one either way.
         num_microbatches: parts of a batch in a pipeline, as even as can be; fewer where there are fewer rows.
@@ -150,7 +153,7 @@ class HybridParallelArguments(EngineArguments, _First):
         overlap_allgather: gather updated parameters while the next forward already runs, for ``zero_stage`` 1 and 2.
         fp8_communication: exchange in 8 bits; not yet.
         use_fp8: multiply in 8 bits; not yet.
-        inner_ring_size: for ``enable_sequence_parallelism`` only.
+        inner_ring_size: ranks of an inner ring of ``"ring_attn"``; it divides ``sp_size``. ``None``: one ring of all.
         scheduler_nodes: for ``pp_style="zbv"``, so not yet.
     """
 
@@ -198,11 +201,10 @@ def _check(arguments: HybridParallelArguments) -> None:
         raise ValueError(
             f"zero_stage={shown(a.zero_stage)}: HybridParallelPlugin has stages 0, 1, 2; GeminiPlugin is stage 3"
         )
-    if a.sequence_parallelism_mode not in (None, *MODES):
-        raise ValueError(f"sequence_parallelism_mode={a.sequence_parallelism_mode!r}: give None or one of {MODES}")
+    sequence_arguments(a)
     if a.pp_style not in STYLES:
         raise ValueError(f"pp_style={a.pp_style!r}: give one of {STYLES}")
-    for name in ("sp_size", "num_microbatches", "microbatch_size", "inner_ring_size"):
+    for name in ("num_microbatches", "microbatch_size"):
         if getattr(a, name) is not None:
             whole(name, getattr(a, name), 1, what="a number, or None,")
     for name in ("num_model_chunks", "make_vocab_size_divisible_by"):
@@ -212,11 +214,6 @@ def _check(arguments: HybridParallelArguments) -> None:
     for name, instead in NOT_YET.items():
         if getattr(a, name):
             refuse(name, getattr(a, name), instead)
-    if a.sp_size not in (None, 1) or a.enable_sequence_overlap:
-        raise ValueError(
-            f"sp_size={a.sp_size}, enable_sequence_overlap={a.enable_sequence_overlap} with "
-            "enable_sequence_parallelism=False: leave them None and False"
-        )
     check_update(a, tp_size=a.tp_size, pp_size=a.pp_size)
     if a.zero_stage == 0 and not a.broadcast_buffers:
         refuse("broadcast_buffers", False, "leave it True: all ranks start with rank 0's, and keep their own from then")
@@ -246,9 +243,7 @@ def _check_pipeline(arguments: HybridParallelArguments) -> None:
 def _vain(arguments: HybridParallelArguments) -> dict[str, Iterable[str]]:
     """The arguments that mean nothing beside the others, by reason."""
     a = arguments
-    found: dict[str, Iterable[str]] = {
-        "for enable_sequence_parallelism=True only": ("sequence_parallelism_mode", "inner_ring_size"),
-    }
+    found: dict[str, Iterable[str]] = sequence_arguments(a).vain()
     if a.pp_size == 1:
         found["there is no pipeline (pp_size=1)"] = PIPELINE
     elif a.num_microbatches is not None:
@@ -260,6 +255,24 @@ def _vain(arguments: HybridParallelArguments) -> dict[str, Iterable[str]]:
     if a.tp_size == 1:
         found["for tp_size > 1 only"] = ("make_vocab_size_divisible_by", "custom_policy")
     return found
+
+
+def sequence_arguments(arguments: HybridParallelArguments) -> SequenceArguments:
+    """Those of sequence parallelism.
+
+    Raises:
+        ValueError: they do not go together.
+    """
+    a = arguments
+    return SequenceArguments(
+        enabled=a.enable_sequence_parallelism,
+        mode=a.sequence_parallelism_mode,
+        overlap=a.enable_sequence_overlap,
+        tp_size=a.tp_size,
+        sp_size=a.sp_size,
+        inner_ring_size=a.inner_ring_size,
+        parallel_output=a.parallel_output,
+    )
 
 
 def _bucket_numel(arguments: HybridParallelArguments) -> int:
@@ -288,13 +301,24 @@ def to_plan(arguments: HybridParallelArguments) -> Plan:
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"communication_dtype={dtype}: give a floating-point torch.dtype, or None")
     shard, replicate = (1, -1) if a.zero_stage == 0 else (-1, 1)
-    tensor = TensorPlan()
+    sequence, tensor = sequence_arguments(a), TensorPlan()
     if a.tp_size > 1:
-        tensor = TensorPlan(parallel_output=a.parallel_output, vocabulary_multiple=a.make_vocab_size_divisible_by)
+        tensor = TensorPlan(
+            parallel_output=a.parallel_output,
+            vocabulary_multiple=a.make_vocab_size_divisible_by,
+            sequence=sequence.between_layers,
+        )
         if a.custom_policy is not None:
             tensor = replace(tensor, architecture=PolicyArchitecture(a.custom_policy, tensor))
     return Plan(
-        mesh=MeshPlan(dp_shard=shard, dp_replicate=replicate, tp=a.tp_size, pp=a.pp_size, dp_outside=a.dp_outside),
+        mesh=MeshPlan(
+            dp_shard=shard,
+            dp_replicate=replicate,
+            tp=a.tp_size,
+            pp=a.pp_size,
+            dp_outside=a.dp_outside,
+            sp=sequence.sp,
+        ),
         shard=ShardPlan(
             packing=ByNumel(chunk_numel=_bucket_numel(a), min_chunks=8),
             gathered_fraction=1.0,
@@ -318,6 +342,7 @@ def to_plan(arguments: HybridParallelArguments) -> Plan:
         verbose=a.zero_stage > 0,
         tensor=tensor,
         pipeline=_pipeline_plan(a),
+        sequence=sequence.plan,
     )
 
 
@@ -342,19 +367,19 @@ class HybridParallelPlugin(ShardedPlugin, HybridParallelArguments):
 
     def plan(self, world_size: int) -> Plan:
         """Raises:
-        ValueError: ``tp_size`` and ``pp_size`` do not divide the ranks.
+        ValueError: ``tp_size``, ``pp_size`` and ``sp_size`` do not divide the ranks.
         """
-        data_parallel_size(world_size, self.tp_size, self.pp_size)
+        data_parallel_size(world_size, self.tp_size, self.pp_size, sequence_arguments(self).sp)
         return to_plan(self)
 
     def data_parallel(self) -> tuple[int, int]:
         """(this rank's index, number) among the ranks that see different data: those that hold parts of one model see
-        the same."""
-        rank, ranks = all_ranks()
-        size = data_parallel_size(ranks, self.tp_size, self.pp_size)
+        the same, and so do those that share sequences."""
+        (rank, ranks), sp = all_ranks(), sequence_arguments(self).sp
+        size = data_parallel_size(ranks, self.tp_size, self.pp_size, sp)
         if self.dp_outside:
-            return rank // (self.tp_size * self.pp_size), size
-        return rank // self.tp_size % size, size
+            return rank // (self.tp_size * self.pp_size * sp), size
+        return rank // self.tp_size // sp % size, size
 
     def configure(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Boosted:
         stages = self.pp_size * self.num_model_chunks if self.pp_size > 1 else 1
