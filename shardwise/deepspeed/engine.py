@@ -237,8 +237,8 @@ class DeepSpeedEngine(nn.Module):
 
     @property
     def dp_world_size(self) -> int:
-        """Number of those that the model is divided over: all, but for what an ``mpu`` says."""
-        return self.session.mesh.size
+        """How many see different samples: all, but for tensor and sequence parallelism, and what an ``mpu`` says."""
+        return self.session.mesh.data_ranks
 
     @property
     def config(self) -> dict[str, Any]:
@@ -356,7 +356,7 @@ class DeepSpeedEngine(nn.Module):
         if not isinstance(dataset, IterableDataset):
             mesh = self.session.mesh
             options["sampler"] = data_sampler or DistributedSampler(
-                dataset, num_replicas=mesh.size, rank=mesh.rank, shuffle=route == "train"
+                dataset, num_replicas=mesh.data_ranks, rank=mesh.data_rank, shuffle=route == "train"
             )
         return DataLoader(dataset, **options)
 

@@ -14,11 +14,11 @@ from torch.utils.data import DataLoader, Dataset
 from shardwise.build import build
 from shardwise.comm import ranks_of
 from shardwise.deepspeed.checkpointing import use_settings
-from shardwise.deepspeed.config import Batch, Settings, batch_of, read_config
+from shardwise.deepspeed.config import Batch, Settings, batch_of, load_config, read_config
 from shardwise.deepspeed.engine import DeepSpeedEngine
 from shardwise.deepspeed.groups import groups_of, mesh_of
 from shardwise.deepspeed.optimizers import make_optimizer
-from shardwise.deepspeed.plan import plan_of
+from shardwise.deepspeed.plan import data_ranks, parallel_sizes, plan_of
 from shardwise.deepspeed.schedules import make_schedule
 from shardwise.deepspeed.zero import remember
 from shardwise.deferred.construction import paused
@@ -63,7 +63,8 @@ def initialize(
         dist_init_required: ``False``: the process group exists already, or this is one process.
         collate_fn: of the data loader.
         config: a dict, which is not changed, or the path of a JSON file; ``config_params`` is its older name.
-        mesh_param: not available.
+        mesh_param: ``(data-parallel ranks, ranks that see parts of the same sequences)``, as the configuration's
+            ``data_parallel_size`` and ``sequence_parallel_size``.
         config_params: see ``config``.
 
     Returns:
@@ -72,18 +73,21 @@ def initialize(
     Raises:
         ValueError: no model, no configuration or two, or a fault in it (see
             :func:`~shardwise.deepspeed.config.read_config`).
-        NotImplementedError: something in it or in ``mpu``, or ``mesh_param``, that is not available.
+        NotImplementedError: something in it or in ``mpu`` that is not available.
     """
     if model is None:
         raise ValueError(f"model={model}: give the module to train")
-    if mesh_param is not None:
-        raise NotImplementedError(f"{mesh_param=!r:.80} is not available: give mpu, or leave it out")
     if dist_init_required is not False:
         init_distributed()
     group, others = groups_of(mpu, model)
     ranks = len(ranks_of("group", group))
-    settings = read_config(_chosen(args, config, config_params))
-    batch = _batch(settings, ranks)
+    settings = read_config(_with_mesh(_chosen(args, config, config_params), mesh_param))
+    if mpu is not None and max(parallel_sizes(settings)) > 1:
+        raise ValueError(
+            f"mpu={mpu!r:.80} with tensor_parallel.autotp_size, sequence_parallel_size = {parallel_sizes(settings)}: "
+            "an mpu is for a program that divides the model itself; give one of them"
+        )
+    batch = _batch(settings, data_ranks(settings, ranks))
     plan = plan_of(settings, ranks, [p.numel() for p in model.parameters()])
     chosen = _optimizer(settings, model, optimizer, model_parameters)
     schedule = _schedule(settings, chosen, lr_scheduler)
@@ -106,6 +110,23 @@ def _chosen(args: Any, config: Any, config_params: Any) -> Any:
     if len(given) != 1:
         raise ValueError(f"configurations given: {sorted(given)}; give one, as config= or as args.deepspeed_config")
     return next(iter(given.values()))
+
+
+def _with_mesh(config: Any, mesh_param: Any) -> Any:
+    """The configuration with the sizes of ``mesh_param``.
+
+    Raises:
+        ValueError: that is no pair of sizes, or the configuration has others.
+    """
+    if mesh_param is None:
+        return config
+    if not isinstance(mesh_param, list | tuple) or len(mesh_param) != 2:
+        raise ValueError(f"{mesh_param=!r:.80}: give (data-parallel ranks, ranks that share sequences)")
+    tree = load_config(config)
+    for name, size in zip(("data_parallel_size", "sequence_parallel_size"), mesh_param, strict=True):
+        if tree.setdefault(name, size) != size:
+            raise ValueError(f"{mesh_param=} and {name}={tree[name]!r:.80} of the configuration: give the same")
+    return tree
 
 
 def _batch(settings: Settings, ranks: int) -> Batch:

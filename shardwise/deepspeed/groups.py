@@ -42,7 +42,8 @@ def data_parallel_group(mpu: Any) -> dist.ProcessGroup:
         size = getattr(mpu, name)() if hasattr(mpu, name) else 1
         if size > 1:
             raise NotImplementedError(
-                f"mpu.{name}()={size} is not available: beside data only tensor parallelism is; give an mpu without it"
+                f"mpu.{name}()={size} is not available: of an mpu beside data only tensor parallelism is; give an mpu "
+                "without it (sequence_parallel_size in the configuration needs none)"
             )
     group: dist.ProcessGroup = getattr(mpu, DATA)()
     ranks_of(f"mpu.{DATA}()", group)

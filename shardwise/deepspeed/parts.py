@@ -49,19 +49,19 @@ class PartRun(EngineRun):
     @property
     def speaks(self) -> bool:
         """Whether this rank is the one that warns: the first of the first part."""
-        others = self._session.mesh.model_parallel
+        others = self._session.mesh.joined
         return self.rank == 0 and (others is None or others.rank == 0)
 
     def directory(self, root: str) -> str:
         """Where this part is saved: ``root`` itself, if it is the whole model."""
-        others = self._session.mesh.model_parallel
+        others = self._session.mesh.joined
         return root if others is None else str(Path(root) / _name(others.rank))
 
     def gather(self, value: object, /) -> list[Any]:
         """The ``value`` of every rank that holds this part, as :func:`agree` wants it. A failure of the same rank of
         another part takes the place of a success. Collective over all parts."""
         rows = super().gather(value)
-        others = self._session.mesh.model_parallel
+        others = self._session.mesh.joined
         if others is None:
             return rows
         failed: dict[int, Any] = {}
@@ -75,7 +75,7 @@ class PartRun(EngineRun):
     def everybody(self, value: object) -> list[Any]:
         """The ``value`` of every rank of every part. Collective over them."""
         rows = super().gather(value)
-        others = self._session.mesh.model_parallel
+        others = self._session.mesh.joined
         parts: list[Any] = [rows] if others is None else others.exchange_object(rows)
         return [row for part in parts for row in part]
 
@@ -85,7 +85,7 @@ class PartRun(EngineRun):
         Raises:
             CheckpointError: on every rank, when the parts have no such checkpoint in common.
         """
-        own, others = self.directory(root), self._session.mesh.model_parallel
+        own, others = self.directory(root), self._session.mesh.joined
         what = f"find a checkpoint in {own}"
         if others is None:
             _, places = agree(self.gather, self.rank, what, lambda: [_place(Path(own), tag)])

@@ -25,7 +25,7 @@ from shardwise.plan import (
     usual_exchange,
 )
 
-__all__ = ["home_of_parameters", "number_format", "plan_of", "to_plan"]
+__all__ = ["data_ranks", "home_of_parameters", "number_format", "parallel_sizes", "plan_of", "to_plan"]
 
 ZERO, PARAM, OPTIM = "zero_optimization", "zero_optimization.offload_param", "zero_optimization.offload_optimizer"
 STAGE_3 = tuple(
@@ -69,7 +69,7 @@ def to_plan(
             ``world_size``, and an optimizer or a scheduler that ``initialize`` would refuse to make.
     """
     settings = read_config(config, known)
-    batch_of(settings, world_size)
+    batch_of(settings, data_ranks(settings, world_size))
     check_optimizer(settings)
     plan = plan_of(settings, world_size, numels)
     return plan, settings.findings.report()
@@ -79,7 +79,8 @@ def plan_of(settings: Settings, world_size: int, numels: Sequence[int] | None = 
     """:func:`to_plan` for settings that were read; what only some stages use is added to their findings."""
     s = settings
     _set_aside(s)
-    mesh = _mesh(s, world_size)
+    mesh = _mesh(s, data_ranks(s, world_size) * s["sequence_parallel_size"])
+    shard_ranks = mesh.resolve(data_ranks(s, world_size) * s["sequence_parallel_size"]).dp_shard
     precision = _precision(s)
     if not s.given("gradient_clipping"):
         s.findings.note(
@@ -87,13 +88,14 @@ def plan_of(settings: Settings, world_size: int, numels: Sequence[int] | None = 
             "documented default (what releases before 0.19.8 did not do); 0.0 is off"
         )
     overlap = s[f"{ZERO}.overlap_comm"]
+    tensor, sequence = parallel_sizes(s)
     return Plan(
-        mesh=mesh,
+        mesh=replace(mesh, tp=tensor, sp=sequence),
         shard=_shard(s, precision, numels),
         precision=precision,
         grad=GradPlan(max_norm=s["gradient_clipping"], norm_type=2.0, average="sum", update="step"),
         comm=replace(usual_exchange(), overlap=True if overlap is None else overlap),
-        tiers=_tiers(s, mesh.resolve(world_size).dp_shard, numels),
+        tiers=_tiers(s, shard_ranks, numels),
         verbose=False,
     )
 
@@ -133,6 +135,40 @@ def _set_aside(s: Settings) -> None:
             ignore([p for p in (f"{block}.{n}" for n in names) if p in s.values], f"{block}.device is {where!r}")
         if where == "none":
             ignore([p for p in (f"{block}.pin_memory", f"{block}.ratio") if p in s.values], "nothing is offloaded")
+
+
+def parallel_sizes(settings: Settings) -> tuple[int, int]:
+    """Ranks that hold parts of the same layers, and ranks that see parts of the same sequences.
+
+    Raises:
+        ValueError: two sizes of tensor parallelism that differ.
+    """
+    sizes = {path: settings[path] for path in ("tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size")}
+    chosen = {path: size for path, size in sizes.items() if size > 1}
+    if len(set(chosen.values())) > 1:
+        raise ValueError(f"{chosen}: both give the number of ranks that hold one layer; give one of them")
+    return max(1, *sizes.values()), settings["sequence_parallel_size"]
+
+
+def data_ranks(settings: Settings, world_size: int) -> int:
+    """How many of ``world_size`` ranks, or sets of them, see different samples.
+
+    Raises:
+        ValueError: the sizes do not divide them, or ``data_parallel_size`` is another number.
+    """
+    (tensor, sequence), named = parallel_sizes(settings), settings["data_parallel_size"]
+    if world_size % (tensor * sequence):
+        raise ValueError(
+            f"tensor_parallel.autotp_size={tensor} x sequence_parallel_size={sequence} does not divide the "
+            f"{world_size} ranks: give sizes whose product does"
+        )
+    found = world_size // (tensor * sequence)
+    if named not in (None, found):
+        raise ValueError(
+            f"data_parallel_size={named}: {world_size} ranks with tensor_parallel.autotp_size={tensor} and "
+            f"sequence_parallel_size={sequence} are {found} x {tensor} x {sequence}; give {found}, or leave it out"
+        )
+    return found
 
 
 def _mesh(s: Settings, world_size: int) -> MeshPlan:

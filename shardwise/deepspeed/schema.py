@@ -90,9 +90,9 @@ _TOP = {
     "gradient_predivide_factor": _skip("float", 1.0, _MEAN, 1.0),
     "gradient_allreduce_op": _refuse("text", "mean", "give 'mean' and multiply the loss by the number of ranks"),
     "communication_data_type": _use("dtype", None),
-    "seq_parallel_communication_data_type": _skip("text", "fp32", "there is no sequence parallelism here", "fp32"),
-    "sequence_parallel_size": _refuse("int", 1, "leave it 1; sequence parallelism is not available"),
-    "data_parallel_size": _skip("int", None, "all ranks are data-parallel"),
+    "seq_parallel_communication_data_type": _skip("text", "fp32", "activations travel in their own dtype"),
+    "sequence_parallel_size": _use("int", 1, 1, MOST_COUNT),
+    "data_parallel_size": _use("int", None, 1, MOST_COUNT),
     "disable_allgather": _skip("bool", False, "updated parameters always travel by all-gather", False),
     "dump_state": _skip("bool", False, "print engine.session.plan and engine.report instead", False),
     "disable_python_gc": _skip("bool", False, "call gc.disable() in the program", False),
@@ -228,6 +228,26 @@ _ACTIVATIONS = {
     "profile": _use("bool", False),
 }
 
+_CLASSES = "what of a model is cut is known by its modules' classes, see shardwise.tensor.known_architectures()"
+_DESCRIBE = "leave it out, and describe the model with shardwise.tensor.register_architecture"
+_TENSOR = {
+    "autotp_size": _use("int", 0, 0, MOST_COUNT),
+    "dtype": _skip("text", None, "fp16 and bf16 say it"),
+    "tp_overlap_comm": _skip("bool", False, "sums of activations are waited for where they are needed", False),
+    "vocab_parallel_lm_head": _skip("bool", None, "the vocabulary is cut where the model's own loss allows it"),
+    "vocab_parallel_ce_backend": _skip("text", "torch", "there is one cross entropy of a cut vocabulary", "torch"),
+    "preset_model": _skip("text", None, _CLASSES),
+    "keep_module_on_host": _skip("bool", False, "values are cut one after the other, wherever the model is", False),
+    "replace_with_kernel_inject": _refuse("bool", False, "it is for inference: leave it false"),
+    "injection_policy_tuple": _refuse("list", None, _DESCRIBE),
+}
+_TENSOR_GROUP = {
+    "tp_size": _use("int", 1, 1, MOST_COUNT),
+    "tp_grain_size": _skip("int", 1, "heads and the elements of an MLP need not divide", 1),
+    "mpu": _refuse("text", None, "give it to initialize"),
+    "tp_group": _refuse("text", None, "give initialize an mpu with such a group instead of autotp_size"),
+}
+
 _SECTIONS: dict[str, dict[str, Key]] = {
     "": _TOP,
     "fp16": _FP16,
@@ -241,6 +261,8 @@ _SECTIONS: dict[str, dict[str, Key]] = {
     "optimizer": _OPTIMIZER,
     "scheduler": _SCHEDULER,
     "checkpoint": _CHECKPOINT,
+    "tensor_parallel": _TENSOR,
+    "tensor_parallel.tp": _TENSOR_GROUP,
 }
 KEYS: dict[str, Key] = {
     f"{section}.{name}".lstrip("."): key for section, keys in _SECTIONS.items() for name, key in keys.items()
@@ -264,6 +286,7 @@ ALIASES: dict[str, str] = {
     ),
     "aio.thread_count": "aio.intra_op_parallelism",
     "bfloat16": "bf16",
+    "tensor_parallel.kernel_inject": "tensor_parallel.replace_with_kernel_inject",
     "zero_optimization.cpu_offload": "zero_optimization.offload_optimizer",
     "zero_optimization.cpu_offload_param": "zero_optimization.offload_param",
 }
@@ -307,7 +330,7 @@ BLOCKS: dict[str, ConfigBlock] = {
     "eigenvalue": ConfigBlock("refused", "leave it out"),
     "nebula": ConfigBlock("refused", "leave it out: engine.save_checkpoint writes files"),
     "expert_parallel": ConfigBlock("refused", "leave it out: expert parallelism is not available"),
-    "tensor_parallel": ConfigBlock("refused", "leave it out: tensor parallelism is not available", "autotp_size"),
+    "tensor_parallel.partition_config": ConfigBlock("refused", _DESCRIBE, None),
     "pipeline": ConfigBlock("refused", "leave it out: pipeline parallelism is not available", "stages"),
     "compile": ConfigBlock("refused", "leave it out and call torch.compile on the model's blocks", "deepcompile"),
     "sparse_attention": ConfigBlock("refused", "use an attention of the model's own", None),

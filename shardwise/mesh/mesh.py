@@ -76,6 +76,7 @@ class Mesh:
         ring: between the ranks of ``sequence``; ``None`` where there is one.
         model_parallel: the ranks that hold other parts of the same model: those of ``tensor`` and ``pipeline``, or see
             :meth:`join_model_parallel`.
+        joined: what was given to :meth:`join_model_parallel`; ``None``: nothing.
         device_mesh: the torch mesh with axes ``("dp_replicate", "dp_shard")``, ``"tp"`` where layers are cut and
             ``"pp"`` where there are stages; ``None`` without torch.distributed.
     """
@@ -91,6 +92,7 @@ class Mesh:
         self.ranks = ranks
         self.members = maker.members if maker is not None else None
         self.model_parallel: Group | None = axes.model if axes.model.size > 1 else None
+        self.joined: Group | None = None
         self._parts: tuple[int, ...] | None = None
         self.device_mesh = device_mesh
         self.wire = axes.wire
@@ -198,7 +200,7 @@ class Mesh:
             members = Members(group, "the model-parallel group", MODEL_AXIS)
             maker = GroupMaker(self.device, shared_memory, members.timeout_s, members)
             self._makers.append(maker)  # first: what it made is closed even if the rest fails
-            self.model_parallel = maker.make(MODEL_AXIS, [list(ranks)])
+            self.model_parallel = self.joined = maker.make(MODEL_AXIS, [list(ranks)])
         self._parts = ranks
 
     def enroll(self, name: str) -> Party:
@@ -214,6 +216,16 @@ class Mesh:
     def first(self) -> bool:
         """Whether this is the rank that prints, and writes what is written once."""
         return self.everyone.rank == 0
+
+    @property
+    def data_ranks(self) -> int:
+        """How many ranks, or sets of them, see different data."""
+        return self.size // self.sequence.size
+
+    @property
+    def data_rank(self) -> int:
+        """Which of them this rank is, or belongs to."""
+        return self.rank // self.sequence.size
 
     @property
     def groups(self) -> tuple[Group, ...]:

@@ -21,6 +21,7 @@ from shardwise.deepspeed.config import Report, Settings, read_config
 from shardwise.deepspeed.frozen import frozen_ones_are_missing
 from shardwise.deepspeed.logs import LOG, known_level, set_level
 from shardwise.deepspeed.optimizers import make_optimizer
+from shardwise.deepspeed.plan import data_ranks
 from shardwise.deepspeed.schedules import make_schedule
 from shardwise.deepspeed.stepping import watched_step
 from shardwise.mesh.launch import read_variable
@@ -139,6 +140,14 @@ class DeepSpeed(ShardedStrategy):
         return read_config(self._given).stage == 3
 
     # ---- the plan
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """For Trainer's ``DistributedSampler``: ranks that hold one model together, or parts of sequences, see the same
+        samples."""
+        settings = self._settings or read_config(self._given)
+        ranks = data_ranks(settings, self.world_size)
+        return {"num_replicas": ranks, "rank": self.global_rank * ranks // self.world_size}
 
     def _facts(self, trainer: Any) -> TrainerFacts:
         by_norm = trainer.gradient_clip_algorithm is None or trainer.gradient_clip_algorithm.value == "norm"
@@ -294,7 +303,7 @@ class DeepSpeed(ShardedStrategy):
         self._steps += 1
         batches, self._batches = self._batches, 0
         if self._clock is not None:
-            samples = batches * settings[MICRO] * self.world_size
+            samples = batches * settings[MICRO] * data_ranks(settings, self.world_size)
             self._clock.step_ended(self._steps, samples, lambda: self._progress(optimizer))
         return result
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from shardwise.checked import switch, whole
 from shardwise.deepspeed.config import Report, Settings, Source, load_config, read_config
-from shardwise.deepspeed.plan import home_of_parameters, plan_of
+from shardwise.deepspeed.plan import data_ranks, home_of_parameters, plan_of
 from shardwise.plan import Plan
 from shardwise.published import changed, given_in_vain, listed, names_of
 
@@ -321,6 +321,7 @@ def read(tree: Mapping[str, Any], world_size: int) -> Settings:
     """
     settings = read_config(tree)
     together, micro, steps = settings[TOGETHER], settings[MICRO], settings[ACCUMULATION]
+    world_size = data_ranks(settings, world_size)
     if together is not None and together != micro * steps * world_size:
         settings = read_config({name: value for name, value in tree.items() if name != TOGETHER})
         settings.findings.ignore(

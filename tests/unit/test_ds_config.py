@@ -176,6 +176,10 @@ USED: list[tuple[str, Any, int, Tree, dict[str, Any]]] = [
     (ZERO + "cpu_offload", True, 2, {}, {"state_host_fraction": 1.0, "pin_memory": True}),
     (ZERO + "cpu_offload_param", True, 3, {}, {"param_host_fraction": 1.0, "pin_memory": True}),
     (ZERO + "cpu_offload_use_pin_memory", False, 2, {"zero_optimization": {"cpu_offload": True}}, {"state_host_fraction": 1.0}),
+    ("tensor_parallel.autotp_size", 2, 2, {}, {"tp": 2}),
+    ("tensor_parallel.tp.tp_size", 4, 0, {"tensor_parallel": {"autotp_size": 4}}, {"tp": 4}),
+    ("sequence_parallel_size", 2, 3, {"tensor_parallel": {"autotp_size": 2}}, {"tp": 2, "sp": 2}),
+    ("data_parallel_size", 2, 1, {"sequence_parallel_size": 2}, {"sp": 2}),
     (ZERO + "max_live_parameters", 5, 3, {}, {"gathered_budget_bytes": 20}),
     (ZERO + "param_persistence_threshold", 7, 3, {}, {"packing": ByTensor(persist_numel=7)}),
     (ZERO + "prefetch_bucket_size", 0, 3, {}, {"prefetch": 0}),
@@ -288,6 +292,23 @@ def test_a_block_is_ignored_or_refused_where_it_is_on(path: str) -> None:
     if block.inner:
         with pytest.raises(ValueError, match=f"did you mean '{name}'"):
             to_plan(tree_of(f"{path}.{name}x", 1), 4)
+
+
+DIVIDED: list[tuple[Tree, str]] = [
+    ({"tensor_parallel": {"autotp_size": 3}}, "autotp_size=3 x sequence_parallel_size=1 does not divide the 4 ranks"),
+    ({"sequence_parallel_size": 2, "data_parallel_size": 4}, "data_parallel_size=4: .* are 2 x 1 x 2; give 2"),
+    (
+        {"tensor_parallel": {"autotp_size": 4, "tp": {"tp_size": 2}}},
+        "both give the number of ranks that hold one layer",
+    ),
+    ({"sequence_parallel_size": 2, "train_batch_size": 3, "gradient_accumulation_steps": 1}, "x 2 ranks = 2"),
+]
+
+
+@pytest.mark.parametrize(("tree", "message"), DIVIDED, ids=[message for _, message in DIVIDED])
+def test_ranks_that_hold_one_model_or_share_sequences(tree: Tree, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        to_plan(tree, 4)
 
 
 UNKNOWN = [

@@ -155,7 +155,12 @@ MINIMAL = {"train_batch_size": 1, "gradient_clipping": 0.0, "optimizer": {"type"
         ({}, ValueError, "configurations given: \\[\\]"),
         ({"config": {}}, ValueError, "give at least one of them"),
         ({"config": MINIMAL, "mpu": 1}, ValueError, "mpu=1 has no get_data_parallel_group"),
-        ({"config": MINIMAL, "mesh_param": 1}, NotImplementedError, "mesh_param=1"),
+        ({"config": MINIMAL, "mesh_param": 1}, ValueError, "mesh_param=1: give"),
+        (
+            {"config": MINIMAL | {"sequence_parallel_size": 2}, "mesh_param": (1, 4)},
+            ValueError,
+            "_size=2 of the config",
+        ),
         ({"config": {**MINIMAL, "optimizer": None, "scheduler": {"type": "WarmupLR"}}}, ValueError, "without an opt"),
     ],
 )

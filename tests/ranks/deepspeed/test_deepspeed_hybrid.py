@@ -1,0 +1,61 @@
+"""Tensor parallelism by DeepSpeed's keys: fp64 against plain PyTorch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from hybrid_setup import MAX_NORM, STEPS, Texts, made, optimizer_of, plain
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+import shardwise.deepspeed as deepspeed
+from shardwise.testing import assert_close, run_ranks
+
+RANKS, BATCH, TP = 4, 2, 2
+CONFIG: dict[str, Any] = {
+    "train_batch_size": BATCH * RANKS // TP,
+    "gradient_clipping": MAX_NORM,
+    "tensor_parallel": {"autotp_size": TP},
+}
+
+
+def held(session: Any, values: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What this rank has of each parameter, and what it should have."""
+    facts = session.engine.layout.facts
+    with session.module.gathered():
+        own = {fact.names[0]: p.detach().clone() for fact, p in zip(facts, session.params, strict=True)}
+    return own, {f.names[0]: values[f.names[0]] if f.part is None else f.part.of(values[f.names[0]]) for f in facts}
+
+
+def _initialized(stage: int, directory: Path) -> None:
+    model = made("llama")
+    engine, _, loader, _ = deepspeed.initialize(
+        model=model,
+        optimizer=optimizer_of(model),
+        training_data=Texts(STEPS * BATCH * RANKS // TP),
+        config=CONFIG | {"zero_optimization": {"stage": stage}},
+    )
+    assert loader is not None
+    mesh = engine.session.mesh
+    assert (engine.dp_world_size, mesh.tensor.size, mesh.data_rank) == (2, TP, dist.get_rank() // TP)
+    loader = DataLoader(loader.dataset, BATCH, sampler=engine.deepspeed_io(loader.dataset, route="test").sampler)
+    for (loss, norm, values), inputs in zip(plain("llama", 2, BATCH, True), loader, strict=True):
+        out = engine(**inputs)
+        engine.backward(out.loss)
+        engine.step()
+        losses: list[Any] = [None] * RANKS
+        dist.all_gather_object(losses, out.loss.item())
+        assert abs(sum(losses) / RANKS - loss) < 1e-10 * loss
+        assert abs(engine.get_global_grad_norm() - norm) < 1e-10 * norm
+        assert_close(*held(engine.session, values), 1e-9, "parameters")
+    assert engine.global_samples == STEPS * BATCH * 2
+    engine.save_checkpoint(str(directory), "last")
+    assert not list(directory.glob("**/mp_rank_*")), "one checkpoint, of whole tensors"
+    engine.destroy()
+
+
+def test_stages_with_tensor_parallelism(tmp_path: Path) -> None:
+    for stage in (0, 1, 2, 3):
+        run_ranks(RANKS, _initialized, stage, tmp_path / str(stage))
