@@ -1,12 +1,31 @@
 """Sharded training for PyTorch: one engine, the interfaces people already use.
 
-Start with :class:`shardwise.booster.Booster` and the plugins in :mod:`shardwise.booster.plugin`, or with
-:func:`shardwise.build.build` and a plan from :mod:`shardwise.plan`. Importing this package imports nothing else, so
-that the command line answers at once.
+Start with :func:`shard`, or with :class:`shardwise.booster.Booster` and the plugins in :mod:`shardwise.booster.plugin`.
+Importing this package imports nothing else, so that the command line answers at once.
 """
 
 from __future__ import annotations
 
-__all__ = ["__version__"]
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardwise.build import Session
+    from shardwise.native import shard
+    from shardwise.plan import Plan
+
+__all__ = ["Plan", "Session", "__version__", "shard"]
 
 __version__ = "0.1.0"
+
+_HOMES = {"shard": "shardwise.native", "Plan": "shardwise.plan", "Session": "shardwise.build"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -76,6 +76,16 @@ class Session:
         return self.engine.no_sync()
 
     @property
+    def data_ranks(self) -> int:
+        """How many ranks see different data; those that hold one model together, or share sequences, count once."""
+        return self.mesh.data_ranks
+
+    @property
+    def data_rank(self) -> int:
+        """Which of them this rank is, or belongs to: what a ``DistributedSampler`` wants as ``rank``."""
+        return self.mesh.data_rank
+
+    @property
     def has_gradients(self) -> bool:
         """Whether this rank holds the gradient of a pass that no step has used."""
         return any(state.held is not None for state in self.engine.grads.values())

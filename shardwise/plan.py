@@ -372,16 +372,18 @@ class Plan:
         """
         parts = {name: getattr(self, name) for name in PARTS}
         own: dict[str, object] = {}
+        inner: dict[str, dict[str, object]] = {}
         for field, value in changes.items():
             holders = [name for name, part in parts.items() if field in part.__dataclass_fields__]
             if field in self.__dataclass_fields__:
                 own[field] = value
             elif holders:
-                parts[holders[0]] = replace(parts[holders[0]], **{field: value})
+                inner.setdefault(holders[0], {})[field] = value
             else:
                 known = sorted(f for part in parts.values() for f in part.__dataclass_fields__)
                 raise ValueError(f"a plan has no field {field!r}; known fields: {', '.join(known)}")
-        return replace(self, **(parts | own))
+        changed = {name: replace(parts[name], **values) for name, values in inner.items()}  # at once: some go together
+        return replace(self, **(parts | changed | own))
 
 
 def _precision(param_dtype: torch.dtype | None, scaler: ScalerPlan | None) -> PrecisionPlan:

@@ -44,7 +44,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("checkpoint",),
     ("build",),
     ("shardformer",),  # configurations and policies, which plugins of the Booster take
-    ("booster", "zero", "deepspeed", "nn"),
+    ("booster", "zero", "deepspeed", "nn", "native"),
     ("strategies",),  # Lightning's, built once for both of its packages; they translate with the front-ends below
     ("lightning", "pytorch_lightning", "huggingface"),
     ("cli",),  # the demo trains through the public front-end
@@ -53,7 +53,17 @@ ROWS: tuple[tuple[str, ...], ...] = (
 FREE = {"testing", "", "__main__"}
 
 # What they translate into is a Plan, and what they call is a Session.
-FRONT_ENDS = {"booster", "zero", "deepspeed", "strategies", "lightning", "pytorch_lightning", "huggingface", "cli"}
+FRONT_ENDS = {
+    "native",
+    "booster",
+    "zero",
+    "deepspeed",
+    "strategies",
+    "lightning",
+    "pytorch_lightning",
+    "huggingface",
+    "cli",
+}
 BELOW_BUILD = {"engine", "update", "reduce", "checks", "gather", "chunk", "disk"}
 
 MAX_FILE, MAX_FUNCTION, HARD_FUNCTION, MAX_PARAMETERS = 500, 60, 100, 8

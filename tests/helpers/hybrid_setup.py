@@ -76,10 +76,13 @@ def loss_of(model: Any, inputs: dict[str, Tensor], of_parts: bool) -> Tensor:
 
 
 def plain(
-    kind: str, replicas: int, batch: int, of_parts: bool, **changes: Any
+    kind: str, replicas: int, batch: int, of_parts: bool, full: bool = False, **changes: Any
 ) -> Iterator[tuple[float, float, dict[str, Tensor]]]:
-    """By step: the mean of the data-parallel ranks' losses, the norm before clipping, and the parameters."""
+    """By step: the mean of the data-parallel ranks' losses, the norm before clipping, and the parameters; with ``full``
+    padding has labels, too."""
     model, texts = made(kind, **changes), Texts(STEPS * replicas * batch)
+    if full:
+        texts.items["labels"] = texts.items["input_ids"]
     optimizer = optimizer_of(model)
     for step in range(STEPS):
         optimizer.zero_grad()

@@ -14,6 +14,7 @@ from shardwise.plan import (
     ByNumel,
     BySearch,
     ByTensor,
+    DiskPlan,
     GradPlan,
     MeshPlan,
     PrecisionPlan,
@@ -52,6 +53,8 @@ def test_but_changes_parts_and_whole_fields_by_name() -> None:
     assert zero(2).grad.max_norm == 0.0
     both = zero(2).but(max_norm=1.0, average="mean", dp_replicate=2)
     assert (both.grad.average, both.mesh.dp_replicate) == ("mean", 2)
+    disk = DiskPlan(directory="/fast")
+    assert zero(2).but(state_disk_fraction=1.0, disk=disk).tiers.disk == disk
     assert zero(2).but(mesh=MeshPlan(dp_shard=2, dp_replicate=2)).mesh.dp_shard == 2
     assert zero(2).but() == zero(2)
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import hybrid_pages
+import native_pages
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -405,6 +406,11 @@ PAGES: dict[str, list[Block]] = {
     ],
     "docs/disk.md": [
         Block(first="<directory>/", how="shown", why=PICTURE),
+    ],
+    "docs/native.md": [
+        Block(first="import torch", before=native_pages.language),
+        Block(first="session = shardwise.shard", before=native_pages.staged),
+        Block(first="from shardwise.native", before=native_pages.planned, after=native_pages.ended),
     ],
     "docs/hybrid-parallel.md": [
         Block(first="from shardwise.booster import Booster", before=hybrid_pages.llama, after=hybrid_pages.llama_cut),

@@ -1,0 +1,37 @@
+"""What the blocks of docs/native.md need, and what they must have done."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hybrid_pages import llama
+from torch.utils.data import DataLoader
+
+__all__ = ["ended", "language", "planned", "staged"]
+
+Names = dict[str, Any]
+
+
+def language(names: Names, layers: int = 1) -> None:
+    llama(names, layers)
+    names["dataset"] = names["train_dataset"]
+
+
+def staged(names: Names) -> None:
+    ended(names)
+    language(names, 2)
+    names["loader"] = DataLoader(names["dataset"], 8)
+
+
+def planned(names: Names) -> None:
+    ended(names)
+    language(names)
+
+
+def ended(names: Names) -> None:
+    """A step was made, or at least a session that has the plan."""
+    session = names["session"]
+    assert session.data_ranks * session.mesh.pipeline.size == session.mesh.everyone.size
+    if "plan" in names:
+        assert session.plan == names["plan"].but(overlap=False, reduce_dtype=names["torch"].float32)
+    session.close()

@@ -1,0 +1,123 @@
+"""shardwise.shard: its settings -> a plan, what is refused, and names that come when they are asked for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise
+from shardwise.native import Settings
+from shardwise.plan import DiskPlan, MeshPlan, Plan, SequencePlan, TensorPlan, replicated, zero
+from shardwise.testing import assert_close
+
+HOST: dict[str, Any] = {"state_host_fraction": 1.0, "pin_memory": True}
+DISK: dict[str, Any] = {"state_disk_fraction": 1.0, "pin_memory": True, "disk": DiskPlan(directory="/fast")}
+CASES: list[tuple[dict[str, Any], Plan]] = [
+    ({}, zero(3)),
+    *(({"stage": stage}, zero(stage)) for stage in (1, 2)),
+    ({"stage": 0}, replicated()),
+    ({"precision": "bf16"}, zero(3, torch.bfloat16)),
+    ({"precision": "fp16", "stage": 1}, zero(1, torch.float16)),
+    ({"precision": "fp32"}, zero(3)),
+    ({"max_norm": 0.5}, zero(3).but(max_norm=0.5)),
+    ({"offload": "host"}, zero(3).but(param_host_fraction=1.0, **HOST)),
+    ({"offload": "host", "stage": 2}, zero(2).but(**HOST)),
+    ({"offload": Path("/fast")}, zero(3).but(param_disk_fraction=1.0, **DISK)),
+    ({"offload": "/fast", "stage": 1}, zero(1).but(**DISK)),
+    ({"device_memory": "2MiB"}, zero(3).but(device_capacity_bytes=2 * 2**20)),
+    ({"device_memory": 77}, zero(3).but(device_capacity_bytes=77)),
+    ({"replicas": 2}, zero(3, dp_replicate=2)),
+    ({"tp": 2, "stage": 0}, replicated().but(mesh=MeshPlan(dp_shard=1, dp_replicate=-1, tp=2))),
+    ({"pp": 2, "microbatches": 4}, zero(3).but(mesh=MeshPlan(dp_shard=-1, dp_replicate=1, pp=2), microbatches=4)),
+    ({"sp": 2}, zero(3).but(mesh=MeshPlan(dp_shard=-1, dp_replicate=1, sp=2))),
+    ({"sp": 2, "sequence": "ring_attn"}, zero(3).but(sp=2, sequence=SequencePlan(mode="ring_attn"))),
+    ({"tp": 2, "sequence": "ring"}, zero(3).but(tp=2, tensor=TensorPlan(sequence="ring"))),
+]
+
+
+@pytest.mark.parametrize(("given", "plan"), CASES, ids=[",".join(given) or "defaults" for given, _ in CASES])
+def test_settings(given: dict[str, Any], plan: Plan) -> None:
+    assert Settings(**given).plan() == plan
+
+
+def test_every_setting_has_a_case() -> None:
+    assert {each.name for each in fields(Settings)} == {name for given, _ in CASES for name in given}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"stage": 4}, "stage=4: give 0, 1, 2 or 3"),
+        ({"stage": True, "precision": "fp64"}, "precision='fp64'"),
+        ({"max_norm": -1.0}, "max_norm=-1.0"),
+        ({"offload": ""}, "directory=''"),
+        ({"device_memory": "64 sheep"}, "device_memory='64 sheep'"),
+        ({"device_memory": 0}, "device_memory=0"),
+        ({"replicas": 0}, "replicas=0"),
+        ({"replicas": 2, "stage": 0}, "replicas=2 at stage 0"),
+        ({"tp": 0}, "tp=0"),
+        ({"pp": -1}, "pp=-1"),
+        ({"sp": 0}, "sp=0"),
+        ({"sequence": "ulysses"}, "sequence='ulysses': give one of"),
+        ({"sequence": "ring"}, "sequence='ring' with tp=1, sp=1"),
+        ({"sequence": "ring_attn", "tp": 2}, "sequence='ring_attn' with tp=2, sp=1: give sp > 1"),
+        ({"microbatches": 2}, "microbatches=2 with pp=1"),
+        ({"microbatches": 0, "pp": 2}, "microbatches=0"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        shardwise.shard(nn.Linear(2, 1), None, **given)
+
+
+def test_settings_that_there_are_not() -> None:
+    with pytest.raises(TypeError, match=r"stages=3 is no setting of shard\(\): did you mean 'stage'"):
+        shardwise.shard(nn.Linear(2, 1), stages=3)
+    with pytest.raises(TypeError, match=r"zzz=1 is no setting of shard\(\): there are stage, precision"):
+        shardwise.shard(nn.Linear(2, 1), zzz=1)
+    with pytest.raises(ValueError, match="and stage, tp: give one of them"):
+        shardwise.shard(nn.Linear(2, 1), plan=zero(1), stage=3, tp=2)
+
+
+def test_one_process_trains_as_plain_torch() -> None:
+    torch.manual_seed(0)
+    model, plain = nn.Linear(3, 2).double(), nn.Linear(3, 2).double()
+    plain.load_state_dict(model.state_dict())
+    x = torch.randn(4, 3, dtype=torch.float64)
+    optimizer = torch.optim.Adam(plain.parameters(), lr=0.1)
+    session = shardwise.shard(model, torch.optim.Adam(model.parameters(), lr=0.1), stage=2, max_norm=0.1)
+    for _ in range(3):
+        session.backward(session.module(x).square().sum())
+        assert session.optimizer is not None
+        session.optimizer.step()
+        session.optimizer.zero_grad()
+        plain(x).square().sum().backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert (session.data_rank, session.data_ranks) == (0, 1)
+    assert_close(dict(session.module.state_dict()), dict(plain.state_dict()), 1e-12, "parameters")
+    session.close()
+    other = shardwise.shard(nn.Linear(3, 2), plan=replace(zero(2), verbose=True))
+    assert isinstance(other, shardwise.Session) and isinstance(other.plan, shardwise.Plan) and other.plan.verbose
+    other.close()
+
+
+def test_the_package_imports_nothing_until_a_name_is_asked_for() -> None:
+    program = (
+        "import sys, shardwise\n"
+        "assert 'torch' not in sys.modules and 'shard' in dir(shardwise)\n"
+        "from shardwise import shard, Plan, Session\n"
+        "assert 'torch' in sys.modules and shard.__module__ == 'shardwise.native'\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    with pytest.raises(AttributeError, match="module 'shardwise' has no attribute 'chard'"):
+        shardwise.chard  # noqa: B018
