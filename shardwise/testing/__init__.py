@@ -7,6 +7,7 @@ the engine in it, or both could be wrong alike.
 from __future__ import annotations
 
 from shardwise.testing.counters import Traffic, live_tensor_bytes
+from shardwise.testing.hosts import TwoHosts
 from shardwise.testing.models import MODELS, ModelCase, make_batches
 from shardwise.testing.oracle import PlainRecipe, PlainRun, train_plain
 from shardwise.testing.parity import Difference, assert_close, compare
@@ -21,6 +22,7 @@ __all__ = [
     "RankError",
     "RankPool",
     "Traffic",
+    "TwoHosts",
     "assert_close",
     "close_pools",
     "compare",

@@ -1,0 +1,118 @@
+"""Two machines on one: programs in network namespaces of their own, joined by a wire (Linux)."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+__all__ = ["TwoHosts"]
+
+NAMESPACES = ("--net", "--mount", "--uts", "--ipc")
+NAMES, ADDRESSES, WIRE = ("host-a", "host-b"), ("10.213.7.1", "10.213.7.2"), "wire"
+# Ends with its standard input, so also where this process is killed.
+HOLDS = (
+    'mount --make-rprivate / && mount -t tmpfs tmpfs /dev/shm && mount --bind "$1" /etc/hosts && hostname "$2" && '
+    "ip link set lo up && echo ready && exec cat"
+)
+
+
+class TwoHosts:
+    """A context: two hosts with names, network, ``/dev/shm`` and semaphores of their own, and the same files.
+
+    Of the kernel it needs namespaces and a pair of virtual devices, so the program has to be root's.
+
+    Attributes:
+        names: what each is called, for the other as well.
+    """
+
+    names = NAMES
+
+    @staticmethod
+    @functools.cache
+    def why_not() -> str | None:
+        """Why they cannot be had here; ``None``: they can."""
+        missing = [tool for tool in ("ip", "unshare", "nsenter", "mount", "hostname") if shutil.which(tool) is None]
+        if missing:
+            return f"no {', '.join(missing)} here"
+        try:
+            with TwoHosts():
+                return None
+        except OSError as error:
+            return str(error)
+
+    def __init__(self) -> None:
+        self._holders: list[subprocess.Popen[str]] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="hosts-")
+
+    def __enter__(self) -> Self:
+        try:
+            hosts = Path(self._folder.name, "hosts")
+            lines = ["127.0.0.1 localhost", *(f"{a} {n}" for a, n in zip(ADDRESSES, NAMES, strict=True))]
+            hosts.write_text("\n".join(lines) + "\n", encoding="utf-8")
+            for name in NAMES:
+                self._holders.append(self._held(str(hosts), name))
+            one, other = (str(holder.pid) for holder in self._holders)
+            _done(["nsenter", "-t", one, "-n", "ip", "link", "add", WIRE, "type", "veth", "peer", WIRE, "netns", other])
+            for pid, address in zip((one, other), ADDRESSES, strict=True):
+                inside = ["nsenter", "-t", pid, "-n", "ip"]
+                _done([*inside, "addr", "add", f"{address}/24", "dev", WIRE])
+                _done([*inside, "link", "set", WIRE, "up"])
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def start(
+        self, host: int, command: Sequence[str], env: Mapping[str, str] | None = None, **popen: object
+    ) -> subprocess.Popen[str]:
+        """Start a command on one of the two.
+
+        Args:
+            host: 0 or 1.
+            command: its words.
+            env: all of its environment; ``None``: this process's.
+            popen: for :class:`subprocess.Popen`.
+        """
+        inside = ["nsenter", "-t", str(self._holders[host].pid), "-n", "-m", "-u", "-i", f"--wd={Path.cwd()}", "--"]
+        return subprocess.Popen([*inside, *command], text=True, env=env, **popen)  # type: ignore[call-overload, no-any-return]
+
+    def close(self) -> None:
+        """The hosts are gone, but for what still runs on them."""
+        for holder in self._holders:
+            if holder.stdin is not None:
+                holder.stdin.close()
+            holder.wait(10)
+            if holder.stdout is not None:
+                holder.stdout.close()
+        self._holders = []
+        self._folder.cleanup()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _held(self, hosts: str, name: str) -> subprocess.Popen[str]:
+        command = ["unshare", *NAMESPACES, "sh", "-c", HOLDS, "sh", hosts, name]
+        pipe = subprocess.PIPE
+        holder = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+        assert holder.stdout is not None and holder.stdin is not None
+        said = holder.stdout.readline().strip()
+        if said != "ready":
+            holder.stdin.close()
+            holder.wait(10)
+            holder.stdout.close()
+            raise OSError(f"no namespaces here: {' '.join(command[:5])} said {said!r:.200}")
+        return holder
+
+
+def _done(command: Sequence[str]) -> None:
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    if ended.returncode:
+        raise OSError(f"no wire here: {' '.join(command)} said {ended.stderr.strip()!r:.200}")
