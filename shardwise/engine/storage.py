@@ -72,7 +72,7 @@ class Storage:
         for missed in missed_shares(sizes, self.homes, plan.tiers, trainable) if mesh.first else ():
             warnings.warn(missed, stacklevel=4)
         self.ledger = Ledger(mesh.device, _capacity(plan, mesh.device))
-        self.uses_disk = any(Tier.DISK in (home.param, home.state) for home in self.homes)
+        self.uses_disk = self.anywhere(any(Tier.DISK in (home.param, home.state) for home in self.homes))
         self.store: DiskStore | None = None
         self.value_buffer_bytes = 0
         self._rings: dict[Tier, GradRing] = {}
@@ -89,6 +89,14 @@ class Storage:
             self.close()
             raise
         self.ledger.watch("parameter shards", lambda: self.parameter_bytes(Tier.DEVICE))
+
+    def anywhere(self, on_disk: bool) -> bool:
+        """Whether ``on_disk`` is true on any rank. Ranks with parts of other sizes, or other stages, may put other
+        chunks on the disk than this one; those with the same put the same there. Collective."""
+        mesh = self.mesh
+        if mesh.model_parallel is None or self.plan.tiers.disk is None:
+            return on_disk
+        return any(post[0] for post in mesh.everyone.exchange([float(on_disk)], "whether a disk is used"))
 
     # ---- the disk
 

@@ -147,7 +147,7 @@ def reads_disk(engine: Engine, known: bool) -> bool:
         known: this rank has read what it needs for it.
     """
     if engine.mesh.tensor.size > 1:
-        return engine.plan.tiers.disk is not None
+        return engine.storage.uses_disk
     return engine.storage.uses_disk and not known
 
 

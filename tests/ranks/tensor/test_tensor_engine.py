@@ -20,7 +20,8 @@ from torch.nn import functional
 from shardwise.build import build
 from shardwise.chunk.layout import ParamFact
 from shardwise.comm import PeerError
-from shardwise.plan import Plan, TensorPlan, zero
+from shardwise.memory.tier import Tier
+from shardwise.plan import ByNumel, DiskPlan, Plan, TensorPlan, on_device, zero
 from shardwise.testing import assert_close, run_ranks
 
 STEPS, LR, MAX_NORM = 3, 0.02, 0.5
@@ -105,6 +106,25 @@ def test_tiers_change_nothing(name: str, mix: str, tmp_path: Path) -> None:
     tensor = TensorPlan(architecture=Parts(gathers=True))
     plan = with_tiers(PLANS[name], mix, str(tmp_path)).but(tp=2, max_norm=MAX_NORM, tensor=tensor)
     run_ranks(4, trained, plan, True)
+
+
+def uneven(plan: Plan) -> None:
+    model: Model = made(True)
+    with sharded(model, adam(model, LR), plan) as session:
+        storage = session.engine.storage
+        on_disk = any(home.state is Tier.DISK for home in storage.homes)
+        told = [bool(post[0]) for post in session.mesh.everyone.exchange([float(on_disk)])]
+        assert True in told and False in told and storage.uses_disk
+    trained(plan, True)
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero3"])
+def test_a_disk_that_only_some_parts_are_on(name: str, tmp_path: Path) -> None:
+    """Parts are of other sizes, so that a small share of the state is on the disk of one rank and not of another."""
+    tiers = replace(on_device(), state_disk_fraction=0.05, disk=DiskPlan(directory=str(tmp_path)))
+    tensor = TensorPlan(architecture=Parts(gathers=True))
+    plan = PLANS[name].but(tp=4, max_norm=MAX_NORM, tensor=tensor, tiers=tiers, packing=ByNumel(chunk_numel=500))
+    run_ranks(4, uneven, plan, timeout=60.0)
 
 
 def overflowing(plan: Plan, holder: int) -> list[tuple[bool, float]]:
