@@ -115,6 +115,18 @@ class MeshPlan:
         )
         return MeshPlan(**(vars(self) | found))
 
+    def data_parallel(self, rank: int, world_size: int) -> tuple[int, int]:
+        """Which of those that see different data a rank is, or belongs to, and how many these are. Ranks that hold one
+        model together, or share sequences, see the same.
+
+        Raises:
+            ValueError: see :meth:`resolve`.
+        """
+        sizes = self.resolve(world_size)
+        number = sizes.dp_shard * sizes.dp_replicate // self.sp
+        before = self.tp * self.pp if self.dp_outside else self.tp
+        return rank // before // self.sp % number, number
+
 
 @dataclass(frozen=True, kw_only=True)
 class ByNumel:

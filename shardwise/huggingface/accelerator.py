@@ -54,7 +54,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
     Raises:
         ValueError: a plan with another average; another parameter dtype than ``mixed_precision``; FSDP, DeepSpeed,
             Megatron or XLA beside it.
-        NotImplementedError: ``dynamo_backend``, tensor or context parallelism, fp8.
+        NotImplementedError: ``dynamo_backend``, tensor, pipeline or sequence parallelism, fp8.
     """
 
     _models: list[Any]
@@ -64,6 +64,13 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
     def __init__(self, *, plan: Plan, mixed_precision: str | None = None, **options: Any) -> None:
         if plan.grad.average != "sum":
             raise ValueError(f"a plan with average={plan.grad.average!r}: give 'sum', accelerate divides the loss")
+        sizes = {name: getattr(plan.mesh, name) for name in ("tp", "pp", "sp")}
+        if max(sizes.values()) > 1:
+            given = ", ".join(f"{name}={size}" for name, size in sizes.items())
+            raise NotImplementedError(
+                f"a plan with {given} is not available here, where every rank is given batches of its own: leave them "
+                "1, or use shardwise.shard or the Booster's HybridParallelPlugin"
+            )
         wanted = mixed_precision or read_variable("ACCELERATE_MIXED_PRECISION")
         self.plan = with_precision(plan, wanted)
         super().__init__(mixed_precision="no", **options)

@@ -14,7 +14,7 @@ from test_booster_plans import FP32, OTHER_SCALER, ZERO1, M
 from torch import nn
 
 from shardwise.booster import Booster
-from shardwise.booster.plugin import HybridParallelPlugin, hybrid_parallel
+from shardwise.booster.plugin import HybridParallelPlugin, base
 from shardwise.booster.plugin.hybrid_parallel import to_plan
 from shardwise.mesh.mesh import _grid
 from shardwise.plan import ByNumel, MeshPlan, PipelinePlan, Plan, ScalerPlan, SequencePlan, TensorPlan
@@ -174,7 +174,7 @@ def test_who_shares_sequences_is_what_the_mesh_says(dp_outside: bool, monkeypatc
     assert plugin.plan(16).mesh.sp == 2
     grid = _grid(tuple(range(16)), plugin.plan(16).mesh.resolve(16))
     for rank in range(16):
-        monkeypatch.setattr(hybrid_parallel, "all_ranks", lambda rank=rank: (rank, 16))
+        monkeypatch.setattr(base, "all_ranks", lambda rank=rank: (rank, 16))
         ((_, replica, _, _),) = (grid == rank).nonzero().tolist()
         assert plugin.data_parallel() == (replica // 2, 2)
     with pytest.raises(ValueError, match="tp_size=2 x pp_size=2 x sp_size=2 does not divide the 12 ranks"):
@@ -187,7 +187,7 @@ def test_who_sees_the_same_data_is_what_the_mesh_says(dp_outside: bool, monkeypa
     grid = _grid(tuple(range(8)), sizes)  # [stage, replica, shard, part]
     plugin = HybridParallelPlugin(tp_size=2, pp_size=2, zero_stage=1, dp_outside=dp_outside)
     for rank in range(8):
-        monkeypatch.setattr(hybrid_parallel, "all_ranks", lambda rank=rank: (rank, 8))
+        monkeypatch.setattr(base, "all_ranks", lambda rank=rank: (rank, 8))
         ((_, _, place, _),) = (grid == rank).nonzero().tolist()
         assert plugin.data_parallel() == (place, 2)
 

@@ -243,6 +243,11 @@ class ShardedPlugin(Plugin):
     def prepare(self, session: Any) -> None:
         """Tell a new :class:`~shardwise.build.Session` what is no part of a plan. Called once, before it is used."""
 
+    def data_parallel(self) -> tuple[int, int]:
+        """(this rank's index, number) among the ranks that see different data, as the plan has them."""
+        rank, ranks = all_ranks()
+        return self.plan(ranks).mesh.data_parallel(rank, ranks)
+
     def mesh(self) -> Any:
         """The ranks' mesh, made at first use and shared by every model boosted with this plugin. Collective."""
         if self._mesh is None:

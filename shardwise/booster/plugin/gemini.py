@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from shardwise.booster.plugin.argument_types import check_types, fits
-from shardwise.booster.plugin.base import Boosted, ShardedPlugin, all_ranks, data_parallel_size, device_bytes
+from shardwise.booster.plugin.base import Boosted, ShardedPlugin, data_parallel_size, device_bytes
 from shardwise.booster.plugin.engine_arguments import EngineArguments, check_update, grad_plan, precision_plan
 from shardwise.booster.plugin.sequence_arguments import SequenceArguments
 from shardwise.checked import MOST_NUMEL, number, refuse, share, whole
@@ -361,12 +361,6 @@ class GeminiPlugin(ShardedPlugin, GeminiArguments):
         """
         data_parallel_size(world_size, self.tp_size)
         return to_plan(self, world_size)
-
-    def data_parallel(self) -> tuple[int, int]:
-        """(this rank's index, number) among the ranks that see different data: those that hold parts of the same
-        layers see the same."""
-        rank, size = all_ranks()
-        return rank // self.tp_size, data_parallel_size(size, self.tp_size)
 
     def configure(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Boosted:
         with changed_model(model, self.enable_flash_attention, None):

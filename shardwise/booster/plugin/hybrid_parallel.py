@@ -14,7 +14,6 @@ from shardwise.booster.plugin.argument_types import check_types
 from shardwise.booster.plugin.base import (
     Boosted,
     ShardedPlugin,
-    all_ranks,
     data_parallel_size,
     device_bytes,
 )
@@ -371,15 +370,6 @@ class HybridParallelPlugin(ShardedPlugin, HybridParallelArguments):
         """
         data_parallel_size(world_size, self.tp_size, self.pp_size, sequence_arguments(self).sp)
         return to_plan(self)
-
-    def data_parallel(self) -> tuple[int, int]:
-        """(this rank's index, number) among the ranks that see different data: those that hold parts of one model see
-        the same, and so do those that share sequences."""
-        (rank, ranks), sp = all_ranks(), sequence_arguments(self).sp
-        size = data_parallel_size(ranks, self.tp_size, self.pp_size, sp)
-        if self.dp_outside:
-            return rank // (self.tp_size * self.pp_size * sp), size
-        return rank // self.tp_size // sp % size, size
 
     def configure(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Boosted:
         stages = self.pp_size * self.num_model_chunks if self.pp_size > 1 else 1

@@ -371,6 +371,8 @@ def refusals(folder: str) -> list[str]:
             lambda: accelerator.prepare(third, disk),
             lambda: accelerator.clip_grad_norm_(list(sharded.parameters())[:1], 1.0),
             lambda: ShardwiseAccelerator(plan=zero(3).but(average="mean"), cpu=True),
+            lambda: ShardwiseAccelerator(plan=zero(3).but(tp=2), cpu=True),
+            lambda: make(folder, zero(1).but(sp=2)),
             lambda: ShardwiseAccelerator(plan=zero(3, torch.float16), mixed_precision="bf16", cpu=True),
             lambda: ShardwiseAccelerator(plan=zero(3), mixed_precision="fp8", cpu=True),
             lambda: make(folder, zero(3), auto_find_batch_size=True),
@@ -387,13 +389,15 @@ def refusals(folder: str) -> list[str]:
 
 def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
     for said in run_ranks(RANKS, refusals, str(tmp_path)):
-        assert len(said) == 10
+        assert len(said) == 12
         wanted = (
             "parameters of 0 of the 0",
             "SGD alone",
             "nvme_offload_fraction=0.5",
             "1 of 6 parameters",
             "average='mean'",
+            "tp=2, pp=1, sp=1 is not available here",
+            "tp=1, pp=1, sp=2 is not available here",
             "mixed_precision='bf16'",
             "'fp8'",
             "auto_find_batch_size",
