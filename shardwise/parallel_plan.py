@@ -47,7 +47,8 @@ class PipelinePlan:
     """Pipeline parallelism: how a model and a batch are divided where the mesh has ``pp`` ranks.
 
     Attributes:
-        schedule: ``"1f1b"``, or ``"interleaved"`` with several stages a rank.
+        schedule: ``"1f1b"``; ``"interleaved"`` with several stages a rank; ``"zbv"`` with two, the first and the last
+            on the first rank, and gradients of weights made where a rank would wait (zero bubble).
         chunks: stages a rank.
         microbatches: parts of a batch, as even as can be.
         microbatch_rows: rows of each part but the last, where ``microbatches`` is ``None``; ``None``, too: a part a
@@ -55,22 +56,31 @@ class PipelinePlan:
         layers: by stage; ``None``: as even as can be, with more in the middle.
         cache_shapes: what passes between stages is described once for each shape of the inputs, not each time.
         body: where the layers are (:class:`shardwise.pipeline.Body`), of a model whose class is not known.
+        orders: of ``"zbv"``, by rank what it does in its order (:func:`shardwise.pipeline.given_schedule`), in steps of
+            as many micro-batches as there are in it; ``None``, and in others: that of the paper.
     """
 
-    schedule: Literal["1f1b", "interleaved"] = "1f1b"
+    schedule: Literal["1f1b", "interleaved", "zbv"] = "1f1b"
     chunks: int = 1
     microbatches: int | None = None
     microbatch_rows: int | None = None
     layers: tuple[int, ...] | None = None
     cache_shapes: bool = True
     body: Any = None
+    orders: tuple[tuple[str, ...], ...] | None = None
 
     def __post_init__(self) -> None:
-        require(self.schedule in ("1f1b", "interleaved"), f"schedule={self.schedule!r}: give '1f1b' or 'interleaved'")
+        known = ("1f1b", "interleaved", "zbv")
+        require(self.schedule in known, f"schedule={self.schedule!r}: give '1f1b', 'interleaved' or 'zbv'")
         whole("chunks", self.chunks, 1, what="a number of stages,")
+        fixed = {"1f1b": 1, "zbv": 2}.get(self.schedule, self.chunks)
         require(
-            self.schedule == "interleaved" or self.chunks == 1,
-            f"schedule={self.schedule!r} with chunks={self.chunks}: give 1, or schedule='interleaved'",
+            self.chunks == fixed,
+            f"schedule={self.schedule!r} with chunks={self.chunks}: give {fixed}, or schedule='interleaved'",
+        )
+        require(
+            self.orders is None or self.schedule == "zbv",
+            f"orders={self.orders!r:.80} with schedule={self.schedule!r}: leave it None, or give schedule='zbv'",
         )
         for name, number_ in (("microbatches", self.microbatches), ("microbatch_rows", self.microbatch_rows)):
             if number_ is not None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,6 +43,7 @@ class Attachment:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._kept: list[tuple[int, int, torch.Tensor]] | None = None
         self.hooks: GatherHooks | None = None
         self._remove: list[Callable[[], None]] = []
 
@@ -156,9 +158,30 @@ class Attachment:
         grad = engine.visible.take(state.spec.slots[index].param, param)
         engine.passes.check_scaled()
         engine.passes.note()
-        if grad is not None:
-            grad = grad.detach()
-            engine.reducer.add(state, index, grad.to_dense() if grad.is_sparse else grad, engine.passes.sync)
+        if grad is None:
+            return
+        grad = grad.detach()
+        grad = grad.to_dense() if grad.is_sparse else grad
+        if self._kept is not None:
+            self._kept.append((chunk, index, grad))
+        else:
+            engine.reducer.add(state, index, grad, engine.passes.sync)
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[list[tuple[int, int, torch.Tensor]]]:
+        """Gradients of a pass inside wait for :meth:`hand_on` of what this gives."""
+        self._kept = []
+        try:
+            yield self._kept
+        finally:
+            self._kept = None
+
+    def hand_on(self, kept: list[tuple[int, int, torch.Tensor]]) -> None:
+        """Gradients of an earlier pass become the running one's, as if it had made them."""
+        engine = self._engine
+        for chunk, index, grad in kept:
+            engine.reducer.add(engine.grads[chunk], index, grad, engine.passes.sync)
+        kept.clear()
 
     def _zero_all(self, set_to_none: bool = True) -> None:
         """The user's ``model.zero_grad()`` drops what the engine holds too."""

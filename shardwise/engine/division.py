@@ -80,7 +80,8 @@ class Division:
         self.every = list(zip(every, facts, strict=True))
         if mesh.pipeline.size > 1:
             pipe, rank, size = plan.pipeline, mesh.pipeline.rank, mesh.pipeline.size
-            self.staging = stage_model(model, rank, size, pipe.chunks, pipe.layers, pipe.body)
+            v_shaped = pipe.schedule == "zbv"
+            self.staging = stage_model(model, rank, size, pipe.chunks, pipe.layers, pipe.body, v_shaped)
             if plan.grad.average != "sum":
                 raise ValueError(
                     f"average={plan.grad.average!r} with {size} pipeline ranks: give 'sum'; a step's micro-batches are "

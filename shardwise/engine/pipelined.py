@@ -11,7 +11,17 @@ from torch import Tensor
 
 from shardwise.engine.casts import map_tensors
 from shardwise.engine.engine import Engine
-from shardwise.pipeline import Outcome, StageRun, make_schedule, split_batch
+from shardwise.pipeline import (
+    Outcome,
+    Passes,
+    Schedule,
+    StageRun,
+    WeightGradients,
+    given_schedule,
+    make_schedule,
+    split_batch,
+    walk,
+)
 from shardwise.plan import HALF_DTYPES
 
 if TYPE_CHECKING:
@@ -36,6 +46,7 @@ class PipelineSteps:
         self._run = StageRun(staging, wire, engine.plan.pipeline.cache_shapes)
         self._shared = engine.division.shared
         self._staging = staging
+        self._passes = _EnginePasses(engine, optimizer)
 
     @property
     def last(self) -> bool:
@@ -60,7 +71,7 @@ class PipelineSteps:
         if number is None and plan.microbatch_rows is None:
             number = self._staging.stages
         parts = split_batch(batch, number, plan.microbatch_rows)
-        schedule = make_schedule(plan.schedule, self._staging.ranks, plan.chunks, len(parts))
+        schedule = self._schedule(len(parts))
         if not train:
             with torch.no_grad():
                 return self._run.step(schedule, parts, criterion, None, wants_outputs)
@@ -68,34 +79,75 @@ class PipelineSteps:
         try:
             with engine.no_sync() if late else contextlib.nullcontext():
                 with self._shared.kept() if self._shared is not None else contextlib.nullcontext():
-                    outcome = self._run.step(schedule, parts, criterion, self._backward, wants_outputs)
+                    outcome = self._run.step(schedule, parts, criterion, self._passes, wants_outputs)
                 if self._shared is not None:
-                    with self._pass() as _:  # also where there is nothing: replicas make the same passes
+                    with self._passes.one() as _:  # also where there is nothing: replicas make the same passes
                         for param, grad in self._shared.summed(self._run.tag_of_shared):
                             torch.autograd.backward(param, grad)
         except BaseException:
+            self._passes.forget()
             engine.passes.fail()  # also where a forward pass failed: what was accumulated is no step's gradient
             raise
         return outcome
+
+    def _schedule(self, microbatches: int) -> Schedule:
+        """The plan's own is for so many micro-batches; of others there is none."""
+        plan, ranks = self._engine.plan.pipeline, self._staging.ranks
+        if plan.orders is not None:
+            given = given_schedule(ranks, plan.orders)
+            if given.microbatches == microbatches:
+                return given
+        return make_schedule(plan.schedule, ranks, plan.chunks, microbatches)
 
     def everywhere(self, loss: Tensor | None) -> Tensor:
         """The loss of the rank with the last stage, on every rank of the pipeline. Collective over these."""
         mesh = self._engine.mesh
         own = None if loss is None else [loss.item(), str(loss.dtype).removeprefix("torch.")]
-        value, kind = mesh.pipeline.exchange_object(own, "the loss")[-1]
+        value, kind = mesh.pipeline.exchange_object(own, "the loss")[self._staging.last_rank]
         return torch.tensor(value, dtype=getattr(torch, kind), device=mesh.device) if loss is None else loss
 
-    def _backward(self, output: Tensor, grad: Tensor | None) -> None:
-        with self._pass() as scale:
-            if grad is None:  # the loss
-                output = output.float() if output.dtype in HALF_DTYPES else output
-                output = output * scale if scale != 1.0 else output
-            torch.autograd.backward(output, grad)
+
+class _EnginePasses(Passes):
+    """Each is one of the engine's. Where the backward pass is made in two, the gradients of both go to the engine with
+    the second: a micro-batch's are reduced once, if they are.
+
+    Args:
+        engine, optimizer: see :class:`PipelineSteps`.
+    """
+
+    def __init__(self, engine: Engine, optimizer: ShardedOptimizer | None) -> None:
+        self._engine, self._optimizer = engine, optimizer
+        self._kept: dict[WeightGradients, list[tuple[int, int, Tensor]]] = {}
+
+    def whole(self, output: Tensor, grad: Tensor | None) -> None:
+        with self.one() as scale:
+            torch.autograd.backward(_scaled(output, grad, scale), grad)
+
+    def inputs(self, output: Tensor, grad: Tensor | None, later: WeightGradients) -> None:
+        passes = self._engine.passes
+        with passes.no_sync(), self._engine.attachment.kept() as self._kept[later], self.one() as scale:
+            walk(_scaled(output, grad, scale), grad)
+
+    def weights(self, later: WeightGradients) -> None:
+        with self.one():
+            self._engine.attachment.hand_on(self._kept.pop(later, []))
+            super().weights(later)
+
+    def forget(self) -> None:
+        """A step failed: what waited is nobody's."""
+        self._kept.clear()
 
     @contextlib.contextmanager
-    def _pass(self) -> Iterator[float]:
+    def one(self) -> Iterator[float]:
         """Around one backward pass; the loss scale, which gradients between stages have in them."""
         scaler = self._optimizer.scaler if self._optimizer is not None else None
         scale = scaler.scale if scaler is not None else 1.0
         with self._engine.passes.around(scale):
             yield scale
+
+
+def _scaled(output: Tensor, grad: Tensor | None, scale: float) -> Tensor:
+    if grad is not None:
+        return output
+    output = output.float() if output.dtype in HALF_DTYPES else output  # the loss
+    return output * scale if scale != 1.0 else output

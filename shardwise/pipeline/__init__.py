@@ -7,8 +7,9 @@ the architecture. Nothing here reads the environment or makes groups.
 from __future__ import annotations
 
 from shardwise.pipeline.run import MicroBatch, Outcome, StageRun, merged, split_batch
-from shardwise.pipeline.schedule import SCHEDULES, Action, Kind, Schedule, make_schedule, simulate
+from shardwise.pipeline.schedule import SCHEDULES, Action, Kind, Schedule, given_schedule, make_schedule, simulate
 from shardwise.pipeline.shared import SharedGradients
+from shardwise.pipeline.split import Passes, WeightGradients, walk
 from shardwise.pipeline.staging import Staging, layers_of_stages, stage_model
 from shardwise.pipeline.tables import Body, known_bodies, register_body
 
@@ -19,10 +20,13 @@ __all__ = [
     "Kind",
     "MicroBatch",
     "Outcome",
+    "Passes",
     "Schedule",
     "SharedGradients",
     "StageRun",
     "Staging",
+    "WeightGradients",
+    "given_schedule",
     "known_bodies",
     "layers_of_stages",
     "make_schedule",
@@ -31,4 +35,5 @@ __all__ = [
     "simulate",
     "split_batch",
     "stage_model",
+    "walk",
 ]

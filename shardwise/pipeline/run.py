@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,16 +14,15 @@ from torch import Tensor
 from shardwise.comm import Wire
 from shardwise.draws import Private
 from shardwise.pipeline.schedule import Action, Kind, Schedule
+from shardwise.pipeline.split import Passes, WeightGradients, WeightsApart
 from shardwise.pipeline.staging import Staging
 
-__all__ = ["Backward", "MicroBatch", "Outcome", "StageRun", "merged", "split_batch"]
+__all__ = ["MicroBatch", "Outcome", "StageRun", "merged", "split_batch"]
 
 FORWARD, BACKWARD = 0, 1  # lanes
 STEPS, MOST_STAGES, MOST_MICROBATCHES = 1 << 8, 1 << 8, 1 << 14
 SHAPES_KEPT = 256
 
-Backward = Callable[[Tensor, Tensor | None], None]
-"""Of an output of a stage, and its gradient: ``None`` where it is the loss."""
 Criterion = Callable[[Any, Any], Tensor]
 
 
@@ -139,7 +138,7 @@ class StageRun:
         schedule: Schedule,
         parts: Sequence[MicroBatch],
         criterion: Criterion,
-        backward: Backward | None,
+        backward: Passes | None,
         wants_outputs: bool = False,
     ) -> Outcome:
         """Make a step's passes. Every rank of the pipeline calls it with the same schedule and parts.
@@ -148,7 +147,7 @@ class StageRun:
             schedule: for so many parts.
             parts: of the batch.
             criterion: ``criterion(outputs, inputs)`` is a part's loss, the mean over its rows.
-            backward: makes a backward pass; ``None``: forward passes alone.
+            backward: makes backward passes; ``None``: forward passes alone.
             wants_outputs: keep what the last stage returns.
 
         Raises:
@@ -235,12 +234,14 @@ class _Step:
         schedule: Schedule,
         parts: Sequence[MicroBatch],
         criterion: Criterion,
-        backward: Backward | None,
+        backward: Passes | None,
         wants_outputs: bool,
     ) -> None:
         self._run, self._schedule, self._parts, self._criterion = run, schedule, parts, criterion
         self._backward, self._wants_outputs = backward, wants_outputs
+        self._apart = WeightsApart() if schedule.splits and backward is not None else None
         self._kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
+        self._later: dict[tuple[int, int], WeightGradients] = {}
         self._here: dict[Action, Tensor] = {}
         """What this rank has made for another stage of its own."""
         self._losses: dict[int, Tensor] = {}
@@ -249,8 +250,10 @@ class _Step:
     def do(self, action: Action) -> None:
         if action.kind is Kind.FORWARD:
             self._forward(action)
-        else:
+        elif action.kind is Kind.BACKWARD:
             self._go_back(action)
+        elif self._backward is not None:
+            self._backward.weights(self._later.pop((action.stage, action.microbatch)))
 
     def outcome(self) -> Outcome:
         losses = [self._losses[index] for index in sorted(self._losses)]
@@ -277,7 +280,7 @@ class _Step:
         if stage > 0:
             arrived = self._take(action._replace(stage=stage - 1), None)
             arrived.requires_grad_(self._backward is not None and arrived.is_floating_point())
-        with self._run.own_numbers(stage):
+        with self._run.own_numbers(stage), self._apart or nullcontext():
             output = staging.run(stage, arrived, part.args, part.kwargs)
         if stage == staging.stages - 1:
             loss = self._criterion(output, part.inputs)
@@ -300,8 +303,14 @@ class _Step:
         last = stage == staging.stages - 1
         grad = None if last else self._take(action._replace(stage=stage + 1), output)
         staging.enter(stage, arrived)  # for what is computed again
-        if output.requires_grad:
-            self._backward(output, grad)
+        later = WeightGradients()
+        if output.requires_grad and self._apart is None:
+            self._backward.whole(output, grad)
+        elif output.requires_grad and self._apart is not None:
+            with self._apart.into(later):
+                self._backward.inputs(output, grad, later)
+        if self._apart is not None:
+            self._later[stage, action.microbatch] = later
         if arrived is not None:
             if arrived.grad is None and output.requires_grad and arrived.requires_grad:
                 raise RuntimeError(

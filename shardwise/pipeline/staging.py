@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.draws import dropouts_of
+from shardwise.pipeline.schedule import rank_of_stage
 from shardwise.pipeline.tables import TABLES, Body, known_bodies
 
 __all__ = ["Staging", "layers_of_stages", "stage_model"]
@@ -55,7 +56,8 @@ class Staging:
         body: what that consists of.
         rank: of the pipeline.
         ranks: in it.
-        counts: layers by stage; stage ``s`` is on rank ``s % ranks``.
+        counts: layers by stage.
+        v_shaped: where stages are, see :func:`~shardwise.pipeline.schedule.rank_of_stage`.
 
     Attributes:
         own: this rank's stages.
@@ -63,11 +65,21 @@ class Staging:
         rates: of dropout, in all stages.
     """
 
-    def __init__(self, model: nn.Module, name: str, body: Body, rank: int, ranks: int, counts: Sequence[int]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        name: str,
+        body: Body,
+        rank: int,
+        ranks: int,
+        counts: Sequence[int],
+        v_shaped: bool = False,
+    ) -> None:
         self.model, self.body, self._body_name = model, model.get_submodule(name), name
         self.table = body
         self.rank, self.ranks, self.stages = rank, ranks, len(counts)
-        self.own = tuple(range(rank, self.stages, ranks))
+        self._v_shaped = v_shaped
+        self.own = tuple(stage for stage in range(self.stages) if self.rank_of_stage(stage) == rank)
         self.active = self.own[0]
         self.arrived: Tensor | None = None
         self._running = False
@@ -113,9 +125,18 @@ class Staging:
         """The stages that use it; several for a tied one."""
         return tuple(sorted(self._stage_of_param[id(param)]))
 
+    def rank_of_stage(self, stage: int) -> int:
+        """Where it is."""
+        return rank_of_stage(stage, self.ranks, self._v_shaped)
+
+    @property
+    def last_rank(self) -> int:
+        """The rank with the last stage: outputs and losses are there."""
+        return self.rank_of_stage(self.stages - 1)
+
     def ranks_of(self, param: nn.Parameter) -> tuple[int, ...]:
         """The ranks that hold it."""
-        return tuple(sorted({stage % self.ranks for stage in self.stages_of(param)}))
+        return tuple(sorted({self.rank_of_stage(stage) for stage in self.stages_of(param)}))
 
     def position_of(self, param: nn.Parameter) -> int:
         """Among the parameters of the whole model, the same on every rank."""
@@ -124,7 +145,7 @@ class Staging:
     def rank_of(self, name: str) -> int:
         """The first rank that has what ``name`` names: a buffer, a module."""
         unit = next((unit for unit in self._units if name.startswith(f"{unit}.")), None)
-        return self._units[unit][0] % self.ranks if unit is not None else 0
+        return self.rank_of_stage(self._units[unit][0]) if unit is not None else 0
 
     def owns(self, param: nn.Parameter) -> bool:
         """Whether this rank does."""
@@ -309,6 +330,7 @@ def stage_model(
     chunks: int = 1,
     given: Sequence[int] | None = None,
     body: Body | None = None,
+    v_shaped: bool = False,
 ) -> Staging:
     """Which part of ``model`` each rank gets; nothing is changed. Every rank makes the same of the same model.
 
@@ -319,6 +341,7 @@ def stage_model(
         chunks: stages a rank.
         given: layers by stage.
         body: what the model's body consists of, if its class is not known; then the model is the body itself.
+        v_shaped: where stages are, see :func:`~shardwise.pipeline.schedule.rank_of_stage`.
 
     Raises:
         ValueError: the model is of no known class, has too few layers, or is to return something of all layers.
@@ -349,7 +372,7 @@ def stage_model(
     if not isinstance(layers, nn.ModuleList):
         raise ValueError(f"{type(owner).__name__}.{table.layers} is a {type(layers).__name__}: give an nn.ModuleList")
     counts = layers_of_stages(len(layers), ranks * chunks, given)
-    staging = Staging(model, name, table, rank, ranks, counts)
+    staging = Staging(model, name, table, rank, ranks, counts, v_shaped)
     for name in table.everywhere:
         if any(param.requires_grad for param in getattr(owner, name, nn.Module()).parameters()):
             raise ValueError(f"{type(owner).__name__}.{name} is used in every stage and has trainable parameters")

@@ -122,6 +122,8 @@ def test_plans_are_checked() -> None:
     for wrong, told in (
         ({"schedule": "zigzag"}, "schedule='zigzag'"),
         ({"chunks": 2}, "chunks=2"),
+        ({"schedule": "zbv"}, "chunks=1: give 2"),
+        ({"orders": (("0F0",),)}, "orders=.* with schedule='1f1b'"),
         ({"chunks": 0}, "chunks=0"),
         ({"microbatches": 0}, "microbatches=0"),
         ({"microbatch_rows": -1}, "microbatch_rows=-1"),

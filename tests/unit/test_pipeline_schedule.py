@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.pipeline.schedule import Action, Kind, Schedule, bubble_fraction, make_schedule, simulate
+from shardwise.pipeline.schedule import (
+    Action,
+    Kind,
+    Schedule,
+    bubble_fraction,
+    given_schedule,
+    make_schedule,
+    simulate,
+)
 
 SIZES = [(ranks, microbatches) for ranks in (1, 2, 3, 4) for microbatches in (1, 2, 3, 4, 5, 8, 12)]
 
 
 def made() -> list[Schedule]:
     plain = [make_schedule("1f1b", ranks, 1, microbatches) for ranks, microbatches in SIZES]
+    plain += [make_schedule("zbv", ranks, 2, microbatches) for ranks, microbatches in SIZES]
     return plain + [make_schedule("interleaved", r, chunks, m) for r, m in SIZES for chunks in (1, 2, 3)]
 
 
 def test_every_action_comes_once_and_all_come_to_an_end() -> None:
     for schedule in made():
         expected = [(stage, each) for stage in range(schedule.stages) for each in range(schedule.microbatches)]
-        for kind in Kind:
+        for kind in Kind if schedule.splits else (Kind.FORWARD, Kind.BACKWARD):
             found = [(a.stage, a.microbatch) for order in schedule.orders for a in order if a.kind is kind]
             assert sorted(found) == expected
         for rank, order in enumerate(schedule.orders):
@@ -32,8 +41,20 @@ def test_gradients_of_a_stage_add_up_in_the_order_of_micro_batches() -> None:
     for schedule in made():
         for stage in range(schedule.stages):
             order = schedule.orders[schedule.rank_of(stage)]
-            backward = [a.microbatch for a in order if a.stage == stage and a.kind is Kind.BACKWARD]
-            assert backward == sorted(backward)
+            for kind in (Kind.BACKWARD, Kind.WEIGHT):
+                backward = [a.microbatch for a in order if a.stage == stage and a.kind is kind]
+                assert backward == sorted(backward)
+
+
+def test_messages_of_a_direction_are_taken_in_the_order_in_which_they_are_made() -> None:
+    """A communicator without tags carries them."""
+    for schedule in made():
+        ways: dict[tuple[int, int, Kind], list[Action]] = {}
+        for action, sender, receiver in schedule.messages():
+            assert schedule.rank_of(action.stage) == sender != receiver
+            ways.setdefault((sender, receiver, action.kind), []).append(action)
+        for (sender, _, _), taken in ways.items():
+            assert [each for each in schedule.orders[sender] if each in set(taken)] == taken
 
 
 def test_bubbles_are_those_of_the_formula() -> None:
@@ -44,7 +65,19 @@ def test_bubbles_are_those_of_the_formula() -> None:
         assert bubble_fraction(spans) == pytest.approx((ranks - 1) / (microbatches * chunks + ranks - 1))
 
 
+def test_bubbles_of_zbv() -> None:
+    """(p - 1) / (6 m + p - 1) where F, B and W of a stage take as long, from 2 p - 1 micro-batches on."""
+    for ranks in (1, 2, 3, 4, 6):
+        for microbatches in (2 * ranks - 1, 2 * ranks, 5 * ranks):
+            spans = simulate(make_schedule("zbv", ranks, 2, microbatches), lambda _: 1.0)
+            assert bubble_fraction(spans) == pytest.approx((ranks - 1) / (6 * microbatches + ranks - 1))
+
+
 def test_activations_in_flight() -> None:
+    for ranks, microbatches in ((2, 3), (3, 5), (3, 8), (4, 8)):
+        schedule = make_schedule("zbv", ranks, 2, microbatches)
+        assert [schedule.most_in_flight(rank) for rank in range(ranks)] == [2 * ranks] * ranks
+        assert [schedule.most_waiting(rank) for rank in range(ranks)] == [2 * rank + 1 for rank in range(ranks)]
     for ranks, microbatches in SIZES:
         schedule = make_schedule("1f1b", ranks, 1, microbatches)
         assert [schedule.most_in_flight(rank) for rank in range(ranks)] == [
@@ -86,6 +119,26 @@ def test_orders_are_torchs() -> None:
             assert list(order) == torchs(ranks, chunks, microbatches, rank)
 
 
+def test_the_order_of_zbv_is_torchs() -> None:
+    from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
+
+    kinds = {"FORWARD": Kind.FORWARD, "BACKWARD_INPUT": Kind.BACKWARD, "BACKWARD_WEIGHT": Kind.WEIGHT}
+    for ranks in range(1, 7):
+        for microbatches in range(1, 20):
+            torchs_own = object.__new__(ScheduleZBVZeroBubble)  # its constructor wants stages, and communicates
+            torchs_own.pp_group_size, torchs_own.num_stages = ranks, 2 * ranks
+            torchs_own._n_microbatches = microbatches
+            schedule = make_schedule("zbv", ranks, 2, microbatches)
+            for rank, order in enumerate(schedule.orders):
+                expected = torchs_own._calculate_single_rank_operations(rank)
+                assert list(order) == [
+                    Action(kinds[each.computation_type.name], each.stage_index, each.microbatch_index or 0)
+                    for each in expected
+                    if each is not None
+                ]
+            assert given_schedule(ranks, tuple(tuple(map(str, order)) for order in schedule.orders)) == schedule
+
+
 def test_what_waits_in_a_circle_is_told() -> None:
     forward, backward = Action(Kind.FORWARD, 0, 0), Action(Kind.BACKWARD, 0, 0)
     with pytest.raises(ValueError, match=r"by rank at \{0: '0B0'\}"):
@@ -97,3 +150,8 @@ def test_bad_input_is_refused() -> None:
         make_schedule("zigzag", 2, 1, 2)
     with pytest.raises(ValueError, match="2 stages a rank"):
         make_schedule("1f1b", 2, 2, 2)
+    with pytest.raises(ValueError, match="schedule='zbv' with 1 stages a rank: give 2"):
+        make_schedule("zbv", 2, 1, 2)
+    for text in ("F0", "0G0", 3):
+        with pytest.raises(ValueError, match=f"{text!r} is no action"):
+            given_schedule(1, ((text,),))  # type: ignore[arg-type]

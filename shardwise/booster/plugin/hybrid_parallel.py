@@ -24,6 +24,7 @@ from shardwise.booster.plugin.engine_arguments import (
     grad_plan,
     precision_plan,
 )
+from shardwise.booster.plugin.scheduler_nodes import orders_of
 from shardwise.booster.plugin.sequence_arguments import SequenceArguments
 from shardwise.checked import MOST_BYTES, MOST_NUMEL, number, refuse, shown, whole
 from shardwise.loss_scale import scaler_plan
@@ -44,7 +45,7 @@ from shardwise.shardformer.shard.changes import StageDivision, changed_model
 
 __all__ = ["HybridParallelArguments", "HybridParallelPlugin", "to_plan"]
 
-STYLES = ("1f1b", "interleaved", "zbv")
+STYLES: tuple[Literal["1f1b", "interleaved", "zbv"], ...] = ("1f1b", "interleaved", "zbv")
 FLASH = "give enable_flash_attention=True, which is what there is of it"
 NOT_YET = {
     "enable_all_optimization": FLASH,
@@ -136,10 +137,12 @@ class HybridParallelArguments(EngineArguments, _First):
         communication_dtype: gradients travel in it; ``None``: in the parameters' dtype.
         overlap_communication: reduce gradients while backward still runs.
         custom_policy: what is cut, instead of what is known of the model's classes.
-        pp_style: ``"1f1b"``, or ``"interleaved"`` with several stages a rank; ``"zbv"`` is not there yet.
-        num_model_chunks: stages a rank: 1 for ``"1f1b"``, more for ``"interleaved"``.
+        pp_style: ``"1f1b"``; ``"interleaved"`` with several stages a rank; ``"zbv"`` with two, down the ranks and back
+            up, so that the loss is on the first, and with gradients of weights made where a rank would wait.
+        num_model_chunks: stages a rank: 1 for ``"1f1b"``, more for ``"interleaved"``, 2 for ``"zbv"``.
         num_layers_per_stage: layers of each of the ``pp_size * num_model_chunks`` stages, of which number ``s`` is on
-            rank ``s % pp_size``; ``None``: as even as can be, with more in the middle.
+            rank ``s % pp_size`` (``"zbv"``: the second half in the other direction); ``None``: as even as can be, with
+            more in the middle.
         gradient_checkpoint_config: which layers are computed again in backward, of a model of transformers; a share,
             or numbers, of each stage's.
         enable_metadata_cache: what passes between stages is described once for each shape of the inputs, not each
@@ -153,7 +156,8 @@ class HybridParallelArguments(EngineArguments, _First):
         fp8_communication: exchange in 8 bits; not yet.
         use_fp8: multiply in 8 bits; not yet.
         inner_ring_size: ranks of an inner ring of ``"ring_attn"``; it divides ``sp_size``. ``None``: one ring of all.
-        scheduler_nodes: for ``pp_style="zbv"``, so not yet.
+        scheduler_nodes: for ``pp_style="zbv"``: by rank the nodes of a computed schedule, for steps of as many
+            micro-batches as it has; ``None``, and in other steps: that of the paper.
     """
 
     norm_type: float = field(default=2.0, kw_only=True)
@@ -220,14 +224,18 @@ def _check(arguments: HybridParallelArguments) -> None:
 
 def _check_pipeline(arguments: HybridParallelArguments) -> None:
     a = arguments
-    if a.pp_style == "zbv" or a.scheduler_nodes is not None:
-        name = "pp_style" if a.pp_style == "zbv" else "scheduler_nodes"
-        refuse(name, getattr(a, name), "use pp_style='1f1b' or 'interleaved', which need no scheduler_nodes")
-    if (a.pp_style == "1f1b") != (a.num_model_chunks == 1):
+    chunks = a.num_model_chunks
+    if chunks < 2 if a.pp_style == "interleaved" else chunks != (1 if a.pp_style == "1f1b" else 2):
         raise ValueError(
-            f"num_model_chunks={a.num_model_chunks} with pp_style={a.pp_style!r}: give 1 for '1f1b', and at least 2 "
+            f"num_model_chunks={chunks} with pp_style={a.pp_style!r}: give 1 for '1f1b', 2 for 'zbv', and at least 2 "
             "for 'interleaved'"
         )
+    if a.scheduler_nodes is not None:
+        if a.pp_style != "zbv":
+            raise ValueError(
+                f"scheduler_nodes={shown(a.scheduler_nodes)} with pp_style={a.pp_style!r}: give None, or pp_style='zbv'"
+            )
+        orders_of(a.scheduler_nodes, a.pp_size)
     layers, stages = a.num_layers_per_stage, a.pp_size * a.num_model_chunks
     if layers is not None:
         for index, count in enumerate(layers):
@@ -349,9 +357,10 @@ def _pipeline_plan(arguments: HybridParallelArguments) -> PipelinePlan:
     a = arguments
     if a.pp_size == 1:
         return PipelinePlan()
-    style: Literal["1f1b", "interleaved"] = "1f1b" if a.pp_style == "1f1b" else "interleaved"
+    style: Literal["1f1b", "interleaved", "zbv"] = next(each for each in STYLES if each == a.pp_style)
     return PipelinePlan(
         schedule=style,
+        orders=None if a.scheduler_nodes is None else orders_of(a.scheduler_nodes, a.pp_size),
         chunks=a.num_model_chunks,
         microbatches=a.num_microbatches,
         microbatch_rows=a.microbatch_size if a.num_microbatches is None else None,

@@ -134,6 +134,7 @@ CHECKPOINTED: dict[str, Any] = {
     "gradient_checkpoint_config": PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=[1, 0, 2, 1]),
     "num_layers_per_stage": [1, 1, 2, 1],
 }
+ZBV: dict[str, Any] = {"pp_style": "zbv", "num_model_chunks": 2}
 
 
 @pytest.mark.parametrize(
@@ -148,6 +149,9 @@ CHECKPOINTED: dict[str, Any] = {
         ("gpt2", {"pp_style": "interleaved", "num_model_chunks": 2, **CHECKPOINTED}),
         ("bert", {"pp_style": "interleaved", "num_model_chunks": 2, "zero_stage": 2, "cpu_offload": True}),
         ("llama", {"dp_outside": False, "zero_stage": 2, "gradient_checkpoint_config": GradientCheckpointConfig(0.5)}),
+        ("llama", {**ZBV, "tp_size": 2, "gradient_checkpoint_config": GradientCheckpointConfig(0.5)}),
+        ("gpt2", {**ZBV, **CHECKPOINTED, "zero_stage": 1, "enable_metadata_cache": False}),
+        ("bert", {**ZBV, "zero_stage": 2, "cpu_offload": True, "microbatch_size": 2}),
         ("gpt2", {"overlap_communication": False, "overlap_allgather": True, "overlap_p2p": False, "zero_stage": 1}),
     ],
     ids=str,
@@ -204,8 +208,10 @@ def test_the_fifth_example_runs_as_printed() -> None:
 def _accumulated() -> None:
     """Two calls of half the loss before a step are the step of one; between, evaluation on other shapes."""
     found = []
-    for calls in (1, 2):
-        plugin = HybridParallelPlugin(tp_size=1, pp_size=2, precision="fp32", max_norm=MAX_NORM, microbatch_size=2)
+    for calls, style in ((1, {}), (2, {}), (2, ZBV)):
+        plugin = HybridParallelPlugin(
+            tp_size=1, pp_size=2, precision="fp32", max_norm=MAX_NORM, microbatch_size=2, **style
+        )
         booster, model = Booster(plugin=plugin), deep("llama")
         model, optimizer, *_ = booster.boost(model, optimizer_of(model))
         items = Texts(3).items
@@ -225,18 +231,19 @@ def _accumulated() -> None:
             optimizer.zero_grad()
         found.append((model.state_dict(), optimizer.get_grad_norm()))
         booster.close()
-    assert_close(found[1][0], found[0][0], 1e-9, "two calls")
-    assert_close(wide(norm=found[1][1]), wide(norm=found[0][1]), 1e-9, "two calls")
+    for state, norm in found[1:]:
+        assert_close(state, found[0][0], 1e-9, "two calls")
+        assert_close(wide(norm=norm), wide(norm=found[0][1]), 1e-9, "two calls")
 
 
 def test_gradients_of_several_calls_add_up_and_evaluation_may_have_other_shapes() -> None:
     run_ranks(RANKS, _accumulated)
 
 
-def _overflow() -> None:
+def _overflow(style: dict[str, Any]) -> None:
     """The gradient of the last stage's loss alone is not finite: no stage takes the step, and the scale falls."""
     plugin = HybridParallelPlugin(
-        tp_size=1, pp_size=2, precision="fp16", num_microbatches=2, initial_scale=2.0**8, hysteresis=1
+        tp_size=1, pp_size=2, precision="fp16", num_microbatches=2, initial_scale=2.0**8, hysteresis=1, **style
     )
     booster, model = Booster(plugin=plugin), deep("gpt2", torch.float32)
     model, optimizer, *_ = booster.boost(model, optimizer_of(model))
@@ -257,7 +264,8 @@ def _overflow() -> None:
 
 
 def test_an_overflow_in_one_stage_is_one_in_all() -> None:
-    run_ranks(RANKS, _overflow)
+    for style in ({}, ZBV):
+        run_ranks(RANKS, _overflow, style)
 
 
 # -- what cannot be

@@ -42,7 +42,7 @@ class Marked(nn.RMSNorm):
 
 
 def model_of() -> Any:
-    model = made("llama", num_hidden_layers=3, tie_word_embeddings=True)
+    model = made("llama", num_hidden_layers=4, tie_word_embeddings=True)
     model.model.norm = Marked().double()
     return model
 
@@ -108,13 +108,14 @@ def _go_on(make: Callable[[], Plugin], step: int, folder: str) -> None:
     state = model.state_dict()
     assert state["model.norm.marks"].tolist() == [step + 1, step + 2]
     assert state["model.norm._extra_state"] == 10 * (step + 1)
-    assert len(optimizer.state_dict()["state"]) == len(list(made("llama", num_hidden_layers=3).parameters())) - 1
+    assert len(optimizer.state_dict()["state"]) == len(list(made("llama", num_hidden_layers=4).parameters())) - 1
     booster.close()
 
 
 LAYOUTS: dict[str, tuple[int, Callable[[], Plugin]]] = {
     "pp2dp2": (4, functools.partial(stages, zero_stage=1)),
     "tp2dp2": (4, functools.partial(hybrid, tp_size=2, pp_size=1, parallel_output=False)),
+    "zbv2dp2": (4, functools.partial(stages, zero_stage=2, pp_style="zbv", num_model_chunks=2)),
     "pp2dp2inside": (4, functools.partial(stages, zero_stage=2, dp_outside=False)),
     "zero1": (2, functools.partial(LowLevelZeroPlugin, stage=1, **FP32)),
     "alone": (1, functools.partial(LowLevelZeroPlugin, stage=1, **FP32)),
@@ -125,7 +126,7 @@ LAYOUTS: dict[str, tuple[int, Callable[[], Plugin]]] = {
     "way",
     [
         ("pp2dp2", "tp2dp2", "pp2dp2inside", "zero1"),
-        ("pp2dp2inside", "alone", "pp2dp2", "pp2dp2inside"),
+        ("pp2dp2inside", "zbv2dp2", "alone", "zbv2dp2"),
     ],
     ids="-".join,
 )

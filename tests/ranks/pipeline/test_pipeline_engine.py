@@ -21,8 +21,8 @@ from shardwise.testing import assert_close, run_ranks
 STEPS, LR, MAX_NORM, ROWS, LENGTH = 3, 0.01, 0.5, 5, 6
 
 
-def case_of(name: str, index: int) -> Case:
-    return with_layers(getattr(tensor_cases, name)()[index], 5)
+def case_of(name: str, index: int, layers: int = 5) -> Case:
+    return with_layers(getattr(tensor_cases, name)()[index], layers)
 
 
 def batch_of(rank: int, step: int) -> dict[str, Tensor]:
@@ -59,7 +59,7 @@ def wide(**numbers: float) -> dict[str, Tensor]:
 
 
 def trained(plan: Plan, name: str, index: int, microbatches: int) -> None:
-    case = case_of(name, index)
+    case = case_of(name, index, sum(plan.pipeline.layers or (5,)))
     model = case.made()
     names = {id(param): name for name, param in model.named_parameters()}
     with sharded(model, adam(model, LR), plan) as session:
@@ -88,6 +88,7 @@ def trained(plan: Plan, name: str, index: int, microbatches: int) -> None:
 
 
 ONE, TWO = PipelinePlan(microbatches=3), PipelinePlan(schedule="interleaved", chunks=2, microbatches=4)
+ZBV = PipelinePlan(schedule="zbv", chunks=2, microbatches=4)
 CASES: list[tuple[int, str, dict[str, Any], PipelinePlan]] = [
     (2, "zero1", {}, ONE),
     (4, "zero1", {}, ONE),
@@ -98,6 +99,10 @@ CASES: list[tuple[int, str, dict[str, Any], PipelinePlan]] = [
     (4, "zero3_gloo", {}, TWO),
     (4, "zero1", {"tp": 2}, ONE),
     (4, "zero1", {"pp": 4}, PipelinePlan(layers=(1, 2, 1, 1), microbatch_rows=2)),
+    (4, "zero2", {}, ZBV),
+    (4, "zero1", {"tp": 2}, ZBV),
+    (4, "zero3_gloo", {}, ZBV),
+    (4, "ddp", {"pp": 4}, PipelinePlan(schedule="zbv", chunks=2, microbatch_rows=1, layers=(1, 1, 1, 2, 1, 1, 1, 1))),
     (4, "zero2_gloo", {"dp_outside": True}, PipelinePlan(microbatches=3, cache_shapes=False)),
 ]
 
@@ -106,7 +111,7 @@ CASES: list[tuple[int, str, dict[str, Any], PipelinePlan]] = [
 def test_training_equals_plain_pytorch(ranks: int, name: str, sizes: dict[str, Any], pipeline: PipelinePlan) -> None:
     plan = PLANS[name].but(pp=2).but(**sizes).but(max_norm=MAX_NORM, pipeline=pipeline)
     assert plan.grad.average == "sum"
-    microbatches = pipeline.microbatches or 3
+    microbatches = pipeline.microbatches or -(-ROWS // (pipeline.microbatch_rows or ROWS))
     for model, index in (("llama", 1), ("gpt2", 0), ("bert", 0)):
         run_ranks(ranks, trained, plan, model, index, microbatches)
 

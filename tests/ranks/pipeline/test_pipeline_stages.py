@@ -14,7 +14,7 @@ from tensor_setup import Case, Exact, loss_of
 from torch import Tensor
 
 from shardwise.comm import GroupMaker
-from shardwise.pipeline import StageRun, make_schedule, split_batch, stage_model
+from shardwise.pipeline import Passes, StageRun, make_schedule, split_batch, stage_model
 from shardwise.testing import assert_close, run_ranks
 
 CPU = torch.device("cpu")
@@ -60,7 +60,7 @@ def staged(name: str, schedule_name: str, chunks: int, microbatches: int) -> Non
                 stage_model(model, rank, ranks, chunks)
             continue
         names = {id(param): name for name, param in model.named_parameters()}
-        staging = stage_model(model, rank, ranks, chunks)
+        staging = stage_model(model, rank, ranks, chunks, v_shaped=schedule_name == "zbv")
         held = {names[id(param)] for param in model.parameters() if staging.owns(param)}
         shared = {names[id(param)] for param in model.parameters() if len(staging.ranks_of(param)) > 1}
         staging.install()
@@ -71,7 +71,7 @@ def staged(name: str, schedule_name: str, chunks: int, microbatches: int) -> Non
         for turn in range(2):
             model.zero_grad()
             with Exact():
-                outcome = run.step(schedule, parts, criterion, lambda y, g: torch.autograd.backward(y, g), turn == 1)
+                outcome = run.step(schedule, parts, criterion, Passes(), turn == 1)
             assert (outcome.loss is None) == (staging.stages - 1 not in staging.own)
             if outcome.loss is not None:
                 assert_close({"loss": outcome.loss}, {"loss": expected_loss}, 1e-12, case.kind)
@@ -95,7 +95,8 @@ def staged(name: str, schedule_name: str, chunks: int, microbatches: int) -> Non
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize(
-    ("ranks", "schedule", "chunks"), [(2, "1f1b", 1), (4, "1f1b", 1), (2, "interleaved", 2), (1, "interleaved", 2)]
+    ("ranks", "schedule", "chunks"),
+    [(2, "1f1b", 1), (4, "1f1b", 1), (2, "interleaved", 2), (1, "interleaved", 2), (2, "zbv", 2)],
 )
 def test_stages_are_the_whole_model(name: str, ranks: int, schedule: str, chunks: int) -> None:
     """Every head; three rows in three micro-batches, fewer than there are stages in some."""
@@ -126,7 +127,7 @@ def dropped(checkpointing: bool) -> tuple[list[bool], bool]:
     ids = torch.arange(12).view(2, 6)
     parts = split_batch({"input_ids": ids, "labels": ids}, 2, None)
     schedule = make_schedule("1f1b", ranks, 1, 2)
-    run.step(schedule, parts, criterion, lambda y, g: torch.autograd.backward(y, g))
+    run.step(schedule, parts, criterion, Passes())
     assert len({tuple(each) for each in hits}) == 2, "two micro-batches dropped the same, or recomputation another"
     assert len(hits) == (4 if checkpointing else 2) and all(hits.count(each) == len(hits) // 2 for each in hits)
     states = [None] * ranks

@@ -1,0 +1,74 @@
+"""A backward pass in two is the same one: what is made later, what is made at once, and what is computed again."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+from hybrid_setup import made
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from shardwise.pipeline import Passes, WeightGradients
+from shardwise.pipeline.split import WeightsApart
+from shardwise.testing import assert_close
+
+IDS = torch.arange(12).view(2, 6)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None}
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "bert"])
+@pytest.mark.parametrize("again", [None, False, True], ids=["kept", "again", "reentrant"])
+def test_both_halves_are_the_whole(kind: str, again: bool | None) -> None:
+    model: Any = made(kind)
+    expected = copy.deepcopy(model)
+    expected(input_ids=IDS, labels=IDS).loss.backward()
+    products = [m for m in model.modules() if isinstance(m, nn.Linear) or hasattr(m, "nf")]
+    model.get_input_embeddings().weight.register_hook(lambda grad: 2 * grad)
+    expected.get_input_embeddings().weight.grad *= 2
+    for layer in model.modules():
+        if again is not None and hasattr(layer, "gradient_checkpointing"):
+            layer.gradient_checkpointing = True
+            layer._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=again)
+    apart, later, passes = WeightsApart(), WeightGradients(), Passes()
+    with apart:
+        loss = model(input_ids=IDS, labels=IDS).loss
+    with apart.into(later):
+        passes.inputs(loss, None, later)
+    parts = {id(param) for module in products for param in module.parameters(recurse=False)}
+    early = {id(param) for param in model.parameters() if param.grad is not None}
+    assert early and early & parts <= {id(model.get_input_embeddings().weight)}  # a tied head, used as one, too
+    assert len(later._left) == len(parts) > 10
+    passes.weights(later)
+    assert not later._left
+    assert_close(gradients(model), gradients(expected), 1e-12, kind)
+
+
+def test_what_cannot_be_made_later_is_made_at_once() -> None:
+    """Frozen weights, inputs without a gradient, products with what is no parameter itself, autocast."""
+    frozen, first, last = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+    frozen.weight.requires_grad_(False)
+    x = torch.randn(4, 3)
+    apart, later = WeightsApart(), WeightGradients()
+    with apart:
+        hidden = frozen(first(x)) @ torch.eye(3)
+        hidden = nn.functional.linear(hidden, 2 * last.weight)
+        with torch.autocast("cpu", torch.bfloat16):
+            hidden = last(hidden)
+    with apart.into(later):
+        Passes().inputs(hidden.float().sum(), None, later)
+    assert not later._left
+    assert all(p.grad is not None for m in (first, last) for p in m.parameters())
+    assert frozen.bias.grad is not None and frozen.weight.grad is None
+
+
+def test_a_gradient_inside_of_a_forward_pass_is_refused() -> None:
+    layer, x = nn.Linear(3, 1), torch.randn(2, 3, requires_grad=True)
+    with WeightsApart(), pytest.raises(RuntimeError, match=r"a stage's \(1, 3\) weight outside of the schedule's"):
+        torch.autograd.grad(layer(x).sum(), x)
