@@ -146,6 +146,7 @@ class Session:
         self.close()
         if self.engine.cutting is not None:
             self.engine.cutting.remove()
+            self.engine.division.release()  # what stood on layers that were cut
         for index, param in enumerate(self.params):
             param.grad = None
             adopt(param, values.pop(index))

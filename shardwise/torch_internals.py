@@ -36,6 +36,8 @@ __all__ = [
     "at_end_of_backward",
     "can_share_object",
     "copy_each",
+    "cpu_flash_attention",
+    "cpu_flash_attention_backward",
     "current_graph_task",
     "current_node",
     "default_store",
@@ -275,6 +277,29 @@ def add_each(tensors: Sequence[Tensor], value: Tensor) -> None:
 def fused_adam(decoupled: bool) -> Callable[..., None]:
     """The kernel of ``Adam(fused=True)`` or ``AdamW(fused=True)``, for flat pieces with state of another dtype."""
     return torch._fused_adamw_ if decoupled else torch._fused_adam_
+
+
+# ---- attention
+
+# The public function does not give the log-sum-exp of the scores, without which attention to some keys cannot be merged
+# with attention to others, and autograd's formula takes that of these keys alone.
+
+
+def cpu_flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention, and the log-sum-exp of each query's scores: ``[rows, heads, length, size]`` of all, and without the
+    last dimension, in fp32 at least."""
+    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = op(q.detach(), k.detach(), v.detach(), 0.0, causal, scale=scale)
+    return out, lse
+
+
+def cpu_flash_attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values, where ``out`` and ``lse`` are those of all keys."""
+    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    dq, dk, dv = op(grad, q, k, v, out, lse, 0.0, causal, scale=scale)
+    return dq, dk, dv
 
 
 # ---- optimizers and modules

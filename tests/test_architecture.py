@@ -32,7 +32,8 @@ ROWS: tuple[tuple[str, ...], ...] = (
         "attributes",
         "published",
     ),
-    ("mesh", "trace", "disk", "deferred", "tensor", "pipeline", "sequence"),  # mesh builds the groups of comm
+    ("mesh", "trace", "disk", "deferred", "tensor", "pipeline"),  # mesh builds the groups of comm
+    ("sequence",),  # heads go to its ranks as they do to those of tensor
     ("memory", "chunk.layout"),
     ("optim",),  # moments may be at home on a disk
     ("chunk",),

@@ -79,8 +79,8 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.in
 
 
 class Wire:
-    """Tensors between neighbours of a pipeline, in two lanes (activations and their gradients) that do not hold up each
-    other. One thread uses it.
+    """Tensors between the ranks of an axis (the stages of a pipeline, those that share sequences), in two lanes
+    (activations and their gradients) that do not hold up each other. One thread uses it.
 
     Args:
         name: of the axis, for messages.
@@ -134,6 +134,15 @@ class Wire:
         x = torch.empty(like[0], dtype=like[1], device=self.device)
         self._links[lane].receive(x.view(-1), peer, tag, what).wait()
         return x
+
+    def begin_receive(self, x: Tensor, peer: int, lane: int, tag: int, what: str) -> Message:
+        """Start to receive into ``x`` (contiguous); it is there when the message was waited for.
+
+        Args:
+            x: of the shape and dtype that the peer sends.
+            peer, lane, tag, what: as for :meth:`send`.
+        """
+        return self._links[lane].receive(x.view(-1), peer, tag, what)
 
     def settle(self) -> None:
         """Return when all that was sent is through.

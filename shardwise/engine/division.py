@@ -15,6 +15,7 @@ from shardwise.mesh import Mesh
 from shardwise.names import StateNames
 from shardwise.pipeline import SharedGradients, Staging, stage_model
 from shardwise.plan import Plan
+from shardwise.sequence import Sequences, share_sequences
 from shardwise.tensor import Axis, Cutting, SameDraws, cut_model
 
 __all__ = ["Census", "Division"]
@@ -43,8 +44,8 @@ class Census:
 
 
 class Division:
-    """Of one model over the tensor- and pipeline-parallel ranks of a mesh; all of it where there are none. Nothing is
-    changed before :meth:`install`.
+    """Of one model over the tensor-, pipeline- and sequence-parallel ranks of a mesh; all of it where there are none.
+    Nothing is changed before :meth:`install`.
 
     Args:
         model: whole.
@@ -56,6 +57,7 @@ class Division:
         cutting: of layers; ``None`` where none are cut.
         draws: that ranks which hold parts of the same layers draw alike; ``None`` where there are none.
         staging: of the model; ``None`` where it is in one piece.
+        sequences: that ranks share; ``None`` where each has its own.
         every: all floating-point parameters of the model, and what is known of each, until it is installed.
         census: what is known of them for ever.
         params, facts: those of this rank.
@@ -69,6 +71,7 @@ class Division:
         every = [p for p in model.parameters() if p.is_floating_point()]
         self.cutting: Cutting | None = None
         self.staging: Staging | None = None
+        self.sequences: Sequences | None = None
         self.shared: SharedGradients | None = None
         self.draws: SameDraws | None = None
         self._wire = mesh.wire
@@ -96,6 +99,13 @@ class Division:
                     f"output_dtype={plan.precision.output_dtype} with {size} pipeline ranks is not available: leave it "
                     "None, and cast in the criterion"
                 )
+        if mesh.ring is not None:
+            if self.staging is not None:
+                raise NotImplementedError(
+                    f"sp={mesh.sequence.size} with {mesh.pipeline.size} pipeline ranks is not available: use pp=1 or "
+                    "sp=1"
+                )
+            self.sequences = share_sequences(model, plan.sequence, mesh.sequence, mesh.ring, mesh.tensor.size)
         own = [(p, f) for p, f in self.every if self.owns(p)]
         self.params: list[nn.Parameter] = [param for param, _ in own]
         self.facts: list[ParamFact] = [self._counted(param, fact) for param, fact in own]
@@ -124,6 +134,8 @@ class Division:
 
     def install(self) -> None:
         """The model becomes this rank's part of it; what others have is let go of."""
+        if self.sequences is not None:  # first: what is cut is cut of the layers that it leaves
+            self.sequences.install()
         if self.cutting is not None:
             self.cutting.install()
         if self.draws is not None:
@@ -134,6 +146,13 @@ class Division:
             assert self._wire is not None
             self.shared = SharedGradients(self.staging, self.params, self._wire)
         self.every = []
+
+    def release(self) -> None:
+        """What it has others call is called no more."""
+        if self.shared is not None:
+            self.shared.remove()
+        if self.sequences is not None:
+            self.sequences.remove()
 
 
 def _outlined(names: StateNames) -> StateNames:

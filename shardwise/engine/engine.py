@@ -191,8 +191,7 @@ class Engine:
         """Remove all hooks. Parameters that are not gathered stay unreadable: gather them first if needed."""
         self.closed = True
         self.attachment.remove()
-        if self.division.shared is not None:
-            self.division.shared.remove()
+        self.division.release()
         # Before that .grad is the user's own.
         if self._begun:
             self.visible.clear()

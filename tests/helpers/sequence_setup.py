@@ -1,0 +1,108 @@
+"""Models whose ranks share sequences against the same models on one rank: how they are run and compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from tensor_setup import Case, Exact, loss_of
+from torch import Tensor, nn
+
+from shardwise.comm import Group, GroupMaker, Wire
+from shardwise.plan import SequencePlan
+from shardwise.sequence import SequenceAxis, Sequences, share_sequences
+from shardwise.testing import assert_close
+
+LENGTH, ROWS, PAD = 11, 3, 27
+
+
+@dataclass(frozen=True)
+class Ring:
+    """All ranks share sequences."""
+
+    group: Group
+    wire: Wire
+
+    @property
+    def axis(self) -> SequenceAxis:
+        return SequenceAxis(self.group, self.wire)
+
+
+@contextmanager
+def ring_of_all() -> Iterator[Ring]:
+    maker = GroupMaker(torch.device("cpu"), True, 60.0)
+    ranks = [list(range(dist.get_world_size()))]
+    group, wire = maker.make("sp", ranks), maker.make_wire("sp", ranks)
+    yield Ring(group, wire)
+    group.close()
+    maker.close()
+
+
+def batch_of(case: Case, length: int = LENGTH, padded: str = "", packed: bool = False) -> dict[str, Tensor]:
+    """Of one length in all that has a sequence.
+
+    Args:
+        case: says what else there is beside ids.
+        length: in tokens.
+        padded: ``"right"``, ``"left"`` or ``"both"``: rows but the first have padding there, without labels.
+        packed: with the positions of two sequences in each row.
+    """
+    generator = torch.Generator().manual_seed(5)
+    given = {name: value for name, value in case.inputs(generator).items() if name != "labels" or value.dim() == 1}
+    labelled = "labels" in case.inputs(torch.Generator().manual_seed(5))
+    ids = torch.randint(0, PAD, (ROWS, length), generator=generator)
+    if labelled and "labels" not in given:
+        high = 3 if "TokenClassification" in case.kind else PAD
+        given["labels"] = torch.randint(0, high, (ROWS, length), generator=generator)
+        given["labels"][0, :2] = -100
+    if padded:
+        mask = torch.ones_like(ids)
+        if padded in ("right", "both"):
+            mask[1, length - length // 3 :] = 0
+        if padded in ("left", "both"):
+            mask[2, : length // 3] = 0
+        given["attention_mask"] = mask
+        ids = ids.masked_fill(mask == 0, PAD)
+        if "labels" in given and given["labels"].dim() == 2:
+            # What a token of padding predicts, which sees nothing, differs between implementations of attention.
+            before = torch.nn.functional.pad(mask, (1, 0), value=1)[:, :-1]
+            given["labels"] = given["labels"].masked_fill((mask == 0) | (before == 0), -100)
+    if packed:
+        first = length // 2 + 1
+        given["position_ids"] = torch.cat([torch.arange(first), torch.arange(length - first)]).expand(ROWS, -1)
+    return given | {"input_ids": ids}
+
+
+def grads_of(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss, and every gradient."""
+    model.zero_grad()
+    with Exact():
+        loss = loss_of(model(**batch))
+    loss.backward()
+    return loss.detach(), {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+
+
+def averaged(grads: dict[str, Tensor], axis: SequenceAxis) -> dict[str, Tensor]:
+    """Over the ranks, as an engine does it."""
+    flat = torch.cat([grad.flatten() for grad in grads.values()])
+    mean = (torch.stack(axis.gathered(flat, "gradients")).sum(0) / axis.size).split([g.numel() for g in grads.values()])
+    return {name: part.view_as(grad) for (name, grad), part in zip(grads.items(), mean, strict=True)}
+
+
+def compare(case: Case, batch: dict[str, Tensor], plan: SequencePlan, ring: Ring) -> Sequences:
+    """The loss and every gradient of two passes."""
+    plain, model = case.made(), case.made()
+    expected_loss, expected = grads_of(plain, batch)
+    sequences = share_sequences(model, plan, ring.group, ring.wire)
+    sequences.install()
+    what = f"{case.kind}, {plan.mode}, {sorted(batch)}"
+    for _ in range(2):
+        loss, grads = grads_of(model, dict(batch))
+        assert_close({"loss": loss}, {"loss": expected_loss}, 1e-11, what)
+        # The gradient of a key's bias is 0 but for rounding.
+        assert_close(averaged(grads, ring.axis), expected, 1e-11, f"{what}: gradients", floor=1e-2)
+    sequences.remove()
+    return sequences

@@ -1,0 +1,101 @@
+"""Steps of an engine whose data-parallel ranks share sequences: those of plain PyTorch with the same batches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from engine_setup import sharded
+from sequence_setup import batch_of
+from tensor_cases import CASES
+from tensor_setup import Case, Exact, loss_of
+from torch import Tensor, nn
+
+from shardwise.build import Session
+from shardwise.plan import Plan, SequencePlan, TensorPlan, zero
+from shardwise.testing import assert_close, run_ranks
+
+STEPS, MAX_NORM = 3, 0.3
+
+LAYOUTS = [
+    ("sp4 zero1", zero(1).but(sp=4), "all_to_all"),
+    ("dp2 sp2 zero3", zero(3).but(sp=2), "all_to_all"),
+    ("tp2 sp2 zero1", zero(1).but(sp=2, tp=2), "all_to_all"),
+    ("dp2 sp2 zero1, replicas", zero(1, dp_replicate=2).but(sp=2), "ring_attn"),
+    ("tp2 sp2 zero3", zero(3).but(sp=2, tp=2), "ring_attn"),
+    ("sp4 zero2", zero(2).but(sp=4), "ring_attn"),
+]
+
+
+def batch(case: Case, step: int, which: int) -> dict[str, Tensor]:
+    """Of the ranks that share sequences number ``which``; they divide evenly every other step."""
+    given = batch_of(case, length=(11, 8, 13)[step], padded=("right", "", "left")[step])
+    generator = torch.Generator().manual_seed(10 * step + which)
+    ids = torch.randint(0, 27, given["input_ids"].shape, generator=generator)
+    return given | {"input_ids": torch.where(given["input_ids"] == 27, 27, ids)}
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=0.02, eps=0.02)
+
+
+def plain_steps(case: Case, groups: int) -> tuple[list[Tensor], list[list[Tensor]], dict[str, Tensor]]:
+    """Clipped norms and each group's losses by step, and the parameters at the end."""
+    model = case.made()
+    optimizer = adam(model)
+    norms, losses = [], []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        losses.append([])
+        for which in range(groups):
+            with Exact():
+                loss = loss_of(model(**batch(case, step, which)))
+            losses[-1].append(loss.detach())
+            (loss / groups).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM))
+        optimizer.step()
+    return norms, losses, {name: param.detach() for name, param in model.named_parameters()}
+
+
+def steps(case: Case, session: Session, norms: list[Tensor], losses: list[list[Tensor]]) -> None:
+    which = session.mesh.rank // session.mesh.sequence.size
+    assert session.optimizer is not None
+    for step in range(STEPS):
+        with Exact():
+            loss = loss_of(session.module(**batch(case, step, which)))
+        session.backward(loss)
+        session.optimizer.step()
+        assert_close({"loss": loss.detach()}, {"loss": losses[step][which]}, 1e-11, f"step {step}")
+        norm = torch.tensor(session.optimizer.get_grad_norm(), dtype=torch.float64)
+        assert_close({"norm": norm}, {"norm": norms[step]}, 1e-11, f"step {step}")
+
+
+def trained(plan: Plan, mode: str) -> int:
+    case = CASES["llama"]()[1]
+    case = replace(case, config=case.config.__class__(**(case.config.to_dict() | {"num_attention_heads": 8})))
+    groups = 4 // plan.mesh.tp // plan.mesh.sp
+    norms, losses, expected = plain_steps(case, groups)
+    tensor = TensorPlan(vocabulary_multiple=4)
+    plan = plan.but(max_norm=MAX_NORM, sequence=SequencePlan(mode=mode), tensor=tensor)  # type: ignore[arg-type]
+    model = case.made()
+    with sharded(model, adam(model), plan) as session:
+        steps(case, session, norms, losses)
+        found = session.module.state_dict()
+        assert_close({name: found[name] for name in expected}, expected, 1e-11, mode)
+        session.unshard()
+        with Exact():  # what is left is the model, on this rank alone
+            alone = loss_of(model(**batch(case, 0, session.mesh.rank)))
+    plain = case.made()
+    plain.load_state_dict(expected, strict=False)
+    with Exact():
+        after = loss_of(plain(**batch(case, 0, session.mesh.rank)))
+    assert_close({"loss": alone.detach()}, {"loss": after.detach()}, 1e-11, "after unshard()")
+    assert all("forward" not in vars(module) for module in model.modules())
+    assert model.config._attn_implementation == "sdpa"
+    return groups
+
+
+@pytest.mark.parametrize(("name", "plan", "mode"), LAYOUTS, ids=[name for name, _, _ in LAYOUTS])
+def test_steps_are_those_of_whole_sequences(name: str, plan: Plan, mode: str) -> None:
+    assert set(run_ranks(4, trained, plan, mode, timeout=300.0)) == {2 if "dp2" in name else 1}
