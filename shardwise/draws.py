@@ -117,6 +117,6 @@ def dropouts_of(modules: Iterable[nn.Module]) -> Dropouts:
         found += [
             (module, name)
             for name, value in vars(module).items()
-            if "dropout" in name and isinstance(value, (int, float))
+            if ("dropout" in name or "jitter" in name) and isinstance(value, (int, float))
         ]
     return tuple(found)

@@ -302,7 +302,9 @@ def _staged(own: type[nn.Module]) -> type[nn.Module]:
                 return staging.stand_in(stage, role, args, kwargs)
             return own.__call__(self, *args, **kwargs)
 
+        aside = property(lambda self: self._stage[0].active != self._stage[1])
         names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__call__": call}
+        names["stands_aside"] = aside
         _STAGED[own] = type(own.__name__, (own,), names)
     return _STAGED[own]
 

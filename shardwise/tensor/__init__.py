@@ -20,10 +20,10 @@ from shardwise.tensor.rules import (
     LatentAttention,
     Mlp,
     Requires,
-    Rule,
-    Site,
+    Router,
     Unused,
 )
+from shardwise.tensor.site import Rule, Site
 
 __all__ = [
     "Architecture",
@@ -39,6 +39,7 @@ __all__ = [
     "Mlp",
     "Part",
     "Requires",
+    "Router",
     "Rule",
     "SameDraws",
     "Site",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -10,7 +10,8 @@ from torch import nn
 from shardwise.plan import TensorPlan
 from shardwise.tensor.axis import Axis
 from shardwise.tensor.cutting import Cutting
-from shardwise.tensor.rules import Rule, Site
+from shardwise.tensor.sequence import Sequences, lists_of_layers
+from shardwise.tensor.site import Rule, Site
 from shardwise.tensor.tables import TABLES
 
 __all__ = ["Architecture", "cut_model", "known_architectures", "register_architecture"]
@@ -78,12 +79,19 @@ def cut_model(model: nn.Module, axis: Axis, plan: TensorPlan) -> Cutting:
     Raises:
         ValueError: the model is of no known architecture, or cannot be cut over so many ranks.
     """
-    cutting, found = Cutting(axis), False
+    cutting, found = Cutting(axis, Sequences(axis) if plan.sequence is not None else None), False
     if hasattr(plan.architecture, "collect"):
+        if plan.sequence is not None:
+            raise ValueError(
+                f"sequence={plan.sequence!r} with {plan.architecture!r}: only an Architecture of rules says where the "
+                "layers of a model begin and end; leave sequence None"
+            )
         plan.architecture.collect(model, cutting)
         return cutting
     known = _KNOWN.values() if plan.architecture is None else [plan.architecture]
     rules = {name: each for architecture in known for name, each in architecture.modules.items()}
+    if plan.sequence is not None:
+        _divide_sequences(model, cutting, plan, rules)
     for name, module in model.named_modules():
         for rule in _rules_of(module, rules):
             found = True
@@ -103,14 +111,36 @@ def cut_model(model: nn.Module, axis: Axis, plan: TensorPlan) -> Cutting:
             "a layer that is cut, and no rule says how it is used there: add one to the architecture (Head, Embedding, "
             "or Unused), or untie it"
         )
+    if plan.sequence is not None:
+        cutting.sum_whole()
     return cutting
 
 
-def _rules_of(module: nn.Module, rules: Mapping[str, tuple[Rule, ...]]) -> Iterator[Rule]:
+def _divide_sequences(
+    model: nn.Module, cutting: Cutting, plan: TensorPlan, rules: Mapping[str, tuple[Rule, ...]]
+) -> None:
+    if plan.sequence == "ring":
+        raise NotImplementedError(f"sequence={plan.sequence!r} is not available yet: give 'split_gather'")
+
+    def attends(module: nn.Module) -> bool:
+        return any(getattr(rule, "attends", False) for rule in _rules_of(module, rules))
+
+    names = {id(module): name for name, module in model.named_modules()}
+    found = lists_of_layers(model, attends)
+    for body, layers in found:
+        cutting.layers(body, layers, names[id(layers)])
+    if not found and any(_rules_of(module, rules) for module in model.modules()):
+        raise ValueError(
+            f"sequence={plan.sequence!r}: {type(model).__name__} has no list of layers (nn.ModuleList) that all hold "
+            "attention which is cut, so it is not known where sequences could be divided; leave sequence None"
+        )
+
+
+def _rules_of(module: nn.Module, rules: Mapping[str, tuple[Rule, ...]]) -> tuple[Rule, ...]:
     for kind in type(module).__mro__:
         if kind.__name__ in rules:
-            yield from rules[kind.__name__]
-            return
+            return rules[kind.__name__]
+    return ()
 
 
 def _unknown(model: nn.Module, plan: TensorPlan) -> str:

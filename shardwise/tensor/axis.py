@@ -19,7 +19,10 @@ __all__ = ["Axis"]
 # layers) is the same everywhere, and that of a part is this rank's own. Where something alike enters a cut layer each
 # rank finds only what its part contributes to the gradient: it is summed (copied). Where parts are summed to something
 # alike the gradient goes to each as it is (summed). Gathering parts takes this rank's part of the gradient (gathered);
-# taking a part gathers gradients (own_part). Each is the other's backward, so gradients of gradients are right as well.
+# taking a part gathers gradients (own_part). Where the ranks have parts of the input itself, they are gathered for cut
+# layers, and the contributions to its gradient are summed to parts again (gathered_for_parts, summed_part: in one
+# exchange what a sum and a part of it are in two). Each is the other's backward, so gradients of gradients are right as
+# well.
 class Axis:
     """The ranks that hold parts of one model's layers, for activations of any shape.
 
@@ -74,6 +77,25 @@ class Axis:
             return x
         return _OwnPart.apply(x, self, dim % x.dim(), tuple(sizes))  # type: ignore[no-untyped-call, no-any-return]
 
+    def gathered_for_parts(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+        """The ranks' ``x`` one behind the other in ``dim``, which each uses for its part: every rank gets the sum of
+        the gradients of its own.
+
+        Args:
+            x: of this rank.
+            dim: the dimension.
+            sizes: by rank, of that dimension.
+        """
+        if self.size == 1:
+            return x
+        return _GatheredForParts.apply(x, self, dim % x.dim(), tuple(sizes))  # type: ignore[no-untyped-call, no-any-return]
+
+    def summed_part(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+        """This rank's part, of ``sizes`` in ``dim``, of the sum over the ranks of ``x``."""
+        if self.size == 1:
+            return x
+        return _SummedPart.apply(x, self, dim % x.dim(), tuple(sizes))  # type: ignore[no-untyped-call, no-any-return]
+
     # ---- without
 
     def total(self, x: Tensor) -> Tensor:
@@ -100,6 +122,36 @@ class Axis:
         self.group.all_gather_in_place(buffer).wait()
         self.group.fence()
         return buffer.local.view(self.size, *x.shape).clone()
+
+    def joined(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+        """The ranks' ``x`` one behind the other in ``dim``, where they have ``sizes``."""
+        if x.shape[dim] != sizes[self.rank]:
+            raise ValueError(f"rank {self.rank} has {x.shape[dim]} in dim {dim} of {tuple(x.shape)}, and sizes={sizes}")
+        padded = x
+        if len(set(sizes)) > 1:
+            shape = list(x.shape)
+            shape[dim] = max(sizes)
+            padded = x.new_zeros(shape)
+            padded.narrow(dim, 0, x.shape[dim]).copy_(x)
+        parts = self.collect(padded)
+        return torch.cat([part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)], dim)
+
+    def total_part(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+        """What :meth:`total` has in this rank's part, the same bits."""
+        if x.shape[dim] != sum(sizes):
+            raise ValueError(f"{tuple(x.shape)} has {x.shape[dim]} in dim {dim}, and sizes={sizes} are {sum(sizes)}")
+        shape = list(x.shape)
+        shape[dim] = max(sizes)
+        out = x.new_empty(shape)
+        if out.numel():
+            buffer = self._buffer(self.size * out.numel(), x.dtype)
+            slots = buffer.local.view(self.size, *shape)
+            for slot, part in zip(slots, torch.split(x, list(sizes), dim), strict=True):
+                slot.narrow(dim, 0, part.shape[dim]).copy_(part)
+                slot.narrow(dim, part.shape[dim], shape[dim] - part.shape[dim]).zero_()
+            self.group.reduce_scatter(out.view(-1), buffer, 1.0).wait()
+        own = sizes[self.rank]
+        return out if own == shape[dim] else out.narrow(dim, 0, own).clone()  # no view: models write into it
 
     def _buffer(self, numel: int, dtype: torch.dtype) -> Buffer:
         """Exchange memory that no peer reads any more, of ``numel`` elements and what is missing to a multiple."""
@@ -140,16 +192,7 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, sizes: tuple[int, ...]) -> Tensor:
         ctx.axis, ctx.dim, ctx.sizes = axis, dim, sizes
-        if x.shape[dim] != sizes[axis.rank]:
-            raise ValueError(f"rank {axis.rank} has {x.shape[dim]} in dim {dim} of {tuple(x.shape)}, and sizes={sizes}")
-        padded = x
-        if len(set(sizes)) > 1:
-            shape = list(x.shape)
-            shape[dim] = max(sizes)
-            padded = x.new_zeros(shape)
-            padded.narrow(dim, 0, x.shape[dim]).copy_(x)
-        parts = axis.collect(padded)
-        return torch.cat([part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)], dim)
+        return axis.joined(x, dim, sizes)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
@@ -167,3 +210,25 @@ class _OwnPart(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return ctx.axis.gathered(grad, ctx.dim, ctx.sizes), None, None, None
+
+
+class _GatheredForParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, sizes: tuple[int, ...]) -> Tensor:
+        ctx.axis, ctx.dim, ctx.sizes = axis, dim, sizes
+        return axis.joined(x, dim, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.axis.summed_part(grad, ctx.dim, ctx.sizes), None, None, None
+
+
+class _SummedPart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, sizes: tuple[int, ...]) -> Tensor:
+        ctx.axis, ctx.dim, ctx.sizes = axis, dim, sizes
+        return axis.total_part(x, dim, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.axis.gathered_for_parts(grad, ctx.dim, ctx.sizes), None, None, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -23,6 +24,7 @@ from shardwise.tensor.layers import (
     out_dim,
 )
 from shardwise.tensor.private import Drops, Guard
+from shardwise.tensor.sequence import Block, Body, Divided, Layer, Place, Router, Sequences, hidden_name, inside
 from shardwise.torch_internals import point
 
 __all__ = ["Cutting", "parts_of"]
@@ -39,11 +41,15 @@ class Cutting:
 
     Args:
         axis: the ranks.
+        sequences: those that go through the model's layers, if each rank has its own tokens there.
     """
 
-    def __init__(self, axis: Axis) -> None:
-        self.axis = axis
+    def __init__(self, axis: Axis, sequences: Sequences | None = None) -> None:
+        self.axis, self.sequences = axis, sequences
         self.private = Private(axis.rank)
+        self._inside: dict[int, str] = {}
+        self._gathered: set[int] = set()
+        self._around: dict[tuple[int, type[nn.Module]], tuple[nn.Module, dict[str, Any]]] = {}
         self._parts: dict[int, tuple[nn.Parameter, Part]] = {}
         self._layers: dict[int, tuple[nn.Module, type[nn.Module], dict[str, Any]]] = {}
         self._holders: set[tuple[int, str]] = set()
@@ -70,8 +76,9 @@ class Cutting:
         parts = {"weight": cut}
         if getattr(module, "bias", None) is not None:
             parts["bias"] = Cut(0, cut.size, cut.ranges)
-        private = self._region(owner) if owner is not None else None
-        self._take(module, parts, Columns, _gathers=gathers, _private=private)
+        divided = self.divides(module)
+        private = self._region(owner) if owner is not None and not divided else None
+        self._take(module, parts, Columns, _gathers=gathers, _private=private, _copies=not divided)
         self._say_size(module, cut, ("out_features", "nf"))
 
     def rows(self, module: nn.Module, cut: Cut) -> None:
@@ -85,7 +92,9 @@ class Cutting:
             TypeError, ValueError: as for :meth:`columns`.
         """
         self._check(module, cut, 1 - out_dim(module))
-        self._take(module, {"weight": cut}, Rows, _leaves=self.private)
+        divided = self.divides(module)
+        own = {"_leaves": None, "_sequences": self.sequences} if divided else {"_leaves": self.private}
+        self._take(module, {"weight": cut}, Rows, **({"_sequences": None} | own))
         self._say_size(module, cut, ("in_features", "nx"))
 
     def vocabulary(self, module: nn.Embedding, cut: Cut) -> None:
@@ -142,11 +151,13 @@ class Cutting:
             module: takes tokens, experts' numbers and weights, and gives tokens.
             cuts: of its parameters (``[experts, outputs, inputs]``), by name.
         """
-        self._take(module, cuts, Experts)
+        self._take(module, cuts, Experts, _sequences=self.sequences if self.divides(module) else None)
 
     def enters(self, module: nn.Module, behind: nn.Module) -> None:
         """Each rank uses the output of ``module``, which is whole, for its part, also but not only in the layer
         ``behind``, which is cut by columns."""
+        if self.divides(module):  # where all gradients are of parts
+            return
         self._swap(module, Enters, {"_axis": self.axis})
         _, kind, own = self._layers[id(behind)]
         assert kind is Columns
@@ -154,6 +165,8 @@ class Cutting:
 
     def alike(self, module: nn.Module) -> None:
         """Each rank uses the module, which is whole, for its part: its gradients are summed."""
+        if self.divides(module):  # as those of all that is whole there
+            return
         self._swap(module, Alike, {"_axis": self.axis})
 
     def drops(self, module: nn.Module, own: bool) -> None:
@@ -193,8 +206,6 @@ class Cutting:
                     f"{name} of a {type(module).__name__} is cut as {before.cut} already, and now as {cut}"
                 )
         own |= {"_axis": self.axis, "_parts": {name: self._parts[id(getattr(module, name))][1] for name in cuts}}
-        if kind is Columns:
-            own.setdefault("_copies", True)
         if kind in (Columns, PerHead):
             held = {name: self._parts[id(getattr(module, name))][1].held() for name in cuts}
             own["_held"] = {name: each for name, each in held.items() if each is not None}
@@ -225,6 +236,87 @@ class Cutting:
     def _say_size(self, module: nn.Module, cut: Cut, names: tuple[str, str]) -> None:
         """What the module says of its own size is that of its part, which reshapes of its output rely on."""
         self.sets(module, **{name: cut.numel(self.axis.rank) for name in names if name in vars(module)})
+
+    # ---- sequences of which each rank has its own tokens
+
+    def divides(self, module: nn.Module) -> bool:
+        """Whether it is in one of the layers between which sequences are divided."""
+        return id(module) in self._inside
+
+    def layers(self, body: nn.Module, layers: nn.ModuleList | nn.Sequential, name: str) -> None:
+        """Between these layers each rank has its own tokens. Said before what is cut in them.
+
+        Args:
+            body: whose forward pass runs them.
+            layers: all of them, one behind the other.
+            name: of the list, for messages.
+
+        Raises:
+            ValueError: the body leaves out layers at random, or a layer takes a sequence in pieces.
+        """
+        if getattr(body, "layerdrop", 0):
+            raise ValueError(
+                f"a {type(body).__name__} with layerdrop={body.layerdrop} may leave out the layer where sequences are "
+                "divided or gathered: give layerdrop=0"
+            )
+        assert self.sequences is not None
+        self._wrap(body, Body, _sequences=self.sequences)
+        for index, each in enumerate(layers):
+            layer = inside(each)
+            if getattr(layer, "chunk_size_feed_forward", 0):
+                raise ValueError(
+                    f"a {type(layer).__name__} with chunk_size_feed_forward={layer.chunk_size_feed_forward} takes a "
+                    "sequence in pieces, and a rank has not all of it: give chunk_size_feed_forward=0"
+                )
+            own = {"_sequences": self.sequences, "_hidden": hidden_name(layer)}
+            self._wrap(layer, Divided, _private=self.private, _dropouts=dropouts_of(layer.modules()), **own)
+            self._wrap(each, Layer, _place=Place(layers, index), **own)
+            self._inside.update((id(module), f"{name}.{index}") for module in each.modules())
+
+    def is_layer(self, module: nn.Module) -> bool:
+        """Whether it is one of them."""
+        return (id(module), Divided) in self._around
+
+    def block(self, module: nn.Module, crossed: Sequence[str] = ()) -> None:
+        """Cut layers begin where ``module`` does: its first argument is gathered, of a rank's own tokens.
+
+        Args:
+            module: with the first layers that are cut, or one of them.
+            crossed: names of arguments that all ranks have whole (another sequence).
+        """
+        if not self.divides(module):
+            return
+        names = list(inspect.signature(module.forward).parameters)
+        places = {name: names.index(name) if name in names else -1 for name in crossed}
+        self._wrap(module, Block, _sequences=self.sequences, _hidden=hidden_name(module), _crossed=places)
+        self._gathered.update(id(each) for each in module.modules())
+
+    def router(self, module: nn.Module) -> None:
+        """It gives scores of tokens, which the model may return."""
+        if self.divides(module):
+            self._wrap(module, Router, _sequences=self.sequences)
+
+    def sum_whole(self) -> None:
+        """Whatever is whole in the layers gets the sum of its gradients. Said behind all that is cut.
+
+        Raises:
+            ValueError: of a layer that is cut nobody has said where the tokens for it are gathered.
+        """
+        modules = {id(module): module for parent, _ in self._around.values() for module in parent.modules()}
+        for key, where in self._inside.items():
+            module = modules[key]
+            _, kind, _ = self._layers.get(key, _NOTHING)
+            if kind is Columns and key not in self._gathered:
+                raise ValueError(
+                    f"{where}: no rule says where the block of a {type(module).__name__} begins that is cut by "
+                    "columns, so it would get a rank's own tokens; use sequence=None, or have its rule tell Site.block"
+                )
+            if kind is not Rows and any(id(p) not in self._parts for p in module._parameters.values() if p is not None):
+                self._wrap(module, Alike, _axis=self.axis)
+
+    def _wrap(self, module: nn.Module, kind: type[nn.Module], **own: Any) -> None:
+        """The module's forward pass will have that of ``kind`` around it, whatever else it is."""
+        self._around.setdefault((id(module), kind), (module, own))
 
     # ---- what is
 
@@ -257,6 +349,10 @@ class Cutting:
             self._classes.append((module, type(module)))
             self._attributes += [(module, name, value) for name, value in own.items()]
             module.__class__ = _both(kind, type(module))
+        for (_, kind), (module, own) in self._around.items():
+            self._classes.append((module, type(module)))
+            self._attributes += [(module, name, value) for name, value in own.items()]
+            module.__class__ = _both(kind, type(module))
         for owner, name, value in self._attributes:
             self._undo.append((owner, name, vars(owner).get(name, _ABSENT)))
             setattr(owner, name, value)
@@ -268,7 +364,7 @@ class Cutting:
                 vars(owner).pop(name, None)
             else:
                 setattr(owner, name, value)
-        for module, kind in self._classes:
+        for module, kind in reversed(self._classes):
             module.__class__ = kind
         self._undo.clear()
         self._classes.clear()

@@ -12,6 +12,7 @@ from shardwise.draws import Dropouts, Private
 from shardwise.tensor.axis import Axis
 from shardwise.tensor.cut import Held, Part
 from shardwise.tensor.loss import check_inside
+from shardwise.tensor.sequence import Sequences
 
 __all__ = ["Alike", "Columns", "CutLayer", "Enters", "Experts", "Features", "PerHead", "Rows", "Vocabulary", "out_dim"]
 
@@ -98,16 +99,22 @@ class Rows(CutLayer):
 
     Attributes:
         _leaves: the ranks' own random numbers end here (``None``: there are none).
+        _sequences: of the sum each rank gets its own tokens, so that the bias' gradient is a sum, too (``None``: all).
     """
 
     _leaves: Private | None
+    _sequences: Sequences | None
     bias: Tensor | None
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self._axis.summed(_product(self, x, self.weight, None))
+        y, bias = _product(self, x, self.weight, None), self.bias
+        if self._sequences is not None:
+            y = self._sequences.from_parts(y)
+            return y if bias is None else y + self._axis.copied(bias)
+        y = self._axis.summed(y)
         if self._leaves is not None:
             self._leaves.leave()
-        return y if self.bias is None else y + self.bias
+        return y if bias is None else y + bias
 
 
 class Vocabulary(CutLayer, nn.Embedding):
@@ -138,9 +145,18 @@ class Experts(CutLayer):
     """Experts in stacked parameters: of each, a part of what lies between its two layers.
 
     Tokens and their weights are alike on all ranks, and so is the sum.
+
+    Attributes:
+        _sequences: each rank has its own tokens, before and behind (``None``: all).
     """
 
+    _sequences: Sequences | None
+
     def forward(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        each = self._sequences
+        if each is not None:
+            x, indices, weights = each.into_parts(x), each.numbers(indices), each.into_parts(weights)
+            return each.from_parts(super().forward(x, indices, weights))
         y: Tensor = super().forward(self._axis.copied(x), indices, self._axis.copied(weights))
         return self._axis.summed(y)
 

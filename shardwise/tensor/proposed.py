@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from torch import nn
 
 from shardwise.tensor.architecture import Architecture
-from shardwise.tensor.rules import Attention, Embedding, Experts, Head, Mlp, Rule
+from shardwise.tensor.rules import Attention, Embedding, Experts, Head, Mlp
+from shardwise.tensor.site import Rule
 
 __all__ = ["propose_architecture"]
 

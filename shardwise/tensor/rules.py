@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 from torch import nn
 
-from shardwise.plan import TensorPlan
 from shardwise.tensor.causal import CausalLoss, Generate
 from shardwise.tensor.cut import Cut, shares
-from shardwise.tensor.cutting import Cutting
-from shardwise.tensor.heads import Heads, Ranges
-from shardwise.tensor.layers import out_dim
+from shardwise.tensor.heads import Heads
+from shardwise.tensor.site import Rule, Site
 
 __all__ = [
     "Attention",
@@ -24,123 +22,9 @@ __all__ = [
     "LatentAttention",
     "Mlp",
     "Requires",
-    "Rule",
-    "Site",
+    "Router",
     "Unused",
 ]
-
-
-@dataclass(frozen=True)
-class Site:
-    """A module that rules are applied to.
-
-    Attributes:
-        cutting: collects what they say.
-        plan: what was asked for.
-        module: this one.
-    """
-
-    cutting: Cutting
-    plan: TensorPlan
-    module: nn.Module
-
-    @property
-    def ranks(self) -> int:
-        return self.cutting.axis.size
-
-    @property
-    def rank(self) -> int:
-        return self.cutting.axis.rank
-
-    def has(self, path: str) -> bool:
-        """Whether there is such a module below this one."""
-        try:
-            return bool(path) and isinstance(self.module.get_submodule(path), nn.Module)
-        except AttributeError:
-            return False
-
-    def child(self, path: str) -> nn.Module:
-        """A module below this one, itself for ``""``.
-
-        Raises:
-            ValueError: there is none.
-        """
-        try:
-            return self.module.get_submodule(path)
-        except AttributeError:
-            names = ", ".join(name for name, _ in self.module.named_children())
-            raise ValueError(f"it has no {path!r}, only {names}: give a rule for this class") from None
-
-    def size(self, path: str, out: bool) -> int:
-        """Outputs or inputs of a linear layer."""
-        module = self._base(path)
-        weight: nn.Parameter = module.weight  # type: ignore[assignment]
-        return weight.shape[out_dim(module) if out else 1 - out_dim(module)]
-
-    def columns(
-        self, path: str, ranges: Ranges, owner: nn.Module | None = None, *, padded: int = 0, gathers: bool = False
-    ) -> None:
-        """The outputs of a linear layer, with ``padded`` behind them, are cut into ``ranges``; of an adapter beside it,
-        those of its second layer."""
-        module = self._base(path)
-        cut = Cut(out_dim(module), self.size(path, True) + padded, ranges)
-        self.cutting.columns(module, cut, gathers, owner)
-        for _, second, dropout in self._adapters(path):
-            self.cutting.columns(second, Cut(0, cut.size, ranges), gathers)
-            if isinstance(dropout, nn.Dropout):
-                self.cutting.drops(dropout, own=False)
-
-    def rows(self, path: str, ranges: Ranges) -> None:
-        """The inputs of a linear layer are; of an adapter beside it, those of its first layer."""
-        module = self._base(path)
-        cut = Cut(1 - out_dim(module), self.size(path, False), ranges)
-        self.cutting.rows(module, cut)
-        for first, _, dropout in self._adapters(path):
-            self.cutting.rows(first, Cut(1, cut.size, ranges))
-            if isinstance(dropout, nn.Dropout):
-                self.cutting.drops(dropout, own=True)
-
-    def layers(self, path: str) -> tuple[nn.Module, ...]:
-        """A linear layer that is cut by columns, and what of its adapters is."""
-        return (self._base(path), *(second for _, second, _ in self._adapters(path)))
-
-    def vocabulary(self, rows: int) -> Cut:
-        """Over all ranks, padded where there are several."""
-        unit = self.plan.vocabulary_multiple if self.ranks > 1 else 1
-        return Cut.even(0, rows + -rows % (unit * self.ranks), self.ranks, unit=unit)
-
-    def _base(self, path: str) -> nn.Module:
-        """The layer itself, where an adapter stands around it."""
-        module = self.child(path)
-        base = getattr(module, "base_layer", None)
-        return base if isinstance(base, nn.Module) else module
-
-    def _adapters(self, path: str) -> list[tuple[nn.Module, nn.Module, nn.Module]]:
-        """First layer, second layer and dropout of each low-rank adapter (peft's LoRA) around a layer."""
-        module: Any = self.child(path)
-        if self._base(path) is module:
-            return []
-        first, second = getattr(module, "lora_A", None), getattr(module, "lora_B", None)
-        if not isinstance(first, nn.ModuleDict) or not isinstance(second, nn.ModuleDict) or not len(first):
-            raise ValueError(
-                f"{path} is a {type(module).__name__} around a layer: only LoRA is cut with its layer; leave "
-                "this one out of the adapter's targets"
-            )
-        if getattr(module, "lora_variant", None) or any(getattr(module, "use_dora", {}).values()):
-            raise ValueError(f"{path} has a variant of LoRA that needs whole layers: use plain LoRA (use_dora=False)")
-        return [(first[name], second[name], module.lora_dropout[name]) for name in first]
-
-
-class Rule(Protocol):
-    """What is cut in modules of a class."""
-
-    def collect(self, site: Site) -> None:
-        """Tell ``site.cutting``.
-
-        Raises:
-            TypeError, ValueError: the module has other layers or sizes than the rule is for.
-        """
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,8 +47,10 @@ class Attention:
         alike: modules that are applied to each head (norms), with one weight for all of them or a row for each.
         biases: embeddings with one number a head.
         arguments: names of what it is given for all heads (alibi).
+        crossed: names of what it is given for keys and values of another sequence.
     """
 
+    attends: ClassVar[bool] = True
     query: str = ""
     key: str = ""
     value: str = ""
@@ -181,6 +67,7 @@ class Attention:
     alike: tuple[str, ...] = ()
     biases: tuple[str, ...] = ()
     arguments: tuple[str, ...] = ()
+    crossed: tuple[str, ...] = ("encoder_hidden_states", "key_value_states")
 
     def collect(self, site: Site) -> None:
         core = site.child(self.core)
@@ -196,6 +83,7 @@ class Attention:
                 site.columns(self.fused, cut.of_kv(size, 2), core)
         else:
             site.columns(self.fused, cut.of_all(size) if self.layout == "blocks" else cut.of_groups(size), core)
+        site.block(core, tuple(filter(site.has, (self.query, self.key, self.value, self.fused))), self.crossed)
         site.rows(self.out, cut.of_query(size))
         self._beside(site, core, cut, (heads, kv_heads))
         q, kv = cut.counts(site.rank)
@@ -252,6 +140,7 @@ class LatentAttention:
         out: of the layer from the heads.
     """
 
+    attends: ClassVar[bool] = True
     query: tuple[str, ...] = ("q_b_proj", "q_proj")
     latent: str = "kv_a_proj_with_mqa"
     norm: str = "kv_a_layernorm"
@@ -266,6 +155,7 @@ class LatentAttention:
         query = next(filter(site.has, self.query), self.query[0])
         site.columns(query, cut.of_query(positioned), core)
         site.columns(self.key_value, cut.of_query(plain + value), core)
+        site.cutting.block(core)
         site.rows(self.out, cut.of_query(value))
         site.cutting.enters(site.child(self.latent), site.layers(self.key_value)[0])
         site.cutting.alike(site.child(self.norm))
@@ -298,6 +188,7 @@ class Mlp:
                 raise ValueError(f"{path} has {inner} outputs, fewer than {site.ranks} ranks; cut over fewer")
             cut = Cut.of_sizes(0, [shares(inner, site.ranks)] * self.blocks)
             site.columns(path, cut.ranges, site.module)
+        site.block(site.module, self.columns)
         for path in self.rows:
             site.rows(path, Cut.of_sizes(0, [shares(site.size(path, False), site.ranks)]).ranges)
 
@@ -332,6 +223,14 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class Router:
+    """A module that says which experts get a token: it gives scores of each first, which the model may return."""
+
+    def collect(self, site: Site) -> None:
+        site.cutting.router(site.module)
+
+
+@dataclass(frozen=True)
 class Requires:
     """A module that can only be cut with one value of an attribute.
 
@@ -358,6 +257,10 @@ class Either:
     """
 
     rules: tuple[tuple[str, tuple[Rule, ...]], ...]
+
+    @property
+    def attends(self) -> bool:
+        return any(getattr(rule, "attends", False) for _, rules in self.rules for rule in rules)
 
     def collect(self, site: Site) -> None:
         for path, rules in self.rules:

@@ -13,9 +13,10 @@ from shardwise.tensor.rules import (
     LatentAttention,
     Mlp,
     Requires,
-    Rule,
+    Router,
     Unused,
 )
+from shardwise.tensor.site import Rule
 
 __all__ = ["TABLES"]
 
@@ -172,12 +173,17 @@ VIT: Table = {
     "ViTLayer": (Either((("mlp", ()), ("intermediate.dense", (_MLP_BEFORE,)))),),
 }
 
-MIXTRAL: Table = {**_llama_like("Mixtral"), "MixtralExperts": (Experts(),)}
-QWEN3_MOE: Table = {**_llama_like("Qwen3Moe"), "Qwen3MoeExperts": (Experts(),)}
+MIXTRAL: Table = {**_llama_like("Mixtral"), "MixtralExperts": (Experts(),), "MixtralTopKRouter": (Router(),)}
+QWEN3_MOE: Table = {**_llama_like("Qwen3Moe"), "Qwen3MoeExperts": (Experts(),), "Qwen3MoeTopKRouter": (Router(),)}
 
 
 def _deepseek(name: str) -> Table:
-    return {**_llama_like(name), f"{name}Attention": (LatentAttention(),), f"{name}Experts": (Experts(),)}
+    return {
+        **_llama_like(name),
+        f"{name}Attention": (LatentAttention(),),
+        f"{name}Experts": (Experts(),),
+        f"{name}TopkRouter": (Router(),),
+    }
 
 
 TABLES: Mapping[str, Table] = {

@@ -129,24 +129,26 @@ def cut(model: nn.Module, axis: Axis, plan: TensorPlan) -> Cutting:
     return cutting
 
 
-def compare(case: Case, axis: Axis, plan: TensorPlan) -> dict[str, torch.Size]:
-    """Values, the loss and every gradient of two passes.
+def compare(case: Case, axis: Axis, *plans: TensorPlan) -> dict[str, torch.Size]:
+    """Values, the loss and every gradient of two passes, under each plan.
 
     Returns:
         the shapes of this rank's parts, by name.
     """
-    plain, model, batch = case.made(), case.made(), case.batch()
+    plain, batch = case.made(), case.batch()
     names = {name for name, _ in plain.named_parameters(remove_duplicate=False)}
     expected_loss, expected = run(case, plain, batch)
-    ties = dict(model.named_parameters(remove_duplicate=False))
-    cut(model, axis, plan)
-    assert dict(model.named_parameters(remove_duplicate=False)).keys() == names
-    assert all(dict(model.named_parameters(remove_duplicate=False))[name] is param for name, param in ties.items())
-    values = {name: param.detach() for name, param in model.named_parameters()}
-    assert_close(whole(model, axis, values), {n: p.detach() for n, p in plain.named_parameters()}, 0.0, "values")
-    for _ in range(2):
-        loss, grads = run(case, model, batch)
-        assert_close({"loss": loss}, {"loss": expected_loss}, 1e-12, case.kind)
-        # The gradient of a key's bias is 0 but for rounding.
-        assert_close(whole(model, axis, grads), expected, 1e-11, f"{case.kind}: gradients", floor=1e-2)
+    for plan in plans:
+        model, what = case.made(), f"{case.kind}, {plan.sequence}"
+        ties = dict(model.named_parameters(remove_duplicate=False))
+        cut(model, axis, plan)
+        assert dict(model.named_parameters(remove_duplicate=False)).keys() == names
+        assert all(dict(model.named_parameters(remove_duplicate=False))[name] is param for name, param in ties.items())
+        values = {name: param.detach() for name, param in model.named_parameters()}
+        assert_close(whole(model, axis, values), {n: p.detach() for n, p in plain.named_parameters()}, 0.0, "values")
+        for _ in range(2):
+            loss, grads = run(case, model, batch)
+            assert_close({"loss": loss}, {"loss": expected_loss}, 1e-12, what)
+            # The gradient of a key's bias is 0 but for rounding.
+            assert_close(whole(model, axis, grads), expected, 1e-11, f"{what}: gradients", floor=1e-2)
     return {name: part.shape for name, part in parts_of(model).items()}

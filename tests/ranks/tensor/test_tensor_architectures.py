@@ -1,6 +1,10 @@
-"""Models of every architecture, with every head, cut over two and four ranks against the same models whole, in fp64."""
+"""Models of every architecture, with every head, cut over two and four ranks against the same models whole, in fp64,
+with whole sequences and with divided ones."""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
 
 import pytest
 from scope import Scope
@@ -11,15 +15,18 @@ from shardwise.plan import TensorPlan
 from shardwise.tensor import Axis
 from shardwise.testing import run_ranks
 
+MODES: tuple[Literal["split_gather", "ring"], ...] = ("split_gather",)
+
 
 def compared(architecture: str) -> int:
-    """All cases of an architecture, logits cut and gathered by turns."""
+    """All cases of an architecture, logits cut and gathered by turns, sequences divided in each way or by turns."""
     cases = CASES[architecture]()
     with Scope("shared") as group:
         axis = Axis(group)
         for at, case in enumerate(cases):
             plan = TensorPlan(parallel_output=at % 2 == axis.size // 4 % 2, vocabulary_multiple=(4, 64)[at % 2])
-            shapes = compare(case, axis, plan)
+            modes = MODES if at == 0 else MODES[at % len(MODES) :][:1]
+            shapes = compare(case, axis, plan, *(replace(plan, sequence=mode) for mode in modes))
             assert shapes
     return len(cases)
 
