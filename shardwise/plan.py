@@ -333,6 +333,8 @@ class CommPlan:
             first use (until then they read as before; change them inside ``gathered()``). ``False``: by ``step()``.
         sync_init: every rank starts from rank 0's parameters and buffers (DDP does the same).
         predivide: gradients are divided by it before their sum over ranks, and by what is left of their number after.
+        compress: ``"fp8"``: parameters that are trained, gradients, and activations between ranks that hold one model
+            travel in 8 bits (:mod:`shardwise.comm.eight_bits`); masters are kept apart and never rounded so.
     """
 
     overlap: bool
@@ -341,6 +343,7 @@ class CommPlan:
     gather_on_use: bool
     sync_init: bool
     predivide: float = 1.0
+    compress: Literal["fp8"] | None = None
 
     def __post_init__(self) -> None:
         number("predivide", self.predivide, f"[{1 / MOST_DIVISOR!r}, {MOST_DIVISOR!r}]", "a divisor > 0, at most 2**32")
@@ -348,6 +351,7 @@ class CommPlan:
             switch(name, getattr(self, name))
         if self.shared_memory is not None:
             switch("shared_memory", self.shared_memory)
+        require(self.compress in (None, "fp8"), f"compress={self.compress!r}: give 'fp8' or None")
 
 
 PARTS = ("mesh", "shard", "precision", "grad", "comm", "tiers", "tensor", "pipeline", "sequence")
@@ -370,6 +374,11 @@ class Plan:
 
     def __post_init__(self) -> None:
         switch("verbose", self.verbose)
+        require(
+            self.comm.compress is None or self.tiers.disk is None,
+            f"compress={self.comm.compress!r} (fp8_communication) with disk={self.tiers.disk!r:.80}: what travels in 8 "
+            "bits is rounded behind its update, which data on a disk is not; use the host, or leave compress None",
+        )
 
     @property
     def streams_gradients(self) -> bool:

@@ -60,12 +60,15 @@ class MemorySource:
         exchange: the memory.
         tier: whose it is.
         uploads: the stream for copies from the host to a GPU, so that those that are made ahead run beside compute.
+        over: the group that gathers it, of the same ranks as the one that is given; ``None``: that one.
     """
 
     peers_take_part = False
 
-    def __init__(self, exchange: Buffer, tier: Tier, uploads: torch.cuda.Stream | None = None) -> None:
-        self._exchange, self.tier, self._uploads = exchange, tier, uploads
+    def __init__(
+        self, exchange: Buffer, tier: Tier, uploads: torch.cuda.Stream | None = None, over: Group | None = None
+    ) -> None:
+        self._exchange, self.tier, self._uploads, self._over = exchange, tier, uploads, over
 
     @property
     def exchange(self) -> Buffer:
@@ -92,7 +95,7 @@ class MemorySource:
         # stream is the current one, so it waits for the upload, and the compute stream for neither until the handle is
         # waited for. Uploads read shards that the CPU writes at the next update: Values.before_update has the host wait
         # for the device first.
-        local = self._exchange.local
+        local, group = self._exchange.local, self._over or group
         if local.device == out.device:
             return group.all_gather(out, self._exchange)
         if group.size == 1 and self._uploads is not None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from shardwise.comm.activity import Activity
 from shardwise.comm.choose import GroupMaker, GroupRequest, MakeGroup, register_backend
+from shardwise.comm.compressed import CompressedGroup, compressed
+from shardwise.comm.eight_bits import BLOCK, GRADIENTS, VALUES, EightBits
 from shardwise.comm.errors import PeerError
 from shardwise.comm.gloo import GlooGroup
 from shardwise.comm.group import DONE, NOBODY, Buffer, Group, Handle, LocalGroup, Party
@@ -20,10 +22,15 @@ from shardwise.comm.shared import SharedGroup
 from shardwise.comm.traffic import Traffic
 
 __all__ = [
+    "BLOCK",
     "DONE",
+    "GRADIENTS",
     "NOBODY",
+    "VALUES",
     "Activity",
     "Buffer",
+    "CompressedGroup",
+    "EightBits",
     "GlooGroup",
     "Group",
     "GroupMaker",
@@ -38,6 +45,7 @@ __all__ = [
     "SharedGroup",
     "Traffic",
     "Wire",
+    "compressed",
     "destroy",
     "let_go_with",
     "ranks_of",

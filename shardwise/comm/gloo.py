@@ -204,6 +204,8 @@ class GlooGroup(Group):
     order.
     """
 
+    sends_slices = True
+
     def __init__(self, name: str, control: Control, gather: dist.ProcessGroup, reduce: dist.ProcessGroup) -> None:
         super().__init__(name, control.rank, control.size, torch.device("cpu"), control.activity)
         self._control = control
@@ -283,6 +285,15 @@ class GlooGroup(Group):
         reduction = _Reduction(self, out, full, scale, spread)
         self._reductions.append(reduction)
         return reduction
+
+    def _all_to_all(self, out: Tensor, full: Buffer) -> Handle:
+        link, local = self.reduce_link, full.local
+        what = f"all_to_all of {local.numel()} x {local.dtype}, buffer {full.number}"
+        tag = link.tag(full.number)
+        messages = [link.receive(self.slice_of(out, peer), peer, tag, what) for peer in self.others()]
+        messages += [link.send(self.slice_of(local, peer), peer, tag, what) for peer in self.others()]
+        self.slice_of(out, self.rank).copy_(self.slice_of(local, self.rank))
+        return _Batch(messages, self.watchers[1])
 
     def _broadcast(self, tensor: Tensor, src: int) -> None:
         self._control.broadcast(tensor, src)

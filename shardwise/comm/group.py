@@ -133,6 +133,7 @@ class Group(ABC):
         starts_together: an operation that this rank has started and a peer has not may hold up more than itself (what
             is queued behind it, or the host): where ranks may differ they agree before they start one.
         waits_in_queue: ``wait()`` of a handle returns at once, and has the device's current stream wait.
+        sends_slices: a rank's slices for the others can travel to each by itself (:meth:`_all_to_all`).
         staging: buffers that a user of the group keeps in it, by dtype.
         activity: what this rank is doing, for messages.
     """
@@ -140,6 +141,7 @@ class Group(ABC):
     one_sided_gather = False
     starts_together = False
     waits_in_queue = False
+    sends_slices = False
 
     def __init__(self, name: str, rank: int, size: int, device: torch.device, activity: Activity | None = None) -> None:
         self.name = name
@@ -193,7 +195,7 @@ class Group(ABC):
                 f"all_gather over {self.size} ranks: out is {out.numel()} x {out.dtype} for shards of "
                 f"{local.numel()} x {local.dtype}; give {self.size * local.numel()} x {local.dtype}"
             )
-        self.traffic.add("all_gather", (self.size - 1) * local.nbytes)
+        self.traffic.add("all_gather", (self.size - 1) * self._wire_bytes(local))
         return self._all_gather(out, shard)
 
     def all_gather_in_place(self, full: Buffer) -> Handle:
@@ -203,7 +205,7 @@ class Group(ABC):
             ValueError: ``full`` does not divide by the number of ranks.
         """
         self._check_divides("all_gather_in_place", full)
-        self.traffic.add("all_gather", (self.size - 1) * (full.local.nbytes // self.size))
+        self.traffic.add("all_gather", (self.size - 1) * self._wire_bytes(self.slice_of(full.local, 0)))
         return self._all_gather_in_place(full)
 
     def reduce_scatter(self, out: Tensor, full: Buffer, scale: float) -> Handle:
@@ -230,7 +232,7 @@ class Group(ABC):
                 f"reduce_scatter: out ({out.numel()} x {out.dtype}) overlaps the buffer it reduces, and is not its "
                 f"slice {self.rank}; give that slice, or memory of its own"
             )
-        self.traffic.add("reduce_scatter", (self.size - 1) * own.nbytes)
+        self.traffic.add("reduce_scatter", (self.size - 1) * self._wire_bytes(own))
         return self._reduce_scatter(out, full, scale)
 
     def all_reduce(self, full: Buffer, scale: float) -> Handle:
@@ -241,8 +243,12 @@ class Group(ABC):
             ValueError: ``full`` does not divide by the number of ranks.
         """
         self._check_divides("all_reduce", full)
-        self.traffic.add("all_reduce", 2 * (self.size - 1) * (full.local.nbytes // self.size))
+        self.traffic.add("all_reduce", 2 * (self.size - 1) * self._wire_bytes(self.slice_of(full.local, 0)))
         return self._all_reduce(full, scale)
+
+    def round_(self, shard: Tensor) -> None:
+        """In place, ``shard`` (1-D) becomes what its peers get of it; to be called before it is gathered."""
+        return
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """``tensor`` (any shape, dtype and strides, on ``device``) becomes group rank ``src``'s. Blocks.
@@ -368,6 +374,10 @@ class Group(ABC):
     @abstractmethod
     def _all_reduce(self, full: Buffer, scale: float) -> Handle: ...
 
+    def _all_to_all(self, out: Tensor, full: Buffer) -> Handle:
+        """Slice r of ``out`` (of any dtype, as long as ``full``) becomes rank r's slice for this rank."""
+        raise NotImplementedError(f"slices that travel by themselves in {self!r} (sends_slices={self.sends_slices})")
+
     @abstractmethod
     def _broadcast(self, tensor: Tensor, src: int) -> None: ...
 
@@ -378,6 +388,10 @@ class Group(ABC):
     def _exchange_bytes(self, data: bytes, lengths: Sequence[int]) -> list[bytes]: ...
 
     # For backends
+
+    def _wire_bytes(self, part: Tensor) -> int:
+        """What it takes to send ``part``."""
+        return part.nbytes
 
     def slice_of(self, full: Tensor, rank: int) -> Tensor:
         """Rank ``rank``'s equal part of a flat tensor, as a view."""

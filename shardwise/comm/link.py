@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.comm.eight_bits import GRADIENTS, VALUES, EightBits
 from shardwise.comm.errors import PeerError
 from shardwise.comm.traffic import Traffic
 
@@ -94,8 +96,16 @@ class Wire:
     def __init__(self, name: str, lanes: Sequence[dist.ProcessGroup], device: torch.device) -> None:
         self._links = [Link(lane, name) for lane in lanes]
         self._under_way: list[tuple[Message, Tensor]] = []
+        self._formats: tuple[EightBits, ...] = ()
         self.device = device
         self.traffic = Traffic()
+
+    def compressed(self) -> Wire:
+        """The same wire, whose floating-point messages are in 8 bits: activations, in the first lane, in e4m3, their
+        gradients, in the second, in e5m2. What cannot be written so (fp64, numbers of tokens) travels as it is."""
+        twin = copy.copy(self)
+        twin._formats = (VALUES, GRADIENTS)
+        return twin
 
     def send(self, x: Tensor, peer: int, lane: int, tag: int, what: str, described: bool = False) -> None:
         """Start to send; ``x`` is kept until it is through.
@@ -110,8 +120,23 @@ class Wire:
         """
         x = x.detach().contiguous()
         if described:
-            self._start(_header(x).to(self.device), peer, lane, tag + (1 << 30), f"the shape of {what}")
-        self._start(x, peer, lane, tag, what)
+            self.describe(x, peer, lane, tag, what)
+        format_ = self._format(x.shape, x.dtype, lane)
+        self._start(x if format_ is None else format_.write(x.view(1, -1)), peer, lane, tag, what)
+
+    def _format(self, shape: torch.Size, dtype: torch.dtype, lane: int) -> EightBits | None:
+        fits = bool(self._formats) and self._formats[lane].takes(dtype) and shape.numel() > 0
+        return self._formats[lane] if fits else None
+
+    def describe(self, x: Tensor, peer: int, lane: int, tag: int, what: str) -> None:
+        """Start to send dtype and shape of ``x``, which comes next; arguments as for :meth:`send`."""
+        self._start(_header(x).to(self.device), peer, lane, tag + (1 << 30), f"the shape of {what}")
+
+    def described(self, peer: int, lane: int, tag: int, what: str) -> tuple[torch.Size, torch.dtype]:
+        """What :meth:`describe` told."""
+        header = torch.empty(HEADER, dtype=torch.int64, device=self.device)
+        self._links[lane].receive(header, peer, tag + (1 << 30), f"the shape of {what}").wait()
+        return _described(header)
 
     def _start(self, x: Tensor, peer: int, lane: int, tag: int, what: str) -> None:
         self.traffic.add("send", x.nbytes)
@@ -127,12 +152,14 @@ class Wire:
         Raises:
             PeerError: it did not come.
         """
-        if like is None:
-            header = torch.empty(HEADER, dtype=torch.int64, device=self.device)
-            self._links[lane].receive(header, peer, tag + (1 << 30), f"the shape of {what}").wait()
-            like = _described(header)
-        x = torch.empty(like[0], dtype=like[1], device=self.device)
-        self._links[lane].receive(x.view(-1), peer, tag, what).wait()
+        shape, dtype = like or self.described(peer, lane, tag, what)
+        x, format_ = torch.empty(shape, dtype=dtype, device=self.device), self._format(shape, dtype, lane)
+        written = x.view(-1)
+        if format_ is not None:
+            written = torch.empty(format_.row_bytes(x.numel()), dtype=torch.uint8, device=self.device)
+        self._links[lane].receive(written, peer, tag, what).wait()
+        if format_ is not None:
+            format_.read(written.view(1, -1), x.view(1, -1))
         return x
 
     def begin_receive(self, x: Tensor, peer: int, lane: int, tag: int, what: str) -> Message:

@@ -51,6 +51,7 @@ class NativeGroup(Group):
     """
 
     starts_together = True
+    sends_slices = True
 
     def __init__(
         self,
@@ -93,6 +94,10 @@ class NativeGroup(Group):
     def _all_reduce(self, full: Buffer, scale: float) -> Handle:
         work = dist.all_reduce(full.local, op=dist.ReduceOp.AVG, group=self._reduce, async_op=True)
         return _Launched(_started(work), full.local, full.local, self._factor(scale))
+
+    def _all_to_all(self, out: Tensor, full: Buffer) -> Handle:
+        work = dist.all_to_all_single(out, full.local, group=self._reduce, async_op=True)
+        return _Launched(_started(work), out, out, 1.0)
 
     def _broadcast(self, tensor: Tensor, src: int) -> None:
         broadcast(tensor, src, self._gather, self.name)

@@ -76,10 +76,16 @@ class Division:
         self.draws: SameDraws | None = None
         self._wire = mesh.wire
         if mesh.tensor.size > 1:
-            axis = Axis(mesh.tensor)
+            axis = Axis(mesh.tensor, plan.comm.compress is not None)
             self.cutting = cut_model(model, axis, plan.tensor)
             self.draws = SameDraws(model, axis, mesh.device)
         facts = parameter_facts(every, all_names(model), optimizers, plan, self.cutting)
+        wide = [fact.names[0] for fact in facts if plan.comm.compress is not None and fact.dtype is torch.float64]
+        if wide:
+            raise ValueError(
+                f"compress={plan.comm.compress!r} (fp8_communication) with {len(wide)} parameters of torch.float64 (as "
+                f"{wide[0]!r}): train them in fp32, bf16 or fp16, or leave it off"
+            )
         self.every = list(zip(every, facts, strict=True))
         if mesh.pipeline.size > 1:
             pipe, rank, size = plan.pipeline, mesh.pipeline.rank, mesh.pipeline.size

@@ -13,6 +13,7 @@ from shardwise.checks.description import describe_build
 from shardwise.checks.guards import check_shardable
 from shardwise.checks.unfinished import Unfinished
 from shardwise.chunk.layout import Layout, make_layout, search_report
+from shardwise.comm import GRADIENTS
 from shardwise.engine.accounts import StateAccounts
 from shardwise.engine.attachment import Attachment
 from shardwise.engine.division import Division
@@ -82,7 +83,7 @@ class Engine:
         self.storage = Storage(self.layout, self.params, plan, mesh, self.events)
         self.ledger, self.chunks, self.states = self.storage.ledger, self.storage.chunks, self.storage.states
         self.accounts = accounts = StateAccounts(self.storage)
-        self.master_edits = MasterEdits(self.chunks, self.states)
+        self.master_edits = MasterEdits(self.chunks, self.states, self.storage.rounded)
         self.grads = self.storage.make_grads()
         limited = self.ledger.capacity_bytes is not None
         self.meter = (
@@ -92,7 +93,8 @@ class Engine:
         self.counts = StepCounts(each.spec.optimizer for each in self.grads.values())
         self.early = EarlyObserver(self.grads, self.counts, plan.grad.average)
         states = list(self.grads.values())
-        self.reducer = Reducer(states, mesh, self.ledger, plan, self.party, self.counts, self.events, self.early)
+        sums = mesh if plan.comm.compress is None else mesh.compressed(GRADIENTS)
+        self.reducer = Reducer(states, sums, self.ledger, plan, self.party, self.counts, self.events, self.early)
         # See [Note: Why no wait inside a pass closes a cycle].
         if self.pool.agrees and mesh.shard.starts_together:
             self.reducer.begin_in(self.pool.rounds)

@@ -46,6 +46,7 @@ def load_initial_values(model: nn.Module, division: Division, storage: Storage, 
     if storage.store is not None:
         storage.store.commit()  # from here on that is what is read
     for chunk in storage.chunks:
+        storage.round_whole(chunk)
         chunk.adopt_params()
 
 

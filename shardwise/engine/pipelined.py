@@ -43,6 +43,7 @@ class PipelineSteps:
         if staging is None or wire is None:
             raise RuntimeError(f"{engine.mesh!r} has no stages; report this")
         self._engine, self._optimizer = engine, optimizer
+        wire = wire.compressed() if engine.plan.comm.compress is not None else wire
         self._run = StageRun(staging, wire, engine.plan.pipeline.cache_shapes)
         self._shared = engine.division.shared
         self._staging = staging

@@ -13,7 +13,7 @@ from torch import nn
 from shardwise.chunk.chunk import Chunk
 from shardwise.chunk.layout import ChunkSpec, Layout
 from shardwise.chunk.source import DiskSource, MemorySource, ReadAhead, ShardSource
-from shardwise.comm import Buffer
+from shardwise.comm import VALUES, Buffer, Group, compressed
 from shardwise.device import side_stream, total_bytes
 from shardwise.disk.agreement import agreed
 from shardwise.disk.store import DiskStore
@@ -54,6 +54,7 @@ class Storage:
         uses_disk: whether any rank has something on a disk.
         store: this rank's part of the disk, or ``None``.
         value_buffer_bytes: the store's buffers for the values of tiles have this size.
+        gathers: over which shards travel that an optimizer trains.
         new_shards: by chunk index, host memory for parameters whose update, on a disk, is made before ``step()``.
 
     Raises:
@@ -65,6 +66,7 @@ class Storage:
 
     def __init__(self, layout: Layout, params: Sequence[nn.Parameter], plan: Plan, mesh: Mesh, events: Events) -> None:
         self.layout, self.plan, self.mesh, self._events = layout, plan, mesh, events
+        self.gathers: Group = mesh.shard if plan.comm.compress is None else compressed(mesh.shard, VALUES)
         specs = layout.chunks
         sizes, fixed = [s.padded_bytes for s in specs], [s.persistent for s in specs]
         trainable = [s.trainable for s in specs]
@@ -131,6 +133,43 @@ class Storage:
         stays = self.plan.shard.always_gathered or spec.persistent or self.mesh.shard.size == 1
         return stays and self.homes[spec.index].param is Tier.DEVICE
 
+    @property
+    def _compresses(self) -> bool:
+        return self.gathers is not self.mesh.shard
+
+    # [Note: Rounded parameters]
+    # Where parameters travel in 8 bits a shard is on every rank what its peers get of it, its owner's copy as well: so
+    # all ranks compute with the same model, whatever carries it. It is rounded where it is published, from its master,
+    # which is not (master_dtype): a block may have parameters that a step has not updated, and what was rounded with
+    # another scale is not what its master rounds to. States and files are made of masters. What no optimizer trains
+    # has none, and so travels as it is.
+    def rounds(self, spec: ChunkSpec) -> bool:
+        """Whether the chunk travels in 8 bits."""
+        return self._compresses and trained(spec)
+
+    def round_(self, chunk: Chunk) -> None:
+        """The shard becomes what its peers get of it; its master is up to date."""
+        if self.rounds(chunk.spec):
+            with chunk.opened(write=True) as shard, self.states[chunk.spec.index].opened() as master:
+                if master is not None:
+                    shard.copy_(master)
+                self.gathers.round_(shard)
+
+    def round_whole(self, chunk: Chunk) -> None:
+        """As :meth:`round_`, the peers' shards too where they are here."""
+        if not chunk.resident:
+            self.round_(chunk)
+        elif self.rounds(chunk.spec):
+            for rank in range(self.gathers.size):
+                self.gathers.round_(self.gathers.slice_of(chunk.exchange.local, rank))
+
+    def rounded(self, spec: ChunkSpec, values: torch.Tensor) -> torch.Tensor:
+        """What a shard is where its master, in the shard's dtype, has ``values``, from the beginning of a block on."""
+        if self.rounds(spec):
+            values = values.clone()
+            self.gathers.round_(values)
+        return values
+
     def master_dtype(self, spec: ChunkSpec) -> torch.dtype | None:
         """Of the masters; ``None`` where the shard itself is updated because it is where its state is."""
         home = self.homes[spec.index]
@@ -140,7 +179,7 @@ class Storage:
             return torch.float32
         # Parameters that backward still reads cannot be updated themselves.
         shared = home.param is home.state and home.param is not Tier.DISK and self.plan.grad.update == "step"
-        return None if shared else spec.dtype
+        return None if shared and not self.rounds(spec) else spec.dtype
 
     def _waits(self, spec: ChunkSpec) -> bool:
         """Whether new parameters need memory of their own between their update and ``step()``."""
@@ -236,11 +275,11 @@ class Storage:
             self.store.reserve(disk.state_buffers * len(optimizers), self.value_buffer_bytes)
 
     def _source(self, spec: ChunkSpec, buffer: Buffer | None, staging: Buffer | None) -> ShardSource:
-        tier = self.homes[spec.index].param
+        tier, over = self.homes[spec.index].param, self.gathers if self.rounds(spec) else None
         if buffer is not None:
-            return MemorySource(buffer, tier)
+            return MemorySource(buffer, tier, over=over)
         if tier is Tier.HOST:
-            return MemorySource(Buffer(self._arena.take(spec.shard_numel, spec.dtype)), tier, self._uploads)
+            return MemorySource(Buffer(self._arena.take(spec.shard_numel, spec.dtype)), tier, self._uploads, over)
         if tier is Tier.DISK:
             return self._disk_source(spec, staging)
         return MemorySource(Buffer(torch.zeros(spec.padded_numel, dtype=spec.dtype, device=self.mesh.device)), tier)

@@ -133,10 +133,10 @@ class Values:
                     state = engine.states.get(chunk.spec.index)
                     if state is not None:
                         with state.opened(write=True) as master:
-                            take_over(shard, master)
+                            take_over(shard, master, partial(engine.storage.rounded, chunk.spec))
         self._commit()
-        engine.master_edits.note()
         self._renew_resident([chunk for chunk in engine.chunks if chunk.spec.trainable])
+        engine.master_edits.note()
         self._refuse_graphs(engine.chunks)
 
     def _commit(self, optimizer: int | None = None) -> None:
@@ -175,16 +175,19 @@ class Values:
 
     def _renew_resident(self, updated: Sequence[Chunk]) -> None:
         engine = self._engine
-        group = engine.mesh.shard
+        group, storage = engine.mesh.shard, engine.storage
         engine.pool.settle()
+        for chunk in updated:
+            storage.round_(chunk)
         group.fence("after an update")
         for chunk in updated:
             if not (chunk.resident and group.size > 1):
                 continue
+            over = storage.gathers if storage.rounds(chunk.spec) else group
             if group.one_sided_gather and self.renews_late(chunk):
-                pending: Handle = WhenAsked(partial(group.all_gather_in_place, chunk.exchange))
+                pending: Handle = WhenAsked(partial(over.all_gather_in_place, chunk.exchange))
             else:
-                pending = group.all_gather_in_place(chunk.exchange)
+                pending = over.all_gather_in_place(chunk.exchange)
             engine.pool.renew_later(chunk, pending)
         if not engine.plan.comm.gather_on_use:
             engine.pool.settle()

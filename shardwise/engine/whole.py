@@ -157,8 +157,11 @@ def _shard(engine: Engine, chunk: Chunk, masters: bool) -> torch.Tensor | None:
     with ExitStack() as stack:
         shard: torch.Tensor | None = None
         tier = chunk.source.tier
-        if masters and state is not None and state.dtype is not None:
+        rounds = engine.storage.rounds(chunk.spec)
+        if (masters or rounds) and state is not None and state.dtype is not None:
             shard, tier = stack.enter_context(state.opened()), state.tier
+            if shard is not None and not masters:  # what it would be if it were not rounded to travel
+                shard = shard.to(chunk.spec.dtype)
         if shard is None:
             if chunk.resident and chunk.full is not None:
                 return None

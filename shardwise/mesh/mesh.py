@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -12,7 +13,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm import Group, GroupMaker, LocalGroup, Members, Party, Wire, ranks_of, timeout_s
+from shardwise.comm import (
+    EightBits,
+    Group,
+    GroupMaker,
+    LocalGroup,
+    Members,
+    Party,
+    Wire,
+    compressed,
+    ranks_of,
+    timeout_s,
+)
 from shardwise.device import on_device
 from shardwise.mesh.launch import check_joined, own_device, seat_on
 from shardwise.mesh.seats import Seat, check_own_gpus
@@ -207,6 +219,12 @@ class Mesh:
         """A model that will use the groups. Every rank enrols the same ones in the same order."""
         self._parties += 1
         return Party(self._parties, f"model {self._parties} of the mesh ({name})", PASSES)
+
+    def compressed(self, format_: EightBits) -> Mesh:
+        """As who moves gradients sees it: what goes over the axes of shards and replicas is in 8 bits."""
+        twin = copy.copy(self)
+        twin.shard, twin.replicate = compressed(self.shard, format_), compressed(self.replicate, format_)
+        return twin
 
     def doing(self, what: str) -> AbstractContextManager[None]:
         """Around what all ranks have to call ("saving checkpoint 'x'"): errors of ranks that do not meet tell it."""

@@ -8,11 +8,13 @@ percent of an update. Where they differ the new values go into the masters.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 
 from shardwise.chunk.chunk import Chunk
+from shardwise.chunk.layout import ChunkSpec
 from shardwise.update.states import ChunkState
 
 __all__ = ["MasterEdits", "take_over"]
@@ -20,7 +22,8 @@ __all__ = ["MasterEdits", "take_over"]
 BLOCK = 128
 """Words of eight bytes that are summed up to one."""
 PART = 1 << 22
-"""Elements that are taken over at a time, to bound what that needs."""
+"""Elements that are taken over at a time, to bound what that needs; whole blocks of what is rounded together."""
+Rounded = Callable[[ChunkSpec, torch.Tensor], torch.Tensor]
 
 
 class MasterEdits:
@@ -29,9 +32,11 @@ class MasterEdits:
     Args:
         chunks: all of one model.
         states: masters, by chunk index.
+        rounded: what a shard is where its master has these values in the shard's dtype.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], states: Mapping[int, ChunkState]) -> None:
+    def __init__(self, chunks: Sequence[Chunk], states: Mapping[int, ChunkState], rounded: Rounded) -> None:
+        self._rounded = rounded
         self._watched = {c.spec.index: (c, states[c.spec.index]) for c in chunks if c.spec.index in states}
         self._sums: dict[int, torch.Tensor] = {}
 
@@ -70,17 +75,19 @@ class MasterEdits:
                     "boost/build returned"
                 )
             with state.opened(write=True) as master:
-                take_over(chunk.shard, master)
+                take_over(chunk.shard, master, partial(self._rounded, chunk.spec))
             self._sums[chunk.spec.index] = _sums(chunk.shard)
 
 
-def take_over(shard: torch.Tensor, master: torch.Tensor | None) -> None:
+def take_over(
+    shard: torch.Tensor, master: torch.Tensor | None, rounded: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
     """Changed values go into the master; what was not changed keeps the precision that the shard does not have."""
     if master is None:
         return
     for own, part in zip(torch.split(shard, PART), torch.split(master, PART), strict=True):
         values = own.to(part.device)
-        same = values == part.to(values.dtype)
+        same = values == rounded(part.to(values.dtype))
         part.copy_(torch.where(same, part, values.to(part.dtype)))
 
 

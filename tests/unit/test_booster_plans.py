@@ -101,6 +101,7 @@ LLZ_CASES: list[tuple[dict[str, Any], Plan]] = [
     ({"max_norm": 1.0}, ZERO1.but(max_norm=1.0)),
     ({"max_norm": 1.0, "norm_type": math.inf}, ZERO1.but(max_norm=1.0, norm_type=math.inf)),
     ({"communication_dtype": torch.float32}, ZERO1.but(reduce_dtype=torch.float32)),
+    ({"fp8_communication": True}, ZERO1.but(compress="fp8")),
     ({"overlap_communication": False}, ZERO1.but(overlap=False)),
     ({"master_weights": False}, ZERO1.but(master_weights=False)),
     ({"cast_inputs": False}, ZERO1.but(cast_inputs=False)),
@@ -165,7 +166,7 @@ def test_low_level_zero_refuses(given: dict[str, Any]) -> None:
     assert str(value) in str(error.value)
 
 
-LLZ_NOT_YET = ["fp8_communication", "use_fp8"]
+LLZ_NOT_YET = ["use_fp8"]
 
 
 @pytest.mark.parametrize("name", LLZ_NOT_YET)
@@ -188,6 +189,7 @@ SEQUENCES: dict[str, Any] = {"tp_size": 2, "enable_sequence_parallelism": True}
 GEMINI_CASES: list[tuple[dict[str, Any], Plan]] = [
     ({}, GEMINI),
     ({"placement_policy": "auto"}, AUTO),
+    ({"fp8_communication": True}, GEMINI.but(compress="fp8")),
     ({"device_memory": 12345}, GEMINI.but(device_capacity_bytes=12345)),
     ({"shard_param_frac": 0.0}, GEMINI.but(gathered_fraction=1.0)),
     ({"shard_param_frac": 0.75}, GEMINI.but(gathered_fraction=0.25)),
@@ -315,7 +317,6 @@ GEMINI_NOT_YET: dict[str, Any] = {
     "enable_fused_normalization": True,
     "enable_jit_fused": True,
     "use_fp8": True,
-    "fp8_communication": True,
 }
 
 
@@ -372,7 +373,7 @@ def test_ddp_arguments() -> None:
     assert ddp_arguments(TorchDDPPlugin(**DDP_GIVEN)) == DDP_GIVEN
 
 
-DDP_NOT_YET = ["fp8_communication", "check_reduction"]
+DDP_NOT_YET = ["check_reduction"]
 
 
 @pytest.mark.parametrize("name", DDP_NOT_YET)
@@ -428,7 +429,6 @@ def test_fsdp_plan(given: dict[str, Any], plan: fsdp.FSDPPlan) -> None:
 @pytest.mark.parametrize(
     ("given", "name"),
     [
-        ({"fp8_communication": True}, "fp8_communication"),
         ({"backward_prefetch": BackwardPrefetch.BACKWARD_POST}, "backward_prefetch"),
         ({"mixed_precision": MixedPrecision(keep_low_precision_grads=True)}, "keep_low_precision_grads"),
     ],

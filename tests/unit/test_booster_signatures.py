@@ -274,7 +274,8 @@ def test_add_lora_params_to_optimizer_exists() -> None:
 GEMINI_ELSEWHERE = ["enable_gradient_accumulation", "strict_ddp_mode", "chunk_init_device", "memstats"]
 GEMINI_ELSEWHERE += ["enable_flash_attention"]
 FSDP_ELSEWHERE = ["process_group", "auto_wrap_policy", "ignored_modules", "param_init_fn", "sync_module_states"]
-FSDP_REFUSED = ["backward_prefetch", "fp8_communication"]
+FSDP_ELSEWHERE += ["fp8_communication"]
+FSDP_REFUSED = ["backward_prefetch"]
 
 
 @pytest.mark.parametrize(
@@ -283,7 +284,7 @@ FSDP_REFUSED = ["backward_prefetch", "fp8_communication"]
         (LowLevelZeroPlugin, lambda plugin: plugin.plan(4), LLZ_CASES, LLZ_NOT_YET),
         (GeminiPlugin, lambda plugin: plugin.plan(4), GEMINI_CASES, [*GEMINI_NOT_YET, *GEMINI_ELSEWHERE]),
         (HybridParallelPlugin, lambda plugin: plugin.plan(8), HYBRID_CASES, [*HYBRID_NOT_YET, *HYBRID_ELSEWHERE]),
-        (TorchDDPPlugin, ddp_arguments, [(DDP_GIVEN, DDP_GIVEN)], DDP_NOT_YET),
+        (TorchDDPPlugin, ddp_arguments, [(DDP_GIVEN, DDP_GIVEN)], [*DDP_NOT_YET, "fp8_communication"]),
         (TorchFSDPPlugin, fsdp.to_plan, FSDP_CASES, FSDP_ELSEWHERE + FSDP_REFUSED),
     ],
     ids=["low_level_zero", "gemini", "hybrid", "ddp", "fsdp"],

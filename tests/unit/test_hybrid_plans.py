@@ -76,6 +76,7 @@ HYBRID_CASES: list[tuple[dict[str, Any], Plan]] = [
     ({**STAGES, "num_layers_per_stage": [1, 2]}, DDP.but(pp=2, layers=(1, 2))),
     ({**STAGES, "enable_metadata_cache": False}, DDP.but(pp=2, cache_shapes=False)),
     ({**STAGES, "overlap_p2p": False}, DDP.but(pp=2)),
+    ({"tp_size": 2, "pp_size": 1, "fp8_communication": True}, DDP.but(compress="fp8")),
     ({**STAGES, "dp_outside": False}, DDP.but(pp=2, dp_outside=False)),
     ({**STAGES, "tp_size": 1, "zero_stage": 2}, SHARDED.but(pp=2, tp=1, reduce="every")),
     (SEQUENCES, DDP.but(tensor=TensorPlan(sequence="split_gather"))),
@@ -95,7 +96,6 @@ HYBRID_NOT_YET: dict[str, Any] = {
     "enable_fused_normalization": True,
     "enable_jit_fused": True,
     "check_reduction": True,
-    "fp8_communication": True,
     "use_fp8": True,
     "broadcast_buffers": False,
 }

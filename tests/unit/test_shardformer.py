@@ -64,7 +64,6 @@ NOT_YET: dict[str, Any] = {
     "inner_ring_size": 2,
     "moe_dp_group": object(),
     "ep_group": object(),
-    "fp8_communication": True,
 }
 
 

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardwise.booster.interface import ModelWrapper, OptimizerWrapper
 from shardwise.booster.plugin.argument_types import check_types
 from shardwise.booster.plugin.base import Boosted, Plugin, start_ranks
+from shardwise.booster.plugin.eight_bits import check_dtypes, reduce_bucket
 from shardwise.checked import MOST_BYTES, refuse, whole
 
 __all__ = ["TorchDDPArguments", "TorchDDPModel", "TorchDDPPlugin", "ddp_arguments"]
@@ -30,7 +31,7 @@ class TorchDDPArguments:
         check_reduction: torch ignores it (a deprecated argument of DDP), so True is refused.
         gradient_as_bucket_view: gradients are views of the buckets.
         static_graph: the same parameters are used in every step.
-        fp8_communication: exchange in 8 bits.
+        fp8_communication: gradients travel in 8 bits.
     """
 
     broadcast_buffers: bool = True
@@ -51,11 +52,9 @@ def ddp_arguments(arguments: TorchDDPArguments) -> dict[str, Any]:
 
     Raises:
         ValueError: ``bucket_cap_mb`` is not positive.
-        NotImplementedError: ``fp8_communication`` or ``check_reduction`` is set.
+        NotImplementedError: ``check_reduction`` is set.
     """
     whole("bucket_cap_mb", arguments.bucket_cap_mb, 1, MOST_BYTES // 2**20, "a size in MiB")
-    if arguments.fp8_communication:
-        refuse("fp8_communication", True, "leave it False")
     if arguments.check_reduction:
         refuse("check_reduction", True, "leave it False: torch's DDP always checks, and ignores this argument")
     # True is torch's own default; naming it would make torch warn about the argument's future.
@@ -72,9 +71,13 @@ def ddp_arguments(arguments: TorchDDPArguments) -> dict[str, Any]:
 class TorchDDPModel(ModelWrapper):
     """The user's module behind DDP, or by itself where there is one process or nothing to train."""
 
-    def __init__(self, module: nn.Module, arguments: dict[str, Any]) -> None:
+    def __init__(self, module: nn.Module, arguments: dict[str, Any], compress: bool = False) -> None:
         parallel = dist.is_available() and dist.is_initialized() and any(p.requires_grad for p in module.parameters())
+        if compress:
+            check_dtypes(module)
         super().__init__(DistributedDataParallel(module, **arguments) if parallel else module)
+        if compress and isinstance(self.module, DistributedDataParallel):
+            self.module.register_comm_hook(None, reduce_bucket)
 
     def unwrap(self) -> nn.Module:
         inner = self.module
@@ -102,7 +105,7 @@ class TorchDDPPlugin(Plugin, TorchDDPArguments):
         model = model.to(device)
         if device.type == "cuda" and dist.is_initialized():
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
-        boosted = TorchDDPModel(model, ddp_arguments(self))
+        boosted = TorchDDPModel(model, ddp_arguments(self), self.fp8_communication)
         if optimizer is not None:
             optimizer = OptimizerWrapper(optimizer)
         return boosted, optimizer

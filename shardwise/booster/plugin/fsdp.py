@@ -29,6 +29,7 @@ from torch.distributed.fsdp import (
 from shardwise.booster.interface import ModelWrapper
 from shardwise.booster.plugin.argument_types import check_types
 from shardwise.booster.plugin.base import Boosted, Plugin, start_ranks
+from shardwise.booster.plugin.eight_bits import check_dtypes, compress_unit
 from shardwise.booster.plugin.fsdp_state import TorchFSDPOptimizer, full_model_state, load_full_model_state, repoint
 from shardwise.booster.plugin.fsdp_units import materialize, unit_modules
 from shardwise.checked import refuse
@@ -52,7 +53,7 @@ class TorchFSDPArguments:
         ignored_modules: left as they are, on every rank.
         param_init_fn: called on each module that holds meta parameters of its own.
         sync_module_states: start from the first rank's parameters and buffers.
-        fp8_communication: exchange in 8 bits.
+        fp8_communication: parameters and gradients travel in 8 bits, where there are no replicas.
     """
 
     process_group: dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
@@ -113,15 +114,15 @@ def to_plan(arguments: TorchFSDPArguments) -> FSDPPlan:
     """The ``fully_shard`` arguments that the published ones mean.
 
     Raises:
-        NotImplementedError: ``fp8_communication``, ``backward_prefetch=BACKWARD_POST`` or
-            ``mixed_precision.keep_low_precision_grads``, none of which fully_shard has.
+        NotImplementedError: ``backward_prefetch=BACKWARD_POST``, ``mixed_precision.keep_low_precision_grads`` or
+            ``fp8_communication`` where there are replicas, none of which fully_shard has.
         ValueError: a process group that does not go with the strategy.
     """
-    if arguments.fp8_communication:
-        refuse("fp8_communication", True, "use mixed_precision=MixedPrecision(reduce_dtype=torch.bfloat16)")
     if arguments.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
         refuse("backward_prefetch", arguments.backward_prefetch, "fully_shard prefetches as BACKWARD_PRE does")
     mesh, reshard = _STRATEGIES[arguments.sharding_strategy or ShardingStrategy.FULL_SHARD]
+    if arguments.fp8_communication and mesh != "shard":
+        refuse("fp8_communication", True, f"{arguments.sharding_strategy} sums over replicas by itself: use FULL_SHARD")
     if isinstance(arguments.process_group, tuple) and mesh != "hybrid":
         raise ValueError(
             f"process_group of {len(arguments.process_group)} groups with sharding_strategy="
@@ -223,6 +224,8 @@ class TorchFSDPPlugin(Plugin, TorchFSDPArguments):
         fp32 = MixedPrecisionPolicy(
             param_dtype=torch.float32, output_dtype=plan.root_precision.param_dtype, cast_forward_inputs=True
         )
+        if self.fp8_communication:
+            check_dtypes(model)
         for unit in unit_modules(model, self.auto_wrap_policy, ignored, plan.full_precision_classes):
             root = unit is model
             precision = plan.root_precision if root else plan.unit_precision
@@ -234,6 +237,8 @@ class TorchFSDPPlugin(Plugin, TorchFSDPArguments):
                 offload_policy=offload,
                 ignored_params=left_alone,
             )
+            if self.fp8_communication:
+                compress_unit(cast(FSDPModule, unit))
 
     def no_sync(
         self, model: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None

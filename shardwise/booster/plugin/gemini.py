@@ -48,7 +48,6 @@ OLD_POLICIES = {
 }
 NOT_YET = {
     "use_fp8": "use precision='bf16'",
-    "fp8_communication": "leave it False",
     "enable_all_optimization": "give enable_flash_attention=True, which is what there is of it",
     "enable_fused_normalization": "leave it False",
     "enable_jit_fused": "leave it False; torch.compile may be applied to the model's blocks before boost",
@@ -129,7 +128,7 @@ class GeminiArguments(EngineArguments, _First):
         enable_async_reduce: reduce gradients while backward still runs.
         use_fp8: multiply in 8 bits.
         verbose: report the chunk search, and say when a step is skipped.
-        fp8_communication: exchange in 8 bits.
+        fp8_communication: parameters, gradients and what passes between cut layers travel in 8 bits.
     """
 
     tp_size: int = 1
@@ -338,7 +337,7 @@ def to_plan(arguments: GeminiArguments, world_size: int | None = None) -> Plan:
             output_dtype=torch.float32 if a.force_outputs_fp32 else None,
         ),
         grad=grad_plan(a),
-        comm=replace(usual_exchange(), overlap=a.enable_async_reduce),
+        comm=replace(usual_exchange(), overlap=a.enable_async_reduce, compress="fp8" if a.fp8_communication else None),
         tiers=tiers,
         verbose=a.verbose,
         tensor=TensorPlan(sequence=sequence.between_layers),

@@ -52,7 +52,6 @@ NOT_YET = {
     "enable_fused_normalization": "leave it False",
     "enable_jit_fused": "leave it False; torch.compile may be applied to the model's blocks before boost",
     "check_reduction": "leave it False: gradients are always checked",
-    "fp8_communication": "communication_dtype=torch.bfloat16 halves the bytes of fp32",
     "use_fp8": "use precision='bf16'",
 }
 PIPELINE = (
@@ -153,7 +152,7 @@ class HybridParallelArguments(EngineArguments, _First):
             Both values are the same without a pipeline. Ranks with parts of the same layers are the closest.
         overlap_p2p: both values are the same: a rank never waits until what it sends has arrived.
         overlap_allgather: gather updated parameters while the next forward already runs, for ``zero_stage`` 1 and 2.
-        fp8_communication: exchange in 8 bits; not yet.
+        fp8_communication: parameters, gradients and what passes between layers and stages travel in 8 bits.
         use_fp8: multiply in 8 bits; not yet.
         inner_ring_size: ranks of an inner ring of ``"ring_attn"``; it divides ``sp_size``. ``None``: one ring of all.
         scheduler_nodes: for ``pp_style="zbv"``: by rank the nodes of a computed schedule, for steps of as many
@@ -339,6 +338,7 @@ def to_plan(arguments: HybridParallelArguments) -> Plan:
             usual_exchange(),
             overlap=a.overlap_communication,
             gather_on_use=a.overlap_allgather and a.zero_stage > 0,
+            compress="fp8" if a.fp8_communication else None,
         ),
         tiers=replace(
             on_device(),

@@ -43,7 +43,7 @@ class LowLevelZeroArguments(EngineArguments, _First):
         master_weights: keep fp32 copies of 16-bit parameters.
         verbose: say when a step is skipped, and why.
         cast_inputs: cast floating inputs to the parameters' dtype.
-        fp8_communication: exchange in 8 bits.
+        fp8_communication: gradients and updated parameters travel in 8 bits.
         use_fp8: multiply in 8 bits.
     """
 
@@ -80,8 +80,6 @@ def to_plan(arguments: LowLevelZeroArguments) -> Plan:
     dtype = arguments.communication_dtype
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"communication_dtype={dtype}: give a floating-point torch.dtype, or None")
-    if arguments.fp8_communication:
-        refuse("fp8_communication", True, "communication_dtype=torch.bfloat16 halves the bytes of fp32")
     if arguments.use_fp8:
         refuse("use_fp8", True, "use precision='bf16'")
     return Plan(
@@ -102,7 +100,10 @@ def to_plan(arguments: LowLevelZeroArguments) -> Plan:
         ),
         grad=grad_plan(arguments),
         comm=replace(
-            usual_exchange(), overlap=arguments.overlap_communication, gather_on_use=arguments.overlap_allgather
+            usual_exchange(),
+            overlap=arguments.overlap_communication,
+            gather_on_use=arguments.overlap_allgather,
+            compress="fp8" if arguments.fp8_communication else None,
         ),
         tiers=replace(
             on_device(),

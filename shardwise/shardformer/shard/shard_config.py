@@ -27,7 +27,6 @@ NOT_YET = {
     "inner_ring_size": "leave it None",
     "moe_dp_group": "leave it None",
     "ep_group": "leave it None",
-    "fp8_communication": "leave it False",
 }
 
 
@@ -44,6 +43,7 @@ class ShardConfig:
         parallel_output: logits stay cut by the vocabulary, where the model's own loss allows it.
         make_vocab_size_divisible_by: each rank's rows of the vocabulary are padded to a multiple of it.
         gradient_checkpoint_config: layers that are computed again in backward.
+        fp8_communication: what passes between cut layers, and its gradients, travel in 8 bits.
         extra_kwargs: nothing is read of it here; for policies.
     """
 
@@ -72,7 +72,7 @@ class ShardConfig:
         for name, instead in NOT_YET.items():
             if getattr(self, name) not in (None, False):
                 refuse(name, getattr(self, name), instead)
-        for name in ("enable_tensor_parallelism", "enable_flash_attention", "parallel_output"):
+        for name in ("enable_tensor_parallelism", "enable_flash_attention", "parallel_output", "fp8_communication"):
             switch(name, getattr(self, name))
         whole("make_vocab_size_divisible_by", self.make_vocab_size_divisible_by, 1, what="a number of rows")
         group = self.tensor_parallel_process_group

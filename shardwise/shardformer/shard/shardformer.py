@@ -55,7 +55,7 @@ class ShardFormer:
                 if policy is not None:
                     plan = replace(plan, architecture=PolicyArchitecture(policy, plan))
                 device = next((param.device for param in model.parameters()), torch.device("cpu"))
-                cutting = cut_model(model, _axis_over(config.tensor_parallel_process_group, device), plan)
+                cutting = cut_model(model, _axis_over(config, device), plan)
                 cutting.cut_values()
                 cutting.install()
         return model, []
@@ -64,21 +64,22 @@ class ShardFormer:
 class _OwnAxis(Axis):
     """With what its group's communicators live as long as."""
 
-    def __init__(self, maker: GroupMaker, ranks: tuple[int, ...]) -> None:
-        super().__init__(maker.make("tensor", [list(ranks)]))
+    def __init__(self, maker: GroupMaker, ranks: tuple[int, ...], compress: bool) -> None:
+        super().__init__(maker.make("tensor", [list(ranks)]), compress)
         self._maker = maker
 
 
-def _axis_over(process_group: ProcessGroup | None, device: torch.device) -> Axis:
-    """An axis of this group's ranks. Collective over them; it goes with the last layer that is cut over it.
+def _axis_over(config: ShardConfig, device: torch.device) -> Axis:
+    """An axis of the ranks of a configuration. Collective over them; it goes with the last layer that is cut over it.
 
     Raises:
         ValueError: this rank is no member.
     """
+    process_group = config.tensor_parallel_process_group
     ranks = ranks_of(NAME, process_group)
     if len(ranks) == 1:
         return Axis(LocalGroup("tensor", device))
     everyone: ProcessGroup = group.WORLD  # type: ignore[assignment]
     with on_device(device):
         members = Members(process_group or everyone, NAME, "tensor")
-        return _OwnAxis(GroupMaker(device, None, members.timeout_s, members), ranks)
+        return _OwnAxis(GroupMaker(device, None, members.timeout_s, members), ranks, config.fp8_communication)

@@ -1,0 +1,103 @@
+"""What torch's DDP and ``fully_shard`` exchange, in 8 bits, by the hooks that they have for it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from shardwise.comm import GRADIENTS, VALUES
+from shardwise.comm.single import all_gather_single
+
+__all__ = ["check_dtypes", "compress_unit", "reduce_bucket"]
+
+
+def check_dtypes(model: nn.Module) -> None:
+    """Raises:
+    ValueError: of a parameter that cannot be written in 8 bits.
+    """
+    for name, param in model.named_parameters():
+        if param.is_floating_point() and not VALUES.takes(param.dtype):
+            raise ValueError(
+                f"fp8_communication=True with {name!r} of {param.dtype}: train it in fp32, bf16 or fp16, or leave it "
+                "False"
+            )
+
+
+def reduce_bucket(
+    _state: object,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]  # torch looks at the annotation
+) -> torch.futures.Future[Tensor]:
+    """DDP's hook: the mean over the ranks of a bucket, the same bits on all of them. It is there when this returns, and
+    collectives of buckets follow each other."""
+    full = bucket.buffer()
+    size = dist.get_world_size()
+    padded = nn.functional.pad(full, (0, -full.numel() % size)).view(size, -1)
+    mean = torch.empty_like(padded[0])
+    _sum_of_slices(mean, padded, None, 1.0 / size)
+    _gather(padded.view(-1), mean, None, GRADIENTS)
+    full.copy_(padded.view(-1)[: full.numel()])
+    future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[full.device] if full.is_cuda else None)
+    future.set_result(full)
+    return future
+
+
+def compress_unit(unit: FSDPModule) -> None:
+    """What is gathered and reduced of a unit is, from here on."""
+    unit.set_custom_all_gather(_AllGather())  # type: ignore[arg-type]  # only called
+    unit.set_custom_reduce_scatter(_ReduceScatter())  # type: ignore[arg-type]
+
+
+class _Memory:
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """What torch asks for."""
+        return torch.empty(size, dtype=dtype, device=device)
+
+
+class _AllGather(_Memory):
+    """All ranks get what was rounded, the owner of a shard too; the shard itself stays as it is."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        if VALUES.takes(input_tensor.dtype):
+            _gather(output_tensor, input_tensor, group, VALUES)
+            return None
+        # Parameters of several dtypes in one unit come as bytes already.
+        work: dist.Work | None = all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+        return work
+
+
+class _ReduceScatter(_Memory):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            raise ValueError(
+                f"fp8_communication=True with the reduction {op}: leave gradient_divide_factor as it is, or give False"
+            )
+        scale = 1.0 / group.size() if op == dist.ReduceOp.AVG else 1.0
+        _sum_of_slices(output_tensor, input_tensor.view(group.size(), -1), group, scale)
+        return None
+
+
+def _gather(out: Tensor, own: Tensor, group: dist.ProcessGroup | None, format_: Any) -> None:
+    """``out`` becomes every rank's ``own``, rounded, on all of them."""
+    if own.numel():
+        sent = format_.write(own.reshape(1, -1))
+        found = sent.new_empty(out.numel() // own.numel(), sent.numel())
+        all_gather_single(found.view(-1), sent.view(-1), group=group)
+        format_.read(found, out.view(found.shape[0], -1))
+
+
+def _sum_of_slices(out: Tensor, rows: Tensor, group: dist.ProcessGroup | None, scale: float) -> None:
+    """``out`` becomes the scaled sum over the ranks of the row that is for this one, made in fp32."""
+    if rows.numel():
+        sent = GRADIENTS.write(rows)
+        found = torch.empty_like(sent)
+        dist.all_to_all_single(found.view(-1), sent.view(-1), group=group)
+        wide = torch.empty(rows.shape, dtype=torch.float32, device=rows.device)
+        GRADIENTS.read(found, wide)
+        out.copy_((wide.sum(0) * scale).view(out.shape))

@@ -1,0 +1,99 @@
+"""Numbers of 8 bits in blocks with a common scale: what travels instead of 16 or 32 bits, and what it is worth.
+
+A block is :data:`BLOCK` neighbours, the last one of a row what is left. Its scale is a power of two, so it costs one
+byte and no rounding of its own (OCP Microscaling Formats 1.0, 2023): the smallest ``2**k`` with which the block's
+largest value fits the format. Rounding what was rounded changes nothing.
+
+Error of one rounding of x in a block whose largest absolute value is M: at most ``max(2**-4 |x|, 2**-17 M)`` in e4m3
+and ``max(2**-3 |x|, 2**-31 M)`` in e5m2; where M is below 2**-117 (e4m3) or 2**-110 (e5m2) at most ``2**-136``. A block
+with an infinity or a NaN becomes NaN altogether. What would round up beyond a dtype's largest number becomes that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["BLOCK", "GRADIENTS", "VALUES", "EightBits"]
+
+BLOCK = 128
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What can be written in 8 bits: fp64 has reasons to be exact."""
+NOT_FINITE = 255
+"""The byte of the scale of a block that is not finite; others are the exponent plus :data:`BIAS`."""
+BIAS, SMALLEST = 127, -126
+
+
+@dataclass(frozen=True)
+class EightBits:
+    """A format and how rows of numbers are written in it: first a byte for each, then one for each block.
+
+    Attributes:
+        dtype: of the format.
+        exponent: its largest number is 1.75 times two to it.
+    """
+
+    dtype: torch.dtype
+    exponent: int
+
+    def takes(self, dtype: torch.dtype) -> bool:
+        """Whether numbers of ``dtype`` can be written."""
+        return dtype in DTYPES
+
+    def row_bytes(self, numel: int) -> int:
+        """Of a row of ``numel`` numbers."""
+        return numel + -(-numel // BLOCK)
+
+    def write(self, rows: Tensor) -> Tensor:
+        """``rows`` (2-D, float) as bytes ``[rows, row_bytes(columns)]``, new and contiguous."""
+        count, numel = rows.shape
+        written = torch.empty(count, self.row_bytes(numel), dtype=torch.uint8, device=rows.device)
+        for start, end, blocks in _parts(numel):
+            self._write(rows[:, start:end], written[:, start:end], written[:, numel:][:, blocks])
+        return written
+
+    def read(self, written: Tensor, out: Tensor) -> None:
+        """The numbers that :meth:`write` was given, rounded, into ``out`` (2-D, float)."""
+        numel = out.shape[1]
+        for start, end, blocks in _parts(numel):
+            self._read(written[:, start:end], written[:, numel:][:, blocks], out[:, start:end])
+
+    def round_(self, row: Tensor) -> None:
+        """In place, what :meth:`read` gives of ``row`` (1-D, float)."""
+        if row.numel():
+            rows = row.view(1, -1)
+            self.read(self.write(rows), rows)
+
+    def _write(self, numbers: Tensor, codes: Tensor, scales: Tensor) -> None:
+        blocks = numbers.reshape(len(numbers), scales.shape[1], -1).float()
+        largest = blocks.abs().amax(2)
+        mantissa, exponent = torch.frexp(largest)  # mantissa in [0.5, 1), so 1.75 * 2**e is 0.875 * 2**(e + 1)
+        k = (exponent - (self.exponent + 1) + (mantissa > 0.875)).clamp_(SMALLEST, BIAS)
+        scales.copy_(torch.where(largest.isfinite(), k + BIAS, NOT_FINITE))
+        blocks = blocks * _power_of_two(-k).unsqueeze(2)
+        codes.copy_(blocks.to(self.dtype).view(torch.uint8).flatten(1))
+
+    def _read(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
+        factors = torch.where(scales == NOT_FINITE, torch.nan, _power_of_two(scales.int() - BIAS))
+        blocks = codes.contiguous().view(self.dtype).float().view(len(codes), scales.shape[1], -1)
+        most = torch.finfo(out.dtype).max
+        out.copy_((blocks * factors.unsqueeze(2)).flatten(1).clamp_(-most, most))
+
+
+def _parts(numel: int) -> list[tuple[int, int, slice]]:
+    """Of a row: first and last element, and numbers of the blocks, of whole blocks and of what is left."""
+    whole = numel // BLOCK
+    parts = [(0, whole * BLOCK, slice(0, whole)), (whole * BLOCK, numel, slice(whole, whole + 1))]
+    return [(start, end, blocks) for start, end, blocks in parts if start < end]
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """fp32, of whole numbers from -126 to 127."""
+    return ((exponent + BIAS).to(torch.int32) << 23).view(torch.float32)
+
+
+VALUES = EightBits(torch.float8_e4m3fn, 8)
+"""For parameters and activations."""
+GRADIENTS = EightBits(torch.float8_e5m2, 15)

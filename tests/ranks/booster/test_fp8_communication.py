@@ -1,0 +1,283 @@
+"""fp8_communication behind each plugin: losses beside those of the same run without, bytes of cut layers and of torch's
+own wrappers against formulas, the same bits on every way, and ranks that agree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from hybrid_setup import LENGTH, VOCABULARY, WIDTH, made
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecision, ShardingStrategy
+
+from shardwise.booster import Booster
+from shardwise.booster.plugin import (
+    GeminiPlugin,
+    HybridParallelPlugin,
+    LowLevelZeroPlugin,
+    TorchDDPPlugin,
+    TorchFSDPPlugin,
+    eight_bits,
+)
+from shardwise.build import build
+from shardwise.comm import BLOCK
+from shardwise.plan import Plan, replicated
+from shardwise.shardformer import ShardConfig, ShardFormer
+from shardwise.testing import run_ranks
+
+STEPS, ROWS = 8, 4
+PLUGINS: dict[str, Callable[[bool], Any]] = {
+    "zero1": lambda on: LowLevelZeroPlugin(stage=1, precision="bf16", fp8_communication=on),
+    "zero2": lambda on: LowLevelZeroPlugin(stage=2, precision="fp16", initial_scale=64.0, fp8_communication=on),
+    "gemini": lambda on: GeminiPlugin(precision="bf16", min_chunk_size_m=0.001, fp8_communication=on),
+    "gemini_tp": lambda on: GeminiPlugin(precision="bf16", tp_size=2, min_chunk_size_m=0.001, fp8_communication=on),
+    "ddp": lambda on: TorchDDPPlugin(fp8_communication=on),
+    "fsdp": lambda on: TorchFSDPPlugin(
+        mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32), fp8_communication=on
+    ),
+    "hybrid_tp": lambda on: HybridParallelPlugin(
+        tp_size=2, pp_size=1, precision="bf16", zero_stage=1, fp8_communication=on
+    ),
+    "hybrid_pp": lambda on: HybridParallelPlugin(
+        tp_size=1, pp_size=2, precision="fp32", num_microbatches=2, fp8_communication=on
+    ),
+}
+
+
+def texts(rank: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    ids = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator)
+    return {"input_ids": ids, "labels": ids}
+
+
+def curve(name: str, on: bool) -> tuple[list[float], list[float]]:
+    """The mean losses of a few steps on one batch, and the last step's parameters."""
+    plugin = PLUGINS[name](on)
+    model = made("llama", torch.float32, num_hidden_layers=2, tie_word_embeddings=True)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(0.3)
+    booster = Booster(plugin=plugin)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.03)
+    model, optimizer, *_ = booster.boost(model, optimizer)
+    losses = []
+    index = plugin.data_parallel()[0]
+    for _ in range(STEPS):
+        inputs = texts(index)
+        if name == "hybrid_pp":
+            found = booster.execute_pipeline(
+                iter([inputs]), model, lambda out, _: out.loss, optimizer, return_loss=True, return_outputs=False
+            )["loss"]
+            rows: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(rows, None if found is None else float(found))
+            loss = torch.tensor(next(row for row in rows if row is not None))
+        else:
+            loss = model(**inputs).loss
+            booster.backward(loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        told: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(told, loss.item())
+        losses.append(sum(told) / len(told))
+    state = booster_state(model)
+    booster.close()
+    return losses, state
+
+
+def booster_state(model: Any) -> list[float]:
+    """Sums of each parameter, which all ranks see alike."""
+    values = [value.double().sum().item() for value in model.state_dict().values() if isinstance(value, Tensor)]
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, values)
+    assert all(each == told[0] for each in told)
+    return values
+
+
+def curves(names: list[str]) -> dict[str, tuple[list[float], list[float]]]:
+    found = {}
+    for name in names:
+        plain, compressed = curve(name, False), curve(name, True)
+        assert plain[1] != compressed[1]
+        found[name] = (plain[0], compressed[0])
+    return found
+
+
+@pytest.mark.parametrize("half", [0, 1])
+def test_losses_fall_as_without(half: int) -> None:
+    names = list(PLUGINS)[half * 4 : half * 4 + 4]
+    found = run_ranks(4, curves, names, timeout=240.0)[0]
+    for name, (plain, compressed) in found.items():
+        assert plain[-1] < 0.9 * plain[0], name
+        for one, other in zip(plain, compressed, strict=True):
+            assert abs(one - other) < 0.1 * one, name
+
+
+# -- bytes
+
+
+def row_bytes(numel: int) -> int:
+    return numel + -(-numel // BLOCK)
+
+
+def cut_step(plan: Plan) -> tuple[list[float], dict[str, int]]:
+    model = made("llama", torch.float32, attention_bias=False)
+    session = build(model, torch.optim.SGD(model.parameters(), lr=0.1), plan)
+    losses = []
+    for step in range(2):
+        session.reset_traffic()
+        loss = session.module(**texts(step)).loss
+        session.backward(loss)
+        losses.append(loss.item())
+        traffic = session.traffic()
+        session.optimizer.step()
+    session.close()
+    session.mesh.close()
+    return losses, traffic
+
+
+def test_activations_of_cut_layers() -> None:
+    size, layers = 2, 2
+    found = []
+    for shared in (True, False):
+        plan = replicated().but(tp=size, compress="fp8", shared_memory=shared)
+        rows = run_ranks(size, cut_step, plan)
+        assert rows[0] == rows[1]
+        found.append(rows[0])
+    plain = run_ranks(size, cut_step, replicated().but(tp=size, shared_memory=False))[0]
+    assert found[0][0] == found[1][0] != plain[0]
+    for one, other in zip(found[0][0], plain[0], strict=True):
+        assert abs(one - other) < 0.05 * other
+    numel = ROWS * LENGTH * WIDTH // size  # of a rank's slice of what is summed
+    saved = plain[1]["all_reduce"] - found[1][1]["all_reduce"]
+    sums, rest = divmod(saved, 2 * (size - 1) * (4 * numel - row_bytes(numel)))
+    # Twice in each layer and once behind the embedding; backward at least as often, in front of what is cut.
+    assert rest == 0 and sums >= 2 * (2 * layers + 1)
+    exact = plain[1]["all_reduce"] - sums * 2 * (size - 1) * 4 * numel
+    assert found[1][1]["all_reduce"] == sums * 2 * (size - 1) * row_bytes(numel) + exact
+    tokens = ROWS * (LENGTH - 1)
+    assert 0 < exact <= 2 * (size - 1) * 4 * 4 * tokens  # what the loss is made of
+
+
+class Sent:
+    """Bytes that this rank's calls of torch's collectives send."""
+
+    def __init__(self) -> None:
+        self.bytes = {"gather": 0, "slices": 0}
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        gather, slices = eight_bits.all_gather_single, dist.all_to_all_single
+        size = dist.get_world_size()
+
+        def counted_gather(out: Tensor, own: Tensor, **how: Any) -> Any:
+            assert own.dtype == torch.uint8
+            self.bytes["gather"] += (size - 1) * own.nbytes
+            return gather(out, own, **how)
+
+        def counted_slices(out: Tensor, full: Tensor, **how: Any) -> Any:
+            assert full.dtype == torch.uint8
+            self.bytes["slices"] += (size - 1) * full.nbytes // size
+            return slices(out, full, **how)
+
+        refused = mock.Mock(side_effect=AssertionError("not in 8 bits"))
+        with (
+            mock.patch.object(eight_bits, "all_gather_single", counted_gather),
+            mock.patch.object(dist, "all_to_all_single", counted_slices),
+            mock.patch.object(dist, "reduce_scatter_tensor", refused),
+        ):
+            yield
+
+
+def torch_bytes() -> dict[str, dict[str, int]]:
+    found = {}
+    for name in ("ddp", "fsdp"):
+        model = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 8))
+        booster = Booster(plugin=PLUGINS[name](True))
+        boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        sent = Sent()
+        with sent.counted():
+            loss = boosted(torch.randn(4, 20)).float().square().mean()
+            booster.backward(loss, optimizer)
+        optimizer.step()
+        found[name] = dict(sent.bytes)
+        assert name == "ddp" or isinstance(boosted.unwrap(), FSDPModule)
+        booster.close()
+    return found
+
+
+def test_bytes_of_torchs_own_wrappers() -> None:
+    size = 2
+    numel = 20 * 30 + 30 + 30 * 8 + 8
+    found = run_ranks(size, torch_bytes)[0]
+    piece = row_bytes(-(-numel // size))
+    assert found["ddp"] == {"gather": (size - 1) * piece, "slices": (size - 1) * piece}
+    own = row_bytes(numel // size)  # its sizes divide
+    assert found["fsdp"] == {"gather": 2 * (size - 1) * own, "slices": (size - 1) * own} or found["fsdp"] == {
+        "gather": (size - 1) * own,
+        "slices": (size - 1) * own,
+    }
+
+
+def torch_gradients() -> None:
+    """DDP's mean is within the bound, the same on all ranks, and an overflow of one rank reaches all."""
+    torch.manual_seed(0)
+    model = nn.Linear(50, 7)
+    booster = Booster(plugin=TorchDDPPlugin(fp8_communication=True))
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x = [torch.randn(4, 50, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
+    rank = dist.get_rank()
+    booster.backward(boosted(x[rank]).square().mean(), optimizer)
+    terms = []
+    for each in x:
+        own = nn.Linear(50, 7)
+        own.load_state_dict(model.state_dict())
+        own(each).square().mean().backward()
+        terms.append(own.weight.grad.clone())
+    found = model.weight.grad
+    bound = 0.27 * torch.stack(terms).abs().mean(0) + 2**-28 * torch.stack(terms).abs().max()
+    assert ((found - torch.stack(terms).mean(0)).abs() <= bound).all()
+    told: list[Any] = [None] * 2
+    dist.all_gather_object(told, found)
+    assert torch.equal(told[0], told[1])
+    optimizer.zero_grad()
+    booster.backward(boosted(x[rank] * (1e30 if rank else 1.0)).square().mean(), optimizer)
+    assert not model.weight.grad.isfinite().all()
+    booster.close()
+    with pytest.raises(ValueError, match=r"fp8_communication=True with 'weight' of torch.float64"):
+        Booster(plugin=TorchDDPPlugin(fp8_communication=True)).boost(nn.Linear(2, 2).double())
+
+
+def test_gradients_of_torchs_ddp() -> None:
+    run_ranks(2, torch_gradients)
+
+
+def test_what_has_no_8_bits() -> None:
+    with pytest.raises(NotImplementedError, match=r"fp8_communication=True.*HYBRID_SHARD"):
+        TorchFSDPPlugin(fp8_communication=True, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+
+
+def without_a_booster() -> tuple[list[float], list[float]]:
+    found = []
+    for on in (False, True):
+        model = made("llama", torch.float32)
+        model, _ = ShardFormer(ShardConfig(fp8_communication=on)).optimize(model)
+        losses = []
+        for step in range(2):
+            loss = model(**texts(step)).loss
+            loss.backward()
+            losses.append(loss.item())
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+        found.append(losses)
+    return found[0], found[1]
+
+
+def test_a_configuration_without_a_booster() -> None:
+    plain, compressed = run_ranks(2, without_a_booster)[0]
+    assert plain != compressed
+    for one, other in zip(plain, compressed, strict=True):
+        assert abs(one - other) < 0.05 * one

@@ -1,0 +1,308 @@
+"""Training whose ranks exchange 8 bits: the same bits whatever carries them, gradients and parameters within the stated
+bounds of the exact ones, masters that are never rounded, bytes against the formula, overflow, and a loss curve."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_setup import tiers
+from engine_setup import one_mesh
+from torch import Tensor, nn
+
+from shardwise.build import Session, build
+from shardwise.comm import BLOCK, VALUES
+from shardwise.mesh import Mesh
+from shardwise.plan import ByNumel, Plan, on_device, replicated, zero
+from shardwise.testing import run_ranks
+
+WIDTH, HIDDEN = 24, 37
+HALF = torch.bfloat16
+SHARDED: dict[str, Plan] = {
+    "zero1": zero(1, HALF).but(packing=ByNumel(chunk_numel=600)),
+    "zero2_fp32": zero(2),
+    "zero2_late": zero(2, HALF).but(gather_on_use=True, update="backward"),
+    "zero3": zero(3, HALF),
+    "zero3_fp32": zero(3),
+    "zero3_host": zero(3, HALF).but(tiers=replace(on_device(), param_host_fraction=1.0, state_host_fraction=1.0)),
+    "no_masters": zero(2, HALF).but(master_weights=False),
+    "ddp": replicated(),
+}
+
+
+class Net(nn.Module):
+    """With a frozen layer, whose values have no master."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, HIDDEN)
+        self.still = nn.Linear(HIDDEN, HIDDEN)
+        self.last = nn.Linear(HIDDEN, 5)
+        self.still.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(torch.tanh(self.still(torch.tanh(self.first(x)))))
+        return y
+
+
+def net() -> Net:
+    torch.manual_seed(3)
+    return Net()
+
+
+def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
+    """A regression that can be learnt."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    x = torch.randn(16, WIDTH, generator=generator)
+    return x, torch.sin(x[:, :5] * 1.5)
+
+
+def loss_of(module: nn.Module, rank: int, step: int) -> Tensor:
+    x, y = batch(rank, step)
+    return (module(x).float() - y).square().mean()
+
+
+def trained(plan: Plan, mesh: Mesh, steps: int) -> tuple[list[float], dict[str, Tensor]]:
+    model = net()
+    session = build(model, torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.01), plan, mesh)
+    losses = []
+    for step in range(steps):
+        loss = loss_of(session.module, mesh.rank, step)
+        session.backward(loss)
+        session.optimizer.step()
+        session.optimizer.zero_grad()
+        losses.append(loss.item())
+    alike(session)
+    state = {name: value.clone() for name, value in session.module.full_state() if isinstance(value, Tensor)}
+    session.close()
+    return losses, state
+
+
+def alike(session: Session) -> None:
+    """All ranks compute with the same parameters, which are what their masters are rounded to."""
+    engine = session.engine
+    with session.module.gathered():
+        own = torch.cat([p.detach().float().flatten() for p in session.params])
+    group = session.mesh.world
+    rows = group.exchange(own.double().tolist())
+    assert all(row == rows[0] for row in rows)
+    for chunk in engine.chunks:
+        state = engine.states.get(chunk.spec.index)
+        if state is None or session.mesh.shard.size == 1:
+            continue
+        assert state.master is not None
+        expected = state.master.to(chunk.spec.dtype, copy=True)
+        VALUES.round_(expected)
+        with chunk.opened() as shard:
+            assert torch.equal(shard, expected)
+
+
+def transports(names: list[str]) -> list[tuple[list[float], dict[str, Tensor]]]:
+    results = []
+    for name in names:
+        plan = SHARDED[name].but(compress="fp8")
+        found = []
+        with ExitStack() as stack:
+            for shared in (True, False):
+                own = plan.but(shared_memory=shared)
+                found.append(trained(own, stack.enter_context(one_mesh(own)), steps=4))
+        assert found[0][0] == found[1][0], name
+        for key, value in found[0][1].items():
+            assert torch.equal(value, found[1][1][key]), (name, key)
+        results.append(found[0])
+    return results
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_same_bits_whatever_carries_them(size: int) -> None:
+    names = list(SHARDED) if size == 2 else ["zero1", "zero3"]
+    results = run_ranks(size, transports, names)
+    before = net().state_dict()
+    for (_, state), name in zip(results[0], names, strict=True):
+        for key, value in before.items():
+            if "still" in key:
+                exact = value.to(HALF) if SHARDED[name].precision.param_dtype is HALF else value
+                assert torch.equal(state[key].to(exact.dtype), exact)  # frozen: travels as it is
+
+
+def one_step(plan: Plan) -> dict[str, Any]:
+    with one_mesh(plan) as mesh:
+        model = net()
+        session = build(model, torch.optim.SGD(model.parameters(), lr=1.0), plan, mesh)
+        with session.module.gathered():
+            used = {name: p.detach().clone() for name, p in session.module.module.named_parameters()}
+        masters = dict(session.module.full_state())
+        session.reset_traffic()
+        loss = loss_of(session.module, mesh.rank, 0)
+        session.backward(loss)
+        gradients = session.full_gradients()
+        traffic = session.traffic()
+        session.optimizer.step()
+        stepped = {n: v for n, v in session.module.full_state() if isinstance(v, Tensor)}
+        whole = session.traffic()
+        chunks = [(c.padded_numel, c.shard_numel, c.trainable) for c in session.engine.layout.chunks]
+        session.close()
+    return {
+        "used": used,
+        "masters": masters,
+        "gradients": gradients,
+        "stepped": stepped,
+        "traffic": traffic,
+        "whole": whole,
+        "chunks": chunks,
+    }
+
+
+def row_bytes(numel: int) -> int:
+    return numel + -(-numel // BLOCK)
+
+
+@pytest.mark.parametrize("name", ["zero2_fp32", "zero3_fp32", "ddp"])
+def test_one_step_is_within_the_stated_bounds(name: str) -> None:
+    size = 2
+    plan = SHARDED[name].but(compress="fp8", shared_memory=False)
+    found = run_ranks(size, one_step, plan)[0]
+    exact = net().state_dict()
+    for key, value in found["used"].items():
+        error = (value - exact[key]).abs()
+        rounded = name != "ddp" and "still" not in key
+        assert (error <= 2**-4 * exact[key].abs() + 2**-17).all()
+        assert bool(error.any()) == rounded
+        assert torch.equal(found["masters"][key], exact[key])  # masters are never rounded
+    per_rank = [gradients_at(found["used"], rank) for rank in range(size)]
+    for key, value in found["gradients"].items():
+        terms = torch.stack([each[key] for each in per_rank])
+        bound = (0.27 if name == "ddp" else 0.126) * terms.abs().mean(0) + 2**-28 * terms.abs().max()
+        assert ((value - terms.mean(0)).abs() <= bound).all()
+        assert not torch.equal(value, terms.mean(0))
+        torch.testing.assert_close(found["stepped"][key], exact[key] - value, atol=1e-7, rtol=1e-6)
+    own = [row_bytes(numel // size) for numel, _, trains in found["chunks"] if trains]
+    if name == "ddp":
+        assert found["traffic"]["all_reduce"] == 2 * (size - 1) * sum(own)
+        assert found["whole"]["all_gather"] == 0
+    else:
+        assert found["traffic"]["reduce_scatter"] == (size - 1) * sum(own)
+    if name == "zero2_fp32":  # updated parameters are gathered once; states are read whole
+        reading = sum((size - 1) * shard * 4 for _, shard, trains in found["chunks"] if trains)
+        assert found["whole"]["all_gather"] - found["traffic"]["all_gather"] >= (size - 1) * sum(own)
+        assert found["whole"]["all_gather"] <= (size - 1) * sum(own) + 3 * reading + 4096
+
+
+def gradients_at(params: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
+    model = net()
+    model.load_state_dict(params)
+    loss_of(model, rank, 0).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def edits() -> None:
+    """What a program writes is taken; what it does not write keeps its master's bits, when it is read back too."""
+    for plan in (zero(3), zero(2), zero(2, HALF)):
+        plan = plan.but(compress="fp8")
+        with one_mesh(plan) as mesh:
+            model = net()
+            session = build(model, torch.optim.SGD(model.parameters(), lr=0.0), plan, mesh)
+            before = {n: v.clone() for n, v in session.module.full_state()}
+            with session.module.gathered(write_back=True), torch.no_grad():
+                model.first.bias[2] = 0.5
+            expected = {n: v.clone() for n, v in before.items()}
+            expected["first.bias"][2] = 0.5
+            same(session, expected)
+            if plan.shard.always_gathered:
+                with torch.no_grad():
+                    model.last.weight[1].fill_(0.25)
+                expected["last.weight"][1] = 0.25
+            session.backward(loss_of(session.module, mesh.rank, 0))
+            session.optimizer.step()
+            same(session, expected)
+            half = dict(session.module.full_state(masters=False))
+            for name, value in expected.items():
+                kind = torch.float32 if plan.precision.param_dtype is None else HALF
+                assert torch.equal(half[name], value.to(kind))
+            session.module.load_state_dict(before)
+            same(session, before)
+            session.close()
+
+
+def same(session: Session, expected: dict[str, Tensor]) -> None:
+    alike(session)
+    for name, value in session.module.full_state():
+        assert torch.equal(value, expected[name]), name
+
+
+def test_masters_keep_what_is_not_written() -> None:
+    run_ranks(2, edits)
+
+
+def overflows(shared: bool) -> list[tuple[bool, float]]:
+    plan = zero(2, torch.float16).but(compress="fp8", shared_memory=shared)
+    with one_mesh(plan) as mesh:
+        model = net()
+        session = build(model, torch.optim.SGD(model.parameters(), lr=0.1), plan, mesh)
+        told = []
+        for step in range(3):
+            before = {n: v.clone() for n, v in session.module.full_state()}
+            loss = loss_of(session.module, mesh.rank, step)
+            session.backward(loss * 1e30 if step == 1 and mesh.rank == 1 else loss)  # of one rank alone
+            session.optimizer.step()
+            changed = any(not torch.equal(v, before[n]) for n, v in session.module.full_state())
+            assert session.optimizer.scaler is not None
+            told.append((changed, session.optimizer.scaler.scale))
+        session.close()
+    return told
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_an_overflow_is_found(shared: bool) -> None:
+    for told in run_ranks(2, overflows, shared):
+        assert [changed for changed, _ in told] == [True, False, True]
+
+
+def curves() -> list[list[float]]:
+    found = []
+    for plan in (zero(2, HALF), zero(2, HALF).but(compress="fp8"), zero(3, HALF).but(compress="fp8")):
+        with one_mesh(plan) as mesh:
+            losses, _ = trained_for_curve(plan, mesh)
+            found.append(losses)
+    return found
+
+
+def trained_for_curve(plan: Plan, mesh: Mesh) -> tuple[list[float], None]:
+    model = net()
+    session = build(model, torch.optim.Adam(model.parameters(), lr=0.01), plan, mesh)
+    losses = []
+    for step in range(60):
+        loss = loss_of(session.module, mesh.rank, step % 6)
+        session.backward(loss)
+        session.optimizer.step()
+        losses.append(mesh.world.exchange([loss.item()]))
+    session.close()
+    return [sum(value for row in rows for value in row) / len(rows) for rows in losses], None
+
+
+def test_the_loss_falls_as_without() -> None:
+    plain, late, sharded = run_ranks(2, curves)[0]
+    mean = lambda losses: sum(losses[-6:]) / 6  # noqa: E731
+    assert mean(plain) < 0.35 * plain[0]
+    for losses in (late, sharded):
+        assert abs(mean(losses) - mean(plain)) < 0.15 * mean(plain) + 0.005
+        assert losses != plain
+
+
+def refused() -> None:
+    model = net().double()
+    plan = zero(2).but(compress="fp8")
+    with one_mesh(plan) as mesh, pytest.raises(ValueError, match=r"compress='fp8'.*float64.*first.weight"):
+        build(model, torch.optim.SGD(model.parameters(), lr=0.1), plan, mesh)
+
+
+def test_what_cannot_be() -> None:
+    run_ranks(2, refused)
+    disk = tiers("/tmp", (0.0, 0.0), (0.0, 1.0))
+    with pytest.raises(ValueError, match=r"compress='fp8' \(fp8_communication\) with disk=DiskPlan"):
+        zero(2).but(compress="fp8", tiers=disk)
+    with pytest.raises(ValueError, match="compress='fp4'"):
+        zero(2).but(compress="fp4")
