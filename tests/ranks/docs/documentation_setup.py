@@ -415,6 +415,7 @@ PAGES: dict[str, list[Block]] = {
     "docs/hybrid-parallel.md": [
         Block(first="from shardwise.booster import Booster", before=hybrid_pages.llama, after=hybrid_pages.llama_cut),
         Block(first="plugin = Hybrid", before=hybrid_pages.deeper, after=hybrid_pages.llama_staged),
+        Block(first="plugin = HybridParallelPlugin(", before=hybrid_pages.llama, after=hybrid_pages.llama_shared),
         Block(first="from shardwise.shardformer import Mod", before=hybrid_pages.mlp, after=hybrid_pages.mlp_cut),
         Block(first="from shardwise.shardformer import Shard", before=hybrid_pages.alone, after=hybrid_pages.alone_cut),
     ],

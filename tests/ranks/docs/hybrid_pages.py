@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
-__all__ = ["alone", "alone_cut", "deeper", "llama", "llama_cut", "llama_staged", "mlp", "mlp_cut"]
+__all__ = ["alone", "alone_cut", "deeper", "llama", "llama_cut", "llama_shared", "llama_staged", "mlp", "mlp_cut"]
 
 WIDTH, VOCABULARY = 8, 32
 Names = dict[str, Any]
@@ -59,6 +59,13 @@ def llama_staged(names: Names) -> None:
     assert held == {str(dist.get_rank())}
     loss = names["result"]["loss"]
     assert loss.isfinite() if dist.get_rank() else loss is None
+
+
+def llama_shared(names: Names) -> None:
+    """Both ranks see the same sequences, and a shard of all parameters is on each."""
+    session = names["plugin"].session(names["model"])
+    assert (session.data_ranks, session.mesh.sequence.size) == (1, dist.get_world_size())
+    assert names["loss"].isfinite()
 
 
 class Mlp(nn.Module):
