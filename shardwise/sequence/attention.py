@@ -113,7 +113,7 @@ def _expanded(
 ) -> Tensor:
     from transformers.masking_utils import sdpa_mask
 
-    found: Tensor = sdpa_mask(
+    found: Tensor | None = sdpa_mask(
         batch_size=rows,
         q_length=q_end - q,
         kv_length=k_end - k,
@@ -124,6 +124,7 @@ def _expanded(
         use_vmap=vmap,
         device=device,
     )
+    assert found is not None  # which it may be only where a mask may be skipped
     return found
 
 
