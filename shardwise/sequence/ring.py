@@ -18,7 +18,7 @@ from shardwise.comm.link import Message
 from shardwise.sequence.axis import SequenceAxis
 from shardwise.sequence.mask import SequenceMask
 from shardwise.sequence.parts import Parts
-from shardwise.sequence.tiles import Block, Result, Scores, attended, attended_backward, wide
+from shardwise.sequence.tiles import TILE, Block, Result, Scores, attended, attended_backward, wide
 
 __all__ = ["Rotation", "ring_attention"]
 
@@ -40,13 +40,14 @@ class Rotation:
         axis: the ranks.
         parts: of the sequences.
         inner: ranks of an inner ring; divides their number.
-        kernel: torch's own attention is used where it can be.
+        kernel, tile: see :class:`~shardwise.sequence.tiles.Scores`.
     """
 
     axis: SequenceAxis
     parts: Parts
     inner: int
     kernel: bool = True
+    tile: int = TILE
 
     def owner(self, rank: int, step: int) -> int:
         """Whose keys and values ``rank`` works on."""
@@ -131,7 +132,7 @@ def ring_attention(
     Returns:
         ``[rows, heads, part, size]``.
     """
-    scores = Scores(scale, mask, softcap, bias, rotation.kernel)
+    scores = Scores(scale, mask, softcap, bias, rotation.kernel, rotation.tile)
     out: Tensor = _Ring.apply(*qkv, rotation, scores)  # type: ignore[no-untyped-call]
     return out
 

@@ -19,7 +19,7 @@ from shardwise.torch_internals import cpu_flash_attention, cpu_flash_attention_b
 __all__ = ["TILE", "Block", "Scores", "attended", "attended_backward", "merge", "wide"]
 
 TILE = 512
-"""Queries and keys of a tile whose scores are held at once."""
+"""Large enough that Python does not matter, small enough for scores of a tile to stay in a cache."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Scores:
         softcap: scores are ``softcap * tanh(score / softcap)``; ``None``: as they are.
         bias: ``[rows, heads, 1, padded length]``, added to them.
         kernel: torch's own attention may be used where nothing is masked.
+        tile: queries and keys whose scores are held at once, where they are held.
     """
 
     scale: float
@@ -39,6 +40,7 @@ class Scores:
     softcap: float | None = None
     bias: Tensor | None = None
     kernel: bool = True
+    tile: int = TILE
 
     def fits_kernel(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Whether torch's flash attention for CPUs computes these."""
@@ -183,7 +185,7 @@ def _divided(block: Block, scores: Scores, kernel: bool) -> Iterator[tuple[Block
     if relation is not Relation.SOME and kernel:
         yield block, relation
         return
-    for tile in block.tiles(TILE):
+    for tile in block.tiles(scores.tile):
         if (found := tile.relation(scores.mask)) is not Relation.NONE:
             yield tile, found
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shardwise.comm import Group, GroupMaker, Wire
 from shardwise.plan import SequencePlan
-from shardwise.sequence import SequenceAxis, Sequences, share_sequences
+from shardwise.sequence import SequenceAxis, share_sequences
 from shardwise.testing import assert_close
 
 LENGTH, ROWS, PAD = 11, 3, 27
@@ -92,17 +92,19 @@ def averaged(grads: dict[str, Tensor], axis: SequenceAxis) -> dict[str, Tensor]:
     return {name: part.view_as(grad) for (name, grad), part in zip(grads.items(), mean, strict=True)}
 
 
-def compare(case: Case, batch: dict[str, Tensor], plan: SequencePlan, ring: Ring) -> Sequences:
-    """The loss and every gradient of two passes."""
+def compare(case: Case, batch: dict[str, Tensor], plan: SequencePlan, ring: Ring, passes: int = 1) -> None:
+    """The loss and every gradient of some passes; and the model is what it was."""
     plain, model = case.made(), case.made()
     expected_loss, expected = grads_of(plain, batch)
     sequences = share_sequences(model, plan, ring.group, ring.wire)
     sequences.install()
     what = f"{case.kind}, {plan.mode}, {sorted(batch)}"
-    for _ in range(2):
+    for _ in range(passes):
         loss, grads = grads_of(model, dict(batch))
         assert_close({"loss": loss}, {"loss": expected_loss}, 1e-11, what)
         # The gradient of a key's bias is 0 but for rounding.
         assert_close(averaged(grads, ring.axis), expected, 1e-11, f"{what}: gradients", floor=1e-2)
     sequences.remove()
-    return sequences
+    assert [type(module) for module in model.modules()] == [type(module) for module in plain.modules()]
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert model.config._attn_implementation == plain.config._attn_implementation
