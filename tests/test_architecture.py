@@ -23,6 +23,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
         "comm",
         "chunk.search",
         "draws",
+        "float8",
         "loss_scale",
         "printable",
         "sizes",

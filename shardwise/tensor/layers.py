@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,10 +55,12 @@ class CutLayer(nn.Module):
     Attributes:
         _axis: the ranks.
         _parts: of its parameters, by name.
+        multiply: what takes the place of ``functional.linear`` in it; ``None``: nothing does.
     """
 
     _axis: Axis
     _parts: dict[str, Part]
+    multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
     weight: Tensor
 
 
@@ -208,9 +211,10 @@ def _stand_in(module: nn.Module, changed: dict[str, Tensor]) -> Any:
 
 
 def _product(module: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    multiply = module.multiply
     if isinstance(module, nn.Linear):
-        return functional.linear(x, weight, bias)
-    y: Tensor = x @ weight
+        return functional.linear(x, weight, bias) if multiply is None else multiply(x, weight, bias)
+    y: Tensor = x @ weight if multiply is None else multiply(x, weight.t(), None)
     return y if bias is None else y + bias
 
 

@@ -166,15 +166,6 @@ def test_low_level_zero_refuses(given: dict[str, Any]) -> None:
     assert str(value) in str(error.value)
 
 
-LLZ_NOT_YET = ["use_fp8"]
-
-
-@pytest.mark.parametrize("name", LLZ_NOT_YET)
-def test_low_level_zero_not_yet(name: str) -> None:
-    with pytest.raises(NotImplementedError, match=name):
-        LowLevelZeroPlugin(**{name: True})
-
-
 def test_arguments_are_frozen() -> None:
     with pytest.raises(AttributeError):
         LowLevelZeroPlugin().stage = 2  # type: ignore[misc]
@@ -316,7 +307,6 @@ GEMINI_NOT_YET: dict[str, Any] = {
     "enable_all_optimization": True,
     "enable_fused_normalization": True,
     "enable_jit_fused": True,
-    "use_fp8": True,
 }
 
 

@@ -17,7 +17,6 @@ from test_booster_plans import (
     GEMINI_CASES,
     GEMINI_NOT_YET,
     LLZ_CASES,
-    LLZ_NOT_YET,
 )
 from test_hybrid_plans import HYBRID_CASES, HYBRID_ELSEWHERE, HYBRID_NOT_YET
 
@@ -272,7 +271,7 @@ def test_add_lora_params_to_optimizer_exists() -> None:
 
 # No plan holds these: tests of their own show what they do, or what is refused.
 GEMINI_ELSEWHERE = ["enable_gradient_accumulation", "strict_ddp_mode", "chunk_init_device", "memstats"]
-GEMINI_ELSEWHERE += ["enable_flash_attention"]
+GEMINI_ELSEWHERE += ["enable_flash_attention", "use_fp8"]
 FSDP_ELSEWHERE = ["process_group", "auto_wrap_policy", "ignored_modules", "param_init_fn", "sync_module_states"]
 FSDP_ELSEWHERE += ["fp8_communication"]
 FSDP_REFUSED = ["backward_prefetch"]
@@ -281,7 +280,7 @@ FSDP_REFUSED = ["backward_prefetch"]
 @pytest.mark.parametrize(
     ("plugin", "plan_of", "cases", "others"),
     [
-        (LowLevelZeroPlugin, lambda plugin: plugin.plan(4), LLZ_CASES, LLZ_NOT_YET),
+        (LowLevelZeroPlugin, lambda plugin: plugin.plan(4), LLZ_CASES, ["use_fp8"]),
         (GeminiPlugin, lambda plugin: plugin.plan(4), GEMINI_CASES, [*GEMINI_NOT_YET, *GEMINI_ELSEWHERE]),
         (HybridParallelPlugin, lambda plugin: plugin.plan(8), HYBRID_CASES, [*HYBRID_NOT_YET, *HYBRID_ELSEWHERE]),
         (TorchDDPPlugin, ddp_arguments, [(DDP_GIVEN, DDP_GIVEN)], [*DDP_NOT_YET, "fp8_communication"]),

@@ -96,7 +96,6 @@ HYBRID_NOT_YET: dict[str, Any] = {
     "enable_fused_normalization": True,
     "enable_jit_fused": True,
     "check_reduction": True,
-    "use_fp8": True,
     "broadcast_buffers": False,
 }
 # Without effect here, each said below; both values alike; or no part of a plan.
@@ -115,6 +114,7 @@ ALIKE = ["find_unused_parameters", "gradient_as_bucket_view", "static_graph"]
 ELSEWHERE = [
     "custom_policy",
     "enable_flash_attention",
+    "use_fp8",
     "gradient_checkpoint_config",
 ]
 HYBRID_ELSEWHERE = ["overlap_p2p", "scheduler_nodes", *ALIKE, *ELSEWHERE]

@@ -26,6 +26,7 @@ from shardwise.booster.dataloader import (
 from shardwise.booster.lora import add_lora_parameters
 from shardwise.booster.runs import SESSION, remember_session
 from shardwise.checked import MOST_BYTES, refuse, share, whole
+from shardwise.float8 import multiply_in_8_bits
 from shardwise.plan import DiskPlan, Plan
 from shardwise.sizes import parse_size
 
@@ -274,6 +275,8 @@ class ShardedPlugin(Plugin):
                 stacklevel=3,
             )
         session = build(model, optimizer, plan, mesh)
+        if getattr(self, "use_fp8", False):  # of layers as they are now, cut and in their dtypes
+            multiply_in_8_bits(model)
         self.prepare(session)
         remember_session(session)
         if session.optimizer is not None:

@@ -47,7 +47,6 @@ OLD_POLICIES = {
     "cpu": "'cpu' is now 'static' with offload_optim_frac=1.0, offload_param_frac=1.0",
 }
 NOT_YET = {
-    "use_fp8": "use precision='bf16'",
     "enable_all_optimization": "give enable_flash_attention=True, which is what there is of it",
     "enable_fused_normalization": "leave it False",
     "enable_jit_fused": "leave it False; torch.compile may be applied to the model's blocks before boost",
@@ -126,7 +125,7 @@ class GeminiArguments(EngineArguments, _First):
         enable_jit_fused: not yet.
         enable_sequence_overlap: what has come of a sequence is multiplied while the rest travels.
         enable_async_reduce: reduce gradients while backward still runs.
-        use_fp8: multiply in 8 bits.
+        use_fp8: linear layers multiply in 8 bits, where their sizes allow it.
         verbose: report the chunk search, and say when a step is skipped.
         fp8_communication: parameters, gradients and what passes between cut layers travel in 8 bits.
     """

@@ -52,7 +52,6 @@ NOT_YET = {
     "enable_fused_normalization": "leave it False",
     "enable_jit_fused": "leave it False; torch.compile may be applied to the model's blocks before boost",
     "check_reduction": "leave it False: gradients are always checked",
-    "use_fp8": "use precision='bf16'",
 }
 PIPELINE = (
     "num_microbatches",
@@ -153,7 +152,7 @@ class HybridParallelArguments(EngineArguments, _First):
         overlap_p2p: both values are the same: a rank never waits until what it sends has arrived.
         overlap_allgather: gather updated parameters while the next forward already runs, for ``zero_stage`` 1 and 2.
         fp8_communication: parameters, gradients and what passes between layers and stages travel in 8 bits.
-        use_fp8: multiply in 8 bits; not yet.
+        use_fp8: linear layers multiply in 8 bits, where their sizes allow it.
         inner_ring_size: ranks of an inner ring of ``"ring_attn"``; it divides ``sp_size``. ``None``: one ring of all.
         scheduler_nodes: for ``pp_style="zbv"``: by rank the nodes of a computed schedule, for steps of as many
             micro-batches as it has; ``None``, and in other steps: that of the paper.

@@ -9,7 +9,7 @@ import torch
 from shardwise.booster.plugin.argument_types import check_types
 from shardwise.booster.plugin.base import ShardedPlugin, device_bytes
 from shardwise.booster.plugin.engine_arguments import EngineArguments, grad_plan, precision_plan
-from shardwise.checked import MOST_NUMEL, number, refuse, shown
+from shardwise.checked import MOST_NUMEL, number, shown
 from shardwise.loss_scale import PublishedDefault, scaler_plan
 from shardwise.plan import ByNumel, MeshPlan, Plan, ShardPlan, on_device, usual_exchange
 from shardwise.published import documented
@@ -44,7 +44,7 @@ class LowLevelZeroArguments(EngineArguments, _First):
         verbose: say when a step is skipped, and why.
         cast_inputs: cast floating inputs to the parameters' dtype.
         fp8_communication: gradients and updated parameters travel in 8 bits.
-        use_fp8: multiply in 8 bits.
+        use_fp8: linear layers multiply in 8 bits, where their sizes allow it.
     """
 
     initial_scale: float = PublishedDefault(2**32)
@@ -70,7 +70,6 @@ def to_plan(arguments: LowLevelZeroArguments) -> Plan:
 
     Raises:
         ValueError: a value out of range.
-        NotImplementedError: an argument that the engine cannot honour yet.
     """
     if arguments.stage not in (1, 2):
         raise ValueError(f"stage={shown(arguments.stage)}: LowLevelZeroPlugin has stages 1, 2; GeminiPlugin is stage 3")
@@ -80,8 +79,6 @@ def to_plan(arguments: LowLevelZeroArguments) -> Plan:
     dtype = arguments.communication_dtype
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"communication_dtype={dtype}: give a floating-point torch.dtype, or None")
-    if arguments.use_fp8:
-        refuse("use_fp8", True, "use precision='bf16'")
     return Plan(
         mesh=MeshPlan(dp_shard=-1, dp_replicate=1),
         shard=ShardPlan(

@@ -1,0 +1,185 @@
+"""Linear layers in 8 bits: products to the bit beside those of the same numbers in fp32, gradients within their bounds,
+which layers take them, and that the model stays what it was."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+from transformers.pytorch_utils import Conv1D
+
+from shardwise.float8 import linear, multiply_in_8_bits
+from shardwise.float8.product import GRADIENTS, VALUES, Scaled, product, scaled
+
+SIZES = ((7, 5, 3), (1, 1, 1), (16, 32, 48), (33, 17, 40))
+RELATIVE = {VALUES: (2.0**-4, 2.0**-17), GRADIENTS: (2.0**-3, 2.0**-31)}
+
+
+def back(x: Scaled) -> Tensor:
+    return x.codes.float() * x.scale
+
+
+@pytest.mark.parametrize("dtype", [VALUES, GRADIENTS], ids=str)
+def test_scaling(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    relative, absolute = RELATIVE[dtype]
+    for magnitude in (1.0, 1e-9, 1e9, 0.0):
+        x = torch.randn(50, 40) * torch.exp(2 * torch.randn(50, 40)) * magnitude
+        error = (back(scaled(x, dtype)) - x).abs()
+        assert (error <= torch.maximum(relative * x.abs(), absolute * x.abs().max())).all()
+    for bad in (float("inf"), float("nan")):
+        x[3, 3] = bad
+        assert back(scaled(x, dtype)).isnan().all()
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_products_are_those_of_the_rounded_numbers(sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    m, k, n = sizes
+    for left in (VALUES, GRADIENTS):
+        a, b = scaled(torch.randn(m, k), left), scaled(torch.randn(n, k), VALUES)
+        found = product(a, b, dtype)
+        exact = back(a).double() @ back(b).double().t()
+        assert found.shape == (m, n) and found.dtype == dtype
+        rounding = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}[dtype]
+        terms = back(a).double().abs() @ back(b).double().abs().t()
+        assert ((found.double() - exact).abs() <= rounding * terms + 1e-7).all()
+
+
+@pytest.mark.parametrize("shape", [(7, 20), (2, 3, 20), (20,)], ids=str)
+def test_a_layer_and_its_gradients(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(shape, requires_grad=True), torch.randn(24, 20, requires_grad=True)
+    bias = torch.randn(24, requires_grad=True)
+    y = linear(x, weight, bias)
+    grad = torch.randn_like(y)
+    of_x, of_weight, of_bias = torch.autograd.grad(y, (x, weight, bias), grad)
+    x8, w8, g8 = back(scaled(x.detach(), VALUES)), back(scaled(weight.detach(), VALUES)), back(scaled(grad, GRADIENTS))
+    torch.testing.assert_close(y, functional.linear(x8, w8, bias.detach()), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(of_x, g8 @ w8, rtol=1e-5, atol=1e-5)
+    rows = g8.reshape(-1, 24), x8.reshape(-1, 20)
+    torch.testing.assert_close(of_weight, rows[0].t() @ rows[1], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(of_bias, grad.reshape(-1, 24).sum(0))
+    exact = torch.autograd.grad(functional.linear(x, weight, bias), (x, weight), grad)
+    terms = grad.abs() @ weight.detach().abs(), grad.reshape(-1, 24).abs().t() @ x.detach().reshape(-1, 20).abs()
+    for found, plain, term in zip((of_x, of_weight), exact, terms, strict=True):
+        assert ((found - plain).abs() <= (2**-3 + 2**-4 + 2**-7) * term + 1e-4).all()
+        assert not torch.equal(found, plain)
+
+
+def test_an_overflow_reaches_the_loss_scale() -> None:
+    x, weight = torch.randn(4, 16, requires_grad=True), torch.randn(16, 16, requires_grad=True)
+    y = linear(x, weight)
+    grad = torch.zeros_like(y)
+    grad[1, 1] = float("inf")
+    for found in torch.autograd.grad(y, (x, weight), grad):
+        assert not found.isfinite().any()
+
+
+def test_what_is_multiplied_exactly() -> None:
+    wide = torch.randn(3, 20, dtype=torch.float64), torch.randn(16, 20, dtype=torch.float64)
+    assert torch.equal(linear(*wide), functional.linear(*wide))
+    assert linear(torch.randn(0, 20), torch.randn(16, 20)).shape == (0, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert linear(torch.randn(3, 20), torch.randn(16, 20)).dtype == torch.bfloat16
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        x = torch.randn(3, 20, requires_grad=True)
+        (grad,) = torch.autograd.grad(linear(x, torch.randn(16, 20)).square().sum(), x, create_graph=True)
+        grad.sum().backward()
+
+
+# -- models
+
+
+class Own(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(30, 24)
+        self.conv = Conv1D(32, 24)
+        self.inner = nn.Sequential(nn.Tanh(), nn.Linear(32, 24, bias=False))
+        self.own = Own(24, 24)
+        self.narrow = nn.Linear(24, 4)
+        self.head = nn.Linear(24, 30, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        x = x + self.inner(self.conv(x))
+        x = x + self.own(x) * self.narrow(x).sum(-1, keepdim=True)
+        y: Tensor = self.head(x)
+        return y
+
+
+def test_which_layers_do() -> None:
+    torch.manual_seed(0)
+    model = Net()
+    plain, names = copy.deepcopy(model), [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    held = {id(p) for p in model.parameters()}
+    hooked: list[Any] = []
+    model.conv.register_forward_hook(lambda *_: hooked.append(1))
+    with pytest.warns(UserWarning, match=r"8 bits of a Net: 1 layers stay as they are \(narrow\)"):
+        assert multiply_in_8_bits(model) == ["conv", "inner.1", "head"]
+    assert [name for name, _ in model.named_parameters(remove_duplicate=False)] == names
+    assert {id(p) for p in model.parameters()} == held
+    assert model.head.weight is model.embedding.weight
+    assert type(model.head).__name__ == "Linear" and isinstance(model.head, nn.Linear)
+    assert type(model.own) is Own
+    ids = torch.randint(0, 30, (3, 5))
+    found, exact = model(ids), plain(ids)
+    assert hooked == [1]
+    assert not torch.equal(found, exact)
+    assert (found - exact).norm() < 0.15 * exact.norm()
+    again = checkpoint(model, ids, use_reentrant=False)
+    assert torch.equal(again, found)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert multiply_in_8_bits(model) == []  # those that do already
+    assert torch.equal(model(ids), found)
+    found.square().mean().backward()
+    assert all(p.grad is not None and p.grad.dtype == p.dtype for p in model.parameters())
+
+
+def test_what_is_left() -> None:
+    with pytest.warns(UserWarning, match="there are no linear layers"):
+        assert multiply_in_8_bits(nn.LayerNorm(3)) == []
+    with pytest.warns(UserWarning, match="1 layers stay"):
+        assert multiply_in_8_bits(nn.Sequential(nn.Linear(16, 16).double())) == []
+    made_of_others = parametrizations.weight_norm(nn.Linear(16, 16))
+    with pytest.warns(UserWarning, match=r"stay as they are|no linear layers"):
+        assert multiply_in_8_bits(nn.Sequential(made_of_others)) == []
+
+
+def test_a_training_run_beside_bf16s() -> None:
+    def run(eight: bool) -> list[float]:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(24, 48), nn.GELU(), nn.Linear(48, 48), nn.GELU(), nn.Linear(48, 16))
+        if eight:
+            multiply_in_8_bits(model)
+        optimizer, losses = torch.optim.AdamW(model.parameters(), lr=5e-3), []
+        for step in range(60):
+            x = torch.randn(32, 24, generator=torch.Generator().manual_seed(step % 6))
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = (model(x) - torch.sin(x[:, :16])).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    plain, eight = run(False), run(True)
+    assert plain[-1] < 0.5 * plain[0]
+    assert abs(sum(eight[-6:]) - sum(plain[-6:])) < 0.25 * sum(plain[-6:])
+    assert eight != plain
