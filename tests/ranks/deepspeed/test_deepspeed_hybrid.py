@@ -1,4 +1,4 @@
-"""Tensor parallelism by DeepSpeed's keys: fp64 against plain PyTorch."""
+"""Tensor and sequence parallelism by DeepSpeed's keys: fp64 against plain PyTorch."""
 
 from __future__ import annotations
 
@@ -14,11 +14,8 @@ import shardwise.deepspeed as deepspeed
 from shardwise.testing import assert_close, run_ranks
 
 RANKS, BATCH, TP = 4, 2, 2
-CONFIG: dict[str, Any] = {
-    "train_batch_size": BATCH * RANKS // TP,
-    "gradient_clipping": MAX_NORM,
-    "tensor_parallel": {"autotp_size": TP},
-}
+CONFIG: dict[str, Any] = {"train_batch_size": BATCH * RANKS // TP, "gradient_clipping": MAX_NORM}
+CUT: dict[str, Any] = {"tensor_parallel": {"autotp_size": TP}}
 
 
 def held(session: Any, values: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -29,27 +26,33 @@ def held(session: Any, values: dict[str, Tensor]) -> tuple[dict[str, Tensor], di
     return own, {f.names[0]: values[f.names[0]] if f.part is None else f.part.of(values[f.names[0]]) for f in facts}
 
 
-def _initialized(stage: int, directory: Path) -> None:
+def _initialized(stage: int, directory: Path, keys: dict[str, Any], mesh_param: tuple[int, int] | None) -> None:
     model = made("llama")
     engine, _, loader, _ = deepspeed.initialize(
         model=model,
         optimizer=optimizer_of(model),
         training_data=Texts(STEPS * BATCH * RANKS // TP),
-        config=CONFIG | {"zero_optimization": {"stage": stage}},
+        config=CONFIG | keys | {"zero_optimization": {"stage": stage}},
+        mesh_param=mesh_param,
     )
     assert loader is not None
     mesh = engine.session.mesh
-    assert (engine.dp_world_size, mesh.tensor.size, mesh.data_rank) == (2, TP, dist.get_rank() // TP)
+    assert (engine.dp_world_size, mesh.data_rank) == (RANKS // TP, dist.get_rank() // TP)
+    # Over parts of sequences transformers' loss, which is in fp32, adds up in another order.
+    most = 1e-9 if mesh.tensor.size == TP else 1e-6
+    assert mesh.tensor.size * mesh.sequence.size == TP
     loader = DataLoader(loader.dataset, BATCH, sampler=engine.deepspeed_io(loader.dataset, route="test").sampler)
-    for (loss, norm, values), inputs in zip(plain("llama", 2, BATCH, True), loader, strict=True):
+    for (loss, norm, values), inputs in zip(
+        plain("llama", RANKS // TP, BATCH, mesh.tensor.size == TP), loader, strict=True
+    ):
         out = engine(**inputs)
         engine.backward(out.loss)
         engine.step()
         losses: list[Any] = [None] * RANKS
         dist.all_gather_object(losses, out.loss.item())
-        assert abs(sum(losses) / RANKS - loss) < 1e-10 * loss
-        assert abs(engine.get_global_grad_norm() - norm) < 1e-10 * norm
-        assert_close(*held(engine.session, values), 1e-9, "parameters")
+        assert abs(sum(losses) / RANKS - loss) < most * loss
+        assert abs(engine.get_global_grad_norm() - norm) < most * norm
+        assert_close(*held(engine.session, values), most, "parameters")
     assert engine.global_samples == STEPS * BATCH * 2
     engine.save_checkpoint(str(directory), "last")
     assert not list(directory.glob("**/mp_rank_*")), "one checkpoint, of whole tensors"
@@ -58,4 +61,9 @@ def _initialized(stage: int, directory: Path) -> None:
 
 def test_stages_with_tensor_parallelism(tmp_path: Path) -> None:
     for stage in (0, 1, 2, 3):
-        run_ranks(RANKS, _initialized, stage, tmp_path / str(stage))
+        run_ranks(RANKS, _initialized, stage, tmp_path / str(stage), CUT, None)
+
+
+def test_stages_with_sequence_parallelism(tmp_path: Path) -> None:
+    run_ranks(RANKS, _initialized, 1, tmp_path / "1", {"sequence_parallel_size": TP}, None)
+    run_ranks(RANKS, _initialized, 3, tmp_path / "3", {}, (RANKS // TP, TP))
