@@ -75,6 +75,7 @@ class Division:
         self.shared: SharedGradients | None = None
         self.draws: SameDraws | None = None
         self._wire = mesh.wire
+        self._tensor_wire = mesh.tensor_wire if plan.tensor.sequence == "ring" else None
         if mesh.tensor.size > 1:
             axis = Axis(mesh.tensor, plan.comm.compress is not None)
             self.cutting = cut_model(model, axis, plan.tensor)
@@ -143,6 +144,8 @@ class Division:
         if self.sequences is not None:  # first: what is cut is cut of the layers that it leaves
             self.sequences.install()
         if self.cutting is not None:
+            if self._tensor_wire is not None:
+                self.cutting.axis.wire = self._tensor_wire()
             self.cutting.install()
         if self.draws is not None:
             self.draws.align()

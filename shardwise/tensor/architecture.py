@@ -79,7 +79,8 @@ def cut_model(model: nn.Module, axis: Axis, plan: TensorPlan) -> Cutting:
     Raises:
         ValueError: the model is of no known architecture, or cannot be cut over so many ranks.
     """
-    cutting, found = Cutting(axis, Sequences(axis) if plan.sequence is not None else None), False
+    sequences = Sequences(axis, plan.sequence == "ring") if plan.sequence is not None else None
+    cutting, found = Cutting(axis, sequences), False
     if hasattr(plan.architecture, "collect"):
         if plan.sequence is not None:
             raise ValueError(
@@ -119,9 +120,6 @@ def cut_model(model: nn.Module, axis: Axis, plan: TensorPlan) -> Cutting:
 def _divide_sequences(
     model: nn.Module, cutting: Cutting, plan: TensorPlan, rules: Mapping[str, tuple[Rule, ...]]
 ) -> None:
-    if plan.sequence == "ring":
-        raise NotImplementedError(f"sequence={plan.sequence!r} is not available yet: give 'split_gather'")
-
     def attends(module: nn.Module) -> bool:
         return any(getattr(rule, "attends", False) for rule in _rules_of(module, rules))
 

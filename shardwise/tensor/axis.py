@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm import GRADIENTS, VALUES, Buffer, Group, compressed
+from shardwise.comm import GRADIENTS, VALUES, Buffer, Group, Wire, compressed
 
 __all__ = ["Axis"]
 
@@ -32,12 +32,16 @@ class Axis:
         group: these ranks. Exchanges count in its traffic, and one that a peer does not come to ends as its do.
         compress: activations travel in 8 bits, and their gradients. What is exchanged without a gradient does not: sums
             and maxima that a loss is made of.
+
+    Attributes:
+        wire: between neighbours, for who passes tokens on (``None``: nobody does).
     """
 
     def __init__(self, group: Group, compress: bool = False) -> None:
         self.group = group
         formats = (VALUES, GRADIENTS)
         self._ways = tuple(compressed(group, each) if compress else group for each in formats)
+        self.wire: Wire | None = None
         self._kept: dict[torch.dtype, Buffer] = {}
         self._capacity: dict[torch.dtype, int] = {}
 

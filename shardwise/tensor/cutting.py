@@ -76,9 +76,10 @@ class Cutting:
         parts = {"weight": cut}
         if getattr(module, "bias", None) is not None:
             parts["bias"] = Cut(0, cut.size, cut.ranges)
-        divided = self.divides(module)
-        private = self._region(owner) if owner is not None and not divided else None
-        self._take(module, parts, Columns, _gathers=gathers, _private=private, _copies=not divided)
+        sequences = self.sequences if self.divides(module) else None
+        own: dict[str, Any] = {"_gathers": gathers, "_copies": sequences is None, "_sequences": sequences}
+        own["_private"] = self._region(owner) if owner is not None and sequences is None else None
+        self._take(module, parts, Columns, **own)
         self._say_size(module, cut, ("out_features", "nf"))
 
     def rows(self, module: nn.Module, cut: Cut) -> None:
@@ -92,9 +93,9 @@ class Cutting:
             TypeError, ValueError: as for :meth:`columns`.
         """
         self._check(module, cut, 1 - out_dim(module))
-        divided = self.divides(module)
-        own = {"_leaves": None, "_sequences": self.sequences} if divided else {"_leaves": self.private}
-        self._take(module, {"weight": cut}, Rows, **({"_sequences": None} | own))
+        sequences = self.sequences if self.divides(module) else None
+        leaves = self.private if sequences is None else None
+        self._take(module, {"weight": cut}, Rows, _leaves=leaves, _sequences=sequences)
         self._say_size(module, cut, ("in_features", "nx"))
 
     def vocabulary(self, module: nn.Embedding, cut: Cut) -> None:
@@ -277,18 +278,21 @@ class Cutting:
         """Whether it is one of them."""
         return (id(module), Divided) in self._around
 
-    def block(self, module: nn.Module, crossed: Sequence[str] = ()) -> None:
+    def block(self, module: nn.Module, crossed: Sequence[str] = (), columns: Sequence[nn.Module] = ()) -> None:
         """Cut layers begin where ``module`` does: its first argument is gathered, of a rank's own tokens.
 
         Args:
             module: with the first layers that are cut, or one of them.
             crossed: names of arguments that all ranks have whole (another sequence).
+            columns: layers cut by columns that multiply the first argument as it is, so that it may be multiplied while
+                it is gathered.
         """
         if not self.divides(module):
             return
         names = list(inspect.signature(module.forward).parameters)
         places = {name: names.index(name) if name in names else -1 for name in crossed}
-        self._wrap(module, Block, _sequences=self.sequences, _hidden=hidden_name(module), _crossed=places)
+        own = {"_hidden": hidden_name(module), "_crossed": places, "_columns": tuple(columns)}
+        self._wrap(module, Block, _sequences=self.sequences, **own)
         self._gathered.update(id(each) for each in module.modules())
 
     def router(self, module: nn.Module) -> None:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm import Group, GroupMaker, NativeGroup
+from shardwise.comm import Group, GroupMaker, NativeGroup, Wire
 from shardwise.comm.control import Control
 from shardwise.comm.summing import RankSum
 
@@ -32,6 +32,10 @@ class Scope:
 
     def __enter__(self) -> Group:
         return self.group
+
+    def wire(self) -> Wire:
+        """From rank to rank; collective."""
+        return self.maker.make_wire("test", [list(range(dist.get_world_size()))])
 
     def __exit__(self, *_: object) -> None:
         self.group.close()

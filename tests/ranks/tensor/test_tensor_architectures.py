@@ -15,17 +15,19 @@ from shardwise.plan import TensorPlan
 from shardwise.tensor import Axis
 from shardwise.testing import run_ranks
 
-MODES: tuple[Literal["split_gather", "ring"], ...] = ("split_gather",)
+MODES: tuple[Literal["split_gather", "ring"], ...] = ("split_gather", "ring")
 
 
 def compared(architecture: str) -> int:
-    """All cases of an architecture, logits cut and gathered by turns, sequences divided in each way or by turns."""
+    """All cases of an architecture, logits cut and gathered by turns, sequences divided in each way, then by turns."""
     cases = CASES[architecture]()
-    with Scope("shared") as group:
+    scope = Scope("shared")
+    with scope as group:
         axis = Axis(group)
+        axis.wire = scope.wire()
         for at, case in enumerate(cases):
             plan = TensorPlan(parallel_output=at % 2 == axis.size // 4 % 2, vocabulary_multiple=(4, 64)[at % 2])
-            modes = MODES if at == 0 else MODES[at % len(MODES) :][:1]
+            modes = MODES if at == 0 else (MODES[(at // 2 + axis.size // 4) % 2],) * (at % 2)
             shapes = compare(case, axis, plan, *(replace(plan, sequence=mode) for mode in modes))
             assert shapes
     return len(cases)

@@ -5,6 +5,8 @@ Every architecture is compared in ``test_tensor_architectures.py``."""
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 from unittest import mock
 
@@ -20,13 +22,25 @@ from torch import Tensor, nn
 
 from shardwise.plan import Plan, TensorPlan
 from shardwise.tensor import Axis, Cutting, cut_model
+from shardwise.tensor import layers as layers_of
 from shardwise.tensor.layers import Rows
+from shardwise.tensor.ring import Ring
 from shardwise.tensor.sequence import Router
 from shardwise.testing import assert_close, run_ranks
 
 Mode = Literal["split_gather", "ring"]
-MODES: tuple[Mode, ...] = ("split_gather",)
+MODES: tuple[Mode, ...] = ("split_gather", "ring")
 BATCH, RATE = 3, 0.4
+
+
+@contextmanager
+def axis_of() -> Iterator[Axis]:
+    """Over all ranks."""
+    scope = Scope("shared")
+    with scope as group:
+        axis = Axis(group)
+        axis.wire = scope.wire()
+        yield axis
 
 
 def plan_of(mode: Mode | None, **changes: Any) -> TensorPlan:
@@ -99,8 +113,7 @@ def noisy() -> list[tuple[Case, str]]:
 def drawn(mode: Mode) -> None:
     """Each rank drops other elements of its own tokens, a recomputation drops the same once more, and behind the layers
     all draw alike."""
-    with Scope("shared") as group:
-        axis = Axis(group)
+    with axis_of() as axis:
         for case, name in noisy():
             model = case.made()
             cutting = cut(model, axis, plan_of(mode))
@@ -140,8 +153,8 @@ def kept(mode: Mode | None, length: int) -> tuple[int, int]:
     """Bytes that layers get from each other and their norms save for the backward pass, and those of whole tokens."""
     config = decoder("Llama", hidden_size=24, num_hidden_layers=3)
     case = Case("LlamaForCausalLM", config, language)
-    with Scope("shared") as group:
-        axis, model = Axis(group), case.made()
+    with axis_of() as axis:
+        model = case.made()
         cut(model, axis, plan_of(mode))
         between = 0
 
@@ -195,6 +208,26 @@ def test_bytes_are_those_of_whole_sequences() -> None:
         assert moved["send"] or moved["reduce_scatter"] == half * 2 * blocks
 
 
+def multiplied() -> list[str]:
+    """Which layers multiply by themselves, under ``"ring"``."""
+    case, found = Case("LlamaForCausalLM", decoder("Llama"), language), []
+    product = layers_of._product
+
+    def named(module: Any, *args: Any) -> Tensor:
+        found.append(next(name for name, each in model.named_modules() if each is module))
+        return product(module, *args)
+
+    with axis_of() as axis, mock.patch.object(layers_of, "_product", named):
+        model = case.made()
+        cut(model, axis, plan_of("ring"))
+        run(case, model, case.batch())
+    return found
+
+
+def test_pieces_are_multiplied_where_they_arrive() -> None:
+    assert run_ranks(2, multiplied) == [["lm_head"]] * 2
+
+
 # ---- faults
 
 
@@ -203,34 +236,55 @@ def whole_bias(self: Any, x: Tensor) -> Tensor:
     return y if self.bias is None else y + self.bias
 
 
+def own_scores(self: Any, x: Tensor) -> Any:
+    return super(Router, self).forward(x)  # type: ignore[misc]
+
+
+arriving, summed = Ring.arriving, Ring.summed
+
+
+def misnamed(self: Ring, *args: Any) -> Any:
+    return ((self.size - 1 - rank, piece) for rank, piece in arriving(self, *args))
+
+
+def neighbours(self: Ring, part_of: Any, *args: Any) -> Tensor:
+    return summed(self, lambda rank: part_of((rank + 1) % self.size), *args)
+
+
 def other_way_round(self: Axis, x: Tensor, dim: int, sizes: Any) -> Tensor:
     return x.narrow(dim, sum(sizes[self.rank + 1 :]), sizes[self.rank])
 
 
-FAULTS: dict[str, tuple[str, int, Any]] = {
+FAULTS: dict[str, tuple[str, int, Mode, Any]] = {
     "gradients of norms are not summed": (
-        "llama", 0, lambda: mock.patch.object(Cutting, "sum_whole", lambda _: None),
+        "llama", 0, "split_gather", lambda: mock.patch.object(Cutting, "sum_whole", lambda _: None),
     ),
     "gradients of a bias behind a sum are not summed": (
-        "llama", 1, lambda: mock.patch.object(Rows, "forward", whole_bias),
+        "llama", 1, "split_gather", lambda: mock.patch.object(Rows, "forward", whole_bias),
     ),
     "the ranks take each other's tokens": (
-        "llama", 0, lambda: mock.patch.object(Axis, "own_part", other_way_round),
+        "llama", 0, "split_gather", lambda: mock.patch.object(Axis, "own_part", other_way_round),
     ),
     "a router's scores are of the rank's own tokens": (
-        "mixtral", 0, lambda: mock.patch.object(Router, "forward", lambda self, x: super(Router, self).forward(x)),
+        "mixtral", 0, "split_gather", lambda: mock.patch.object(Router, "forward", own_scores),
     ),
     "what is gathered for cut layers is taken for alike": (
-        "gpt2", 0, lambda: mock.patch.object(Axis, "gathered_for_parts", Axis.gathered),
+        "gpt2", 0, "split_gather", lambda: mock.patch.object(Axis, "gathered_for_parts", Axis.gathered),
+    ),
+    "the pieces of the ring are taken for other ranks'": (
+        "llama", 0, "ring", lambda: mock.patch.object(Ring, "arriving", misnamed),
+    ),
+    "the ring sums to a neighbour's piece": (
+        "gpt2", 0, "ring", lambda: mock.patch.object(Ring, "summed", neighbours),
     ),
 }  # fmt: skip
 
 
 def faulty(name: str) -> str:
-    architecture, at, patch = FAULTS[name]
-    with Scope("shared") as group, patch():
+    architecture, at, mode, patch = FAULTS[name]
+    with axis_of() as axis, patch():
         try:
-            compare(CASES[architecture]()[at], Axis(group), plan_of("split_gather"))
+            compare(CASES[architecture]()[at], axis, plan_of(mode))
         except (AssertionError, RuntimeError, ValueError) as error:
             return str(error)
     return ""
@@ -247,8 +301,7 @@ def test_a_fault_is_found() -> None:
 def refused() -> list[str]:
     """What is asked of the model's states is told in the pass; the rest before anything changes."""
     told = []
-    with Scope("shared") as group:
-        axis = Axis(group)
+    with axis_of() as axis:
         case = CASES["llama"]()[0]
         model = case.made()
         cutting = cut(model, axis, plan_of(MODES[0]))
@@ -289,9 +342,9 @@ def generated(mode: Mode) -> None:
     case = CASES["llama"]()[1]
     ids = torch.randint(3, 27, (2, 5), generator=torch.Generator().manual_seed(1))
     options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "use_cache": True, "pad_token_id": 27}
-    with Scope("shared") as group:
+    with axis_of() as axis:
         whole_one, model = case.made().eval(), case.made().eval()
-        cut(model, Axis(group), plan_of(mode))
+        cut(model, axis, plan_of(mode))
         expected = whole_one.generate(ids, **options)  # type: ignore[operator]
         assert torch.equal(model.generate(ids, **options), expected)  # type: ignore[operator]
 
@@ -305,8 +358,7 @@ def wrapped(mode: Mode) -> None:
     """Under torch's own wrapper, adapters, and sequences of other lengths between forward and backward passes."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-    with Scope("shared") as group:
-        axis = Axis(group)
+    with axis_of() as axis:
         case = CASES["llama"]()[0]
         model, expected = case.made(), case.made()
         for index, layer in enumerate(model.model.layers):
