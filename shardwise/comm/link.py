@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -52,11 +53,16 @@ class Link:
 
 
 class Message:
-    """One that was started. ``wait`` may be called again."""
+    """One that was started. ``wait`` may be called again.
+
+    Attributes:
+        arrived: called once, when it is there.
+    """
 
     def __init__(self, work: dist.Work | None, what: str) -> None:
         self._work = work
         self._what = what
+        self.arrived: Callable[[], None] = lambda: None
 
     def wait(self) -> None:
         if self._work is None:
@@ -66,6 +72,7 @@ class Message:
         except RuntimeError as error:
             raise _lost(self._what, error) from error
         self._work = None
+        self.arrived()
 
 
 def _lost(what: str, error: Exception) -> PeerError:
@@ -153,13 +160,8 @@ class Wire:
             PeerError: it did not come.
         """
         shape, dtype = like or self.described(peer, lane, tag, what)
-        x, format_ = torch.empty(shape, dtype=dtype, device=self.device), self._format(shape, dtype, lane)
-        written = x.view(-1)
-        if format_ is not None:
-            written = torch.empty(format_.row_bytes(x.numel()), dtype=torch.uint8, device=self.device)
-        self._links[lane].receive(written, peer, tag, what).wait()
-        if format_ is not None:
-            format_.read(written.view(1, -1), x.view(1, -1))
+        x = torch.empty(shape, dtype=dtype, device=self.device)
+        self.begin_receive(x, peer, lane, tag, what).wait()
         return x
 
     def begin_receive(self, x: Tensor, peer: int, lane: int, tag: int, what: str) -> Message:
@@ -169,7 +171,13 @@ class Wire:
             x: of the shape and dtype that the peer sends.
             peer, lane, tag, what: as for :meth:`send`.
         """
-        return self._links[lane].receive(x.view(-1), peer, tag, what)
+        format_ = self._format(x.shape, x.dtype, lane)
+        if format_ is None:
+            return self._links[lane].receive(x.view(-1), peer, tag, what)
+        written = torch.empty(format_.row_bytes(x.numel()), dtype=torch.uint8, device=self.device)
+        message = self._links[lane].receive(written, peer, tag, what)
+        message.arrived = partial(format_.read, written.view(1, -1), x.view(1, -1))
+        return message
 
     def settle(self) -> None:
         """Return when all that was sent is through.

@@ -112,7 +112,8 @@ class Division:
                     f"sp={mesh.sequence.size} with {mesh.pipeline.size} pipeline ranks is not available: use pp=1 or "
                     "sp=1"
                 )
-            self.sequences = share_sequences(model, plan.sequence, mesh.sequence, mesh.ring, mesh.tensor.size)
+            compress = plan.comm.compress is not None
+            self.sequences = share_sequences(model, plan.sequence, mesh.sequence, mesh.ring, mesh.tensor.size, compress)
         own = [(p, f) for p, f in self.every if self.owns(p)]
         self.params: list[nn.Parameter] = [param for param, _ in own]
         self.facts: list[ParamFact] = [self._counted(param, fact) for param, fact in own]

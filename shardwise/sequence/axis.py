@@ -29,10 +29,12 @@ class SequenceAxis:
     Args:
         group: these ranks, for what they agree on.
         wire: between them, for activations.
+        compress: heads travel in 8 bits, and their gradients; nothing else does.
     """
 
-    def __init__(self, group: Group, wire: Wire) -> None:
+    def __init__(self, group: Group, wire: Wire, compress: bool = False) -> None:
         self.group, self.wire = group, wire
+        self.narrow = wire.compressed() if compress else wire
         self._count = 0
 
     def __deepcopy__(self, _memo: object) -> SequenceAxis:
@@ -53,16 +55,18 @@ class SequenceAxis:
 
     # ---- with gradients
 
-    def exchanged(self, parts: Sequence[Tensor], sizes: Sequence[int], what: str) -> list[Tensor]:
+    def exchanged(self, parts: Sequence[Tensor], sizes: Sequence[int], what: str, narrow: bool = False) -> list[Tensor]:
         """By rank, what it has for this one.
 
         Args:
             parts: by rank, 1-D, what this one has for it; all of one dtype.
             sizes: by rank, elements that come from it.
             what: for errors.
+            narrow: in 8 bits, if anything is.
         """
+        way = self.narrow if narrow else self.wire
         sent = tuple(part.numel() for part in parts)
-        flat: Tensor = _Exchange.apply(torch.cat(list(parts)), self, sent, tuple(sizes), what)  # type: ignore[no-untyped-call]
+        flat: Tensor = _Exchange.apply(torch.cat(list(parts)), self, sent, tuple(sizes), (way, 0, what))  # type: ignore[no-untyped-call]
         return list(torch.split(flat, list(sizes)))
 
     def gathered(self, x: Tensor, what: str) -> list[Tensor]:
@@ -79,14 +83,19 @@ class SequenceAxis:
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, axis: SequenceAxis, sent: tuple[int, ...], came: tuple[int, ...], what: str
+        ctx: Any,
+        x: Tensor,
+        axis: SequenceAxis,
+        sent: tuple[int, ...],
+        came: tuple[int, ...],
+        way: tuple[Wire, int, str],
     ) -> Tensor:
-        ctx.axis, ctx.sent, ctx.came, ctx.what = axis, sent, came, what
+        ctx.axis, ctx.sent, ctx.came, ctx.way = axis, sent, came, way
         x = x.contiguous()
         out = x.new_empty(sum(came))
         froms = [0, *accumulate(sent)]
         tos = [0, *accumulate(came)]
-        rank, (tag,), wire = axis.rank, axis.tags(1), axis.wire
+        rank, (tag,), (wire, lane, what) = axis.rank, axis.tags(1), way
         out[tos[rank] : tos[rank + 1]] = x[froms[rank] : froms[rank + 1]]
         arriving = []
         # In each round the ranks meet in pairs. The lower one begins to send, the other to receive: a device that
@@ -97,9 +106,9 @@ class _Exchange(torch.autograd.Function):
                 continue
             for sends in (True, False) if rank < peer else (False, True):
                 if sends and sent[peer]:
-                    wire.send(x[froms[peer] : froms[peer + 1]], peer, 0, tag, what)
+                    wire.send(x[froms[peer] : froms[peer + 1]], peer, lane, tag, what)
                 elif not sends and came[peer]:
-                    arriving.append(wire.begin_receive(out[tos[peer] : tos[peer + 1]], peer, 0, tag, what))
+                    arriving.append(wire.begin_receive(out[tos[peer] : tos[peer + 1]], peer, lane, tag, what))
         for message in arriving:
             message.wait()
         wire.settle()
@@ -107,5 +116,7 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        back = _Exchange.apply(grad, ctx.axis, ctx.came, ctx.sent, f"the gradient of {ctx.what}")  # type: ignore[no-untyped-call]
+        wire, lane, what = ctx.way
+        way = (wire, 1 - lane, f"the gradient of {what}")
+        back = _Exchange.apply(grad, ctx.axis, ctx.came, ctx.sent, way)  # type: ignore[no-untyped-call]
         return back, None, None, None, None

@@ -72,7 +72,7 @@ def attend_by_heads(qkv: tuple[Tensor, Tensor, Tensor], attend: Attend, parts: P
     counts = [heads.counts(axis.rank)[0], *[heads.counts(axis.rank)[1]] * 2]
     shapes = [(x.shape[0], count, parts.local, x.shape[-1]) for x, count in zip(qkv, counts, strict=True)]
     numels = [torch.Size(shape).numel() for shape in shapes]
-    came = axis.exchanged(sent, [sum(numels)] * axis.size, "queries, keys and values")
+    came = axis.exchanged(sent, [sum(numels)] * axis.size, "queries, keys and values", True)
     by_kind = zip(*[torch.split(flat, numels) for flat in came], strict=True)
     q, k, v = (
         parts.together([each.view(shape) for each in by_rank], 2)
@@ -82,7 +82,7 @@ def attend_by_heads(qkv: tuple[Tensor, Tensor, Tensor], attend: Attend, parts: P
     rows, width = out.shape[0], out.shape[-1]
     sizes = [rows * parts.local * heads.counts(rank)[0] * width for rank in range(axis.size)]
     back = axis.exchanged(
-        [_flat([parts.take(out, 1, rank)]) for rank in range(axis.size)], sizes, "the output of attention"
+        [_flat([parts.take(out, 1, rank)]) for rank in range(axis.size)], sizes, "the output of attention", True
     )
     views = [flat.view(rows, parts.local, heads.counts(rank)[0], width) for rank, flat in enumerate(back)]
     return torch.cat(views, 2)

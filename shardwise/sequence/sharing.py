@@ -290,7 +290,9 @@ class Sequences:
             )
 
 
-def share_sequences(model: nn.Module, plan: SequencePlan, group: Group, wire: Wire, parts: int = 1) -> Sequences:
+def share_sequences(
+    model: nn.Module, plan: SequencePlan, group: Group, wire: Wire, parts: int = 1, compress: bool = False
+) -> Sequences:
     """How the ranks of ``group`` share the sequences of ``model``; nothing is changed.
 
     Args:
@@ -299,11 +301,12 @@ def share_sequences(model: nn.Module, plan: SequencePlan, group: Group, wire: Wi
         group: the ranks.
         wire: between them.
         parts: ranks over which heads are cut besides.
+        compress: heads travel in 8 bits.
 
     Raises:
         ValueError: ranks cannot share the model's sequences, or not with this plan.
     """
-    return Sequences(model, required(model, plan, group.size, parts), plan, SequenceAxis(group, wire))
+    return Sequences(model, required(model, plan, group.size, parts), plan, SequenceAxis(group, wire, compress))
 
 
 def _put_back(config: Any, implementation: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from hybrid_setup import MAX_NORM, STEPS, Texts, made, optimizer_of, plain
 
@@ -68,3 +69,39 @@ def _trained(kind: str, given: dict[str, Any]) -> None:
 def test_every_mode_equals_plain_pytorch() -> None:
     for kind, given in CASES:
         run_ranks(RANKS, _trained, kind, given, timeout=120.0)
+
+
+def _sent(compress: bool) -> tuple[float, int, float]:
+    """The loss of a step, bytes from rank to rank, and the norm."""
+    plugin = HybridParallelPlugin(
+        tp_size=1,
+        pp_size=1,
+        sp_size=2,
+        zero_stage=1,
+        precision="fp32",
+        enable_sequence_parallelism=True,
+        fp8_communication=compress,
+    )
+    booster = Booster(plugin=plugin)
+    model = made("llama", torch.float32)
+    loader = plugin.prepare_dataloader(Texts(BATCH * RANKS // 2), BATCH)
+    model, optimizer, *_ = booster.boost(model, optimizer_of(model), None, loader)
+    (inputs,) = loader
+    loss = model(**inputs).loss
+    booster.backward(loss, optimizer)
+    sent = plugin.session(model).traffic()["send"]
+    optimizer.step()
+    norm = optimizer.get_grad_norm()
+    booster.close()
+    assert norm is not None
+    return loss.item(), sent, norm
+
+
+def test_heads_travel_in_8_bits() -> None:
+    """Of every four bytes of heads one, and one for each 128; the sums of the loss and the gathers stay as they are."""
+    wide, narrow = run_ranks(RANKS, _sent, False), run_ranks(RANKS, _sent, True)
+    for (loss, sent, norm), (other, less, near) in zip(wide, narrow, strict=True):
+        assert other != loss and abs(other - loss) < 0.02 * loss
+        assert near != norm and abs(near - norm) < 0.1 * norm
+        rest = 4 * 2 * BATCH  # numbers and losses, there and back
+        assert 0 <= less - rest < (sent - rest) * 0.27
