@@ -14,7 +14,7 @@ from shardwise.comm.eight_bits import BLOCK, GRADIENTS, VALUES, EightBits
 from shardwise.comm.errors import PeerError
 from shardwise.comm.gloo import GlooGroup
 from shardwise.comm.group import DONE, NOBODY, Buffer, Group, Handle, LocalGroup, Party
-from shardwise.comm.link import Wire
+from shardwise.comm.link import Sent, Wire
 from shardwise.comm.members import Members, ranks_of, timeout_s
 from shardwise.comm.native import NativeGroup
 from shardwise.comm.release import destroy, let_go_with
@@ -42,6 +42,7 @@ __all__ = [
     "NativeGroup",
     "Party",
     "PeerError",
+    "Sent",
     "SharedGroup",
     "Traffic",
     "Wire",

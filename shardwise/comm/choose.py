@@ -116,8 +116,10 @@ class GroupMaker:
     def make_wire(self, name: str, rank_lists: list[list[int]]) -> Wire:
         """From rank to rank of this rank's list. Collective as :meth:`make`."""
         backend = "gloo" if self.backend == "gloo" else dist.get_default_backend_for_device(self.device)
-        lanes = [self.process_group(f"{name}_{lane}", rank_lists, backend) for lane in ("forward", "backward")]
-        return Wire(name, lanes, self.device)
+        # gloo has tags; see [Note: Messages that do not wait for each other].
+        ways = ("",) if backend == "gloo" else ("_down", "_up")
+        lanes = [f"{name}_{lane}{way}" for lane in ("forward", "backward") for way in ways]
+        return Wire(name, [self.process_group(lane, rank_lists, backend) for lane in lanes], self.device)
 
     @property
     def backend(self) -> str:

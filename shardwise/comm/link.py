@@ -14,7 +14,7 @@ from shardwise.comm.eight_bits import GRADIENTS, VALUES, EightBits
 from shardwise.comm.errors import PeerError
 from shardwise.comm.traffic import Traffic
 
-__all__ = ["Link", "Message", "Wire"]
+__all__ = ["Link", "Message", "Sent", "Wire"]
 
 # gloo takes non-negative 32-bit tags. Part of one is the buffer's number: what ranks that lost each other send of other
 # buffers (another model's) is never taken. No two operations that are a million apart are in flight together.
@@ -53,7 +53,7 @@ class Link:
 
 
 class Message:
-    """One that was started. ``wait`` may be called again.
+    """One that was started. ``wait`` may be called again, and lets go of the operation.
 
     Attributes:
         arrived: called once, when it is there.
@@ -74,6 +74,10 @@ class Message:
         self._work = None
         self.arrived()
 
+    def finished(self) -> bool:
+        """Whether it is known to be done; over gloo that is known of what was waited for."""
+        return self._work is None or self._work.is_completed()
+
 
 def _lost(what: str, error: Exception) -> PeerError:
     return PeerError(
@@ -84,16 +88,52 @@ def _lost(what: str, error: Exception) -> PeerError:
 
 HEADER = 12
 """Numbers that say what comes: a dtype, dimensions, their sizes."""
+NOTHING = -1
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
 
 
+class Sent:
+    """What is under way to another rank, and stays as it is until then."""
+
+    def __init__(self) -> None:
+        self._messages: list[tuple[Message, Tensor]] = []
+
+    def add(self, message: Message, x: Tensor) -> None:
+        """One more."""
+        self._messages.append((message, x))
+
+    def wait(self) -> None:
+        """Return when it is through. May be called again.
+
+        Raises:
+            PeerError: the peer did not take it.
+        """
+        while self._messages:
+            self._messages[0][0].wait()
+            self._messages.pop(0)
+
+    def finished(self) -> bool:
+        """Whether it is known to be through without waiting."""
+        while self._messages and self._messages[0][0].finished():
+            self._messages.pop(0)
+        return not self._messages
+
+
+# [Note: Messages that do not wait for each other]
+# gloo finds a message by its tag. NCCL has no tags: between two ranks a communicator takes messages in the order in
+# which both name them, and one that waits holds up what is behind it. Two ranks that both begin with a send, and
+# receive then, would wait for each other for ever; so would a gradient behind an activation that is taken later. Hence
+# each kind and each direction between two ranks (to a higher rank, to a lower one) has a communicator of its own: there
+# one side only sends and the other only takes. That both name them in one order is the schedules' affair; it holds for
+# each, and a test says so. What a rank waits for has been sent, or waits itself for something earlier in an order that
+# comes to its end (simulate), never for room in a communicator.
 class Wire:
     """Tensors between the ranks of an axis (the stages of a pipeline, those that share sequences), in two lanes
     (activations and their gradients) that do not hold up each other. One thread uses it.
 
     Args:
         name: of the axis, for messages.
-        lanes: a communicator each, over the same ranks.
+        lanes: over the same ranks: a communicator for each lane, or two, to higher ranks and to lower ones.
         device: where what is received lies.
 
     Attributes:
@@ -102,7 +142,8 @@ class Wire:
 
     def __init__(self, name: str, lanes: Sequence[dist.ProcessGroup], device: torch.device) -> None:
         self._links = [Link(lane, name) for lane in lanes]
-        self._under_way: list[tuple[Message, Tensor]] = []
+        self._ways, self._rank = len(lanes) // 2, lanes[0].rank()
+        self._under_way: list[Sent] = []
         self._formats: tuple[EightBits, ...] = ()
         self.device = device
         self.traffic = Traffic()
@@ -110,11 +151,11 @@ class Wire:
     def compressed(self) -> Wire:
         """The same wire, whose floating-point messages are in 8 bits: activations, in the first lane, in e4m3, their
         gradients, in the second, in e5m2. What cannot be written so (fp64, numbers of tokens) travels as it is."""
-        twin = copy.copy(self)
+        twin = copy.copy(self)  # what is under way is that of both
         twin._formats = (VALUES, GRADIENTS)
         return twin
 
-    def send(self, x: Tensor, peer: int, lane: int, tag: int, what: str, described: bool = False) -> None:
+    def send(self, x: Tensor, peer: int, lane: int, tag: int, what: str, described: bool = False) -> Sent:
         """Start to send; ``x`` is kept until it is through.
 
         Args:
@@ -125,42 +166,46 @@ class Wire:
             what: for errors.
             described: its dtype and shape go first.
         """
-        x = x.detach().contiguous()
+        self._under_way[:] = [each for each in self._under_way if not each.finished()]
+        x, sent = x.detach().contiguous(), Sent()
+        self._under_way.append(sent)
         if described:
-            self.describe(x, peer, lane, tag, what)
+            self._describe(sent, _header(x), peer, lane, tag, what)
         format_ = self._format(x.shape, x.dtype, lane)
-        self._start(x if format_ is None else format_.write(x.view(1, -1)), peer, lane, tag, what)
+        self._start(sent, x if format_ is None else format_.write(x.view(1, -1)), peer, lane, tag, what)
+        return sent
 
     def _format(self, shape: torch.Size, dtype: torch.dtype, lane: int) -> EightBits | None:
         fits = bool(self._formats) and self._formats[lane].takes(dtype) and shape.numel() > 0
         return self._formats[lane] if fits else None
 
-    def describe(self, x: Tensor, peer: int, lane: int, tag: int, what: str) -> None:
-        """Start to send dtype and shape of ``x``, which comes next; arguments as for :meth:`send`."""
-        self._start(_header(x).to(self.device), peer, lane, tag + (1 << 30), f"the shape of {what}")
+    def send_nothing(self, peer: int, lane: int, tag: int, what: str) -> None:
+        """To a peer that waits for the description of ``what``: there will be none."""
+        self._under_way.append(Sent())
+        self._describe(self._under_way[-1], torch.full((HEADER,), NOTHING), peer, lane, tag, what)
 
-    def described(self, peer: int, lane: int, tag: int, what: str) -> tuple[torch.Size, torch.dtype]:
-        """What :meth:`describe` told."""
-        header = torch.empty(HEADER, dtype=torch.int64, device=self.device)
-        self._links[lane].receive(header, peer, tag + (1 << 30), f"the shape of {what}").wait()
-        return _described(header)
+    def _describe(self, sent: Sent, header: Tensor, peer: int, lane: int, tag: int, what: str) -> None:
+        self._start(sent, header.to(self.device), peer, lane, tag + (1 << 30), f"the shape of {what}")
 
-    def _start(self, x: Tensor, peer: int, lane: int, tag: int, what: str) -> None:
+    def _start(self, sent: Sent, x: Tensor, peer: int, lane: int, tag: int, what: str) -> None:
         self.traffic.add("send", x.nbytes)
-        self._under_way.append((self._links[lane].send(x.view(-1), peer, tag, what), x))
+        link = self._link(lane, peer > self._rank)
+        sent.add(link.send(x.view(-1), peer, tag, what), x)
 
-    def receive(self, like: tuple[torch.Size, torch.dtype] | None, peer: int, lane: int, tag: int, what: str) -> Tensor:
+    def _link(self, lane: int, upwards: bool) -> Link:
+        return self._links[lane * self._ways + (upwards and self._ways > 1)]
+
+    def receive(self, like: tuple[torch.Size, torch.dtype], peer: int, lane: int, tag: int, what: str) -> Tensor:
         """What ``peer`` sends with ``tag``.
 
         Args:
-            like: shape and dtype; ``None``: they are sent first.
+            like: shape and dtype.
             peer, lane, tag, what: as for :meth:`send`.
 
         Raises:
             PeerError: it did not come.
         """
-        shape, dtype = like or self.described(peer, lane, tag, what)
-        x = torch.empty(shape, dtype=dtype, device=self.device)
+        x = torch.empty(like[0], dtype=like[1], device=self.device)
         self.begin_receive(x, peer, lane, tag, what).wait()
         return x
 
@@ -171,13 +216,20 @@ class Wire:
             x: of the shape and dtype that the peer sends.
             peer, lane, tag, what: as for :meth:`send`.
         """
-        format_ = self._format(x.shape, x.dtype, lane)
+        link, format_ = self._link(lane, peer < self._rank), self._format(x.shape, x.dtype, lane)
         if format_ is None:
-            return self._links[lane].receive(x.view(-1), peer, tag, what)
+            return link.receive(x.view(-1), peer, tag, what)
         written = torch.empty(format_.row_bytes(x.numel()), dtype=torch.uint8, device=self.device)
-        message = self._links[lane].receive(written, peer, tag, what)
+        message = link.receive(written, peer, tag, what)
         message.arrived = partial(format_.read, written.view(1, -1), x.view(1, -1))
         return message
+
+    def receive_described(self, peer: int, lane: int, tag: int, what: str) -> Tensor | None:
+        """As :meth:`receive` of what is described; ``None`` where there is nothing (:meth:`send_nothing`)."""
+        header = torch.empty(HEADER, dtype=torch.int64, device=self.device)
+        self._link(lane, peer < self._rank).receive(header, peer, tag + (1 << 30), f"the shape of {what}").wait()
+        like = _described(header)
+        return None if like is None else self.receive(like, peer, lane, tag, what)
 
     def settle(self) -> None:
         """Return when all that was sent is through.
@@ -186,11 +238,11 @@ class Wire:
             PeerError: a peer did not take it.
         """
         while self._under_way:
-            self._under_way[0][0].wait()
+            self._under_way[0].wait()
             self._under_way.pop(0)
 
     def forget(self) -> None:
-        """What is under way is nobody's any more: a step has failed."""
+        """What is under way is nobody's any more: the ranks have lost each other."""
         self._under_way.clear()
 
 
@@ -201,6 +253,8 @@ def _header(x: Tensor) -> Tensor:
     return torch.tensor(numbers + [0] * (HEADER - len(numbers)))
 
 
-def _described(header: Tensor) -> tuple[torch.Size, torch.dtype]:
+def _described(header: Tensor) -> tuple[torch.Size, torch.dtype] | None:
     kind, dims, *sizes = header.tolist()
+    if kind == NOTHING:
+        return None
     return torch.Size(sizes[:dims]), _DTYPES[kind]

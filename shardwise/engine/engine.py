@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from shardwise.checks.agreement import agreed_build
+from shardwise.checks.batches import SameBatches
 from shardwise.checks.description import describe_build
 from shardwise.checks.guards import check_shardable
 from shardwise.checks.unfinished import Unfinished
@@ -101,6 +102,7 @@ class Engine:
         self.visible = VisibleGrads(self)
         self.passes = BackwardPasses(self.pool, self.reducer, self.meter, self.events)
         self.unfinished = Unfinished()
+        self.batches = SameBatches()
         self.values = Values(self)
         self.attachment = Attachment(self)
         self.closed = False
@@ -161,6 +163,7 @@ class Engine:
     def drop_gradients(self, optimizer: int | None = None) -> None:
         """As :meth:`zero_grad`, but what stands in ``.grad`` stays, and says when it is used that it is gone."""
         self.passes.recover()
+        self.batches.forget()
         self.reducer.clear(optimizer)
         for each in (optimizer,) if optimizer is None else (optimizer, -1):
             self.passes.forget_tokens(each)

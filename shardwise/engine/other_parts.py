@@ -56,7 +56,7 @@ class Counting:
                 "available: use update='step'"
             )
         self._group = group
-        self._draws = engine.division.draws
+        self._draws, self._batches = engine.division.draws, engine.batches
         self._spans = [
             (state, [span for slot in state.spec.slots for span in counted(engine, state, slot)]) for state in states
         ]
@@ -75,7 +75,7 @@ class Counting:
     def others(self, settings: HyperParameters) -> OtherParts:
         """For :func:`~shardwise.reduce.norm.global_norm`, now; with it the ranks compare what they will update with.
         Collective."""
-        words, differ = (settings.word(),), partial(settings.explain, self._group)
+        words, differ = (settings.word(), *self._batches.words()), partial(self._explain, settings)
         if self._draws is not None:
             self._draws.check()
         # The first rank's gradients all count: None stands for that.
@@ -88,6 +88,11 @@ class Counting:
             for start, end in spans
         ]
         return OtherParts(self._group, counted, words, differ)
+
+    def _explain(self, settings: HyperParameters) -> None:
+        """Some of the words differ."""
+        self._batches.explain(self._group)
+        settings.explain(self._group)
 
 
 def counted(engine: Engine, state: ChunkGrads, slot: Slot) -> list[tuple[int, int]]:

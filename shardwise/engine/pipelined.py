@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import zlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from shardwise.checks.batches import TEXT_LENGTH, differing, outline, values_word
+from shardwise.comm import Group, PeerError
 from shardwise.engine.casts import map_tensors
 from shardwise.engine.engine import Engine
 from shardwise.pipeline import (
+    MicroBatch,
     Outcome,
     Passes,
     Schedule,
@@ -44,7 +48,9 @@ class PipelineSteps:
             raise RuntimeError(f"{engine.mesh!r} has no stages; report this")
         self._engine, self._optimizer = engine, optimizer
         wire = wire.compressed() if engine.plan.comm.compress is not None else wire
-        self._run = StageRun(staging, wire, engine.plan.pipeline.cache_shapes)
+        self._run = StageRun(staging, wire, engine.plan.pipeline.cache_shapes, self._tell)
+        self._values: Tensor | None = None
+        """A word of the running step's batch, where it is on a GPU."""
         self._shared = engine.division.shared
         self._staging = staging
         self._passes = _EnginePasses(engine, optimizer)
@@ -66,12 +72,8 @@ class PipelineSteps:
             train: gradients add up to those of the loss over the batch.
             wants_outputs: see :class:`Outcome`.
         """
-        engine, plan = self._engine, self._engine.plan.pipeline
-        batch = map_tensors(batch, lambda tensor: tensor.to(engine.mesh.device))
-        number = plan.microbatches
-        if number is None and plan.microbatch_rows is None:
-            number = self._staging.stages
-        parts = split_batch(batch, number, plan.microbatch_rows)
+        engine = self._engine
+        parts = self._begin(batch, train)
         schedule = self._schedule(len(parts))
         if not train:
             with torch.no_grad():
@@ -90,6 +92,55 @@ class PipelineSteps:
             engine.passes.fail()  # also where a forward pass failed: what was accumulated is no step's gradient
             raise
         return outcome
+
+    def _begin(self, batch: Any, train: bool) -> list[MicroBatch]:
+        """The batch in parts, of which all ranks have the same.
+
+        Raises:
+            ValueError: it cannot be divided, on all ranks if on one; or another rank has another batch.
+        """
+        plan, refusal, parts = self._engine.plan.pipeline, None, list[MicroBatch]()
+        number = plan.microbatches
+        if number is None and plan.microbatch_rows is None:
+            number = self._staging.stages
+        told = f"{outline(batch)} ({'training' if train else 'forward passes alone'})"
+        word = values_word(batch)
+        self._values = word if word.is_cuda else None
+        try:
+            on_device = map_tensors(batch, lambda tensor: tensor.to(self._engine.mesh.device))
+            parts = split_batch(on_device, number, plan.microbatch_rows)
+        except Exception as error:
+            refusal = error
+        words = (float(zlib.crc32(told.encode())), 0.0 if word.is_cuda else float(word.item()), float(bool(refusal)))
+        posts = self._model.exchange(words, "the batch of a step of a pipeline")
+        if any(post[2] for post in posts):
+            texts = self._model.exchange_object(refusal and f"{type(refusal).__name__}: {refusal}", "a bad batch")
+            if refusal is not None:
+                raise refusal
+            first = next(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
+            raise PeerError(f"a batch cannot be divided on {first}. No pass of the step was made, on any rank")
+        if any(post != posts[0] for post in posts):
+            texts = self._model.exchange_object(told[:TEXT_LENGTH], "batches that differ")
+            raise ValueError(differing([tuple(post) for post in posts], texts))
+        return parts
+
+    def _tell(self, failure: str | None) -> dict[int, str]:
+        """What went wrong in a step, by rank of those that hold the model. Collective over them."""
+        word = 0.0 if self._values is None else float(self._values.item())
+        posts = self._model.exchange([float(failure is not None), word], "how a step of a pipeline went")
+        if any(post[0] for post in posts):
+            texts = self._model.exchange_object(failure and failure[:TEXT_LENGTH], "what went wrong in it")
+            return {rank: text or "" for rank, text in enumerate(texts) if posts[rank][0]}
+        if any(post != posts[0] for post in posts):
+            return {0: differing([tuple(post) for post in posts], ["(on the device)"] * len(posts))}
+        return {}
+
+    @property
+    def _model(self) -> Group:
+        """All that hold the model."""
+        group = self._engine.mesh.model_parallel
+        assert group is not None
+        return group
 
     def _schedule(self, microbatches: int) -> Schedule:
         """The plan's own is for so many micro-batches; of others there is none."""

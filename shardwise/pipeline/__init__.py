@@ -6,7 +6,8 @@ the architecture. Nothing here reads the environment or makes groups.
 
 from __future__ import annotations
 
-from shardwise.pipeline.run import MicroBatch, Outcome, StageRun, merged, split_batch
+from shardwise.pipeline.batch import MicroBatch, merged, split_batch
+from shardwise.pipeline.run import Outcome, StageRun
 from shardwise.pipeline.schedule import SCHEDULES, Action, Kind, Schedule, given_schedule, make_schedule, simulate
 from shardwise.pipeline.shared import SharedGradients
 from shardwise.pipeline.split import Passes, WeightGradients, walk

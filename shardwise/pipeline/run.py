@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+import time
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -11,46 +12,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm import Wire
+from shardwise.comm import PeerError, Sent, Wire
 from shardwise.draws import Private
-from shardwise.pipeline.schedule import Action, Kind, Schedule
+from shardwise.pipeline.batch import MicroBatch
+from shardwise.pipeline.schedule import Action, Kind, Schedule, Span
 from shardwise.pipeline.split import Passes, WeightGradients, WeightsApart
 from shardwise.pipeline.staging import Staging
+from shardwise.pipeline.void import is_void, void
 
-__all__ = ["MicroBatch", "Outcome", "StageRun", "merged", "split_batch"]
+__all__ = ["Outcome", "StageRun"]
 
 FORWARD, BACKWARD = 0, 1  # lanes
 STEPS, MOST_STAGES, MOST_MICROBATCHES = 1 << 8, 1 << 8, 1 << 14
 SHAPES_KEPT = 256
 
 Criterion = Callable[[Any, Any], Tensor]
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """A part of a batch.
-
-    Attributes:
-        inputs: as the batch is.
-        share: of the batch's rows.
-    """
-
-    inputs: Any
-    share: float
-
-    @property
-    def args(self) -> Sequence[Any]:
-        return () if isinstance(self.inputs, Mapping) else _listed(self.inputs)
-
-    @property
-    def kwargs(self) -> dict[str, Any]:
-        return dict(self.inputs) if isinstance(self.inputs, Mapping) else {}
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        """What the shapes inside of a model follow from; the same on every rank."""
-        values = self.inputs.items() if isinstance(self.inputs, Mapping) else enumerate(_listed(self.inputs))
-        return tuple((name, value.shape) for name, value in values if isinstance(value, Tensor))
+Tell = Callable[[str | None], dict[int, str]]
+"""Of how a step went on this rank (``None``: well), to all ranks of the model: by rank what went wrong there."""
+What = tuple[torch.Size, torch.dtype]
 
 
 @dataclass(frozen=True)
@@ -66,57 +45,16 @@ class Outcome:
     outputs: list[Any]
 
 
-def _listed(batch: Any) -> Sequence[Any]:
-    return batch if isinstance(batch, tuple | list) else (batch,)
-
-
-def _rows(batch: Any) -> int:
-    if isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), Tensor):
-        return int(batch["input_ids"].shape[0])
-    values = batch.values() if isinstance(batch, Mapping) else _listed(batch)
-    sizes = [value.shape[0] for value in values if isinstance(value, Tensor) and value.dim()]
-    if not sizes:
-        raise ValueError(f"a batch of {type(batch).__name__} without a tensor: there is nothing to divide")
-    return Counter(sizes).most_common(1)[0][0]
-
-
-def split_batch(batch: Any, number: int | None, rows: int | None) -> list[MicroBatch]:
-    """A batch in micro-batches along the first dimension of its tensors; what does not have as many rows as most do
-    goes to each whole.
-
-    Args:
-        batch: a mapping, a sequence, or one tensor.
-        number: of micro-batches; fewer where there are fewer rows. They are as even as can be.
-        rows: of each but the last, where ``number`` is ``None``.
-
-    Raises:
-        ValueError: the batch has no rows.
-    """
-    total = _rows(batch)
-    if total < 1:
-        raise ValueError(f"a batch of {total} rows: give at least one")
-    if number is not None:
-        count = min(number, total)
-        sizes = [total // count + (index < total % count) for index in range(count)]
-    else:
-        rows = rows or total
-        sizes = [min(rows, total - start) for start in range(0, total, rows)]
-    starts = [sum(sizes[:index]) for index in range(len(sizes))]
-
-    def part(value: Any, start: int, size: int) -> Any:
-        divides = isinstance(value, Tensor) and value.dim() and value.shape[0] == total
-        return value.narrow(0, start, size) if divides else value
-
-    def inputs(start: int, size: int) -> Any:
-        if isinstance(batch, Mapping):
-            return {name: part(value, start, size) for name, value in batch.items()}
-        if isinstance(batch, tuple | list):
-            return [part(value, start, size) for value in batch]
-        return part(batch, start, size)
-
-    return [MicroBatch(inputs(start, size), size / total) for start, size in zip(starts, sizes, strict=True)]
-
-
+# [Note: A step that fails on one rank]
+# What each rank sends and takes in a step follows from the schedule. A rank whose pass fails (an error in the model, in
+# the criterion, too little memory) goes on through its part of it: it takes what comes, makes no more passes, and
+# sends, where a result is due, a tensor of the same shape filled with one NaN that no computation makes (a void; where
+# the shape is not known yet, the description says so, and nothing follows). Who takes a void makes no more passes
+# either. So all ranks come to the end of the step as soon as messages do, with nothing under way between them, and
+# there they tell each other what went wrong: the first rank's error is raised on all. zero_grad() drops what was
+# accumulated, and the next step is one like any other. On a GPU voids are not looked for, since reading one would wait
+# for the device: NaNs flow on, and the end tells. A connection that fails, or an interrupt, ends the session: ranks
+# that do not know where the others are cannot make another step.
 class StageRun:
     """Of one rank; a step at a time.
 
@@ -124,14 +62,24 @@ class StageRun:
         staging: its stages, installed.
         wire: to the neighbours; ``None`` where there are none.
         keeps_shapes: shapes are told once for each shape of a micro-batch, otherwise with each message.
+        tell: ends a step with the others; ``None``: errors of other ranks are not told.
+
+    Attributes:
+        trace: a list to which each action's span is added, without its waiting, in seconds of a clock that all ranks of
+            a host share. ``None``: nothing is noted down.
     """
 
-    def __init__(self, staging: Staging, wire: Wire | None, keeps_shapes: bool = True) -> None:
+    def __init__(
+        self, staging: Staging, wire: Wire | None, keeps_shapes: bool = True, tell: Tell | None = None
+    ) -> None:
         self.staging = staging
         self._wire = wire
         self._keeps_shapes = keeps_shapes
-        self._told: dict[tuple[int, bool], OrderedDict[object, tuple[torch.Size, torch.dtype]]] = {}
+        self._tell = tell
+        self._told: dict[tuple[int, bool], OrderedDict[object, What]] = {}
         self._step = 0
+        self._over: str | None = None
+        self.trace: list[Span] | None = None
 
     def step(
         self,
@@ -151,22 +99,32 @@ class StageRun:
             wants_outputs: keep what the last stage returns.
 
         Raises:
-            PeerError: a neighbour did not come.
+            Exception: what went wrong on this rank.
+            PeerError: what went wrong on another; or a neighbour did not come, and the session is over.
+            RuntimeError: it is over.
         """
+        if self._over is not None:
+            raise RuntimeError(
+                f"a step after one that ended in {self._over}: the stages' ranks have lost each other, and the session "
+                "is over; go on from a checkpoint in a new one"
+            )
         self._step = (self._step + 1) % STEPS
-        step = _Step(self, schedule, parts, criterion, backward, wants_outputs)
         order = schedule if backward is not None else schedule.forward_only()
+        step = _Step(self, order, parts, criterion, backward, wants_outputs)
         try:
             for action in order.orders[self.staging.rank]:
                 step.do(action)
             if self._wire is not None:
                 self._wire.settle()
-        except BaseException:
+            failures = self._tell(step.told()) if self._tell is not None else {}
+        except BaseException as error:
+            self._over = f"{type(error).__name__}: {error}"
             if self._wire is not None:
                 self._wire.forget()
             raise
         finally:
             self.staging.enter(self.staging.own[0], None)
+        step.complain(failures)
         return step.outcome()
 
     def own_numbers(self, stage: int) -> AbstractContextManager[None]:
@@ -179,45 +137,67 @@ class StageRun:
     # ---- messages
 
     def _tag(self, action: Action) -> int:
-        """Of what ``action`` makes; steps that failed have others."""
+        """Of what ``action`` makes."""
         return (self._step * MOST_STAGES + action.stage) * MOST_MICROBATCHES + action.microbatch
 
     def tag_of_shared(self, position: int) -> int:
         """Of what ranks exchange of the parameter at ``position`` behind this step's schedule."""
         return (self._step * MOST_STAGES + MOST_STAGES - 1) * MOST_MICROBATCHES + position % MOST_MICROBATCHES
 
-    def send(self, x: Tensor, action: Action, rank: int, key: object) -> None:
+    def send(self, x: Tensor, action: Action, rank: int, key: object) -> Sent:
         """What ``action`` has made, to the rank that uses it."""
         assert self._wire is not None
         lane = FORWARD if action.kind is Kind.FORWARD else BACKWARD
         described = lane == FORWARD and not self._known(action.stage, True, key, (x.shape, x.dtype))
-        self._wire.send(x, rank, lane, self._tag(action), _called(action), described)
+        return self._wire.send(x, rank, lane, self._tag(action), _called(action), described)
 
-    def receive(self, action: Action, rank: int, key: object, like: Tensor | None) -> Tensor:
-        """What ``action`` has made on another rank."""
+    def send_void(self, action: Action, rank: int, what: What | None) -> None:
+        """In its place, that nothing comes of it; ``what`` the receiver expects, if it knows."""
         assert self._wire is not None
         lane = FORWARD if action.kind is Kind.FORWARD else BACKWARD
-        known = (like.shape, like.dtype) if like is not None else self._shapes(action.stage, False).get(key)
-        x = self._wire.receive(known, rank, lane, self._tag(action), _called(action))
-        if known is None:
+        if what is None:
+            self._wire.send_nothing(rank, lane, self._tag(action), _called(action))
+        else:
+            self._wire.send(void(*what, self._wire.device), rank, lane, self._tag(action), _called(action))
+
+    def told_of(self, stage: int, key: object) -> What | None:
+        """What the receiver of a stage's output expects, if it has been told."""
+        return self._shapes(stage, True).get(key) if self._keeps_shapes else None
+
+    def receive(self, action: Action, rank: int, key: object, what: What | None) -> Tensor | None:
+        """What ``action`` has made on another rank, or that nothing came of it; ``what`` it is, of gradients."""
+        assert self._wire is not None
+        lane = FORWARD if action.kind is Kind.FORWARD else BACKWARD
+        if lane == FORWARD and self._keeps_shapes:
+            what = self._shapes(action.stage, False).get(key)
+        if what is not None:
+            return self._wire.receive(what, rank, lane, self._tag(action), _called(action))
+        x = self._wire.receive_described(rank, lane, self._tag(action), _called(action))
+        if x is not None:
             self._known(action.stage, False, key, (x.shape, x.dtype))
         return x
 
-    def _shapes(self, stage: int, sent: bool) -> OrderedDict[object, tuple[torch.Size, torch.dtype]]:
+    def check_shape(self, stage: int, key: object, what: What) -> None:
+        """Raises:
+        RuntimeError: the other side has been told something else.
+        """
+        told = self.told_of(stage, key)
+        if told is not None and told != what:
+            raise RuntimeError(
+                f"stage {stage} made {tuple(what[0])} x {what[1]} of inputs of the same shapes of which it made "
+                f"{tuple(told[0])} x {told[1]} before: its shapes follow from values, so use "
+                "enable_metadata_cache=False (cache_shapes of the plan)"
+            )
+
+    def _shapes(self, stage: int, sent: bool) -> OrderedDict[object, What]:
         return self._told.setdefault((stage, sent), OrderedDict())
 
-    def _known(self, stage: int, sent: bool, key: object, what: tuple[torch.Size, torch.dtype]) -> bool:
+    def _known(self, stage: int, sent: bool, key: object, what: What) -> bool:
         """Whether the other side has been told; now it is. Both sides forget alike."""
         if not self._keeps_shapes:
             return False
         shapes = self._shapes(stage, sent)
         if key in shapes:
-            if shapes[key] != what:
-                raise RuntimeError(
-                    f"stage {stage} made {tuple(what[0])} x {what[1]} of inputs of the same shapes of which it made "
-                    f"{tuple(shapes[key][0])} x {shapes[key][1]} before: its shapes follow from values, so use "
-                    "enable_metadata_cache=False (cache_shapes of the plan)"
-                )
             return True
         shapes[key] = what
         while len(shapes) > SHAPES_KEPT:
@@ -239,49 +219,137 @@ class _Step:
     ) -> None:
         self._run, self._schedule, self._parts, self._criterion = run, schedule, parts, criterion
         self._backward, self._wants_outputs = backward, wants_outputs
-        self._apart = WeightsApart() if schedule.splits and backward is not None else None
+        self._apart = WeightsApart() if schedule.splits else None
         self._kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
         self._later: dict[tuple[int, int], WeightGradients] = {}
-        self._here: dict[Action, Tensor] = {}
+        self._here: dict[Action, Tensor | None] = {}
         """What this rank has made for another stage of its own."""
+        self._passed: dict[tuple[int, int], What | None] = {}
+        """What has gone into a stage as a micro-batch's hidden state; ``None``: nothing came of it, and no gradient of
+        it goes back."""
+        self._under_way: dict[int, deque[tuple[int, Sent]]] = {}
+        """By rank, what it has been sent, and the place in its order at which it takes that."""
+        self._places = [{each: place for place, each in enumerate(order)} for order in schedule.orders]
         self._losses: dict[int, Tensor] = {}
         self._outputs: dict[int, Any] = {}
+        self._failed = False
+        self._error: Exception | None = None
+        self._where = ""
 
     def do(self, action: Action) -> None:
-        if action.kind is Kind.FORWARD:
-            self._forward(action)
-        elif action.kind is Kind.BACKWARD:
-            self._go_back(action)
-        elif self._backward is not None:
-            self._backward.weights(self._later.pop((action.stage, action.microbatch)))
+        """What it takes, what it makes of that, unless this or another rank has failed, and what is made of it
+        elsewhere."""
+        taken = self._take(action)
+        made: Tensor | None = None
+        began = time.monotonic()
+        if not self._failed:
+            try:
+                made = self._made(action, taken)
+            except Exception as error:
+                self._error, self._where = error, f"{_named(action.kind)} of stage {action.stage}, micro-batch "
+                self._where += str(action.microbatch)
+                self._fail()
+        if self._run.trace is not None:
+            self._run.trace.append(Span(began, time.monotonic(), action))
+        self._give(action, made)
+
+    def _fail(self) -> None:
+        """No more passes; what they would have needed is let go of."""
+        self._failed = True
+        for kept in (self._kept, self._later, self._here, self._losses, self._outputs):
+            kept.clear()
+
+    def told(self) -> str | None:
+        """How the step went on this rank; empty: badly on another."""
+        if self._error is not None:
+            return f"{self._where}: {type(self._error).__name__}: {self._error}"
+        return "" if self._failed else None
+
+    def complain(self, failures: Mapping[int, str]) -> None:
+        """Raises:
+        Exception: this rank's own.
+        PeerError: another's.
+        """
+        advice = "call zero_grad() on every rank, and make the step's passes again"
+        if self._error is not None:
+            self._error.add_note(f"The step failed on all ranks of the pipeline: {advice}.")
+            raise self._error
+        if self._failed or failures:
+            first = "; ".join(f"rank {rank} in {text}" for rank, text in failures.items() if text)
+            raise PeerError(f"a step of a pipeline failed on {first or 'another rank'}. Nothing came of it: {advice}")
 
     def outcome(self) -> Outcome:
         losses = [self._losses[index] for index in sorted(self._losses)]
         loss = torch.stack(losses).sum() if losses else None
         return Outcome(loss, [self._outputs[index] for index in sorted(self._outputs)])
 
-    def _take(self, action: Action, like: Tensor | None) -> Tensor:
-        rank = self._schedule.rank_of(action.stage)
-        if rank == self._run.staging.rank:
-            return self._here.pop(action)
-        return self._run.receive(action, rank, self._parts[action.microbatch].key, like)
+    # ---- between stages
 
-    def _give(self, x: Tensor, action: Action, stage: int) -> None:
-        rank = self._schedule.rank_of(stage)
+    def _take(self, action: Action) -> Tensor | None:
+        source = action.takes(self._schedule.stages)
+        if source is None:
+            return None
+        rank, forward = self._schedule.rank_of(source.stage), action.kind is Kind.FORWARD
         if rank == self._run.staging.rank:
-            self._here[action] = x.detach()
+            x = self._here.pop(source, None)
         else:
-            self._run.send(x, action, rank, self._parts[action.microbatch].key)
+            boundary = (action.stage if forward else source.stage, action.microbatch)
+            if not forward and self._passed[boundary] is None:
+                return None
+            key = self._parts[action.microbatch].key
+            x = self._run.receive(source, rank, key, None if forward else self._passed[boundary])
+            self._settle(rank, self._places[rank][source])
+            if forward:
+                self._passed[boundary] = None if x is None else (x.shape, x.dtype)
+        if not self._failed and (x is None or is_void(x)):
+            self._fail()
+        return x
 
-    def _forward(self, action: Action) -> None:
+    def _give(self, action: Action, made: Tensor | None) -> None:
+        forward = action.kind is Kind.FORWARD
+        stage = action.stage + 1 if forward else action.stage - 1
+        if action.kind is Kind.WEIGHT or not 0 <= stage < self._schedule.stages:
+            return
+        rank, key = self._schedule.rank_of(stage), self._parts[action.microbatch].key
+        if rank == self._run.staging.rank:
+            self._here[action] = None if made is None else made.detach()
+            return
+        boundary = (stage if forward else action.stage, action.microbatch)
+        if made is not None:
+            sent = self._run.send(made, action, rank, key)
+            self._passed[boundary] = made.shape, made.dtype
+            place = self._places[rank][action._replace(stage=stage)]
+            self._under_way.setdefault(rank, deque()).append((place, sent))
+        elif forward:
+            self._passed[boundary] = self._run.told_of(action.stage, key)
+            self._run.send_void(action, rank, self._passed[boundary])
+        elif self._passed[boundary] is not None:
+            self._run.send_void(action, rank, self._passed[boundary])
+
+    def _settle(self, rank: int, place: int) -> None:
+        """``rank`` is behind ``place`` of its order: what it took before that is through."""
+        waiting = self._under_way.get(rank, deque())
+        while waiting and waiting[0][0] < place:
+            waiting.popleft()[1].wait()
+
+    # ---- passes
+
+    def _made(self, action: Action, taken: Tensor | None) -> Tensor | None:
+        if action.kind is Kind.FORWARD:
+            return self._forward(action, taken)
+        if action.kind is Kind.BACKWARD:
+            return self._go_back(action, taken)
+        assert self._backward is not None
+        self._backward.weights(self._later.pop((action.stage, action.microbatch)))
+        return None
+
+    def _forward(self, action: Action, arrived: Tensor | None) -> Tensor | None:
         stage, staging = action.stage, self._run.staging
         part = self._parts[action.microbatch]
-        arrived = None
-        if stage > 0:
-            arrived = self._take(action._replace(stage=stage - 1), None)
+        if arrived is not None:
             arrived.requires_grad_(self._backward is not None and arrived.is_floating_point())
         with self._run.own_numbers(stage), self._apart or nullcontext():
-            output = staging.run(stage, arrived, part.args, part.kwargs)
+            output: Any = staging.run(stage, arrived, part.args, part.kwargs)
         if stage == staging.stages - 1:
             loss = self._criterion(output, part.inputs)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -292,16 +360,16 @@ class _Step:
                 self._outputs[action.microbatch] = _detached(output)
             output = output_loss
         else:
-            self._give(output, action, stage + 1)
+            self._run.check_shape(stage, part.key, (output.shape, output.dtype))
         if self._backward is not None:
             self._kept[stage, action.microbatch] = arrived, output
+        made: Tensor = output
+        return made
 
-    def _go_back(self, action: Action) -> None:
+    def _go_back(self, action: Action, grad: Tensor | None) -> Tensor | None:
         assert self._backward is not None
         stage, staging = action.stage, self._run.staging
         arrived, output = self._kept.pop((stage, action.microbatch))
-        last = stage == staging.stages - 1
-        grad = None if last else self._take(action._replace(stage=stage + 1), output)
         staging.enter(stage, arrived)  # for what is computed again
         later = WeightGradients()
         if output.requires_grad and self._apart is None:
@@ -311,13 +379,18 @@ class _Step:
                 self._backward.inputs(output, grad, later)
         if self._apart is not None:
             self._later[stage, action.microbatch] = later
-        if arrived is not None:
-            if arrived.grad is None and output.requires_grad and arrived.requires_grad:
-                raise RuntimeError(
-                    f"stage {stage} did not use what stage {stage - 1} has sent of micro-batch {action.microbatch}: it "
-                    "has no gradient; report this"
-                )
-            self._give(torch.zeros_like(arrived) if arrived.grad is None else arrived.grad, action, stage - 1)
+        if arrived is None:
+            return None
+        if arrived.grad is None and output.requires_grad and arrived.requires_grad:
+            raise RuntimeError(
+                f"stage {stage} did not use what stage {stage - 1} has sent of micro-batch {action.microbatch}: it "
+                "has no gradient; report this"
+            )
+        return torch.zeros_like(arrived) if arrived.grad is None else arrived.grad
+
+
+def _named(kind: Kind) -> str:
+    return "the forward pass" if kind is Kind.FORWARD else "the backward pass"
 
 
 def _called(action: Action) -> str:
@@ -333,15 +406,3 @@ def _detached(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return [_detached(each) for each in value]
     return value
-
-
-def merged(outputs: Sequence[Any]) -> Any:
-    """The micro-batches' outputs as one: tensors one behind the other, numbers in a tensor of one dimension."""
-    first = outputs[0]
-    if isinstance(first, Tensor):
-        return torch.cat(list(outputs)) if first.dim() else torch.stack(list(outputs))
-    if isinstance(first, Mapping):
-        return {name: merged([each[name] for each in outputs]) for name in first}
-    if isinstance(first, tuple | list):
-        return [merged(each) for each in zip(*outputs, strict=True)]
-    return first

@@ -13,7 +13,8 @@ import transformers
 from tensor_setup import Case, Exact, loss_of
 from torch import Tensor
 
-from shardwise.comm import GroupMaker
+from shardwise.comm import GroupMaker, Sent, Wire
+from shardwise.comm.link import Link
 from shardwise.pipeline import Passes, StageRun, make_schedule, split_batch, stage_model
 from shardwise.testing import assert_close, run_ranks
 
@@ -52,7 +53,7 @@ def staged(name: str, schedule_name: str, chunks: int, microbatches: int) -> Non
     rank, ranks = dist.get_rank(), dist.get_world_size()
     maker = GroupMaker(CPU, None, 60.0)
     wire = maker.make_wire("pp", [list(range(ranks))]) if ranks > 1 else None
-    for case in (with_layers(case, 5) for case in getattr(tensor_cases, name)()):
+    for case in (with_layers(case, 5) for case in tensor_cases.CASES[name]()):
         expected_loss, expected, values = plain(case, microbatches)
         model = case.made()
         if getattr(case.config, "output_router_logits", False):
@@ -103,9 +104,22 @@ def test_stages_are_the_whole_model(name: str, ranks: int, schedule: str, chunks
     run_ranks(ranks, staged, name, schedule, chunks, 3)
 
 
-@pytest.mark.parametrize("name", ["bloom", "falcon", "gemma3", "gpt_neox", "gptj", "mixtral", "opt", "qwen3_moe"])
-def test_other_architectures(name: str) -> None:
-    run_ranks(2, staged, name, "1f1b", 1, 3)
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [
+        ("bloom", "zbv"),
+        ("falcon", "1f1b"),
+        ("gemma2", "zbv"),
+        ("gemma3", "1f1b"),
+        ("gpt_neox", "zbv"),
+        ("gptj", "1f1b"),
+        ("mixtral", "zbv"),
+        ("opt", "1f1b"),
+        ("qwen3_moe", "zbv"),
+    ],
+)
+def test_other_architectures(name: str, schedule: str) -> None:
+    run_ranks(2, staged, name, schedule, 1 if schedule == "1f1b" else 2, 3)
 
 
 def dropped(checkpointing: bool) -> tuple[list[bool], bool]:
@@ -140,3 +154,45 @@ def dropped(checkpointing: bool) -> tuple[list[bool], bool]:
 def test_layers_of_different_stages_draw_different_numbers(checkpointing: bool) -> None:
     (first, _), (second, _) = run_ranks(2, dropped, checkpointing)
     assert first != second and 0.3 < sum(first) / len(first) < 0.7
+
+
+def in_order(name: str, chunks: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Over communicators without tags, one for each kind and direction; the most sends that were under way at once."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    maker = GroupMaker(CPU, None, 60.0)
+    lanes = [maker.process_group(f"lane_{each}", [list(range(ranks))], "gloo") for each in range(4)]
+    wire, most = Wire("pp", lanes, CPU), 0
+    for method in ("send", "receive"):
+        own = getattr(Link, method)
+        monkeypatch.setattr(Link, method, lambda self, x, peer, _, what, own=own: own(self, x, peer, 0, what))
+    case = with_layers(tensor_cases.llama()[0], 4)
+    model = case.made()
+    ids = torch.arange(36).view(12, 3) % 29
+    expected = model(input_ids=ids, labels=ids).loss.item()
+    staging = stage_model(model, rank, ranks, chunks, v_shaped=name == "zbv")
+    staging.install()
+    send = wire.send
+
+    def counted(*args: Any, **kwargs: Any) -> Sent:
+        nonlocal most
+        sent = send(*args, **kwargs)
+        most = max(most, sum(not each.finished() for each in wire._under_way))
+        return sent
+
+    monkeypatch.setattr(wire, "send", counted)
+    run = StageRun(staging, wire)
+    parts = split_batch({"input_ids": ids, "labels": ids}, 12, None)
+    for _ in range(2):
+        outcome = run.step(make_schedule(name, ranks, chunks, 12), parts, lambda out, _: out.loss, Passes())
+        if outcome.loss is not None:
+            assert abs(outcome.loss.item() - expected) < 1e-5
+    assert not wire._under_way
+    maker.close()
+    return most
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks", "most"), [("1f1b", 1, [2, 2]), ("interleaved", 2, [5, 5]), ("zbv", 2, [4, 4])]
+)
+def test_messages_need_no_tags_and_what_is_through_is_let_go_of(name: str, chunks: int, most: list[int]) -> None:
+    assert run_ranks(2, in_order, name, chunks, pytest.MonkeyPatch()) == most

@@ -1,0 +1,110 @@
+"""That ranks which hold one model together are given the same batches."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.comm import Group
+
+__all__ = ["SameBatches", "outline", "values_word"]
+
+WORD = 1 << 52
+"""Numbers below it are exact in what groups exchange."""
+TEXT_LENGTH = 400
+
+
+def outline(batch: Any) -> str:
+    """What a batch is made of: names, shapes and dtypes of its tensors, and its numbers."""
+    return ", ".join(f"{name}: {_outlined(value)}" for name, value in _leaves(batch))
+
+
+def _outlined(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return repr(value) if isinstance(value, bool | int | float | str | None) else type(value).__name__
+
+
+def _leaves(batch: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(batch, Mapping):
+        for key in sorted(batch, key=str):
+            yield from _leaves(batch[key], f"{name}.{key}" if name else str(key))
+    elif isinstance(batch, list | tuple):
+        for index, value in enumerate(batch):
+            yield from _leaves(value, f"{name}[{index}]")
+    else:
+        yield name, batch
+
+
+def values_word(batch: Any) -> Tensor:
+    """Of the integers in a batch, which differ where batches do: a number in [0, 2^52), where they are. On a GPU
+    nothing is waited for.
+
+    Returns:
+        0-D, int64.
+    """
+    total = torch.zeros((), dtype=torch.int64)
+    for index, (_, value) in enumerate(_leaves(batch)):
+        if isinstance(value, Tensor) and not value.is_floating_point() and not value.is_complex() and value.numel():
+            weights = torch.arange(index + 1, index + 1 + value.numel(), device=value.device)
+            # Odd factors, so that no bit of a product depends on lower ones of the value alone.
+            word = ((value.reshape(-1).to(torch.int64) + 1) * (2 * weights * 0x9E3779B1 + 1)).sum()
+            total = total.to(word.device) * 3 + word
+    return total.remainder(WORD)
+
+
+class SameBatches:
+    """Of forward passes with gradients between two steps, on ranks that hold parts of the same layers."""
+
+    def __init__(self) -> None:
+        self._outlines = 0
+        self._values: Tensor | None = None
+        self._last = ""
+
+    def note(self, args: Any, kwargs: Any) -> None:
+        """A forward pass."""
+        batch = [args, kwargs]
+        self._last = outline(batch)
+        self._outlines = zlib.crc32(self._last.encode(), self._outlines)
+        word = values_word(batch)
+        self._values = word if self._values is None else (self._values.to(word.device) * 3 + word).remainder(WORD)
+
+    def forget(self) -> None:
+        """Gradients were used or dropped."""
+        self._outlines, self._values = 0, None
+
+    def words(self) -> tuple[float, float]:
+        """The same on ranks with the same batches."""
+        return float(self._outlines), 0.0 if self._values is None else float(self._values.item())
+
+    def explain(self, group: Group) -> None:
+        """The words of ``group`` may differ. Collective.
+
+        Raises:
+            ValueError: they do; on all ranks, with what each was given last.
+        """
+        told = group.exchange_object([list(self.words()), self._last[:TEXT_LENGTH]], "batches that differ")
+        if any(words != told[0][0] for words, _ in told):
+            self.forget()
+            raise ValueError(differing([tuple(words) for words, _ in told], [text for _, text in told]))
+
+
+def differing(words: list[tuple[float, ...]], outlines: list[str]) -> str:
+    """For an error, by rank of those that hold one model."""
+    same: dict[tuple[float, ...], list[int]] = {}
+    for rank, each in enumerate(words):
+        same.setdefault(each, []).append(rank)
+    told = "; ".join(f"{_ranks(ranks)}: {outlines[ranks[0]]}" for ranks in same.values())
+    values = " (of the same shapes, with other values)" if len({*outlines}) == 1 else ""
+    return (
+        f"the {len(words)} ranks that hold one model were given {len(same)} different batches{values}: {told}. Give "
+        "all of them the same, as the plugin's prepare_dataloader does, and call zero_grad() before going on"
+    )
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks}"
