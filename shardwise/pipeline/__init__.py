@@ -7,6 +7,7 @@ the architecture. Nothing here reads the environment or makes groups.
 from __future__ import annotations
 
 from shardwise.pipeline.batch import MicroBatch, merged, split_batch
+from shardwise.pipeline.picture import draw_schedule, schedule_text
 from shardwise.pipeline.run import Outcome, StageRun
 from shardwise.pipeline.schedule import SCHEDULES, Action, Kind, Schedule, given_schedule, make_schedule, simulate
 from shardwise.pipeline.shared import SharedGradients
@@ -27,12 +28,14 @@ __all__ = [
     "StageRun",
     "Staging",
     "WeightGradients",
+    "draw_schedule",
     "given_schedule",
     "known_bodies",
     "layers_of_stages",
     "make_schedule",
     "merged",
     "register_body",
+    "schedule_text",
     "simulate",
     "split_batch",
     "stage_model",

@@ -23,6 +23,7 @@ __all__ = [
     "Schedule",
     "Span",
     "bubble_fraction",
+    "expected_bubble",
     "given_schedule",
     "make_schedule",
     "rank_of_stage",
@@ -193,6 +194,16 @@ def bubble_fraction(spans: Sequence[Sequence[Span]]) -> float:
     end = max((each[-1].end for each in spans if each), default=0.0)
     busy = sum(span.end - span.start for each in spans for span in each)
     return 1.0 - busy / (end * len(spans)) if end else 0.0
+
+
+def expected_bubble(schedule: Schedule) -> float | None:
+    """The same by its formula, where F, B and W of a stage take as long, and B as F and W where there is no W; ``None``
+    for numbers of micro-batches, and orders of somebody's own, for which there is none."""
+    p, m, v = schedule.ranks, schedule.microbatches, schedule.stages // schedule.ranks
+    if schedule.name == "zbv":
+        usual = m >= 2 * p - 1 and schedule == make_schedule("zbv", p, 2, m)
+        return (p - 1) / (6 * m + p - 1) if usual else None
+    return (p - 1) / (m * v + p - 1) if v == 1 or m % p == 0 else None
 
 
 def one_forward_one_backward(ranks: int, chunks: int, microbatches: int) -> list[list[Action]]:

@@ -1,0 +1,79 @@
+"""``shardwise schedule``: a step of a pipeline as a picture, with its bubble."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+from typing import Any
+
+from shardwise.cli.errors import BadInput
+
+__all__ = ["add_parser", "main"]
+
+STYLES = ("1f1b", "interleaved", "zbv")
+MOST = 4096
+"""Ranks, stages a rank and micro-batches together."""
+
+EXAMPLES = """
+  shardwise schedule --pp 4 --microbatches 8 --style zbv --svg zbv.svg
+  shardwise schedule --pp 4 --microbatches 8 --style interleaved --chunks 2 --times 1 1.2 0.8
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Add ``schedule`` to the command's subparsers."""
+    parser = commands.add_parser(
+        "schedule",
+        help="draw a step of a pipeline, with its bubble",
+        description="Draw which rank of a pipeline does what when, with how long ranks wait and what they hold.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--pp", type=int, required=True, metavar="RANKS", help="ranks of the pipeline")
+    add("--microbatches", type=int, required=True, metavar="NUMBER", help="parts of a batch")
+    add("--style", choices=STYLES, default="1f1b", help="as pp_style of HybridParallelPlugin (default 1f1b)")
+    add("--chunks", type=int, metavar="NUMBER", help="stages a rank (default: 1 for 1f1b, otherwise 2)")
+    add(
+        "--times",
+        type=float,
+        nargs=3,
+        default=(1.0, 1.0, 1.0),
+        metavar=("F", "B", "W"),
+        help="what a stage takes for its forward pass, its input's gradient, its weights' (default 1 1 1)",
+    )
+    add("--width", type=int, default=160, metavar="COLUMNS", help="of the picture in text (default 160)")
+    add("--svg", type=Path, metavar="FILE", help="write a picture for a browser as well")
+    parser.set_defaults(main=main)
+
+
+def main(options: argparse.Namespace) -> int:
+    """Print and write; 0, or 2 for bad input."""
+    chunks = options.chunks if options.chunks is not None else (1 if options.style == "1f1b" else 2)
+    for name, value in (("--pp", options.pp), ("--microbatches", options.microbatches), ("--chunks", chunks)):
+        if value < 1:
+            raise BadInput(f"{name} {value}: give a number of at least 1")
+    if options.pp * chunks * options.microbatches > MOST:
+        raise BadInput(
+            f"--pp {options.pp} --chunks {chunks} --microbatches {options.microbatches}: a picture of at most {MOST} "
+            "passes can be looked at; give less"
+        )
+    if not all(math.isfinite(time) and time > 0 for time in options.times):
+        raise BadInput(f"--times {' '.join(map(str, options.times))}: give three numbers above 0")
+    path = options.svg
+    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        raise BadInput(f"{path}: cannot be written: give a file in a folder that exists")
+
+    from shardwise.pipeline import draw_schedule, make_schedule, schedule_text
+
+    try:
+        schedule = make_schedule(options.style, options.pp, chunks, options.microbatches)
+    except ValueError as problem:
+        raise BadInput(f"--style {options.style} --chunks {chunks}: {problem}") from None
+    times = tuple(options.times)
+    print(schedule_text(schedule, times, options.width))
+    if path is not None:
+        path.write_text(draw_schedule(schedule, times))
+        print(f"picture: {path}")
+    return 0

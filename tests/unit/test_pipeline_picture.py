@@ -1,0 +1,64 @@
+"""Schedules drawn: what the pictures say is what the schedules are."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from shardwise.cli.main import main
+from shardwise.pipeline import draw_schedule, make_schedule, schedule_text
+
+SVG = "{http://www.w3.org/2000/svg}"
+SMALL = """\
+zbv: 2 ranks with 2 stages each, 3 micro-batches
+bubble: 5.3% of all ranks' time (its formula: 5.3%)
+micro-batches whose activations a rank holds, at most (stage by stage, rank by rank): 4 4
+and of which it holds what gradients of weights are made of: 1 3
+F forward, B backward, W gradients of weights; small letters: the rank's other stages; . waits
+rank 0 F0 F1 F2 f0 b0 w0 f1 b1 w1 B0 W0 f2 b2 w2 B1 W1 B2 W2 .
+rank 1 .  F0 f0 F1 f1 b0 w0 F2 B0 W0 f2 b1 w1 B1 b2 B2 W1 w2 W2
+"""
+
+
+def test_a_picture_in_text() -> None:
+    assert schedule_text(make_schedule("zbv", 2, 2, 3)) + "\n" == SMALL
+    plain = schedule_text(make_schedule("1f1b", 2, 1, 2), (1.0, 1.0, 1.0)).splitlines()
+    assert plain[-2:] == ["rank 0 F0 F1 .  .  B0 -- .  B1 --", "rank 1 .  F0 B0 -- F1 B1 -- .  ."]
+    assert plain[1] == "bubble: 33.3% of all ranks' time (its formula: 33.3%)"
+    uneven = schedule_text(make_schedule("zbv", 4, 2, 8), (1.0, 2.0, 0.5))
+    assert "its formula" not in uneven
+    narrow = schedule_text(make_schedule("zbv", 4, 2, 40)).splitlines()
+    assert narrow[-1].startswith("rank 3 ...FfFfFfFfbwFBWfbw") and len(narrow[-1]) == len("rank 3 ") + 243
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zbv"])
+def test_a_picture_has_every_action_on_its_rank(name: str) -> None:
+    schedule = make_schedule(name, 3, 1 if name == "1f1b" else 2, 5)
+    root = ET.fromstring(draw_schedule(schedule))
+    titles = [title.text for title in root.iter(f"{SVG}title")]
+    assert len(titles) == len(set(titles)) == sum(map(len, schedule.orders))
+    for group in root.iter(f"{SVG}g"):
+        title, rect = group.find(f"{SVG}title"), group.find(f"{SVG}rect")
+        assert title is not None and rect is not None and title.text is not None
+        stage = int(title.text.split(" of stage ")[1].split(",")[0])
+        assert (float(rect.attrib["y"]) - 84) / 40 == schedule.rank_of(stage)
+        assert 72 <= float(rect.attrib["x"]) <= float(rect.attrib["x"]) + float(rect.attrib["width"]) <= 1100.1
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["schedule", "--pp", "2", "--microbatches", "3", "--style", "zbv"]
+    assert main([*arguments, "--svg", str(tmp_path / "zbv.svg")]) == 0
+    assert capsys.readouterr().out == f"{SMALL}picture: {tmp_path / 'zbv.svg'}\n"
+    assert (tmp_path / "zbv.svg").read_text() == draw_schedule(make_schedule("zbv", 2, 2, 3))
+    for more, told in (
+        (["--pp", "0"], "--pp 0: give a number of at least 1"),
+        (["--chunks", "3"], "--style zbv --chunks 3: schedule='zbv' with 3 stages a rank: give 2"),
+        (["--microbatches", "4000"], "at most 4096 passes"),
+        (["--times", "1", "0", "1"], "--times 1.0 0.0 1.0: give three numbers above 0"),
+        (["--svg", str(tmp_path)], "cannot be written: give a file"),
+    ):
+        assert main([*arguments, *more]) == 2
+        captured = capsys.readouterr()
+        assert told in captured.err and not captured.out
