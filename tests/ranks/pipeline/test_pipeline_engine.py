@@ -14,7 +14,7 @@ from test_pipeline_stages import criterion, with_layers
 from torch import Tensor
 
 from shardwise.build import build
-from shardwise.pipeline import split_batch, stage_model
+from shardwise.pipeline import make_schedule, split_batch, stage_model
 from shardwise.plan import PipelinePlan, Plan
 from shardwise.testing import assert_close, run_ranks
 
@@ -65,6 +65,9 @@ def trained(plan: Plan, name: str, index: int, microbatches: int) -> None:
     with sharded(model, adam(model, LR), plan) as session:
         mesh, optimizer, pipeline = session.mesh, session.optimizer, session.pipeline
         assert optimizer is not None and pipeline is not None and mesh.pipeline.size == plan.mesh.pp
+        if plan.pipeline.orders is not None:
+            assert pipeline._schedule(3).orders[0][-6:] != make_schedule("zbv", 2, 2, 3).orders[0][-6:]
+            assert pipeline._schedule(2) == make_schedule("zbv", 2, 2, 2)  # it is for steps of three alone
         facts = session.engine.layout.facts
         for step, (losses, norm, values) in enumerate(plain(case, mesh.size, microbatches)):
             with Exact():
@@ -89,6 +92,15 @@ def trained(plan: Plan, name: str, index: int, microbatches: int) -> None:
 
 ONE, TWO = PipelinePlan(microbatches=3), PipelinePlan(schedule="interleaved", chunks=2, microbatches=4)
 ZBV = PipelinePlan(schedule="zbv", chunks=2, microbatches=4)
+
+
+def weights_last(ranks: int, microbatches: int) -> tuple[tuple[str, ...], ...]:
+    """zbv, with the gradients of weights behind everything else."""
+    orders = (map(str, order) for order in make_schedule("zbv", ranks, 2, microbatches).orders)
+    return tuple(tuple(sorted(order, key=lambda text: "W" in text)) for order in orders)
+
+
+OWN = PipelinePlan(schedule="zbv", chunks=2, microbatches=3, orders=weights_last(2, 3))
 CASES: list[tuple[int, str, dict[str, Any], PipelinePlan]] = [
     (2, "zero1", {}, ONE),
     (4, "zero1", {}, ONE),
@@ -101,7 +113,7 @@ CASES: list[tuple[int, str, dict[str, Any], PipelinePlan]] = [
     (4, "zero1", {"pp": 4}, PipelinePlan(layers=(1, 2, 1, 1), microbatch_rows=2)),
     (4, "zero2", {}, ZBV),
     (4, "zero1", {"tp": 2}, ZBV),
-    (4, "zero3_gloo", {}, ZBV),
+    (4, "zero3_gloo", {}, OWN),
     (4, "ddp", {"pp": 4}, PipelinePlan(schedule="zbv", chunks=2, microbatch_rows=1, layers=(1, 1, 1, 2, 1, 1, 1, 1))),
     (4, "zero2_gloo", {"dp_outside": True}, PipelinePlan(microbatches=3, cache_shapes=False)),
 ]

@@ -51,18 +51,30 @@ def held(plan: Plan) -> tuple[int, list[int], int, int]:
     raise AssertionError
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4)])
-def test_a_rank_holds_its_share_and_the_norms_of_its_layers(tp: int, pp: int) -> None:
-    """Matrices, embedding and head divide by tp and pp; norms by pp, with the last one on the last stage."""
+ZBV = PipelinePlan(schedule="zbv", chunks=2)
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "pipeline"),
+    [
+        *[(tp, pp, PipelinePlan()) for tp, pp in ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4))],
+        (1, 2, ZBV),
+        (2, 2, ZBV),
+    ],
+)
+def test_a_rank_holds_its_share_and_the_norms_of_its_layers(tp: int, pp: int, pipeline: PipelinePlan) -> None:
+    """Matrices, embedding and head divide by tp and pp; norms by pp, with the last one where the last stage is, which
+    under zbv is the first rank."""
     matrices = LAYERS * (4 * WIDTH * WIDTH + 3 * WIDTH * INNER)
-    plan = PLANS["zero1"].but(tp=tp, pp=pp, tensor=TensorPlan(vocabulary_multiple=1), pipeline=PipelinePlan())
+    plan = PLANS["zero1"].but(tp=tp, pp=pp, tensor=TensorPlan(vocabulary_multiple=1), pipeline=pipeline)
     ranks = max(tp * pp, 2)
     data = ranks // (tp * pp)
     found = run_ranks(ranks, held, plan)
     for rank, (numel, whole, state, nbytes) in enumerate(found):
         stage = rank // (data * tp)
-        ends = (stage == 0) + (stage == pp - 1)
-        norms = 2 * LAYERS // pp * WIDTH + (WIDTH if stage == pp - 1 else 0)
+        last = 0 if pipeline is ZBV else pp - 1
+        ends = (stage == 0) + (stage == last)
+        norms = 2 * LAYERS // pp * WIDTH + (WIDTH if stage == last else 0)
         assert sum(whole) == (norms if tp > 1 else numel)
         assert numel == matrices // (tp * pp) + ends * VOCABULARY * WIDTH // tp + norms
         assert nbytes >= numel * 4 and nbytes - numel * 4 < 64 * len(whole) * 4 + 4096
