@@ -303,19 +303,6 @@ def test_gemini_refuses(given: dict[str, Any]) -> None:
     assert str(value) in str(error.value)
 
 
-GEMINI_NOT_YET: dict[str, Any] = {
-    "enable_all_optimization": True,
-    "enable_fused_normalization": True,
-    "enable_jit_fused": True,
-}
-
-
-@pytest.mark.parametrize("name", GEMINI_NOT_YET)
-def test_gemini_not_yet(name: str) -> None:
-    with pytest.raises(NotImplementedError, match=name):
-        GeminiPlugin(**{name: GEMINI_NOT_YET[name]})
-
-
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_gradients_that_are_not_kept_cannot_be_accumulated(precision: str) -> None:
     with pytest.raises(ValueError, match=f"update='backward' with enable_gradient.*'{precision}'.*one backward pass"):

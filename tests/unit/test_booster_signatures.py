@@ -15,7 +15,6 @@ from test_booster_plans import (
     DDP_NOT_YET,
     FSDP_CASES,
     GEMINI_CASES,
-    GEMINI_NOT_YET,
     LLZ_CASES,
 )
 from test_hybrid_plans import HYBRID_CASES, HYBRID_ELSEWHERE, HYBRID_NOT_YET
@@ -271,7 +270,8 @@ def test_add_lora_params_to_optimizer_exists() -> None:
 
 # No plan holds these: tests of their own show what they do, or what is refused.
 GEMINI_ELSEWHERE = ["enable_gradient_accumulation", "strict_ddp_mode", "chunk_init_device", "memstats"]
-GEMINI_ELSEWHERE += ["enable_flash_attention", "use_fp8"]
+GEMINI_ELSEWHERE += ["enable_flash_attention", "enable_all_optimization", "enable_fused_normalization"]
+GEMINI_ELSEWHERE += ["enable_jit_fused", "use_fp8"]
 FSDP_ELSEWHERE = ["process_group", "auto_wrap_policy", "ignored_modules", "param_init_fn", "sync_module_states"]
 FSDP_ELSEWHERE += ["fp8_communication"]
 FSDP_REFUSED = ["backward_prefetch"]
@@ -281,7 +281,7 @@ FSDP_REFUSED = ["backward_prefetch"]
     ("plugin", "plan_of", "cases", "others"),
     [
         (LowLevelZeroPlugin, lambda plugin: plugin.plan(4), LLZ_CASES, ["use_fp8"]),
-        (GeminiPlugin, lambda plugin: plugin.plan(4), GEMINI_CASES, [*GEMINI_NOT_YET, *GEMINI_ELSEWHERE]),
+        (GeminiPlugin, lambda plugin: plugin.plan(4), GEMINI_CASES, GEMINI_ELSEWHERE),
         (HybridParallelPlugin, lambda plugin: plugin.plan(8), HYBRID_CASES, [*HYBRID_NOT_YET, *HYBRID_ELSEWHERE]),
         (TorchDDPPlugin, ddp_arguments, [(DDP_GIVEN, DDP_GIVEN)], [*DDP_NOT_YET, "fp8_communication"]),
         (TorchFSDPPlugin, fsdp.to_plan, FSDP_CASES, FSDP_ELSEWHERE + FSDP_REFUSED),

@@ -92,10 +92,6 @@ HYBRID_CASES: list[tuple[dict[str, Any], Plan]] = [
     ),
 ]
 HYBRID_NOT_YET: dict[str, Any] = {
-    "enable_all_optimization": True,
-    "enable_fused_normalization": True,
-    "enable_jit_fused": True,
-    "check_reduction": True,
     "broadcast_buffers": False,
 }
 # Without effect here, each said below; both values alike; or no part of a plan.
@@ -110,10 +106,13 @@ PIPELINE: dict[str, Any] = {
     "scheduler_nodes": [[]],
 }
 SEQUENCE: dict[str, Any] = {"sequence_parallelism_mode": "ring_attn", "inner_ring_size": 2}
-ALIKE = ["find_unused_parameters", "gradient_as_bucket_view", "static_graph"]
+ALIKE = ["check_reduction", "find_unused_parameters", "gradient_as_bucket_view", "static_graph"]
 ELSEWHERE = [
     "custom_policy",
     "enable_flash_attention",
+    "enable_all_optimization",
+    "enable_fused_normalization",
+    "enable_jit_fused",
     "use_fp8",
     "gradient_checkpoint_config",
 ]

@@ -27,6 +27,7 @@ from shardwise.shardformer import (
 )
 from shardwise.shardformer.policies import PolicyArchitecture
 from shardwise.shardformer.shard.changes import StageDivision, changed_model
+from shardwise.shardformer.shard.kernels import Kernels
 from shardwise.tensor import Axis, Cutting
 
 SHARD_CONFIG = {
@@ -54,9 +55,6 @@ SHARD_CONFIG = {
 NOT_YET: dict[str, Any] = {
     "sequence_parallel_process_group": object(),
     "pipeline_stage_manager": object(),
-    "enable_all_optimization": True,
-    "enable_fused_normalization": True,
-    "enable_jit_fused": True,
     "enable_sequence_parallelism": True,
     "sequence_parallelism_mode": "ring",
     "sp_axis": 1,
@@ -292,7 +290,7 @@ def test_defect_7_the_first_layers_are_checkpointed(config: GradientCheckpointCo
     calls = []
     model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(0))
     model.model.layers[4].mlp.register_forward_pre_hook(lambda *_: calls.append(4))
-    with changed_model(model, flash=False, checkpointing=config):
+    with changed_model(model, Kernels(), checkpointing=config):
         pass
     assert checkpointing(model) == [True] * count + [False] * (5 - count)
     model(ids, labels=ids).loss.backward()
@@ -304,7 +302,7 @@ def test_defect_7_the_first_layers_are_checkpointed(config: GradientCheckpointCo
 def test_each_stack_has_its_own_share() -> None:
     config = T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=2, num_decoder_layers=4, num_heads=2, vocab_size=16)
     model = T5(config)
-    with changed_model(model, flash=False, checkpointing=GradientCheckpointConfig(0.5)):
+    with changed_model(model, Kernels(), checkpointing=GradientCheckpointConfig(0.5)):
         pass
     flags = [[block.gradient_checkpointing for block in stack.block] for stack in (model.encoder, model.decoder)]
     assert flags == [[True, False], [True, True, False, False]]
@@ -324,7 +322,7 @@ def test_each_stage_of_a_pipeline_has_its_own(
     config: GradientCheckpointConfig, layers: list[int] | None, again: list[int]
 ) -> None:
     model = llama()
-    with changed_model(model, False, config, StageDivision(2, layers or [3, 2])):
+    with changed_model(model, Kernels(), config, StageDivision(2, layers or [3, 2])):
         pass
     assert checkpointing(model) == list(map(bool, again))
 
@@ -335,7 +333,7 @@ def test_numbers_that_are_not_those_of_the_stages(counts: list[int], layers: lis
     config = PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=counts)
     with (
         pytest.raises(ValueError, match=r"for stages of \[3, 2\] layers: give 2 numbers, none above"),
-        changed_model(model, False, config, StageDivision(2, layers)),
+        changed_model(model, Kernels(), config, StageDivision(2, layers)),
     ):
         raise AssertionError("never here")
     assert checkpointing(model) == [False] * 5
@@ -359,19 +357,19 @@ def test_a_checkpointing_configuration_is_checked(given: dict[str, Any], words: 
 def test_more_layers_than_there_are(counts: list[int]) -> None:
     model = llama()
     config = PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=counts)
-    with pytest.raises(ValueError, match="one piece with 5 layers"), changed_model(model, True, config):
+    with pytest.raises(ValueError, match="one piece with 5 layers"), changed_model(model, Kernels(flash=True), config):
         raise AssertionError("never here")
     assert checkpointing(model) == [False] * 5 and model.config._attn_implementation == "eager"
     with (
         pytest.raises(ValueError, match="has no layers of transformers'"),
-        changed_model(nn.Linear(1, 1), False, GradientCheckpointConfig(1.0)),
+        changed_model(nn.Linear(1, 1), Kernels(), GradientCheckpointConfig(1.0)),
     ):
         raise AssertionError("never here")
 
 
 def test_an_error_puts_the_model_back() -> None:
     model = llama()
-    with pytest.raises(KeyError), changed_model(model, True, GradientCheckpointConfig(1.0)):
+    with pytest.raises(KeyError), changed_model(model, Kernels(flash=True), GradientCheckpointConfig(1.0)):
         assert checkpointing(model) == [True] * 5 and model.config._attn_implementation == "sdpa"
         raise KeyError
     assert checkpointing(model) == [False] * 5 and model.config._attn_implementation == "eager"
@@ -382,7 +380,7 @@ def test_flash_attention_is_torchs_own() -> None:
     model = llama()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with changed_model(model, flash=True, checkpointing=None):
+        with changed_model(model, Kernels(flash=True), checkpointing=None):
             pass
     assert model.config._attn_implementation == "sdpa"
 
@@ -399,7 +397,7 @@ def test_flash_attention_of_a_model_that_has_none(make: Callable[[], nn.Module])
     model = make()
     with (
         pytest.warns(UserWarning, match=f"enable_flash_attention=True without effect in a {type(model).__name__}") as w,
-        changed_model(model, flash=True, checkpointing=None),
+        changed_model(model, Kernels(flash=True), checkpointing=None),
     ):
         pass
     assert len(w) == 1
@@ -408,6 +406,6 @@ def test_flash_attention_of_a_model_that_has_none(make: Callable[[], nn.Module])
 def test_bert_has_it() -> None:
     sizes = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8, "num_hidden_layers": 1}
     model = BertModel(BertConfig(vocab_size=16, attn_implementation="eager", **sizes))
-    with changed_model(model, flash=True, checkpointing=GradientCheckpointConfig(1.0)):
+    with changed_model(model, Kernels(flash=True), checkpointing=GradientCheckpointConfig(1.0)):
         pass
     assert model.config._attn_implementation == "sdpa" and checkpointing(model) == [True]

@@ -35,6 +35,7 @@ from shardwise.plan import (
 )
 from shardwise.published import documented, given_in_vain
 from shardwise.shardformer.shard.changes import changed_model
+from shardwise.shardformer.shard.kernels import kernels_of
 from shardwise.trace.stats import MemStats
 
 __all__ = ["GeminiArguments", "GeminiPlugin", "to_plan"]
@@ -45,11 +46,6 @@ AUTO_RATIOS = ("warmup_non_model_data_ratio", "steady_cuda_cap_ratio", "gpu_marg
 OLD_POLICIES = {
     "cuda": "'cuda' is now 'static' as it is",
     "cpu": "'cpu' is now 'static' with offload_optim_frac=1.0, offload_param_frac=1.0",
-}
-NOT_YET = {
-    "enable_all_optimization": "give enable_flash_attention=True, which is what there is of it",
-    "enable_fused_normalization": "leave it False",
-    "enable_jit_fused": "leave it False; torch.compile may be applied to the model's blocks before boost",
 }
 
 
@@ -116,13 +112,13 @@ class GeminiArguments(EngineArguments, _First):
             moves into after the first step.
         tp_size: ranks that hold parts of the same layers (tensor parallelism); neighbours.
         extra_dp_size: number of replicas of the sharded model.
-        enable_all_optimization: model rewriting; not yet.
-        enable_fused_normalization: not yet.
+        enable_all_optimization: as the three ``enable_...`` of norms, attention and activations.
+        enable_fused_normalization: norms are torch's own kernels, where it is known what they compute.
         enable_flash_attention: the model's attention is torch's ``scaled_dot_product_attention``, which takes a flash
             kernel where there is one. A model that cannot is left as it is, with a warning.
         enable_sequence_parallelism: between layers that are cut each rank of ``tp_size`` has a part of every sequence
             (HybridParallelPlugin's ``"split_gather"``).
-        enable_jit_fused: not yet.
+        enable_jit_fused: activations of several operations are compiled to one kernel, on a GPU with Triton.
         enable_sequence_overlap: what has come of a sequence is multiplied while the rest travels.
         enable_async_reduce: reduce gradients while backward still runs.
         use_fp8: linear layers multiply in 8 bits, where their sizes allow it.
@@ -211,9 +207,6 @@ def _check(arguments: GeminiArguments) -> None:
     if a.chunk_config_dict is not None:
         _check_chunks(a.chunk_config_dict)
     check_update(a, tp_size=a.tp_size)
-    for name, instead in NOT_YET.items():
-        if getattr(a, name):
-            refuse(name, True, instead)
 
 
 def _check_search(arguments: GeminiArguments) -> None:
@@ -361,7 +354,7 @@ class GeminiPlugin(ShardedPlugin, GeminiArguments):
         return to_plan(self, world_size)
 
     def configure(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Boosted:
-        with changed_model(model, self.enable_flash_attention, None):
+        with changed_model(model, kernels_of(self), None):
             return super().configure(model, optimizer)
 
     def supported_precisions(self) -> list[str]:

@@ -42,17 +42,11 @@ from shardwise.published import documented, given_in_vain
 from shardwise.shardformer import GradientCheckpointConfig, Policy
 from shardwise.shardformer.policies import PolicyArchitecture
 from shardwise.shardformer.shard.changes import StageDivision, changed_model
+from shardwise.shardformer.shard.kernels import kernels_of
 
 __all__ = ["HybridParallelArguments", "HybridParallelPlugin", "to_plan"]
 
 STYLES: tuple[Literal["1f1b", "interleaved", "zbv"], ...] = ("1f1b", "interleaved", "zbv")
-FLASH = "give enable_flash_attention=True, which is what there is of it"
-NOT_YET = {
-    "enable_all_optimization": FLASH,
-    "enable_fused_normalization": "leave it False",
-    "enable_jit_fused": "leave it False; torch.compile may be applied to the model's blocks before boost",
-    "check_reduction": "leave it False: gradients are always checked",
-}
 PIPELINE = (
     "num_microbatches",
     "microbatch_size",
@@ -67,6 +61,7 @@ DDP = (
     "broadcast_buffers",
     "ddp_bucket_cap_mb",
     "find_unused_parameters",
+    "check_reduction",
     "gradient_as_bucket_view",
     "static_graph",
 )
@@ -106,11 +101,11 @@ class HybridParallelArguments(EngineArguments, _First):
         precision: ``"fp16"``, ``"bf16"`` or ``"fp32"``.
         zero_stage: 0: every data-parallel rank has masters and optimizer state of all of its parts. 1 shards these over
             the data-parallel ranks; 2 also shards gradients as soon as they are computed.
-        enable_all_optimization: model rewriting; not yet.
-        enable_fused_normalization: not yet.
+        enable_all_optimization: as the three ``enable_...`` of norms, attention and activations.
+        enable_fused_normalization: norms are torch's own kernels, where it is known what they compute.
         enable_flash_attention: the model's attention is torch's ``scaled_dot_product_attention``, which takes a flash
             kernel where there is one. A model that cannot is left as it is, with a warning.
-        enable_jit_fused: not yet.
+        enable_jit_fused: activations of several operations are compiled to one kernel, on a GPU with Triton.
         enable_sequence_parallelism: each rank has a part of every sequence; see ``sequence_parallelism_mode``.
         sequence_parallelism_mode: ``"split_gather"`` or ``"ring"``, over the ranks of ``tp_size``: between layers that
             are cut. ``"all_to_all"`` (heads of whole sequences for attention) or ``"ring_attn"`` (keys and values pass
@@ -127,7 +122,7 @@ class HybridParallelArguments(EngineArguments, _First):
             five after it.
         ddp_bucket_cap_mb: gradients reduced together, in MiB.
         find_unused_parameters: both values work: a parameter without a gradient is no error.
-        check_reduction: not there.
+        check_reduction: both values work: the ranks always tell each other what was reduced, at the end of a pass.
         gradient_as_bucket_view: both values work: gradients are always where they are reduced.
         static_graph: both values work: nothing is gained by the promise, nor lost without it.
         zero_bucket_size_in_m: elements reduced together, in units of 2**20, for ``zero_stage`` 1 and 2.
@@ -212,9 +207,6 @@ def _check(arguments: HybridParallelArguments) -> None:
         whole(name, getattr(a, name), 1)
     if a.pp_size > 1:
         _check_pipeline(a)
-    for name, instead in NOT_YET.items():
-        if getattr(a, name):
-            refuse(name, getattr(a, name), instead)
     check_update(a, tp_size=a.tp_size, pp_size=a.pp_size)
     if a.zero_stage == 0 and not a.broadcast_buffers:
         refuse("broadcast_buffers", False, "leave it True: all ranks start with rank 0's, and keep their own from then")
@@ -382,7 +374,7 @@ class HybridParallelPlugin(ShardedPlugin, HybridParallelArguments):
     def configure(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Boosted:
         stages = self.pp_size * self.num_model_chunks if self.pp_size > 1 else 1
         division = StageDivision(stages, self.num_layers_per_stage if stages > 1 else None)
-        with changed_model(model, self.enable_flash_attention, self.gradient_checkpoint_config, division):
+        with changed_model(model, kernels_of(self), self.gradient_checkpoint_config, division):
             return super().configure(model, optimizer)
 
     def support_no_sync(self) -> bool:

@@ -1,6 +1,6 @@
-"""What is asked of a Hugging Face model beside its cuts: which attention it has, which layers it computes again.
+"""What is asked of a Hugging Face model beside its cuts: which kernels it takes, which layers it computes again.
 
-Both are switches of the model's own and can be put back. transformers is never imported: its models are known by what
+All of it can be put back. transformers is never imported: its models are known by what
 they have.
 """
 
@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.pipeline import layers_of_stages
 from shardwise.shardformer.shard.grad_ckpt_config import GradientCheckpointConfig
+from shardwise.shardformer.shard.kernels import Kernels, compile_activations, fuse_norms
 
 __all__ = ["StageDivision", "changed_model"]
 
@@ -44,7 +45,7 @@ class StageDivision:
 @contextmanager
 def changed_model(
     model: nn.Module,
-    flash: bool,
+    kernels: Kernels,
     checkpointing: GradientCheckpointConfig | None,
     division: StageDivision = StageDivision(),
 ) -> Iterator[None]:
@@ -52,7 +53,7 @@ def changed_model(
 
     Args:
         model: the user's.
-        flash: attention by torch's kernels; a model that has no such thing keeps its own, with a warning.
+        kernels: what it computes by; a model that has no such thing keeps its own, with a warning.
         checkpointing: which layers are computed again in backward; ``None``: as the model has it.
         division: which layers a stage of it has.
 
@@ -63,8 +64,12 @@ def changed_model(
     try:
         if checkpointing is not None:
             _checkpoint(model, checkpointing, division, before)
-        if flash:
+        if kernels.flash:
             _take_flash(model, before)
+        if kernels.norms:
+            fuse_norms(model, before)
+        if kernels.activations:
+            compile_activations(model, before)
         yield
     except BaseException:
         for owner, name, value in reversed(before):

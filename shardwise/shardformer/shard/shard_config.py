@@ -15,9 +15,6 @@ from shardwise.shardformer.shard.grad_ckpt_config import GradientCheckpointConfi
 __all__ = ["NOT_YET", "ShardConfig", "config_over"]
 
 NOT_YET = {
-    "enable_all_optimization": "give enable_flash_attention=True, which is what there is of it",
-    "enable_fused_normalization": "leave it False",
-    "enable_jit_fused": "leave it False; torch.compile may be applied to the model's blocks before",
     "enable_sequence_parallelism": "leave it False",
     "sequence_parallelism_mode": "leave it None",
     "sequence_parallel_process_group": "leave it None",
@@ -28,6 +25,15 @@ NOT_YET = {
     "moe_dp_group": "leave it None",
     "ep_group": "leave it None",
 }
+SWITCHES = (
+    "enable_tensor_parallelism",
+    "enable_all_optimization",
+    "enable_fused_normalization",
+    "enable_flash_attention",
+    "enable_jit_fused",
+    "parallel_output",
+    "fp8_communication",
+)
 
 
 @dataclass
@@ -38,6 +44,9 @@ class ShardConfig:
         tensor_parallel_process_group: the ranks that layers are cut over; ``None``: all ranks.
         sequence_parallel_process_group: not yet, as all that no text below says anything else of.
         enable_tensor_parallelism: False leaves every layer whole.
+        enable_all_optimization: as the three below.
+        enable_fused_normalization: norms are torch's own kernels.
+        enable_jit_fused: activations of several operations are compiled to one kernel, on a GPU with Triton.
         enable_flash_attention: the model's attention is torch's ``scaled_dot_product_attention``, which takes a flash
             kernel where there is one.
         parallel_output: logits stay cut by the vocabulary, where the model's own loss allows it.
@@ -72,7 +81,7 @@ class ShardConfig:
         for name, instead in NOT_YET.items():
             if getattr(self, name) not in (None, False):
                 refuse(name, getattr(self, name), instead)
-        for name in ("enable_tensor_parallelism", "enable_flash_attention", "parallel_output", "fp8_communication"):
+        for name in SWITCHES:
             switch(name, getattr(self, name))
         whole("make_vocab_size_divisible_by", self.make_vocab_size_divisible_by, 1, what="a number of rows")
         group = self.tensor_parallel_process_group

@@ -14,6 +14,7 @@ from shardwise.plan import TensorPlan
 from shardwise.shardformer.policies.base_policy import Policy
 from shardwise.shardformer.policies.translation import PolicyArchitecture
 from shardwise.shardformer.shard.changes import changed_model
+from shardwise.shardformer.shard.kernels import kernels_of
 from shardwise.shardformer.shard.shard_config import ShardConfig
 from shardwise.tensor import Axis, cut_model
 
@@ -47,7 +48,7 @@ class ShardFormer:
             NotImplementedError: the policy needs what is not there.
         """
         config = self.shard_config
-        with changed_model(model, config.enable_flash_attention, config.gradient_checkpoint_config):
+        with changed_model(model, kernels_of(config), config.gradient_checkpoint_config):
             if config.tensor_parallel_size > 1:
                 plan = TensorPlan(
                     parallel_output=config.parallel_output, vocabulary_multiple=config.make_vocab_size_divisible_by

@@ -1,0 +1,228 @@
+"""Norms and activations of a model in kernels of their own: the modules stay the model's, with parameters and names.
+
+transformers is never imported. Of a norm it is tried out what it computes, so that copies and variants are found, and
+what computes something else is left.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+__all__ = ["Kernels", "compile_activations", "fuse_norms", "kernels_of"]
+
+Undo = list[tuple[Any, str, Any]]
+"""Owner, name of an attribute, and its value before."""
+OPERATIONS = {
+    "NewGELUActivation",
+    "FastGELUActivation",
+    "QuickGELUActivation",
+    "AccurateGELUActivation",
+    "ClippedGELUActivation",
+    "LaplaceActivation",
+    "ReLUSquaredActivation",
+}
+"""transformers' activations that are written in several operations. The others are one kernel as they are."""
+OWN_KERNEL = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
+TRIED_ROWS, CLOSE = 5, 1e-5
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What a model is asked to compute by.
+
+    Attributes:
+        flash: torch's kernels for attention.
+        norms: one kernel for each norm.
+        activations: one for each activation.
+    """
+
+    flash: bool = False
+    norms: bool = False
+    activations: bool = False
+
+
+def kernels_of(arguments: Any) -> Kernels:
+    """What ``enable_...`` arguments of these names mean."""
+    a, every = arguments, arguments.enable_all_optimization
+    return Kernels(
+        every or a.enable_flash_attention, every or a.enable_fused_normalization, every or a.enable_jit_fused
+    )
+
+
+# ---- norms
+
+
+class _Fused(nn.Module):
+    """A norm whose weight and input have one dtype; else it is the module's own."""
+
+    weight: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype != self.weight.dtype:
+            own: Tensor = super().forward(x)
+            return own
+        return self.fused(x, self.weight, _eps(self))
+
+    @staticmethod
+    def fused(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        raise NotImplementedError(f"a norm of {tuple(weight.shape)} with eps={eps}; report this")
+
+
+class _RootMeanSquare(_Fused):
+    @staticmethod
+    def fused(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return functional.rms_norm(x, weight.shape, weight, eps)
+
+
+class _OnePlus(_Fused):
+    """Gemma's, whose weight is what is added to one; in 16 bits that sum would round it away."""
+
+    @staticmethod
+    def fused(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if x.dtype.itemsize < 4:
+            return functional.rms_norm(x.float(), weight.shape, 1.0 + weight.float(), eps).to(x.dtype)
+        return functional.rms_norm(x, weight.shape, 1.0 + weight, eps)
+
+
+class _Layer(_Fused):
+    """A layer norm without a bias (Cohere's)."""
+
+    @staticmethod
+    def fused(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return functional.layer_norm(x, weight.shape, weight, None, eps)
+
+
+KINDS: tuple[type[_Fused], ...] = (_RootMeanSquare, _OnePlus, _Layer)
+
+
+def fuse_norms(model: nn.Module, undo: Undo) -> None:
+    """Have the norms of ``model`` computed by torch's own kernels, where it is known what they compute.
+
+    Warns:
+        UserWarning: there are none, or all are left as they are.
+    """
+    norms = [module for module in model.modules() if "Norm" in type(module).__name__]
+    found = [(module, kind) for module in norms if (kind := _kind(module)) is not None]
+    for module, kind in found:
+        undo.append((module, "__class__", type(module)))
+        module.__class__ = _both(kind, type(module))
+    if not found and not any(isinstance(module, OWN_KERNEL) for module in norms):
+        names = ", ".join(sorted({type(module).__name__ for module in norms})) or "none"
+        warnings.warn(
+            f"enable_fused_normalization=True without effect in a {type(model).__name__}: no norm of it is known "
+            f"({names})",
+            stacklevel=5,
+        )
+
+
+def _eps(module: Any) -> float:
+    eps: float = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
+    return eps
+
+
+def _kind(module: nn.Module) -> type[_Fused] | None:
+    """Which of :data:`KINDS` computes what the module does; tried with numbers of its own, so that its parameters may
+    be anywhere and no random number is drawn."""
+    own, weight = type(module), module._parameters.get("weight")
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    plain = len(module._parameters) == 1 and not module._buffers and not module._modules
+    if isinstance(module, (*OWN_KERNEL, _Fused)) or not plain or weight is None or weight.dim() != 1:
+        return None
+    if not isinstance(eps, float) or "forward" in vars(module) or len(inspect.signature(own.forward).parameters) != 2:
+        return None
+    numel = weight.numel()
+    tried = torch.linspace(0.5, 1.5, numel)
+    x = torch.sin(torch.arange(1.0, TRIED_ROWS * numel + 1)).view(TRIED_ROWS, numel) + 0.3
+    stand_in = object.__new__(own)
+    vars(stand_in).update(vars(module))
+    vars(stand_in)["_parameters"] = {"weight": tried}
+    try:
+        with torch.no_grad():
+            expected = own.forward(stand_in, x)
+    except Exception:  # whatever it needs beside, it is no norm that is known
+        return None
+    for kind in KINDS:
+        if isinstance(expected, Tensor) and _close(kind.fused(x, tried, eps), expected):
+            return kind
+    return None
+
+
+def _close(found: Tensor, expected: Tensor) -> bool:
+    same = found.shape == expected.shape and found.dtype == expected.dtype
+    return same and bool(((found - expected).abs() <= CLOSE * (1 + expected.abs())).all())
+
+
+# ---- activations
+
+
+class _Compiled(nn.Module):
+    """An activation that torch compiles where it runs on a GPU, and whose own forward pass is taken elsewhere.
+
+    Attributes:
+        own: its class.
+    """
+
+    own: type[nn.Module]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.is_cuda and self.own not in _REFUSED:
+            try:
+                compiled: Tensor = _compiled(self.own)(self, x)
+                return compiled
+            except Exception as error:
+                _REFUSED.add(self.own)
+                warnings.warn(
+                    f"torch.compile of {self.own.__name__} failed ({error!s:.200}): it is computed as it is written",
+                    stacklevel=2,
+                )
+        y: Tensor = super().forward(x)
+        return y
+
+
+_REFUSED: set[type[nn.Module]] = set()
+_OF_CLASS: dict[type[nn.Module], Callable[..., Tensor]] = {}
+
+
+def _compiled(own: type[nn.Module]) -> Callable[..., Tensor]:
+    if own not in _OF_CLASS:
+        _OF_CLASS[own] = torch.compile(own.forward, dynamic=True)
+    return _OF_CLASS[own]
+
+
+def compile_activations(model: nn.Module, undo: Undo) -> None:
+    """Have activations that are several operations compiled to one kernel each, on a GPU, by Triton.
+
+    Warns:
+        UserWarning: there is nothing to compile, or nothing to compile it for or with.
+    """
+    found = [m for m in model.modules() if type(m).__name__ in OPERATIONS and not isinstance(m, _Compiled)]
+    reason = ""
+    if not found:
+        reason = "its activations are one kernel each, or unknown"
+    elif not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
+        found, reason = [], "it takes a GPU and Triton; on a CPU torch.compile needs a compiler of its own"
+    if reason:
+        warnings.warn(f"enable_jit_fused=True without effect in a {type(model).__name__}: {reason}", stacklevel=5)
+    for module in found:
+        undo.append((module, "__class__", type(module)))
+        module.__class__ = _both(_Compiled, type(module), {"own": type(module)})
+
+
+_CLASSES: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
+
+
+def _both(kind: type[nn.Module], own: type[nn.Module], more: Mapping[str, Any] = {}) -> type[nn.Module]:
+    """A class that is still the user's module's: ``isinstance``, names and attributes go on."""
+    if (kind, own) not in _CLASSES:
+        names = {"__module__": own.__module__, "__qualname__": own.__qualname__, **more}
+        _CLASSES[kind, own] = type(own.__name__, (kind, own), names)
+    return _CLASSES[kind, own]
