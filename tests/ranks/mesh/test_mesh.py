@@ -125,11 +125,18 @@ def parts(group_of: list[list[int]] | None, plan: MeshPlan) -> dict[str, list[in
         for lane, described in ((0, True), (1, False)):
             sent = torch.full((2, 3), me, dtype=torch.bfloat16)
             mesh.wire.send(sent, (rank + 1) % size, lane, 5, "a test", described)
-            like = None if described else (sent.shape, sent.dtype)
-            came = mesh.wire.receive(like, (rank - 1) % size, lane, 5, "a test")
+            before = (rank - 1) % size
+            if described:
+                came = mesh.wire.receive_described(before, lane, 5, "a test")
+                assert came is not None
+            else:
+                came = mesh.wire.receive((sent.shape, sent.dtype), before, lane, 5, "a test")
             assert came.shape == (2, 3) and bool((came == told["pipeline"][rank - 1]).all())
         mesh.wire.settle()
         assert mesh.wire.traffic.bytes["send"] == mesh.traffic()["send"] == 2 * 12 + 12 * 8
+        mesh.wire.send_nothing((rank + 1) % size, 0, 6, "a test")
+        assert mesh.wire.receive_described((rank - 1) % size, 0, 6, "a test") is None
+        mesh.wire.settle()
     if plan.tp * plan.pp > 1:
         with pytest.raises(RuntimeError, match=f"tp={plan.tp}, pp={plan.pp}"):
             mesh.join_model_parallel(dist.group.WORLD)
