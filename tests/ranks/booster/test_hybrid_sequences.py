@@ -20,6 +20,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"tp_size": 2, "sp_size": 2, **RING, "zero_stage": 0}),
     ("bert", {"sp_size": 2, "sequence_parallelism_mode": "all_to_all", "zero_stage": 1}),
     ("llama", {"tp_size": 2, "zero_stage": 2}),
+    ("gpt2", {"tp_size": 4, "enable_sequence_overlap": True, "zero_stage": 1}),
     ("llama", {"tp_size": 2}),
 ]
 

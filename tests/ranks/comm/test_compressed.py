@@ -152,8 +152,9 @@ def one_message(wire: Wire, rank: int, x: Tensor, lane: int, format_: EightBits,
         wire.send(x.t() if x.dim() == 2 else x, 1, lane, tag, "x", described=described)
         return
     expected = x.t().contiguous() if x.dim() == 2 else x
-    like = None if described else (expected.shape, expected.dtype)
-    found = wire.receive(like, 0, lane, tag, "x")
+    like = (expected.shape, expected.dtype)
+    found = wire.receive_described(0, lane, tag, "x") if described else wire.receive(like, 0, lane, tag, "x")
+    assert found is not None
     if format_.takes(x.dtype) and x.numel():
         expected = rounded(expected.view(-1), format_).view(expected.shape)
     assert torch.equal(found, expected)
