@@ -124,7 +124,7 @@ def _expanded(
         use_vmap=vmap,
         device=device,
     )
-    assert found is not None  # which it may be only where a mask may be skipped
+    assert found is not None  # nothing may be skipped
     return found
 
 

@@ -62,6 +62,11 @@ def required(model: nn.Module, plan: SequencePlan, ranks: int, parts: int = 1) -
                     f"{name}={getattr(config, name)} in the configuration of {who}, and {ranks} ranks are to share its "
                     "sequences, of which each has a part: set it to False, or use sp=1"
                 )
+        if getattr(config, "layerdrop", 0.0) > 0:
+            raise ValueError(
+                f"layerdrop={config.layerdrop} in the configuration of {who}: {ranks} ranks that share its sequences "
+                "would leave out different layers; set it to 0"
+            )
     if plan.mode == "ring_attn":
         inner = plan.inner_ring or ranks
         if ranks % inner:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 from sequence_setup import Ring, ring_of_all
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.sequence.heads import attend_by_heads
 from shardwise.sequence.mask import SequenceMask
@@ -123,6 +125,38 @@ def rings(ranks: int) -> int:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_keys_and_values_go_around(ranks: int) -> None:
     assert min(run_ranks(ranks, rings, ranks, timeout=300.0)) >= 27 + 3 * 2 * 6
+
+
+class Largest(TorchDispatchMode):
+    """Of all tensors that operations make, the most elements."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for each in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(each, Tensor):
+                self.numel = max(self.numel, each.untyped_storage().nbytes() // each.element_size())
+        return made
+
+
+def largest(length: int) -> int:
+    """Forward and backward, where masks leave nothing to torch's own attention."""
+    with ring_of_all() as ring:
+        parts = Parts(length, ring.group.size, zigzag=True)
+        packed = (torch.arange(length) // 37).expand(1, -1)
+        mask = SequenceMask(length, True, lambda *at: window(90, *at), packed=packed)
+        rotation = Rotation(ring.axis, parts, ring.group.size, tile=32)
+        qkv = tuple(torch.randn(1, 2, parts.local, 4, dtype=torch.float64).requires_grad_() for _ in range(3))
+        with Largest() as seen:
+            ring_attention(rotation, qkv, mask, 0.5).sum().backward()  # type: ignore[arg-type]
+        return seen.numel
+
+
+def test_memory_grows_with_a_part_and_not_with_its_square() -> None:
+    for length in (256, 512):
+        part = length // 2
+        assert max(run_ranks(2, largest, length)) <= 2 * 2 * part * 4  # keys and values of two heads
 
 
 def by_heads(ranks: int) -> int:

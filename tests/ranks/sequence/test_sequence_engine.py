@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -99,3 +100,39 @@ def trained(plan: Plan, mode: str) -> int:
 @pytest.mark.parametrize(("name", "plan", "mode"), LAYOUTS, ids=[name for name, _, _ in LAYOUTS])
 def test_steps_are_those_of_whole_sequences(name: str, plan: Plan, mode: str) -> None:
     assert set(run_ranks(4, trained, plan, mode, timeout=300.0)) == {2 if "dp2" in name else 1}
+
+
+FAMILIES = ("bert", "bloom", "falcon", "gemma2", "gpt2", "gptj", "opt", "qwen3_moe")
+
+
+def cut_besides() -> int:
+    """One step of layers that are cut over two ranks, and sequences that two share; modes by turns."""
+    count = 0
+    for name in FAMILIES:
+        for case in (CASES[name]()[0], CASES[name]()[-1]):
+            plain, model, given = case.made(), case.made(), batch_of(case, padded="right")
+            with Exact():
+                expected = loss_of(plain(**given))
+            expected.backward()
+            torch.optim.SGD(plain.parameters(), lr=0.5).step()
+            tensor = TensorPlan(vocabulary_multiple=4, parallel_output=count % 2 == 0)
+            mode: Any = ("all_to_all", "ring_attn")[(count + count // 2) % 2]
+            shared = SequencePlan(mode=mode, parallel_output=count % 3 > 0)
+            plan = zero(1).but(tp=2, sp=2, tensor=tensor, sequence=shared)
+            with sharded(model, torch.optim.SGD(model.parameters(), lr=0.5), plan) as session:
+                with Exact():
+                    loss = loss_of(session.module(**given))
+                session.backward(loss)
+                session.optimizers[0].step()
+                found = session.module.state_dict()
+                session.unshard()
+            assert_close({"loss": loss.detach()}, {"loss": expected.detach()}, 1e-11, case.kind)
+            params = {name: param.detach() for name, param in plain.named_parameters()}
+            assert_close({name: found[name] for name in params}, params, 1e-11, case.kind, floor=1e-2)
+            assert [type(module) for module in model.modules()] == [type(module) for module in plain.modules()]
+            count += 1
+    return count
+
+
+def test_layers_that_are_cut_share_sequences_too() -> None:
+    assert set(run_ranks(4, cut_besides, timeout=400.0)) == {2 * len(FAMILIES)}
