@@ -280,7 +280,8 @@ class Sequences:
             ValueError: on all ranks, where they differ.
         """
         shape = [*tokens.shape, *[0] * (4 - tokens.dim())]
-        seen = float(tokens.double().sum()) if tokens.device.type == "cpu" else 0.0
+        on_host = tokens.device.type == "cpu"
+        seen = float(tokens.detach().double().nan_to_num().sum()) if on_host else 0.0
         rows = self.axis.group.exchange([*map(float, shape), seen], "the batch whose sequences they share")
         if any(row != rows[0] for row in rows):
             shapes = [tuple(int(each) for each in row[: tokens.dim()]) for row in rows]

@@ -27,8 +27,9 @@ class SequenceBody:
 
 
 _LIKE_LLAMA = ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe", "Phi3", "Gemma2", "Cohere", "GPTNeoX")
+_LATENT = ("DeepseekV2", "DeepseekV3")
 
-TABLES: dict[str, SequenceBody] = {f"{name}Model": SequenceBody() for name in _LIKE_LLAMA} | {
+TABLES: dict[str, SequenceBody] = {f"{name}Model": SequenceBody() for name in _LIKE_LLAMA + _LATENT} | {
     "BertModel": SequenceBody(end="encoder", packed=False),
     "BloomModel": SequenceBody(positions="none", packed=False),
     "FalconModel": SequenceBody(packed=False),

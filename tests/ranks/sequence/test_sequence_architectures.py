@@ -27,6 +27,8 @@ CHOSEN: dict[str, tuple[int, ...]] = {
     "bert": (0, 1, 2, 5, 7, 10),
     "bloom": (0, 1, 2, 4),
     "cohere": (0,),
+    "deepseek_v2": (0,),
+    "deepseek_v3": (0,),
     "falcon": (0, 1, 2, 3, 5),
     "gemma2": (0, 2),
     "gemma3": (0, 1),

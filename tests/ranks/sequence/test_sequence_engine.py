@@ -22,6 +22,7 @@ STEPS, MAX_NORM = 3, 0.3
 LAYOUTS = [
     ("sp4 zero1", zero(1).but(sp=4), "all_to_all"),
     ("dp2 sp2 zero3", zero(3).but(sp=2), "all_to_all"),
+    ("dp2 sp2 zero3, gloo", zero(3).but(sp=2, shared_memory=False), "ring_attn"),
     ("tp2 sp2 zero1", zero(1).but(sp=2, tp=2), "all_to_all"),
     ("dp2 sp2 zero1, replicas", zero(1, dp_replicate=2).but(sp=2), "ring_attn"),
     ("tp2 sp2 zero3", zero(3).but(sp=2, tp=2), "ring_attn"),
