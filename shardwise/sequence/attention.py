@@ -20,10 +20,13 @@ from shardwise.sequence.mask import SequenceMask
 from shardwise.sequence.parts import Parts
 from shardwise.sequence.ring import Rotation, ring_attention
 
-__all__ = ["ORIGINALS", "Pass", "PassMask", "attend", "called", "running"]
+__all__ = ["ORIGINALS", "Pass", "PassMask", "attend", "called", "original_of", "running"]
 
 ORIGINALS = ("sdpa", "eager")
 """Attention implementations that a model may have; all_to_all goes on with them."""
+
+
+PREFIX = "shardwise_sequence_"
 
 
 @dataclass(frozen=True)
@@ -82,10 +85,15 @@ def called(original: str) -> str:
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    name = f"shardwise_sequence_{original}"
+    name = PREFIX + original
     AttentionInterface.register(name, partial(_attention, original))
     AttentionMaskInterface.register(name, partial(_mask, original))
     return name
+
+
+def original_of(name: str) -> str:
+    """The implementation that ``name`` is, or that it shares."""
+    return name.removeprefix(PREFIX)
 
 
 def _mask(original: str, *args: Any, **kwargs: Any) -> Any:
@@ -139,6 +147,13 @@ def _attention(
 ) -> tuple[Tensor, Tensor | None]:
     """An attention function of transformers: ``[rows, heads, part, size]`` to ``[rows, part, heads, size]``."""
     if not isinstance(attention_mask, PassMask):
+        if _RUNNING.get() is not None:
+            shown = f"of {tuple(attention_mask.shape)}" if isinstance(attention_mask, Tensor) else repr(attention_mask)
+            raise ValueError(
+                f"{type(module).__name__} was given attention_mask={shown:.60} where ranks share sequences, which is "
+                "not the mask that transformers makes for its body; without that each rank would attend to its own "
+                "part alone: hand it on, or use sp=1"
+            )
         return _original(original, module)(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
     for name in ("position_bias", "s_aux"):
         if kwargs.get(name) is not None:

@@ -47,6 +47,11 @@ class SequenceLoss:
         if shift_labels is None:
             assert labels is not None
             shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        if shift_labels.shape[-1] != self.parts.length:
+            raise ValueError(
+                f"labels of {tuple(shift_labels.shape)} where {self.axis.size} ranks share sequences of "
+                f"{self.parts.length}: give them for whole sequences"
+            )
         if num_items_in_batch is None:
             num_items_in_batch = (shift_labels != ignore_index).sum().to(logits.device)
         own = self.parts.take(shift_labels, -1, self.axis.rank, ignore_index).contiguous()

@@ -10,7 +10,7 @@ from torch import nn
 
 from shardwise.draws import dropouts_of
 from shardwise.parallel_plan import SequencePlan
-from shardwise.sequence.attention import ORIGINALS
+from shardwise.sequence.attention import ORIGINALS, original_of
 from shardwise.sequence.tables import TABLES, SequenceBody, known_sequences
 
 __all__ = ["Requirements", "required", "rotary_by_length"]
@@ -51,7 +51,7 @@ def required(model: nn.Module, plan: SequencePlan, ranks: int, parts: int = 1) -
             "ranks cannot share its sequences; use sp=1"
         )
     for config in configs:
-        if config._attn_implementation not in ORIGINALS:
+        if original_of(config._attn_implementation) not in ORIGINALS:
             raise ValueError(
                 f"{who} has attn_implementation={config._attn_implementation!r}, and {ranks} ranks are to share its "
                 f"sequences: give one of {', '.join(ORIGINALS)}"
@@ -141,11 +141,13 @@ def _refuse_dropout(who: str, body: nn.Module) -> None:
 
 
 def _loss_of_parts(module: nn.Module) -> bool:
-    """A causal language model whose own forward pass makes transformers' loss of logits."""
+    """A causal language model whose forward pass is transformers' own, and makes its loss of logits. One of somebody
+    else's may make more of hidden states and logits, which are whole there."""
     named = any(kind.__name__.endswith(_CAUSAL) for kind in type(module).__mro__)
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    uses = "loss_function" in getattr(code, "co_names", ())
-    return named and uses and getattr(module.loss_function, "__name__", "") == "ForCausalLMLoss"
+    function = inspect.unwrap(type(module).forward)
+    own = getattr(function, "__module__", "").startswith("transformers.models.")
+    uses = "loss_function" in getattr(getattr(function, "__code__", None), "co_names", ())
+    return named and own and uses and getattr(module.loss_function, "__name__", "") == "ForCausalLMLoss"
 
 
 def _holds(head: nn.Module, body: nn.Module) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from functools import partial, wraps
+from copy import deepcopy
+from functools import update_wrapper
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from shardwise.comm import Group, Wire
 from shardwise.draws import Private, dropouts_of
 from shardwise.parallel_plan import SequencePlan
-from shardwise.sequence.attention import Pass, called, running
+from shardwise.sequence.attention import Pass, called, original_of, running
 from shardwise.sequence.axis import SequenceAxis
 from shardwise.sequence.loss import SequenceLoss
 from shardwise.sequence.own_attention import OWN_ATTENTION
@@ -50,6 +51,8 @@ class Sequences:
         self._names = inspect.signature(type(self.body).forward).parameters
         self._local = False
         """Logits stay cut in the pass that runs."""
+        self._looked = False
+        """At what is in a batch."""
         self._now: Pass | None = None
         self._farthest = 0
         self._parts: Parts | None = None
@@ -60,8 +63,7 @@ class Sequences:
     def install(self) -> None:
         """From here on the model's passes are those of parts."""
         for config in self._configs:
-            self._undo.append(partial(_put_back, config, config._attn_implementation))
-            config._attn_implementation = called(config._attn_implementation)
+            self._undo.append(_name_attention(config))
         for module in self.body.modules():
             kind = OWN_ATTENTION.get(type(module).__name__)
             if kind is not None:
@@ -83,18 +85,13 @@ class Sequences:
         """``module(...)`` is ``run(module, its own forward, ...)``."""
         before = vars(module).get("forward")
 
-        @wraps(module.forward)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            own = before if before is not None else type(module).forward.__get__(module)
-            return run(module, own, *args, **kwargs)
-
         def undo() -> bool:
             module.__dict__.pop("forward")
             if before is not None:
                 module.__dict__["forward"] = before
             return True
 
-        module.__dict__["forward"] = forward
+        module.__dict__["forward"] = _Forward(module, before, run)
         self._undo.append(undo)
 
     def _swap(self, module: nn.Module, kind: type[nn.Module]) -> None:
@@ -117,7 +114,11 @@ class Sequences:
         given = self._by_name(inspect.signature(type(head).forward).parameters, args, kwargs)
         kept = given.get("logits_to_keep")
         labelled = given.get("labels") is not None
-        if not self.plan.parallel_output or not labelled or not (kept is None or (isinstance(kept, int) and kept == 0)):
+        keeps_all = kept is None or (isinstance(kept, int) and kept == 0)
+        states = given.get("output_hidden_states")
+        if states is None:
+            states = getattr(head.config, "output_hidden_states", False)
+        if not self.plan.parallel_output or not labelled or not keeps_all or states:
             return forward(*args, **kwargs)
         before = vars(head).get("_loss_function")
         inner = head.loss_function
@@ -198,12 +199,13 @@ class Sequences:
         ends_here = not self.table.end and not self._local
 
         def whole(x: Any) -> Any:
-            if x is last:
-                return parts.whole(x, -2, self.axis, "hidden states") if ends_here else x
+            if x is last and not ends_here:
+                return x
             return parts.whole(x, -2, self.axis, "hidden states")
 
-        if not isinstance(output, Mapping):
-            return tuple(_each(item, whole) for item in output)
+        if not isinstance(output, Mapping):  # tensors of their own behind the last state are made of whole ones
+            others = [_each(item, whole) if isinstance(item, tuple | list) else item for item in output[1:]]
+            return (whole(last), *others)
         for name in ("hidden_states", "last_hidden_state"):
             if output.get(name) is not None:
                 output[name] = _each(output[name], whole)  # type: ignore[index]
@@ -271,24 +273,52 @@ class Sequences:
                 f"attention_mask={shown} for a {who} whose {size} ranks share sequences of {length}: give [rows, "
                 f"{length}], 0 for padding"
             )
+        for name in ("position_ids", "token_type_ids"):
+            other = given.get(name)
+            if other is not None and other.shape[-1] != length:
+                raise ValueError(
+                    f"{name} of {tuple(other.shape)} for a {who} whose {size} ranks share sequences of {length}: give "
+                    "them for whole sequences"
+                )
 
     def _agree(self, tokens: Tensor) -> None:
-        """All ranks were given the same batch: its shape is compared, and on a CPU what is in it (elsewhere a look at
-        it would wait for all work).
+        """All ranks were given the same batch: its shape is compared, and on a CPU what is in it (elsewhere that of the
+        first pass alone, since a look at it waits for all work).
 
         Raises:
             ValueError: on all ranks, where they differ.
         """
         shape = [*tokens.shape, *[0] * (4 - tokens.dim())]
-        on_host = tokens.device.type == "cpu"
-        seen = float(tokens.detach().double().nan_to_num().sum()) if on_host else 0.0
+        looks, self._looked = tokens.device.type == "cpu" or not self._looked, True
+        seen = _fingerprint(tokens) if looks else 0.0
         rows = self.axis.group.exchange([*map(float, shape), seen], "the batch whose sequences they share")
         if any(row != rows[0] for row in rows):
             shapes = [tuple(int(each) for each in row[: tokens.dim()]) for row in rows]
             raise ValueError(
                 f"the {self.axis.size} ranks that share sequences were given different batches (shapes by rank: "
-                f"{shapes}; their sums: {[row[-1] for row in rows]}): give each of them the same whole batch"
+                f"{shapes}; checksums: {[int(row[-1]) for row in rows]}): give each of them the same whole batch"
             )
+
+
+class _Forward:
+    """In the place of a module's own forward function.
+
+    A copy of the module has its own function again, so a copied model computes whole sequences with its own weights.
+    """
+
+    def __init__(self, module: nn.Module, before: Callable[..., Any] | None, run: Callable[..., Any]) -> None:
+        self._module, self._before, self._run = module, before, run
+        update_wrapper(self, module.forward)
+
+    @property
+    def _own(self) -> Callable[..., Any]:
+        return self._before if self._before is not None else type(self._module).forward.__get__(self._module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(self._module, self._own, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        return deepcopy(self._own, memo)
 
 
 def share_sequences(
@@ -310,9 +340,35 @@ def share_sequences(
     return Sequences(model, required(model, plan, group.size, parts), plan, SequenceAxis(group, wire, compress))
 
 
-def _put_back(config: Any, implementation: str) -> bool:
-    config._attn_implementation = implementation
-    return True
+_NAMED: dict[int, tuple[Any, int]] = {}
+"""By the id of each configuration that names the attention of parts: it, and how many models that share sequences look
+at it."""
+
+
+def _name_attention(config: Any) -> Callable[[], bool]:
+    """``config`` names the attention of parts; until what is returned was called for every model that looks at it."""
+    original = original_of(config._attn_implementation)
+    config._attn_implementation = called(original)
+    _NAMED[id(config)] = config, _NAMED.get(id(config), (config, 0))[1] + 1
+
+    def put_back() -> bool:
+        _, users = _NAMED.pop(id(config))
+        if users > 1:
+            _NAMED[id(config)] = config, users - 1
+        else:
+            config._attn_implementation = original
+        return True
+
+    return put_back
+
+
+def _fingerprint(x: Tensor) -> float:
+    """A whole number that is another one for other values, or the same in another order; the same on any machine."""
+    numbers = x.detach().flatten()
+    if numbers.is_floating_point():
+        numbers = numbers.double().view(torch.int64)
+    places = torch.arange(1, numbers.numel() + 1, device=x.device)
+    return float((numbers * places).sum() % 2**52)
 
 
 def _packed(positions: Tensor) -> Tensor | None:
