@@ -2,7 +2,7 @@
 # A second run finds the stamp and starts at once. PYTHON=... chooses the interpreter, VENV=... the folder, TORCH=2.15
 # the release of torch (with a VENV of its own: one that is made is not made again).
 .DEFAULT_GOAL := help
-.PHONY: help demo test numbers campaign faults lint types arch bench gpu matrix clean venv dev
+.PHONY: help demo test numbers campaign faults parity lint types arch bench gpu matrix clean venv dev
 
 PYTHONS := python3.14 python3.13 python3.12 python3.11
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))
@@ -24,6 +24,7 @@ SEES_GPU := import torch, sys; sys.exit(not torch.cuda.is_available())
 TESTS ?= tests
 WORKERS ?= 2
 KILLS ?= 1000
+PARITY ?=
 SHIFT ?= 1
 NUMBERS ?= tests/ranks/booster/test_booster_replicas.py tests/ranks/booster/test_booster_lora.py \
   tests/ranks/zero/test_sharded_groups.py tests/ranks/gather/test_engine_checkpointing.py \
@@ -35,6 +36,7 @@ help:
 	@echo "make numbers   compare with other seeds and roundings, and the simplest kernels (SHIFT=2 for other seeds)"
 	@echo "make campaign  run the larger sets, for hours (TESTS=tests/parity for a part)"
 	@echo "make faults    kill ranks during saves (KILLS=1000), flip bytes, fuzz readers, soak; count what was lost"
+	@echo "make parity    each architecture over every way to divide it (PARITY='llama --layouts tp4 ring' for a part)"
 	@echo "make lint      ruff        make types   mypy --strict        make arch   layers and budgets"
 	@echo "make bench     compare with the peers (installs them)        make clean  remove .venv and caches"
 	@echo "make gpu       everything that needs a GPU, in parts (GPU='--limit 560' for 560 s; call again to go on)"
@@ -86,6 +88,11 @@ campaign: $(VENV)/.dev
 # KILLS take a share of all of it. The last line says what was lost.
 faults: $(VENV)/.dev
 	$(BIN)/python -W ignore -m tests.faults $(KILLS)
+
+# Each architecture of the tables over every way to divide a model, on 4 and 8 ranks against one process, in fp64 and fp32:
+# a line for each case, a table at the end.
+parity: $(VENV)/.dev
+	$(BIN)/python -W ignore -m tests.parity $(PARITY)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

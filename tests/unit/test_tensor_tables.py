@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,9 +17,11 @@ from shardwise.plan import TensorPlan
 from shardwise.tensor import (
     Architecture,
     Axis,
+    Cut,
     Embedding,
     Head,
     Mlp,
+    Site,
     cut_model,
     known_architectures,
     propose_architecture,
@@ -248,3 +251,38 @@ def test_plans_that_no_rule_says() -> None:
 def test_an_adapter_that_cannot_be_cut_is_named(config: Any, text: str) -> None:
     model = peft.get_peft_model(transformers.LlamaForCausalLM(decoder("Llama")), config)
     assert text in message(model, 2)
+
+
+class _Says:
+    """An architecture that is no set of rules."""
+
+    def collect(self, model: nn.Module, cutting: object) -> None:
+        raise AssertionError("not asked")
+
+
+class _Alone(nn.Module):
+    """Attention that is in no list of layers, and a part of its own beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = decoder("Llama")
+        self.attention = transformers.models.llama.modeling_llama.LlamaAttention(self.config, 0)
+
+
+class _OwnRule:
+    """Cuts a layer of which it does not say where its block begins."""
+
+    def collect(self, site: Site) -> None:
+        site.columns("gate_proj", Cut.even(0, 22, site.ranks).ranges)
+
+
+def test_sequences_that_cannot_be_divided() -> None:
+    divided = replace(PLAN, sequence="split_gather")
+    llama = transformers.LlamaForCausalLM(decoder("Llama"))
+    found = message(llama, 2, replace(divided, architecture=_Says()))
+    assert "sequence='split_gather' with" in found and "only an Architecture of rules" in found
+    found = message(_Alone(), 2, divided)
+    assert "_Alone has no list of layers (nn.ModuleList) that all hold attention which is cut" in found
+    rules = {"LlamaAttention": TABLES["llama"]["LlamaAttention"], "LlamaMLP": (_OwnRule(),)}
+    found = message(llama, 2, replace(divided, architecture=Architecture("own", rules)))
+    assert "model.layers.0: no rule says where the block of a Linear begins" in found and "Site.block" in found

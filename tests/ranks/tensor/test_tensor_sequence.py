@@ -4,6 +4,7 @@ Every architecture is compared in ``test_tensor_architectures.py``."""
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from engine_setup import PLANS, sharded
 from hybrid_setup import LENGTH, MAX_NORM, WIDTH, Texts, made, optimizer_of, plain
 from scope import Scope
 from tensor_cases import CASES, adapted, decoder, language
-from tensor_setup import Case, compare, cut, run, whole
+from tensor_setup import Case, Exact, compare, cut, run, whole
 from torch import Tensor, nn
 
 from shardwise.plan import Plan, TensorPlan
@@ -27,6 +28,7 @@ from shardwise.tensor.layers import Rows
 from shardwise.tensor.ring import Ring
 from shardwise.tensor.sequence import Router
 from shardwise.testing import assert_close, run_ranks
+from tests.recipes.tensor_architecture import ARCHITECTURE, Mini
 
 Mode = Literal["split_gather", "ring"]
 MODES: tuple[Mode, ...] = ("split_gather", "ring")
@@ -385,3 +387,67 @@ def cut_parts(model: nn.Module) -> dict[str, Any]:
 @pytest.mark.parametrize("mode", MODES)
 def test_recomputed_layers_know_whose_tokens_they_had(mode: Mode) -> None:
     run_ranks(4, wrapped, mode)
+
+
+def beside_tables(mode: Mode) -> None:
+    """Adapters, and a model of one's own: attention and MLP in one layer, layers in an ``nn.Sequential``."""
+    with axis_of() as axis:
+        for case in adapted():
+            compare(case, axis, plan_of(mode))
+        torch.manual_seed(0)
+        plain_one = Mini().double()
+        model = copy.deepcopy(plain_one)
+        cut(model, axis, plan_of(mode, architecture=ARCHITECTURE))
+        ids = torch.randint(0, 29, (2, 5), generator=torch.Generator().manual_seed(1))
+        for each in (plain_one, model):
+            nn.functional.cross_entropy(each(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+        grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+        expected = {name: param.grad for name, param in plain_one.named_parameters() if param.grad is not None}
+        assert_close(whole(model, axis, grads), expected, 1e-11, "gradients", floor=1e-2)
+
+
+def test_adapters_and_models_of_ones_own() -> None:
+    for mode in MODES:
+        run_ranks(2, beside_tables, mode)
+
+
+# ---- torch's own
+
+
+def beside_torch(mode: Mode) -> None:
+    """``parallelize_module`` and ``loss_parallel`` of the same model."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        loss_parallel,
+        parallelize_module,
+    )
+
+    case = Case("LlamaForCausalLM", decoder("Llama", tie_word_embeddings=False), language)
+    with axis_of() as axis:
+        ours, theirs, batch = case.made(), case.made(), case.batch()
+        cut(ours, axis, plan_of(mode))
+        loss, grads = run(case, ours, batch)
+        plan: dict[str, Any] = {"model.embed_tokens": RowwiseParallel(input_layouts=Replicate())}
+        for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
+            plan[f"model.layers.*.{name}"] = ColwiseParallel()
+        plan |= {f"model.layers.*.{name}": RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")}
+        plan["lm_head"] = ColwiseParallel(use_local_output=False)
+        parallelize_module(theirs, init_device_mesh("cpu", (axis.size,)), plan)
+        goals = nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:].flatten()
+        with loss_parallel():
+            with Exact():
+                logits = theirs(input_ids=batch["input_ids"]).logits
+            other = nn.functional.cross_entropy(logits.flatten(0, 1), goals)
+            other.backward()
+        assert_close({"loss": loss}, {"loss": other.detach().full_tensor()}, 1e-12, "loss")
+        expected = {name: param.grad for name, param in theirs.named_parameters() if param.grad is not None}
+        full = {name: getattr(grad, "full_tensor", lambda grad=grad: grad)() for name, grad in expected.items()}
+        assert_close(whole(ours, axis, grads), full, 1e-11, "gradients")
+
+
+def test_loss_and_gradients_are_those_of_torchs_own_layers() -> None:
+    for mode in MODES:
+        run_ranks(2, beside_torch, mode)

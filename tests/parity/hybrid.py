@@ -1,0 +1,228 @@
+"""Every architecture over every way to divide a model, against one process: loss, gradients, norm, parameters."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from engine_setup import adam
+from tensor_cases import CASES
+from tensor_setup import PAD, Case, Exact, loss_of
+from torch import Tensor
+
+from shardwise.build import Session, build
+from shardwise.mesh import Mesh
+from shardwise.parallel_plan import PipelinePlan, TensorPlan
+from shardwise.pipeline import split_batch
+from shardwise.plan import MeshPlan, Plan, replicated, zero
+
+__all__ = ["LAYOUTS", "Found", "measured"]
+
+STEPS, LR, LAYERS, MICROBATCHES, SHARE = 3, 0.01, 4, 2, 0.5
+EXACT, SINGLE = 1e-11, 1e-6
+"""Of losses and gradients: of each tensor in fp64, of all gradients' norm in fp32."""
+
+Training = tuple[float, dict[str, Tensor], float, dict[str, Tensor]]
+"""The first step's loss and gradients, the last one's norm before clipping, and the parameters behind it."""
+
+
+def _plan(plan: Plan, tp: int = 1, pp: int = 1, sequence: Any = None, chunks: int = 1) -> Plan:
+    schedule: Any = "1f1b" if chunks == 1 else "interleaved"
+    pipeline = PipelinePlan(schedule=schedule, chunks=chunks, microbatches=MICROBATCHES)
+    return plan.but(tp=tp, pp=pp, tensor=TensorPlan(vocabulary_multiple=4, sequence=sequence), pipeline=pipeline)
+
+
+LAYOUTS: dict[str, tuple[int, Plan]] = {
+    "tp2": (4, _plan(replicated(), tp=2)),
+    "tp4": (4, _plan(replicated(), tp=4)),
+    "pp2": (4, _plan(replicated(), pp=2)),
+    "pp4": (4, _plan(replicated(), pp=4)),
+    "tp2pp2": (4, _plan(replicated(), tp=2, pp=2)),
+    "dp2tp2 zero1": (4, _plan(zero(1), tp=2)),
+    "dp2tp2 zero2": (4, _plan(zero(2), tp=2)),
+    "dp2tp2 zero3": (4, _plan(zero(3), tp=2)),
+    "pp2dp2 zero1": (4, _plan(zero(1), pp=2)),
+    "split_gather": (4, _plan(zero(1), tp=2, sequence="split_gather")),
+    "ring": (4, _plan(zero(1), tp=2, sequence="ring")),
+    "tp2pp2x2 ring": (4, _plan(replicated(), tp=2, pp=2, sequence="ring", chunks=2)),
+    "tp2pp2dp2 zero1": (8, _plan(zero(1), tp=2, pp=2)),
+}
+"""Ranks and plan, by name."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one layout made of one architecture.
+
+    Attributes:
+        layout, dtype: which, and in what numbers.
+        padded: some tokens were padding.
+        error: the largest of a tensor's gradient (fp64), or of one beside the norm of all (fp32); NaN if refused.
+        wrong: what is too far off, or the refusal; empty: nothing.
+        refused: the model cannot be divided so, which was said before anything changed.
+    """
+
+    layout: str
+    dtype: str
+    padded: bool
+    error: float
+    wrong: str = ""
+    refused: bool = False
+
+
+def _case(architecture: str, padded: bool, staged: bool) -> Case:
+    """The first of the architecture's, with four layers."""
+    case = CASES[architecture]()[0]
+    config = copy.deepcopy(case.config)
+    names = ("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
+    for name in names:
+        if name in vars(config):
+            setattr(config, name, LAYERS)
+    if getattr(config, "layer_types", None) is not None:
+        config.layer_types = (config.layer_types * LAYERS)[:LAYERS]
+    if staged and getattr(config, "output_router_logits", False):
+        config.output_router_logits = False
+    return replace(case, config=config, padded=padded)
+
+
+def _batch(case: Case, step: int, rank: int) -> dict[str, Tensor]:
+    """Another one for each step and data-parallel rank, of the case's kind."""
+    batch = case.batch()
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    for name in ("input_ids", "decoder_input_ids"):
+        if name in batch:
+            ids = torch.randint(0, PAD, batch[name].shape, generator=generator)
+            batch[name] = torch.where(batch[name] == PAD, PAD, ids) if case.padded else ids
+    for name in ("pixel_values", "input_features"):
+        if name in batch:
+            batch[name] = torch.randn(batch[name].shape, generator=generator, dtype=torch.float64)
+    return batch
+
+
+def _cast(batch: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    return {name: value.to(dtype) if value.is_floating_point() else value for name, value in batch.items()}
+
+
+def _numbers(dtype: torch.dtype) -> Any:
+    return Exact() if dtype == torch.float64 else nullcontext()
+
+
+def _plain(case: Case, dtype: torch.dtype, replicas: int, staged: bool, limit: float) -> Training:
+    model = case.made().to(dtype)
+    optimizer = adam(model, LR)
+    first: tuple[float, dict[str, Tensor]] = (0.0, {})
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        total = 0.0
+        for rank in range(replicas):
+            batch = _cast(_batch(case, step, rank), dtype)
+            parts = [(each.kwargs, each.share) for each in split_batch(batch, MICROBATCHES, None)]
+            for kwargs, share in parts if staged else [(batch, 1.0)]:
+                with _numbers(dtype):
+                    loss = loss_of(model(**kwargs)) * share / replicas
+                loss.backward()  # type: ignore[no-untyped-call]
+                total += loss.item()
+        if not step:
+            first = total, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit).item()
+        optimizer.step()
+    return *first, norm, {name: param.detach() for name, param in model.named_parameters()}
+
+
+def _limit(case: Case) -> float:
+    """A part of the first gradients' norm, so that they are clipped."""
+    model = case.made()
+    with Exact():
+        loss_of(model(**_batch(case, 0, 0))).backward()
+    return SHARE * float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
+
+
+def _divided(session: Session, case: Case, dtype: torch.dtype) -> Training:
+    mesh, optimizer = session.mesh, session.optimizer
+    assert optimizer is not None
+    first: tuple[float, dict[str, Tensor]] = (0.0, {})
+    for step in range(STEPS):
+        batch = _cast(_batch(case, step, mesh.rank), dtype)
+        if session.pipeline is not None:
+            with _numbers(dtype):
+                outcome = session.pipeline.step(batch, lambda out, _: loss_of(out), train=True)
+            loss = session.pipeline.everywhere(outcome.loss)
+        else:
+            with _numbers(dtype):
+                loss = loss_of(session.module(**batch))
+            session.backward(loss)
+        if not step:
+            mean = sum(post[0] for post in mesh.world.exchange([loss.item()])) / mesh.size
+            first = mean, session.full_gradients()
+        optimizer.step()
+    norm = optimizer.get_grad_norm()
+    assert norm is not None
+    return *first, norm, session.module.state_dict()
+
+
+def _judged(found: Training, expected: Training, dtype: torch.dtype) -> tuple[float, str]:
+    """The largest error of a gradient, and what is too far off."""
+    exact = dtype == torch.float64
+    (loss, grads, norm, values), (plain_loss, plain_grads, plain_norm, plain_values) = found, expected
+    wrong = [f"gradients of {sorted(grads.keys() ^ plain_grads.keys())}"] if grads.keys() != plain_grads.keys() else []
+    total = max(float(torch.nn.utils.get_total_norm(list(plain_grads.values()))), 1e-30)
+    error = 0.0
+    for name in grads.keys() & plain_grads.keys():
+        gap, own = (grads[name].double() - plain_grads[name].double()).abs(), plain_grads[name].double().abs()
+        each = float(gap.max() / own.max().clamp(min=1e-2)) if exact else float(gap.norm()) / total
+        error = max(error, each) if each == each else each
+        if not each <= (EXACT if exact else SINGLE):
+            wrong.append(f"gradient of {name}: {each:.1e}")
+    tolerance = EXACT if exact else SINGLE
+    for what, one, other in (("loss", loss, plain_loss), ("norm", norm, plain_norm)):
+        if not abs(one - other) <= (tolerance if what == "loss" else 10 * tolerance) * abs(other):
+            wrong.append(f"{what} {one!r}, not {other!r}")
+    for name, value in plain_values.items():
+        gap = float((values[name].double() - value.double()).abs().max()) if name in values else float("nan")
+        if exact and not gap <= 1e-9 * max(float(value.abs().max()), 1e-2):
+            wrong.append(f"{name} after {STEPS} steps: {gap:.1e}")
+    return error, "; ".join(wrong[:4])
+
+
+def measured(architecture: str, layouts: list[str], dtypes: list[str]) -> list[Found]:
+    """What each of ``layouts``, which have the same number of ranks, makes of the architecture. On all of these; the
+    first one compares."""
+    return list(_measured(architecture, layouts, dtypes))
+
+
+def _measured(architecture: str, layouts: list[str], dtypes: list[str]) -> Iterator[Found]:
+    order = sorted(CASES)
+    plain: dict[Any, Training] = {}
+    with ExitStack() as meshes:
+        made: dict[MeshPlan, Mesh] = {}
+        for layout in layouts:
+            padded = (list(LAYOUTS).index(layout) + order.index(architecture)) % 2 == 0
+            for kind in dtypes:
+                plan, dtype = LAYOUTS[layout][1], getattr(torch, kind)
+                padded_here = padded and architecture not in ("vit", "whisper")  # whose inputs are of one size
+                staged = plan.mesh.pp > 1
+                case = _case(architecture, padded_here, staged)
+                limit = _limit(case)
+                mesh = made.get(plan.mesh)
+                if mesh is None:
+                    mesh = made[plan.mesh] = Mesh.create(plan.mesh, torch.device("cpu"), plan.comm)
+                    meshes.callback(mesh.close)
+                model = case.made().to(dtype)
+                try:
+                    session = build(model, adam(model, LR), plan.but(max_norm=limit), mesh)
+                except (ValueError, NotImplementedError) as error:
+                    yield Found(layout, kind, padded_here, float("nan"), str(error), refused=True)
+                    continue
+                found = _divided(session, case, dtype)
+                session.close()
+                error_, wrong = 0.0, ""
+                if mesh.first:
+                    key = (kind, padded_here, staged, mesh.size)
+                    if key not in plain:
+                        plain[key] = _plain(case, dtype, mesh.size, staged, limit)
+                    error_, wrong = _judged(found, plain[key], dtype)
+                yield Found(layout, kind, padded_here, error_, wrong)
