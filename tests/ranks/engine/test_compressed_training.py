@@ -31,6 +31,8 @@ SHARDED: dict[str, Plan] = {
     "no_masters": zero(2, HALF).but(master_weights=False),
     "ddp": replicated(),
 }
+REPLICATED = {"zero2_hybrid": zero(2, HALF, dp_replicate=2), "zero3_hybrid": zero(3, dp_replicate=2)}
+"""On four ranks: sums of slices, and then over replicas."""
 
 
 class Net(nn.Module):
@@ -103,7 +105,7 @@ def alike(session: Session) -> None:
 def transports(names: list[str]) -> list[tuple[list[float], dict[str, Tensor]]]:
     results = []
     for name in names:
-        plan = SHARDED[name].but(compress="fp8")
+        plan = (SHARDED | REPLICATED)[name].but(compress="fp8")
         found = []
         with ExitStack() as stack:
             for shared in (True, False):
@@ -116,15 +118,15 @@ def transports(names: list[str]) -> list[tuple[list[float], dict[str, Tensor]]]:
     return results
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, 3, 4])
 def test_the_same_bits_whatever_carries_them(size: int) -> None:
-    names = list(SHARDED) if size == 2 else ["zero1", "zero3"]
+    names = {2: list(SHARDED), 3: ["zero1", "zero3"], 4: list(REPLICATED)}[size]
     results = run_ranks(size, transports, names)
     before = net().state_dict()
     for (_, state), name in zip(results[0], names, strict=True):
         for key, value in before.items():
             if "still" in key:
-                exact = value.to(HALF) if SHARDED[name].precision.param_dtype is HALF else value
+                exact = value.to(HALF) if (SHARDED | REPLICATED)[name].precision.param_dtype is HALF else value
                 assert torch.equal(state[key].to(exact.dtype), exact)  # frozen: travels as it is
 
 
