@@ -24,6 +24,8 @@ from shardwise.sequence.ring import Rotation
 
 __all__ = ["Sequences", "share_sequences"]
 
+BATCH = "the batch whose sequences they share"
+
 
 # [Note: What sharing sequences changes]
 # Every rank is given whole batches, so a program is what it is on one rank. Where the body begins a rank takes its part
@@ -139,9 +141,7 @@ class Sequences:
 
     def _run_body(self, _: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         given = self._by_name(self._names, args, kwargs)
-        self._check(given)
-        tokens = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"][..., 0]
-        self._agree(tokens)
+        tokens = self._agreed(given)
         zigzag = self.plan.mode == "ring_attn"
         self._parts = parts = Parts(tokens.shape[-1], self.axis.size, zigzag)
         now = self._enter(given, tokens, parts)
@@ -281,23 +281,32 @@ class Sequences:
                     "them for whole sequences"
                 )
 
-    def _agree(self, tokens: Tensor) -> None:
-        """All ranks were given the same batch: its shape is compared, and on a CPU what is in it (elsewhere that of the
-        first pass alone, since a look at it waits for all work).
+    def _agreed(self, given: dict[str, Any]) -> Tensor:
+        """``[..., length]``, what all ranks were given for tokens: of one shape, and on a CPU the same (elsewhere that
+        of the first pass alone, since a look at it waits for all work).
 
         Raises:
-            ValueError: on all ranks, where they differ.
+            ValueError: on all ranks, where one cannot take what it was given, or they were given different batches.
         """
-        shape = [*tokens.shape, *[0] * (4 - tokens.dim())]
+        try:
+            self._check(given)
+        except ValueError:
+            self.axis.group.exchange([1.0] + [0.0] * 5, BATCH)
+            raise
+        tokens: Tensor = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"][..., 0]
         looks, self._looked = tokens.device.type == "cpu" or not self._looked, True
-        seen = _fingerprint(tokens) if looks else 0.0
-        rows = self.axis.group.exchange([*map(float, shape), seen], "the batch whose sequences they share")
+        shape = [float(size) for size in (*tokens.shape, 0, 0, 0)[:4]]
+        rows = self.axis.group.exchange([0.0, *shape, _fingerprint(tokens) if looks else 0.0], BATCH)
+        refused = [rank for rank, row in enumerate(rows) if row[0]]
+        if refused:
+            raise ValueError(f"of the ranks that share sequences {refused} cannot take what they were given: see there")
         if any(row != rows[0] for row in rows):
-            shapes = [tuple(int(each) for each in row[: tokens.dim()]) for row in rows]
+            shapes = [tuple(int(size) for size in row[1 : 1 + tokens.dim()]) for row in rows]
             raise ValueError(
                 f"the {self.axis.size} ranks that share sequences were given different batches (shapes by rank: "
                 f"{shapes}; checksums: {[int(row[-1]) for row in rows]}): give each of them the same whole batch"
             )
+        return tokens
 
 
 class _Forward:
