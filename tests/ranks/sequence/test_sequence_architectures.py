@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from sequence_setup import ROWS, Ring, batch_of, compare, ring_of_all
-from tensor_cases import CASES, decoder
+from tensor_cases import CASES, adapted, decoder
 from tensor_setup import Case, Exact
 from torch import Tensor
 
@@ -66,7 +66,7 @@ def test_an_architecture_of_parts_is_the_whole_one(ranks: int, mode: str) -> Non
 
 
 def llamas(mode: str) -> int:
-    """Every head, with and without padding, packed; heads and key/value heads of all relations to ranks."""
+    """Every head, with and without padding, packed; what else models are given; adapters (LoRA)."""
     count = 0
     with ring_of_all() as ring:
         for at, case in enumerate(CASES["llama"]()):
@@ -74,7 +74,7 @@ def llamas(mode: str) -> int:
                 plan = SequencePlan(mode=mode, parallel_output=at % 2 == 0)  # type: ignore[arg-type]
                 compare(case, batch_of(case, **options), plan, ring, passes=2)  # type: ignore[arg-type]
                 count += 1
-        for case, batch in others():
+        for case, batch in [*others(), *((case, batch_of(case, padded="both")) for case in adapted())]:
             compare(case, batch, SequencePlan(mode=mode), ring)  # type: ignore[arg-type]
             count += 1
         outputs(CASES["llama"]()[0], ring, mode)
@@ -129,7 +129,7 @@ def outputs(case: Case, ring: Ring, mode: str) -> None:
 
 @pytest.mark.parametrize(("ranks", "mode"), [(4, "all_to_all"), (2, "ring_attn")])
 def test_every_head_of_llama_and_what_it_may_be_given(ranks: int, mode: str) -> None:
-    assert set(run_ranks(ranks, llamas, mode, timeout=400.0)) == {3 * 7 + 9}
+    assert set(run_ranks(ranks, llamas, mode, timeout=400.0)) == {3 * 7 + 9 + 2}
 
 
 def no_mask(self: SequenceMask, *at: Any) -> Tensor:
