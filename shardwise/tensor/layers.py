@@ -14,7 +14,7 @@ from shardwise.tensor.axis import Axis
 from shardwise.tensor.cut import Held, Part
 from shardwise.tensor.loss import check_inside
 from shardwise.tensor.ring import pieces_of_rows
-from shardwise.tensor.sequence import Sequences
+from shardwise.tensor.sequence import Sequences, multiplies_otherwise
 
 __all__ = ["Alike", "Columns", "CutLayer", "Enters", "Experts", "Features", "PerHead", "Rows", "Vocabulary", "out_dim"]
 
@@ -123,7 +123,7 @@ class Rows(CutLayer):
     def forward(self, x: Tensor) -> Tensor:
         bias, sequences = self.bias, self._sequences
         if sequences is not None:
-            if sequences.passes:
+            if sequences.passes and not multiplies_otherwise(self):
                 turned = not isinstance(self, nn.Linear)
                 y = pieces_of_rows(sequences.ring, x, *sequences.current.of(x), self.weight, turned)
             else:

@@ -15,6 +15,8 @@ from shardwise.comm import Wire
 __all__ = ["Ring", "columns_of_pieces", "pieces_of_rows"]
 
 TAGS = 1 << 20
+VALUES, GRADIENTS = 0, 1
+"""Lanes of a wire."""
 
 
 # [Note: Products of pieces]
@@ -38,59 +40,60 @@ class Ring:
     def __deepcopy__(self, _memo: object) -> Ring:
         return self
 
-    def arriving(self, own: Tensor, shapes: Sequence[torch.Size]) -> Iterator[tuple[int, Tensor]]:
+    def arriving(self, own: Tensor, shapes: Sequence[torch.Size], lane: int) -> Iterator[tuple[int, Tensor]]:
         """Every rank's piece with that rank, the own one first; the next one travels until it is asked for.
 
         Args:
             own: this rank's.
             shapes: of the pieces, by rank.
+            lane: of the wire: ``VALUES`` or ``GRADIENTS``.
         """
         piece, whose = own, self.rank
         for step in range(self.size):
             last = step + 1 == self.size
             if not last:
-                self._send(piece)
-                coming, wait = self._receive(shapes[(whose - 1) % self.size], own)
+                self._send(piece, lane)
+                coming, wait = self._receive(shapes[(whose - 1) % self.size], own, lane)
             yield whose, piece
             if not last:
                 wait()
                 piece, whose = coming, (whose - 1) % self.size
         self.wire.settle()
 
-    def summed(self, part_of: Callable[[int], Tensor], shapes: Sequence[torch.Size], like: Tensor) -> Tensor:
+    def summed(self, part_of: Callable[[int], Tensor], shapes: Sequence[torch.Size], like: Tensor, lane: int) -> Tensor:
         """This rank's piece of the sum over the ranks.
 
         Args:
             part_of: what this rank adds to the piece of a rank.
             shapes: of the pieces, by rank.
             like: a tensor of their dtype and device.
+            lane: as for :meth:`arriving`.
         """
         for step in range(self.size):
             whose = (self.rank - 1 - step) % self.size
             if step:
-                coming, wait = self._receive(shapes[whose], like)
+                coming, wait = self._receive(shapes[whose], like, lane)
             part = part_of(whose)
             if step:
                 wait()
                 part = coming.add_(part)
             if step + 1 < self.size:
-                self._send(part)
+                self._send(part, lane)
         self.wire.settle()
         return part
 
-    # Two ranks send to each other at the same time: in lanes of their own, or one would wait for the other.
-    def _send(self, piece: Tensor) -> None:
+    def _send(self, piece: Tensor, lane: int) -> None:
         self._count = (self._count + 1) % TAGS
         if piece.numel():
-            to = (self.rank + 1) % self.size
-            self.wire.send(piece, to, self.rank % 2, self._count, "tokens on their way round")
+            self.wire.send(piece, (self.rank + 1) % self.size, lane, self._count, "tokens on their way round")
 
-    def _receive(self, shape: torch.Size, like: Tensor) -> tuple[Tensor, Callable[[], None]]:
+    def _receive(self, shape: torch.Size, like: Tensor, lane: int) -> tuple[Tensor, Callable[[], None]]:
         """What the rank before sends with its latest tag, which is this one's latest or next."""
-        x, before = like.new_empty(shape), (self.rank - 1) % self.size
+        x = like.new_empty(shape)
         if not x.numel():
             return x, lambda: None
-        message = self.wire.begin_receive(x, before, before % 2, self._count, "tokens on their way round")
+        before = (self.rank - 1) % self.size
+        message = self.wire.begin_receive(x, before, lane, self._count, "tokens on their way round")
         return x, message.wait
 
 
@@ -149,7 +152,7 @@ class _Columns(torch.autograd.Function):
         tokens[dim] = sum(sizes)
         wide = x.new_empty(tokens)
         products = [x.new_empty([*tokens[:-1], _outputs(w, t)]) for w, t in zip(weights, turned, strict=True)]
-        for rank, piece in ring.arriving(x, _shapes(x, dim, sizes)):
+        for rank, piece in ring.arriving(x, _shapes(x, dim, sizes), VALUES):
             _piece(wide, dim, sizes, rank).copy_(piece)
             for y, weight, bias, t in zip(products, weights, biases, turned, strict=True):
                 own = piece @ _turned(weight, t)
@@ -175,7 +178,7 @@ class _Columns(torch.autograd.Function):
 
         of_x = None
         if ctx.needs_input_grad[0]:
-            of_x = ctx.ring.summed(part_of, _shapes(wide, dim, sizes), wide)
+            of_x = ctx.ring.summed(part_of, _shapes(wide, dim, sizes), wide, GRADIENTS)
         flat: list[Tensor | None] = []
         for index, (grad, t) in enumerate(zip(grads, turned, strict=True)):
             wanted, biased = ctx.needs_input_grad[5 + 2 * index : 7 + 2 * index]
@@ -192,7 +195,7 @@ class _Rows(torch.autograd.Function):
         ctx.ring, ctx.dim, ctx.sizes, ctx.turned = ring, dim, sizes, turned
         ctx.save_for_backward(x, weight)
         shapes = _shapes(x, dim, sizes, _outputs(weight, turned))
-        return ring.summed(lambda rank: _piece(x, dim, sizes, rank) @ _turned(weight, turned), shapes, x)
+        return ring.summed(lambda rank: _piece(x, dim, sizes, rank) @ _turned(weight, turned), shapes, x, VALUES)
 
     @staticmethod
     @once_differentiable
@@ -200,7 +203,7 @@ class _Rows(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         dim, sizes = ctx.dim, ctx.sizes
         of_x, of_weight = torch.empty_like(x), torch.zeros_like(weight) if ctx.needs_input_grad[5] else None
-        for rank, piece in ctx.ring.arriving(grad.contiguous(), _shapes(grad, dim, sizes)):
+        for rank, piece in ctx.ring.arriving(grad.contiguous(), _shapes(grad, dim, sizes), GRADIENTS):
             _piece(of_x, dim, sizes, rank).copy_(piece @ _turned(weight, not ctx.turned))
             if of_weight is not None:
                 of_weight += _of_weight(piece, _piece(x, dim, sizes, rank), ctx.turned)

@@ -30,6 +30,7 @@ __all__ = [
     "hidden_name",
     "inside",
     "lists_of_layers",
+    "multiplies_otherwise",
 ]
 
 KEY = "shardwise_tokens"
@@ -276,6 +277,11 @@ class Body(nn.Module):
             return outputs
 
 
+def multiplies_otherwise(layer: object) -> bool:
+    """Whether the layer has a product of its own kind (in 8 bits), of which there is none by pieces."""
+    return getattr(layer, "multiply", None) is not None
+
+
 class Multiplies(Protocol):
     """A linear layer."""
 
@@ -305,7 +311,7 @@ class Block(nn.Module):
             if isinstance(kwargs.get(name), Tensor) or (0 <= place < len(args) and isinstance(args[place], Tensor)):
                 args, kwargs = _changed(sequences.axis.copied, name, args, kwargs, place)
                 crosses = True
-        if crosses or not (sequences.passes and self._columns):
+        if crosses or not (sequences.passes and self._columns) or any(map(multiplies_otherwise, self._columns)):
             args, kwargs = _changed(sequences.into_parts, self._hidden, args, kwargs)
             return super().forward(*args, **kwargs)
         x = args[0] if args else kwargs[self._hidden]

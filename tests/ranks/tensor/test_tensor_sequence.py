@@ -210,8 +210,8 @@ def test_bytes_are_those_of_whole_sequences() -> None:
         assert moved["send"] or moved["reduce_scatter"] == half * 2 * blocks
 
 
-def multiplied() -> list[str]:
-    """Which layers multiply by themselves, under ``"ring"``."""
+def multiplied(otherwise: list[str]) -> list[str]:
+    """Which layers multiply by themselves, under ``"ring"``, where those have a product of another kind."""
     case, found = Case("LlamaForCausalLM", decoder("Llama"), language), []
     product = layers_of._product
 
@@ -222,12 +222,18 @@ def multiplied() -> list[str]:
     with axis_of() as axis, mock.patch.object(layers_of, "_product", named):
         model = case.made()
         cut(model, axis, plan_of("ring"))
+        for name in otherwise:
+            vars(model.get_submodule(name))["multiply"] = nn.functional.linear
         run(case, model, case.batch())
     return found
 
 
 def test_pieces_are_multiplied_where_they_arrive() -> None:
-    assert run_ranks(2, multiplied) == [["lm_head"]] * 2
+    assert run_ranks(2, multiplied, []) == [["lm_head"]] * 2
+    layer = "model.layers.1"
+    found = run_ranks(2, multiplied, [f"{layer}.self_attn.o_proj", f"{layer}.mlp.up_proj"])
+    blocks = [f"{layer}.self_attn.o_proj", f"{layer}.mlp.gate_proj", f"{layer}.mlp.up_proj"]
+    assert found == [[*blocks, "lm_head"]] * 2
 
 
 # ---- faults
