@@ -16,7 +16,7 @@ from shardwise.disk.agreement import agreed
 from shardwise.engine.engine import Engine
 from shardwise.engine.staging import gather_shards
 from shardwise.engine.updates import TileUpdates
-from shardwise.engine.whole import READ_AGAIN, first_holders, reads_disk, together
+from shardwise.engine.whole import READ_AGAIN, first_holders, readers, reads_disk, together
 from shardwise.optim.state_form import check_full_state, constructed_state, makes_state_at_once
 from shardwise.tensor.order import part_of_whole
 from shardwise.update.tiles import Piece
@@ -60,6 +60,10 @@ class OptimizerState:
 
     def _all_write(self, doing: str, outcome: str) -> AbstractContextManager[None]:
         return agreed(self.engine.mesh.everyone, doing, outcome, needed=self._updates.uses_disk)
+
+    def _all_read(self) -> AbstractContextManager[None]:
+        needed = self.engine.storage.uses_disk
+        return agreed(self.engine.mesh.everyone, "optimizer state was read", READ_AGAIN, needed=needed)
 
     def _commit(self) -> None:
         """What was written to the disk is from here on what a failed step goes back to."""
@@ -154,7 +158,8 @@ class OptimizerState:
     ) -> Iterator[tuple[int, dict[str, Any]]]:
         """Each parameter's state by place, from the ranks that have it. Collective."""
         census, pipeline = self.engine.division.census, self.engine.mesh.pipeline
-        found = dict(own)
+        with self._all_read():  # ranks of a stage agree on each; the other stages learn of it here
+            found = dict(own)
         for place, rank, kinds in first_holders(self.engine, described, "optimizer state"):
             entry: dict[str, Any] = {}
             for key, kind in kinds.items():
@@ -201,7 +206,7 @@ class OptimizerState:
         kinds = {key: value for entry in entries for key, value in entry.items() if isinstance(value, str)}
         dtypes = {key: getattr(torch, kind) for key, kind in sorted(kinds.items())}
         needed = reads_disk(engine, known)
-        with agreed(engine.mesh.everyone, "optimizer state was read", READ_AGAIN, needed=needed):
+        with agreed(readers(engine), "optimizer state was read", READ_AGAIN, needed=needed):
             if not known:
                 shards = self._shards(chunk, positions, dtypes)
         if known:

@@ -74,7 +74,8 @@ class Storage:
         for missed in missed_shares(sizes, self.homes, plan.tiers, trainable) if mesh.first else ():
             warnings.warn(missed, stacklevel=4)
         self.ledger = Ledger(mesh.device, _capacity(plan, mesh.device))
-        self.uses_disk = self.anywhere(any(Tier.DISK in (home.param, home.state) for home in self.homes))
+        self._own_disk = any(Tier.DISK in (home.param, home.state) for home in self.homes)
+        self.uses_disk = self.on_any_disk(self._own_disk)
         self.store: DiskStore | None = None
         self.value_buffer_bytes = 0
         self._rings: dict[Tier, GradRing] = {}
@@ -92,21 +93,13 @@ class Storage:
             raise
         self.ledger.watch("parameter shards", lambda: self.parameter_bytes(Tier.DEVICE))
 
-    def anywhere(self, on_disk: bool) -> bool:
-        """Whether ``on_disk`` is true on any rank. Ranks with parts of other sizes, or other stages, may put other
-        chunks on the disk than this one; those with the same put the same there. Collective."""
-        mesh = self.mesh
-        if mesh.model_parallel is None or self.plan.tiers.disk is None:
-            return on_disk
-        return any(post[0] for post in mesh.everyone.exchange([float(on_disk)], "whether a disk is used"))
-
     # ---- the disk
 
     def _open_store(self) -> None:
         disk = self.plan.tiers.disk
         with agreed(self.mesh.everyone, "its file was made", REMEDY, needed=self.uses_disk):
             allocate = partial(host_block, pin_for=self._pins_for) if self._pins_for is not None else None
-            disk = disk if self.uses_disk else None
+            disk = disk if self._own_disk else None
             self.store = DiskStore(disk, self.mesh.everyone.rank, allocate=allocate) if disk is not None else None
         shards = [s for s in self.layout.chunks if self.homes[s.index].param is Tier.DISK]
         largest = max((s.shard_numel * s.dtype.itemsize for s in shards), default=0)
@@ -116,6 +109,14 @@ class Storage:
         count = max(disk.param_buffers, 2, 1 + renewals) if disk is not None else 0
         # Of the others one is in use and one is written, if there are as many; the rest gathers and reads ahead.
         self._ahead = ReadAhead(largest, count - renewals, renewals)
+
+    def on_any_disk(self, own: bool) -> bool:
+        """Whether any rank has something on a disk: data-parallel ranks have alike, ranks with other parts or stages
+        other chunks. Collective where there are such."""
+        if self.mesh.model_parallel is None or self.plan.tiers.disk is None:
+            return own
+        posts = self.mesh.everyone.exchange([float(own)], "whether anything is on a disk")
+        return any(post[0] for post in posts)
 
     def _all_reserve(self) -> AbstractContextManager[None]:
         return agreed(self.mesh.everyone, "space was reserved", REMEDY, needed=self.uses_disk)

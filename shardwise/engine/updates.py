@@ -78,8 +78,8 @@ class TileUpdates:
         """By position among the tiles."""
         homes = [engine.storage.homes[each.spec.index] for each in grads]
         # Not whether this rank has tiles on a disk: it may have none of a small chunk, and its peers some.
-        on_disk = any(Tier.DISK in (home.param, home.state) for home in homes)
-        self.uses_disk = engine.storage.anywhere(on_disk)
+        own = any(Tier.DISK in (home.param, home.state) for home in homes)
+        self.uses_disk = engine.storage.on_any_disk(own)
         self._sizes = BufferSizes(engine.storage.value_buffer_bytes)
         self._stale: list[DiskTile] = []
         for each in grads:

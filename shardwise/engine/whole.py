@@ -21,6 +21,7 @@ from shardwise.tensor import Part
 __all__ = [
     "READ_AGAIN",
     "first_holders",
+    "readers",
     "reads_disk",
     "state_names",
     "together",
@@ -68,7 +69,9 @@ def _across_stages(
         return
     told = {index: str(dtype).removeprefix("torch.") for index, dtype in dtypes.items()}
     for place, rank, kind in first_holders(engine, told, "what stages have"):
-        value = next(own)[1] if census.index.get(place) in dtypes else None
+        # The ranks of a stage agree on what they read; the other stages learn of it here.
+        with agreed(engine.mesh.everyone, READING, READ_AGAIN, needed=engine.storage.uses_disk):
+            value = next(own)[1] if census.index.get(place) in dtypes else None
         if value is None or rank != pipeline.rank:
             shape = census.facts[place].whole
             value = torch.empty(shape, dtype=getattr(torch, kind), device=engine.mesh.device)
@@ -127,7 +130,7 @@ def _own_values(engine: Engine, masters: bool) -> Iterator[tuple[int, torch.Tens
     arrays: dict[int, torch.Tensor] = {}
     for param, (index, slot) in enumerate(layout.where):
         chunk, shard = engine.chunks[index], None
-        with agreed(mesh.everyone, READING, READ_AGAIN, needed=reads_disk(engine, index in arrays)):
+        with agreed(readers(engine), READING, READ_AGAIN, needed=reads_disk(engine, index in arrays)):
             if index not in arrays:
                 shard = _shard(engine, chunk, masters)
         if index not in arrays:
@@ -137,6 +140,11 @@ def _own_values(engine: Engine, masters: bool) -> Iterator[tuple[int, torch.Tens
         if not left[index]:
             del arrays[index]
         yield param, value if part is None else together(mesh.tensor, part, value)
+
+
+def readers(engine: Engine) -> Group:
+    """Who reads something for a parameter at the same time as this rank: those with the same stage."""
+    return engine.mesh.everyone if engine.mesh.pipeline.size == 1 else engine.mesh.world
 
 
 def reads_disk(engine: Engine, known: bool) -> bool:

@@ -1,0 +1,109 @@
+"""Models in stages whose data is on the host and on a disk: the same steps and states, and disks that fail."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoint_setup import differences
+from engine_setup import PLANS, adam, sharded
+from tensor_setup import Exact
+from test_pipeline_engine import LR, MAX_NORM, ONE, ZBV, batch_of, case_of, plain, trained
+from test_pipeline_stages import criterion
+from tier_setup import Fault, with_tiers
+
+from shardwise.build import Session, build
+from shardwise.disk.store import DiskError
+from shardwise.plan import PipelinePlan, Plan
+from shardwise.testing import assert_close, run_ranks
+
+
+@pytest.mark.parametrize(("name", "mix", "pipeline"), [("zero3", "all_disk", ONE), ("zero2", "thirds", ZBV)])
+def test_tiers_change_nothing(name: str, mix: str, pipeline: PipelinePlan, tmp_path: Path) -> None:
+    plan = with_tiers(PLANS[name], mix, str(tmp_path)).but(pp=2, max_norm=MAX_NORM, pipeline=pipeline)
+    run_ranks(4, trained, plan, "llama", 1, pipeline.microbatches, timeout=240)
+
+
+def one_step(session: Session, step: int) -> None:
+    assert session.pipeline is not None and session.optimizer is not None
+    with Exact():
+        session.pipeline.step(batch_of(session.mesh.rank, step), criterion, train=True)
+    session.optimizer.step()
+
+
+def states(session: Session) -> dict[str, Any]:
+    assert session.optimizer is not None
+    found = {f"model.{name}": value for name, value in session.module.state_dict().items()}
+    for number, entry in session.optimizer.state_dict()["state"].items():
+        found |= {f"{number}.{key}": value for key, value in entry.items()}
+    return found
+
+
+def failing(plan: Plan, frozen: bool) -> list[str]:
+    """A disk fails on one rank, while a state is put together and in an update; then all goes on, and states are loaded
+    again. Of the second stage nothing is trained where it is ``frozen``, so it has no state on a disk."""
+    model, told = case_of("llama", 0 if frozen else 1).made(), []
+    for module in (*model.model.layers[3:], model.model.norm, model.lm_head) if frozen else ():
+        module.requires_grad_(False)
+    with Fault().installed() as fault, sharded(model, adam(model, LR), plan) as session:
+        optimizer = session.optimizer
+        assert optimizer is not None
+        one_step(session, 0)
+        before = states(session)
+        stores = session.mesh.everyone.exchange_object(session.engine.storage.store is not None)
+        assert stores == [True, True, not frozen, not frozen]
+        fails = len(stores) - 1 - stores[::-1].index(True)
+        told.append(str(fails))
+        if session.mesh.everyone.rank == fails:
+            fault.arm(0, writing=False)
+        with pytest.raises(DiskError) as raised:
+            optimizer.state_dict()
+        told.append(str(raised.value))
+        fault.lift()
+        parameters, moments = session.module.state_dict(), optimizer.state_dict()
+        assert not differences(states(session), before)
+        assert session.pipeline is not None
+        with Exact():
+            session.pipeline.step(batch_of(session.mesh.rank, 1), criterion, train=True)
+        if session.mesh.everyone.rank == fails:
+            fault.arm(0, forever=False)
+        with pytest.raises(DiskError) as raised:
+            optimizer.step()
+        told.append(str(raised.value))
+        fault.lift()
+        assert not differences(states(session), before)
+        optimizer.step()  # the gradients were kept
+        if frozen:
+            assert differences(states(session), before)
+            return told
+        values = [values for _, _, values in plain(case_of("llama", 1), 2, 4)][1]
+        state = session.module.state_dict()
+        assert_close({name: state[name] for name in values}, values, 1e-9, "after two steps")
+        session.module.load_state_dict(parameters)
+        optimizer.load_state_dict(moments)
+        assert not differences(states(session), before)
+    return told
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_disk_that_fails_is_told_to_ranks_with_other_stages(frozen: bool, tmp_path: Path) -> None:
+    plan = with_tiers(PLANS["zero1"], "all_disk", str(tmp_path)).but(pp=2, max_norm=MAX_NORM, pipeline=ONE)
+    plan = plan.but(tiers=replace(plan.tiers, param_disk_fraction=0.0))
+    found = run_ranks(4, failing, plan, frozen, timeout=120)
+    for fails, *told in found:
+        assert len(told) == 2 and fails == found[0][0]
+        assert all(f"rank {fails}: " in each for each in told), told
+
+
+def refused(plan: Plan) -> str:
+    model = case_of("llama", 0).made()
+    with pytest.raises(NotImplementedError, match="2 pipeline ranks of 2 tensor-parallel ranks each") as error:
+        build(model, adam(model), plan)
+    return str(error.value)
+
+
+def test_a_disk_under_both_is_refused(tmp_path: Path) -> None:
+    plan = with_tiers(PLANS["zero1"], "all_disk", str(tmp_path)).but(pp=2, tp=2, pipeline=ONE)
+    assert len(run_ranks(4, refused, plan)) == 4
