@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from functools import update_wrapper
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
@@ -321,7 +321,10 @@ class _Forward:
 
     @property
     def _own(self) -> Callable[..., Any]:
-        return self._before if self._before is not None else type(self._module).forward.__get__(self._module)
+        if self._before is not None:
+            return self._before
+        # A bound method torch.compile makes anew by its name behind a break of its graph, and calls this instead.
+        return partial(type(self._module).forward, self._module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(self._module, self._own, *args, **kwargs)

@@ -95,6 +95,16 @@ def of_copies(ring: Ring) -> None:
     sequences.remove()
 
 
+def of_compiled(ring: Ring) -> None:
+    """What torch.compile cannot trace runs as it is, and once."""
+    batch, plain, model = batch_of(LLAMA), LLAMA.made().float(), LLAMA.made().float()
+    sequences = shared(model, ring)
+    with torch.no_grad():
+        found, expected = torch.compile(model, backend="eager")(**batch).loss, plain(**batch).loss
+    assert_close({"loss": found}, {"loss": expected}, 1e-5, "compiled")
+    sequences.remove()
+
+
 def of_one_configuration(ring: Ring) -> None:
     """Two models have one configuration object, which is what it was when both are done."""
     plain, first = LLAMA.made(), LLAMA.made()
@@ -145,6 +155,7 @@ CHECKS: list[Callable[[Ring], None]] = [
     of_states,
     of_own_forward,
     of_copies,
+    of_compiled,
     of_one_configuration,
     refused,
 ]
