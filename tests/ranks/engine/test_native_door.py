@@ -18,7 +18,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"stage": 0, "tp": 2},
     {"stage": 3, "tp": 2, "offload": "host"},
     {"stage": 1, "pp": 2, "microbatches": 2},
-    {"stage": 2, "pp": 2, "tp": 2},
+    {"stage": 2, "pp": 2, "tp": 2, "sequence": "split_gather"},
 ]
 
 
