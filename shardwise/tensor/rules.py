@@ -328,8 +328,14 @@ class Unused:
 
 
 def _is_causal(model: nn.Module) -> bool:
-    """Whether the loss is the one of transformers' that we compute of parts."""
-    return getattr(getattr(model, "loss_function", None), "__name__", "") == "ForCausalLMLoss"
+    """Whether the loss is the one of transformers' that we compute of parts, and nothing else is made of logits: not by
+    a forward pass that a program has put in the place of transformers' own."""
+    if getattr(getattr(model, "loss_function", None), "__name__", "") != "ForCausalLMLoss":
+        return False
+    kinds = type(model).__mro__
+    own = next(kind for kind in kinds if "forward" in vars(kind)).__module__
+    changed = "forward" in vars(model) or not own.startswith("transformers.")
+    return not (changed and any(kind.__module__.startswith("transformers.models.") for kind in kinds))
 
 
 def _number(owner: Any, name: str) -> int:

@@ -28,6 +28,7 @@ from shardwise.tensor import (
     register_architecture,
 )
 from shardwise.tensor.heads import Heads
+from shardwise.tensor.rules import _is_causal
 from shardwise.tensor.tables import TABLES
 
 PLAN = TensorPlan(vocabulary_multiple=4)
@@ -286,3 +287,19 @@ def test_sequences_that_cannot_be_divided() -> None:
     rules = {"LlamaAttention": TABLES["llama"]["LlamaAttention"], "LlamaMLP": (_OwnRule(),)}
     found = message(llama, 2, replace(divided, architecture=Architecture("own", rules)))
     assert "model.layers.0: no rule says where the block of a Linear begins" in found and "Site.block" in found
+
+
+def test_logits_stay_cut_only_for_a_forward_pass_of_transformers_own() -> None:
+    class Own(transformers.LlamaForCausalLM):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(*args, **kwargs)
+
+    class Plain(transformers.LlamaForCausalLM):
+        pass
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=16, **sizes)
+    model: Any = transformers.LlamaForCausalLM(config)
+    assert _is_causal(model) and _is_causal(Plain(config)) and not _is_causal(Own(config))
+    model.forward = model.forward  # as who stands around a model does
+    assert not _is_causal(model)
