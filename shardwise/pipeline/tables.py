@@ -32,9 +32,11 @@ class Body:
 
 
 _ROTARY = Body(everywhere=("rotary_emb", "rotary_emb_local"))
-_LLAMA_LIKE = ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe", "Phi3", "Gemma2")
+_LLAMA_LIKE = ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe", "Phi3", "Gemma2", "Cohere")
 
 TABLES: dict[str, Body] = {f"{name}Model": _ROTARY for name in _LLAMA_LIKE} | {
+    "DeepseekV2Model": _ROTARY,
+    "DeepseekV3Model": _ROTARY,
     "Gemma3TextModel": _ROTARY,
     "BertModel": Body(layers="encoder.layer", tokens="embeddings"),
     "BloomModel": Body(layers="h", tokens="word_embeddings", before=("word_embeddings_layernorm",), tuples=True),
