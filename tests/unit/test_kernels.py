@@ -149,7 +149,25 @@ class NeedsMoreRMSNorm(Shifted):
         raise KeyError("more")
 
 
-@pytest.mark.parametrize("norm", [ShiftedRMSNorm, NeedsMoreRMSNorm, lambda: MambaRMSNormGated(8, 8)], ids=str)
+class OutsideRMSNorm(Shifted):
+    """What is small shows where its ``eps`` is added."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (x / (x.square().mean(-1, keepdim=True).sqrt() + self.eps))
+
+
+class WideRMSNorm(Shifted):
+    """Of 16 bits it makes 32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.float()
+        return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps))
+
+
+NOT_KNOWN = [ShiftedRMSNorm, NeedsMoreRMSNorm, OutsideRMSNorm, WideRMSNorm, lambda: MambaRMSNormGated(8, 8)]
+
+
+@pytest.mark.parametrize("norm", NOT_KNOWN, ids=str)
 def test_what_is_not_known_is_left(norm: Callable[[], nn.Module]) -> None:
     model = nn.Sequential(norm())
     kind = type(model[0])

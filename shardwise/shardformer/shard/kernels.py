@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,9 @@ OPERATIONS = {
 }
 """transformers' activations that are written in several operations. The others are one kernel as they are."""
 OWN_KERNEL = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
-TRIED_ROWS, CLOSE = 5, 1e-5
+TRIED_ROWS = 5
+CLOSE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6}
+"""In which dtypes a norm is tried out, and how far off another order of its roundings may be."""
 
 
 @dataclass(frozen=True)
@@ -139,26 +141,37 @@ def _kind(module: nn.Module) -> type[_Fused] | None:
         return None
     if not isinstance(eps, float) or "forward" in vars(module) or len(inspect.signature(own.forward).parameters) != 2:
         return None
-    numel = weight.numel()
-    tried = torch.linspace(0.5, 1.5, numel)
+    kinds = list(KINDS)
+    for dtype in CLOSE:  # what a norm of 16 bits returns is not always in 16 bits
+        found, expected = _tried(module, kinds, weight.numel(), eps, dtype)
+        kinds = [kind for kind, y in zip(kinds, found, strict=True) if _close(y, expected)]
+    return kinds[0] if kinds else None
+
+
+def _tried(
+    module: nn.Module, kinds: Sequence[type[_Fused]], numel: int, eps: float, dtype: torch.dtype
+) -> tuple[list[Tensor], Any]:
+    """What each of ``kinds`` and the module itself make of the same numbers: some as large as activations are, some as
+    small as shows where ``eps`` is added. ``None`` of a module that needs something else."""
+    weight = torch.linspace(0.5, 1.5, numel, dtype=dtype)
     x = torch.sin(torch.arange(1.0, TRIED_ROWS * numel + 1)).view(TRIED_ROWS, numel) + 0.3
+    x = torch.cat([x, x * max(eps, 1e-12) ** 0.5]).to(dtype)
+    own = type(module)
     stand_in = object.__new__(own)
     vars(stand_in).update(vars(module))
-    vars(stand_in)["_parameters"] = {"weight": tried}
-    try:
-        with torch.no_grad():
+    vars(stand_in)["_parameters"] = {"weight": weight}
+    with torch.no_grad():
+        try:
             expected = own.forward(stand_in, x)
-    except Exception:  # whatever it needs beside, it is no norm that is known
-        return None
-    for kind in KINDS:
-        if isinstance(expected, Tensor) and _close(kind.fused(x, tried, eps), expected):
-            return kind
-    return None
+        except Exception:  # whatever it needs beside, it is no norm that is known
+            expected = None
+        return [kind.fused(x, weight, eps) for kind in kinds], expected
 
 
-def _close(found: Tensor, expected: Tensor) -> bool:
-    same = found.shape == expected.shape and found.dtype == expected.dtype
-    return same and bool(((found - expected).abs() <= CLOSE * (1 + expected.abs())).all())
+def _close(found: Tensor, expected: Any) -> bool:
+    if not isinstance(expected, Tensor) or found.shape != expected.shape or found.dtype != expected.dtype:
+        return False
+    return bool(((found - expected).abs() <= CLOSE[found.dtype] * (1 + expected.abs())).all())
 
 
 # ---- activations
