@@ -30,6 +30,7 @@ def pipeline_step(
         ValueError: gradients are enabled and there is no optimizer.
         TypeError: ``data_iter`` is no iterator.
         StopIteration: it is at its end.
+        PeerError: another rank's is at its end, or failed.
     """
     wants_loss, wants_outputs, broadcast_loss = wanted
     train = torch.is_grad_enabled()
@@ -40,7 +41,12 @@ def pipeline_step(
         )
     if not isinstance(data_iter, Iterator):
         raise TypeError(f"data_iter={data_iter!r:.80}: give an iterator, such as iter(dataloader)")
-    outcome = steps.step(next(data_iter), criterion, train, wants_outputs)
+    try:
+        batch = next(data_iter)
+    except Exception as error:  # the others would wait for this rank
+        steps.without_batch(error)
+        raise
+    outcome = steps.step(batch, criterion, train, wants_outputs)
     loss = outcome.loss if wants_loss else None
     if wants_loss and broadcast_loss:
         loss = steps.everywhere(loss)

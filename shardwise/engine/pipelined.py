@@ -111,18 +111,38 @@ class PipelineSteps:
             parts = split_batch(on_device, number, plan.microbatch_rows)
         except Exception as error:
             refusal = error
-        words = (float(zlib.crc32(told.encode())), 0.0 if word.is_cuda else float(word.item()), float(bool(refusal)))
-        posts = self._model.exchange(words, "the batch of a step of a pipeline")
-        if any(post[2] for post in posts):
-            texts = self._model.exchange_object(refusal and f"{type(refusal).__name__}: {refusal}", "a bad batch")
-            if refusal is not None:
-                raise refusal
-            first = next(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
-            raise PeerError(f"a batch cannot be divided on {first}. No pass of the step was made, on any rank")
+        posts = self._agree(told, word, refusal, "cannot be divided")
         if any(post != posts[0] for post in posts):
             texts = self._model.exchange_object(told[:TEXT_LENGTH], "batches that differ")
             raise ValueError(differing([tuple(post) for post in posts], texts))
         return parts
+
+    def without_batch(self, error: Exception) -> None:
+        """This rank was given no batch for a step that the others may begin: they are told. Collective, as
+        :meth:`step`.
+
+        Raises:
+            Exception: ``error``.
+        """
+        self._agree("", torch.zeros(()), error, "was not given")
+
+    def _agree(self, told: str, word: Tensor, refusal: Exception | None, why: str) -> list[tuple[float, ...]]:
+        """What each rank's batch is like. Collective.
+
+        Raises:
+            Exception: ``refusal``.
+            PeerError: another rank has one.
+        """
+        words = (float(zlib.crc32(told.encode())), 0.0 if word.is_cuda else float(word.item()), float(bool(refusal)))
+        posts = self._model.exchange(words, "the batch of a step of a pipeline")
+        if any(post[2] for post in posts):
+            text = None if refusal is None else f"{type(refusal).__name__}: {refusal}"
+            found = self._model.exchange_object([why, text], "a bad batch")
+            if refusal is not None:
+                raise refusal
+            first = next(f"{why} on rank {rank}: {text}" for rank, (why, text) in enumerate(found) if text)
+            raise PeerError(f"a batch {first}. No pass of the step was made, on any rank")
+        return [tuple(post) for post in posts]
 
     def _tell(self, failure: str | None) -> dict[int, str]:
         """What went wrong in a step, by rank of those that hold the model. Collective over them."""

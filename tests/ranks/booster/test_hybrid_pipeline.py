@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from shardwise.booster import Booster
 from shardwise.booster.plugin import HybridParallelPlugin
+from shardwise.comm import PeerError
 from shardwise.pipeline import split_batch
 from shardwise.shardformer import GradientCheckpointConfig, PipelineGradientCheckpointConfig
 from shardwise.testing import assert_close, run_ranks
@@ -286,6 +287,12 @@ def _wrong_calls() -> None:
         booster.execute_pipeline([items], model, own, optimizer)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="not the one that boost returned"):
         booster.execute_pipeline(iter([items]), model, own, optimizer_of(nn.Linear(1, 1)))
+    rank = dist.get_rank()
+    lost = (items["a file"] for _ in range(1))
+    for mine, words in ((iter([]), "StopIteration: "), (lost, "KeyError: 'a file'")):
+        with pytest.raises((StopIteration, KeyError) if rank else PeerError) as error:
+            booster.execute_pipeline(mine if rank else iter([items]), model, own, optimizer)
+        assert rank or f"a batch was not given on rank 1: {words}" in str(error.value)
     found = booster.execute_pipeline(iter([items]), model, own, optimizer, broadcast_loss=True)  # none did harm
     assert found["loss"].isfinite() and found["outputs"] is None
     booster.close()
