@@ -53,9 +53,10 @@ def multiply_in_8_bits(model: nn.Module) -> list[str]:
     Warns:
         UserWarning: some are left as they are, or there are none.
     """
-    taken, left = [], []
+    taken, left, before = [], [], False
     for name, module in model.named_modules():
         kind = _kind(module)
+        before |= isinstance(module, _Linear | _Conv1D)
         if kind is None:
             continue
         weight = module._parameters.get("weight")
@@ -67,7 +68,7 @@ def multiply_in_8_bits(model: nn.Module) -> list[str]:
         else:
             module.__class__ = _both(kind, type(module))
             taken.append(name)
-    if left or not taken:
+    if left or not (taken or before):
         named = ", ".join(left[:NAMED]) + (", ..." if len(left) > NAMED else "")
         what = f"{len(left)} layers stay as they are ({named})" if left else "there are no linear layers"
         warnings.warn(
@@ -97,6 +98,16 @@ _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 def _both(kind: type[nn.Module], own: type[nn.Module]) -> type[nn.Module]:
     """A class that is still the user's module's: ``isinstance``, names and attributes go on."""
     if own not in _CLASSES:
-        names = {"__module__": own.__module__, "__qualname__": own.__qualname__}
+
+        def reduce(self: nn.Module, protocol: Any) -> Any:
+            alone = type(self) is _CLASSES[own]
+            return (_blank, (kind, own), vars(self)) if alone else object.__reduce_ex__(self, protocol)
+
+        names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__reduce_ex__": reduce}
         _CLASSES[own] = type(own.__name__, (kind, own), names)
     return _CLASSES[own]
+
+
+def _blank(kind: type[nn.Module], own: type[nn.Module]) -> nn.Module:
+    """What a pickled layer is filled into: pickle finds classes by name, and that of its class is the user's."""
+    return object.__new__(_both(kind, own))

@@ -370,6 +370,7 @@ class Cutting:
                 setattr(owner, name, value)
         for module, kind in reversed(self._classes):
             module.__class__ = kind
+            vars(module).pop("multiply", None)  # a cut layer's alone
         self._undo.clear()
         self._classes.clear()
 

@@ -4,6 +4,7 @@ which layers take them, and that the model stays what it was."""
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 from typing import Any
 
@@ -144,8 +145,10 @@ def test_which_layers_do() -> None:
     assert (found - exact).norm() < 0.15 * exact.norm()
     again = checkpoint(model, ids, use_reentrant=False)
     assert torch.equal(again, found)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    for same in (pickle.loads(pickle.dumps(model.head)), copy.deepcopy(model.head)):
+        x = torch.randn(3, model.head.in_features)
+        assert type(same) is type(model.head) and torch.equal(same(x), model.head(x))
+    with pytest.warns(UserWarning, match=r"1 layers stay as they are \(narrow\)"):
         assert multiply_in_8_bits(model) == []  # those that do already
     assert torch.equal(model(ids), found)
     found.square().mean().backward()
@@ -153,6 +156,10 @@ def test_which_layers_do() -> None:
 
 
 def test_what_is_left() -> None:
+    twice = nn.Sequential(nn.Linear(16, 16))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert multiply_in_8_bits(twice) == ["0"] and multiply_in_8_bits(twice) == []
     with pytest.warns(UserWarning, match="there are no linear layers"):
         assert multiply_in_8_bits(nn.LayerNorm(3)) == []
     with pytest.warns(UserWarning, match="1 layers stay"):

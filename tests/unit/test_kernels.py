@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -123,8 +124,10 @@ def test_a_kernel_is_taken() -> None:
     model = of("llama")
     fuse_norms(model, [])
     with mock.patch.object(functional, "rms_norm", side_effect=functional.rms_norm) as kernel:
-        model(torch.tensor([[1, 2]]))
-        assert kernel.call_count == 5
+        for same in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            kernel.reset_mock()
+            same(torch.tensor([[1, 2]]))
+            assert kernel.call_count == 5
         model.model.norm(torch.randn(1, 16, dtype=torch.float64))  # type: ignore[union-attr,operator]
         assert kernel.call_count == 5  # of another dtype than its weight: its own
 

@@ -236,6 +236,16 @@ _CLASSES: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
 def _both(kind: type[nn.Module], own: type[nn.Module], more: Mapping[str, Any] = {}) -> type[nn.Module]:
     """A class that is still the user's module's: ``isinstance``, names and attributes go on."""
     if (kind, own) not in _CLASSES:
-        names = {"__module__": own.__module__, "__qualname__": own.__qualname__, **more}
+
+        def reduce(self: nn.Module, protocol: Any) -> Any:
+            alone = type(self) is _CLASSES[kind, own]
+            return (_blank, (kind, own, more), vars(self)) if alone else object.__reduce_ex__(self, protocol)
+
+        names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__reduce_ex__": reduce, **more}
         _CLASSES[kind, own] = type(own.__name__, (kind, own), names)
     return _CLASSES[kind, own]
+
+
+def _blank(kind: type[nn.Module], own: type[nn.Module], more: Mapping[str, Any]) -> nn.Module:
+    """What a pickled module is filled into: pickle finds classes by name, and that of its class is the user's."""
+    return object.__new__(_both(kind, own, more))
