@@ -55,7 +55,6 @@ SHARD_CONFIG = {
 NOT_YET: dict[str, Any] = {
     "sequence_parallel_process_group": object(),
     "pipeline_stage_manager": object(),
-    "enable_sequence_parallelism": True,
     "sequence_parallelism_mode": "ring",
     "sp_axis": 1,
     "pg_mesh": object(),
@@ -85,6 +84,7 @@ def test_what_a_configuration_cannot_have_yet(name: str) -> None:
         ({"make_vocab_size_divisible_by": 0}, ValueError),
         ({"parallel_output": "yes"}, TypeError),
         ({"enable_flash_attention": 1}, TypeError),
+        ({"enable_sequence_parallelism": 1}, TypeError),
         ({"tensor_parallel_process_group": 3}, ValueError),
     ],
     ids=str,

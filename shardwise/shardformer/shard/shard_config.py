@@ -15,8 +15,6 @@ from shardwise.shardformer.shard.grad_ckpt_config import GradientCheckpointConfi
 __all__ = ["NOT_YET", "ShardConfig", "config_over"]
 
 NOT_YET = {
-    "enable_sequence_parallelism": "leave it False",
-    "sequence_parallelism_mode": "leave it None",
     "sequence_parallel_process_group": "leave it None",
     "pipeline_stage_manager": "leave it None",
     "sp_axis": "leave it None",
@@ -31,6 +29,7 @@ SWITCHES = (
     "enable_fused_normalization",
     "enable_flash_attention",
     "enable_jit_fused",
+    "enable_sequence_parallelism",
     "parallel_output",
     "fp8_communication",
 )
@@ -49,6 +48,9 @@ class ShardConfig:
         enable_jit_fused: activations of several operations are compiled to one kernel, on a GPU with Triton.
         enable_flash_attention: the model's attention is torch's ``scaled_dot_product_attention``, which takes a flash
             kernel where there is one.
+        enable_sequence_parallelism: between layers that are cut each rank has a part of every sequence, of models that
+            are known by themselves.
+        sequence_parallelism_mode: ``"split_gather"``, or ``None`` for the same; HybridParallelPlugin has the others.
         parallel_output: logits stay cut by the vocabulary, where the model's own loss allows it.
         make_vocab_size_divisible_by: each rank's rows of the vocabulary are padded to a multiple of it.
         gradient_checkpoint_config: layers that are computed again in backward.
@@ -83,6 +85,9 @@ class ShardConfig:
                 refuse(name, getattr(self, name), instead)
         for name in SWITCHES:
             switch(name, getattr(self, name))
+        if self.sequence_parallelism_mode not in (None, "split_gather"):
+            instead = "give None or 'split_gather'; HybridParallelPlugin has the others"
+            refuse("sequence_parallelism_mode", self.sequence_parallelism_mode, instead)
         whole("make_vocab_size_divisible_by", self.make_vocab_size_divisible_by, 1, what="a number of rows")
         group = self.tensor_parallel_process_group
         ranks = ranks_of("tensor_parallel_process_group", group) if self.enable_tensor_parallelism else (0,)

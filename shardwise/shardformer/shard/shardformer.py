@@ -51,7 +51,9 @@ class ShardFormer:
         with changed_model(model, kernels_of(config), config.gradient_checkpoint_config):
             if config.tensor_parallel_size > 1:
                 plan = TensorPlan(
-                    parallel_output=config.parallel_output, vocabulary_multiple=config.make_vocab_size_divisible_by
+                    parallel_output=config.parallel_output,
+                    vocabulary_multiple=config.make_vocab_size_divisible_by,
+                    sequence="split_gather" if config.enable_sequence_parallelism else None,
                 )
                 if policy is not None:
                     plan = replace(plan, architecture=PolicyArchitecture(policy, plan))

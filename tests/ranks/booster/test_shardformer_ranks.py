@@ -20,13 +20,13 @@ def inputs() -> dict[str, torch.Tensor]:
     return {name: values[:4] for name, values in texts.items.items()}
 
 
-def _optimized(kind: str, group: dist.ProcessGroup | None, **given: Any) -> None:
+def _optimized(kind: str, group: dist.ProcessGroup | None, policy: bool = True, **given: Any) -> None:
     whole = made(kind)
     expected = whole(**inputs())
     expected.loss.backward()
     config = ShardConfig(tensor_parallel_process_group=group, parallel_output=False, **given)
     given_model = made(kind)
-    model, shared = ShardFormer(shard_config=config).optimize(given_model, POLICIES[kind]())
+    model, shared = ShardFormer(shard_config=config).optimize(given_model, POLICIES[kind]() if policy else None)
     assert model is given_model and shared == []
     out = model(**inputs())
     out.loss.backward()
@@ -51,6 +51,10 @@ def _over_all(kind: str) -> None:
     _optimized(kind, None, gradient_checkpoint_config=GradientCheckpointConfig(0.5), make_vocab_size_divisible_by=3)
 
 
+def _with_own_tokens(kind: str) -> None:
+    _optimized(kind, None, policy=False, enable_sequence_parallelism=True)
+
+
 def _over_none(kind: str) -> None:
     _optimized(kind, None, enable_tensor_parallelism=False)
 
@@ -59,6 +63,7 @@ def _over_none(kind: str) -> None:
 def test_a_model_is_cut_where_it_stands(kind: str) -> None:
     run_ranks(4, _over_pairs, kind)
     run_ranks(2, _over_all, kind)
+    run_ranks(2, _with_own_tokens, kind)
     run_ranks(2, _over_none, kind)
 
 
