@@ -54,6 +54,8 @@ class Sequences:
         self._local = False
         """Logits stay cut in the pass that runs."""
         self._looked = False
+        self._labels: Tensor | None = None
+        """Of the pass that runs, where a loss of parts is made of them."""
         """At what is in a batch."""
         self._now: Pass | None = None
         self._farthest = 0
@@ -129,11 +131,11 @@ class Sequences:
             assert self._parts is not None
             return SequenceLoss(self.axis, self._parts, inner)(*values, **named)
 
-        self._local, head._loss_function = True, loss
+        self._local, head._loss_function, self._labels = True, loss, given["labels"]
         try:
             return forward(*args, **kwargs)
         finally:
-            self._local = False
+            self._local, self._labels = False, None
             if before is None:
                 vars(head).pop("_loss_function", None)
             else:
@@ -296,7 +298,10 @@ class Sequences:
         tokens: Tensor = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"][..., 0]
         looks, self._looked = tokens.device.type == "cpu" or not self._looked, True
         shape = [float(size) for size in (*tokens.shape, 0, 0, 0)[:4]]
-        rows = self.axis.group.exchange([0.0, *shape, _fingerprint(tokens) if looks else 0.0], BATCH)
+        others = (given.get("attention_mask"), given.get("position_ids"), self._labels)
+        seen = [x for x in (tokens, *others) if looks and isinstance(x, Tensor)]
+        checksum = sum((place + 1) * _fingerprint(x) for place, x in enumerate(seen)) % 2**52
+        rows = self.axis.group.exchange([0.0, *shape, checksum], BATCH)
         refused = [rank for rank, row in enumerate(rows) if row[0]]
         if refused:
             raise ValueError(f"of the ranks that share sequences {refused} cannot take what they were given: see there")

@@ -134,6 +134,8 @@ def refused(ring: Ring) -> None:
         (r"position_ids of \(1, 10\)", batch | {"position_ids": torch.arange(10)[None]}),
         ("different batches", batch | {"input_ids": batch["input_ids"].flip(0) if rank else batch["input_ids"]}),
         ("different batches", batch | {"input_ids": batch["input_ids"] + rank}),
+        ("different batches", batch | {"labels": batch["labels"].flip(0) if rank else batch["labels"]}),
+        ("different batches", batch | {"position_ids": torch.arange(rank, 11 + rank)[None]}),
     ]
     for match, given in cases:
         with pytest.raises(ValueError, match=match), Exact():
