@@ -108,11 +108,6 @@ class Division:
                     "None, and cast in the criterion"
                 )
         if mesh.ring is not None:
-            if self.staging is not None:
-                raise NotImplementedError(
-                    f"sp={mesh.sequence.size} with {mesh.pipeline.size} pipeline ranks is not available: use pp=1 or "
-                    "sp=1"
-                )
             compress = plan.comm.compress is not None
             self.sequences = share_sequences(model, plan.sequence, mesh.sequence, mesh.ring, mesh.tensor.size, compress)
         own = [(p, f) for p, f in self.every if self.owns(p)]

@@ -84,6 +84,7 @@ HYBRID_CASES: list[tuple[dict[str, Any], Plan]] = [
     ({**SEQUENCES, "enable_sequence_overlap": True}, DDP.but(tensor=TensorPlan(sequence="ring"))),
     ({**SEQUENCES, "sequence_parallelism_mode": "ring"}, DDP.but(tensor=TensorPlan(sequence="ring"))),
     ({**SEQUENCES, "sp_size": 2}, DDP.but(sp=2)),
+    ({**SEQUENCES, "sp_size": 2, "pp_size": 2}, DDP.but(sp=2, pp=2)),
     ({**SEQUENCES, "sp_size": 2, "tp_size": 1}, DDP.but(sp=2, tp=1)),
     ({**SEQUENCES, **RING}, DDP.but(sp=4, mode="ring_attn", inner_ring=2)),
     (
@@ -226,15 +227,15 @@ def test_the_number_of_micro_batches_goes_before_their_size() -> None:
 
 @pytest.mark.parametrize("dp_outside", [True, False])
 def test_who_shares_sequences_is_what_the_mesh_says(dp_outside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    plugin = HybridParallelPlugin(**SEQUENCES, pp_size=1, sp_size=2, dp_outside=dp_outside)
-    assert plugin.plan(8).mesh.sp == 2
-    grid = _grid(tuple(range(8)), plugin.plan(8).mesh.resolve(8))
-    for rank in range(8):
-        monkeypatch.setattr(base, "all_ranks", lambda rank=rank: (rank, 8))
+    plugin = HybridParallelPlugin(**SEQUENCES, pp_size=2, sp_size=2, dp_outside=dp_outside)
+    assert plugin.plan(16).mesh.sp == 2
+    grid = _grid(tuple(range(16)), plugin.plan(16).mesh.resolve(16))
+    for rank in range(16):
+        monkeypatch.setattr(base, "all_ranks", lambda rank=rank: (rank, 16))
         ((_, replica, _, _),) = (grid == rank).nonzero().tolist()
         assert plugin.data_parallel() == (replica // 2, 2)
-    with pytest.raises(ValueError, match="tp_size=2 x sp_size=2 does not divide the 6 ranks"):
-        plugin.plan(6)
+    with pytest.raises(ValueError, match="tp_size=2 x pp_size=2 x sp_size=2 does not divide the 12 ranks"):
+        plugin.plan(12)
 
 
 @pytest.mark.parametrize("dp_outside", [True, False])
@@ -335,14 +336,6 @@ def test_hybrid_says_once_what_has_no_effect(given: dict[str, Any], reason: str)
     assert len(found) == 1
     others = {key: value for key, value in given.items() if key != name}
     assert plugin.plan(8) == HybridParallelPlugin(pp_size=1, **others).plan(8)
-
-
-def test_sequences_that_ranks_share_and_pipelines() -> None:
-    with pytest.raises(NotImplementedError, match="sp_size=2 is not available yet; with pp_size=2 use"):
-        HybridParallelPlugin(**SEQUENCES, pp_size=2, sp_size=2)
-    assert HybridParallelPlugin(**SEQUENCES, pp_size=2).plan(8) == DDP.but(
-        pp=2, tensor=TensorPlan(sequence="split_gather")
-    )
 
 
 def test_sequences_over_one_rank() -> None:

@@ -214,10 +214,6 @@ def _check(arguments: HybridParallelArguments) -> None:
 
 def _check_pipeline(arguments: HybridParallelArguments) -> None:
     a = arguments
-    if sequence_arguments(a).sp > 1:
-        refuse(
-            "sp_size", a.sp_size, f"with pp_size={a.pp_size} use 'split_gather' or 'ring', over the ranks of tp_size"
-        )
     chunks = a.num_model_chunks
     if chunks < 2 if a.pp_style == "interleaved" else chunks != (1 if a.pp_style == "1f1b" else 2):
         raise ValueError(

@@ -72,6 +72,42 @@ def test_every_mode_equals_plain_pytorch() -> None:
         run_ranks(RANKS, _trained, kind, given, timeout=120.0)
 
 
+STAGED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("bert", {"num_microbatches": 2}, {}),
+    ("gpt2", {**RING, "num_microbatches": 2, "zero_stage": 2}, {}),
+    ("llama", {"pp_style": "zbv", "num_model_chunks": 2, "num_microbatches": 4}, {"num_hidden_layers": 4}),
+]
+
+
+def _staged(kind: str, given: dict[str, Any], changes: dict[str, Any]) -> None:
+    shared: dict[str, Any] = {"sp_size": 2, "enable_sequence_parallelism": True, "max_norm": MAX_NORM, "zero_stage": 1}
+    plugin = HybridParallelPlugin(**{"tp_size": 1, "pp_size": 2, "precision": "fp32"} | shared | given)
+    assert plugin.data_parallel() == (0, 1)
+    texts = Texts(STEPS * 2 * BATCH)
+    texts.items["labels"] = texts.items["input_ids"]  # as many in each micro-batch
+    loader = plugin.prepare_dataloader(texts, 2 * BATCH)
+    booster = Booster(plugin=plugin)
+    model = made(kind, **changes)
+    model, optimizer, *_ = booster.boost(model, optimizer_of(model), None, loader)
+    batches, right = iter(loader), {}
+    for loss, norm, values in plain(kind, 1, 2 * BATCH, False, full=True, **changes):
+        out = booster.execute_pipeline(batches, model, lambda outputs, _: outputs.loss, optimizer, broadcast_loss=True)
+        optimizer.step()
+        assert abs(out["loss"].item() - loss) < 1e-6 * loss
+        assert abs(optimizer.get_grad_norm() - norm) < 1e-6 * norm
+        optimizer.zero_grad()
+        right = values
+    whole = model.state_dict()
+    if dist.get_rank() == 0:
+        assert_close({name: whole[name] for name in right}, right, 1e-6, "the whole state")
+    booster.close()
+
+
+def test_the_stages_of_a_pipeline_share_sequences() -> None:
+    for kind, given, changes in STAGED:
+        run_ranks(RANKS, _staged, kind, given, changes, timeout=120.0)
+
+
 def _sent(compress: bool) -> tuple[float, int, float]:
     """The loss of a step, bytes from rank to rank, and the norm."""
     plugin = HybridParallelPlugin(
