@@ -97,11 +97,6 @@ class Division:
                     f"average={plan.grad.average!r} with {size} pipeline ranks: give 'sum'; a step's micro-batches are "
                     "weighed by their rows"
                 )
-            if plan.tiers.disk is not None and mesh.tensor.size > 1:
-                raise NotImplementedError(
-                    f"data on a disk (disk={plan.tiers.disk}) with {size} pipeline ranks of {mesh.tensor.size} "
-                    "tensor-parallel ranks each is not available: use the host, or either of these"
-                )
             if plan.precision.output_dtype is not None:
                 raise NotImplementedError(
                     f"output_dtype={plan.precision.output_dtype} with {size} pipeline ranks is not available: leave it "

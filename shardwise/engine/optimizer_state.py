@@ -16,7 +16,7 @@ from shardwise.disk.agreement import agreed
 from shardwise.engine.engine import Engine
 from shardwise.engine.staging import gather_shards
 from shardwise.engine.updates import TileUpdates
-from shardwise.engine.whole import READ_AGAIN, first_holders, readers, reads_disk, together
+from shardwise.engine.whole import READ_AGAIN, first_holders, reads_disk, together
 from shardwise.optim.state_form import check_full_state, constructed_state, makes_state_at_once
 from shardwise.tensor.order import part_of_whole
 from shardwise.update.tiles import Piece
@@ -206,7 +206,7 @@ class OptimizerState:
         kinds = {key: value for entry in entries for key, value in entry.items() if isinstance(value, str)}
         dtypes = {key: getattr(torch, kind) for key, kind in sorted(kinds.items())}
         needed = reads_disk(engine, known)
-        with agreed(readers(engine), "optimizer state was read", READ_AGAIN, needed=needed):
+        with agreed(engine.mesh.stage, "optimizer state was read", READ_AGAIN, needed=needed):
             if not known:
                 shards = self._shards(chunk, positions, dtypes)
         if known:

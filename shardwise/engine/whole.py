@@ -21,7 +21,6 @@ from shardwise.tensor import Part
 __all__ = [
     "READ_AGAIN",
     "first_holders",
-    "readers",
     "reads_disk",
     "state_names",
     "together",
@@ -130,7 +129,7 @@ def _own_values(engine: Engine, masters: bool) -> Iterator[tuple[int, torch.Tens
     arrays: dict[int, torch.Tensor] = {}
     for param, (index, slot) in enumerate(layout.where):
         chunk, shard = engine.chunks[index], None
-        with agreed(readers(engine), READING, READ_AGAIN, needed=reads_disk(engine, index in arrays)):
+        with agreed(mesh.stage, READING, READ_AGAIN, needed=reads_disk(engine, index in arrays)):
             if index not in arrays:
                 shard = _shard(engine, chunk, masters)
         if index not in arrays:
@@ -140,11 +139,6 @@ def _own_values(engine: Engine, masters: bool) -> Iterator[tuple[int, torch.Tens
         if not left[index]:
             del arrays[index]
         yield param, value if part is None else together(mesh.tensor, part, value)
-
-
-def readers(engine: Engine) -> Group:
-    """Who reads something for a parameter at the same time as this rank: those with the same stage."""
-    return engine.mesh.everyone if engine.mesh.pipeline.size == 1 else engine.mesh.world
 
 
 def reads_disk(engine: Engine, known: bool) -> bool:

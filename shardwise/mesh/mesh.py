@@ -58,6 +58,7 @@ class _Axes:
     pipeline: Group
     model: Group
     everyone: Group
+    stage: Group
     sequence: Group
     wire: Wire | None = None
     ring: Wire | None = None
@@ -80,6 +81,7 @@ class Mesh:
         tensor: the ranks that hold parts of the same layers (tensor parallelism), which see the same data.
         pipeline: the ranks that hold the stages of one model, which see the same data.
         everyone: all of the mesh; ``world`` itself where each rank has the whole model.
+        stage: those with layers of the same stage; ``everyone`` itself where there is one.
         rank: this process in ``world``.
         size: number of ranks in ``world``.
         ranks: their ranks in ``torch.distributed``, by rank in ``world``.
@@ -100,6 +102,7 @@ class Mesh:
         self.device = axes.world.device
         self.shard, self.replicate, self.world = axes.shard, axes.replicate, axes.world
         self.tensor, self.pipeline, self.everyone = axes.tensor, axes.pipeline, axes.everyone
+        self.stage = axes.stage
         self.rank = axes.world.rank
         self.size = axes.world.size
         self.ranks = ranks
@@ -154,7 +157,7 @@ class Mesh:
                 raise refusal
             names = (SHARD_AXIS, REPLICATE_AXIS, "world", TENSOR_AXIS, PIPELINE_AXIS, SEQUENCE_AXIS)
             shard, replicate, one, tensor, pipeline, sequence = (LocalGroup(name, device) for name in names)
-            return cls(_Axes(shard, replicate, one, tensor, pipeline, tensor, one, sequence), None, None, ranks)
+            return cls(_Axes(shard, replicate, one, tensor, pipeline, tensor, one, one, sequence), None, None, ranks)
         # Told before it is raised: the others may want something that can be, and would wait.
         wanted = {"dp_replicate": sizes.dp_replicate, "dp_shard": sizes.dp_shard, "device": device.type}
         wanted |= {name: size for name, size in (("tp", sizes.tp), ("pp", sizes.pp), ("sp", sizes.sp)) if size > 1}
@@ -260,7 +263,7 @@ class Mesh:
     def groups(self) -> tuple[Group, ...]:
         """The different groups, each once (traffic is summed over these)."""
         found: list[Group] = []
-        every = [self.shard, self.replicate, self.world, self.everyone, self.model_parallel]
+        every = [self.shard, self.replicate, self.world, self.everyone, self.stage, self.model_parallel]
         every += [group for group in (self.tensor, self.pipeline, self.sequence) if group.size > 1]
         for group in every:
             if group is not None and not any(group is other for other in found):
@@ -354,11 +357,21 @@ def _axes(maker: GroupMaker, grid: torch.Tensor, sp: int) -> _Axes:
         everyone = model
     else:
         everyone = maker.make("everyone", [sorted(grid.flatten().tolist())])
+    if stages == 1:
+        stage = everyone
+    elif parts == 1:
+        stage = world
+    elif world.size == 1:
+        stage = tensor
+    else:
+        stage = maker.make("stage", _along(grid, 1, 2, 3))
     wire = maker.make_wire(PIPELINE_AXIS, _along(grid, 0)) if stages > 1 else None
     lines = _along(grid.reshape(stages, replicas * shards // sp, sp, parts), 2)
     sequence = maker.make(SEQUENCE_AXIS, lines)
     ring = maker.make_wire(SEQUENCE_AXIS, lines) if sp > 1 else None
-    return _Axes(shard, replicate, world, tensor, pipeline, model, everyone, sequence, wire, ring, _along(grid, 3))
+    return _Axes(
+        shard, replicate, world, tensor, pipeline, model, everyone, stage, sequence, wire, ring, _along(grid, 3)
+    )
 
 
 def _along(grid: torch.Tensor, *dims: int) -> list[list[int]]:

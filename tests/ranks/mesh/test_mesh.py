@@ -101,6 +101,22 @@ def test_neighbours_among_data_parallel_ranks_share_sequences() -> None:
         assert told == [[rank % 2, rank % 2 + 2], (rank + 2) % 4, 2]
 
 
+def of_one_stage(plan: MeshPlan) -> list[int]:
+    mesh = Mesh.create(plan, CPU, COMM)
+    rows = mesh.stage.exchange([dist.get_rank()])
+    mesh.close()
+    return [int(row[0]) for row in rows]
+
+
+def test_ranks_of_one_stage_know_each_other() -> None:
+    plan = MeshPlan(dp_shard=-1, dp_replicate=1, tp=2, pp=2)
+    assert run_ranks(8, of_one_stage, plan) == [list(range(4))] * 4 + [list(range(4, 8))] * 4
+    inside = MeshPlan(dp_shard=-1, dp_replicate=1, tp=2, pp=2, dp_outside=True)
+    for rank, told in enumerate(run_ranks(8, of_one_stage, inside)):
+        assert told == [[0, 1, 4, 5], [2, 3, 6, 7]][rank // 2 % 2]
+    assert run_ranks(4, of_one_stage, plan) == [[0, 1], [0, 1], [2, 3], [2, 3]]
+
+
 def parts(group_of: list[list[int]] | None, plan: MeshPlan) -> dict[str, list[int]]:
     """This rank's groups, in ranks of all."""
     group, me = None, dist.get_rank()
