@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from shardwise.build import Session, build
-from shardwise.checked import MOST_BYTES, require, shown, whole
+from shardwise.checked import require, shown, whole
 from shardwise.mesh import init_distributed
 from shardwise.plan import DiskPlan, Plan, SequencePlan, TensorPlan, TierPlan, on_device, replicated, zero
-from shardwise.sizes import parse_size
+from shardwise.sizes import device_bytes
 
 __all__ = ["Settings", "shard"]
 
@@ -101,15 +101,7 @@ class Settings:
         elif self.offload is not None:
             disk = DiskPlan(directory=os.fspath(self.offload))
             tiers = replace(tiers, state_disk_fraction=1.0, param_disk_fraction=params, pin_memory=True, disk=disk)
-        limit = self.device_memory
-        if isinstance(limit, str):
-            try:
-                limit = parse_size(limit)
-            except ValueError as error:
-                raise ValueError(f"device_memory={self.device_memory!r:.80}: {error}") from None
-        elif limit is not None:
-            whole("device_memory", limit, 1, MOST_BYTES, "bytes, or a text such as '64MiB',")
-        return replace(tiers, device_capacity_bytes=limit)
+        return replace(tiers, device_capacity_bytes=device_bytes(self.device_memory))
 
 
 def shard(

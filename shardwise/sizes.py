@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import re
 
-from shardwise.checked import MOST_BYTES
+from shardwise.checked import MOST_BYTES, whole
 
-__all__ = ["parse_size", "size_text"]
+__all__ = ["device_bytes", "parse_size", "size_text"]
 
 BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 FACTORS: dict[str, int] = {"": 1, "B": 1} | {
@@ -35,6 +35,22 @@ def parse_size(text: str) -> int:
     if size < 1:
         raise ValueError(f"{text!r} is less than one byte: give a positive size such as 64MiB")
     return size
+
+
+def device_bytes(device_memory: int | str | None) -> int | None:
+    """A ``device_memory`` that somebody gave, in bytes; ``None`` is no limit of its own.
+
+    Raises:
+        ValueError: less than one byte, or a text that is no size.
+    """
+    if device_memory is None:
+        return None
+    if not isinstance(device_memory, str):
+        return whole("device_memory", device_memory, 1, MOST_BYTES, "bytes, or a text such as '64MiB',")
+    try:
+        return parse_size(device_memory)
+    except ValueError as error:
+        raise ValueError(f"device_memory={device_memory!r:.80}: {error}") from None
 
 
 def size_text(size_bytes: float) -> str:

@@ -22,6 +22,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     (
         "comm",
         "chunk.search",
+        "checksum",
         "draws",
         "float8",
         "loss_scale",

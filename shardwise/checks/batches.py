@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.checksum import WORD, word_of
 from shardwise.comm import Group
 
 __all__ = ["SameBatches", "outline", "values_word"]
 
-WORD = 1 << 52
-"""Numbers below it are exact in what groups exchange."""
 TEXT_LENGTH = 400
 
 
@@ -50,9 +49,7 @@ def values_word(batch: Any) -> Tensor:
     total = torch.zeros((), dtype=torch.int64)
     for index, (_, value) in enumerate(_leaves(batch)):
         if isinstance(value, Tensor) and not value.is_floating_point() and not value.is_complex() and value.numel():
-            weights = torch.arange(index + 1, index + 1 + value.numel(), device=value.device)
-            # Odd factors, so that no bit of a product depends on lower ones of the value alone.
-            word = ((value.reshape(-1).to(torch.int64) + 1) * (2 * weights * 0x9E3779B1 + 1)).sum()
+            word = word_of(value, start=index + 1)
             total = total.to(word.device) * 3 + word
     return total.remainder(WORD)
 

@@ -25,7 +25,7 @@ from shardwise.plan import (
     usual_exchange,
 )
 
-__all__ = ["data_ranks", "home_of_parameters", "number_format", "parallel_sizes", "plan_of", "to_plan"]
+__all__ = ["data_parallel", "data_ranks", "home_of_parameters", "number_format", "parallel_sizes", "plan_of", "to_plan"]
 
 ZERO, PARAM, OPTIM = "zero_optimization", "zero_optimization.offload_param", "zero_optimization.offload_optimizer"
 STAGE_3 = tuple(
@@ -169,6 +169,17 @@ def data_ranks(settings: Settings, world_size: int) -> int:
             f"sequence_parallel_size={sequence} are {found} x {tensor} x {sequence}; give {found}, or leave it out"
         )
     return found
+
+
+def data_parallel(settings: Settings, rank: int, world_size: int) -> tuple[int, int]:
+    """(index, number) of a rank among those that see different samples; see :meth:`MeshPlan.data_parallel`.
+
+    Raises:
+        ValueError: see :func:`data_ranks`.
+    """
+    data_ranks(settings, world_size)
+    tensor, sequence = parallel_sizes(settings)
+    return MeshPlan(dp_shard=-1, dp_replicate=1, tp=tensor, sp=sequence).data_parallel(rank, world_size)
 
 
 def _mesh(s: Settings, world_size: int) -> MeshPlan:

@@ -76,12 +76,13 @@ class Division:
         self.draws: SameDraws | None = None
         self._wire = mesh.wire
         self._tensor_wire = mesh.tensor_wire if plan.tensor.sequence == "ring" else None
+        compress = plan.comm.compress is not None
         if mesh.tensor.size > 1:
-            axis = Axis(mesh.tensor, plan.comm.compress is not None)
+            axis = Axis(mesh.tensor, compress)
             self.cutting = cut_model(model, axis, plan.tensor)
             self.draws = SameDraws(model, axis, mesh.device)
         facts = parameter_facts(every, all_names(model), optimizers, plan, self.cutting)
-        wide = [fact.names[0] for fact in facts if plan.comm.compress is not None and fact.dtype is torch.float64]
+        wide = [fact.names[0] for fact in facts if compress and fact.dtype is torch.float64]
         if wide:
             raise ValueError(
                 f"compress={plan.comm.compress!r} (fp8_communication) with {len(wide)} parameters of torch.float64 (as "
@@ -103,7 +104,6 @@ class Division:
                     "None, and cast in the criterion"
                 )
         if mesh.ring is not None:
-            compress = plan.comm.compress is not None
             self.sequences = share_sequences(model, plan.sequence, mesh.sequence, mesh.ring, mesh.tensor.size, compress)
         own = [(p, f) for p, f in self.every if self.owns(p)]
         self.params: list[nn.Parameter] = [param for param, _ in own]

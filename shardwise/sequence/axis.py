@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import Group, Wire
+from shardwise.tensor.axis import Ranks
 
 __all__ = ["SequenceAxis"]
 
@@ -23,7 +24,7 @@ TAGS = 1 << 20
 # exchange in the other direction as its derivative; what is sent to several ranks gets the sum of what comes back from
 # each, since it was copied for each before. A gather is that, and so is a sum over the ranks: both are made of this one
 # exchange.
-class SequenceAxis:
+class SequenceAxis(Ranks):
     """The ranks that hold parts of the same sequences. All of them make the same passes with the same shapes.
 
     Args:
@@ -33,20 +34,10 @@ class SequenceAxis:
     """
 
     def __init__(self, group: Group, wire: Wire, compress: bool = False) -> None:
-        self.group, self.wire = group, wire
+        super().__init__(group)
+        self.wire = wire
         self.narrow = wire.compressed() if compress else wire
         self._count = 0
-
-    def __deepcopy__(self, _memo: object) -> SequenceAxis:
-        return self  # a copy of a model is on the same ranks
-
-    @property
-    def rank(self) -> int:
-        return self.group.rank
-
-    @property
-    def size(self) -> int:
-        return self.group.size
 
     def tags(self, count: int) -> range:
         """Numbers for ``count`` messages to a peer; the same on every rank."""

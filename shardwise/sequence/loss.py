@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from torch.nn import functional
 
 from shardwise.sequence.axis import SequenceAxis
 from shardwise.sequence.parts import Parts
+from shardwise.tensor.causal import labels_by_position
 
 __all__ = ["SequenceLoss"]
 
@@ -19,7 +19,7 @@ class SequenceLoss:
 
     Args:
         axis: the ranks.
-        parts: of the sequences; ``None`` as long as no pass has said it.
+        parts: of the sequences.
         inner: the loss of the logits that are here, which may be cut by the vocabulary as well.
     """
 
@@ -44,9 +44,7 @@ class SequenceLoss:
             vocab_size, num_items_in_batch, ignore_index: as for transformers.
             shift_labels: ``[rows, length]``, position by position, in the place of ``labels``.
         """
-        if shift_labels is None:
-            assert labels is not None
-            shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        shift_labels = labels_by_position(labels, shift_labels, ignore_index)
         if shift_labels.shape[-1] != self.parts.length:
             raise ValueError(
                 f"labels of {tuple(shift_labels.shape)} where {self.axis.size} ranks share sequences of "

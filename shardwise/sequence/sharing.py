@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.checksum import WORD, word_of
 from shardwise.comm import Group, Wire
 from shardwise.draws import Private, dropouts_of
 from shardwise.parallel_plan import SequencePlan
@@ -300,7 +301,7 @@ class Sequences:
         shape = [float(size) for size in (*tokens.shape, 0, 0, 0)[:4]]
         others = (given.get("attention_mask"), given.get("position_ids"), self._labels)
         seen = [x for x in (tokens, *others) if looks and isinstance(x, Tensor)]
-        checksum = sum((place + 1) * _fingerprint(x) for place, x in enumerate(seen)) % 2**52
+        checksum = float(sum(int(word_of(x, start=place + 1)) for place, x in enumerate(seen)) % WORD)
         rows = self.axis.group.exchange([0.0, *shape, checksum], BATCH)
         refused = [rank for rank, row in enumerate(rows) if row[0]]
         if refused:
@@ -377,15 +378,6 @@ def _name_attention(config: Any) -> Callable[[], bool]:
         return True
 
     return put_back
-
-
-def _fingerprint(x: Tensor) -> float:
-    """A whole number that is another one for other values, or the same in another order; the same on any machine."""
-    numbers = x.detach().flatten()
-    if numbers.is_floating_point():
-        numbers = numbers.double().view(torch.int64)
-    places = torch.arange(1, numbers.numel() + 1, device=x.device)
-    return float((numbers * places).sum() % 2**52)
 
 
 def _packed(positions: Tensor) -> Tensor | None:

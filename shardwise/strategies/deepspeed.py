@@ -21,7 +21,7 @@ from shardwise.deepspeed.config import Report, Settings, read_config
 from shardwise.deepspeed.frozen import frozen_ones_are_missing
 from shardwise.deepspeed.logs import LOG, known_level, set_level
 from shardwise.deepspeed.optimizers import make_optimizer
-from shardwise.deepspeed.plan import data_ranks
+from shardwise.deepspeed.plan import data_parallel, data_ranks
 from shardwise.deepspeed.schedules import make_schedule
 from shardwise.deepspeed.stepping import watched_step
 from shardwise.mesh.launch import read_variable
@@ -146,8 +146,8 @@ class DeepSpeed(ShardedStrategy):
         """For Trainer's ``DistributedSampler``: ranks that hold one model together, or parts of sequences, see the same
         samples."""
         settings = self._settings or read_config(self._given)
-        ranks = data_ranks(settings, self.world_size)
-        return {"num_replicas": ranks, "rank": self.global_rank * ranks // self.world_size}
+        rank, ranks = data_parallel(settings, self.global_rank, self.world_size)
+        return {"num_replicas": ranks, "rank": rank}
 
     def _facts(self, trainer: Any) -> TrainerFacts:
         by_norm = trainer.gradient_clip_algorithm is None or trainer.gradient_clip_algorithm.value == "norm"

@@ -4,14 +4,36 @@ it."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from shardwise.comm import GRADIENTS, VALUES, Buffer, Group, Wire, compressed
 
-__all__ = ["Axis"]
+__all__ = ["Axis", "Ranks"]
+
+
+class Ranks:
+    """The ranks of a group, for modules of a model to hold: a copy of the model is on the same ranks.
+
+    Args:
+        group: these ranks.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    def __deepcopy__(self, _memo: object) -> Self:
+        return self
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank
+
+    @property
+    def size(self) -> int:
+        return self.group.size
 
 
 # [Note: Gradients across an axis]
@@ -23,7 +45,7 @@ __all__ = ["Axis"]
 # layers, and the contributions to its gradient are summed to parts again (gathered_for_parts, summed_part: in one
 # exchange what a sum and a part of it are in two). Each is the other's backward, so gradients of gradients are right as
 # well.
-class Axis:
+class Axis(Ranks):
     """The ranks that hold parts of one model's layers, for activations of any shape.
 
     All of them make the same passes with the same shapes.
@@ -38,23 +60,12 @@ class Axis:
     """
 
     def __init__(self, group: Group, compress: bool = False) -> None:
-        self.group = group
+        super().__init__(group)
         formats = (VALUES, GRADIENTS)
         self._ways = tuple(compressed(group, each) if compress else group for each in formats)
         self.wire: Wire | None = None
         self._kept: dict[torch.dtype, Buffer] = {}
         self._capacity: dict[torch.dtype, int] = {}
-
-    def __deepcopy__(self, _memo: object) -> Axis:
-        return self  # a copy of a model is on the same ranks
-
-    @property
-    def rank(self) -> int:
-        return self.group.rank
-
-    @property
-    def size(self) -> int:
-        return self.group.size
 
     # ---- with gradients
 

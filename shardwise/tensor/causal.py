@@ -13,7 +13,7 @@ from shardwise.tensor.cut import Cut
 from shardwise.tensor.draws import SameDraws
 from shardwise.tensor.loss import vocabulary_cross_entropy
 
-__all__ = ["CausalLoss", "Generate"]
+__all__ = ["CausalLoss", "Generate", "labels_by_position"]
 
 
 class CausalLoss:
@@ -42,10 +42,7 @@ class CausalLoss:
     ) -> Tensor:
         """The mean over the labels that count, or their sum by ``num_items_in_batch``; each label is for the position
         before it, unless ``shift_labels`` says them position by position."""
-        if shift_labels is None:
-            assert labels is not None
-            shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        goals = shift_labels.reshape(-1).to(logits.device)
+        goals = labels_by_position(labels, shift_labels, ignore_index).reshape(-1).to(logits.device)
         flat = logits.reshape(-1, logits.shape[-1])
         losses = vocabulary_cross_entropy(flat, goals, self.axis, self.cut, self.vocabulary, ignore_index)
         if num_items_in_batch is None:
@@ -53,6 +50,14 @@ class CausalLoss:
         if isinstance(num_items_in_batch, Tensor):
             num_items_in_batch = num_items_in_batch.to(losses.device)
         return losses.sum() / num_items_in_batch
+
+
+def labels_by_position(labels: Tensor | None, shift_labels: Tensor | None, ignore_index: int) -> Tensor:
+    """``shift_labels``, or those that transformers makes of ``labels``, each of which is for the position before it."""
+    if shift_labels is not None:
+        return shift_labels
+    assert labels is not None
+    return functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
 
 
 class Generate:

@@ -17,8 +17,9 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 
 from shardwise.booster import BF16MixedPrecision, Booster, FP16TorchMixedPrecision
 from shardwise.booster.plugin import GeminiPlugin, HybridParallelPlugin, LowLevelZeroPlugin, Plugin, TorchDDPPlugin
-from shardwise.booster.plugin.base import ShardedPlugin, device_bytes, with_optimizer
+from shardwise.booster.plugin.base import ShardedPlugin, with_optimizer
 from shardwise.plan import AutoPlan, DiskPlan, Plan, zero
+from shardwise.sizes import device_bytes
 from shardwise.trace.stats import MemStats, Moment
 
 

@@ -25,10 +25,9 @@ from shardwise.booster.dataloader import (
 )
 from shardwise.booster.lora import add_lora_parameters
 from shardwise.booster.runs import SESSION, remember_session
-from shardwise.checked import MOST_BYTES, refuse, share, whole
+from shardwise.checked import refuse, share
 from shardwise.float8 import multiply_in_8_bits
 from shardwise.plan import DiskPlan, Plan
-from shardwise.sizes import parse_size
 
 if TYPE_CHECKING:
     from shardwise.build import Session
@@ -39,7 +38,6 @@ __all__ = [
     "ShardedPlugin",
     "all_ranks",
     "data_parallel_size",
-    "device_bytes",
     "start_ranks",
     "updates_early",
     "with_optimizer",
@@ -77,22 +75,6 @@ def data_parallel_size(ranks: int, tp_size: int, pp_size: int = 1, sp_size: int 
             f"divides {ranks}"
         )
     return ranks // (tp_size * pp_size * sp_size)
-
-
-def device_bytes(device_memory: int | str | None) -> int | None:
-    """The ``device_memory`` of a plugin in bytes; ``None`` is no limit of its own.
-
-    Raises:
-        ValueError: less than one byte, or a text that is no size.
-    """
-    if device_memory is None:
-        return None
-    if not isinstance(device_memory, str):
-        return whole("device_memory", device_memory, 1, MOST_BYTES, "bytes, or a text such as '64MiB',")
-    try:
-        return parse_size(device_memory)
-    except ValueError as error:
-        raise ValueError(f"device_memory={device_memory!r}: {error}") from None
 
 
 def with_optimizer(plan: Plan, optimizer: torch.optim.Optimizer | None) -> Plan:

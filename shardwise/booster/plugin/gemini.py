@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from shardwise.booster.plugin.argument_types import check_types, fits
-from shardwise.booster.plugin.base import Boosted, ShardedPlugin, data_parallel_size, device_bytes
+from shardwise.booster.plugin.base import Boosted, ShardedPlugin, data_parallel_size
 from shardwise.booster.plugin.engine_arguments import EngineArguments, check_update, grad_plan, precision_plan
 from shardwise.booster.plugin.sequence_arguments import SequenceArguments
 from shardwise.checked import MOST_NUMEL, number, refuse, share, whole
@@ -36,6 +36,7 @@ from shardwise.plan import (
 from shardwise.published import documented, given_in_vain
 from shardwise.shardformer.shard.changes import changed_model
 from shardwise.shardformer.shard.kernels import kernels_of
+from shardwise.sizes import device_bytes
 from shardwise.trace.stats import MemStats
 
 __all__ = ["GeminiArguments", "GeminiPlugin", "to_plan"]

@@ -15,7 +15,6 @@ from shardwise.booster.plugin.base import (
     Boosted,
     ShardedPlugin,
     data_parallel_size,
-    device_bytes,
 )
 from shardwise.booster.plugin.engine_arguments import (
     DTYPES,
@@ -43,6 +42,7 @@ from shardwise.shardformer import GradientCheckpointConfig, Policy
 from shardwise.shardformer.policies import PolicyArchitecture
 from shardwise.shardformer.shard.changes import StageDivision, changed_model
 from shardwise.shardformer.shard.kernels import kernels_of
+from shardwise.sizes import device_bytes
 
 __all__ = ["HybridParallelArguments", "HybridParallelPlugin", "to_plan"]
 

@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from shardwise.booster.plugin.argument_types import check_types
-from shardwise.booster.plugin.base import ShardedPlugin, device_bytes
+from shardwise.booster.plugin.base import ShardedPlugin
 from shardwise.booster.plugin.engine_arguments import EngineArguments, grad_plan, precision_plan
 from shardwise.checked import MOST_NUMEL, number, shown
 from shardwise.loss_scale import PublishedDefault, scaler_plan
 from shardwise.plan import ByNumel, MeshPlan, Plan, ShardPlan, on_device, usual_exchange
 from shardwise.published import documented
+from shardwise.sizes import device_bytes
 
 __all__ = ["LowLevelZeroArguments", "LowLevelZeroPlugin", "to_plan"]
 

@@ -73,7 +73,7 @@ def run_page(page: str) -> list[str]:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         if page == "docs/huggingface.md":
-            from test_huggingface import launched
+            from huggingface_setup import launched
 
             stack.enter_context(launched())
         for fence, block in matched(page):
