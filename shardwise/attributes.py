@@ -1,10 +1,12 @@
-"""Attributes that a wrapper takes from what it wraps, with an error that names both where neither has one."""
+"""Attributes that a wrapper shares with what it wraps, with an error that names both where neither has one."""
 
 from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["attribute_of"]
+from torch import nn
+
+__all__ = ["TransparentModule", "attribute_of"]
 
 
 def attribute_of(wrapped: object, name: str, wrapper: object) -> Any:
@@ -20,3 +22,34 @@ def attribute_of(wrapped: object, name: str, wrapper: object) -> Any:
         raise AttributeError(
             f"{own} has no attribute {name!r}, nor has the {type(wrapped).__name__} in it", name=name, obj=wrapper
         ) from error
+
+
+class TransparentModule(nn.Module):
+    """A wrapper of ``self.module``: attributes that it does not have itself are that module's, read, set and deleted.
+
+    Set on the wrapper one of the module's would be read back there, and never in a forward pass.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return attribute_of(super().__getattr__("module"), name, self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = self.__dict__
+        inner = own.get("_modules", {}).get("module")
+        mine = name in own or name in own.get("_modules", ()) or hasattr(type(self), name)
+        if inner is not None and not mine and hasattr(inner, name):
+            setattr(inner, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        inner = self.__dict__.get("_modules", {}).get("module")
+        if inner is not None and name not in self.__dict__ and name not in self._modules and hasattr(inner, name):
+            delattr(inner, name)
+        else:
+            super().__delattr__(name)

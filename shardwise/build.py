@@ -2,31 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from typing import Any
 
 import torch
 from torch import nn
 
+from shardwise.checked import shown
 from shardwise.checkpoint.session import Checkpointer
 from shardwise.checks.agreement import agreed_build
 from shardwise.checks.collective import collective
 from shardwise.deferred.construction import adopt
 from shardwise.deferred.record import is_recording, recorders
-from shardwise.device import on_device
+from shardwise.device import give_back, on_device
 from shardwise.engine.engine import Engine
 from shardwise.engine.memory import MemoryReport
 from shardwise.engine.module import ShardedModule
+from shardwise.engine.one_parameter import OneParameter
 from shardwise.engine.optimizer import ShardedOptimizer
+from shardwise.engine.packed_weights import settle_packed
 from shardwise.engine.pipelined import PipelineSteps
 from shardwise.engine.whole import whole_gradients, whole_values
 from shardwise.mesh import Mesh, default_device
 from shardwise.plan import Plan
 from shardwise.reduce.scaler import LossScaler
+from shardwise.torch_internals import point
 from shardwise.trace.stats import MemStats
-from shardwise.update.tiles import check_element_wise
+from shardwise.update.tiles import needs_whole_tensors
 
-__all__ = ["MemoryReport", "Session", "ShardedModule", "ShardedOptimizer", "build", "check_element_wise"]
+__all__ = [
+    "MemoryReport",
+    "OneParameter",
+    "Session",
+    "ShardedModule",
+    "ShardedOptimizer",
+    "agreed_build",
+    "build",
+    "needs_whole_tensors",
+]
 
 MOVED = (
     "This came while the values of the {name} were being moved, so that some of its parameters are NaN now: make the "
@@ -39,6 +53,7 @@ class Session:
 
     Attributes:
         module: call it instead of the model.
+        model: the user's own, whose parameters are sharded. It may be called as well, and has the methods of its class.
         optimizer: the first optimizer, or ``None``.
         optimizers: all of them.
         plan, mesh: what it was built from.
@@ -51,11 +66,12 @@ class Session:
     """
 
     def __init__(self, engine: Engine, module: ShardedModule, optimizers: Sequence[ShardedOptimizer]) -> None:
-        self.engine, self.module = engine, module
+        self.engine, self.module, self.model = engine, module, engine.model
         self.optimizers = tuple(optimizers)
         self.optimizer = self.optimizers[0] if self.optimizers else None
         self.plan, self.mesh = engine.plan, engine.mesh
         self.params, self.events, self.ledger = engine.params, engine.events, engine.ledger
+        self._place_of: dict[int, int] | None = None
         self.checkpoints = Checkpointer(self)
         self.pipeline = PipelineSteps(engine, self.optimizer) if engine.staging is not None else None
 
@@ -70,6 +86,48 @@ class Session:
     def backward_pass(self, loss_scale: float = 1.0) -> AbstractContextManager[None]:
         """Around a backward pass that the caller makes, of a loss that was multiplied by ``loss_scale``."""
         return self.engine.passes.around(loss_scale)
+
+    def expect_backward(self, loss_scale: float) -> None:
+        """The next pass is the caller's ``loss.backward()``, of a loss that it multiplied by ``loss_scale``."""
+        self.engine.passes.expect(loss_scale)
+
+    def reduce_rest(self) -> None:
+        """Reduce now what passes under :meth:`no_sync` kept, which the step would. Collective."""
+        self.engine.passes.reduce_rest()
+
+    def drop_gathered(self) -> None:
+        """Give back the memory of gathered parameters that nothing reads. For this rank alone, between passes."""
+        self.engine.pool.drop_idle()
+        give_back(self.mesh.device)
+
+    def set_aside(self, pin_memory: bool = False) -> int:
+        """Move masters and optimizer state from the device to host memory, until :meth:`bring_back`.
+
+        Meanwhile the model can be evaluated, saved and loaded; what trains is refused. Every rank calls it, between
+        steps.
+
+        Args:
+            pin_memory: page-lock that memory, and keep it for the next time.
+
+        Returns:
+            Bytes moved, on this rank.
+
+        Raises:
+            RuntimeError: gradients are held that no step has used, or updates are made during backward.
+        """
+        if self.has_gradients or self.plan.grad.update == "backward":
+            raise RuntimeError(
+                f"set_aside() with has_gradients={self.has_gradients}, update={self.plan.grad.update!r}: call it "
+                "between steps (zero_grad() drops gradients), under update='step'"
+            )
+        moved = sum(each.put(pin_memory) for each in self.engine.asides)
+        self.drop_gathered()
+        return moved
+
+    def bring_back(self) -> None:
+        """End of :meth:`set_aside`; where nothing was, nothing happens."""
+        for each in self.engine.asides:
+            each.bring_back()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside are not reduced (plans that keep whole gradients only)."""
@@ -123,7 +181,15 @@ class Session:
 
     def saved_names(self) -> dict[int, tuple[str, ...]]:
         """For each of :attr:`params`, by index, its names in ``state_dict()``; absent: hooks leave it out."""
-        return {index: tuple(names) for index, names in self.engine.guards.state_names().of_parameter.items()}
+        return {index: tuple(names) for index, names in self.engine.attachment.own_state.names().of_parameter.items()}
+
+    def one(self, param: nn.Parameter) -> OneParameter | None:
+        """Value, gradient and optimizer state of one of :attr:`params`, to be read and set; ``None``: of another
+        model."""
+        if self._place_of is None:
+            self._place_of = {id(each): place for place, each in enumerate(self.params)}
+        place = self._place_of.get(id(param))
+        return None if place is None else OneParameter(self.engine, self.optimizers, place)
 
     def write_back(self) -> None:
         """Keep what was written to parameters inside ``module.gathered()``. Collective."""
@@ -150,6 +216,8 @@ class Session:
         for index, param in enumerate(self.params):
             param.grad = None
             adopt(param, values.pop(index))
+            for follower in self.engine.chunks[self.engine.layout.where[index][0]].followers_of(index):
+                point(follower, param)
 
     # ---- what is held and sent
 
@@ -231,6 +299,7 @@ def build(
             need not be the current one.
 
     Raises:
+        TypeError: ``model`` is no module, or ``optimizer`` is or has what is no optimizer.
         RuntimeError: called inside ``deferred_init()``.
         ValueError: the plan does not fit the number of ranks, an optimizer cannot be sharded, or the ranks differ in
             what has to be the same: parameters, optimizers and their groups, plan, versions. Which and in what is said
@@ -242,10 +311,7 @@ def build(
     that they had. So has the model its values, unless these were being moved already, which a note of the error says
     then: a disk that fails, a peer that is gone, memory that nobody declared and an interrupt can come there.
     """
-    if optimizer is None:
-        optimizers = []
-    else:
-        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    optimizers = _given(model, optimizer)
     if is_recording():
         raise RuntimeError(
             f"build() of a {type(model).__name__} inside deferred_init() ({len(recorders())} entered): leave it first"
@@ -255,6 +321,7 @@ def build(
             mesh = Mesh.create(plan.mesh, device or default_device(), plan.comm)
             undo.callback(mesh.close)
         with on_device(mesh.device):
+            undo.callback(settle_packed(model, mesh.device))
             with mesh.doing("build()"):
                 engine = Engine(model, optimizers, plan, mesh)
             undo.callback(engine.close)  # its hooks and files
@@ -271,6 +338,26 @@ def build(
             session = Session(engine, ShardedModule(engine), wrapped)
         undo.pop_all()
     return session
+
+
+def _given(model: Any, optimizer: Any) -> list[torch.optim.Optimizer]:
+    """All optimizers of ``optimizer``: one, several or none.
+
+    Raises:
+        TypeError: see :func:`build`.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model={shown(model)}: give a torch.nn.Module{', not its class' * isinstance(model, type)}")
+    if optimizer is None:
+        return []
+    several: list[Any] = [optimizer]
+    if isinstance(optimizer, Iterable) and not isinstance(optimizer, str):
+        several = list(optimizer)
+    for each in several:
+        if not isinstance(each, torch.optim.Optimizer):
+            hint = ", not its class: AdamW(model.parameters())" * isinstance(each, type)
+            raise TypeError(f"optimizer={shown(each)}: give a torch.optim.Optimizer, a sequence of them, or None{hint}")
+    return several
 
 
 def _as_now(optimizer: torch.optim.Optimizer) -> Callable[[], None]:

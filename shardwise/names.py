@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["StateNames"]
+__all__ = ["EXTRA_STATE", "StateNames", "is_extra", "keeper", "put_others"]
+
+EXTRA_STATE = "_extra_state"  # what torch appends to a module's name
 
 
 @dataclass(frozen=True)
@@ -44,3 +46,54 @@ class StateNames:
             else:
                 others[name] = value
         return cls(dict.fromkeys(state), of_parameter, others)
+
+
+def keeper(modules: Mapping[str, nn.Module], name: str) -> nn.Module | None:
+    """The module that has a tensor under this name of a state; ``None``: the state's was made from something else."""
+    path, _, last = name.rpartition(".")
+    owner = modules.get(path)
+    return owner if isinstance(getattr(owner, last, None), torch.Tensor) else None
+
+
+def is_extra(name: str, value: Any) -> bool:
+    """Whether an entry of a state is kept as it is, not as a tensor: extra state, and whatever else is no tensor."""
+    return name.endswith(EXTRA_STATE) or not isinstance(value, torch.Tensor)
+
+
+def _is_copied(owner: nn.Module | None, last: str, held: torch.Tensor) -> bool:
+    """Whether the state has a copy of what the module has under the name (torchmetrics)."""
+    return owner is not None and held.numel() > 0 and getattr(owner, last).data_ptr() != held.data_ptr()
+
+
+def put_others(modules: Mapping[str, nn.Module], own: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Load what are no parameters: buffers, extra state, and what modules list by a ``state_dict()`` of their own.
+
+    Args:
+        modules: the user's model's, by name.
+        own: what its ``state_dict()`` has now.
+        values: some of that, anew: tensors of the same shapes, extra state, or whatever else a module saves.
+
+    Raises:
+        ValueError: no module has saved it; nothing has changed.
+    """
+    by_module: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        path, _, last = name.rpartition(".")
+        held = own[name]
+        if name.endswith(EXTRA_STATE):
+            continue
+        if not isinstance(held, torch.Tensor):
+            if path not in modules:
+                raise ValueError(f"{name}={value!r:.80}: the model has no module {path!r} that takes it")
+            by_module.setdefault(path, {})[name] = value
+        elif _is_copied(keeper(modules, name), last, held):
+            by_module.setdefault(path, {})[name] = value.to(held.device, held.dtype, copy=True)
+    apart = {name for given in by_module.values() for name in given}
+    for name, value in values.items():
+        if name.endswith(EXTRA_STATE):
+            modules[name.removesuffix(EXTRA_STATE).rstrip(".")].set_extra_state(value)
+        elif name not in apart:
+            own[name].copy_(value)
+    # A module takes these as it gives them, by a method of its own: all at once, since they may go together.
+    for path, given in by_module.items():
+        modules[path]._load_from_state_dict(given, f"{path}." if path else "", {}, False, [], [], [])

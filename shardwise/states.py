@@ -31,8 +31,7 @@ class Table(Generic[S]):
     def __init__(self, what: str, changes: Mapping[S, Mapping[S, str]]) -> None:
         self.what, self._changes = what, changes
         states = type(next(iter(changes)))
-        self.first = next(iter(states))
-        reached, new = set[S](), {self.first}
+        reached, new = set[S](), {next(iter(states))}
         while new:
             reached |= new
             new = {after for state in new for after in changes.get(state, ())} - reached
@@ -58,8 +57,3 @@ class Table(Generic[S]):
         for old, changes in self._changes.items():
             for new, why in changes.items():
                 yield old, new, why
-
-    def drawn(self) -> str:
-        """The table as the text of a Mermaid state diagram."""
-        lines = ["stateDiagram-v2", f"    [*] --> {self.first.name}"]
-        return "\n".join([*lines, *(f"    {old.name} --> {new.name}: {why}" for old, new, why in self)])

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed import distributed_c10d
 from torch.nn.modules.module import _IncompatibleKeys
+from torch.nn.parameter import Parameter
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
@@ -60,6 +61,7 @@ __all__ = [
     "no_torch_function",
     "offset_of_part",
     "parse_to",
+    "plain",
     "point",
     "pop_saved_hooks",
     "push_saved_hooks",
@@ -108,7 +110,17 @@ def point(tensor: Tensor, values: Tensor) -> None:
 
     Autograd does not see it, and the version stays. ``torch.utils.swap_tensors`` would need that nobody holds either.
     """
-    tensor.data = values
+    if type(tensor) is Tensor or type(tensor) is Parameter:
+        tensor.data = values
+        return
+    with no_torch_function():  # a class may make something else of it
+        tensor.data = values
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """The same memory as a ``torch.Tensor`` without a graph, whatever the class of ``tensor`` makes of ``detach``."""
+    with no_torch_function():
+        return tensor.detach()
 
 
 def can_share_object(tensor: Tensor, values: Tensor) -> bool:

@@ -37,7 +37,7 @@ def describe_build(
     """Versions, plan, parameters, optimizers and their groups.
 
     Args:
-        every: the model's floating-point parameters, with what is known of each.
+        every: the model's parameters, with what is known of each.
     """
     found: dict[str, Mapping[str, Any]] = {
         "the installation": {"version of shardwise": __version__, "version of torch": torch.__version__.split("+")[0]},
@@ -52,8 +52,10 @@ def describe_build(
             found[called(index, number)] = group_values(optimizer, group)
     found |= _parameters(optimizers, every)
     if plan.comm.sync_init:
-        others = [*((n, p) for n, p in model.named_parameters() if not p.is_floating_point()), *model.named_buffers()]
-        found |= {f"tensor {name}": {"shape": list(value.shape), "dtype": str(value.dtype)} for name, value in others}
+        found |= {
+            f"tensor {name}": {"shape": list(value.shape), "dtype": str(value.dtype)}
+            for name, value in model.named_buffers()
+        }
     return found | _modules(model, plan)
 
 

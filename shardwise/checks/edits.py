@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from shardwise.chunk.absent import absent_value, is_absent
 from shardwise.chunk.chunk import Chunk
 from shardwise.device import Later, runs_ahead
 
@@ -43,10 +44,11 @@ class Edits:
         self._asked: list[Later] = []
         for dtype in dict.fromkeys(chunk.spec.dtype for chunk in self._transient):
             own = [chunk for chunk in self._transient if chunk.spec.dtype is dtype]
-            nan = torch.full((sum(len(c.spec.slots) for c in own),), float("nan"), dtype=dtype, device=own[0].device)
-            for chunk, part in zip(own, torch.split(nan, [len(c.spec.slots) for c in own]), strict=True):
+            slots = [len(c.spec.slots) for c in own]
+            nothing = torch.full((sum(slots),), absent_value(dtype), dtype=dtype, device=own[0].device)
+            for chunk, part in zip(own, torch.split(nothing, slots), strict=True):
                 chunk.use_absent(part)
-            self._absent[dtype] = nan
+            self._absent[dtype] = nothing
         self.accept()
 
     def accept(self) -> None:
@@ -83,15 +85,15 @@ class Edits:
                     "model.gathered(write_back=True)` of what boost/build returned, or load a state"
                 )
         if values and self._changed():
-            where = next(c for c in self._transient if not all(map(_is_nan, c.absent)))
-            self._refuse_write(where, next(i for i, nan in enumerate(where.absent) if not _is_nan(nan)))
+            where = next(c for c in self._transient if not all(map(_is_untouched, c.absent)))
+            self._refuse_write(where, next(i for i, each in enumerate(where.absent) if not _is_untouched(each)))
 
     def _changed(self) -> bool:
         """Whether something was written to what stands for absent parameters."""
         asked, self._asked = self._asked, []
-        if not any(runs_ahead(nan.device) for nan in self._absent.values()):
-            return not all(bool(torch.isnan(nan).all()) for nan in self._absent.values())
-        self._asked = [Later(torch.isnan(nan).all()) for nan in self._absent.values()]
+        if not any(runs_ahead(values.device) for values in self._absent.values()):
+            return not all(bool(is_absent(values).all()) for values in self._absent.values())
+        self._asked = [Later(is_absent(values).all()) for values in self._absent.values()]
         return not all(later.value() for later in asked)
 
     def check_written(self, held: bool) -> None:
@@ -125,8 +127,8 @@ class Edits:
         # Copies first: they end with what was written to them, and are gathered anew.
         self._drop()
         self._asked = []
-        for nan in self._absent.values():
-            nan.fill_(float("nan"))
+        for dtype, values in self._absent.items():
+            values.fill_(absent_value(dtype))
         for chunk in self._chunks:
             chunk.put_back()
         self.accept()
@@ -135,5 +137,5 @@ class Edits:
         return self._name_of(chunk.spec.slots[slot].param)
 
 
-def _is_nan(value: torch.Tensor) -> bool:
-    return not value.numel() or bool(torch.isnan(value.flatten()[0]))
+def _is_untouched(value: torch.Tensor) -> bool:
+    return not value.numel() or bool(is_absent(value.flatten()[0]))

@@ -15,7 +15,6 @@ from shardwise.chunk.chunk import Chunk
 from shardwise.chunk.layout import Layout
 from shardwise.device import runs_ahead
 from shardwise.gather.pool import ChunkPool
-from shardwise.names import StateNames
 
 __all__ = ["Guards", "check_shardable"]
 
@@ -70,34 +69,10 @@ class Guards:
         for module in model.modules():
             # Past nn.Module's own __setattr__, which subclasses override.
             module.__dict__[MARK] = True
-        self._naming = False
-        saving = model.register_state_dict_pre_hook(self._before_saving)  # type: ignore[no-untyped-call]
-        loading = model.register_load_state_dict_pre_hook(self._before_loading)  # type: ignore[no-untyped-call]
-        self._handles = [saving, loading]
 
-    def state_names(self) -> StateNames:
-        """Under which names the user's module saves what."""
-        # The module is asked for its names only; nothing of what it gives is saved.
-        self._naming = True
-        try:
-            return StateNames.read(self._model, self._params)
-        finally:
-            self._naming = False
-
-    def _before_saving(self, *_args: object) -> None:
-        transient = any(not chunk.resident for chunk in self._chunks)
-        if transient and not self._naming and not self._pool.all_held:
-            raise RuntimeError(
-                f"state_dict() of the sharded {type(self._model).__name__} itself would save parameters that are not "
-                "gathered; call it on the object that boost/build returned (under Lightning: call the strategy's "
-                "lightning_module_state_dict()), or inside its gathered() block"
-            )
-
-    def _before_loading(self, *_args: object) -> None:
-        raise RuntimeError(
-            f"load_state_dict() of the sharded {type(self._model).__name__} itself would bypass shards and masters; "
-            "call it on the object that boost/build returned"
-        )
+    def check_structure(self) -> None:
+        """See :meth:`Structure.check`."""
+        self._structure.check()
 
     def check_forward(self) -> None:
         """Before a forward pass.
@@ -145,7 +120,5 @@ class Guards:
 
     def remove(self) -> None:
         """Stop watching."""
-        for handle in self._handles:
-            handle.remove()
         for module in self._model.modules():
             module.__dict__.pop(MARK, None)

@@ -15,6 +15,7 @@ from enum import Enum, auto
 import torch
 from torch import nn
 
+from shardwise.chunk.absent import absent_value
 from shardwise.chunk.layout import ChunkSpec, Slot
 from shardwise.chunk.readers import is_read, python_holders
 from shardwise.chunk.source import ShardSource
@@ -116,9 +117,10 @@ class Chunk:
         self.in_transform = False
         self.generation = 0
         """Counts the updates, so that a graph made before one can be told from one made after."""
-        nan = torch.full((), float("nan"), dtype=spec.dtype, device=device)
-        self.absent = tuple(nan.expand(slot.shape) for slot in spec.slots)
+        nothing = torch.full((), absent_value(spec.dtype), dtype=spec.dtype, device=device)
+        self.absent = tuple(nothing.expand(slot.shape) for slot in spec.slots)
         """By slot, what its parameter shows while it is not gathered."""
+        self._followers: dict[int, Sequence[torch.Tensor]] = {}
         self._state = Residency.UNPLACED
         self._holders: list[int] | None = None
         self._versions: list[int] | None = None
@@ -148,7 +150,7 @@ class Chunk:
 
     @property
     def shard(self) -> torch.Tensor:
-        """This rank's ``spec.shard_numel`` elements where they are in memory; see :meth:`opened` for any tier."""
+        """This rank's :attr:`shard_numel` elements where they are in memory; see :meth:`opened` for any tier."""
         local = self.source.exchange.local
         return local[self.shard_start : self.shard_end] if self.resident else local
 
@@ -162,11 +164,15 @@ class Chunk:
 
     @property
     def shard_start(self) -> int:
-        return self.rank * self.spec.shard_numel
+        return self.spec.bounds[self.rank]
 
     @property
     def shard_end(self) -> int:
-        return self.shard_start + self.spec.shard_numel
+        return self.spec.bounds[self.rank + 1]
+
+    @property
+    def shard_numel(self) -> int:
+        return self.spec.shard_numel(self.rank)
 
     def overlap(self, slot: Slot) -> tuple[int, int]:
         """The part of ``slot`` in this rank's shard as ``(start, end)`` in chunk coordinates; empty if start >= end."""
@@ -202,7 +208,7 @@ class Chunk:
         if self._state is not Residency.PLACING:
             self._note_lost()  # before the values that tell it are replaced
             self._become(Residency.PLACING)
-        _point(self.params, self.views(full))
+        self._point(self.views(full))
         self.allow_holders()
         self._become(Residency.GATHERED)
 
@@ -224,7 +230,7 @@ class Chunk:
             self._become(Residency.EVICTING)
         self._holders = None
         self.in_transform = False
-        _point(self.params, self.absent)
+        self._point(self.absent)
 
     def renew(self, pending: Handle) -> None:
         """The other ranks' parts of a resident chunk come with ``pending``."""
@@ -258,14 +264,14 @@ class Chunk:
         """Point the parameters again at what they last were pointed at."""
         shown = self._shown
         if shown is not None:
-            _point(self.params, self.views(shown))
+            self._point(self.views(shown))
             self.allow_holders()
         elif self._state in (Residency.SHARDED, Residency.GATHERING):
-            _point(self.params, self.absent)
+            self._point(self.absent)
 
     def use_absent(self, values: torch.Tensor) -> None:
-        """Let ``values`` (1-D, one NaN a slot) stand for absent parameters, so that a write to one shows in it."""
-        self.absent = tuple(nan.expand(slot.shape) for nan, slot in zip(values, self.spec.slots, strict=True))
+        """Let ``values`` (1-D, one :func:`absent_value` a slot) stand for absent parameters: writes show there."""
+        self.absent = tuple(one.expand(slot.shape) for one, slot in zip(values, self.spec.slots, strict=True))
         if self._shown is None:
             self.put_back()
 
@@ -320,14 +326,25 @@ class Chunk:
                 return index
         return None
 
+    def _point(self, values: Sequence[torch.Tensor]) -> None:
+        for param, value in zip(self.params, values, strict=True):
+            point(param, value)
+        if self._followers:
+            for slot, value in zip(self.spec.slots, values, strict=True):
+                for each in self.followers_of(slot.param):
+                    point(each, value)
+
+    def follow(self, param: int, followers: Sequence[torch.Tensor]) -> None:
+        """Tensors that are pointed wherever parameter ``param`` is; see [Note: Tensors that follow a parameter]."""
+        self._followers[param] = followers
+
+    def followers_of(self, param: int) -> Sequence[torch.Tensor]:
+        """What :meth:`follow` was given for it."""
+        return self._followers.get(param, ())
+
     def views(self, full: torch.Tensor) -> list[torch.Tensor]:
         """Each parameter's part of ``full`` (a 1-D array in chunk coordinates), in its shape."""
         return [full[slot.start : slot.end].view(slot.shape) for slot in self.spec.slots]
-
-
-def _point(params: Sequence[nn.Parameter], values: Sequence[torch.Tensor]) -> None:
-    for param, value in zip(params, values, strict=True):
-        point(param, value)
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor, every: bool = False) -> bool:

@@ -2,22 +2,29 @@
 
 A *unit* is what is gathered together. A *chunk* is the part of a unit with one dtype, trainability and optimizer: one
 flat array, padded so that it divides evenly over the shard group. A parameter is whole within one chunk.
+
+Where an optimizer needs whole tensors, no parameter crosses from one rank's shard into the next: see
+[Note: Whole tensors].
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 import torch
 from torch import nn
 
 from shardwise.chunk.search import search_chunk_numel
+from shardwise.comm import Bounds
 from shardwise.plan import ByModule, ByNumel, BySearch, ByTensor, Packing
 from shardwise.tensor import Part
 
 __all__ = ["ChunkSpec", "Layout", "ParamFact", "Slot", "UnitSpec", "make_layout", "module_units", "search_report"]
 
+MOST_PADDED = 1.25
+"""Bins by size are put together until whole tensors fill shards to 4/5."""
 ALIGN_BYTES = 64  # a cache line, and what vector and tensor-core kernels want of a weight's address
 
 
@@ -64,7 +71,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class ChunkSpec:
-    """A flat array of ``padded_numel`` elements; rank ``r`` of the shard group owns ``[r, r + 1) * shard_numel``."""
+    """A flat array of ``padded_numel`` elements; ``bounds[r]`` to ``bounds[r + 1]`` are those of rank ``r``."""
 
     index: int
     unit: int
@@ -72,10 +79,25 @@ class ChunkSpec:
     trainable: bool
     optimizer: int
     slots: tuple[Slot, ...]
-    padded_numel: int
-    shard_numel: int
+    bounds: Bounds
+    """Where the ranks' shards begin, and the end of the last; none is empty."""
     persistent: bool
     """Stays gathered whatever the budget (small tensors of ``ByTensor``, and what the plan names)."""
+    whole: bool = False
+    """Each parameter lies in one rank's shard, whose optimizer takes it with its shape."""
+
+    @property
+    def padded_numel(self) -> int:
+        return self.bounds[-1]
+
+    def shard_numel(self, rank: int) -> int:
+        """Elements of the shard of ``rank``, padding included."""
+        return self.bounds[rank + 1] - self.bounds[rank]
+
+    @property
+    def uneven(self) -> Bounds | None:
+        """``bounds`` where shards differ in length."""
+        return self.bounds if len({end - start for start, end in pairwise(self.bounds)}) > 1 else None
 
     @property
     def padded_bytes(self) -> int:
@@ -243,6 +265,52 @@ def _place(facts: Sequence[ParamFact], params: Sequence[int], itemsize: int) -> 
     return slots, at
 
 
+# [Note: Whole tensors]
+# An optimizer that needs whole tensors gets each on one rank, which holds and updates it alone. The largest of a chunk
+# goes first, each to the rank that has the least so far, of all chunks together: so no rank has more than another by
+# more than the largest tensor, however many chunks there are. Shards of a chunk then differ in length, which a group
+# has to be able to exchange (Group.uneven). Elsewhere a chunk's shards are all as long as its fullest, which goes to
+# the rank that has the least of the chunks before, and chunks by size take in more until shards are 4/5 full.
+def _place_whole(
+    facts: Sequence[ParamFact], params: Sequence[int], itemsize: int, loads: list[int], uneven: bool
+) -> list[list[Slot]]:
+    """By rank, slots that begin at 0; ``loads`` are the ranks' bytes of chunks before, and get those of this one."""
+    shards = range(len(loads))
+    own, mine = list(loads) if uneven else [0 for _ in shards], [list[int]() for _ in shards]
+    for index in sorted(params, key=lambda index: -facts[index].numel):
+        rank = own.index(min(own))
+        own[rank] += facts[index].numel * itemsize
+        mine[rank].append(index)
+    if not uneven:
+        fullest = sorted(shards, key=lambda rank: -own[rank])
+        least = sorted(shards, key=lambda rank: loads[rank])
+        taken = dict(zip(least, fullest, strict=True))
+        own, mine = [loads[rank] + own[taken[rank]] for rank in shards], [mine[taken[rank]] for rank in shards]
+    loads[:] = own
+    return [_place(facts, sorted(each), itemsize)[0] for each in mine]
+
+
+def _lopsided(facts: Sequence[ParamFact], params: Sequence[int], shards: int) -> bool:
+    slots = _place_whole(facts, params, 1, [0] * shards, uneven=False)
+    fullest = max((own[-1].end for own in slots if own), default=0)
+    return fullest * shards > MOST_PADDED * sum(facts[index].numel for index in params)
+
+
+def _evened(bins: Sequence[_Bin], facts: Sequence[ParamFact], shards: int, whole: Collection[int]) -> list[_Bin]:
+    """Bins by size, put together where whole tensors would leave shards of one length half empty."""
+    found: list[_Bin] = []
+    for bin_ in bins:
+        uneven = bool(found) and any(facts[i].optimizer in whole for i in found[-1].params)
+        if uneven and _lopsided(facts, found[-1].params, shards):
+            found[-1].params.extend(bin_.params)
+        else:
+            found.append(_Bin(list(bin_.params)))
+    last = found[-1].params if found else []
+    if len(found) > 1 and any(facts[i].optimizer in whole for i in last) and _lopsided(facts, last, shards):
+        found[-2].params.extend(found.pop().params)
+    return found
+
+
 def make_layout(
     facts: Sequence[ParamFact],
     model: nn.Module,
@@ -250,11 +318,15 @@ def make_layout(
     shard_size: int,
     replicate_size: int,
     kept: Sequence[str] = (),
+    whole: Collection[int] = (),
+    uneven: bool = True,
 ) -> Layout:
     """Pack ``facts`` (in module order). Every chunk divides by ``shard_size``, every shard by ``replicate_size``.
 
-    Parameters named in ``kept`` lie in persistent chunks.
+    Parameters named in ``kept`` lie in persistent chunks; those of the optimizers ``whole`` in one shard each, and
+    their shards may differ in length where ``uneven``. See [Note: Whole tensors].
     """
+    loads = [0] * shard_size
     units: list[UnitSpec] = []
     chunks: list[ChunkSpec] = []
     where: dict[int, tuple[int, Slot]] = {}
@@ -263,6 +335,8 @@ def make_layout(
         searched = search_chunk_numel([fact.numel for fact in facts], packing) if facts else 1
         packing = ByNumel(chunk_numel=searched)
     bins = _bins(facts, model, packing)
+    if whole and not uneven and isinstance(packing, ByNumel):
+        bins = _evened(bins, facts, shard_size, whole)
     for unit_index, bin_ in enumerate(_keep(bins, facts, kept) if kept else bins):
         keyed: dict[tuple[torch.dtype, bool, int], list[int]] = {}
         for index in bin_.params:
@@ -270,9 +344,13 @@ def make_layout(
             keyed.setdefault((fact.dtype, fact.trainable, fact.optimizer), []).append(index)
         first = len(chunks)
         for (dtype, trainable, optimizer), params in keyed.items():
-            slots, numel = _place(facts, params, dtype.itemsize)
-            quantum = shard_size * replicate_size
-            padded = _round_up(max(numel, 1), quantum)
+            apart = trainable and optimizer in whole
+            if apart:
+                slots, bounds = _packed_whole(facts, params, dtype.itemsize, replicate_size, loads, uneven)
+            else:
+                slots, numel = _place(facts, params, dtype.itemsize)
+                length = _round_up(max(numel, 1), shard_size * replicate_size) // shard_size
+                bounds = tuple(rank * length for rank in range(shard_size + 1))
             spec = ChunkSpec(
                 index=len(chunks),
                 unit=unit_index,
@@ -280,14 +358,28 @@ def make_layout(
                 trainable=trainable,
                 optimizer=optimizer,
                 slots=tuple(slots),
-                padded_numel=padded,
-                shard_numel=padded // shard_size,
+                bounds=bounds,
                 persistent=bin_.persistent,
+                whole=apart,
             )
             where.update({slot.param: (spec.index, slot) for slot in slots})
             chunks.append(spec)
         units.append(UnitSpec(unit_index, tuple(range(first, len(chunks))), bin_.module))
     return Layout(tuple(facts), tuple(units), tuple(chunks), tuple(where[i] for i in range(len(facts))), searched)
+
+
+def _packed_whole(
+    facts: Sequence[ParamFact], params: Sequence[int], itemsize: int, replicas: int, loads: list[int], uneven: bool
+) -> tuple[list[Slot], Bounds]:
+    """The slots of a chunk in their order, each in one shard, and the bounds of the shards."""
+    by_rank = _place_whole(facts, params, itemsize, loads, uneven)
+    align = max(1, ALIGN_BYTES // itemsize)
+    lengths = [_round_up(_round_up(max(1, own[-1].end if own else 0), align), replicas) for own in by_rank]
+    if not uneven:
+        lengths = [max(lengths)] * len(lengths)
+    bounds = tuple(accumulate(lengths, initial=0))
+    slots = [replace(slot, start=slot.start + at) for at, own in zip(bounds, by_rank, strict=False) for slot in own]
+    return slots, bounds
 
 
 def search_report(layout: Layout) -> str | None:

@@ -101,12 +101,17 @@ class MemorySource:
         if group.size == 1 and self._uploads is not None:
             return SideCopy(local, out, self._uploads)
         if self._uploads is None:
-            staged = Buffer(local.to(out.device))
+            staged = self._staged(local.to(out.device))
             return _Keeping(group.all_gather(out, staged), staged)
         # Behind whoever used the memory of both before: what a gather leaves is free when the computation has waited.
         with behind_current(out.device, self._uploads):  # the gather waits for the upload, the computation for neither
-            staged = Buffer(local.to(out.device, non_blocking=True))
+            staged = self._staged(local.to(out.device, non_blocking=True))
             return _Keeping(group.all_gather(out, staged), staged)
+
+    def _staged(self, shard: torch.Tensor) -> Buffer:
+        staged = Buffer(shard)
+        staged.bounds = self._exchange.bounds
+        return staged
 
     def joined(self, group: Group) -> torch.Tensor | None:
         return group.joined(self._exchange)

@@ -11,10 +11,11 @@ from shardwise.comm.activity import Activity
 from shardwise.comm.choose import GroupMaker, GroupRequest, MakeGroup, register_backend
 from shardwise.comm.compressed import CompressedGroup, compressed
 from shardwise.comm.eight_bits import BLOCK, GRADIENTS, VALUES, EightBits
-from shardwise.comm.errors import PeerError
+from shardwise.comm.errors import UNREACHED, PeerError
 from shardwise.comm.gloo import GlooGroup
-from shardwise.comm.group import DONE, NOBODY, Buffer, Group, Handle, LocalGroup, Party
+from shardwise.comm.group import DONE, NOBODY, Bounds, Buffer, Group, Handle, Party
 from shardwise.comm.link import Sent, Wire
+from shardwise.comm.local import LocalGroup
 from shardwise.comm.members import Members, ranks_of, timeout_s
 from shardwise.comm.native import NativeGroup
 from shardwise.comm.release import destroy, let_go_with
@@ -26,8 +27,10 @@ __all__ = [
     "DONE",
     "GRADIENTS",
     "NOBODY",
+    "UNREACHED",
     "VALUES",
     "Activity",
+    "Bounds",
     "Buffer",
     "CompressedGroup",
     "EightBits",

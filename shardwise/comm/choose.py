@@ -13,8 +13,9 @@ import torch.distributed as dist
 from shardwise.comm.activity import Activity
 from shardwise.comm.control import Control
 from shardwise.comm.gloo import GlooGroup
-from shardwise.comm.group import Group, LocalGroup
+from shardwise.comm.group import Group
 from shardwise.comm.link import Wire
+from shardwise.comm.local import LocalGroup
 from shardwise.comm.mapping import MappingError, Method, host_facts
 from shardwise.comm.members import Members, check_alike
 from shardwise.comm.native import NativeGroup

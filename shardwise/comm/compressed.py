@@ -31,7 +31,8 @@ class CompressedGroup(Group):
     """The ranks and the buffers of another group, whose gathers and reductions are in 8 bits.
 
     Where ``sends_slices`` bytes travel, and are counted; elsewhere the numbers are the same and nothing is saved. See
-    [Note: The same rounding on every way]. Messages, fences and broadcasts are the other's own.
+    [Note: The same rounding on every way]. Messages, fences and broadcasts are the other's own. Parts are equal
+    (``uneven`` is False).
 
     Args:
         group: the other; it is closed by whoever made it.

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-__all__ = ["PeerError"]
+__all__ = ["UNREACHED", "PeerError"]
+
+UNREACHED = (
+    "Where ranks are on several hosts, set GLOO_SOCKET_IFNAME (on GPUs NCCL_SOCKET_IFNAME, too) on every rank to the "
+    "network interface by which they reach each other, and let the firewall pass connections between them"
+)
+"""What helps where a connection could not be made."""
 
 
 class PeerError(RuntimeError):

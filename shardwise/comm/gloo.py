@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shardwise.comm.control import Control
 from shardwise.comm.errors import PeerError
-from shardwise.comm.group import DONE, Buffer, Group, Handle
+from shardwise.comm.group import DONE, Bounds, Buffer, Group, Handle
 from shardwise.comm.link import Link, Message
 from shardwise.comm.summing import RankSum
 
@@ -141,7 +141,7 @@ class _Reduction:
         full = buffer.local
         self._group = group
         self._out = out
-        self._full = full
+        self._full, self._bounds = full, buffer.bounds
         self._scale = scale
         self.done = False
         link, rank = group.reduce_link, group.rank
@@ -152,7 +152,7 @@ class _Reduction:
             f"{'all_reduce' if spread else 'reduce_scatter'} of {full.numel()} x {full.dtype}, buffer {buffer.number}"
         )
         self._parts: list[Tensor] = []
-        own = group.slice_of(full, rank)
+        own = group.part_of(buffer, rank)
         messages: list[Message] = []
         # Receives come first, so that what arrives finds its place.
         for peer in range(group.size):
@@ -160,7 +160,7 @@ class _Reduction:
             self._parts.append(part)
             if peer != rank:
                 messages.append(link.receive(part, peer, tag, self._what))
-        messages += [link.send(group.slice_of(full, peer), peer, tag, self._what) for peer in group.others()]
+        messages += [link.send(group.part_of(buffer, peer), peer, tag, self._what) for peer in group.others()]
         self._slices = _Batch(messages, group.watchers[1])
         self._sums: _Batch | None = None
 
@@ -191,7 +191,7 @@ class _Reduction:
             self._parts = []
             spread: list[Message] = []
             if self._spread_tag is not None:
-                spread = group.start_spread(group.reduce_link, self._full, self._spread_tag, self._what)
+                spread = group.start_spread(group.reduce_link, self._full, self._bounds, self._spread_tag, self._what)
             self._sums = _Batch(spread, group.watchers[1])
         return self._sums
 
@@ -205,6 +205,7 @@ class GlooGroup(Group):
     """
 
     sends_slices = True
+    uneven = True
 
     def __init__(self, name: str, control: Control, gather: dist.ProcessGroup, reduce: dist.ProcessGroup) -> None:
         super().__init__(name, control.rank, control.size, torch.device("cpu"), control.activity)
@@ -222,10 +223,10 @@ class GlooGroup(Group):
         """The other ranks, starting with the next one, so that not all ranks send to the same one first."""
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
-    def start_spread(self, link: Link, full: Tensor, tag: int, what: str) -> list[Message]:
+    def start_spread(self, link: Link, full: Tensor, bounds: Bounds | None, tag: int, what: str) -> list[Message]:
         """Start to send the own slice of ``full`` to every rank and to receive theirs in place."""
-        own = self.slice_of(full, self.rank)
-        received = [link.receive(self.slice_of(full, peer), peer, tag, what) for peer in self.others()]
+        own = self.slice_of(full, self.rank, bounds)
+        received = [link.receive(self.slice_of(full, peer, bounds), peer, tag, what) for peer in self.others()]
         return received + [link.send(own, peer, tag, what) for peer in self.others()]
 
     def finish_through(self, last: _Reduction) -> None:
@@ -260,24 +261,24 @@ class GlooGroup(Group):
         return made
 
     def _all_gather(self, out: Tensor, shard: Buffer) -> Handle:
-        self.slice_of(out, self.rank).copy_(shard.local)
-        return self._spread(out, shard.number)
+        self.slice_of(out, self.rank, shard.bounds).copy_(shard.local)
+        return self._spread(out, shard)
 
     def _all_gather_in_place(self, full: Buffer) -> Handle:
-        return self._spread(full.local, full.number)
+        return self._spread(full.local, full)
 
-    def _spread(self, full: Tensor, number: int) -> Handle:
+    def _spread(self, full: Tensor, buffer: Buffer) -> Handle:
         if not full.numel():
             return DONE
-        what = f"all_gather of {full.numel()} x {full.dtype}, buffer {number}"
-        messages = self.start_spread(self._gather_link, full, self._gather_link.tag(number), what)
+        what, tag = f"all_gather of {full.numel()} x {full.dtype}, buffer {buffer.number}", buffer.number
+        messages = self.start_spread(self._gather_link, full, buffer.bounds, self._gather_link.tag(tag), what)
         return _Batch(messages, self.watchers[0])
 
     def _reduce_scatter(self, out: Tensor, full: Buffer, scale: float) -> Handle:
         return self._start(out, full, scale, spread=False)
 
     def _all_reduce(self, full: Buffer, scale: float) -> Handle:
-        return self._start(self.slice_of(full.local, self.rank), full, scale, spread=True)
+        return self._start(self.part_of(full, self.rank), full, scale, spread=True)
 
     def _start(self, out: Tensor, full: Buffer, scale: float, spread: bool) -> Handle:
         if not full.local.numel():

@@ -1,4 +1,4 @@
-"""Flat collectives over one group of ranks: the interface, its checks, and the group of one rank."""
+"""Flat collectives over one group of ranks: the interface and its checks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -15,11 +16,12 @@ from torch import Tensor
 from shardwise.comm.activity import Activity
 from shardwise.comm.control import decode, encode
 from shardwise.comm.errors import PeerError
-from shardwise.comm.summing import RankSum
 from shardwise.comm.traffic import Traffic
 
-__all__ = ["DONE", "NOBODY", "PHASES", "Buffer", "Group", "Handle", "LocalGroup", "Party"]
+__all__ = ["DONE", "NOBODY", "PHASES", "Bounds", "Buffer", "Group", "Handle", "Party"]
 
+Bounds = tuple[int, ...]
+"""Of an array that ranks have parts of: where each rank's part begins, in elements, and the end of the last."""
 PHASES = ("", "before an update", "after an update")
 """What a fence may be for."""
 EXCHANGE_QUANTUM = 32  # values; what has a purpose is padded to it, so that ranks which differ still meet
@@ -54,17 +56,23 @@ class Buffer:
         local: 1-D, this rank's memory.
         peers: the same buffer of every rank, by group rank (``peers[rank]`` is ``local``); ``()`` when not mapped.
         number: among the group's, the same on every rank; 0 where the group needs none.
+        bounds: of the array that it is, or is a rank's part of, where parts differ in length; ``None``: equal parts.
     """
 
     number = 0
+    bounds: Bounds | None = None
 
     def __init__(self, local: Tensor, peers: tuple[Tensor, ...] = ()) -> None:
         self.local = local
         self.peers = peers
         self._whole = (local, peers)
 
-    def resize(self, numel: int) -> None:
+    def resize(self, numel: int, bounds: Bounds | None = None) -> None:
         """Use the first ``numel`` elements from here on; every rank gives the same before the next operation.
+
+        Args:
+            numel: of all of it.
+            bounds: of the ranks' parts of these, unless they are equal; only in a group with :attr:`Group.uneven`.
 
         Raises:
             ValueError: the buffer was made with fewer elements.
@@ -73,6 +81,13 @@ class Buffer:
         if not 0 <= numel <= local.numel():
             raise ValueError(f"resize({numel}) of a buffer made with {local.numel()} elements: give at most that")
         self.local, self.peers = local[:numel], tuple(peer[:numel] for peer in peers)
+        self.bounds = bounds
+
+    def cut_to(self, numels: Sequence[int]) -> None:
+        """For good, of each rank's copy as many elements as ``numels`` says by rank; of what is mapped."""
+        self.peers = tuple(peer[:numel] for peer, numel in zip(self.peers, numels, strict=True))
+        self.local = next(own for own in self.peers if own.data_ptr() == self.local.data_ptr())
+        self._whole = (self.local, self.peers)
 
     def writable(self) -> bool:
         """Whether :meth:`wait_writable` would return at once."""
@@ -133,6 +148,7 @@ class Group(ABC):
         starts_together: an operation that this rank has started and a peer has not may hold up more than itself (what
             is queued behind it, or the host): where ranks may differ they agree before they start one.
         waits_in_queue: ``wait()`` of a handle returns at once, and has the device's current stream wait.
+        uneven: ranks' parts of an array may differ in length (:attr:`Buffer.bounds`), in the collectives between such.
         sends_slices: a rank's slices for the others can travel to each by itself (:meth:`_all_to_all`).
         staging: buffers that a user of the group keeps in it, by dtype.
         activity: what this rank is doing, for messages.
@@ -142,6 +158,7 @@ class Group(ABC):
     starts_together = False
     waits_in_queue = False
     sends_slices = False
+    uneven = False
 
     def __init__(self, name: str, rank: int, size: int, device: torch.device, activity: Activity | None = None) -> None:
         self.name = name
@@ -155,10 +172,11 @@ class Group(ABC):
     # Buffers
 
     def buffers(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Buffer]:
-        """Zero-filled buffers of ``(numel, dtype)`` each. Collective: every rank gives the same specs.
+        """Zero-filled buffers of ``(numel, dtype)`` each. Collective: every rank gives the same specs. What is no
+        floating-point number can be gathered, and not summed.
 
         Raises:
-            ValueError: a size is negative or a dtype is not floating-point.
+            ValueError: a size is negative.
         """
         _check_specs(specs)
         return self._buffers(specs)
@@ -167,6 +185,16 @@ class Group(ABC):
         """As :meth:`buffers`, for shards: where the ranks can read them all as one array, :meth:`joined` gives that."""
         _check_specs(specs)
         return self._joint_buffers(specs)
+
+    def shards(self, specs: Sequence[tuple[Bounds, torch.dtype]], joint: bool) -> list[Buffer]:
+        """As :meth:`buffers` or :meth:`joint_buffers`, for this rank's parts of arrays with these bounds.
+
+        Raises:
+            ValueError: bounds are not those of parts in order, or differ in length where the group is not ``uneven``.
+        """
+        for bounds, dtype in specs:
+            self._check_bounds("shards", bounds, bounds[-1], dtype)
+        return self._shards(specs, joint)
 
     def joined(self, shard: Buffer) -> Tensor | None:
         """The shards of all ranks in rank order, without a copy; ``None`` where that is not possible.
@@ -183,17 +211,18 @@ class Group(ABC):
     # Collectives
 
     def all_gather(self, out: Tensor, shard: Buffer) -> Handle:
-        """``out`` (``size * shard.numel``, same dtype) becomes ``shard.local`` of every rank, in rank order.
+        """``out`` (as long as all shards, same dtype) becomes ``shard.local`` of every rank, in rank order.
 
         Raises:
             ValueError: shapes or dtypes do not fit.
         """
         local = shard.local
         _check_flat("all_gather", "out", out)
-        if out.numel() != self.size * local.numel() or out.dtype != local.dtype:
+        numel = self.size * local.numel() if shard.bounds is None else shard.bounds[-1]
+        if out.numel() != numel or out.dtype != local.dtype:
             raise ValueError(
                 f"all_gather over {self.size} ranks: out is {out.numel()} x {out.dtype} for shards of "
-                f"{local.numel()} x {local.dtype}; give {self.size * local.numel()} x {local.dtype}"
+                f"{local.numel()} x {local.dtype}; give {numel} x {local.dtype}"
             )
         self.traffic.add("all_gather", (self.size - 1) * self._wire_bytes(local))
         return self._all_gather(out, shard)
@@ -202,14 +231,14 @@ class Group(ABC):
         """Slice r of ``full.local`` becomes rank r's slice r; the own slice is left as it is.
 
         Raises:
-            ValueError: ``full`` does not divide by the number of ranks.
+            ValueError: ``full`` has no bounds and does not divide by the number of ranks.
         """
         self._check_divides("all_gather_in_place", full)
-        self.traffic.add("all_gather", (self.size - 1) * self._wire_bytes(self.slice_of(full.local, 0)))
+        self.traffic.add("all_gather", (self.size - 1) * self._wire_bytes(self.part_of(full, self.rank)))
         return self._all_gather_in_place(full)
 
     def reduce_scatter(self, out: Tensor, full: Buffer, scale: float) -> Handle:
-        """``out`` (``full.numel / size``) becomes ``scale`` times the sum over ranks of slice ``rank`` of ``full``.
+        """``out`` (as long as the own slice) becomes ``scale`` times the sum over ranks of slice ``rank`` of ``full``.
 
         16-bit inputs are summed in fp32, in rank order, and rounded once to ``out.dtype``, which may differ from
         ``full``'s (fp32 out of bf16). ``out`` may be ``full.local``'s own slice, and otherwise must not overlap it.
@@ -220,8 +249,8 @@ class Group(ABC):
         """
         self._check_divides("reduce_scatter", full)
         _check_flat("reduce_scatter", "out", out)
-        own = self.slice_of(full.local, self.rank)
-        if out.numel() != own.numel() or not out.dtype.is_floating_point:
+        own = self.part_of(full, self.rank)
+        if out.numel() != own.numel() or not (out.dtype.is_floating_point and own.dtype.is_floating_point):
             raise ValueError(
                 f"reduce_scatter over {self.size} ranks: out is {out.numel()} x {out.dtype} for a buffer of "
                 f"{full.local.numel()} x {full.local.dtype}; give {own.numel()} elements of a floating-point dtype"
@@ -232,7 +261,7 @@ class Group(ABC):
                 f"reduce_scatter: out ({out.numel()} x {out.dtype}) overlaps the buffer it reduces, and is not its "
                 f"slice {self.rank}; give that slice, or memory of its own"
             )
-        self.traffic.add("reduce_scatter", (self.size - 1) * self._wire_bytes(own))
+        self.traffic.add("reduce_scatter", self._scattered_bytes(full))
         return self._reduce_scatter(out, full, scale)
 
     def all_reduce(self, full: Buffer, scale: float) -> Handle:
@@ -240,10 +269,13 @@ class Group(ABC):
         bits on every rank. The rule for writing to ``full`` is the same too.
 
         Raises:
-            ValueError: ``full`` does not divide by the number of ranks.
+            ValueError: ``full`` does not divide by the number of ranks, or is not of a floating-point dtype.
         """
         self._check_divides("all_reduce", full)
-        self.traffic.add("all_reduce", 2 * (self.size - 1) * self._wire_bytes(self.slice_of(full.local, 0)))
+        if not full.local.dtype.is_floating_point:
+            raise ValueError(f"all_reduce of {full.local.numel()} x {full.local.dtype}: give a floating-point dtype")
+        own = self._wire_bytes(self.part_of(full, self.rank))
+        self.traffic.add("all_reduce", self._scattered_bytes(full) + (self.size - 1) * own)
         return self._all_reduce(full, scale)
 
     def round_(self, shard: Tensor) -> None:
@@ -354,13 +386,23 @@ class Group(ABC):
         """Give back communicators and mapped memory. Buffers are unusable afterwards; calling it again does nothing."""
         return
 
-    # What a backend provides; arguments are checked and traffic is counted
+    # What a backend provides; arguments are checked and traffic is counted. Only those with ``uneven`` are given
+    # buffers with bounds.
 
     @abstractmethod
     def _buffers(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Buffer]: ...
 
     def _joint_buffers(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Buffer]:
         return self._buffers(specs)
+
+    def _shards(self, specs: Sequence[tuple[Bounds, torch.dtype]], joint: bool) -> list[Buffer]:
+        make = self._joint_buffers if joint else self._buffers
+        if not self.uneven:
+            return make([(bounds[1] - bounds[0], dtype) for bounds, dtype in specs])
+        buffers = self._buffers([(bounds[self.rank + 1] - bounds[self.rank], dtype) for bounds, dtype in specs])
+        for buffer, (bounds, _) in zip(buffers, specs, strict=True):
+            buffer.bounds = bounds
+        return buffers
 
     @abstractmethod
     def _all_gather(self, out: Tensor, shard: Buffer) -> Handle: ...
@@ -393,21 +435,43 @@ class Group(ABC):
         """What it takes to send ``part``."""
         return part.nbytes
 
-    def slice_of(self, full: Tensor, rank: int) -> Tensor:
-        """Rank ``rank``'s equal part of a flat tensor, as a view."""
+    def _scattered_bytes(self, full: Buffer) -> int:
+        """What it takes to send each other rank its part of ``full``."""
+        return sum(self._wire_bytes(self.part_of(full, rank)) for rank in range(self.size) if rank != self.rank)
+
+    def slice_of(self, full: Tensor, rank: int, bounds: Bounds | None = None) -> Tensor:
+        """Rank ``rank``'s part of a flat tensor, equal ones without ``bounds``, as a view."""
+        if bounds is not None:
+            return full[bounds[rank] : bounds[rank + 1]]
         numel = full.numel() // self.size
         return full.narrow(0, rank * numel, numel)
+
+    def part_of(self, full: Buffer, rank: int) -> Tensor:
+        """Rank ``rank``'s part of this rank's copy of ``full``, as a view."""
+        return self.slice_of(full.local, rank, full.bounds)
 
     def _private_buffers(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Buffer]:
         return [Buffer(torch.zeros(numel, dtype=dtype, device=self.device)) for numel, dtype in specs]
 
     def _check_divides(self, operation: str, full: Buffer) -> None:
         numel = full.local.numel()
-        if numel % self.size:
+        if full.bounds is not None:
+            self._check_bounds(operation, full.bounds, numel, full.local.dtype)
+        elif numel % self.size:
             raise ValueError(
                 f"{operation} over {self.size} ranks: a buffer of {numel} elements cannot be divided evenly; "
                 f"pad it to {numel + -numel % self.size}"
             )
+
+    def _check_bounds(self, operation: str, bounds: Bounds, numel: int, dtype: torch.dtype) -> None:
+        lengths = [end - start for start, end in pairwise(bounds)]
+        if len(lengths) != self.size or bounds[0] != 0 or bounds[-1] != numel or min(lengths) < 1:
+            raise ValueError(
+                f"{operation} over {self.size} ranks: bounds={bounds} for {numel} x {dtype}; give where each part "
+                f"begins, and {numel}, with an element in each part"
+            )
+        if len(set(lengths)) > 1 and not self.uneven:
+            raise ValueError(f"{operation}: parts at bounds={bounds} differ in length, but {self!r} takes equal ones")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, rank {self.rank} of {self.size}, {self.device})"
@@ -415,8 +479,8 @@ class Group(ABC):
 
 def _check_specs(specs: Sequence[tuple[int, torch.dtype]]) -> None:
     for index, (numel, dtype) in enumerate(specs):
-        if numel < 0 or not dtype.is_floating_point:
-            raise ValueError(f"buffer {index} is {numel} x {dtype}: give >= 0 elements of a floating-point dtype")
+        if numel < 0:
+            raise ValueError(f"buffer {index} is {numel} x {dtype}: give >= 0 elements")
 
 
 def _check_flat(operation: str, name: str, tensor: Tensor) -> None:
@@ -433,44 +497,3 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
         return False
     first, second = one.data_ptr(), other.data_ptr()
     return first < second + other.nbytes and second < first + one.nbytes
-
-
-class LocalGroup(Group):
-    """A group of one rank: copies and scaling, no communication."""
-
-    one_sided_gather = True
-
-    def __init__(self, name: str, device: torch.device, activity: Activity | None = None) -> None:
-        super().__init__(name, rank=0, size=1, device=device, activity=activity)
-        self._sum = RankSum()
-
-    def barrier(self) -> None:
-        """Nothing to wait for."""
-
-    def _buffers(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Buffer]:
-        return self._private_buffers(specs)
-
-    def _all_gather(self, out: Tensor, shard: Buffer) -> Handle:
-        if out.data_ptr() != shard.local.data_ptr():
-            out.copy_(shard.local)
-        return DONE
-
-    def _all_gather_in_place(self, full: Buffer) -> Handle:
-        return DONE
-
-    def _reduce_scatter(self, out: Tensor, full: Buffer, scale: float) -> Handle:
-        self._sum(out, [full.local], scale)
-        return DONE
-
-    def _all_reduce(self, full: Buffer, scale: float) -> Handle:
-        self._sum(full.local, [full.local], scale)
-        return DONE
-
-    def _broadcast(self, tensor: Tensor, src: int) -> None:
-        pass
-
-    def _exchange(self, values: Sequence[float], purpose: str) -> list[list[float]]:
-        return [[float(value) for value in values]]
-
-    def _exchange_bytes(self, data: bytes, lengths: Sequence[int]) -> list[bytes]:
-        return [data]

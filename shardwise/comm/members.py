@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.errors import PeerError
+from shardwise.comm.errors import UNREACHED, PeerError
 from shardwise.torch_internals import new_group
 
 __all__ = ["DEFAULT_TIMEOUT_S", "Members", "check_alike", "ranks_of", "timeout_s", "unbound"]
@@ -153,7 +153,8 @@ class Members:
             raise self._lost(f"making group {name!r} of ranks {ranks}", error) from error
 
     def _lost(self, what: str, error: Exception) -> PeerError:
+        connecting = f". {UNREACHED}" if "connect" in str(error).lower() else ""
         return PeerError(
             f"{what} among ranks {list(self.ranks)} failed on rank {dist.get_rank()}: {error}. A rank of the group "
-            "died, or did not come in time; look at the first error of the other ranks"
+            f"died, or did not come in time; look at the first error of the other ranks{connecting}"
         )

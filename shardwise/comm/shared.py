@@ -12,13 +12,15 @@ import time
 import weakref
 from array import array
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from shardwise.comm.control import Control, encode
 from shardwise.comm.errors import PeerError
-from shardwise.comm.group import DONE, PHASES, Buffer, Group, Handle
+from shardwise.comm.group import DONE, PHASES, Bounds, Buffer, Group, Handle
+from shardwise.comm.joint import JointBuffer, tensor_in
 from shardwise.comm.mapping import (
     LINE_BYTES,
     LINE_WORDS,
@@ -113,42 +115,6 @@ class SharedBuffer(Buffer):
         self._segments = []
 
 
-class JointBuffer(Buffer):
-    """A shard in one array that all ranks map.
-
-    Args:
-        group: its group.
-        peers: every rank's part of the array.
-        private: where it is mapped privately: shows what is shared wherever this rank has written nothing.
-        start: in ``private``, bytes, a multiple of the page size.
-    """
-
-    def __init__(self, group: SharedGroup, peers: list[Tensor], private: mmap.mmap, start: int) -> None:
-        super().__init__(peers[group.rank], tuple(peers))
-        self.group = group
-        self._private: mmap.mmap | None = private
-        self._start = start
-
-    def whole(self) -> Tensor:
-        """The array, in a storage of its own: torch may exchange a storage's memory (``share_memory_``)."""
-        if self._private is None:
-            raise RuntimeError(f"{self!r} of group {self.group.name!r} was released: its group is closed")
-        return _tensor(self._private, self._start, self.group.size * self.local.numel(), self.local.dtype)
-
-    def drop_private(self) -> None:
-        """Forget what this rank has written to the array."""
-        nbytes = self.group.size * self.local.nbytes
-        if self._private is not None and nbytes:
-            page = mmap.PAGESIZE
-            self._private.madvise(mmap.MADV_DONTNEED, self._start, -(-nbytes // page) * page)
-
-    def release(self) -> None:
-        """Drop the memory; it is unmapped when nobody else holds a tensor of it."""
-        self.local = torch.empty(0, dtype=self.local.dtype)
-        self.peers, self._private = (), None
-        self._whole = (self.local, ())
-
-
 class _Reduction:
     """A published reduce-scatter or all-reduce, and how far this rank has come with it."""
 
@@ -203,7 +169,8 @@ class _Reduction:
                 f"({', '.join(told)} elements); all ranks must start the same operations in the same order"
             )
         rank = self.group.rank
-        self.group.sum(self._out, [self.group.slice_of(peer, rank) for peer in self.buffer.peers], self._scale)
+        bounds = self.buffer.bounds
+        self.group.sum(self._out, [self.group.slice_of(peer, rank, bounds) for peer in self.buffer.peers], self._scale)
         self.buffer.tell(REDUCED, self.sequence)
         self._summed = True
 
@@ -221,6 +188,7 @@ class SharedGroup(Group):
     """
 
     one_sided_gather = True
+    uneven = True
 
     def __init__(self, name: str, control: Control, method: Method, timeout_s: float) -> None:
         """Collective over the group.
@@ -259,7 +227,7 @@ class SharedGroup(Group):
         words = [memoryview(segment)[: LINE_BYTES * (1 + len(specs))].cast("q") for segment in segments]
         buffers: list[Buffer] = []
         for line, ((numel, dtype), start) in enumerate(zip(specs, offsets, strict=True), start=1):
-            peers = [_tensor(segment, start, numel, dtype) for segment in segments]
+            peers = [tensor_in(segment, start, numel, dtype) for segment in segments]
             name = f"buffer {self._buffer_count} ({numel} x {dtype})"
             buffer = SharedBuffer(self, name, line, words, peers)
             self._buffer_count += 1
@@ -269,23 +237,39 @@ class SharedGroup(Group):
 
     def _joint_buffers(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Buffer]:
         """In one array each, which all ranks map; a file in /dev/shm, whose size is limited, would be too large."""
+        bounds = [tuple(rank * numel for rank in range(self.size + 1)) for numel, _ in specs]
+        made = self._joint([(each, dtype) for each, (_, dtype) in zip(bounds, specs, strict=True)])
+        return self._buffers(specs) if made is None else made
+
+    def _shards(self, specs: Sequence[tuple[Bounds, torch.dtype]], joint: bool) -> list[Buffer]:
+        made = self._joint(specs) if joint else None
+        if made is None:
+            # All ranks' as long as the longest, of which memory is taken for what is used.
+            longest = [(max(end - start for start, end in pairwise(bounds)), dtype) for bounds, dtype in specs]
+            made = self._buffers(longest)
+            for buffer, (bounds, _) in zip(made, specs, strict=True):
+                buffer.cut_to([end - start for start, end in pairwise(bounds)])
+        for buffer, (bounds, _) in zip(made, specs, strict=True):
+            buffer.bounds = bounds
+        return made
+
+    def _joint(self, specs: Sequence[tuple[Bounds, torch.dtype]]) -> list[Buffer] | None:
         if self._method != "memfd" or not specs:
-            return self._buffers(specs)
+            return None
         self._agree_on(specs)
         page = mmap.PAGESIZE
         offset, offsets = page, []
-        for numel, dtype in specs:
+        for bounds, dtype in specs:
             offsets.append(offset)
-            offset += -(-self.size * numel * dtype.itemsize // page) * page
+            offset += -(-bounds[-1] * dtype.itemsize // page) * page
         try:
             shared, private = map_joint(self._control, offset)
         except MappingError:  # on every rank: under strict overcommitment, for one, a second mapping may be too much
-            return self._buffers(specs)
+            return None
         buffers: list[Buffer] = []
-        for (numel, dtype), start in zip(specs, offsets, strict=True):
-            everyone = _tensor(shared, start, self.size * numel, dtype)
-            peers = [self.slice_of(everyone, rank) for rank in range(self.size)]
-            buffer = JointBuffer(self, peers, private, start)
+        for (bounds, dtype), start in zip(specs, offsets, strict=True):
+            everyone = tensor_in(shared, start, bounds[-1], dtype)
+            buffer = JointBuffer(self, [everyone[at:end] for at, end in pairwise(bounds)], private, start)
             self._made.add(buffer)
             buffers.append(buffer)
         return buffers
@@ -303,8 +287,8 @@ class SharedGroup(Group):
         if isinstance(shard, JointBuffer):
             shard.drop_private()
 
-    def _agree_on(self, specs: Sequence[tuple[int, torch.dtype]]) -> None:
-        given = self._meet_bytes(encode([[numel, str(dtype)] for numel, dtype in specs]), "which buffers to make")
+    def _agree_on(self, specs: Sequence[tuple[int | Bounds, torch.dtype]]) -> None:
+        given = self._meet_bytes(encode([[size, str(dtype)] for size, dtype in specs]), "which buffers to make")
         for rank, other in enumerate(given):
             if other != given[0]:
                 raise ValueError(
@@ -328,7 +312,7 @@ class SharedGroup(Group):
         if not isinstance(shard, JointBuffer) or shard.group is not self:
             self._mine(shard)
         for rank in self._from_own():
-            self.slice_of(out, rank).copy_(shard.peers[rank])
+            self.slice_of(out, rank, shard.bounds).copy_(shard.peers[rank])
         return DONE
 
     def _all_gather_in_place(self, full: Buffer) -> Handle:
@@ -338,13 +322,13 @@ class SharedGroup(Group):
     def copy_slices(self, out: Tensor, full: SharedBuffer) -> None:
         """Slice r of ``out`` becomes slice r of rank r's buffer; the own slice is left."""
         for rank in self._from_own()[1:]:
-            self.slice_of(out, rank).copy_(self.slice_of(full.peers[rank], rank))
+            self.slice_of(out, rank, full.bounds).copy_(self.slice_of(full.peers[rank], rank, full.bounds))
 
     def _reduce_scatter(self, out: Tensor, full: Buffer, scale: float) -> Handle:
         return self._publish(out, self._mine(full), scale, REDUCE_SCATTER)
 
     def _all_reduce(self, full: Buffer, scale: float) -> Handle:
-        return self._publish(self.slice_of(full.local, self.rank), self._mine(full), scale, ALL_REDUCE)
+        return self._publish(self.part_of(full, self.rank), self._mine(full), scale, ALL_REDUCE)
 
     def _publish(self, out: Tensor, buffer: SharedBuffer, scale: float, kind: int) -> Handle:
         if buffer.unfinished is not None:
@@ -489,9 +473,3 @@ def _sync_name(kind: int, total: int) -> str:
     if kind == FENCE:
         return f"{SYNCS[kind]} {PHASES[total]}".rstrip()
     return f"{SYNCS[kind]} ({total} values)"
-
-
-def _tensor(segment: mmap.mmap, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
-    if not numel:
-        return torch.empty(0, dtype=dtype)
-    return torch.frombuffer(segment, dtype=dtype, count=numel, offset=offset)

@@ -43,6 +43,7 @@ from shardwise.torch_internals import (
     give_subclass,
     move_hooks,
     no_torch_function,
+    plain,
     point,
     tensor_holders,
 )
@@ -144,7 +145,7 @@ def adopt(param: Tensor, data: Tensor) -> None:
     Raises:
         RuntimeError: an autograd graph or C++ code still holds a meta ``param``.
     """
-    data = data.detach()
+    data = plain(data)
     with no_torch_function():
         deferred = isinstance(param, DeferredTensor | DeferredParameter)
         if not deferred and can_share_object(param, data):
@@ -254,7 +255,7 @@ def _value(tensor: Tensor, made: Tensor | None, device: torch.device) -> Tensor:
         return made.to(device)
     if tape_of(tensor) is not None:
         return replay(tensor).to(device)
-    return tensor.detach().to(device)
+    return plain(tensor).to(device)
 
 
 class _Makers:

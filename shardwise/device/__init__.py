@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shardwise.device.accelerator import Accelerator
 from shardwise.device.ahead import Later, runs_ahead
 from shardwise.device.gpus import gpu_identity, gpus_of_host, visible_gpus
 from shardwise.device.memory import (
@@ -17,6 +18,7 @@ from shardwise.device.streams import (
     SideCopy,
     behind_current,
     default_generator,
+    give_back,
     make_current,
     numbered,
     on_device,
@@ -32,6 +34,7 @@ from shardwise.device.streams import (
 )
 
 __all__ = [
+    "Accelerator",
     "Later",
     "MemoryFacts",
     "RandomState",
@@ -39,6 +42,7 @@ __all__ = [
     "allocator_bytes",
     "behind_current",
     "default_generator",
+    "give_back",
     "gpu_identity",
     "gpus_of_host",
     "live_bytes",

@@ -22,6 +22,7 @@ __all__ = [
     "SideCopy",
     "behind_current",
     "default_generator",
+    "give_back",
     "make_current",
     "numbered",
     "on_device",
@@ -96,6 +97,13 @@ def synchronize(device: torch.device) -> None:
     """The host waits until a GPU has done all it was given; nothing to do for other devices."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def give_back(device: torch.device) -> None:
+    """A GPU gets the memory back that torch keeps of it without using it; nothing to do for other devices."""
+    if device.type == "cuda":
+        with on_device(device):
+            torch.cuda.empty_cache()
 
 
 def total_bytes(device: torch.device) -> int:

@@ -66,8 +66,8 @@ MOST_AT_ONCE = 64
 # A thread for each request in flight, in a call that frees the interpreter, takes no longer than io_submit did for
 # blocks from 256 KiB on, which is what plans and published configurations have: it costs some wake-ups a request, and
 # spares the submitting thread what the kernel does inside io_submit (pinning pages, waiting for a slot of the device).
-# Small blocks cost twice as much; docs/disk.md has the figures. It needs no call numbers of an architecture and no
-# permission of a sandbox, is the same without O_DIRECT, and serves media that are no files.
+# Small blocks cost twice as much; docs/inside/disk.md has the figures. It needs no call numbers of an architecture and
+# no permission of a sandbox, is the same without O_DIRECT, and serves media that are no files.
 class ThreadQueue:
     """Up to ``depth`` threads (and :data:`MOST_AT_ONCE`), each for one request at a time: one from the start, which is
     enough, the others as needed. (While the interpreter exits, Python 3.12 starts no thread.)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from shardwise.checks.guards import Guards
+from shardwise.checks.own_state import OwnState
 from shardwise.engine.casts import cast_floats, each_tensor
+from shardwise.engine.loading import load_whole
 from shardwise.engine.outside_trace import of_units
 from shardwise.engine.weak import weakly
 from shardwise.gather.hooks import GatherHooks, trace_hooks
@@ -39,12 +42,14 @@ class Attachment:
 
     Attributes:
         hooks: those that gather, where anything is gathered.
+        own_state: watches the states of the user's modules, once installed.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._kept: list[tuple[int, int, torch.Tensor]] | None = None
         self.hooks: GatherHooks | None = None
+        self.own_state: OwnState
         self._remove: list[Callable[[], None]] = []
 
     def install(self) -> Guards:
@@ -62,6 +67,7 @@ class Attachment:
         if unit_of:
             self.hooks = GatherHooks(engine.model, engine.pool, unit_of, blocks, engine.passes.note)
             self._remove.append(self.hooks.remove)
+            self._follow(self.hooks)
         elif traced:
             self._remove += trace_hooks(engine.model, engine.pool, self._own_units())
         for chunk_index, state in engine.grads.items():
@@ -74,8 +80,8 @@ class Attachment:
                 engine.visible.follow(state.spec.slots[slot_index].param, handles[-1])
                 self._remove += [handle.remove for handle in handles]
         guards = Guards(engine.model, engine.params, engine.chunks, engine.layout, engine.pool)
-        engine.model.zero_grad = self._zero_all  # type: ignore[method-assign]
-        self._remove += [guards.remove, lambda: engine.model.__dict__.pop("zero_grad", None) and None]
+        self._remove.append(guards.remove)
+        self._own_methods(guards)
         before = engine.model.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
         after = engine.model.register_forward_hook(self._after_forward)
         self._remove += [before.remove, after.remove]
@@ -84,6 +90,37 @@ class Attachment:
             left = engine.model.register_forward_hook(lambda *_: meter.leave(), always_call=True)
             self._remove += [left.remove, meter.leave_all]
         return guards
+
+    def _own_methods(self, guards: Guards) -> None:
+        """Of the user's model: those that mean the engine's parameters."""
+        engine, own = self._engine, self._engine.model.__dict__
+        staged = engine.staging is not None
+        check = partial(engine.unfinished.check, "a state")
+        rooms = engine.params, engine.chunks, engine.layout, engine.pool
+        self.own_state = OwnState(engine.model, *rooms, staged, check, guards.check_structure)
+        self._remove.append(self.own_state.remove)
+        methods: dict[str, Callable[..., Any]] = {"zero_grad": self._zero_all}
+        # A class that loads in its own way, and whatever stands there already, goes first.
+        if type(engine.model).load_state_dict is nn.Module.load_state_dict and "load_state_dict" not in own:
+            methods["load_state_dict"] = self._load_whole
+        own.update(methods)
+        self._remove += [partial(_drop, own, name) for name in methods]
+
+    def _load_whole(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """The user's ``model.load_state_dict()``: every rank calls it, except inside ``gathered(write_back=True)``."""
+        engine = self._engine
+        if engine.pool.all_held:
+            return nn.Module.load_state_dict(engine.model, state_dict, strict, assign)
+        with engine.mesh.doing("load_state_dict() of the model"):
+            return load_whole(engine, state_dict, strict, assign)
+
+    def _follow(self, hooks: GatherHooks) -> None:
+        """Whoever reads what follows a parameter gathers that."""
+        for chunk in self._engine.chunks:
+            for slot, param in zip(chunk.spec.slots, chunk.params, strict=True):
+                for follower in chunk.followers_of(slot.param):
+                    follower.on_read = partial(hooks.on_read, id(param))  # type: ignore[attr-defined]
+                    self._remove.append(partial(setattr, follower, "on_read", None))
 
     def _own_units(self) -> dict[str, list[int]]:
         """By name of a module, the units of its own parameters."""
@@ -194,3 +231,7 @@ class Attachment:
         for remove in self._remove:
             remove()
         self._remove.clear()
+
+
+def _drop(own: dict[str, Any], name: str) -> None:
+    own.pop(name, None)

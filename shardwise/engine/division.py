@@ -58,7 +58,7 @@ class Division:
         draws: that ranks which hold parts of the same layers draw alike; ``None`` where there are none.
         staging: of the model; ``None`` where it is in one piece.
         sequences: that ranks share; ``None`` where each has its own.
-        every: all floating-point parameters of the model, and what is known of each, until it is installed.
+        every: all parameters of the model, and what is known of each, until it is installed.
         census: what is known of them for ever.
         params, facts: those of this rank.
         shared: gradients of what other stages use, too, once installed.
@@ -68,7 +68,7 @@ class Division:
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], plan: Plan, mesh: Mesh) -> None:
-        every = [p for p in model.parameters() if p.is_floating_point()]
+        every = list(model.parameters())
         self.cutting: Cutting | None = None
         self.staging: Staging | None = None
         self.sequences: Sequences | None = None
@@ -87,6 +87,12 @@ class Division:
             raise ValueError(
                 f"compress={plan.comm.compress!r} (fp8_communication) with {len(wide)} parameters of torch.float64 (as "
                 f"{wide[0]!r}): train them in fp32, bf16 or fp16, or leave it off"
+            )
+        packed = [fact.names[0] for fact in facts if fact.part is not None and not fact.dtype.is_floating_point]
+        if packed:
+            raise ValueError(
+                f"{mesh.tensor.size} tensor-parallel ranks with {len(packed)} packed weights in layers that are cut "
+                f"(as {packed[0]!r}): their numbers cannot be divided by rows or columns; give tp=1"
             )
         self.every = list(zip(every, facts, strict=True))
         if mesh.pipeline.size > 1:

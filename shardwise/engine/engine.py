@@ -16,9 +16,11 @@ from shardwise.checks.unfinished import Unfinished
 from shardwise.chunk.layout import Layout, make_layout, search_report
 from shardwise.comm import GRADIENTS
 from shardwise.engine.accounts import StateAccounts
+from shardwise.engine.aside import Aside
 from shardwise.engine.attachment import Attachment
 from shardwise.engine.division import Division
 from shardwise.engine.initial import load_initial_values
+from shardwise.engine.packed_weights import check_packed, follow
 from shardwise.engine.storage import Storage
 from shardwise.engine.values import Values
 from shardwise.engine.visible_grads import VisibleGrads
@@ -33,7 +35,7 @@ from shardwise.reduce.passes import BackwardPasses
 from shardwise.reduce.reducer import Reducer
 from shardwise.update.early import EarlyObserver
 from shardwise.update.masters import MasterEdits
-from shardwise.update.tiles import check_element_wise
+from shardwise.update.tiles import needs_whole_tensors
 
 __all__ = ["Engine"]
 
@@ -66,15 +68,26 @@ class Engine:
         self.model, self.plan, self.mesh = model, plan, mesh
         self.optimizers = tuple(optimizers)
         with agreed_build(mesh.everyone, lambda: describe_build(model, optimizers, plan, self.division.every)):
-            for each in optimizers:
-                check_element_wise(each)
+            self.whole = [index for index, each in enumerate(optimizers) if needs_whole_tensors(each)]
+            """Optimizers that get whole tensors."""
+            check_packed(model)
             check_shardable(model)
             self.division = Division(model, optimizers, plan, mesh)
+            self._check_whole()
         self.params, facts = self.division.params, self.division.facts
         self.cutting, self.staging = self.division.cutting, self.division.staging
         self.party = mesh.enroll(type(model).__name__)
         shard = plan.shard
-        self.layout: Layout = make_layout(facts, model, shard.packing, mesh.shard.size, mesh.replicate.size, shard.kept)
+        self.layout: Layout = make_layout(
+            facts,
+            model,
+            shard.packing,
+            mesh.shard.size,
+            mesh.replicate.size,
+            shard.kept,
+            self.whole,
+            uneven=mesh.shard.uneven and plan.comm.compress is None and plan.mesh.secondary is None,
+        )
         report = search_report(self.layout)
         if plan.verbose and report is not None and mesh.first:
             print(report, flush=True)
@@ -105,6 +118,8 @@ class Engine:
         self.batches = SameBatches()
         self.values = Values(self)
         self.attachment = Attachment(self)
+        self.asides: list[Aside] = []
+        """By optimizer."""
         self.closed = False
         self._begun = False
         """The model's parameters are the chunks', or about to be."""
@@ -131,11 +146,33 @@ class Engine:
     def take_over(self) -> None:
         """The model's parameters become the chunks', with their values, and its passes the engine's. Collective."""
         self._begun = True
+        for index, followers in follow(self.model, self.params).items():
+            self.chunks[self.layout.where[index][0]].follow(index, followers)
         load_initial_values(self.model, self.division, self.storage, self.plan, self.mesh)
         self.master_edits.note()
         self.reducer.allocate()  # after the values: while these are made, the most memory is needed
         self.division.install()
         self.guards = self.attachment.install()
+
+    def _check_whole(self) -> None:
+        """Raises:
+        ValueError: an optimizer needs whole tensors, and the plan has parts of them, or on a disk.
+        """
+        for index in self.whole:
+            name, tiers = type(self.optimizers[index]).__name__, self.plan.tiers
+            shares = {"param": tiers.param_disk_fraction, "state": tiers.state_disk_fraction}
+            if any(shares.values()):
+                given = ", ".join(f"{kind}_disk_fraction={share}" for kind, share in shares.items())
+                raise ValueError(
+                    f"{given}, but {name} needs whole tensors, which no disk tile has: keep them on the host, or "
+                    "use AdamW"
+                )
+            cut = [fact.names[0] for fact in self.division.facts if fact.optimizer == index and fact.part is not None]
+            if cut:
+                raise ValueError(
+                    f"tp={self.mesh.tensor.size} cuts {len(cut)} parameters ({cut[0]}, ...) that {name} needs whole: "
+                    "use tp=1, or an element-wise optimizer (AdamW)"
+                )
 
     def _make_pool(self) -> ChunkPool:
         shard, comm, meter = self.plan.shard, self.plan.comm, self.meter

@@ -49,7 +49,7 @@ def parameter_facts(
     facts = []
     for param in params:
         optimizer_index, group_index = held.get(id(param), (-1, -1))
-        dtype = plan.precision.param_dtype or param.dtype
+        dtype = (plan.precision.param_dtype if param.is_floating_point() else None) or param.dtype
         part = cutting.part_of(param) if cutting is not None else None
         shape = param.shape if part is None else part.shape
         facts.append(ParamFact(names[id(param)], shape, dtype, param.requires_grad, optimizer_index, group_index, part))

@@ -18,16 +18,19 @@ from shardwise.checks.unfinished import PARAMETERS
 from shardwise.checks.unfinished import state_of as unfinished_state
 from shardwise.chunk.chunk import Chunk
 from shardwise.chunk.layout import ParamFact
+from shardwise.engine import optimizer_state
 from shardwise.engine.engine import Engine
 from shardwise.engine.optimizer import ShardedOptimizer
+from shardwise.engine.others import put_others
 from shardwise.engine.whole import state_names
-from shardwise.plan import HALF_DTYPES
+from shardwise.names import is_extra
+from shardwise.optim.nested_state import flat, nested
+from shardwise.precision_plan import HALF_DTYPES
 from shardwise.tensor import Part
 from shardwise.tensor.order import StoredCut, own_runs
 from shardwise.update.disk_tiles import is_element_wise
 
 __all__ = [
-    "EXTRA_STATE",
     "Fill",
     "Fragment",
     "FragmentBlock",
@@ -38,8 +41,6 @@ __all__ = [
     "TensorShape",
     "split",
 ]
-
-EXTRA_STATE = "_extra_state"  # what torch appends to a module's name
 
 
 class Fill(Protocol):
@@ -181,19 +182,22 @@ class Held:
 
     Attributes:
         names: of each parameter of the whole model all its names, the one it is saved under first.
-        others: buffers, integer parameters and extra state by name, as they are now.
+        others: buffers and extra state by name, as they are now.
+        other_shapes: an optimizer has whole tensors, so its state may have other shapes than they.
     """
 
     def __init__(self, engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> None:
         self.engine, self.optimizers = engine, tuple(optimizers)
         engine.guards.check()
+        self.other_shapes = bool(engine.whole)
         self._census, found = engine.division.census, state_names(engine)
         self.names: list[tuple[str, ...]] = [
             tuple(found.of_parameter.get(place, fact.names)) for place, fact in enumerate(self._census.facts)
         ]
         self._own = [self.names[place] for place in self._census.place]
         self._outlines = found.others
-        self.others = dict(engine.guards.state_names().others) if self._census.names is not None else dict(found.others)
+        own = engine.attachment.own_state.names() if self._census.names is not None else found
+        self.others = dict(own.others)
         self._positions: dict[int, list[tuple[ShardedOptimizer, int]]] = {}
         for optimizer in self.optimizers:
             for position, tile in enumerate(optimizer._updates.tiles):
@@ -216,7 +220,7 @@ class Held:
         for place, fact in enumerate(self._census.facts):
             shapes[self.names[place][0]] = TensorShape(tuple(fact.whole), self._stored_dtype(place, fact))
         for name, value in self._outlines.items():
-            if isinstance(value, torch.Tensor) and not name.endswith(EXTRA_STATE):
+            if not is_extra(name, value):
                 shapes[name] = TensorShape(tuple(value.shape), value.dtype)
         return shapes
 
@@ -235,17 +239,16 @@ class Held:
         return {self.names[place][0]: fact.dtype for place, fact in enumerate(self._census.facts)}
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Buffers and integer parameters."""
-        found = self.others.items()
-        return {n: v for n, v in found if isinstance(v, torch.Tensor) and not n.endswith(EXTRA_STATE)}
+        """Buffers, and what else of tensors modules add to their state."""
+        return {name: value for name, value in self.others.items() if not is_extra(name, value)}
 
     def extra(self) -> dict[str, Any]:
-        """What modules return from ``get_extra_state``."""
-        return {name: value for name, value in self.others.items() if name.endswith(EXTRA_STATE)}
+        """What modules return from ``get_extra_state``, and what else they save that is no tensor."""
+        return {name: value for name, value in self.others.items() if is_extra(name, value)}
 
     def extra_names(self) -> list[str]:
         """Names of extra state of the whole model."""
-        return [name for name in self._outlines if name.endswith(EXTRA_STATE)]
+        return [name for name, value in self._outlines.items() if is_extra(name, value)]
 
     def gives(self, name: str) -> bool:
         """Whether this rank's value of a buffer, or of extra state, is the one that is saved for all."""
@@ -298,11 +301,12 @@ class Held:
             name, first, last = self._own[piece.param][0], piece.offset, piece.offset + piece.end - piece.start
             get = _value_of(piece.value)
             parts += self._given(f"model/{name}", piece.param, piece.value.dtype, first, last, get)
-            for key, value in optimizer.state.get(piece.value, {}).items():
+            for key, value in flat(optimizer.state.get(piece.value, {})).items():
+                full, get = f"optimizer/{optimizer.index}/{name}/{key}", _state_of(optimizer, piece.value, key)
                 if is_element_wise(value, piece):
-                    full = f"optimizer/{optimizer.index}/{name}/{key}"
-                    get = _state_of(optimizer, piece.value, key)
                     parts += self._given(full, piece.param, value.dtype, first, last, get)
+                elif _is_large(value) and not self.engine.layout.facts[piece.param].earlier:
+                    parts.append((Fragment(full, tuple(value.shape), value.dtype, 0, value.numel()), get))
         return FragmentBlock(lambda: optimizer._updates.opened(position), tuple(parts))
 
     def _given(
@@ -323,13 +327,15 @@ class Held:
         ]
 
     def small_state(self, optimizer: ShardedOptimizer) -> dict[str, dict[str, Any]]:
-        """By parameter with a piece on this rank and state: what is not element-wise (numbers, one-element tensors)."""
+        """By parameter with a piece on this rank and state: what is not element-wise and small: numbers, and tensors of
+        few elements."""
         small: dict[str, dict[str, Any]] = {}
         for tile in optimizer._updates.tiles:
             for piece in tile.pieces:
                 state = optimizer.state.get(piece.value)
                 if state:
-                    own = {key: value for key, value in state.items() if not is_element_wise(value, piece)}
+                    small_ones = (item for item in flat(state).items() if not _is_large(item[1]))
+                    own = {key: value for key, value in small_ones if not is_element_wise(value, piece)}
                     small.setdefault(self._own[piece.param][0], {}).update(own)
         return small
 
@@ -411,31 +417,29 @@ class Held:
                 states.append(new)
                 continue
             state: dict[str, Any] = {}
+            held = flat(optimizer.state.get(piece.value, {}))
             for key, value in entry.items():
                 if isinstance(value, Stored):
                     dtype = optimizer._updates.dtype_for(key, value.dtype, piece)
-                    there = optimizer.state.get(piece.value, {}).get(key)
+                    there: Any = held.get(key)
                     # Memory that holds state already serves again; on a disk's tile it is only a placeholder.
                     reuse = not tile.state.on_disk and is_element_wise(there, piece) and there.dtype == dtype
                     if not reuse:
                         numel = piece.end - piece.start
                         there = torch.empty(numel, dtype=dtype, device=piece.value.device)
-                    state[key] = there
-                    fill(value.name, piece.offset, state[key], self.engine.layout.facts[piece.param].part)
+                    state[key] = there.view(piece.value.shape)
+                    fill(value.name, piece.offset, state[key].view(-1), self.engine.layout.facts[piece.param].part)
                 else:
-                    state[key] = value.clone() if isinstance(value, torch.Tensor) else value
-            states.append(state)
+                    state[key] = value
+                    if isinstance(value, torch.Tensor):  # a count is on the host, rows and columns are with the values
+                        state[key] = value.to(piece.value.device if value.dim() else value.device, copy=True)
+            states.append(nested(state))
         optimizer._updates.replace(position, states)
 
     @torch.no_grad()
     def put_others(self, values: dict[str, Any]) -> None:
         """Buffers (tensors of the same shape, cast) and extra state, by name."""
-        for name, value in values.items():
-            if name.endswith(EXTRA_STATE) and name in self.others:
-                owner = name.removesuffix(EXTRA_STATE).rstrip(".")
-                self.engine.model.get_submodule(owner).set_extra_state(value)
-            elif name in self.others:  # otherwise another stage's
-                self.others[name].copy_(value)
+        put_others(self.engine, self.others, {name: value for name, value in values.items() if name in self.others})
 
 
 @dataclass(frozen=True)
@@ -444,6 +448,10 @@ class Stored:
 
     name: str
     dtype: torch.dtype
+
+
+def _is_large(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() > optimizer_state.MOST_SMALL
 
 
 def _part_of_shard(first: int, numel: int) -> Callable[[Any], torch.Tensor]:
@@ -459,4 +467,4 @@ def _value_of(value: torch.Tensor) -> Callable[[Any], torch.Tensor]:
 
 
 def _state_of(optimizer: ShardedOptimizer, value: torch.Tensor, key: str) -> Callable[[Any], torch.Tensor]:
-    return lambda _: optimizer.state[value][key]
+    return lambda _: flat(optimizer.state[value])[key]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from shardwise.chunk.absent import absent_value
 from shardwise.deferred.construction import adopt, initial_values, set_buffer
 from shardwise.engine.division import Division
 from shardwise.engine.storage import Storage
 from shardwise.engine.writer import ValueWriter
 from shardwise.mesh import Mesh
 from shardwise.plan import Plan
+from shardwise.torch_internals import point
 
 __all__ = ["load_initial_values"]
 
@@ -38,11 +40,9 @@ def load_initial_values(model: nn.Module, division: Division, storage: Storage, 
             elif isinstance(held, nn.Parameter) and id(held) in index_of:
                 writer.store(index_of[id(held)], value)
                 _let_go(held, storage, index_of[id(held)], mesh.device)
-            elif isinstance(held, nn.Parameter) and not division.owns(held):
+            elif isinstance(held, nn.Parameter):
                 held.grad = None
                 adopt(held, value.new_zeros(()).expand(value.shape))  # of a stage of other ranks
-            elif isinstance(held, nn.Parameter):
-                adopt(held, value)  # integer parameters are replicated as they are
     if storage.store is not None:
         storage.store.commit()  # from here on that is what is read
     for chunk in storage.chunks:
@@ -55,4 +55,7 @@ def _let_go(param: nn.Parameter, storage: Storage, index: int, device: torch.dev
     chunk_index, slot = storage.layout.where[index]
     dtype = storage.chunks[chunk_index].spec.dtype
     param.grad = None  # from before: it is no part of the first step
-    adopt(param, torch.full((), float("nan"), dtype=dtype, device=device).expand(slot.shape))
+    absent = torch.full((), absent_value(dtype), dtype=dtype, device=device).expand(slot.shape)
+    adopt(param, absent)
+    for each in storage.chunks[chunk_index].followers_of(index):
+        point(each, absent)

@@ -16,6 +16,8 @@ class MemoryReport:
 
     parameters_bytes: int
     """Shards and, where parameters stay gathered, the whole arrays."""
+    secondary_bytes: int
+    """Parts of a second copy, which later gathers are made of; see :attr:`MeshPlan.secondary`."""
     gathered_bytes: int
     """Sharded chunks that are gathered right now."""
     peak_gathered_bytes: int
@@ -39,8 +41,8 @@ class MemoryReport:
 
     @property
     def total_bytes(self) -> int:
-        kinds = (self.parameters_bytes, self.copied_bytes, self.idle_bytes, self.gradients_bytes, self.master_bytes)
-        return sum(kinds) + self.optimizer_bytes + self.waiting_bytes
+        parameters = self.parameters_bytes + self.secondary_bytes + self.copied_bytes + self.idle_bytes
+        return parameters + self.gradients_bytes + self.master_bytes + self.optimizer_bytes + self.waiting_bytes
 
     def tier_bytes(self, tier: str) -> int:
         """All model data in ``tier``."""
@@ -52,6 +54,7 @@ def _in_tier(engine: Engine, tier: Tier) -> dict[str, int]:
     on_device = tier is Tier.DEVICE
     kinds = {
         "parameters": engine.storage.parameter_bytes(tier),
+        "secondary shards": engine.storage.secondary_bytes(tier),
         "gathered parameters": engine.pool.copied_bytes if on_device else 0,
         "idle arrays": engine.pool.arrays.idle_bytes() if on_device else 0,
         "gradients": engine.reducer.bytes(tier),
@@ -71,6 +74,7 @@ def memory_report(engine: Engine) -> MemoryReport:
 
     return MemoryReport(
         parameters_bytes=total("parameters"),
+        secondary_bytes=total("secondary shards"),
         gathered_bytes=engine.pool.gathered_bytes,
         peak_gathered_bytes=engine.pool.peak_gathered_bytes,
         copied_bytes=engine.pool.copied_bytes,

@@ -9,24 +9,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.attributes import attribute_of
+from shardwise.attributes import TransparentModule
 from shardwise.checks.collective import collective
-from shardwise.checks.unfinished import PARAMETERS
 from shardwise.engine.engine import Engine
+from shardwise.engine.loading import load_whole
 from shardwise.engine.memory import MemoryReport, memory_report
 from shardwise.engine.whole import state_names, whole_others, whole_values
-from shardwise.engine.writer import ValueWriter
-from shardwise.names import StateNames
-from shardwise.torch_internals import incompatible_keys
 from shardwise.trace.stats import MemStats
 
 __all__ = ["ShardedModule"]
 
-EXTRA_STATE = "_extra_state"  # what torch appends to a module's name
+ASKED_BY_TORCH = "_fqn_modifiers"
+"""What its functions for states look for first, of any module; they would go on to wrong names and steps."""
 
 
-class ShardedModule(nn.Module):
-    """Runs the sharded module; attributes that it does not have itself come from the user's module."""
+class ShardedModule(TransparentModule):
+    """Runs the sharded module; its other attributes are the user's module's."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__()
@@ -74,10 +72,12 @@ class ShardedModule(nn.Module):
         return self
 
     def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return attribute_of(super().__getattr__("module"), name, self)
+        if name == ASKED_BY_TORCH:
+            raise RuntimeError(
+                f"torch.distributed.checkpoint.state_dict knows no {type(self).__name__}: the functions of the same "
+                "names are in shardwise.pytorch.state_dict"
+            )
+        return super().__getattr__(name)
 
     def unwrap(self) -> nn.Module:
         """The user's module."""
@@ -87,7 +87,8 @@ class ShardedModule(nn.Module):
         """Full parameters in place inside the block, gathered once: for generation and inspection. Every rank enters.
 
         Args:
-            write_back: keep changes made to the parameters inside (each rank its own part of them).
+            write_back: keep changes made to the parameters inside (each rank its own part of them). The user's own
+                module takes ``load_state_dict()`` then.
         """
         return self._engine.values.gathered(write_back)
 
@@ -167,57 +168,5 @@ class ShardedModule(nn.Module):
 
     @collective("load_state_dict() of the model")
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Take over a full state; every rank gives it and keeps its part (fp32 masters included).
-
-        Raises:
-            RuntimeError: missing, unexpected or wrongly shaped entries, all of them listed; nothing is changed then.
-                Shapes are checked even where ``strict`` is False.
-        """
-        if assign:
-            raise ValueError(f"load_state_dict(assign={assign}): sharded storage cannot be replaced; use assign=False")
-        names = state_names(self._engine)
-        shapes = {n: value.shape for n, value in names.others.items() if isinstance(value, torch.Tensor)}
-        missing = [name for name in names.others if name not in state_dict]
-        for param, own_names in names.of_parameter.items():
-            shapes |= dict.fromkeys(own_names, self._engine.division.census.facts[param].whole)
-            # A tied parameter may be given under one of its names only.
-            if not any(name in state_dict for name in own_names):
-                missing += own_names
-        unexpected = [name for name in state_dict if name not in names.order]
-        wrong = [
-            f"{name}: {tuple(state_dict[name].shape)} instead of {tuple(shape)}"
-            for name, shape in shapes.items()
-            if name in state_dict and state_dict[name].shape != shape
-        ]
-        if wrong or (strict and (missing or unexpected)):
-            raise RuntimeError(
-                f"the state does not fit the model: missing {missing}, unexpected {unexpected}, wrong shapes {wrong}"
-            )
-        self._load(state_dict, names)
-        if not missing:
-            self._engine.unfinished.end(PARAMETERS)
-        return incompatible_keys(missing, unexpected)
-
-    @torch.no_grad()
-    def _load(self, state: Mapping[str, Any], names: StateNames) -> None:
-        engine = self._engine
-        engine.values.discard_early()
-        engine.values.before_update()
-        was_whole = PARAMETERS not in engine.unfinished
-        engine.unfinished.begin("loading a state", PARAMETERS)
-        with ValueWriter(engine.storage) as writer:
-            for place, own_names in names.of_parameter.items():
-                given = next((name for name in own_names if name in state), None)
-                if given is not None and place in engine.division.census.index:
-                    writer.store(engine.division.census.index[place], state[given])
-        for name, value in engine.guards.state_names().others.items():
-            if name not in state:
-                continue
-            if isinstance(value, torch.Tensor):
-                value.copy_(state[name])
-            elif name.endswith(EXTRA_STATE):
-                owner = name.removesuffix(EXTRA_STATE).rstrip(".")
-                engine.model.get_submodule(owner).set_extra_state(state[name])
-        engine.values.publish(everything=True)
-        if was_whole:
-            engine.unfinished.end(PARAMETERS)
+        """Take over a full state; every rank gives it and keeps its part. See :func:`load_whole`. Collective."""
+        return load_whole(self._engine, state_dict, strict, assign)

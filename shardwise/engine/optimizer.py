@@ -18,9 +18,10 @@ from shardwise.device import runs_ahead
 from shardwise.engine.engine import Engine
 from shardwise.engine.optimizer_state import OptimizerState
 from shardwise.engine.other_parts import Counting
+from shardwise.engine.scaled import Scaled
 from shardwise.engine.updates import TileUpdates
 from shardwise.memory.tier import Tier
-from shardwise.plan import HALF_DTYPES
+from shardwise.precision_plan import HALF_DTYPES
 from shardwise.reduce.grads import ChunkGrads
 from shardwise.reduce.norm import LateNorm, clip_factor, global_norm
 from shardwise.reduce.scaler import LossScaler
@@ -31,7 +32,7 @@ TOKEN_UNIT = 1024.0  # token weights are counted in this unit, a power of two, t
 
 
 # See [Note: The order of an update] and [Note: Guesses and their undoing].
-class ShardedOptimizer(torch.optim.Optimizer):
+class ShardedOptimizer(Scaled, torch.optim.Optimizer):
     """Wraps the user's optimizer; ``param_groups``, ``defaults`` and ``state`` are the user's own objects.
 
     ``step`` consumes the gradients: they are averaged over the data-parallel ranks, unscaled, clipped, applied and
@@ -107,11 +108,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def parameters(self) -> list[torch.Tensor]:
         """What the groups hold, in order: this rank's pieces of the parameters."""
         return [piece for group in self.param_groups for piece in group["params"]]
-
-    @property
-    def loss_scale(self) -> float:
-        """What losses are multiplied by now; 1 without fp16."""
-        return 1.0 if self.scaler is None else self.scaler.scale
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":
@@ -430,6 +426,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for gradient in self._reduced():
                 bound = min(limit, torch.finfo(gradient.dtype).max)
                 gradient.clamp_(-bound, bound)
+
+    def unscale(self, scale: float) -> bool:
+        """Divide what the next :meth:`step` applies by ``scale``, that losses were multiplied by. Every rank calls it.
+
+        Returns:
+            Whether all of it is finite, on every rank.
+        """
+        number("scale", scale, "(0, inf)", "a loss scale > 0")
+        self._check_kept(f"unscale({scale})")
+        norm = self._global_norm(math.inf, 1.0 / self.divisor())
+        self.engine.visible.note(self.index, "unscale()", scale)
+        self.engine.visible.clip[self.index] = self._clip / scale
+        return math.isfinite(norm)
 
     def _check_kept(self, call: str) -> None:
         if self.engine.plan.streams_gradients:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -14,16 +15,20 @@ from shardwise.chunk.chunk import Chunk
 from shardwise.chunk.layout import Slot
 from shardwise.disk.agreement import agreed
 from shardwise.engine.engine import Engine
-from shardwise.engine.staging import gather_shards
+from shardwise.engine.staging import gather_chunk
 from shardwise.engine.updates import TileUpdates
 from shardwise.engine.whole import READ_AGAIN, first_holders, reads_disk, together
+from shardwise.optim.nested_state import flat, misfits, nested, tensors_of
 from shardwise.optim.state_form import check_full_state, constructed_state, makes_state_at_once
 from shardwise.tensor.order import part_of_whole
 from shardwise.update.tiles import Piece
 
-__all__ = ["OptimizerState"]
+__all__ = ["MOST_SMALL", "OptimizerState"]
 
 
+LARGE = "large"
+MOST_SMALL = 4096
+"""Elements of a state that is not element-wise (rows, columns) and goes between ranks, and into files, as text."""
 _Described = dict[int, dict[str, Any]]
 
 
@@ -101,8 +106,9 @@ class OptimizerState:
     def _cut(self, piece: Piece, full: dict[str, Any]) -> dict[str, Any]:
         fact = self.engine.layout.facts[piece.param]
         name, shape, part, numel = fact.names[0], fact.whole, fact.part, piece.end - piece.start
+        whole = self.engine.layout.chunks[self.engine.layout.where[piece.param][0]].whole
         cut: dict[str, Any] = {}
-        for key, value in full.items():
+        for key, value in flat(full).items():
             if not isinstance(value, torch.Tensor):
                 cut[key] = value
             elif value.is_meta:
@@ -111,22 +117,24 @@ class OptimizerState:
                 )
             elif value.shape == shape and value.dim() > 0:
                 if part is None:
-                    flat = value.detach().reshape(-1)[piece.offset : piece.offset + numel]
+                    own = value.detach().reshape(-1)[piece.offset : piece.offset + numel]
                 else:
-                    flat = part_of_whole(value, part, piece.offset, numel)
-                dtype = self._updates.dtype_for(key, flat.dtype, piece)
-                cut[key] = flat.to(device=piece.value.device, dtype=dtype, copy=True)
+                    own = part_of_whole(value, part, piece.offset, numel)
+                dtype = self._updates.dtype_for(key, own.dtype, piece)
+                cut[key] = own.to(device=piece.value.device, dtype=dtype, copy=True).view(piece.value.shape)
             elif value.dim() == 0 and shape.numel() == 1 and key != "step" and shape == value.shape:
                 dtype = self._updates.dtype_for(key, value.dtype, piece)
                 cut[key] = value.detach().reshape(1).to(device=piece.value.device, dtype=dtype, copy=True)
-            elif value.numel() == 1:
+            elif value.numel() == 1 and (value.dim() == 0 or key == "step" or not whole):
                 cut[key] = value.detach().clone()
+            elif whole:  # a matrix of one element, too
+                cut[key] = value.detach().to(piece.value.device, copy=True)
             else:
                 raise ValueError(
                     f"optimizer state {key!r} of {name} has shape {tuple(value.shape)}, the parameter {tuple(shape)}: "
                     "only element-wise state can be sharded"
                 )
-        return cut
+        return nested(cut)
 
     def places_by_group(self) -> list[tuple[int, ...]]:
         """Places in the whole model of the parameters of each group, as the groups stand now; frozen ones included."""
@@ -150,7 +158,7 @@ class OptimizerState:
         described = self._described()
         own = self._own_entries(described, wanted or self.engine.mesh.pipeline.size > 1)
         entries = own if self.engine.mesh.pipeline.size == 1 else self._of_all_stages(own, described, wanted)
-        state = {number[place]: entry for place, entry in entries}
+        state = {number[place]: nested(entry) for place, entry in entries}
         return {"state": dict(sorted(state.items())) if wanted else {}, "param_groups": groups}
 
     def _of_all_stages(
@@ -163,14 +171,13 @@ class OptimizerState:
         for place, rank, kinds in first_holders(self.engine, described, "optimizer state"):
             entry: dict[str, Any] = {}
             for key, kind in kinds.items():
-                if not isinstance(kind, str):
+                if not isinstance(kind, str) and kind[0] != LARGE:
                     entry[key] = _plain(kind)
                     continue
                 if rank == pipeline.rank:
                     value = found[place][key].to(self.engine.mesh.device)
                 else:
-                    shape = census.facts[place].whole
-                    value = torch.empty(shape, dtype=getattr(torch, kind), device=self.engine.mesh.device)
+                    value = self._room(kind, census.facts[place].whole)
                 pipeline.broadcast(value, rank)
                 entry[key] = value.cpu() if wanted else None
             yield place, entry
@@ -213,7 +220,7 @@ class OptimizerState:
             return {}
         full: dict[str, torch.Tensor] = {}
         for key, shard in shards.items():
-            gathered = gather_shards(engine.mesh.shard, shard.to(chunk.device))
+            gathered = gather_chunk(engine.mesh.shard, chunk.spec, shard.to(chunk.device))
             if wanted or engine.mesh.tensor.size > 1:
                 full[key] = gathered.cpu()
         return {index: full}
@@ -224,7 +231,10 @@ class OptimizerState:
         """A parameter's state; of one that ranks hold parts of, put together by all of them."""
         entry, part = dict[str, Any](), self.engine.layout.facts[param].part
         for key, kind in described.items():
-            if not isinstance(kind, str):
+            if not isinstance(kind, str) and kind[0] == LARGE:
+                value = self._from_owner(param, slot, key, kind)
+                entry[key] = value.cpu() if wanted else None
+            elif not isinstance(kind, str):
                 entry[key] = _plain(kind)
             elif part is not None:
                 value = full[key][slot.start : slot.end].view(slot.shape)
@@ -234,42 +244,83 @@ class OptimizerState:
                 entry[key] = full[key][slot.start : slot.end].view(slot.shape).clone()
         return entry
 
+    def _room(self, kind: Any, shape: Sequence[int]) -> torch.Tensor:
+        """Memory for what is described as ``kind``, of a parameter of ``shape``."""
+        size, dtype = (shape, kind) if isinstance(kind, str) else kind[1:]
+        dtype = getattr(torch, dtype.removeprefix("torch."))
+        return torch.empty(tuple(size), dtype=dtype, device=self.engine.mesh.device)
+
+    def _from_owner(self, param: int, slot: Slot, key: str, kind: Any) -> torch.Tensor:
+        """State that is not element-wise, from the rank that has the parameter whole. Collective."""
+        shard, chunk = self.engine.mesh.shard, self.engine.layout.chunks[self.engine.layout.where[param][0]]
+        owner, value = bisect_right(chunk.bounds, slot.start) - 1, self._room(kind, slot.shape)
+        if shard.rank == owner:
+            pieces = (piece for tile in self._updates.tiles for piece in tile.pieces)
+            value.copy_(next(flat(self.optimizer.state[p.value])[key] for p in pieces if p.param == param))
+        shard.broadcast(value, owner)
+        return value
+
     def _described(self) -> _Described:
         """By parameter that was ever stepped, as in torch, and by key: the dtype of element-wise state, as text; or the
-        value itself, packed."""
-        found = self._describe([piece for tile in self._updates.tiles for piece in tile.pieces])
-        for group in (self.engine.mesh.shard, self.engine.mesh.tensor):
-            posts, found = group.exchange_object(found, "optimizer state"), {}
-            for post in posts:
+        value itself, packed.
+
+        Raises:
+            TypeError: on every rank, where one has a value that is no tensor, number, text, list, tuple nor dict.
+        """
+        mesh, pieces = self.engine.mesh, [piece for tile in self._updates.tiles for piece in tile.pieces]
+        wrong = self._not_plain(pieces)
+        found = {} if wrong else self._describe(pieces)
+        for group in (mesh.shard, mesh.tensor):
+            posts, found = group.exchange_object([wrong, found], "optimizer state"), {}
+            wrong = next((told for told, _ in posts if told), "")
+            for _, post in posts:
                 for param, entry in _as_entries(post).items():
                     found.setdefault(param, {}).update(entry)
+        if mesh.pipeline.size > 1:
+            wrong = next((told for told in mesh.pipeline.exchange_object(wrong, "optimizer state") if told), "")
+        if wrong:
+            raise TypeError(wrong)
         return {int(param): entry for param, entry in found.items()}
+
+    def _not_plain(self, pieces: Sequence[Piece]) -> str:
+        """What no state dictionary of several ranks can have, in words; empty where there is nothing."""
+        for piece in pieces:
+            entry = self.optimizer.state.get(piece.value, {})
+            for told in (each for key, value in entry.items() for each in misfits(value, key)):
+                name = self.engine.layout.facts[piece.param].names[0]
+                return (
+                    f"state of {type(self.optimizer).__name__} of {name}: {told}; keep tensors, numbers, texts, None, "
+                    "lists, tuples and dicts of these there"
+                )
+        return ""
 
     def _describe(self, pieces: Sequence[Piece]) -> dict[str, dict[str, Any]]:
         entries: dict[str, dict[str, Any]] = {}
         for piece in pieces:
-            for key, value in self.optimizer.state.get(piece.value, {}).items():
+            for key, value in flat(self.optimizer.state.get(piece.value, {})).items():
                 entry = entries.setdefault(str(piece.param), {})
                 if not isinstance(value, torch.Tensor):
                     entry[key] = ["", value, ""]
                 elif value.shape == piece.value.shape:
                     entry[key] = str(value.dtype).removeprefix("torch.")
+                elif value.numel() > MOST_SMALL:
+                    entry[key] = [LARGE, list(value.shape), str(value.dtype)]
                 else:
-                    entry[key] = ["tensor", value.item(), str(value.dtype)]
+                    entry[key] = ["tensor", value.tolist(), str(value.dtype)]
         return entries
 
     def _shards(
         self, chunk: Chunk, positions: Sequence[int], dtypes: dict[str, torch.dtype]
     ) -> dict[str, torch.Tensor]:
         """This rank's shard of every element-wise key of one chunk's state, zero where there is none."""
-        shards = {key: torch.zeros(chunk.spec.shard_numel, dtype=dtype) for key, dtype in dtypes.items()}
+        shards = {key: torch.zeros(chunk.shard_numel, dtype=dtype) for key, dtype in dtypes.items()}
         for position in positions:
             with self._updates.opened(position):
                 for piece in self._updates.tiles[position].pieces:
-                    state = self.optimizer.state.get(piece.value, {})
+                    state = flat(self.optimizer.state.get(piece.value, {}))
                     for key, shard in shards.items():
-                        if key in state:
-                            shard[piece.start : piece.end].copy_(state[key])
+                        if key in state and state[key].shape == piece.value.shape:  # of others it is not element-wise
+                            shard[piece.start : piece.end].copy_(state[key].view(-1))
         return shards
 
     def distribute(self, full: dict[str, Any]) -> None:
@@ -316,7 +367,7 @@ class OptimizerState:
 
 
 def _on_meta(entry: dict[str, Any]) -> bool:
-    return any(isinstance(value, torch.Tensor) and value.is_meta for value in entry.values())
+    return any(value.is_meta for value in tensors_of(entry))
 
 
 def _as_entries(post: object) -> dict[str, dict[str, Any]]:

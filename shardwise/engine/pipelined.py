@@ -26,7 +26,7 @@ from shardwise.pipeline import (
     split_batch,
     walk,
 )
-from shardwise.plan import HALF_DTYPES
+from shardwise.precision_plan import HALF_DTYPES
 
 if TYPE_CHECKING:
     from shardwise.engine.optimizer import ShardedOptimizer

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 
 from shardwise.engine.engine import Engine
 from shardwise.memory.tier import Tier
+from shardwise.optim.nested_state import mapped, tensors_of
 from shardwise.reduce.grads import ChunkGrads
 from shardwise.torch_internals import point
 from shardwise.update.states import ChunkState
@@ -46,11 +49,11 @@ def promote(engine: Engine, optimizer: torch.optim.Optimizer, tiles: Sequence[Ti
 
 
 def _size(state: ChunkState, grads: ChunkGrads, optimizer: torch.optim.Optimizer, tiles: Sequence[Tile]) -> int:
-    spec = state.chunk.spec
-    entries = [v for t in tiles for p in t.pieces for v in optimizer.state.get(p.value, {}).values()]
-    held = sum(value.nbytes for value in entries if isinstance(value, torch.Tensor))
-    gradient = spec.shard_numel * grads.accumulate_dtype.itemsize
-    return held + spec.shard_numel * (state.dtype or spec.dtype).itemsize + gradient
+    chunk = state.chunk
+    entries = [optimizer.state.get(piece.value, {}) for tile in tiles for piece in tile.pieces]
+    held: int = sum(value.nbytes for value in tensors_of(entries))
+    gradient = chunk.shard_numel * grads.accumulate_dtype.itemsize
+    return held + chunk.shard_numel * (state.dtype or chunk.spec.dtype).itemsize + gradient
 
 
 @torch.no_grad()
@@ -66,8 +69,13 @@ def _move(state: ChunkState, optimizer: torch.optim.Optimizer, tiles: Sequence[T
     for tile in tiles:
         for piece in tile.pieces:
             old = optimizer.state.get(piece.value, {})
-            elements = piece.value.shape
-            point(piece.value, state.master[piece.start : piece.end])
-            for key, value in old.items():
-                if isinstance(value, torch.Tensor) and value.shape == elements:
-                    old[key] = value.to(chunk.device, copy=True)
+            point(piece.value, state.master[piece.start : piece.end].view(piece.value.shape))
+            move = partial(_moved, elements=piece.value.shape, device=chunk.device)
+            old.update({key: mapped(value, move) for key, value in old.items()})
+
+
+def _moved(value: Any, elements: torch.Size, device: torch.device) -> Any:
+    """A tensor of more than a count, on ``device``."""
+    if isinstance(value, torch.Tensor) and (value.shape == elements or value.numel() > 1):
+        return value.to(device, copy=True)
+    return value

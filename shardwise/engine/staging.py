@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 
+from shardwise.chunk.layout import ChunkSpec, Slot
 from shardwise.comm import Buffer, Group, Handle
 
-__all__ = ["WhenAsked", "gather_shards"]
+__all__ = ["WhenAsked", "gather_chunk", "gather_parts", "gather_shards"]
 
 KEPT_NUMEL = 1 << 14
 """Shards of at most so many elements pass through a buffer that the group keeps, one for each dtype: making a buffer
@@ -29,6 +31,30 @@ def gather_shards(group: Group, shard: torch.Tensor) -> torch.Tensor:
     group.all_gather(out, staging).wait()
     group.fence()
     return out
+
+
+def gather_parts(group: Group, spec: ChunkSpec, slot: Slot, own: torch.Tensor) -> torch.Tensor:
+    """The flattened parameter in ``slot``, of which each rank has ``own``, the part in its shard (1-D, perhaps empty).
+    A new tensor. Collective."""
+    if group.size == 1:
+        return own.clone()
+    return _gather_unequal(
+        group, own, [max(min(slot.end, e) - max(slot.start, s), 0) for s, e in pairwise(spec.bounds)]
+    )
+
+
+def gather_chunk(group: Group, spec: ChunkSpec, shard: torch.Tensor) -> torch.Tensor:
+    """All of a chunk, of which each rank has its ``shard`` (1-D, any dtype). A new tensor. Collective."""
+    if spec.uneven is None:
+        return gather_shards(group, shard)
+    return _gather_unequal(group, shard, [spec.shard_numel(rank) for rank in range(group.size)])
+
+
+def _gather_unequal(group: Group, own: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    padded = own.new_zeros(max(max(counts), 1))
+    padded[: own.numel()].copy_(own)
+    rows = gather_shards(group, padded).view(group.size, -1)
+    return torch.cat([row[:count] for row, count in zip(rows, counts, strict=True)])
 
 
 def _staging(group: Group, numel: int, dtype: torch.dtype) -> Buffer:

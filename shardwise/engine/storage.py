@@ -12,6 +12,7 @@ from torch import nn
 
 from shardwise.chunk.chunk import Chunk
 from shardwise.chunk.layout import ChunkSpec, Layout
+from shardwise.chunk.secondary import SecondarySource
 from shardwise.chunk.source import DiskSource, MemorySource, ReadAhead, ShardSource
 from shardwise.comm import VALUES, Buffer, Group, compressed
 from shardwise.device import side_stream, total_bytes
@@ -23,7 +24,8 @@ from shardwise.memory.ledger import Ledger
 from shardwise.memory.placement import Home, assign_homes, missed_shares
 from shardwise.memory.tier import Tier
 from shardwise.mesh import Mesh
-from shardwise.plan import HALF_DTYPES, Plan
+from shardwise.plan import Plan
+from shardwise.precision_plan import HALF_DTYPES
 from shardwise.reduce.grads import ChunkGrads, GradRing
 from shardwise.update.states import ChunkState
 from shardwise.update.tile_plan import TILE_NUMEL, TileRange, plan_tiles
@@ -40,6 +42,8 @@ REMEDY = "Nothing has been sharded and no file is left: put that right, or choos
 #   to take room.
 # * The arena, one block of host memory, page-locked where that is wanted: masters, gradients and shards of the host
 #   tier, and what waits there for step(). Its size is known before, so that a build that does not fit fails at once.
+# * Exchange memory of the smaller group that keeps a second copy, or the arena, in the tier of the shard: secondary
+#   shards. Beside them nothing is joint: gathers are copies.
 # * The store's buffers, for what is at home on a disk; see [Note: Buffers of shards on a disk].
 # * Memory of the device: the rest.
 # Every rank makes the same buffers in the same order, whatever it holds itself, because making them is collective.
@@ -59,6 +63,7 @@ class Storage:
 
     Raises:
         DiskError: on every rank, where one cannot open its file or reserve what it needs.
+        ValueError: the plan wants secondary shards, and the mesh has no groups for them.
 
     Warns:
         UserWarning: on rank 0, where chunks are too large for a share to be met.
@@ -67,6 +72,7 @@ class Storage:
     def __init__(self, layout: Layout, params: Sequence[nn.Parameter], plan: Plan, mesh: Mesh, events: Events) -> None:
         self.layout, self.plan, self.mesh, self._events = layout, plan, mesh, events
         self.gathers: Group = mesh.shard if plan.comm.compress is None else compressed(mesh.shard, VALUES)
+        self._among = _secondary_group(plan, mesh)
         specs = layout.chunks
         sizes, fixed = [s.padded_bytes for s in specs], [s.persistent for s in specs]
         trainable = [s.trainable for s in specs]
@@ -83,7 +89,7 @@ class Storage:
         try:
             self._open_store()
             self._arena = HostArena(self._host_bytes(), self._pins_for)
-            self.new_shards = {s.index: self._arena.take(s.shard_numel, s.dtype) for s in specs if self._waits(s)}
+            self.new_shards = {s.index: self._arena.take(self._own(s), s.dtype) for s in specs if self._waits(s)}
             self.chunks = self._make_chunks(params)
             with self._all_reserve():
                 self.states = {s.index: self._make_state(self.chunks[s.index]) for s in specs if trained(s)}
@@ -92,6 +98,7 @@ class Storage:
             self.close()
             raise
         self.ledger.watch("parameter shards", lambda: self.parameter_bytes(Tier.DEVICE))
+        self.ledger.watch("secondary shards", lambda: self.secondary_bytes(Tier.DEVICE))
 
     # ---- the disk
 
@@ -102,7 +109,7 @@ class Storage:
             disk = disk if self._own_disk else None
             self.store = DiskStore(disk, self.mesh.everyone.rank, allocate=allocate) if disk is not None else None
         shards = [s for s in self.layout.chunks if self.homes[s.index].param is Tier.DISK]
-        largest = max((s.shard_numel * s.dtype.itemsize for s in shards), default=0)
+        largest = max((self._own(s) * s.dtype.itemsize for s in shards), default=0)
         # One buffer for each optimizer that writes new shards beside gathers.
         early = {s.optimizer for s in shards if trained(s) and self.homes[s.index].state is Tier.DISK}
         renewals = len(early) if self.plan.grad.update == "backward" else 0
@@ -199,12 +206,14 @@ class Storage:
         for spec, home in zip(self.layout.chunks, self.homes, strict=True):
             master = self.master_dtype(spec)
             if home.state is Tier.HOST and master is not None:
-                total += HostArena.rounded(spec.shard_numel * master.itemsize)
+                total += HostArena.rounded(self._own(spec) * master.itemsize)
             kept = not (self.plan.streams_gradients or self._keeps_whole)
             if home.grad is Tier.HOST and spec.trainable and kept:
-                total += HostArena.rounded(spec.shard_numel * self.grad_dtypes(spec)[1].itemsize)
-            needed = int(home.param is Tier.HOST and not self._exchanged(spec)) + int(self._waits(spec))
-            total += needed * HostArena.rounded(spec.shard_numel * spec.dtype.itemsize)
+                total += HostArena.rounded(self._own(spec) * self.grad_dtypes(spec)[1].itemsize)
+            in_arena = home.param is Tier.HOST and not self._exchanged(spec)
+            needed = int(in_arena) + int(self._waits(spec))
+            total += needed * HostArena.rounded(self._own(spec) * spec.dtype.itemsize)
+            total += HostArena.rounded(self._secondary_numel(spec) * spec.dtype.itemsize) if in_arena else 0
         return total
 
     def grad_dtypes(self, spec: ChunkSpec) -> tuple[torch.dtype, torch.dtype]:
@@ -214,6 +223,10 @@ class Storage:
         return travel, precision.accumulate_dtype or travel
 
     # ---- parameters
+
+    def _own(self, spec: ChunkSpec) -> int:
+        """Elements of this rank's shard."""
+        return spec.shard_numel(self.mesh.shard.rank)
 
     def _exchanged(self, spec: ChunkSpec) -> bool:
         """Whether the chunk needs exchange memory of the group."""
@@ -228,23 +241,44 @@ class Storage:
     def _joint(self, spec: ChunkSpec) -> bool:
         """Whether the ranks' shards may be read as one array; under a declared capacity gathers are to take room."""
         in_place = self.homes[spec.index].param is Tier.DEVICE and self.ledger.capacity_bytes is None
-        return in_place and not self._resident(spec)
+        return in_place and not self._resident(spec) and self._among is None
+
+    def _secondary_numel(self, spec: ChunkSpec) -> int:
+        """Elements of the chunk's secondary shard; 0: it has none."""
+        return 0 if self._among is None or self._resident(spec) else spec.padded_numel // self._among.size
+
+    def _secondary_buffers(self) -> dict[int, Buffer]:
+        """Memory of secondary shards, by chunk."""
+        if self._among is None:
+            return {}
+        kept = [s for s in self.layout.chunks if self._secondary_numel(s)]
+        exchanged = [s for s in kept if self._exchanged(s)]
+        buffers = self._among.buffers([(self._secondary_numel(s), s.dtype) for s in exchanged])
+        found = dict(zip([s.index for s in exchanged], buffers, strict=True))
+        apart = [s for s in kept if s.index not in found]
+        return found | {s.index: Buffer(self._arena.take(self._secondary_numel(s), s.dtype)) for s in apart}
 
     def _make_chunks(self, params: Sequence[nn.Parameter]) -> list[Chunk]:
         group = self.mesh.shard
         wanted = [s for s in self.layout.chunks if self._exchanged(s)]
         joint = [s for s in wanted if self._joint(s)]
-        apart = [s for s in wanted if not self._joint(s)]
-        sizes = [(s.padded_numel if self._resident(s) else s.shard_numel, s.dtype) for s in apart]
-        buffers = dict(zip([s.index for s in apart], group.buffers(sizes), strict=True))
-        shards = group.joint_buffers([(s.shard_numel, s.dtype) for s in joint])
-        buffers |= dict(zip([s.index for s in joint], shards, strict=True))
-        staging = self._staging()
+        apart = [s for s in wanted if not self._joint(s) and not self._resident(s)]
+        full = [s for s in wanted if self._resident(s)]
+        made = group.buffers([(s.padded_numel, s.dtype) for s in full])
+        made += group.shards([(s.bounds, s.dtype) for s in apart], joint=False)
+        made += group.shards([(s.bounds, s.dtype) for s in joint], joint=True)
+        buffers = dict[int, Buffer]()
+        for spec, buffer in zip([*full, *apart, *joint], made, strict=True):
+            buffer.bounds, buffers[spec.index] = spec.uneven, buffer
+        staging, secondary = self._staging(), self._secondary_buffers()
         self._reserve_disk_buffers()
         chunks = []
         with self._all_reserve():
             for spec in self.layout.chunks:
                 source = self._source(spec, buffers.get(spec.index), staging.get(spec.dtype))
+                if self._among is not None and spec.index in secondary and isinstance(source, MemorySource):
+                    kept = MemorySource(secondary[spec.index], source.tier, self._uploads)
+                    source = SecondarySource(source, kept, self._among)
                 held = [params[s.param] for s in spec.slots]
                 chunks.append(Chunk(spec, held, source, group.rank, self.mesh.device, self._resident(spec)))
         return chunks
@@ -255,7 +289,7 @@ class Storage:
         if self.mesh.shard.size == 1 or not on_disk:
             return {}
         dtypes = list(dict.fromkeys(s.dtype for s in on_disk))
-        sizes = [(max(s.shard_numel for s in on_disk if s.dtype is dtype), dtype) for dtype in dtypes]
+        sizes = [(max(self._own(s) for s in on_disk if s.dtype is dtype), dtype) for dtype in dtypes]
         return dict(zip(dtypes, self.mesh.shard.buffers(sizes), strict=True))
 
     def _reserve_disk_buffers(self) -> None:
@@ -280,7 +314,9 @@ class Storage:
         if buffer is not None:
             return MemorySource(buffer, tier, over=over)
         if tier is Tier.HOST:
-            return MemorySource(Buffer(self._arena.take(spec.shard_numel, spec.dtype)), tier, self._uploads, over)
+            kept = Buffer(self._arena.take(self._own(spec), spec.dtype))
+            kept.bounds = spec.uneven
+            return MemorySource(kept, tier, self._uploads, over)
         if tier is Tier.DISK:
             return self._disk_source(spec, staging)
         return MemorySource(Buffer(torch.zeros(spec.padded_numel, dtype=spec.dtype, device=self.mesh.device)), tier)
@@ -288,9 +324,9 @@ class Storage:
     def _disk_source(self, spec: ChunkSpec, staging: Buffer | None) -> ShardSource:
         if self.store is None:
             raise RuntimeError(f"chunk {spec.index} is at home on a disk without a store ({self.store}); report this")
-        nbytes = spec.shard_numel * spec.dtype.itemsize
+        nbytes = self._own(spec) * spec.dtype.itemsize
         record = self.store.create(f"parameters of chunk {spec.index}", nbytes, owner=spec.optimizer)
-        return DiskSource(self.store, record, spec.shard_numel, spec.dtype, staging, self._ahead)
+        return DiskSource(self.store, record, self._own(spec), spec.dtype, staging, self._ahead)
 
     # ---- masters
 
@@ -306,9 +342,9 @@ class Storage:
         memory = None
         if dtype is not None and home.state is not Tier.DISK:
             if home.state is Tier.HOST:
-                memory = self._arena.take(spec.shard_numel, dtype)
+                memory = self._arena.take(self._own(spec), dtype)
             else:
-                memory = torch.zeros(spec.shard_numel, dtype=dtype, device=self.mesh.device)
+                memory = torch.zeros(self._own(spec), dtype=dtype, device=self.mesh.device)
         state = ChunkState(chunk, home, dtype, memory, self._events)
         if home.state is Tier.DISK and self.store is not None:
             state.use_disk(self.store, self.tile_ranges(spec))
@@ -328,10 +364,10 @@ class Storage:
             return ChunkGrads(chunk, travel, accumulate, home, None, self.ring(home))
         if home is Tier.HOST and self._keeps_whole:
             # Only several reduced passes a step need it, which a plan like that is not for.
-            take = partial(torch.empty, chunk.spec.shard_numel, dtype=accumulate)
+            take = partial(torch.empty, chunk.shard_numel, dtype=accumulate)
         elif home is Tier.HOST:
             # Cut now, so that the arena's size is what was announced; its pages are touched at the first use.
-            memory = self._arena.take(chunk.spec.shard_numel, accumulate)
+            memory = self._arena.take(chunk.shard_numel, accumulate)
             take = lambda: memory  # noqa: E731
         return ChunkGrads(chunk, travel, accumulate, home, take)
 
@@ -348,16 +384,21 @@ class Storage:
         total = 0
         for chunk in self.chunks:
             if chunk.source.tier is tier:
-                shard_bytes = chunk.spec.shard_numel * chunk.spec.dtype.itemsize
+                shard_bytes = chunk.shard_numel * chunk.spec.dtype.itemsize
                 total += shard_bytes if tier is Tier.DISK else chunk.exchange.local.nbytes
         return total
+
+    def secondary_bytes(self, tier: Tier) -> int:
+        """Bytes of secondary shards in ``tier``."""
+        sources = [chunk.source for chunk in self.chunks if chunk.source.tier is tier]
+        return sum(each.kept.exchange.local.nbytes for each in sources if isinstance(each, SecondarySource))
 
     def master_bytes(self, tier: Tier) -> int:
         """Bytes of masters in ``tier``."""
         total = 0
         for state in self.states.values():
             if state.tier is tier and state.dtype is not None:
-                total += state.chunk.spec.shard_numel * state.dtype.itemsize
+                total += state.chunk.shard_numel * state.dtype.itemsize
         return total
 
     def new_shard_bytes(self, tier: Tier) -> int:
@@ -368,6 +409,19 @@ class Storage:
         """Give the disk back."""
         if self.store is not None:
             self.store.close()
+
+
+def _secondary_group(plan: Plan, mesh: Mesh) -> Group | None:
+    """The ranks that keep a second copy of parameters together, if the plan wants one and it is not the first."""
+    wanted, group = plan.mesh.secondary, mesh.secondary
+    if wanted is None or wanted == mesh.shard.size:
+        return None
+    if group is None or group.size != wanted:
+        raise ValueError(
+            f"secondary={wanted} with a mesh whose groups for secondary shards are of {group and group.size} ranks: "
+            "make the mesh of the same plan (Mesh.create(plan.mesh, ...))"
+        )
+    return group
 
 
 def trained(spec: ChunkSpec) -> bool:

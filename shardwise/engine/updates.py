@@ -9,6 +9,7 @@ write; and in place once it is written. Both give the same bits.
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -24,6 +25,7 @@ from shardwise.chunk.source import DiskSource
 from shardwise.device import RandomState, random_state, set_random_state
 from shardwise.disk.agreement import disk_failures, raise_failures
 from shardwise.disk.store import DiskError
+from shardwise.engine.aside import Aside
 from shardwise.engine.engine import Engine
 from shardwise.engine.promote import promote
 from shardwise.memory.tier import Tier
@@ -32,7 +34,7 @@ from shardwise.torch_internals import point
 from shardwise.update.disk_tiles import BufferSizes, DiskTile, TileVisits
 from shardwise.update.early import EarlyUpdates
 from shardwise.update.early_disk import EarlyDisk
-from shardwise.update.tiles import Piece, Tile, TileStepper, make_tiles
+from shardwise.update.tiles import Piece, Tile, TileStepper, is_foreign, make_tiles
 
 __all__ = ["TileUpdates"]
 
@@ -42,6 +44,8 @@ INTACT = (
     "Everything is as it was after the previous step and the gradients are kept: save a checkpoint, or repair the disk "
     "and call step() again."
 )
+UPDATED = "whether the optimizer's update went through"
+HALF = "Parameters and state are half-changed on all ranks: load a checkpoint (or both by load_state_dict())."
 LOST = (
     "Parameters of ranks {ranks} could not be read back and are NaN. Repair the disk and call step() again, or start "
     "again from a checkpoint."
@@ -94,6 +98,8 @@ class TileUpdates:
             else:
                 self.tiles += tiles
         self._stepper = TileStepper(optimizer, self.tiles)
+        self.tells = index in engine.whole or is_foreign(optimizer)
+        """Ranks tell each other whether an update raised: not of torch's own, whose steps cost no message so."""
         self._roomy = 0
         disk = engine.plan.tiers.disk
         by_chunk = [list(own) for _, own in groupby(self._disk.values(), lambda each: each.tile.chunk)]
@@ -107,6 +113,9 @@ class TileUpdates:
             engine.events.masters_wanted.listen(self._give_back)
             engine.events.update_expected.listen(self._visits.read_ahead)
         self._early_disk: EarlyDisk | None = None
+        self._aside = Aside(optimizer, self.tiles, self._stepper.state_changed)
+        engine.asides.append(self._aside)
+        engine.events.backward_asked.listen(self._aside.check)
 
     def state_bytes(self, tier: Tier) -> int:
         """Optimizer state at home in ``tier``."""
@@ -117,8 +126,11 @@ class TileUpdates:
         own = [tile for tile in self.tiles if tile.state.tier is tier]
         if not own:
             return 0
-        element_bytes = self._stepper.element_bytes(own[0].pieces[0].value)
-        return element_bytes * sum(piece.end - piece.start for tile in own for piece in tile.pieces)
+        numels: dict[int, tuple[Piece, int]] = {}  # what is kept of matrices may differ from what is of vectors
+        for piece in (piece for tile in own for piece in tile.pieces):
+            first, numel = numels.get(piece.value.dim(), (piece, 0))
+            numels[piece.value.dim()] = first, numel + piece.end - piece.start
+        return sum(self._stepper.element_bytes(first.value) * numel for first, numel in numels.values())
 
     def _give_back(self, optimizer: int) -> None:
         """Buffers that hold what was read ahead, if it is of this optimizer's."""
@@ -168,6 +180,8 @@ class TileUpdates:
         """All state, and what the disk holds, is as it was if the block raises."""
         part = state_of(self._index)
         was_whole = part not in self._engine.unfinished
+        if not isinstance(self.optimizer.state, dict):  # emptied by hand, which torch's own load_state_dict allows
+            self.optimizer.state = defaultdict(dict)
         before = dict(self.optimizer.state)
         undo = [each.snapshot() for each in self._disk.values()]
         try:
@@ -196,6 +210,7 @@ class TileUpdates:
 
     def before_step(self) -> None:
         """See :meth:`TileStepper.before_step`."""
+        self._aside.check()
         self._stepper.before_step()
 
     def after_step(self) -> None:
@@ -235,19 +250,48 @@ class TileUpdates:
 
         Raises:
             DiskError: on every rank, when the disk of one failed; nothing has changed, and the gradients are kept.
+            RuntimeError: an optimizer that is not torch's or ours, or needs whole tensors, raised on another rank.
         """
         with self._stepper.stepping(factor) as update:
             if self.uses_disk:
                 self._update_disk(update, updated, failure)
             self._begin()
-            rest = [t for i, t in enumerate(self.tiles) if i not in self._disk and t.chunk.source.tier is not Tier.DISK]
-            for tile in rest:
-                if tile.chunk.spec.index in updated:
-                    self._stepper.round_tile(tile, list(tile.pieces), tile.chunk.shard)
-            for chunk, tiles in self._live([tile for tile in rest if tile.chunk.spec.index not in updated]):
-                with chunk.opened(write=True) as shard:
-                    for tile in tiles:
-                        update(tile, shard)
+            failure = None
+            try:
+                self._update_memory(update, updated)
+            except Exception as error:
+                if not self.tells:
+                    raise
+                failure = error
+        self._tell(failure)
+
+    def _update_memory(self, update: Update, updated: Collection[int]) -> None:
+        rest = [t for i, t in enumerate(self.tiles) if i not in self._disk and t.chunk.source.tier is not Tier.DISK]
+        for tile in rest:
+            if tile.chunk.spec.index in updated:
+                self._stepper.round_tile(tile, list(tile.pieces), tile.chunk.shard)
+        for chunk, tiles in self._live([tile for tile in rest if tile.chunk.spec.index not in updated]):
+            with chunk.opened(write=True) as shard:
+                for tile in tiles:
+                    update(tile, shard)
+
+    def _tell(self, failure: Exception | None) -> None:
+        """Every rank says how its update went, where that is not known of the class.
+
+        Raises:
+            RuntimeError: it raised on another rank. Here, what it raised.
+        """
+        everyone = self._engine.mesh.everyone
+        if not self.tells or all(post[0] for post in everyone.exchange([float(failure is None)], UPDATED)):
+            return
+        own = "" if failure is None else f"{type(failure).__name__}: {failure}"
+        told = {rank: text for rank, text in enumerate(everyone.exchange_object(own, UPDATED)) if text}
+        name = type(self.optimizer).__name__
+        if failure is not None:
+            failure.add_note(f"raised by {name} in step(). {HALF}")
+            raise failure
+        listed = "".join(f"\n  rank {rank}: {text}" for rank, text in told.items())
+        raise RuntimeError(f"{name} raised in step() of another rank:{listed}\n{HALF}")
 
     @property
     def parts(self) -> tuple[str, str]:
@@ -343,7 +387,7 @@ class TileUpdates:
             update(tile, shard)
             with torch.no_grad():
                 for piece in self._stepper.live(tile):
-                    shard[piece.start : piece.end].copy_(piece.value)
+                    shard[piece.start : piece.end].copy_(piece.value.view(-1))
         finally:
             for piece, values, entry in kept:
                 point(piece.value, values)
@@ -372,10 +416,11 @@ class TileUpdates:
         self._visits.release()
         for each in tuple(self._stale):
             shard = each.tile.chunk.shard
+            each.tile.chunk.source.forget()
             try:
                 with each.opened():
                     for piece in each.tile.pieces:
-                        shard[piece.start : piece.end].copy_(piece.value)
+                        shard[piece.start : piece.end].copy_(piece.value.view(-1))
                 # Only when all of it was read.
                 self._stale.remove(each)
             except DiskError as error:

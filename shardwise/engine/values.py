@@ -18,7 +18,7 @@ from shardwise.chunk.chunk import Chunk
 from shardwise.comm import Handle
 from shardwise.device import synchronize
 from shardwise.disk.agreement import agreed
-from shardwise.engine.staging import WhenAsked, gather_shards
+from shardwise.engine.staging import WhenAsked, gather_chunk
 from shardwise.update.masters import take_over
 
 if TYPE_CHECKING:
@@ -86,7 +86,8 @@ class Values:
     def gathered(self, write_back: bool = False) -> Iterator[None]:
         """Full parameters in place, gathered once (every rank enters). With ``write_back`` changes are kept."""
         engine = self._engine
-        holder, opened = _Block(), False
+        own_state = engine.attachment.own_state
+        holder, opened, kept = _Block(), False, own_state.kept
         try:
             with engine.mesh.doing("gathered()"):
                 engine.pool.acquire_all(holder)
@@ -94,12 +95,14 @@ class Values:
                     engine.mesh.shard.fence()  # nobody writes while a peer's renewal still reads
             opened = True
             engine.guards.edits.allow()
+            own_state.kept = write_back
             yield
             engine.guards.check_edits(values=False, held=False)
             if write_back:
                 with engine.mesh.doing("gathered(write_back=True)"):
                     self.write_back()
         finally:
+            own_state.kept = kept
             engine.pool.release_all(holder)
             if opened:
                 if write_back:
@@ -118,7 +121,7 @@ class Values:
         for chunk in engine.chunks:
             # Frozen arrays that stay are never renewed, so each rank's part goes to all of them now.
             if chunk.resident and not chunk.spec.trainable and group.size > 1:
-                chunk.exchange.local.copy_(gather_shards(group, chunk.shard))
+                chunk.exchange.local.copy_(gather_chunk(group, chunk.spec, chunk.shard))
         outcome = "Some parameters were taken over and some not: repair the disk and load a state."
         with agreed(
             engine.mesh.everyone,
@@ -134,6 +137,7 @@ class Values:
                     if state is not None:
                         with state.opened(write=True) as master:
                             take_over(shard, master, partial(engine.storage.rounded, chunk.spec))
+                chunk.source.forget()  # what is kept of a gather has the values before
         self._commit()
         self._renew_resident([chunk for chunk in engine.chunks if chunk.spec.trainable])
         engine.master_edits.note()
@@ -157,7 +161,7 @@ class Values:
         self._commit(optimizer)
         updated = [c for c in engine.chunks if c.spec.trainable and optimizer in (None, c.spec.optimizer)]
         for chunk in engine.chunks if everything else updated:
-            chunk.source.forget()  # what was read ahead and not used is the version before
+            chunk.source.forget()  # what was read ahead, or is kept of a gather, is the version before
         self._renew_resident(updated)
         engine.pool.invalidate(everything)
         if engine.meter is not None:

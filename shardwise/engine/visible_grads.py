@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.comm.errors import PeerError
 from shardwise.engine.other_parts import in_shard, is_divided
-from shardwise.engine.staging import gather_shards
+from shardwise.engine.staging import gather_parts
 from shardwise.reduce.grads import ChunkGrads
 from shardwise.reduce.norm import each_norm
 from shardwise.reduce.sharded_grad import ShardedGrad
@@ -247,6 +247,22 @@ class VisibleGrads:
         if scale != 1.0:
             part.mul_(scale)
 
+    def has(self, index: int) -> bool:
+        """Whether a pass has left a gradient that no step has used; the same on every rank."""
+        state, at = self._where.get(index, (None, 0))
+        return state is not None and (at in state.touched or at in state.seen)
+
+    def replace(self, index: int, value: torch.Tensor) -> None:
+        """``value`` (full shape, averaged, unscaled, any float dtype) in place of the gradient. Every rank calls it."""
+        plan = self.engine.plan
+        if plan.streams_gradients:
+            raise RuntimeError(
+                f"setting the gradient of {self.name(index)} with update={plan.grad.update!r}: gradients have been "
+                "used already; use update='step'"
+            )
+        self._replace(index, value)
+        self._show(index)
+
     def note(self, optimizer: int, call: str, argument: float) -> None:
         """Every rank called it for the next step."""
         self.asked[optimizer] = (*self.asked.get(optimizer, ()), (call, argument))
@@ -429,21 +445,15 @@ class VisibleGrads:
         own = torch.empty(0) if part is None else part
         own = own.to(param.device, kind)
         if group.size > 1:
-            spans = [(max(slot.start, r * state.spec.shard_numel), min(slot.end, (r + 1) * state.spec.shard_numel))
-                     for r in range(group.size)]  # fmt: skip
-            counts = [max(end - start, 0) for start, end in spans]
-            padded = own.new_zeros(max(max(counts), 1))
-            padded[: own.numel()].copy_(own)
             try:
                 posts = group.exchange([float(index)], "which .grad is read")
                 if len({post[0] for post in posts}) == 1:
-                    rows = gather_shards(group, padded).view(group.size, -1)
+                    own = gather_parts(group, state.spec, slot, own)
             except PeerError as error:
                 raise PeerError(self._alone(index, "reading", error)) from error
             if len({post[0] for post in posts}) > 1:
                 asked = {rank: self.name(int(post[0])) for rank, post in enumerate(posts)}
                 raise RuntimeError(f"the ranks read .grad of different parameters: {asked}; read them alike on all")
-            own = torch.cat([row[:count] for row, count in zip(rows, counts, strict=True)])
         elif own.data_ptr() == (part.data_ptr() if part is not None else 0):
             own = own.clone()
         factor = self._factor(state.spec.optimizer)

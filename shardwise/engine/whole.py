@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shardwise.chunk.chunk import Chunk
 from shardwise.comm import Group
 from shardwise.disk.agreement import agreed
-from shardwise.engine.engine import Engine
-from shardwise.engine.staging import gather_shards
+from shardwise.engine.staging import gather_chunk, gather_shards
 from shardwise.memory.tier import Tier
 from shardwise.names import StateNames
 from shardwise.reduce.grads import ChunkGrads
 from shardwise.tensor import Part
+
+if TYPE_CHECKING:
+    from shardwise.engine.engine import Engine
 
 __all__ = [
     "READ_AGAIN",
@@ -48,7 +50,7 @@ def whole_values(engine: Engine, masters: bool) -> Iterator[tuple[int, torch.Ten
 def state_names(engine: Engine) -> StateNames:
     """Under which names the whole model saves what, by the parameters' places there. Values of buffers are not to be
     read where it is in stages."""
-    return engine.division.census.names or engine.guards.state_names()
+    return engine.division.census.names or engine.attachment.own_state.names()
 
 
 def _across_stages(
@@ -98,8 +100,8 @@ def first_holders(engine: Engine, told: Mapping[int, Any], what: str) -> list[tu
 
 
 def whole_others(engine: Engine) -> Iterator[tuple[str, Any]]:
-    """Buffers, integer parameters and extra state of the whole model by name. Collective."""
-    own, pipeline = engine.guards.state_names().others, engine.mesh.pipeline
+    """Buffers and extra state of the whole model by name. Collective."""
+    own, pipeline = engine.attachment.own_state.names().others, engine.mesh.pipeline
     outlines = engine.division.census.names
     if outlines is None:
         for name, value in own.items():
@@ -133,7 +135,7 @@ def _own_values(engine: Engine, masters: bool) -> Iterator[tuple[int, torch.Tens
             if index not in arrays:
                 shard = _shard(engine, chunk, masters)
         if index not in arrays:
-            arrays[index] = chunk.full.clone() if shard is None else gather_shards(mesh.shard, shard)  # type: ignore[union-attr]
+            arrays[index] = chunk.full.clone() if shard is None else gather_chunk(mesh.shard, chunk.spec, shard)  # type: ignore[union-attr]
         value, part = arrays[index][slot.start : slot.end].view(slot.shape), layout.facts[param].part
         left[index] -= 1
         if not left[index]:
@@ -202,7 +204,7 @@ def _own_gradients(engine: Engine, dtypes: Mapping[int, torch.dtype]) -> Iterato
             if state.reduced is None:
                 arrays[index] = torch.zeros(layout.chunks[index].padded_numel, dtype=wide, device=mesh.device)
             else:
-                arrays[index] = gather_shards(mesh.shard, state.reduced.to(wide))
+                arrays[index] = gather_chunk(mesh.shard, state.spec, state.reduced.to(wide))
         value = arrays[index][slot.start : slot.end].view(slot.shape)
         left[index] -= 1
         if not left[index]:

@@ -73,16 +73,16 @@ class ValueWriter:
                 failed.__exit__(type(error), error, error.__traceback__)  # buffers go back, nothing is written
 
     @torch.no_grad()
-    def store(self, param: int, value: torch.Tensor) -> None:
+    def store(self, param: int, value: torch.Tensor, local: bool = False) -> None:
         """Store parameter ``param`` (index into the layout's facts): its whole ``value``, any float dtype. Where ranks
-        hold parts of it this one keeps its own."""
+        hold parts of it this one keeps its own, unless that is what is given (``local``)."""
         index, slot = self._storage.layout.where[param]
         self._open(index)
         if self._failure is not None:
             return
         chunk = self._storage.chunks[index]
         fact = self._storage.layout.facts[param]
-        flat = (value.detach() if fact.part is None else fact.part.of(value.detach())).reshape(-1)
+        flat = (value.detach() if fact.part is None or local else fact.part.of(value.detach())).reshape(-1)
         state = self._storage.states.get(index)
         if state is not None and state.dtype is not None:
             flat = flat.to(state.dtype)  # the parameter is what the master rounds to

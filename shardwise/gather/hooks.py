@@ -204,7 +204,7 @@ class GatherHooks:
                 self._install(module, units, covered=bool(units) and around.issuperset(units))
             if own:
                 found = {n: probes[id(p)] for n, p in module._parameters.items() if id(p) in probes}
-                module._parameters = _Parameters(module._parameters, self._on_read, found, on_trace)
+                module._parameters = _Parameters(module._parameters, self.on_read, found, on_trace)
                 self._swapped.append(module)
 
     def _install(self, module: nn.Module, units: list[int], covered: bool) -> None:
@@ -274,7 +274,8 @@ class GatherHooks:
             self.pool.acquire(unit, holder)
             self.pool.used_in_transform(unit)
 
-    def _on_read(self, param: int) -> None:
+    def on_read(self, param: int) -> None:
+        """The parameter with this ``id`` is about to be read: in a pass, its unit is gathered."""
         unit = self._unit_of.get(param)
         if unit is None:
             return

@@ -57,7 +57,7 @@ class ChunkPool:
         party: Party = NOBODY,
     ) -> None:
         self._party, self._events, prefetch = party, events, limits.prefetch
-        self.rounds = Rounds(group, ledger, 1 + prefetch, party)
+        self.rounds = Rounds(group, ledger, 1 + prefetch, party, [c.source for c in chunks])
         self.units, self.chunks, self.group, self.ledger = units, chunks, group, ledger
         self.budget_bytes, self.prefetch = limits.budget_bytes, prefetch
         self._training, self._evaluation = Trace(), Trace()

@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from shardwise.chunk.secondary import SecondaryShards
+from shardwise.chunk.source import ShardSource
 from shardwise.comm import Group, Party
 from shardwise.memory.ledger import Ledger
 
@@ -25,6 +27,7 @@ __all__ = ["Met", "Reductions", "Rounds"]
 # No unit has a negative number. FAILED stands in every place, so that it is found in a post of any width.
 NO_UNIT = -1.0
 FAILED = -2.0
+UNITS = 3  # where they begin in a post
 WANTS = "what to gather"
 FITS = "whether the device has room for what others gather"
 
@@ -81,10 +84,12 @@ class Rounds:
         ledger: the device's memory.
         width: how many units a rank may want in one round.
         party: the model, among those that share ``group``.
+        sources: of the chunks; what ranks keep of gathers has to be alike (see [Note: Secondary shards]).
     """
 
-    def __init__(self, group: Group, ledger: Ledger, width: int, party: Party) -> None:
+    def __init__(self, group: Group, ledger: Ledger, width: int, party: Party, sources: Sequence[ShardSource]) -> None:
         self._group, self._ledger, self._width, self._party = group, ledger, width, party
+        self._secondary = SecondaryShards(sources)
         self._reductions: Reductions | None = None
 
     def carry(self, reductions: Reductions) -> None:
@@ -104,11 +109,14 @@ class Rounds:
         """
         ready = self._reductions.ready if self._reductions is not None else 0
         units = [float(u) for u in wanted or ()]
-        mine = [float(wanted is not None), float(ready), *units, *[NO_UNIT] * (self._width - len(units))]
+        kept = self._secondary.digest()
+        mine = [float(wanted is not None), float(ready), kept, *units, *[NO_UNIT] * (self._width - len(units))]
         posts = self._group.exchange(mine, WANTS, self._party)
         self._raise_for([rank for rank, post in enumerate(posts) if FAILED in post])
-        found = {int(unit) for post in posts for unit in post[2:] if unit != NO_UNIT}
-        alike = len({frozenset(post[2:]) for post in posts}) == 1
+        if any(post[2] != kept for post in posts):
+            self._secondary.forget()
+        found = {int(unit) for post in posts for unit in post[UNITS:] if unit != NO_UNIT}
+        alike = len({frozenset(post[UNITS:]) for post in posts}) == 1
         # Sorted, so that all gather the union in one order, whatever each of them asked for first.
         return Met(sorted(found), alike, any(post[0] for post in posts), int(min(post[1] for post in posts)))
 
@@ -128,7 +136,7 @@ class Rounds:
 
     def give_up(self) -> None:
         """This rank has too little memory to go on. Waits until the others come to what they would gather next."""
-        self._group.exchange([FAILED] * (2 + self._width), WANTS, self._party)
+        self._group.exchange([FAILED] * (UNITS + self._width), WANTS, self._party)
 
     def _raise_for(self, short: list[int]) -> None:
         if short:

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from shardwise.comm import PeerError
+from shardwise.comm import UNREACHED, PeerError
 from shardwise.device import gpu_identity, gpus_of_host, make_current, numbered, visible_gpus
+from shardwise.mesh.listeners import INTERFACE, Listener, check_listeners, own_listener
 from shardwise.mesh.seats import Seat, decide, own_index
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "check_joined",
     "default_device",
     "init_distributed",
+    "launched_as",
     "own_device",
     "read_variable",
     "seat_on",
@@ -145,8 +147,8 @@ def init_distributed(
 
     Raises:
         ValueError: the device does not exist here; on every rank, where several would compute on one GPU or some would
-            on GPUs and others on the CPU.
-        PeerError: not all ranks came in time.
+            on GPUs and others on the CPU, or where hosts cannot reach each other at the addresses that they give out.
+        PeerError: not all ranks came in time, or some cannot be reached.
 
     Warns:
         UserWarning: no GPU is used where there are some, and no device was asked for; a task of Slurm trains alone.
@@ -161,7 +163,12 @@ def init_distributed(
         make_current(chosen)
         backend = backend or ("nccl" if chosen.type == "cuda" else "gloo")
         size, rank = facts.world_size, facts.rank
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        try:
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        except RuntimeError as error:
+            raise PeerError(
+                f"rank {rank} of {size} found the others, but could not connect to all of them: {error}. {UNREACHED}"
+            ) from error
         return chosen
     chosen = _device(facts, device)
     make_current(chosen)
@@ -169,6 +176,38 @@ def init_distributed(
         backend = backend or ("nccl" if chosen.type == "cuda" else "gloo")
         dist.init_process_group(backend, rank=facts.rank, world_size=facts.world_size, timeout=timeout)
     return chosen
+
+
+def launched_as(rank: int, world_size: int, host: str, port: int, local_rank: int | None = None) -> None:
+    """Take this process for one of several that no launcher started: torchrun's variables say so from here on.
+
+    Args:
+        rank: of this process.
+        world_size: number of all processes.
+        host: where rank 0 runs: a name, or an address of IPv4 or IPv6.
+        port: where it listens.
+        local_rank: of this process among those of its host; ``None``: as the environment has it.
+
+    Raises:
+        ValueError: a number out of range.
+        RuntimeError: the processes have met already, and this one as another.
+    """
+    if not 0 <= rank < world_size or not 0 < int(port) < 2**16:
+        raise ValueError(
+            f"rank={rank}, world_size={world_size}, host={host!r}, port={port!r}: give a rank from 0 to "
+            "world_size - 1, and the port at which rank 0 listens"
+        )
+    if dist.is_available() and dist.is_initialized():
+        if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
+            raise RuntimeError(
+                f"this process was to be rank {rank} of {world_size}, but has met the others as rank "
+                f"{dist.get_rank()} of {dist.get_world_size()}: launch once, or destroy that process group first"
+            )
+        return
+    told = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": host.strip("[]"), "MASTER_PORT": int(port)}
+    if local_rank is not None:
+        told["LOCAL_RANK"] = local_rank
+    os.environ.update({name: str(value) for name, value in told.items()})
 
 
 def _store(facts: LaunchFacts, timeout: timedelta) -> Store:
@@ -184,16 +223,19 @@ def _agreed(facts: LaunchFacts, store: Store, device: torch.device | str | None,
     try:
         chosen = _device(facts, device)
         told = asdict(seat_on(chosen, facts.rank, None if device is None else str(device)))
+        told["listener"] = asdict(own_listener(facts.rank, read_variable(INTERFACE)))
     except ValueError as error:
         refusal, told = error, {"refused": str(error)}
-    seats = []
+    seats, listeners = [], []
     for rank, row in enumerate(_exchange(facts, store, told)):
         if "refused" in row and refusal is None:
             raise ValueError(f"rank {rank} cannot compute where it was asked to: {row['refused']}")
         if "refused" not in row:
+            listeners.append(Listener(**row.pop("listener")))
             seats.append(Seat(**row))
     if refusal is not None:
         raise refusal
+    check_listeners(listeners)
     stays, remark = decide(seats, may_share)
     if remark is not None and facts.rank == 0:
         warnings.warn(remark, stacklevel=3)
@@ -208,6 +250,9 @@ def _exchange(facts: LaunchFacts, store: Store, mine: dict[str, object]) -> list
             everything = [json.loads(store.get(f"seat/{rank}")) for rank in range(facts.world_size)]
             store.set("seats", json.dumps(everything))
         found: list[dict[str, Any]] = json.loads(store.get("seats"))
+        store.set(f"read/{facts.rank}", "")
+        if facts.rank == 0:  # the store may be its own, and what the ranks read may be an error that ends them
+            store.wait([f"read/{rank}" for rank in range(facts.world_size)])
         return found
     except RuntimeError as error:
         raise PeerError(

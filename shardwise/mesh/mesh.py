@@ -6,7 +6,7 @@ import copy
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -34,6 +34,7 @@ __all__ = ["CALLS", "PASSES", "REPLICATE_AXIS", "SHARD_AXIS", "TENSOR_AXIS", "Me
 
 REPLICATE_AXIS = "dp_replicate"
 SHARD_AXIS = "dp_shard"
+SECONDARY_AXIS = "secondary"
 TENSOR_AXIS, PIPELINE_AXIS, SEQUENCE_AXIS = "tp", "pp", "sp"
 MODEL_AXIS = "model_parallel"
 
@@ -63,6 +64,7 @@ class _Axes:
     wire: Wire | None = None
     ring: Wire | None = None
     tensor_lines: list[list[int]] | None = None
+    secondary: Group | None = None
 
 
 class Mesh:
@@ -76,6 +78,7 @@ class Mesh:
     Attributes:
         device: where this rank computes.
         shard: the ranks that hold the shards of one copy of what this rank has a part of.
+        secondary: neighbours among these, which keep a second copy together; ``None`` where none is kept.
         replicate: the ranks that hold the same shard of different copies.
         world: the data-parallel ranks. Where one axis has a single rank, this is the other axis' group itself.
         tensor: the ranks that hold parts of the same layers (tensor parallelism), which see the same data.
@@ -101,6 +104,7 @@ class Mesh:
     ) -> None:
         self.device = axes.world.device
         self.shard, self.replicate, self.world = axes.shard, axes.replicate, axes.world
+        self.secondary = axes.secondary
         self.tensor, self.pipeline, self.everyone = axes.tensor, axes.pipeline, axes.everyone
         self.stage = axes.stage
         self.rank = axes.world.rank
@@ -163,6 +167,8 @@ class Mesh:
         wanted |= {name: size for name, size in (("tp", sizes.tp), ("pp", sizes.pp), ("sp", sizes.sp)) if size > 1}
         if sizes.dp_outside:
             wanted["dp_outside"] = True
+        if sizes.secondary is not None:
+            wanted["secondary"] = sizes.secondary
         if refusal is not None:
             wanted["refused"] = str(refusal)
         some = group if group is not dist.group.WORLD else None
@@ -175,7 +181,7 @@ class Mesh:
                 rows = maker.tell(asdict(seat_on(device, dist.get_rank())))
                 check_own_gpus([Seat(**row) for row in rows])
             grid = _grid(ranks, sizes)
-            axes = _axes(maker, grid, sizes.sp)
+            axes = replace(_axes(maker, grid, sizes.sp), secondary=_secondary(maker, grid, sizes))
             own = tuple(grid[axes.pipeline.rank, :, :, axes.tensor.rank].flatten().tolist())
             return cls(axes, maker, _device_mesh(maker, members, grid), own)
         except BaseException:
@@ -263,7 +269,7 @@ class Mesh:
     def groups(self) -> tuple[Group, ...]:
         """The different groups, each once (traffic is summed over these)."""
         found: list[Group] = []
-        every = [self.shard, self.replicate, self.world, self.everyone, self.stage, self.model_parallel]
+        every = [self.shard, self.replicate, self.world, self.everyone, self.stage, self.model_parallel, self.secondary]
         every += [group for group in (self.tensor, self.pipeline, self.sequence) if group.size > 1]
         for group in every:
             if group is not None and not any(group is other for other in found):
@@ -372,6 +378,15 @@ def _axes(maker: GroupMaker, grid: torch.Tensor, sp: int) -> _Axes:
     return _Axes(
         shard, replicate, world, tensor, pipeline, model, everyone, stage, sequence, wire, ring, _along(grid, 3)
     )
+
+
+def _secondary(maker: GroupMaker, grid: torch.Tensor, sizes: MeshPlan) -> Group | None:
+    """The ranks that keep a second copy together. With all that shard, the first one would be as good."""
+    if sizes.secondary is None or sizes.secondary == sizes.dp_shard:
+        return None
+    stages, replicas, shards, parts = grid.shape
+    neighbours = grid.reshape(stages, replicas, shards // sizes.secondary, sizes.secondary, parts)
+    return maker.make(SECONDARY_AXIS, _along(neighbours, 3))
 
 
 def _along(grid: torch.Tensor, *dims: int) -> list[list[int]]:

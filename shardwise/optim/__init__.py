@@ -7,8 +7,9 @@ on plain parameters, too.
 
 from __future__ import annotations
 
-from shardwise.optim.adam import CPUAdam, FusedAdam, HybridAdam
+from shardwise.optim.adam import CPUAdam, FusedAdam
 from shardwise.optim.adam_tiles import AdamRule, AdamSlot, AdamTiles, adam_reference
+from shardwise.optim.hybrid_adam import HybridAdam
 from shardwise.optim.offload import MomentStore
 
 __all__ = [

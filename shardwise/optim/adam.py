@@ -24,7 +24,7 @@ from shardwise.optim.disk import open_disk_moments
 from shardwise.optim.offload import MomentStore, OffloadedMoments
 from shardwise.torch_internals import add_each
 
-__all__ = ["CPUAdam", "FusedAdam", "HybridAdam"]
+__all__ = ["CPUAdam", "FusedAdam"]
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 NOT_HERE = {
@@ -428,10 +428,6 @@ class CPUAdam(_Adam):
                 and it can be repeated.
         """
         return self._step(closure, div_scale)
-
-
-class HybridAdam(CPUAdam):
-    """Adam and AdamW for a model whose parameters are on the host, on GPUs, or some here and some there."""
 
 
 class FusedAdam(_Adam):

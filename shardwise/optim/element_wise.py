@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from shardwise.torch_internals import without_global_step_hooks
 
-__all__ = ["NotTriedError", "couples_elements", "stand_in"]
+__all__ = ["NotTriedError", "couples_elements", "couples_parameters", "stand_in"]
 
 SHAPE, CUT = (3, 4), 5
 """The matrix, and the element at which it is cut."""
@@ -31,6 +31,9 @@ MOST_GROUPS = 8
 """Some optimizers have a group for every parameter."""
 NOT_COPIED: tuple[type, ...] = (torch.optim.Optimizer, nn.Module, *([dist.ProcessGroup] if dist.is_available() else []))
 """What an optimizer works through, if it has one: alone, it would do something else, or wait for other ranks."""
+Parts = Sequence[Sequence[Sequence[Tensor]]]
+"""By copy of the optimizer and call of its ``step()``, the parameters that a matrix is given as."""
+Cut = Callable[[Tensor], Parts]
 
 
 class NotTriedError(Exception):
@@ -55,7 +58,19 @@ def couples_elements(optimizer: torch.optim.Optimizer) -> bool:
     if not {"param_groups", "state"} <= vars(optimizer).keys():  # they are another optimizer's
         return False
     with without_global_step_hooks():
-        return any(_differs(optimizer, group) for group in _distinct(optimizer.param_groups))
+        return any(_differs(optimizer, group, _whole, _in_parts) for group in _distinct(optimizer.param_groups))
+
+
+def couples_parameters(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether what ``optimizer`` does to a parameter depends on the others, or on how often ``step()`` is called.
+
+    Tried as :func:`couples_elements` tries it, with three matrices: in one call, or one and two of them by copies
+    of their own, call by call. What cannot be tried does not.
+    """
+    if not {"param_groups", "state"} <= vars(optimizer).keys():
+        return False
+    with without_global_step_hooks():
+        return any(_differs(optimizer, group, _together, _apart) for group in _distinct(optimizer.param_groups))
 
 
 def _distinct(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -114,7 +129,7 @@ def _within(value: Any) -> Iterator[Any]:
             yield from _within(each)
 
 
-def _differs(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
+def _differs(optimizer: torch.optim.Optimizer, group: dict[str, Any], one: Cut, other: Cut) -> bool:
     generator = torch.Generator(device="cpu").manual_seed(0)
 
     def numbers() -> Tensor:  # wherever torch makes tensors by default
@@ -122,38 +137,50 @@ def _differs(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
 
     start, slopes = numbers(), [SLOPE * numbers() for _ in range(STEPS)]
 
-    def walk(cut: Callable[[Tensor], Sequence[Tensor]], seed: int) -> Tensor:
-        trial = stand_in(optimizer, group)
-        (options,) = trial.param_groups
-        params = [nn.Parameter(part.clone()) for part in cut(start)]
+    def walk(cut: Cut, seed: int) -> Tensor:
+        changed = []
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)  # torch.manual_seed would change every GPU's
-            for slope in slopes:
-                for param, part in zip(params, cut(slope), strict=True):
-                    param.grad = part.clone()
-                    vars(trial)["param_groups"] = [options | {"params": [param]}]
-                    try:
-                        type(trial).step(trial)
-                    except Exception as error:
-                        raise NotTriedError from error
-        flat = torch.cat([param.detach().reshape(-1) for param in params])
+            for number, calls in enumerate(cut(start)):
+                trial = stand_in(optimizer, group)
+                (options,) = trial.param_groups
+                params = [[nn.Parameter(part.clone()) for part in call] for call in calls]
+                for slope in slopes:
+                    for own, parts in zip(params, cut(slope)[number], strict=True):
+                        for param, part in zip(own, parts, strict=True):
+                            param.grad = part.clone()
+                        vars(trial)["param_groups"] = [options | {"params": own}]
+                        try:
+                            type(trial).step(trial)
+                        except Exception as error:
+                            raise NotTriedError from error
+                changed += [param.detach().reshape(-1) for own in params for param in own]
         # What is NaN in both is the same.
-        return torch.nan_to_num(flat - start.reshape(-1))
+        return torch.nan_to_num(torch.cat(changed) - start.reshape(-1))
 
     try:
-        whole, parts = walk(_whole, 0), walk(_in_parts, 0)
-        return not _alike(whole, parts) and _alike(whole, walk(_whole, 1))
+        first, second = walk(one, 0), walk(other, 0)
+        return not _alike(first, second) and _alike(first, walk(one, 1))
     except NotTriedError:
         return False
 
 
-def _whole(values: Tensor) -> Sequence[Tensor]:
-    return [values]
+def _whole(values: Tensor) -> Parts:
+    return [[[values]]]
 
 
-def _in_parts(values: Tensor) -> Sequence[Tensor]:
+def _in_parts(values: Tensor) -> Parts:
     flat = values.reshape(-1)
-    return [flat[:CUT], flat[CUT:]]
+    return [[[flat[:CUT]], [flat[CUT:]]]]
+
+
+def _together(values: Tensor) -> Parts:
+    return [[torch.split(values, 1)]]
+
+
+def _apart(values: Tensor) -> Parts:
+    first, second, third = torch.split(values, 1)
+    return [[[first]], [[second], [third]]]
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:

@@ -5,6 +5,7 @@ Asked of the optimizer itself: a copy of it steps a small parameter of its own, 
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.optim.element_wise import NotTriedError, stand_in
+from shardwise.optim.nested_state import flat, outline
 from shardwise.torch_internals import without_global_step_hooks
 
 __all__ = ["SavedForm", "StateForm", "check_full_state", "constructed_state", "makes_state_at_once", "options_for"]
@@ -25,6 +27,8 @@ OF_THE_CLASS = frozenset({"decoupled_weight_decay"})
 """Options that say which of two classes it is."""
 NOTED = frozenset({"params", "param_names", "initial_lr"})
 """Keys of a group that no optimizer asks for."""
+MOST_STEPPED = 1 << 24
+"""Elements of a parameter that is stepped to know the shapes of its state."""
 MOST_TRIED = 1 << 16
 """Elements of a parameter that stands for a large one."""
 
@@ -44,7 +48,7 @@ class SavedForm:
     @classmethod
     def of(cls, shape: Sequence[int], entry: Mapping[str, Any]) -> SavedForm:
         """Of the state ``entry``, whose tensors (or what stands for them) have a ``dtype``."""
-        kinds = {key: getattr(value, "dtype", None) for key, value in entry.items() if value is not None}
+        kinds = {key: getattr(value, "dtype", None) for key, value in outline(entry).items() if value is not None}
         floats = {key: None if kind is None else bool(kind.is_floating_point) for key, kind in kinds.items()}
         return cls(tuple(shape), tuple(sorted(floats.items())))
 
@@ -69,6 +73,7 @@ class StateForm:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._found: dict[tuple[str, tuple[int, ...]], dict[str, bool | None] | None] = {}
+        self._shapes: dict[tuple[str, tuple[int, ...]], dict[str, tuple[int, ...]] | None] = {}
 
     def kept(self, options: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, bool | None] | None:
         """The keys of the state of a parameter of that shape after a step, as in :class:`SavedForm`.
@@ -80,6 +85,23 @@ class StateForm:
         if key not in self._found:
             self._found[key] = self._try(plain, shape)
         return self._found[key]
+
+    def has_shape(self, options: Mapping[str, Any], shape: tuple[int, ...], key: str, found: tuple[int, ...]) -> bool:
+        """Whether the state ``key`` of a parameter of ``shape`` has the shape ``found`` after a step, as rows and
+        columns of a factored one; of what is too large to be tried, whether it has no other sizes than the parameter.
+        """
+        plain = {name: value for name, value in options.items() if name not in NOTED}
+        place = (repr(plain), shape)
+        if place not in self._shapes:
+            self._shapes[place] = None
+            if math.prod(shape) <= MOST_STEPPED and {"param_groups", "state"} <= vars(self._optimizer).keys():
+                param = nn.Parameter(torch.ones(shape, device="cpu", dtype=torch.float32))
+                param.grad = torch.ones_like(param)
+                with contextlib.suppress(NotTriedError), without_global_step_hooks(), torch.random.fork_rng(devices=[]):
+                    made = flat(self._step(plain, param)).items()
+                    self._shapes[place] = {k: tuple(v.shape) for k, v in made if isinstance(v, Tensor)}
+        known = self._shapes[place]
+        return {*found} <= {1, *shape} if known is None else known.get(key) == found
 
     def _try(self, options: dict[str, Any], shape: tuple[int, ...]) -> dict[str, bool | None] | None:
         said = getattr(self._optimizer, "state_keys", None)

@@ -178,7 +178,7 @@ class ChunkGrads:
         """Long-lived private memory for the reduced shard."""
         if self.kept_memory is None:
             if self.ring is not None:
-                self.kept_memory = self.ring.take(self.spec.shard_numel, self.accumulate_dtype)
+                self.kept_memory = self.ring.take(self.chunk.shard_numel, self.accumulate_dtype)
             else:
                 self.kept_memory = self._take_memory() if self._take_memory is not None else self._on_device()
         return self.kept_memory
@@ -198,7 +198,7 @@ class ChunkGrads:
         self.home, self._take_memory, self.kept_memory, self.ring = Tier.DEVICE, None, None, ring
 
     def _on_device(self) -> torch.Tensor:
-        return torch.empty(self.spec.shard_numel, dtype=self.accumulate_dtype, device=self.chunk.device)
+        return torch.empty(self.chunk.shard_numel, dtype=self.accumulate_dtype, device=self.chunk.device)
 
     def result_memory(self) -> torch.Tensor:
         """Where a reduction may write: the long-lived memory if it is free and on the device, or new one."""
@@ -361,7 +361,7 @@ class SlotPool:
         if self._user[slot] is not None:
             return None
         self._user[slot] = state
-        self._buffers[slot].resize(state.spec.padded_numel)
+        self._buffers[slot].resize(state.spec.padded_numel, state.spec.uneven)
         return self._buffers[slot]
 
     def give(self, state: ChunkGrads) -> None:
@@ -378,7 +378,7 @@ def exchange_sizes(
     """Elements and dtype of the exchange memory for whole gradients (one of each chunk, or the slots'), and of that for
     shards between two groups."""
     whole = [(each.spec.padded_numel, each.dtype) for each in states] if keep_whole else slots.specs
-    return whole, [(each.spec.shard_numel, each.dtype) for each in states] if two_groups else []
+    return whole, [(each.chunk.shard_numel, each.dtype) for each in states] if two_groups else []
 
 
 def gradient_bytes(states: Sequence[ChunkGrads], exchanged: Sequence[torch.Tensor], tier: Tier) -> int:

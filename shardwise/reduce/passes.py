@@ -55,6 +55,8 @@ class BackwardPasses:
         self._dropped: dict[int | None, float] = {}
         """By optimizer, and ``None`` for all: tokens of passes whose gradients were used or dropped."""
         self._around = False
+        self._expected: float | None = None
+        """What the loss of the next pass that the program makes was multiplied by; ``None``: nobody has said."""
         self._failed = False
         """A pass has failed, and not all ranks have dropped it yet."""
         self._gathering = False
@@ -72,6 +74,7 @@ class BackwardPasses:
             self._check_nothing_failed()
             if not self._tasks:
                 self._begin()
+                self._rescale(self._expected)
                 self._gathering = True
             ending = partial(self._task_ended, task)
             # Autograd holds it, and drops it with a pass that fails.
@@ -108,7 +111,7 @@ class BackwardPasses:
         Raises:
             RuntimeError: this one did not.
         """
-        if self.scaled and not self._around:
+        if self.scaled and not self._around and self._expected is None:
             raise RuntimeError(
                 f"a parameter got a gradient from loss.backward() under a loss scale (scaled={self.scaled}); call "
                 "optimizer.backward(loss) or booster.backward(loss, optimizer), which multiply the loss by it, and set "
@@ -135,6 +138,17 @@ class BackwardPasses:
             self._reducer.abort()
             self.forget_tokens(None)
             self._failed = self.unreduced = False
+            self._expected = None
+
+    def expect(self, loss_scale: float) -> None:
+        """The next pass is one that the program makes (``loss.backward()``), of a loss multiplied by ``loss_scale``."""
+        self._expected = loss_scale
+
+    def _rescale(self, loss_scale: float | None) -> None:
+        """Gradients from before the scale moved (another optimizer's, not yet stepped) keep in line with new ones."""
+        if loss_scale is not None and loss_scale != self._counts.loss_scale:
+            self._reducer.rescale(loss_scale / self._counts.loss_scale)
+            self._counts.loss_scale = loss_scale
 
     def _has_failed(self) -> bool:
         return bool(self._tasks or self._failed) and not self._around and not in_backward()
@@ -163,6 +177,7 @@ class BackwardPasses:
             self._reducer.finish(self.sync)
             self._failed = False
         self.unreduced = not self.sync
+        self._expected = None
         self._events.backward_ended()
 
     def reduce_rest(self) -> None:
@@ -193,10 +208,7 @@ class BackwardPasses:
         """
         self.recover()
         self._begin()
-        if loss_scale != self._counts.loss_scale:
-            # Gradients from before the scale moved (another optimizer's, not yet stepped) keep in line.
-            self._reducer.rescale(loss_scale / self._counts.loss_scale)
-            self._counts.loss_scale = loss_scale
+        self._rescale(loss_scale)
         # From here on peers may wait for a gather of this rank.
         self._around = self._gathering = True
         try:

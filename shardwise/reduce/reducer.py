@@ -85,9 +85,8 @@ class Reducer:
         """Results that come now are dropped at once."""
         self._slots = SlotPool([] if self.keep_whole else self.states, depth=2 if self.overlap else 1)
         self._replica: dict[int, Buffer] = {}
-        self._sizes = exchange_sizes(
-            self.states, self._slots, self.keep_whole, mesh.shard.size > 1 < mesh.replicate.size
-        )
+        two_groups = mesh.shard.size > 1 < mesh.replicate.size
+        self._sizes = exchange_sizes(self.states, self._slots, self.keep_whole, two_groups)
         self._beside = side_stream(mesh.device) if self._sizes[1] else None
         self._announced_bytes = sum(numel * dtype.itemsize for sizes in self._sizes for numel, dtype in sizes)
         ledger.watch("gradients", lambda: self.bytes(Tier.DEVICE))
@@ -98,6 +97,7 @@ class Reducer:
         buffers = self._group.buffers(whole)
         if self.keep_whole:
             for state, buffer in zip(self.states, buffers, strict=True):
+                buffer.bounds = state.spec.uneven
                 state.buffer, state.array = buffer, buffer.local
         else:
             self._slots.fill(buffers)

@@ -282,7 +282,7 @@ class DiskTile:
 
 def is_element_wise(value: object, piece: Piece) -> bool:
     """Whether a piece's state is a tensor with one element for each of its own (a step count is not)."""
-    return isinstance(value, torch.Tensor) and value.dim() == 1 and value.shape == piece.value.shape
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == piece.value.shape
 
 
 def _kept(value: Any, piece: Piece) -> Any:

@@ -70,7 +70,7 @@ class MasterEdits:
             state = self._watched[chunk.spec.index][1]
             if state.on_disk:
                 raise RuntimeError(
-                    f"parameters of chunk {chunk.spec.index} ({chunk.spec.shard_numel} elements) were written to, but "
+                    f"parameters of chunk {chunk.spec.index} ({chunk.shard_numel} elements) were written to, but "
                     "their masters are on a disk: make changes inside `with model.gathered(write_back=True)` of what "
                     "boost/build returned"
                 )

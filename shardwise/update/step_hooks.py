@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
 from types import MethodType
@@ -12,22 +12,76 @@ from typing import Any
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-__all__ = ["bare_step", "run_post_hooks", "run_pre_hooks", "without_hooks"]
+__all__ = ["BareStep", "run_post_hooks", "run_pre_hooks"]
 
 
-def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
-    """Its ``step``, without the wrappers that run hooks (also those for all optimizers) and count for schedulers.
+class BareStep:
+    """Steps param groups of its own with the user's optimizer, whose ``param_groups`` and hooks nobody sees change.
 
-    What somebody else has put in its place is left as it is.
+    Another thread may be stepping while the user's program reads them. So a stand-in steps: it is the optimizer in all
+    else, for it has the same attributes and state. Only an optimizer that cannot be stood in for (its ``step`` is no
+    method of its class, or its groups are another's) gets the groups itself for the time of :meth:`hidden`.
+
+    The wrappers of ``step`` that run hooks (also those for all optimizers) and count for schedulers are left out; what
+    somebody else has put in its place is called as it is.
     """
-    own = vars(optimizer).get("step")
-    if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
-        return own  # type: ignore[no-any-return]
-    function = type(optimizer).step
-    # Torch marks the class's own step when it has wrapped it, at the first instance.
-    if getattr(function, "hooked", False):
-        function = function.__wrapped__  # type: ignore[attr-defined]
-    return MethodType(function, optimizer)
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        own = vars(optimizer).get("step")
+        function: Any = type(optimizer).step
+        if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
+            function = own.__func__ if isinstance(own, MethodType) and own.__self__ is optimizer else None
+        # Torch marks the class's own step when it has wrapped it, at the first instance.
+        elif getattr(function, "hooked", False):
+            function = function.__wrapped__
+        stand_in = None if function is None else _stand_in(optimizer)
+        self._stands_in, self._steps = stand_in is not None, stand_in if stand_in is not None else optimizer
+        self._step: Any = own if function is None else MethodType(function, self._steps)
+
+    def step(self, group: dict[str, Any]) -> None:
+        """One step of ``group`` alone; inside of :meth:`hidden`."""
+        self._steps.param_groups = [group]
+        self._step()
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Inside, hooks on its steps do not run either where its ``step`` calls that of its base class."""
+        if self._stands_in:
+            yield
+            return
+        optimizer = self._optimizer
+        groups = optimizer.param_groups
+        before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+        optimizer._optimizer_step_pre_hooks = OrderedDict()
+        optimizer._optimizer_step_post_hooks = OrderedDict()
+        try:
+            yield
+        finally:
+            optimizer._optimizer_step_pre_hooks = before
+            optimizer._optimizer_step_post_hooks = after
+            optimizer.param_groups = groups
+
+
+OWN = ("param_groups", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+"""What a stand-in has for itself."""
+
+
+def _stand_in(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
+    """An optimizer whose attributes are those of ``optimizer``, now and later, but for :data:`OWN`."""
+    kind = type(optimizer)
+    if not set(OWN) <= vars(optimizer).keys() or any(hasattr(kind, name) for name in OWN):
+        return None
+    space = {"__slots__": OWN, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    try:
+        metaclass: Any = type(kind)
+        stand_in: torch.optim.Optimizer = object.__new__(metaclass(kind.__name__, (kind,), space))
+    except Exception:  # the class takes no others below it, such as one that registers them by name
+        return None
+    stand_in.__dict__ = optimizer.__dict__  # slots come before it
+    stand_in.param_groups = []
+    stand_in._optimizer_step_pre_hooks, stand_in._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    return stand_in
 
 
 def run_pre_hooks(optimizer: torch.optim.Optimizer) -> None:
@@ -50,16 +104,3 @@ def run_post_hooks(optimizer: torch.optim.Optimizer) -> None:
     hooks = chain(optimizer._optimizer_step_post_hooks.values(), torch_optimizer._global_optimizer_post_hooks.values())
     for hook in hooks:
         hook(optimizer, (), {})
-
-
-@contextmanager
-def without_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Inside, hooks on its steps do not run either where its ``step`` calls that of its base class."""
-    before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    optimizer._optimizer_step_pre_hooks = OrderedDict()
-    optimizer._optimizer_step_post_hooks = OrderedDict()
-    try:
-        yield
-    finally:
-        optimizer._optimizer_step_pre_hooks = before
-        optimizer._optimizer_step_post_hooks = after

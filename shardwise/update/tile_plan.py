@@ -1,7 +1,7 @@
 """How a rank's shard of a chunk is cut for the update: pure arithmetic, known before any optimizer state exists.
 
 A *piece* is the part of one parameter in this rank's shard, at most a tile long. A *tile* is a run of neighbouring
-pieces of one param group that are stepped in one call.
+pieces of one param group that are stepped in one call. Where an optimizer needs whole tensors, a piece is one.
 """
 
 from __future__ import annotations
@@ -46,15 +46,16 @@ class TileRange:
 
 def plan_tiles(spec: ChunkSpec, rank: int, group_of: Sequence[int], tile_numel: int) -> list[TileRange]:
     """This rank's tiles of a chunk, in order; ``group_of[param]`` is the param group of each parameter of the model."""
-    shard_start, shard_end = rank * spec.shard_numel, (rank + 1) * spec.shard_numel
+    shard_start, shard_end = spec.bounds[rank], spec.bounds[rank + 1]
     tiles: list[TileRange] = []
     run: list[PieceRange] = []
     run_group = -1
     for slot_index, slot in enumerate(spec.slots):
         start, end = max(slot.start, shard_start), min(slot.end, shard_end)
         group = group_of[slot.param]
-        for at in range(start, end, tile_numel):
-            stop = min(at + tile_numel, end)
+        step = max(tile_numel, slot.numel) if spec.whole else tile_numel
+        for at in range(start, end, step):
+            stop = min(at + step, end)
             piece = PieceRange(slot_index, slot.param, at - slot.start, at - shard_start, stop - shard_start)
             if run and (group != run_group or piece.end - run[0].start > tile_numel):
                 tiles.append(TileRange(run_group, tuple(run)))

@@ -19,20 +19,24 @@ from torch import nn
 from shardwise.checks.param_groups import ParamGroups, check_modes
 from shardwise.chunk.chunk import Chunk
 from shardwise.memory.tier import Tier
-from shardwise.optim.element_wise import couples_elements
+from shardwise.optim.element_wise import couples_elements, couples_parameters
+from shardwise.optim.nested_state import tensors_of
 from shardwise.optim.state_form import constructed_state
-from shardwise.plan import HALF_DTYPES
+from shardwise.precision_plan import HALF_DTYPES
 from shardwise.reduce.grads import ChunkGrads
 from shardwise.update.states import ChunkState
-from shardwise.update.step_hooks import bare_step, run_post_hooks, run_pre_hooks, without_hooks
+from shardwise.update.step_hooks import BareStep, run_post_hooks, run_pre_hooks
 from shardwise.update.tile_plan import PieceRange, TileRange
 
-__all__ = ["Piece", "Tile", "TileStepper", "check_element_wise", "make_tiles"]
+__all__ = ["Piece", "Tile", "TileStepper", "is_foreign", "make_tiles", "needs_whole_tensors"]
 
-SHAPE_DEPENDENT = ("lbfgs", "muon", "adafactor", "sparseadam", "shampoo", "soap", "lamb", "lars", "novograd", "came")
+NEVER = ("lbfgs", "sparseadam")
+"""Names of optimizers whose update of a parameter needs the others, or gradients that are not arrays."""
+WHOLE = ("muon", "adafactor", "shampoo", "soap", "lamb", "lars", "novograd", "came")
+"""Names of those that need a parameter's shape or norm."""
 OURS = ("shardwise.optim", "shardwise.nn")
 OF_TORCH_OR_OURS = ("torch.optim", *OURS)
-"""Modules whose optimizers, but for those above, are known to be element-wise."""
+"""Modules whose optimizers, but for those above and those that say otherwise, are known to be element-wise."""
 HAS_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 """Their fused kernels only read gradients; others may not (``SGD(nesterov=True, foreach=True)`` writes into them)."""
 
@@ -63,27 +67,43 @@ class Tile:
         return self.pieces[-1].end
 
 
-def check_element_wise(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse optimizers whose update of one element depends on others, and modes that shards cannot have.
+def needs_whole_tensors(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``optimizer`` has to be given parameters whole, with their shapes; otherwise flat parts will do.
 
-    Those that are not torch's or ours step a small matrix to find out, and are then as before.
+    Those that are not torch's or ours step small matrices to find out, and are then as before.
 
     Raises:
-        ValueError: the optimizer works on whole matrices, or is ``differentiable`` or ``capturable``.
+        ValueError: neither will do, since its update of a parameter depends on others or on how often ``step()`` is
+            called, or it is ``differentiable`` or ``capturable``.
     """
     name = type(optimizer).__name__
-    if any(base.__name__.lower() in SHAPE_DEPENDENT for base in type(optimizer).__mro__):
-        raise ValueError(f"optimizer {name} needs whole matrices, but shards are flat: use an element-wise one (AdamW)")
-    check_modes(f"optimizer {name}", optimizer.param_groups)
-    if _is_foreign(optimizer) and couples_elements(optimizer):
+    names = {base.__name__.lower() for base in type(optimizer).__mro__}
+    if not names.isdisjoint(NEVER):
         raise ValueError(
-            f"optimizer {name} gives a matrix other values in one piece than in parts that are stepped one by one, as "
-            "shards are: use one whose update of an element depends on nothing else (AdamW); or give it the attribute "
-            "element_wise=True, if it is one, or if the difference is wanted"
+            f"optimizer {name} works on all parameters at once, but each rank updates its own: use one that updates "
+            "each by itself (AdamW)"
         )
+    check_modes(f"optimizer {name}", optimizer.param_groups)
+    why = getattr(optimizer, "couples_parameters", "")
+    if why:
+        raise ValueError(f"optimizer {name} cannot be sharded: {why}")
+    if getattr(optimizer, "whole_tensors", False):  # believed, as element_wise is
+        return True
+    whole = not names.isdisjoint(WHOLE)
+    if not is_foreign(optimizer) or (not whole and not couples_elements(optimizer)):
+        return whole
+    if (not whole and getattr(optimizer, "element_wise", None) is False) or couples_parameters(optimizer):
+        raise ValueError(
+            f"optimizer {name} gives parameters other values in one call of step() than in several, as shards are "
+            "stepped: use one whose update of a parameter depends on nothing else (AdamW); or give it the attribute "
+            "element_wise=True or whole_tensors=True, if its update of an element or of a tensor does not, or if the "
+            "difference is wanted"
+        )
+    return True
 
 
-def _is_foreign(optimizer: torch.optim.Optimizer) -> bool:
+def is_foreign(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its class is neither torch's nor ours."""
     return not type(optimizer).__module__.startswith(OF_TORCH_OR_OURS)
 
 
@@ -91,16 +111,22 @@ def make_tiles(grads: ChunkGrads, state: ChunkState, ranges: Sequence[TileRange]
     """The tiles of one chunk. Those on a disk get their values when they are read."""
     chunk = state.chunk
     if state.on_disk:
-        values = torch.full((), float("nan"), dtype=state.dtype or chunk.spec.dtype).expand(chunk.spec.shard_numel)
+        values = torch.full((), float("nan"), dtype=state.dtype or chunk.spec.dtype).expand(chunk.shard_numel)
     else:
         values = state.master if state.master is not None else chunk.shard
     tiles = []
     for span in ranges:
         pieces = tuple(
-            Piece(**vars(p), value=nn.Parameter(values[p.start : p.end], requires_grad=True)) for p in span.pieces
+            Piece(**vars(p), value=nn.Parameter(_shaped(values[p.start : p.end], chunk, p), requires_grad=True))
+            for p in span.pieces
         )
         tiles.append(Tile(chunk, grads, state, span.group, pieces))
     return tiles
+
+
+def _shaped(values: torch.Tensor, chunk: Chunk, piece: PieceRange) -> torch.Tensor:
+    shape = chunk.spec.slots[piece.slot].shape
+    return values.view(shape) if chunk.spec.whole and len(shape) > 1 else values
 
 
 # See [Note: Masters apart from parameters] for what a tile's values are.
@@ -118,7 +144,7 @@ class TileStepper:
         for tile in self.tiles:
             pieces[tile.group] += [piece.value for piece in tile.pieces]
         self.param_groups = ParamGroups(optimizer, pieces)
-        self._step_once, self._step_before = bare_step(optimizer), optimizer.step
+        self._bare, self._step_before = BareStep(optimizer), optimizer.step
         optimizer.step = self._refuse  # type: ignore[assignment, method-assign]
         optimizer.add_param_group = self._refuse_group  # type: ignore[method-assign]
 
@@ -185,7 +211,7 @@ class TileStepper:
         if factor != 1.0:
             grad.mul_(factor)
         for piece in live:
-            piece.value.grad = grad[piece.start - first : piece.end - first]
+            piece.value.grad = grad[piece.start - first : piece.end - first].view(piece.value.shape)
         self._call(groups[tile.group], live)
         for piece in live:
             piece.value.grad = None
@@ -201,12 +227,12 @@ class TileStepper:
             shard[first:last].copy_(tile.state.master[first:last])
         elif tile.state.dtype is not None:
             for piece in live:
-                shard[piece.start : piece.end].copy_(piece.value)
+                shard[piece.start : piece.end].copy_(piece.value.view(-1))
 
     def _only_reads(self, group: dict[str, Any]) -> bool:
         """Whether the optimizer is known to leave the gradients of ``group`` as they are."""
         module = type(self.optimizer).__module__
-        return module.startswith(OURS) or (bool(group.get("fused")) and not _is_foreign(self.optimizer))
+        return module.startswith(OURS) or (bool(group.get("fused")) and not is_foreign(self.optimizer))
 
     def _call(self, group: dict[str, Any], live: list[Piece]) -> None:
         if group.get("fused"):
@@ -214,10 +240,9 @@ class TileStepper:
         before = {key: value for key, value in group.items() if key != "params"}
         held = self._bytes_of(live)
         # One group, of what is live in this tile: the optimizer's own loop steps nothing else.
-        self.optimizer.param_groups = [group]
         for alike in self._alike(live) if group.get("fused") else (live,):
             group["params"] = [piece.value for piece in alike]
-            self._step_once()
+            self._bare.step(group)
         if self._bytes_of(live) != held:
             self.state_changed()
         changed = [key for key, value in group.items() if key != "params" and before.get(key) is not value]
@@ -242,11 +267,11 @@ class TileStepper:
     def element_dtypes(self, like: torch.Tensor) -> dict[str, torch.dtype]:
         """By key, the state that the optimizer keeps for each element of a parameter like ``like``.
 
-        Asked of the optimizer itself: it steps a parameter of two elements, which is then forgotten.
+        Asked of the optimizer itself: it steps a parameter of two elements a dimension, which is then forgotten.
         """
         optimizer = self.optimizer
         # Two elements, so that a count of shape (1,) does not pass for state of each.
-        probe = nn.Parameter(torch.zeros(2, dtype=like.dtype, device=like.device))
+        probe = nn.Parameter(torch.zeros((2,) * like.dim(), dtype=like.dtype, device=like.device))
         probe.grad = torch.zeros_like(probe)
         with self.groups() as groups, torch.random.fork_rng(devices=[]):
             made = constructed_state(optimizer, groups[0], probe)
@@ -291,8 +316,8 @@ class TileStepper:
     def _bytes_of(self, pieces: Sequence[Piece]) -> int:
         state = self.optimizer.state
         # Another thread may be updating.
-        held = [value for piece in pieces for value in list(state.get(piece.value, {}).values())]
-        return sum(value.nbytes for value in held if isinstance(value, torch.Tensor))
+        held = [list(state.get(piece.value, {}).values()) for piece in pieces]
+        return sum(value.nbytes for value in tensors_of(held))
 
     def state_changed(self) -> None:
         """State was made, dropped or replaced, or has another home: it is counted again when it is asked for."""
@@ -317,17 +342,13 @@ class TileStepper:
     def groups(self) -> Iterator[list[dict[str, Any]]]:
         """Working copies of the param groups, with torch's fused kernel where the user left the choice to torch."""
         optimizer = self.optimizer
-        own = optimizer.param_groups
         work = [dict(group) for group in self.param_groups.now]
         for index, group in enumerate(work):
             free = group.get("fused", False) is None and not group.get("foreach") and not self._fuses_wrongly(index)
             if free and isinstance(optimizer, HAS_FUSED) and not isinstance(group.get("lr"), torch.Tensor):
                 group["fused"], group["foreach"] = True, False
-        try:
-            with without_hooks(optimizer):
-                yield work
-        finally:
-            optimizer.param_groups = own
+        with self._bare.hidden():
+            yield work
 
     def _fuses_wrongly(self, group: int) -> bool:
         """Whether torch's kernel is not to be trusted: that of SGD on a CPU gives wrong 16-bit values (torch 2.13)."""

@@ -1,0 +1,110 @@
+"""Masters and optimizer state of the device that wait in host memory, while the device is wanted for something else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from shardwise.memory.host import HostArena, host_block
+from shardwise.memory.tier import Tier
+from shardwise.torch_internals import point
+from shardwise.update.tiles import Tile
+
+__all__ = ["Aside"]
+
+
+class Aside:
+    """Of one optimizer. Between steps alone, and on every rank alike.
+
+    Args:
+        optimizer: the user's.
+        tiles: what it updates.
+        changed: called when state has another home.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, tiles: Sequence[Tile], changed: Callable[[], None]) -> None:
+        self._optimizer, self._tiles, self._changed = optimizer, tiles, changed
+        self._moved: list[Tile] = []
+        self._arena: torch.Tensor | None = None
+
+    def check(self) -> None:
+        """Training needs what waits.
+
+        Raises:
+            RuntimeError: something does.
+        """
+        if self._moved:
+            raise RuntimeError(
+                f"training with the masters and state of {len(self._moved)} tiles set aside in host memory: bring them "
+                "back first (bring_back() of a Session, reload_states() of a DeepSpeed engine)"
+            )
+
+    def put(self, pin: bool) -> int:
+        """Move what is at home on the device to host memory, which must have room for it.
+
+        Args:
+            pin: page-lock that, where the device is a GPU; it is kept for the next time then.
+
+        Returns:
+            Bytes moved.
+        """
+        mine = [tile for tile in self._tiles if tile.state.tier is Tier.DEVICE]
+        if not mine:
+            return 0
+        sizes = [HostArena.rounded(value.nbytes) for value in self._values(mine)]
+        if self._arena is None or sum(sizes) > self._arena.numel():
+            self._arena = host_block(sum(sizes), mine[0].chunk.device if pin else None)
+        arena, start = self._arena, 0
+
+        def copied(value: torch.Tensor) -> torch.Tensor:
+            nonlocal start
+            place = arena[start : start + value.nbytes].view(value.dtype)
+            start += HostArena.rounded(value.nbytes)
+            return place.copy_(value.reshape(-1)).view(value.shape)
+
+        self._replace(mine, copied, Tier.HOST)
+        self._moved += mine
+        if not pin:
+            self._arena = None
+        return sum(sizes)
+
+    def bring_back(self) -> None:
+        """Move it back to where it was."""
+        if self._moved:
+            device = self._moved[0].chunk.device
+            self._replace(self._moved, lambda value: value.to(device, copy=True), Tier.DEVICE)
+            self._moved = []
+
+    def _values(self, tiles: Sequence[Tile]) -> Iterator[torch.Tensor]:
+        for state in {id(tile.state): tile.state for tile in tiles}.values():
+            if state.master is not None:
+                yield state.master
+        for own, key in self._elements(tiles):
+            yield own[key]
+
+    def _elements(self, tiles: Sequence[Tile]) -> Iterator[tuple[dict[str, Any], str]]:
+        """State of the shape of its piece: what is there for each element."""
+        for tile in tiles:
+            for piece in tile.pieces:
+                own = self._optimizer.state.get(piece.value, {})
+                for key, value in own.items():
+                    if isinstance(value, torch.Tensor) and value.shape == piece.value.shape:
+                        yield own, key
+
+    @torch.no_grad()
+    def _replace(self, tiles: Sequence[Tile], copied: Callable[[torch.Tensor], torch.Tensor], tier: Tier) -> None:
+        elements = list(self._elements(tiles))
+        for state in {id(tile.state): tile.state for tile in tiles}.values():
+            if state.master is not None:
+                state.master = copied(state.master)
+            state.home = replace(state.home, state=tier)
+        for own, key in elements:
+            own[key] = copied(own[key])
+        for tile in tiles:
+            if tile.state.master is not None:
+                for piece in tile.pieces:
+                    point(piece.value, tile.state.master[piece.start : piece.end].view(piece.value.shape))
+        self._changed()

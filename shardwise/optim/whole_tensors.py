@@ -1,0 +1,67 @@
+"""What optimizers have in common whose update of an element needs all of its parameter: a norm, rows, columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["WholeTensorOptimizer", "as_computed", "check_least", "rms"]
+
+
+def as_computed(value: Tensor) -> Tensor:
+    """In which numbers an update is computed: fp32 for 16-bit ones, otherwise their own."""
+    return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+
+
+def rms(value: Tensor) -> Tensor:
+    """The root of the mean square."""
+    root: Tensor = value.norm(2) / max(1, value.numel()) ** 0.5
+    return root
+
+
+def check_least(name: str, value: Any, least: float = 0.0, most: float = float("inf")) -> None:
+    """Raises:
+    ValueError: ``value`` is not a number from ``least`` to ``most``.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float | Tensor) or not least <= value <= most:
+        raise ValueError(f"{name}={value!r}: give a number from {least} to {most}")
+
+
+class WholeTensorOptimizer(torch.optim.Optimizer):
+    """Updates each parameter by itself, whole; see ``docs/optim.md`` for what that means for shards."""
+
+    whole_tensors = True
+
+    def _update(self, group: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Any]) -> None:
+        """Update one parameter; ``grad`` and ``group`` stay as they are."""
+        raise NotImplementedError(f"{type(self).__name__}._update()")
+
+    def _live(self) -> Iterator[tuple[dict[str, Any], Tensor, Tensor]]:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None and param.grad.is_sparse:
+                    raise RuntimeError(
+                        f"{type(self).__name__} takes no sparse gradients, as one of shape {tuple(param.shape)} is: "
+                        "make the embedding with sparse=False"
+                    )
+                if param.grad is not None:
+                    yield group, param, param.grad
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient; what ``closure``, which is run first, returned.
+
+        Raises:
+            RuntimeError: a gradient is sparse; nothing is updated then.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group, param, grad in list(self._live()):
+            if param.numel():
+                self._update(group, param, as_computed(grad), self.state[param])
+        return loss
