@@ -18,6 +18,7 @@ from shardwise.checkpoint.schedulers import scheduler_class
 from shardwise.checkpoint.settings import saved_settings
 from shardwise.disk.checksum import checksum
 from shardwise.engine.fragments import Fragment, TensorShape, split
+from shardwise.optim.nested_state import flat
 
 __all__ = [
     "Contents",
@@ -188,4 +189,4 @@ def buffer_digests(held: Holding) -> dict[str, int]:
 
 
 def _keys(optimizer: Trainer) -> list[str]:
-    return list(dict.fromkeys(key for state in optimizer.state.values() for key in state))
+    return list(dict.fromkeys(key for state in optimizer.state.values() for key in flat(state)))

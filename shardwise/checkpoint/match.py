@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -14,6 +14,7 @@ from shardwise.checkpoint.read import NativeSource
 from shardwise.checkpoint.run import Holding
 from shardwise.checkpoint.source import CheckpointSource
 from shardwise.engine.fragments import Stored
+from shardwise.engine.others import is_one_kind
 from shardwise.printable import printable
 from shardwise.tensor import Part
 from shardwise.tensor.order import read_part, whole_runs
@@ -44,7 +45,9 @@ class Match:
         self.unexpected: list[str] = []
         self._wrong: list[str] = []
         self._aliases: dict[str, str] = self.state.get("aliases", {})
-        self._shapes = {name: shape.shape for name, shape in held.model_shapes().items()}
+        shapes = held.model_shapes()
+        self._shapes = {name: shape.shape for name, shape in shapes.items()}
+        self._dtypes = {names[0]: shapes[names[0]].dtype for names in held.names}
         self._known = self._names_in_source()
         self.stored_name: dict[str, str | None] = {names[0]: self._stored(names) for names in held.names}
         """By the name of a parameter here, that in the checkpoint."""
@@ -115,6 +118,7 @@ class Match:
                 for name in {stored, *(n for n in names if f"model/{n}" in self.facts)}:
                     expected.add(name)
                     self._check(f"model/{name}", shape)
+                    self._check_kind(f"model/{name}", self._dtypes[names[0]])
         if self.held.names and not any(self.stored_name.values()):
             ours, theirs = (shortened(names) for names in ([*self.stored_name], sorted(self._known)))
             self.notes.append(f"no parameter of the model, {ours}, is in it, so all stay; it has {theirs or 'none'}")
@@ -138,18 +142,28 @@ class Match:
             advice = self._rows_advice(name, shape)
             self._wrong.append(f"{name}: {self.facts[name].shape} in the checkpoint, {shape} in the {owner}{advice}")
 
+    def _check_kind(self, name: str, dtype: torch.dtype) -> None:
+        there = self.facts[name].dtype
+        if not is_one_kind(there, dtype):
+            self._wrong.append(f"{name}: {there} in the checkpoint, {dtype} in the model: two kinds of numbers")
+
     def _rows_advice(self, name: str, shape: tuple[int, ...]) -> str:
         there = self.facts[name].shape
         rows = name.startswith("model/") and bool(shape) and len(there) == len(shape) and there[1:] == shape[1:]
         given = f"rows={{{name.removeprefix('model/')!r}: 'keep'}}"
         return f" ({given} takes the rows that both have)" if rows else ""
 
-    def _fitting(self, value: Stored, name: str, shape: tuple[int, ...]) -> Any:
-        """State that is element-wise; or, where whole parameters are trained and this one is known to have had the same
-        shape, state of another shape (rows and columns of a factored one), which is read."""
+    def _fitting(
+        self, value: Stored, name: str, shape: tuple[int, ...], known: Callable[[tuple[int, ...]], bool]
+    ) -> Any:
+        """State that is element-wise; or, where whole parameters are trained, state of another shape (rows and columns
+        of a factored one), which is read: of a parameter that is known to have had the same shape, or, where a file
+        does not say (torch's own), of the shape that ``known`` says."""
         fact = self.facts[value.name]
-        if fact.shape != shape and getattr(self.held, "other_shapes", False) and self._shape_then(name) == shape:
-            return self.source.read(value.name, 0, fact.numel).reshape(fact.shape)
+        if fact.shape != shape and getattr(self.held, "other_shapes", False):
+            then = self._shape_then(name)
+            if then == shape or (then is None and known(fact.shape)):
+                return self.source.read(value.name, 0, fact.numel).reshape(fact.shape)
         self._check(value.name, shape, "optimizer")
         return value
 
@@ -158,7 +172,8 @@ class Match:
             for group in saved["groups"]:
                 if name in group["params"] and "shapes" in group:
                     return tuple(group["shapes"][group["params"].index(name)])
-        return None
+        fact = self.facts.get(f"model/{name}")
+        return None if fact is None else fact.shape
 
     def state_of(self, name: str) -> dict[str, Any] | None:
         """Optimizer state of a parameter here; ``None``: it starts anew, or was never stepped."""

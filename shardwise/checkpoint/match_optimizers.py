@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from shardwise.checkpoint import tree
@@ -17,8 +18,10 @@ from shardwise.optim.state_form import SavedForm, StateForm, options_for
 __all__ = ["OptimizerMatch", "Taken", "shortened"]
 
 MOST_NAMES = 6
-Fitting = Callable[[Stored, str, tuple[int, ...]], Any]
-"""``fitting(entry, name in the checkpoint, shape here)``: what is put into the state; it notes shapes that differ."""
+Shape = tuple[int, ...]
+Fitting = Callable[[Stored, str, Shape, Callable[[Shape], bool]], Any]
+"""``fitting(entry, name in the checkpoint, shape here, known)``: what is put into the state, of which ``known`` tells
+whether it may have a shape; it notes shapes that differ."""
 NAMES = ("params", "param_names")
 Options = dict[str, Any]
 Links = set[tuple[int, int]]
@@ -169,15 +172,16 @@ class OptimizerMatch:
             elif number not in accepted:
                 continue  # that has been noted of all of them
             elif entry is not None and stored is not None and name in trained:
-                taken.state[name] = {key: self._value(value, stored, name) for key, value in entry.items()}
+                known = partial(own.form.has_shape, options[group], self._shapes[name])
+                taken.state[name] = {k: self._value(v, stored, name, partial(known, k)) for k, v in entry.items()}
             elif entry:
                 frozen.append(name)
         lines = [f"these parameters start anew: {shortened(anew)}"] if anew else []
         lines += [f"state of parameters that are frozen here is left out: {shortened(frozen)}"] if frozen else []
         self.notes += [f"optimizer {own.index} ({own.kind}): {line}" for line in [*lines, *kept]]
 
-    def _value(self, value: Any, stored: str, name: str) -> Any:
-        return self._fitting(value, stored, self._shapes[name]) if isinstance(value, Stored) else value
+    def _value(self, value: Any, stored: str, name: str, known: Callable[[Shape], bool]) -> Any:
+        return self._fitting(value, stored, self._shapes[name], known) if isinstance(value, Stored) else value
 
     # ---- whose state it is
 

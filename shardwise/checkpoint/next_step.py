@@ -18,7 +18,7 @@ from shardwise.checkpoint.schedulers import inner_scheduler
 
 __all__ = ["why_no_step"]
 
-KNOWN = ("torch.optim.", "shardwise.deepspeed.schedules")
+KNOWN = ("torch.optim.", "shardwise.deepspeed.schedules", "shardwise.nn.lr_scheduler")
 """Modules of schedulers whose step sets options of param groups and does nothing else: a user's own may print."""
 FUNCTIONS = ("lr_lambdas", "_scale_fn_custom")
 """Attributes that hold functions of the user's, which may count their calls."""
@@ -72,6 +72,7 @@ def _are_known(schedulers: list[Any], owners: dict[int, Any]) -> bool:
         optimizer = getattr(each, "optimizer", None)
         if optimizer is not None:
             owners[id(optimizer)] = optimizer
-        if not _are_known(list(getattr(each, "_schedulers", ())), owners):
+        second = [each.after_scheduler] if hasattr(each, "after_scheduler") else []
+        if not _are_known([*getattr(each, "_schedulers", ()), *second], owners):
             return False
     return True

@@ -28,7 +28,9 @@ def named_like(source: CheckpointSource, held: Holding) -> CheckpointSource:
         if not any(name.startswith("#") for group in theirs for name in group):
             continue
         ours = held.group_names(each)
-        there = _shapes_of(source, each.index, [name for group in theirs for name in group])
+        # Of state in other shapes (rows and columns) none is known to be the parameter's; what fits is seen later.
+        whole = getattr(held, "other_shapes", False)
+        there = {} if whole else _shapes_of(source, each.index, [name for group in theirs for name in group])
         found = _in_order(theirs, ours, there, shapes)
         if not found:
             trained = {name for group in ours for name in group}

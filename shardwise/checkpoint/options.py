@@ -17,6 +17,7 @@ import torch
 from shardwise.checkpoint.match import Match
 from shardwise.checkpoint.run import Run, Trainer
 from shardwise.engine.fragments import Stored
+from shardwise.optim.whole_tensors import WholeTensorOptimizer
 
 __all__ = ["Options", "check_scheduler", "fitting", "unlike"]
 
@@ -164,12 +165,13 @@ def _check_small(trainer: Trainer, match: Match, index: int) -> None:
 
 def _check_keys(trainer: Trainer, match: Match, index: int) -> None:
     shapes = match.held.model_shapes()
+    # What Adafactor and its like keep depends on the number of dimensions.
+    by_dimensions = isinstance(trainer.optimizer, torch.optim.Adafactor | WholeTensorOptimizer)
     for names in match.held.group_names(trainer):
         first: dict[int, tuple[str, set[str]]] = {}
         for name in names:
             keys = set(match.state_of(name) or ())
-            # What Adafactor keeps depends on the number of dimensions.
-            kind = len(shapes[name].shape) if isinstance(trainer.optimizer, torch.optim.Adafactor) else 0
+            kind = len(shapes[name].shape) if by_dimensions else 0
             other, known = first.setdefault(kind, (name, keys)) if keys else (name, keys)
             if keys != known:
                 raise ValueError(

@@ -14,7 +14,7 @@ from shardwise.checkpoint import tree
 from shardwise.checkpoint.bounds import checked_tree, read_json, reading
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.formats.detect import located
-from shardwise.checkpoint.formats.output import output_file, write_text
+from shardwise.checkpoint.formats.output import output_file, write_text, write_torch
 from shardwise.checkpoint.formats.torch_file import TORCH_SUFFIXES, load_torch
 from shardwise.checkpoint.formats.trainer import scheduler_files
 
@@ -107,6 +107,10 @@ def regrouped(
         mine = own.get(key)
         if key == "_schedulers" and isinstance(mine, list) and len(mine) == len(values):
             changed[key] = [regrouped(each, one, groups, links) for each, one in zip(values, mine, strict=True)]
+        elif key == "after_scheduler_dict" and isinstance(mine, Mapping):
+            inner = regrouped(values, mine, groups, links)
+            # What has not begun has the rates with which it will.
+            changed[key] = inner if state.get("finished") else {**inner, "_last_lr": mine.get("_last_lr")}
         elif key == "base_lrs":
             changed[key] = [group.get("initial_lr", rate) for group, rate in zip(groups, mine or values, strict=False)]
         elif key == "_last_lr":
@@ -120,14 +124,18 @@ def regrouped(
 
 
 def write_lr_scheduler(scheduler: Any, path: str | Path) -> None:
-    """Write a scheduler's ``state_dict()`` and class.
+    """Write a scheduler's ``state_dict()``: as JSON, with its class, or, by the ending, as a file of ``torch.save``.
 
     Raises:
-        TypeError: the state holds something that JSON cannot; it is named.
+        TypeError: the state holds something that is neither a number, text, tensor nor a list or dictionary of such.
         OSError: the file cannot be written; what stood there is still there.
     """
     tensors: dict[str, torch.Tensor] = {}
     encoded = tree.encode(scheduler.state_dict(), tensors)
+    if Path(path).suffix in TORCH_SUFFIXES:
+        with output_file(Path(path)) as unfinished:
+            write_torch(unfinished, tree.decode(encoded, tensors))
+        return
     content = {"kind": "lr_scheduler", "class": scheduler_class(scheduler), "state": encoded}
     content["tensors"] = tree.inline(tensors)
     text = json.dumps(content, indent=1, allow_nan=False)

@@ -19,9 +19,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.run import Scaler
 from shardwise.comm import Activity
-from shardwise.engine.fragments import EXTRA_STATE, Fill, Fragment, FragmentBlock, FragmentPlan, Stored, TensorShape
+from shardwise.engine.fragments import Fill, Fragment, FragmentBlock, FragmentPlan, Stored, TensorShape
 from shardwise.mesh.mesh import CALLS
-from shardwise.names import StateNames
+from shardwise.names import StateNames, is_extra, keeper, put_others
+from shardwise.optim.nested_state import flat, nested
 from shardwise.optim.state_form import constructed_state
 from shardwise.torch_internals import offset_of_part
 
@@ -198,8 +199,7 @@ class TorchHeld:
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Tensors of the module's state that are no parameters."""
-        found = self.others.items()
-        return {n: v for n, v in found if isinstance(v, torch.Tensor) and not n.endswith(EXTRA_STATE)}
+        return {name: value for name, value in self.others.items() if not is_extra(name, value)}
 
     def extra_names(self) -> list[str]:
         """Of :meth:`extra`."""
@@ -234,7 +234,7 @@ class TorchHeld:
         self.group_names(optimizer)  # names parameters that the model does not have
         small: dict[str, dict[str, Any]] = {}
         for parameter, state in optimizer.state.items():
-            own = {key: value for key, value in state.items() if not _is_element_wise(value, parameter, key)}
+            own = {key: value for key, value in flat(state).items() if not _is_element_wise(value, parameter, key)}
             for key, value in own.items():
                 if isinstance(value, DTensor):
                     raise ValueError(
@@ -271,7 +271,7 @@ class TorchHeld:
         for parameter, names in zip(self.parameters, self.names, strict=True):
             yield f"model/{names[0]}", parameter
             for each in self.optimizers:
-                for key, value in each.state.get(parameter, {}).items():
+                for key, value in flat(each.state.get(parameter, {})).items():
                     if _is_element_wise(value, parameter, key):
                         yield f"optimizer/{each.index}/{names[0]}/{key}", value
 
@@ -304,32 +304,46 @@ class TorchHeld:
                 fresh = constructed_state(trainer.optimizer, group_of[parameter], parameter)
                 state |= {number: fresh} if fresh else {}
                 continue
-            state[number] = {}
+            own, held = dict[str, Any](), flat(trainer.state.get(parameter, {}))
             for key, value in entry.items():
                 if isinstance(value, Stored):
-                    state[number][key] = there = _room(trainer.state.get(parameter, {}).get(key), parameter, value)
+                    own[key] = there = _room(held.get(key), parameter, value)
                     _fill(fill, value.name, there)
                 else:
-                    state[number][key] = value.clone() if isinstance(value, torch.Tensor) else value
+                    own[key] = value.clone() if isinstance(value, torch.Tensor) else value
+            state[number] = nested(own)
         groups = trainer.optimizer.state_dict()["param_groups"]
         trainer.optimizer.load_state_dict({"state": state, "param_groups": groups})
 
     @torch.no_grad()
     def put_others(self, values: dict[str, Any]) -> None:
-        """Buffers and extra state, by name."""
+        """Buffers and extra state, by name.
+
+        Raises:
+            ValueError: a hook of the module saves a tensor, and none takes it back.
+        """
         if self.module is None:
             return
-        registered = {id(buffer) for buffer in self.module.buffers()}
-        rest = {}
-        for name, value in values.items():
-            if id(self.others[name]) in registered:
-                self.others[name].copy_(value)
-            elif name.endswith(EXTRA_STATE):
-                self.module.get_submodule(name.removesuffix(EXTRA_STATE).rstrip(".")).set_extra_state(value)
-            else:  # made by a hook of the module, which has another one to take it
-                rest[name] = value
-        if rest:
-            self.module.load_state_dict(rest, strict=False)
+        modules, registered = dict(self.module.named_modules()), {id(buffer) for buffer in self.module.buffers()}
+
+        def is_made(name: str) -> bool:
+            """By a hook of the module, which has another one to take it."""
+            held = self.others[name]
+            return not is_extra(name, held) and keeper(modules, name) is None and id(held) not in registered
+
+        made = {name: value for name, value in values.items() if is_made(name)}
+        put_others(modules, self.others, {name: value for name, value in values.items() if name not in made})
+        if made:
+            refused = set(self.module.load_state_dict(made, strict=False).unexpected_keys)
+            lost = [name for name in made if name in refused and not _same(made[name], self.others[name])]
+            if lost:
+                raise ValueError(
+                    f"{', '.join(lost)}: a hook of the model saves this, and none takes it when it is loaded"
+                )
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.to(other.device, other.dtype), other)
 
 
 class _Joined:

@@ -22,14 +22,23 @@ import torch
 
 from shardwise.checkpoint.bounds import checked_name
 from shardwise.checkpoint.files import CheckpointError
-from shardwise.checkpoint.formats.header import HEADER, named_entries
+from shardwise.checkpoint.formats.header import HEADER, extra_entries, named_entries
+from shardwise.checkpoint.formats.huggingface import as_dict
 from shardwise.checkpoint.formats.indexed import Shards, read_index
-from shardwise.checkpoint.formats.lazy import Entry, LazySource, model_entries, whole
-from shardwise.checkpoint.formats.optimizer_state import Shapes, from_numbered, to_numbered
+from shardwise.checkpoint.formats.lazy import Entry, LazySource, in_memory, model_entries
+from shardwise.checkpoint.formats.optimizer_state import (
+    Shapes,
+    beside,
+    from_numbered,
+    loaded,
+    numbered_state,
+    to_numbered,
+)
 from shardwise.checkpoint.formats.output import output_directory, sizes_of, split_by_size, write_text, write_torch
 from shardwise.checkpoint.formats.safetensors_file import write_safetensors_stream
 from shardwise.checkpoint.formats.torch_file import load_torch
 from shardwise.checkpoint.source import CheckpointDamage, CheckpointSource
+from shardwise.optim.nested_state import tensors_of
 
 __all__ = ["OPTIMIZER_INDEX", "find_parts", "open_colossalai", "write_colossalai_model", "write_colossalai_optimizer"]
 
@@ -96,8 +105,11 @@ def open_colossalai(
         if model_index is not None:
             shards = Shards(model_index.parent)
             opened.callback(shards.close)
-            found, aliases = shards.entries(read_index(model_index)[1])
-            named, state = named_entries(found, shards.header(), aliases)
+            metadata, weight_map = read_index(model_index)
+            found, aliases = shards.entries(weight_map)
+            beside_them = metadata.get(HEADER)
+            header = beside_them if isinstance(beside_them, dict) else shards.header()
+            named, state = named_entries(found, header, aliases)
             entries.update(named)
             shapes = {name: entry.fact.shape for name, entry in found.items() if f"model/{name}" in named}
         if optimizer_index is not None:
@@ -106,11 +118,7 @@ def open_colossalai(
             names = parameter_names if parameter_names is not None else files.more.get("names")
             found, record, more = from_numbered(files.state_dict(), 0, shapes, names, str(optimizer_index))
             entries.update(found)
-            for group, own in zip(record.groups, files.more.get("shapes") or [], strict=False):
-                group["shapes"] = own
-            state["optimizers"] = [{**record.to_json(), "class": files.more.get("class", "")}]
-            if files.more.get("scaler") is not None:
-                state["scaler"] = files.more["scaler"]
+            state |= numbered_state([record], files.more)
             notes += more
         return LazySource("colossalai", entries, state, notes, opened.pop_all().close)
 
@@ -164,12 +172,6 @@ def _any_index(kind: str, prefix: str) -> str:
     return rf"(pytorch_{kind}\.bin|{kind}\.safetensors)\.index{prefix}\.json"
 
 
-def _in_memory(entries: dict[str, Entry]) -> dict[str, torch.Tensor]:
-    # A tied tensor is one entry under two names: torch.save then stores its memory once.
-    loaded = {id(entry): whole(entry) for entry in entries.values()}
-    return {name: loaded[id(entry)] for name, entry in entries.items()}
-
-
 def write_colossalai_model(
     source: CheckpointSource,
     path: str | Path,
@@ -177,10 +179,12 @@ def write_colossalai_model(
     prefix: str | None = None,
     use_safetensors: bool = False,
     dtype: torch.dtype | None = None,
+    configurations: Sequence[Any] = (),
 ) -> list[Path]:
     """Write the model in shards of at most ``size_per_shard`` MB (2**20 bytes), one of them in memory at a time.
 
     Tied tensors are stored under each of their names, as ColossalAI does and its strict loading wants.
+    ``configurations`` become ``config.json`` and ``generation_config.json``, which ``from_pretrained`` wants.
 
     Raises:
         CheckpointError: the source has no model.
@@ -191,13 +195,19 @@ def write_colossalai_model(
     entries = model_entries(source, dtype, tied=True)
     if not entries:
         raise CheckpointError(f"nothing to write to {target}: the checkpoint holds no model tensors")
+    extra = source.state().get("extra", {})
+    entries |= extra_entries(source)
     base = _named("model.safetensors" if use_safetensors else "pytorch_model.bin", prefix)
     stem, _, ending = base.rpartition(".")
     index_name = _index_name("model.safetensors" if use_safetensors else "pytorch_model.bin", prefix)
     own = re.escape(f".{prefix}") if prefix else ""
-    earlier = re.compile(rf"(pytorch_model|model){own}(-\d{{5}})?\.(bin|safetensors)|{_any_index('model', own)}")
+    earlier = re.compile(
+        rf"(pytorch_model|model){own}(-\d{{5}}(-of-\d{{5}})?)?\.(bin|safetensors)|{_any_index('model', own)}"
+    )
+    named = zip(("config.json", "generation_config.json"), configurations, strict=False)
+    given = {name: as_dict(content) for name, content in named if content is not None}
     written = []
-    with output_directory(target, lambda name: earlier.fullmatch(name) is not None) as directory:
+    with output_directory(target, lambda name: name in given or earlier.fullmatch(name) is not None) as directory:
         weight_map: dict[str, str] = {}
         for number, names in enumerate(split_by_size(sizes_of(entries), size_per_shard * MEGABYTE), 1):
             file = f"{stem}-{number:05d}.{ending}"
@@ -205,23 +215,15 @@ def write_colossalai_model(
             if use_safetensors:
                 write_safetensors_stream(directory / file, held, {"format": "pt"})
             else:
-                write_torch(directory / file, _in_memory(held))
+                write_torch(directory / file, in_memory(held))
             weight_map.update(dict.fromkeys(names, file))
             written.append(file)
         total = sum(entry.nbytes for entry in entries.values()) / MEGABYTE
-        _write_index(directory / index_name, {"total_size": total}, weight_map)
-    return [target / name for name in (*written, index_name)]
-
-
-def _beside(source: CheckpointSource, index: int) -> dict[str, Any]:
-    """Class, names, shapes and loss scale, for the index."""
-    records = source.state().get("optimizers", [])
-    groups = records[index]["groups"] if index < len(records) else []
-    names = [name for group in groups for name in group["params"]]
-    known = names if len(set(names)) == len(names) and not any(name.startswith("#") for name in names) else None
-    shapes = [group["shapes"] for group in groups] if all("shapes" in group for group in groups) else None
-    kind = records[index].get("class", "") if index < len(records) else ""
-    return {"class": kind, "names": known, "shapes": shapes, "scaler": source.state().get("scaler")}
+        metadata = {"total_size": total, **({HEADER: {"extra": extra}} if extra else {})}
+        _write_index(directory / index_name, metadata, weight_map)
+        for name, content in given.items():
+            write_text(directory / name, json.dumps(content, indent=2, sort_keys=name == "config.json") + "\n")
+    return [target / name for name in (*written, index_name, *given)]
 
 
 def write_colossalai_optimizer(
@@ -246,8 +248,7 @@ def write_colossalai_optimizer(
     stem, _, ending = base.rpartition(".")
     group_file = _named("pytorch_optim_group.bin", prefix)
     sizes = [
-        (str(number), sum(value.nbytes for value in values.values() if isinstance(value, Entry)))
-        for number, values in state.items()
+        (str(number), sum(value.nbytes for value in tensors_of(values, Entry))) for number, values in state.items()
     ]
     own = re.escape(f".{prefix}") if prefix else ""
     earlier = re.compile(rf"pytorch_optim(_group)?{own}(-\d{{5}})?\.bin|{_any_index('optim', own)}")
@@ -257,18 +258,12 @@ def write_colossalai_optimizer(
         weight_map: dict[str, str] = {}
         for place, numbers in enumerate(split_by_size(sizes, size_per_shard * MEGABYTE), 1):
             file = f"{stem}-{place:05d}.{ending}"
-            held = {
-                int(number): {
-                    key: whole(value) if isinstance(value, Entry) else value
-                    for key, value in state[int(number)].items()
-                }
-                for number in numbers
-            }
+            held = {int(number): loaded(state[int(number)]) for number in numbers}
             write_torch(directory / file, held)
             weight_map.update(dict.fromkeys(numbers, file))
             written.append(file)
         write_torch(directory / group_file, groups)
         total = sum(size for _, size in sizes) / MEGABYTE
-        metadata = {"param_groups": group_file, "total_size": total, HEADER: _beside(source, index)}
+        metadata = {"param_groups": group_file, "total_size": total, HEADER: beside(source, index)}
         _write_index(directory / index_name, metadata, weight_map)
     return [target / name for name in (*written, group_file, index_name)]

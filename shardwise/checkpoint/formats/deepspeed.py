@@ -106,6 +106,9 @@ def open_deepspeed(path: str | Path) -> LazySource:
     files = _load(directory)
     entries, aliases, notes = _unsharded(files)
     state: dict[str, Any] = {"step": int(files.model.get("global_steps") or 0)}
+    if files.optimizers and files.model.get("buffer_names") is not None:
+        others = {*files.model["buffer_names"], *(name for group in files.model["param_shapes"] for name in group)}
+        state["frozen"] = [name for name in files.model["module"] if name not in others and name not in aliases]
     if files.optimizers:
         stage = int(files.optimizers[0]["zero_stage"])
         found, record = _stage_three(files) if stage == 3 else _stages_one_and_two(files)

@@ -14,7 +14,7 @@ from typing import Any
 
 from shardwise.checkpoint.formats.lazy import Entry
 from shardwise.checkpoint.source import CheckpointSource
-from shardwise.engine.fragments import EXTRA_STATE
+from shardwise.names import EXTRA_STATE
 
 __all__ = ["HEADER", "extra_entries", "model_metadata", "named_entries", "optimizer_metadata", "read_header"]
 

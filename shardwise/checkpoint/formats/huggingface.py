@@ -24,7 +24,7 @@ from shardwise.checkpoint.formats.output import output_directory, sizes_of, spli
 from shardwise.checkpoint.formats.safetensors_file import write_safetensors_stream
 from shardwise.checkpoint.source import CheckpointSource
 
-__all__ = ["INDEX", "WHOLE", "open_huggingface", "write_huggingface"]
+__all__ = ["INDEX", "WHOLE", "as_dict", "open_huggingface", "write_huggingface"]
 
 WHOLE = ("model.safetensors", "pytorch_model.bin")
 INDEX = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -92,7 +92,7 @@ def write_huggingface(
         config = source.state().get("config")
         generation_config = generation_config or source.state().get("generation_config")
     configured = {"config.json": config, "generation_config.json": generation_config}
-    given = {name: _as_dict(value) for name, value in configured.items() if value is not None}
+    given = {name: as_dict(value) for name, value in configured.items() if value is not None}
     settings = given.get("config.json") or _existing_config(target)
     # A configuration that does not tie would leave the second name unset.
     tied = settings is not None and not _ties(settings)
@@ -135,7 +135,8 @@ def write_huggingface(
     return [target / name for name in written]
 
 
-def _as_dict(config: Any) -> dict[str, Any]:
+def as_dict(config: Any) -> dict[str, Any]:
+    """A configuration as JSON. Raises TypeError."""
     if isinstance(config, Mapping):
         return dict(config)
     if hasattr(config, "to_diff_dict"):

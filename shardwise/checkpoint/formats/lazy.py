@@ -16,7 +16,17 @@ from shardwise.checkpoint.bounds import reading
 from shardwise.checkpoint.source import CheckpointSource, TensorFact
 from shardwise.printable import in_a_line
 
-__all__ = ["BLOCK_BYTES", "Entry", "LazySource", "blocks", "entries_of", "entry_of_tensor", "model_entries", "whole"]
+__all__ = [
+    "BLOCK_BYTES",
+    "Entry",
+    "LazySource",
+    "blocks",
+    "entries_of",
+    "entry_of_tensor",
+    "in_memory",
+    "model_entries",
+    "whole",
+]
 
 BLOCK_BYTES = 64 * 1024**2  # what a writer holds of a tensor at a time
 
@@ -51,6 +61,12 @@ def blocks(fact: TensorFact) -> Iterator[tuple[int, int]]:
 def whole(entry: Entry) -> torch.Tensor:
     """The tensor itself, in memory and in its shape."""
     return entry.read(0, entry.fact.numel).reshape(entry.fact.shape)
+
+
+def in_memory(entries: Mapping[str, Entry]) -> dict[str, torch.Tensor]:
+    """The tensors themselves; one entry under two names is one tensor, whose memory ``torch.save`` writes once."""
+    loaded = {id(entry): whole(entry) for entry in entries.values()}
+    return {name: loaded[id(entry)] for name, entry in entries.items()}
 
 
 def entry_of_tensor(tensor: torch.Tensor) -> Entry:

@@ -17,21 +17,27 @@ import torch
 
 from shardwise.checkpoint import tree
 from shardwise.checkpoint.files import CheckpointError
-from shardwise.checkpoint.formats.lazy import Entry, entry_of_tensor
+from shardwise.checkpoint.formats.lazy import Entry, entry_of_tensor, whole
 from shardwise.checkpoint.formats.param_groups import group_options, group_record
 from shardwise.checkpoint.source import CheckpointSource
+from shardwise.optim.nested_state import flat, mapped, nested
 
 __all__ = [
     "OptimizerRecord",
     "Shapes",
+    "beside",
     "from_numbered",
+    "loaded",
     "match_by_shape",
+    "numbered_state",
     "optimizer_entries",
     "records_of",
     "to_numbered",
 ]
 
 Shapes = Mapping[str, tuple[int, ...]]
+FACTORS = ("row", "col")
+"""What names of rows and columns of a factored state have in them."""
 
 
 @dataclass
@@ -49,7 +55,7 @@ class OptimizerRecord:
     def add(self, index: int, name: str, state: Mapping[str, Any]) -> dict[str, Entry]:
         """Take over the state of one parameter: small values here, tensors as the returned entries."""
         entries = {}
-        for key, value in state.items():
+        for key, value in flat(state, (torch.Tensor, Entry)).items():
             if key not in self.keys:
                 self.keys.append(key)
             if isinstance(value, Entry):
@@ -150,6 +156,8 @@ def from_numbered(
 def _shape_of(values: Mapping[str, Any]) -> tuple[int, ...] | None:
     # Element-wise state has the parameter's shape; a few optimizers also keep smaller factors, so all must agree.
     shapes = set()
+    if any(name in key for key in values for name in FACTORS):
+        return None
     for value in values.values():
         if isinstance(value, Entry):
             shapes.add(value.fact.shape)
@@ -218,5 +226,39 @@ def to_numbered(source: CheckpointSource, index: int) -> tuple[dict[int, dict[st
         if small or name in entries:
             held = {**small, **entries.get(name, {})}
             order = {key: place for place, key in enumerate(record.keys)}
-            state[number] = dict(sorted(held.items(), key=lambda item: order.get(item[0], len(order))))
+            state[number] = nested(dict(sorted(held.items(), key=lambda item: order.get(item[0], len(order)))))
     return state, numbered_groups
+
+
+def loaded(values: Mapping[str, Entry | Any]) -> dict[str, Any]:
+    """A parameter's state from :func:`to_numbered` with its tensors in memory."""
+    return {key: mapped(value, _in_memory) for key, value in values.items()}
+
+
+def _in_memory(value: Any) -> Any:
+    return whole(value) if isinstance(value, Entry) else value
+
+
+# -- what stands beside numbers in our own files
+
+
+def beside(source: CheckpointSource, index: int) -> dict[str, Any]:
+    """What torch's form of an optimizer's state has no place for: class, names and shapes, the loss scale."""
+    records = source.state().get("optimizers", [])
+    groups = records[index]["groups"] if index < len(records) else []
+    names = [name for group in groups for name in group["params"]]
+    known = names if len(set(names)) == len(names) and not any(name.startswith("#") for name in names) else None
+    shapes = [group["shapes"] for group in groups] if all("shapes" in group for group in groups) else None
+    kind = records[index].get("class", "") if index < len(records) else ""
+    return {"class": kind, "names": known, "shapes": shapes, "scaler": source.state().get("scaler")}
+
+
+def numbered_state(records: Sequence[OptimizerRecord], more: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of a source with ``records``, of which the first is what :func:`beside` was of."""
+    for group, own in zip(records[0].groups, more.get("shapes") or [], strict=False):
+        group["shapes"] = own
+    state: dict[str, Any] = {"optimizers": [record.to_json() for record in records]}
+    state["optimizers"][0]["class"] = more.get("class", "")
+    if more.get("scaler") is not None:
+        state["scaler"] = more["scaler"]
+    return state

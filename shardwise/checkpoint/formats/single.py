@@ -6,6 +6,7 @@ Of torch files three shapes are known: the state dictionary itself; a dictionary
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,19 +17,20 @@ import torch
 from shardwise.checkpoint import tree
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.formats.header import (
+    HEADER,
     extra_entries,
     model_metadata,
     named_entries,
     optimizer_metadata,
     read_header,
 )
-from shardwise.checkpoint.formats.lazy import Entry, LazySource, entry_of_tensor, model_entries
-from shardwise.checkpoint.formats.optimizer_state import from_numbered
-from shardwise.checkpoint.formats.output import output_file
+from shardwise.checkpoint.formats.lazy import Entry, LazySource, entry_of_tensor, in_memory, model_entries
+from shardwise.checkpoint.formats.optimizer_state import beside, from_numbered, loaded, numbered_state, to_numbered
+from shardwise.checkpoint.formats.output import output_file, write_torch
 from shardwise.checkpoint.formats.safetensors_file import SafetensorsFile, write_safetensors_stream
 from shardwise.checkpoint.formats.torch_file import TORCH_SUFFIXES, load_torch, tensor_entries
-from shardwise.checkpoint.source import CheckpointSource
-from shardwise.engine.fragments import EXTRA_STATE
+from shardwise.checkpoint.source import CheckpointSource, StateTensors
+from shardwise.names import EXTRA_STATE
 
 __all__ = ["open_safetensors", "open_single", "open_torch", "write_single", "write_single_optimizer"]
 
@@ -91,16 +93,18 @@ def open_torch(path: Path, parameter_names: Sequence[str] | None = None) -> Lazy
         known = {key, *OPTIMIZER_KEYS}
         notes += [f"{path}: {other!r} beside {key!r} was left out" for other in content if other not in known]
     shapes = {name: entry.fact.shape for name, entry in entries.items()}
+    more = read_header({HEADER: content[HEADER]}) if alone and isinstance(content.get(HEADER), str) else {}
+    names = more.get("names") if parameter_names is None else parameter_names
     records = []
     for index, saved in enumerate([content] if alone else _optimizers(content) if key is not None else []):
-        found, record, more = from_numbered(saved, index, shapes, parameter_names, str(path))
+        found, record, told = from_numbered(saved, index, shapes, names, str(path))
         named.update(found)
-        records.append(record.to_json())
-        notes += more
+        records.append(record)
+        notes += told
     if not named and not records:
         raise CheckpointError(f"{path} holds no tensors under names; its keys are {list(content)[:8]!r}")
     if records:
-        state["optimizers"] = records
+        state |= numbered_state(records, more)
     return LazySource("torch", named, state, notes)
 
 
@@ -114,33 +118,47 @@ def _optimizers(content: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def write_single(source: CheckpointSource, path: str | Path, dtype: torch.dtype | None = None) -> Path:
-    """Write the model of ``source`` as one safetensors file; other names of tied tensors go into its header.
+    """Write the model of ``source`` as one file: of safetensors, with other names of tied tensors in its header, or, by
+    its ending, of ``torch.save``: the ``state_dict()``, for which all of it is in memory at once.
 
     Raises:
-        ValueError: the name ends in something other than ``.safetensors``.
+        ValueError: the name has neither of these endings.
         CheckpointError: the source has no model.
         OSError: the file cannot be written; what stood there is still there.
     """
     file = _target(path)
-    entries: dict[str, Entry] = model_entries(source, dtype)
+    torchs = file.suffix in TORCH_SUFFIXES
+    entries: dict[str, Entry] = model_entries(source, dtype, tied=torchs)
     if not entries:
         raise CheckpointError(f"nothing to write to {file}: the checkpoint holds no model tensors")
     with output_file(file) as unfinished:
+        if torchs:
+            more = tree.decode(source.state().get("extra", {}), StateTensors(source))
+            write_torch(unfinished, {**in_memory(entries), **more})
+            return file
         write_safetensors_stream(unfinished, {**entries, **extra_entries(source)}, model_metadata(source))
     return file
 
 
 def write_single_optimizer(source: CheckpointSource, path: str | Path, index: int = 0) -> Path:
-    """Write one optimizer of ``source`` as one safetensors file: state by parameter name, the rest in its header.
+    """Write one optimizer of ``source`` as one file: of safetensors, with state by parameter name and the rest in its
+    header, or, by its ending, of ``torch.save``: the ``state_dict()``, with names and loss scale as text beside it.
 
     Raises:
-        ValueError: the name ends in something other than ``.safetensors``.
+        ValueError: the name has neither of these endings.
         CheckpointError: the source has no such optimizer.
         OSError: the file cannot be written; what stood there is still there.
     """
     file = _target(path)
     if index >= len(source.state().get("optimizers", [])):
         raise CheckpointError(f"nothing to write to {file}: the checkpoint holds no optimizer {index}")
+    if file.suffix in TORCH_SUFFIXES:
+        numbered, groups = to_numbered(source, index)
+        with output_file(file) as unfinished:
+            state = {number: loaded(values) for number, values in numbered.items()}
+            text = json.dumps(beside(source, index), allow_nan=False)
+            write_torch(unfinished, {"state": state, "param_groups": groups, HEADER: text})
+        return file
     start = f"optimizer/{index}/"
     entries = {
         f"optimizer/0/{name.removeprefix(start)}": Entry(fact, partial(source.read, name))
@@ -154,6 +172,9 @@ def write_single_optimizer(source: CheckpointSource, path: str | Path, index: in
 
 def _target(path: str | Path) -> Path:
     file = Path(path)
-    if file.suffix not in (".safetensors", ""):
-        raise ValueError(f"{file}: single files are written as .safetensors; give {file.with_suffix('.safetensors')}")
+    if file.suffix not in (".safetensors", "", *TORCH_SUFFIXES):
+        raise ValueError(
+            f"{file}: files are written as .safetensors, or as torch's {', '.join(TORCH_SUFFIXES)}; give "
+            f"{file.with_suffix('.safetensors')}"
+        )
     return file
