@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -21,6 +22,8 @@ __all__ = ["Settings", "shard"]
 
 DTYPES = {None: None, "fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 IN_LAYERS, EVERYWHERE = ("split_gather", "ring"), ("all_to_all", "ring_attn")
+NO_DIRECTORY = re.compile(r"(host|cpu|cuda|gpu|device|ram|memory|disk|nvme|ssd|none|true|false)(:\d+)?", re.IGNORECASE)
+"""Words of other libraries for a place, which nobody means as the name of a directory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +35,8 @@ class Settings:
         precision: ``"bf16"`` or ``"fp16"`` casts parameters and inputs, and keeps fp32 masters; ``"fp32"`` and
             ``None`` leave them as they are.
         max_norm: gradients are clipped to this norm; 0 is off.
+        average: over the backward passes of a step (gradient accumulation): ``"sum"``, as autograd does, so that a loss
+            is divided by the program; ``"mean"``; or ``"tokens"``, each pass by the ``tokens=`` of its ``backward``.
         offload: ``"host"``, or a directory on a disk: where masters and optimizer state are at home, and at stage 3
             parameters; ``None``: on the device.
         replicas: copies of the sharded model (hybrid sharding, stages 1 to 3).
@@ -46,11 +51,13 @@ class Settings:
 
     Raises:
         ValueError: a value out of range, or two that do not go together.
+        TypeError: ``offload`` is neither a text nor a path.
     """
 
     stage: int = 3
     precision: str | None = None
     max_norm: float = 0.0
+    average: str = "sum"
     offload: str | os.PathLike[str] | None = None
     replicas: int = 1
     tp: int = 1
@@ -61,8 +68,13 @@ class Settings:
     device_memory: int | str | None = None
 
     def __post_init__(self) -> None:
-        require(self.stage in (0, 1, 2, 3), f"stage={shown(self.stage)}: give 0, 1, 2 or 3")
-        require(self.precision in DTYPES, f"precision={shown(self.precision)}: give 'bf16', 'fp16', 'fp32' or None")
+        stages = isinstance(self.stage, int) and not isinstance(self.stage, bool)
+        require(stages and 0 <= self.stage <= 3, f"stage={shown(self.stage)}: give 0, 1, 2 or 3")
+        spelled = self.precision is None or isinstance(self.precision, str)
+        require(
+            spelled and self.precision in DTYPES,
+            f"precision={shown(self.precision)}: give 'bf16', 'fp16', 'fp32' or None",
+        )
         whole("replicas", self.replicas, 1, what="a number of copies")
         require(self.stage > 0 or self.replicas == 1, f"replicas={self.replicas} at stage 0, which has one a rank")
         modes = (None, *IN_LAYERS, *EVERYWHERE)
@@ -88,6 +100,7 @@ class Settings:
         return base.but(
             mesh=replace(base.mesh, tp=self.tp, pp=self.pp, sp=self.sp),
             max_norm=self.max_norm,
+            average=self.average,
             tiers=self._tiers(),
             tensor=TensorPlan(sequence=in_layers),  # type: ignore[arg-type]
             sequence=SequencePlan(mode=everywhere),  # type: ignore[arg-type]
@@ -99,6 +112,11 @@ class Settings:
         if self.offload == "host":
             tiers = replace(tiers, state_host_fraction=1.0, param_host_fraction=params, pin_memory=True)
         elif self.offload is not None:
+            place = f"offload={shown(self.offload)}: give 'host' for host memory, or a directory on a disk"
+            if not isinstance(self.offload, (str, os.PathLike)):
+                raise TypeError(place)
+            plain = isinstance(self.offload, str) and NO_DIRECTORY.fullmatch(self.offload)
+            require(not plain, f"{place} (a path such as './{self.offload}' where one is called that)")
             disk = DiskPlan(directory=os.fspath(self.offload))
             tiers = replace(tiers, state_disk_fraction=1.0, param_disk_fraction=params, pin_memory=True, disk=disk)
         return replace(tiers, device_capacity_bytes=device_bytes(self.device_memory))
@@ -107,7 +125,7 @@ class Settings:
 def shard(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
-    plan: Plan | None = None,
+    plan: Plan | str | os.PathLike[str] | None = None,
     *,
     device: torch.device | str | None = None,
     **settings: Any,
@@ -122,13 +140,15 @@ def shard(
     Args:
         model: any module, real, on the meta device, or built under ``deferred_init()``.
         optimizer: one, several (each parameter in at most one), or none: any element-wise ones of torch.
-        plan: everything that can be told, instead of ``settings``.
+        plan: everything that can be told, instead of ``settings``; or the TOML or JSON file that has it.
         device: where parameters live; by default this rank's GPU where there is one a rank.
         settings: those of :class:`Settings`: ``stage=3, precision="bf16", tp=2``.
 
     Raises:
-        TypeError: a setting that there is not.
-        ValueError: a plan and settings, or see :class:`Settings` and :func:`shardwise.build.build`.
+        TypeError: a setting that there is not, or a model, an optimizer or a plan that is none.
+        OSError: a plan's file cannot be read.
+        ValueError: a plan and settings, or see :class:`Settings`, :meth:`shardwise.plan.Plan.load` and
+            :func:`shardwise.build.build`.
     """
     names = [each.name for each in fields(Settings)]
     for name, value in settings.items():
@@ -140,5 +160,11 @@ def shard(
         raise ValueError(
             f"plan={plan!r:.40}... and {', '.join(settings)}: give one of them; plan.but(...) changes a plan"
         )
+    if plan is not None and not isinstance(plan, Plan):
+        if not isinstance(plan, (str, os.PathLike)):
+            raise TypeError(
+                f"plan={shown(plan)}: give a Plan, or the .toml or .json file that has one; settings have names"
+            )
+        plan = Plan.load(plan)
     chosen = plan if plan is not None else Settings(**settings).plan()
     return build(model, optimizer, chosen, device=init_distributed(device))

@@ -11,14 +11,18 @@ ZeRO-1/2/3 (arXiv 1910.02054, section 5), FSDP and Gemini.
 from __future__ import annotations
 
 import dataclasses
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
-from shardwise.checked import MOST_BYTES, MOST_NUMEL, MOST_SCALE, number, require, share, switch, whole
+from shardwise import plan_text
+from shardwise.checked import MOST_BYTES, MOST_NUMEL, number, require, share, switch, whole
 from shardwise.parallel_plan import PipelinePlan, SequencePlan, TensorPlan
+from shardwise.precision_plan import HALF_DTYPES, PrecisionPlan, ScalerPlan
 from shardwise.tier_plan import AutoPlan, DiskPlan, TierPlan, on_device
 
 __all__ = [
@@ -47,7 +51,6 @@ __all__ = [
     "zero",
 ]
 
-HALF_DTYPES = (torch.float16, torch.bfloat16)
 ELEMENTS = "a size in elements"
 MOST_SEARCHED = 2**20
 """Sizes that a chunk search tries at most: a few seconds for a model of a hundred parameters."""
@@ -65,6 +68,10 @@ class MeshPlan:
 
     Of the ``dp_replicate`` x ``dp_shard`` data-parallel ranks ``sp`` neighbours see parts of the same sequences. They
     share parameters as any data-parallel ranks do, so it multiplies with no other size, and has to divide theirs.
+
+    Of the ``dp_shard`` ranks ``secondary`` neighbours (those of one host) share a second copy of the parameters, which
+    they keep from the first gather after an update and of which later gathers are made (hpZ of ZeRO++). It has to
+    divide ``dp_shard``; ``None``, or ``dp_shard`` itself: no such copy.
     """
 
     dp_shard: int
@@ -73,10 +80,13 @@ class MeshPlan:
     pp: int = 1
     dp_outside: bool = False
     sp: int = 1
+    secondary: int | None = None
 
     def __post_init__(self) -> None:
         for name, size in (("tp", self.tp), ("pp", self.pp), ("sp", self.sp)):
             whole(name, size, 1, what="a number of ranks,")
+        if self.secondary is not None:
+            whole("secondary", self.secondary, 1, what="a number of ranks, or None,")
         switch("dp_outside", self.dp_outside)
         for name, size in (("dp_shard", self.dp_shard), ("dp_replicate", self.dp_replicate)):
             whole(name, size, -1, what="a number of ranks, or -1 for all that remain,")
@@ -112,6 +122,11 @@ class MeshPlan:
             among % self.sp == 0,
             f"sp={self.sp} ranks with parts of one sequence among {among} data-parallel ones (of {world_size}): give a "
             f"number that divides {among}",
+        )
+        require(
+            self.secondary is None or found["dp_shard"] % self.secondary == 0,
+            f"secondary={self.secondary} ranks with a second copy of the parameters, of dp_shard={found['dp_shard']} "
+            f"that shard them: give a number that divides {found['dp_shard']}, or None",
         )
         return MeshPlan(**(vars(self) | found))
 
@@ -230,64 +245,6 @@ class ShardPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScalerPlan:
-    """The dynamic loss scale of fp16 (DynamicGradScaler's published arguments)."""
-
-    initial_scale: float
-    min_scale: float
-    growth_factor: float
-    backoff_factor: float
-    growth_interval: int
-    hysteresis: int
-    max_scale: float
-
-    def __post_init__(self) -> None:
-        for name in ("initial_scale", "min_scale", "max_scale"):
-            number(name, getattr(self, name), f"(0, {MOST_SCALE!r}]", f"a loss scale > 0, at most {MOST_SCALE:g}")
-        require(
-            self.min_scale <= self.initial_scale <= self.max_scale,
-            f"initial_scale={self.initial_scale} is outside [min_scale={self.min_scale}, max_scale={self.max_scale}]",
-        )
-        number("growth_factor", self.growth_factor, f"(1, {MOST_SCALE!r}]", "a factor > 1 and finite")
-        number("backoff_factor", self.backoff_factor, "(0, 1)", "a factor in (0, 1)")
-        whole("growth_interval", self.growth_interval, 1, what="a number of steps")
-        whole("hysteresis", self.hysteresis, 0, what="a number of overflows")
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrecisionPlan:
-    """Number formats.
-
-    Attributes:
-        param_dtype: floating parameters are cast to it for compute; ``None`` keeps each parameter's own.
-        buffer_dtype: the same for floating buffers.
-        master_weights: keep fp32 copies of the shards whose compute dtype is 16-bit; the optimizer updates those.
-        reduce_dtype: gradients travel in it; ``None``: the parameter's compute dtype.
-        accumulate_dtype: gradient shards are summed over backward passes in it; ``None``: the reduce dtype.
-        cast_inputs: cast floating inputs of the model to ``param_dtype`` (nested containers too).
-        output_dtype: cast floating outputs; ``None`` leaves them.
-        scaler: dynamic loss scale, or ``None``.
-    """
-
-    param_dtype: torch.dtype | None
-    buffer_dtype: torch.dtype | None
-    master_weights: bool
-    reduce_dtype: torch.dtype | None
-    accumulate_dtype: torch.dtype | None
-    cast_inputs: bool
-    output_dtype: torch.dtype | None
-    scaler: ScalerPlan | None
-
-    def __post_init__(self) -> None:
-        for name in ("param_dtype", "buffer_dtype", "reduce_dtype", "accumulate_dtype", "output_dtype"):
-            dtype = getattr(self, name)
-            floating = dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
-            require(floating, f"{name}={dtype!r}: give a floating-point torch.dtype, or None")
-        for name in ("master_weights", "cast_inputs"):
-            switch(name, getattr(self, name))
-
-
-@dataclass(frozen=True, kw_only=True)
 class GradPlan:
     """What happens to gradients between backward and the update.
 
@@ -379,6 +336,20 @@ class Plan:
             f"compress={self.comm.compress!r} (fp8_communication) with disk={self.tiers.disk!r:.80}: what travels in 8 "
             "bits is rounded behind its update, which data on a disk is not; use the host, or leave compress None",
         )
+        self._check_secondary()
+
+    def _check_secondary(self) -> None:
+        secondary, shard, tiers = self.mesh.secondary, self.shard, self.tiers
+        require(
+            secondary is None or not shard.always_gathered,
+            f"secondary={secondary} with gathered_fraction={shard.gathered_fraction}: parameters stay gathered (stages "
+            "0 to 2), so backward gathers nothing; give a smaller share (stage 3), or leave secondary None",
+        )
+        require(
+            secondary is None or tiers.param_disk_fraction == 0.0,
+            f"secondary={secondary} with param_disk_fraction={tiers.param_disk_fraction}: a second copy in memory of "
+            "what memory does not hold; give param_host_fraction instead, or leave secondary None",
+        )
 
     @property
     def streams_gradients(self) -> bool:
@@ -405,6 +376,56 @@ class Plan:
                 raise ValueError(f"a plan has no field {field!r}; known fields: {', '.join(known)}")
         changed = {name: replace(parts[name], **values) for name, values in inner.items()}  # at once: some go together
         return replace(self, **(parts | changed | own))
+
+    def __str__(self) -> str:
+        """Every field with its value, as TOML: what :meth:`save` writes."""
+        return plan_text.toml(plan_text.to_tables(self, objects=True))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field as plain values in dictionaries.
+
+        Raises:
+            ValueError: a field is an object of the program's own.
+        """
+        return plan_text.to_tables(self)
+
+    @classmethod
+    def from_dict(cls, tables: Mapping[str, Any], where: str = "plan") -> Plan:
+        """A plan of all its fields, or of ``stage`` (0 to 3), and ``dtype`` where parameters are cast (as of
+        :func:`zero`), with the fields that are to be other.
+
+        Raises:
+            ValueError: a field that there is not, is missing, or cannot have that value: each named, with ``where``.
+        """
+        rest = dict(tables)
+        stage, dtype = rest.pop("stage", None), rest.pop("dtype", None)
+        require(dtype is None or stage is not None, f"{where}: dtype={dtype!r} goes with stage = 0, 1, 2 or 3")
+        base = None
+        if stage is not None:
+            require(type(stage) is int and 0 <= stage <= 3, f"{where}: stage={stage!r}: give 0, 1, 2 or 3")
+            name = str(dtype).removeprefix("torch.")
+            cast = None if dtype in (None, "none") else getattr(torch, name, dtype)
+            require(cast is None or cast in (torch.float32, *HALF_DTYPES), f"{where}: dtype={dtype!r}: give 'bfloat16'")
+            base = replicated(cast) if stage == 0 else zero(stage, cast)
+        return plan_text.from_tables(cls, rest, where, base)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """The plan of a TOML or JSON file, see :meth:`from_dict`.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: it is no plan; the message has the file, the field and what is wrong.
+        """
+        return cls.from_dict(plan_text.read(path), os.fspath(path))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write every field to a ``.toml`` or ``.json`` file, which :meth:`load` reads as an equal plan."""
+        plan_text.write(path, self.to_dict())
+
+    def differences(self, other: Plan) -> list[str]:
+        """What ``other`` has otherwise, a line each: ``"grad.max_norm: 0.0 -> 1.0"``."""
+        return list(plan_text.differences(self.to_dict(), other.to_dict()))
 
 
 def _precision(param_dtype: torch.dtype | None, scaler: ScalerPlan | None) -> PrecisionPlan:

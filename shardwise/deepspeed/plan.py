@@ -40,6 +40,7 @@ STAGE_3 = tuple(
         "mics_shard_size",
     )
 )
+HPZ, MICS = f"{ZERO}.zero_hpz_partition_size", f"{ZERO}.mics_shard_size"
 BUCKETS = (f"{ZERO}.reduce_bucket_size", f"{ZERO}.allgather_bucket_size")
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", None: "fp32"}
 MOST_AHEAD = 8
@@ -87,6 +88,12 @@ def plan_of(settings: Settings, world_size: int, numels: Sequence[int] | None = 
             f"gradient_clipping is not given: gradients are clipped to norm {s['gradient_clipping']:g}, DeepSpeed's "
             "documented default (what releases before 0.19.8 did not do); 0.0 is off"
         )
+    tiers = _tiers(s, shard_ranks, numels)
+    if mesh.secondary is not None and tiers.param_disk_fraction > 0.0:
+        raise ValueError(
+            f"{HPZ}={mesh.secondary} with {PARAM}.device='nvme': secondary shards are a second copy in memory of what "
+            "memory does not hold; give device 'cpu' or 'none', or leave zero_hpz_partition_size out"
+        )
     overlap = s[f"{ZERO}.overlap_comm"]
     tensor, sequence = parallel_sizes(s)
     return Plan(
@@ -95,7 +102,7 @@ def plan_of(settings: Settings, world_size: int, numels: Sequence[int] | None = 
         precision=precision,
         grad=GradPlan(max_norm=s["gradient_clipping"], norm_type=2.0, average="sum", update="step"),
         comm=replace(usual_exchange(), overlap=True if overlap is None else overlap),
-        tiers=_tiers(s, shard_ranks, numels),
+        tiers=tiers,
         verbose=False,
     )
 
@@ -183,19 +190,19 @@ def data_parallel(settings: Settings, rank: int, world_size: int) -> tuple[int, 
 
 
 def _mesh(s: Settings, world_size: int) -> MeshPlan:
+    """Of ``world_size`` data-parallel ranks."""
     if s.stage == 0:
         return MeshPlan(dp_shard=1, dp_replicate=-1)
-    sizes = {f"{ZERO}.{name}": s[f"{ZERO}.{name}"] for name in ("zero_hpz_partition_size", "mics_shard_size")}
-    chosen = {path: size for path, size in sizes.items() if size > 1} if s.stage == 3 else {}
-    if len(set(chosen.values())) > 1:
-        raise ValueError(f"{chosen}: both give the number of ranks that share one copy of the model; give one of them")
-    for path, size in chosen.items():
-        if world_size % size:
+    hpz, mics = (s[path] if s.stage == 3 else 0 for path in (HPZ, MICS))
+    if hpz > 1 and mics > 0:
+        raise ValueError(f"{HPZ}={hpz} with {MICS}={mics}: gathers stay in groups of {mics} ranks then; give one")
+    hpz = min(hpz, world_size)
+    for path, size in ((HPZ, hpz), (MICS, mics)):
+        if size > 0 and world_size % size:
             raise ValueError(f"{path}={size}: give a number that divides the {world_size} ranks")
-        if path.endswith("zero_hpz_partition_size"):
-            s.findings.note(f"{path}={size}: masters and optimizer state are sharded over these {size} ranks as well")
-        return MeshPlan(dp_shard=size, dp_replicate=-1)
-    return MeshPlan(dp_shard=-1, dp_replicate=1)
+    if mics > 0:
+        return MeshPlan(dp_shard=mics, dp_replicate=-1)
+    return MeshPlan(dp_shard=-1, dp_replicate=1, secondary=hpz if hpz > 1 else None)
 
 
 def number_format(settings: Settings) -> torch.dtype | None:
