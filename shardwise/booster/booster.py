@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from shardwise.booster.checkpoint_io import CheckpointIO
+from shardwise.booster.dataloader import is_dataloader
 from shardwise.booster.interface import OptimizerWrapper, unwrap_model
 from shardwise.booster.lora import ENABLED, adapter_writer, add_lora_parameters, check_quantization, with_adapter
 from shardwise.booster.mixed_precision import MixedPrecision, mixed_precision_factory
@@ -26,10 +28,6 @@ from shardwise.checkpoint.fitting import Fit, Rows
 from shardwise.checkpoint.match_schedulers import fitting_state
 
 __all__ = ["Booster"]
-
-
-def _is_dataloader(value: object) -> bool:
-    return isinstance(value, DataLoader) or (hasattr(value, "__iter__") and not callable(value))
 
 
 class Booster:
@@ -76,6 +74,8 @@ class Booster:
         self.mixed_precision = mixed_precision
         self._runs, self._files = Runs(), PortableFiles()
 
+    checkpoint_io = property(CheckpointIO)  # what saves and loads, as an object of its own
+
     # -- training
 
     def boost(
@@ -102,7 +102,7 @@ class Booster:
             raise TypeError(f"optimizer={optimizer!r:.80}: give a torch.optim.Optimizer, or None")
         if optimizer is not None and vars(model).get(ENABLED):
             add_lora_parameters(model, optimizer)
-        swapped = _is_dataloader(criterion) and not _is_dataloader(dataloader)
+        swapped = is_dataloader(criterion) and not is_dataloader(dataloader)
         if swapped:
             criterion, dataloader = dataloader, criterion  # type: ignore[assignment]
         if self.plugin is not None:
@@ -238,26 +238,28 @@ class Booster:
         gather_dtensor: bool = True,
         prefix: str | None = None,
         size_per_shard: int = SIZE_PER_SHARD,
-        use_safetensors: bool = False,
+        use_safetensors: bool | None = None,
         use_async: bool = False,
     ) -> None:
         """Write the full model. Collective: every rank calls, rank 0 writes what it gathers a piece at a time.
 
         Args:
             model: a boosted model, or a plain one.
-            checkpoint: a file; with ``shard`` a directory that ``from_pretrained`` loads. Either is replaced in one
-                move, so a failure leaves what was there.
-            shard: several safetensors files with an index.
+            checkpoint: a file, of torch if it ends in ``.pt``, ``.pth``, ``.bin`` or ``.ckpt``, otherwise of
+                safetensors; with ``shard`` a directory that ``from_pretrained`` loads. Either is replaced in one move,
+                so a failure leaves what was there.
+            shard: several files with an index.
             gather_dtensor: only True.
             prefix: put before every name; with ``shard`` into the files' names, as Hugging Face's ``variant``.
             size_per_shard: MB of 2**20 bytes; a shard is larger only where one tensor is.
-            use_safetensors: the format is safetensors either way; True also requires the ending ``.safetensors``.
+            use_safetensors: of shards: False gives ColossalAI's torch files (``pytorch_model-00001.bin``), True and
+                ``None`` safetensors. Of a file the ending decides; True requires ``.safetensors``.
             use_async: copy to host memory and return; a thread gathers and writes. A failure is raised by the next
                 ``save_model``, by any load, or by :meth:`wait`. A checkpoint that is being written is waited for.
 
         Raises:
             NotImplementedError: ``gather_dtensor=False``.
-            ValueError: the path has the ending of a torch pickle, or a size that is not positive.
+            ValueError: the path has another ending, or a size is not positive.
             CheckpointError: on every rank, when one failed; what was there still is.
         """
         write = model_writer(
@@ -315,7 +317,8 @@ class Booster:
 
         Args:
             optimizer: a boosted optimizer, or a plain one.
-            checkpoint: a safetensors file; with ``shard`` a directory in ColossalAI's layout (torch files).
+            checkpoint: a file, of torch (a ``state_dict()``) if it ends in ``.pt``, ``.pth``, ``.bin`` or ``.ckpt``,
+                otherwise of safetensors; with ``shard`` a directory in ColossalAI's layout (torch files).
             shard: several files with an index; names of parameters and loss scale are in the index.
             gather_dtensor: only True.
             prefix: in the files' names, with ``shard`` only.
@@ -324,8 +327,7 @@ class Booster:
 
         Raises:
             NotImplementedError: ``gather_dtensor=False``.
-            ValueError: the path has the ending of a torch pickle, a size that is not positive, or a prefix without
-                ``shard``.
+            ValueError: the path has another ending, a size is not positive, or a prefix is given without ``shard``.
             CheckpointError: on every rank, when one failed; what was there still is.
         """
         write = optimizer_writer(checkpoint, shard, gather_dtensor, prefix, size_per_shard)
@@ -372,10 +374,11 @@ class Booster:
         return optimizer
 
     def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:
-        """Write the scheduler's state as JSON. Collective: every rank calls, rank 0 writes.
+        """Write the scheduler's state: as a torch file if the path ends in ``.pt``, ``.pth``, ``.bin`` or ``.ckpt``,
+        otherwise as JSON. Collective: every rank calls, rank 0 writes.
 
         Raises:
-            ValueError: the path has the ending of a torch pickle.
+            ValueError: the path has another ending.
             CheckpointError: on every rank, when rank 0 could not write; what was there still is.
         """
         path = target(checkpoint, ".json")

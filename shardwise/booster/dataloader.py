@@ -12,7 +12,12 @@ from torch.utils.data.distributed import DistributedSampler
 
 from shardwise.checked import MOST_SEED, switch, whole
 
-__all__ = ["check_numbers", "distributed_dataloader", "distributed_sampler", "require_map_style"]
+__all__ = ["check_numbers", "distributed_dataloader", "distributed_sampler", "is_dataloader", "require_map_style"]
+
+
+def is_dataloader(value: object) -> bool:
+    """Whether it is one, or anything of the user's own that gives batches; a loss function is not."""
+    return isinstance(value, DataLoader) or (hasattr(value, "__iter__") and not callable(value))
 
 
 def check_numbers(batch_size: Any, seed: Any, num_workers: Any, **switches: Any) -> None:

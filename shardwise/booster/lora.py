@@ -39,13 +39,13 @@ def _peft() -> Any:
 
 def check_quantization(bnb_quantization_config: Any, quantize: bool) -> None:
     """Raises:
-    NotImplementedError: either asks for quantized base weights.
+    NotImplementedError: either asks for base weights to be packed here.
     """
     if quantize or bnb_quantization_config is not None:
         raise NotImplementedError(
-            f"quantize={quantize}, bnb_quantization_config={bnb_quantization_config!r:.80}: 4-bit and 8-bit base "
-            "weights come from bitsandbytes, whose packed integers can be neither sharded nor saved here; leave both "
-            "out, and load the base model in bfloat16 to save memory"
+            f"quantize={quantize}, bnb_quantization_config={bnb_quantization_config!r:.80}: leave both out, and give a "
+            "model that is packed already: from_pretrained(folder, quantization_config=BitsAndBytesConfig(...)), see "
+            "docs/huggingface.md (QLoRA)"
         )
 
 

@@ -11,33 +11,33 @@ from torch import nn
 from shardwise.checked import MOST_BYTES, number, switch, whole
 from shardwise.checkpoint import CheckpointSource
 from shardwise.checkpoint.formats import (
+    write_colossalai_model,
     write_colossalai_optimizer,
     write_huggingface,
     write_single,
     write_single_optimizer,
 )
 from shardwise.checkpoint.formats.lazy import LazySource, entries_of
+from shardwise.checkpoint.formats.torch_file import TORCH_SUFFIXES
 from shardwise.checkpoint.settings import configurations
 
 __all__ = ["SIZE_PER_SHARD", "check_loading", "model_writer", "optimizer_writer", "target"]
 
 SIZE_PER_SHARD = 1024
-TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 Write = Callable[[CheckpointSource], object]
 
 
 def target(path: str | Path, suffix: str) -> Path:
-    """The file to write.
+    """The file to write: one of torch's endings, or ``suffix``, which is also what is written under a name without one.
 
     Raises:
-        ValueError: its ending is another one than ``suffix``.
+        ValueError: its ending is another one.
     """
     wanted = Path(path)
-    if wanted.suffix not in ("", suffix):
-        read = " (torch's files can still be loaded)" if wanted.suffix in TORCH_SUFFIXES else ""
+    if wanted.suffix not in ("", suffix, *TORCH_SUFFIXES):
         raise ValueError(
-            f"checkpoint={str(wanted)!r}: files are written as {suffix}, not as {wanted.suffix}; "
-            f"give {str(wanted.with_suffix(suffix))!r}{read}"
+            f"checkpoint={str(wanted)!r}: files are written as {suffix} or as torch's {', '.join(TORCH_SUFFIXES)}, not "
+            f"as {wanted.suffix}; give {str(wanted.with_suffix(suffix))!r}"
         )
     return wanted
 
@@ -60,7 +60,7 @@ def model_writer(
     gather_dtensor: bool,
     prefix: str | None,
     size_per_shard: float,
-    use_safetensors: bool,
+    use_safetensors: bool | None,
 ) -> Write:
     """What ``save_model`` does with a source; see there.
 
@@ -68,6 +68,11 @@ def model_writer(
         NotImplementedError, ValueError: an argument that cannot be carried out.
     """
     _check(shard, gather_dtensor, size_per_shard, prefix)
+    if use_safetensors is not None:
+        switch("use_safetensors", use_safetensors)
+    if shard and use_safetensors is False:
+        both = configurations(module)
+        return lambda source: write_colossalai_model(source, checkpoint, size_per_shard, prefix, configurations=both)
     if shard:
         config, generation = configurations(module)
         return lambda source: write_huggingface(
@@ -80,7 +85,7 @@ def model_writer(
             always_index=True,
         )
     path = target(checkpoint, ".safetensors")
-    if switch("use_safetensors", use_safetensors) and path.suffix != ".safetensors":
+    if use_safetensors and path.suffix != ".safetensors":
         raise ValueError(f"checkpoint={str(path)!r} with use_safetensors=True: give a name ending in .safetensors")
     return lambda source: write_single(_prefixed(source, prefix), path)
 

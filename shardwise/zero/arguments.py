@@ -9,7 +9,6 @@ import torch
 from shardwise.checked import MOST_BYTES, number, share, switch
 from shardwise.loss_scale import PublishedDefault, ScalerArguments, scaler_plan
 from shardwise.plan import (
-    HALF_DTYPES,
     MOST_DIVISOR,
     AutoPlan,
     ByNumel,
@@ -23,6 +22,7 @@ from shardwise.plan import (
     TierPlan,
     usual_exchange,
 )
+from shardwise.precision_plan import HALF_DTYPES
 
 __all__ = ["ModelArguments", "ModelFacts", "OptimizerArguments", "to_plan", "without_effect"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwise.booster.plugin.base import Plugin, ShardedPlugin
+from shardwise.booster.plugin.base import DPPluginBase, Plugin, ShardedPlugin
 from shardwise.booster.plugin.ddp import TorchDDPPlugin
 from shardwise.booster.plugin.fsdp import TorchFSDPPlugin
 from shardwise.booster.plugin.gemini import GeminiPlugin
@@ -10,6 +10,7 @@ from shardwise.booster.plugin.hybrid_parallel import HybridParallelPlugin
 from shardwise.booster.plugin.low_level_zero import LowLevelZeroPlugin
 
 __all__ = [
+    "DPPluginBase",
     "GeminiPlugin",
     "HybridParallelPlugin",
     "LowLevelZeroPlugin",

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Boosted",
+    "DPPluginBase",
     "Plugin",
     "ShardedPlugin",
     "all_ranks",
@@ -205,6 +206,10 @@ class Plugin(ABC):
     def prepare_train_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader[Any]:
         """Another name of :meth:`prepare_dataloader`, used by published examples."""
         return self.prepare_dataloader(*args, **kwargs)
+
+
+class DPPluginBase(Plugin):
+    """What plugins are whose ranks differ in their data alone: all but HybridParallelPlugin."""
 
 
 class ShardedPlugin(Plugin):

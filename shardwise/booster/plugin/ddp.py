@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.booster.interface import ModelWrapper, OptimizerWrapper
 from shardwise.booster.plugin.argument_types import check_types
-from shardwise.booster.plugin.base import Boosted, Plugin, start_ranks
+from shardwise.booster.plugin.base import Boosted, DPPluginBase, start_ranks
 from shardwise.booster.plugin.eight_bits import check_dtypes, reduce_bucket
 from shardwise.checked import MOST_BYTES, refuse, whole
 
@@ -91,7 +91,7 @@ class TorchDDPModel(ModelWrapper):
         return nullcontext()
 
 
-class TorchDDPPlugin(Plugin, TorchDDPArguments):
+class TorchDDPPlugin(DPPluginBase, TorchDDPArguments):
     """Plain data parallelism by torch; the arguments are those of :class:`TorchDDPArguments`.
 
     Precision is left to the Booster. On CUDA BatchNorm becomes SyncBatchNorm (torch has none for the CPU).

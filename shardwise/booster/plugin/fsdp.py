@@ -28,7 +28,7 @@ from torch.distributed.fsdp import (
 
 from shardwise.booster.interface import ModelWrapper
 from shardwise.booster.plugin.argument_types import check_types
-from shardwise.booster.plugin.base import Boosted, Plugin, start_ranks
+from shardwise.booster.plugin.base import Boosted, DPPluginBase, start_ranks
 from shardwise.booster.plugin.eight_bits import check_dtypes, compress_unit
 from shardwise.booster.plugin.fsdp_state import TorchFSDPOptimizer, full_model_state, load_full_model_state, repoint
 from shardwise.booster.plugin.fsdp_units import materialize, unit_modules
@@ -180,7 +180,7 @@ class TorchFSDPModel(ModelWrapper):
         return load_full_model_state(self.module, state_dict, strict)
 
 
-class TorchFSDPPlugin(Plugin, TorchFSDPArguments):
+class TorchFSDPPlugin(DPPluginBase, TorchFSDPArguments):
     """Sharding by torch's ``fully_shard``; the arguments are those of :class:`TorchFSDPArguments`."""
 
     def data_parallel(self) -> tuple[int, int]:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from shardwise.booster.plugin.argument_types import check_types, fits
-from shardwise.booster.plugin.base import Boosted, ShardedPlugin, data_parallel_size
+from shardwise.booster.plugin.base import Boosted, DPPluginBase, ShardedPlugin, data_parallel_size
 from shardwise.booster.plugin.engine_arguments import EngineArguments, check_update, grad_plan, precision_plan
 from shardwise.booster.plugin.sequence_arguments import SequenceArguments
 from shardwise.checked import MOST_NUMEL, number, refuse, share, whole
@@ -344,7 +344,7 @@ def _sequence_arguments(arguments: GeminiArguments) -> SequenceArguments:
     )
 
 
-class GeminiPlugin(ShardedPlugin, GeminiArguments):
+class GeminiPlugin(ShardedPlugin, DPPluginBase, GeminiArguments):
     """Chunked ZeRO-3 and what lies between it and ZeRO-2; the arguments are those of :class:`GeminiArguments`."""
 
     def plan(self, world_size: int) -> Plan:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from shardwise.booster.plugin.argument_types import check_types
-from shardwise.booster.plugin.base import ShardedPlugin
+from shardwise.booster.plugin.base import DPPluginBase, ShardedPlugin
 from shardwise.booster.plugin.engine_arguments import EngineArguments, grad_plan, precision_plan
-from shardwise.checked import MOST_NUMEL, number, shown
+from shardwise.checked import MOST_NUMEL, number, shown, whole
 from shardwise.loss_scale import PublishedDefault, scaler_plan
 from shardwise.plan import ByNumel, MeshPlan, Plan, ShardPlan, on_device, usual_exchange
 from shardwise.published import documented
@@ -46,6 +46,7 @@ class LowLevelZeroArguments(EngineArguments, _First):
         cast_inputs: cast floating inputs to the parameters' dtype.
         fp8_communication: gradients and updated parameters travel in 8 bits.
         use_fp8: linear layers multiply in 8 bits, where their sizes allow it.
+        extra_dp_size: number of replicas of what is sharded.
     """
 
     initial_scale: float = PublishedDefault(2**32)
@@ -59,6 +60,7 @@ class LowLevelZeroArguments(EngineArguments, _First):
     cast_inputs: bool = True
     fp8_communication: bool = False
     use_fp8: bool = False
+    extra_dp_size: int = 1
 
     def __post_init__(self) -> None:
         check_types(LowLevelZeroArguments, self, fractions=("reduce_bucket_size_in_m",))
@@ -77,11 +79,12 @@ def to_plan(arguments: LowLevelZeroArguments) -> Plan:
     most = MOST_NUMEL // 2**20
     size = f"a size > 0 and at most {most} (times 2**20 elements)"
     number("reduce_bucket_size_in_m", arguments.reduce_bucket_size_in_m, f"(0, {most}]", size)
+    whole("extra_dp_size", arguments.extra_dp_size, 1, what="a number of replicas")
     dtype = arguments.communication_dtype
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"communication_dtype={dtype}: give a floating-point torch.dtype, or None")
     return Plan(
-        mesh=MeshPlan(dp_shard=-1, dp_replicate=1),
+        mesh=MeshPlan(dp_shard=-1, dp_replicate=arguments.extra_dp_size),
         shard=ShardPlan(
             packing=ByNumel(chunk_numel=max(1, int(arguments.reduce_bucket_size_in_m * 1024 * 1024)), min_chunks=8),
             gathered_fraction=1.0,
@@ -113,7 +116,7 @@ def to_plan(arguments: LowLevelZeroArguments) -> Plan:
     )
 
 
-class LowLevelZeroPlugin(ShardedPlugin, LowLevelZeroArguments):
+class LowLevelZeroPlugin(ShardedPlugin, DPPluginBase, LowLevelZeroArguments):
     """ZeRO-1 or ZeRO-2 over all ranks; the arguments are those of :class:`LowLevelZeroArguments`."""
 
     def plan(self, world_size: int) -> Plan:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.attributes import attribute_of
+from shardwise.attributes import TransparentModule
 from shardwise.build import Session, build
 from shardwise.comm import ranks_of
 from shardwise.device import numbered, total_bytes
@@ -33,7 +33,7 @@ from shardwise.zero.shard_utils import BaseShardStrategy
 __all__ = ["ShardedModelV2"]
 
 
-class ShardedModelV2(nn.Module):
+class ShardedModelV2(TransparentModule):
     """A model whose parameters, gradients and optimizer state are divided over the ranks.
 
     For training it goes with :class:`~shardwise.zero.sharded_optim.ShardedOptimizerV2`, made before the first forward
@@ -270,14 +270,6 @@ class ShardedModelV2(nn.Module):
         """``to()``, ``half()`` and the like, where they change nothing; see :class:`~shardwise.engine.module`."""
         self.session.module._apply(fn, recurse)
         return self
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "module":
-                raise
-            return attribute_of(super().__getattr__("module"), name, self)
 
 
 def _trace(session: Session) -> MemStats | None:

@@ -1,0 +1,221 @@
+"""Ranks as a grid of any number of axes, with a process group along any of them; and groups by name."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+__all__ = ["ProcessGroupManager", "ProcessGroupMesh"]
+
+Coordinate = tuple[int, ...]
+
+
+class ProcessGroupMesh:
+    """All ranks as a grid, the last axis fastest. Groups are made when they are first asked for, on all ranks alike.
+
+    Args:
+        size: of each axis.
+
+    Raises:
+        RuntimeError: the processes have not met.
+        ValueError: the product of the sizes is not their number.
+    """
+
+    def __init__(self, *size: int) -> None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise RuntimeError(f"ProcessGroupMesh{size} before the processes have met: call launch_from_torch() first")
+        if math.prod(size) != dist.get_world_size():
+            raise ValueError(
+                f"ProcessGroupMesh{size} is a grid of {math.prod(size)} ranks, but there are {dist.get_world_size()}"
+            )
+        self._shape, self._rank = tuple(size), dist.get_rank()
+        self._groups: dict[Coordinate, dist.ProcessGroup] = {}
+
+    @property
+    def shape(self) -> Coordinate:
+        """Ranks along each axis."""
+        return self._shape
+
+    @property
+    def rank(self) -> int:
+        """This process' among all."""
+        return self._rank
+
+    def size(self, dim: int | None = None) -> int | Coordinate:
+        """Ranks along an axis; ``None``: along each."""
+        return self._shape if dim is None else self._shape[dim]
+
+    def coordinate(self, dim: int | None = None) -> int | Coordinate:
+        """This rank's place along an axis; ``None``: along each."""
+        place = self.unravel(self._rank, self._shape)
+        return place if dim is None else place[dim]
+
+    @staticmethod
+    def unravel(rank: int, shape: Sequence[int]) -> Coordinate:
+        """The place of a rank in a grid.
+
+        Raises:
+            ValueError: the grid has no such rank.
+        """
+        if not 0 <= rank < math.prod(shape):
+            raise ValueError(f"rank {rank} is outside of a grid of {tuple(shape)}")
+        place = []
+        for size in reversed(shape):
+            rank, index = divmod(rank, size)
+            place.append(index)
+        return tuple(reversed(place))
+
+    @staticmethod
+    def ravel(coord: Sequence[int], shape: Sequence[int], mode: str = "raise") -> int:
+        """The rank at a place in a grid.
+
+        Args:
+            coord: one number an axis.
+            shape: of the grid.
+            mode: of a place outside: ``"raise"``, ``"wrap"`` around, or ``"clip"`` to the edge.
+
+        Raises:
+            ValueError: there is no such place, or another mode.
+        """
+        if mode not in ("raise", "wrap", "clip"):
+            raise ValueError(f"mode={mode!r}: give 'raise', 'wrap' or 'clip'")
+        rank = 0
+        for index, size in zip(coord, shape, strict=True):
+            if mode == "raise" and not 0 <= index < size:
+                raise ValueError(f"coord={tuple(coord)} is outside of a grid of {tuple(shape)}")
+            rank = rank * size + (index % size if mode == "wrap" else min(max(index, 0), size - 1))
+        return rank
+
+    @staticmethod
+    def get_coords_along_axis(
+        base_coord: Coordinate, axis: int | Sequence[int], indices_at_axis: Sequence[int] | Sequence[Sequence[int]]
+    ) -> list[Coordinate]:
+        """The places that differ from ``base_coord`` along the axes alone, the last of these fastest."""
+        axes, choices = _axes(axis, indices_at_axis)
+        found = []
+        for chosen in itertools.product(*choices):
+            place = list(base_coord)
+            for each, index in zip(axes, chosen, strict=True):
+                place[each] = index
+            found.append(tuple(place))
+        return found
+
+    def create_group_along_axis(
+        self,
+        axis: int | Sequence[int],
+        indices_at_axis: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        backend: str | None = None,
+    ) -> dist.ProcessGroup | None:
+        """Make every group along the axes. Collective over all ranks.
+
+        Args:
+            axis: one, or several.
+            indices_at_axis: the places along it (of several, along each) that belong to a group; ``None``: all.
+            backend: of the groups; ``None``: of the default one.
+
+        Returns:
+            This rank's; ``None`` where its place is in none.
+        """
+        axes, choices = _axes(axis, self._all_along(axis) if indices_at_axis is None else indices_at_axis)
+        others = [range(1) if each in axes else range(size) for each, size in enumerate(self._shape)]
+        own = None
+        for base in itertools.product(*others):
+            places = self.get_coords_along_axis(base, axes, choices)
+            ranks = tuple(sorted(self.ravel(place, self._shape) for place in places))
+            if ranks not in self._groups:
+                self._groups[ranks] = dist.new_group(list(ranks), backend=backend)
+            if self._rank in ranks:
+                own = self._groups[ranks]
+        return own
+
+    def get_group_along_axis(
+        self,
+        axis: int | Sequence[int],
+        indices_at_axis: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        backend: str | None = None,
+    ) -> dist.ProcessGroup | None:
+        """This rank's group along the axes; where there is none yet as :meth:`create_group_along_axis`."""
+        indices = self._all_along(axis) if indices_at_axis is None else indices_at_axis
+        places = self.get_coords_along_axis(self.unravel(self._rank, self._shape), axis, indices)
+        ranks = tuple(sorted(self.ravel(place, self._shape) for place in places))
+        if self._rank in ranks and ranks in self._groups:
+            return self._groups[ranks]
+        return self.create_group_along_axis(axis, indices, backend)
+
+    def get_ranks_in_group(self, group: dist.ProcessGroup) -> list[int]:
+        """The ranks of a group that this grid made.
+
+        Raises:
+            ValueError: it made no such group.
+        """
+        for ranks, each in self._groups.items():
+            if each is group:
+                return list(ranks)
+        raise ValueError(f"{group!r} is no group of this ProcessGroupMesh{self._shape}: give one that it returned")
+
+    def destroy_mesh_process_groups(self) -> None:
+        """Leave every group that this grid made."""
+        for ranks, group in self._groups.items():
+            if self._rank in ranks:
+                dist.destroy_process_group(group)
+        self._groups.clear()
+
+    def _all_along(self, axis: int | Sequence[int]) -> list[int] | list[list[int]]:
+        if isinstance(axis, int):
+            return list(range(self._shape[axis]))
+        return [list(range(self._shape[each])) for each in axis]
+
+
+def _axes(
+    axis: int | Sequence[int], indices: Sequence[int] | Sequence[Sequence[int]]
+) -> tuple[list[int], list[list[int]]]:
+    """Axes, and for each the places along it."""
+    if isinstance(axis, int):
+        return [axis], [[int(each) for each in indices]]  # type: ignore[arg-type]
+    choices = [[int(each) for each in places] for places in indices]  # type: ignore[union-attr]
+    if len(choices) != len(axis):
+        raise ValueError(f"axis={list(axis)} with indices_at_axis={choices}: give the places along each axis")
+    return list(axis), choices
+
+
+class ProcessGroupManager:
+    """Process groups by name."""
+
+    def __init__(self) -> None:
+        self.pg_store: dict[str, dist.ProcessGroup] = {}
+
+    def create_process_group(self, name: str, ranks: list[int], backend: str | None = None) -> dist.ProcessGroup:
+        """Make a group of ``ranks``. Collective over all ranks.
+
+        Raises:
+            ValueError: there is one of that name.
+        """
+        if name in self.pg_store:
+            raise ValueError(f"there is a process group {name!r} already: give another name, or destroy it")
+        self.pg_store[name] = dist.new_group(ranks, backend=backend)
+        return self.pg_store[name]
+
+    def get(self, name: str) -> dist.ProcessGroup:
+        """The group of that name.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if name not in self.pg_store:
+            raise ValueError(f"there is no process group {name!r}, but {sorted(self.pg_store)}")
+        return self.pg_store[name]
+
+    def destroy(self, name: str) -> None:
+        """Leave the group of that name."""
+        group = self.get(name)
+        if isinstance(group, dist.ProcessGroup):  # else this rank is no member
+            dist.destroy_process_group(group)
+        del self.pg_store[name]
+
+    def destroy_all(self) -> None:
+        """Leave all of them."""
+        for name in list(self.pg_store):
+            self.destroy(name)

@@ -1,0 +1,365 @@
+"""``GeminiDDP`` with ``GeminiOptimizer``: GeminiPlugin's arguments, given to the model and to its optimizer."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwise.attributes import TransparentModule
+from shardwise.booster.plugin import GeminiPlugin
+from shardwise.build import Session, ShardedModule, ShardedOptimizer
+from shardwise.checked import refuse
+from shardwise.colossalai.sharded_front import OptimizerFront, check_groups
+from shardwise.deferred.construction import adopt
+from shardwise.loss_scale import PublishedDefault
+from shardwise.optim import HybridAdam
+from shardwise.trace.stats import MemStats
+
+__all__ = ["GeminiAdamOptimizer", "GeminiDDP", "GeminiOptimizer", "get_static_torch_model"]
+
+PRECISIONS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+
+
+class GeminiDDP(TransparentModule):
+    """A model in chunks, as :class:`shardwise.booster.plugin.GeminiPlugin` makes it; the arguments are its own.
+
+    For training it goes with :class:`GeminiOptimizer`, made before the first forward pass. A model that is used before,
+    or without one, is sharded then.
+
+    Args:
+        module: the plain model, real or described lazily.
+        chunk_init_device: both values are the same: chunks are made where they are at home.
+        scatter_after_inference: False has no effect, and warns: what stays gathered is ``shard_param_frac``'s affair.
+        mixed_precision: ``torch.float16``, ``torch.bfloat16`` or (an extension) ``torch.float32``.
+        zero_group: ``None``, or the neighbours that one copy is sharded over.
+        extra_dp_group: ``None``, or the ranks with the same shard of other copies.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as GeminiPlugin; groups that do not divide all ranks evenly.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        chunk_config_dict: Mapping[int, Mapping[str, Any]] | None = None,
+        chunk_init_device: torch.device | None = None,
+        placement_policy: str = "static",
+        enable_gradient_accumulation: bool = False,
+        max_prefetch: int = 0,
+        shard_param_frac: float = 1.0,
+        offload_optim_frac: float = 0.0,
+        offload_param_frac: float = 0.0,
+        warmup_non_model_data_ratio: float = 0.8,
+        steady_cuda_cap_ratio: float = 0.9,
+        search_range_m: int = 32,
+        hidden_dim: int | None = None,
+        min_chunk_size_m: float = 32,
+        pin_memory: bool = False,
+        force_outputs_fp32: bool = False,
+        strict_ddp_mode: bool = False,
+        scatter_after_inference: bool = True,
+        mixed_precision: torch.dtype = torch.float16,
+        zero_group: dist.ProcessGroup | None = None,
+        memstats: MemStats | None = None,
+        master_weights: bool = True,
+        extra_dp_group: dist.ProcessGroup | None = None,
+        verbose: bool = False,
+        enable_async_reduce: bool = True,
+        fp8_communication: bool = False,
+        use_fp8: bool = False,
+    ) -> None:
+        given = dict(locals())
+        super().__init__()
+        if mixed_precision not in PRECISIONS:
+            raise ValueError(f"mixed_precision={mixed_precision!r}: give one of {', '.join(map(str, PRECISIONS))}")
+        if not scatter_after_inference:
+            warnings.warn(
+                f"scatter_after_inference={scatter_after_inference} has no effect: shard_param_frac says what stays "
+                "gathered, after every pass",
+                stacklevel=2,
+            )
+        names = {each.name for each in dataclasses.fields(GeminiPlugin)} - {"chunk_init_device"}
+        arguments = {name: value for name, value in given.items() if name in names}
+        own: dict[str, Any] = self.__dict__
+        own["plugin"] = GeminiPlugin(
+            **arguments,
+            precision=PRECISIONS[mixed_precision],
+            extra_dp_size=check_groups(zero_group, extra_dp_group),
+        )
+        own["_boosted"] = None
+        self.module = module
+
+    # ---- the session
+
+    def attach(self, optimizer: torch.optim.Optimizer, **arguments: Any) -> ShardedOptimizer:
+        """Shard the model with its optimizer. Collective.
+
+        Args:
+            optimizer: a plain one.
+            arguments: GeminiPlugin's of the loss scale, clipping, and ``gpu_margin_mem_ratio``.
+
+        Raises:
+            RuntimeError: it has one already.
+        """
+        before = self.__dict__["_boosted"]
+        plugin = dataclasses.replace(self.plugin, **arguments)
+        if before is not None:
+            session = self.session
+            if session.optimizer is not None:
+                raise RuntimeError(f"the model has the optimizer {session.optimizer!r:.80}: make one for each model")
+            session.unshard()
+        plugin._mesh = self.plugin.mesh()
+        self.__dict__["plugin"] = plugin
+        boosted, inner = plugin.configure(self.module, optimizer)
+        self.__dict__["_boosted"] = boosted
+        assert isinstance(inner, ShardedOptimizer)
+        return inner
+
+    @property
+    def boosted(self) -> ShardedModule:
+        """The engine's module. Made here, without an optimizer, where there is none yet (collective)."""
+        if self.__dict__["_boosted"] is None:
+            self.__dict__["_boosted"] = self.plugin.configure(self.module, None)[0]
+        boosted: ShardedModule = self.__dict__["_boosted"]
+        return boosted
+
+    @property
+    def session(self) -> Session:
+        """What this is a front-end of."""
+        session: Session = self.plugin.session(self.boosted)
+        return session
+
+    # ---- passes
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module on the arguments, floating tensors among them cast to the model's dtype."""
+        return self.boosted(*args, **kwargs)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Backward pass of ``loss``, scaled where the optimizer has a loss scale (which its step takes out)."""
+        self.session.backward(loss)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients."""
+        if self.__dict__["_boosted"] is not None:
+            self.boosted.zero_grad()
+        else:
+            super().zero_grad(set_to_none)
+
+    @staticmethod
+    def set_params_to_ignore(params_to_ignore: Iterable[torch.Tensor]) -> None:
+        """Not available; raises NotImplementedError."""
+        count = len(list(params_to_ignore))
+        raise NotImplementedError(
+            f"set_params_to_ignore of {count} parameters: every parameter of the model is sharded; freeze them "
+            "(requires_grad_(False)), or keep them in a module outside of the one that is wrapped"
+        )
+
+    # ---- state
+
+    def unwrap(self, unwrap_peft: bool = True) -> nn.Module:
+        """The user's module."""
+        return self.module
+
+    def state_dict(  # type: ignore[override]
+        self,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        only_rank_0: bool = True,
+    ) -> dict[str, Any]:
+        """The full state on the host, under the module's own names; fp32 where there are masters. Collective.
+
+        Args:
+            destination: entries are added to it.
+            prefix: put before every name.
+            keep_vars: only False.
+            only_rank_0: the other ranks get nothing.
+        """
+        return self.boosted.state_dict(destination, prefix, keep_vars, only_rank_0)
+
+    def state_dict_shard(
+        self,
+        prefix: str = "",
+        keep_vars: bool = False,
+        max_shard_size: float = 1024,
+        only_rank_0: bool = True,
+        pinned_state_dicts: Any = None,
+    ) -> Iterator[tuple[dict[str, Any], float]]:
+        """:meth:`state_dict` in parts, with the MiB of each: at most ``max_shard_size``, or one tensor. Collective.
+
+        Args:
+            prefix: put before every name.
+            keep_vars: only False.
+            max_shard_size: MiB.
+            only_rank_0: the other ranks get no parts.
+            pinned_state_dicts: only ``None``.
+
+        Raises:
+            NotImplementedError: ``pinned_state_dicts``.
+        """
+        if pinned_state_dicts is not None:
+            refuse("pinned_state_dicts", pinned_state_dicts, "leave it None: Booster.save_model(use_async=True) copies")
+        part: dict[str, Any] = {}
+        size = 0.0
+        for name, value in self.state_dict(None, prefix, keep_vars, only_rank_0).items():
+            own = value.numel() * value.element_size() / 2**20 if isinstance(value, torch.Tensor) else 0.0
+            if part and size + own > max_shard_size:
+                yield part, size
+                part, size = {}, 0.0
+            part[name] = value
+            size += own
+        if part:
+            yield part, size
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Take over a full state, the same on every rank; each keeps its part.
+
+        Raises:
+            RuntimeError: missing, unexpected or wrongly shaped entries, all of them listed; nothing is changed then.
+        """
+        return self.boosted.load_state_dict(state_dict, strict, assign)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those of the module, under its own names."""
+        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Those of the module, under its own names."""
+        return self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> GeminiDDP:
+        self.boosted._apply(fn, recurse)
+        return self
+
+
+class GeminiOptimizer(OptimizerFront):
+    """The optimizer of a :class:`GeminiDDP`: an ordinary one, whose parameters and state are divided with the model.
+
+    Args:
+        optim: any element-wise torch optimizer over the model's parameters.
+        module: the model.
+        gpu_margin_mem_ratio: as GeminiPlugin's, for ``placement_policy="auto"`` only.
+        initial_scale: first loss scale (fp16 only, as the six after it). Left at its default it starts at 2**16;
+            2**32 given explicitly is used.
+        max_norm: clip the global norm of the unscaled gradients to it; 0 is off.
+        norm_type: of that norm.
+        tp_group: only ``None``.
+        params_info: only ``None``.
+        verbose: say when a step is skipped, and why.
+
+    Raises:
+        TypeError: ``module`` is no GeminiDDP.
+        RuntimeError: it has an optimizer already.
+        NotImplementedError: ``tp_group`` or ``params_info``.
+    """
+
+    def __init__(
+        self,
+        optim: torch.optim.Optimizer,
+        module: GeminiDDP,
+        gpu_margin_mem_ratio: float = 0.0,
+        initial_scale: float = PublishedDefault(2**32),
+        min_scale: float = 1,
+        growth_factor: float = 2,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 1000,
+        hysteresis: int = 2,
+        max_scale: float = 2**32,
+        max_norm: float = 0.0,
+        norm_type: float = 2.0,
+        tp_group: dist.ProcessGroup | None = None,
+        params_info: Any = None,
+        verbose: bool = False,
+        **defaults: Any,
+    ) -> None:
+        given = dict(locals())
+        if not isinstance(module, GeminiDDP):
+            raise TypeError(f"module={module!r:.80}: give a GeminiDDP")
+        if tp_group is not None or params_info is not None:
+            raise NotImplementedError(
+                f"tp_group={tp_group!r:.40}, params_info={params_info!r:.40}: leave them None; GeminiPlugin(tp_size=) "
+                "of the Booster cuts layers"
+            )
+        names = {each.name for each in dataclasses.fields(GeminiPlugin)} - {"verbose"}
+        arguments = {name: value for name, value in given.items() if name in names}
+        super().__init__(module.attach(optim, verbose=verbose or module.plugin.verbose, **arguments))
+        self.module = module
+
+
+class GeminiAdamOptimizer(GeminiOptimizer):
+    """A :class:`GeminiOptimizer` around a HybridAdam over all parameters.
+
+    Args:
+        model: a :class:`GeminiDDP`.
+        defaults: arguments of HybridAdam and of GeminiOptimizer.
+    """
+
+    def __init__(self, model: GeminiDDP, **defaults: Any) -> None:
+        of_adam = {"lr", "bias_correction", "betas", "eps", "weight_decay", "adamw_mode", "nvme_offload_fraction"}
+        of_adam |= {"nvme_offload_dir"}
+        adam = HybridAdam(model.parameters(), **{k: v for k, v in defaults.items() if k in of_adam})
+        super().__init__(adam, model, **{k: v for k, v in defaults.items() if k not in of_adam})
+
+
+def get_static_torch_model(
+    zero_ddp_model: GeminiDDP,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    only_rank_0: bool = True,
+) -> nn.Module:
+    """A plain copy of the model with whole parameters, to save or to look at. Collective.
+
+    Args:
+        zero_ddp_model: a :class:`GeminiDDP`, which stays as it is.
+        device: of the copy's parameters.
+        dtype: of these.
+        only_rank_0: the others get the module with its parameters on the meta device.
+    """
+    state = zero_ddp_model.state_dict(only_rank_0=only_rank_0)
+    model = _plain(zero_ddp_model.module, torch.device(device), dtype, {})
+    if state:
+        for name, parameter in model.named_parameters():
+            adopt(parameter, state[name].to(device, dtype))
+    return model
+
+
+def _plain(module: nn.Module, device: torch.device, dtype: torch.dtype, made: dict[int, Any]) -> nn.Module:
+    """The module and those in it anew, without what gathers parameters; other attributes are the same objects."""
+    if id(module) in made:
+        copied: nn.Module = made[id(module)]
+        return copied
+    copied = made[id(module)] = type(module).__new__(type(module))
+    own = {name: type(value)() if "_hooks" in name else value for name, value in vars(module).items()}
+    own["_modules"] = {
+        n: None if each is None else _plain(each, device, dtype, made) for n, each in module._modules.items()
+    }
+    own["_buffers"] = {n: None if each is None else _buffer(each, device, dtype) for n, each in module._buffers.items()}
+    own["_parameters"] = {
+        n: None if each is None else _outline(each, dtype, made) for n, each in module._parameters.items()
+    }
+    vars(copied).update(own)
+    return copied
+
+
+def _buffer(buffer: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    return buffer.detach().to(device, dtype if buffer.is_floating_point() else buffer.dtype, copy=True)
+
+
+def _outline(parameter: nn.Parameter, dtype: torch.dtype, made: dict[int, Any]) -> nn.Parameter:
+    """Its shape alone; one for all the places of a tied one."""
+    if id(parameter) not in made:
+        empty = torch.empty(parameter.shape, dtype=dtype, device="meta")
+        made[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
+    found: nn.Parameter = made[id(parameter)]
+    return found

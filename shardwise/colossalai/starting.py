@@ -1,0 +1,91 @@
+"""``launch`` and its kin: the processes meet, and every one starts from the same random numbers."""
+
+from __future__ import annotations
+
+from shardwise.colossalai.loggers import get_dist_logger
+from shardwise.colossalai.programs import set_seed
+from shardwise.mesh.launch import init_distributed, launched_as, read_variable
+
+__all__ = ["launch", "launch_from_openmpi", "launch_from_slurm", "launch_from_torch"]
+
+
+def launch(
+    rank: int,
+    world_size: int,
+    host: str,
+    port: int,
+    backend: str = "nccl",
+    local_rank: int | None = None,
+    seed: int = 1024,
+    verbose: bool = True,
+) -> None:
+    """Join the other processes as ``rank`` of ``world_size``. Where they have met already, only the seed is set.
+
+    Args:
+        rank: of this process.
+        world_size: number of processes.
+        host: where rank 0 runs.
+        port: where it listens.
+        backend: of the process group; the default is NCCL on GPUs and gloo on CPUs.
+        local_rank: of this process on its host: which GPU it takes. ``None``: the environment's, or ``rank``.
+        seed: of Python's, NumPy's and torch's random numbers, the same on every rank.
+        verbose: rank 0 says how many have met.
+
+    Raises:
+        ValueError: a number out of range.
+        RuntimeError: the processes have met as other ranks.
+        PeerError: not all came in time.
+    """
+    launched_as(rank, world_size, host, port, local_rank)
+    init_distributed(backend=None if backend == "nccl" else backend)
+    set_seed(seed)
+    if verbose:
+        get_dist_logger().info(f"Distributed environment is initialized, world size: {world_size}", ranks=[0])
+
+
+def launch_from_torch(backend: str = "nccl", seed: int = 1024, verbose: bool = True) -> None:
+    """:func:`launch` with torchrun's variables.
+
+    Raises:
+        RuntimeError: one is missing.
+    """
+    rank, local_rank, world_size = (_number(name, "torchrun") for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    host, port = _text("MASTER_ADDR", "torchrun"), _number("MASTER_PORT", "torchrun")
+    launch(rank, world_size, host, port, backend, local_rank, seed, verbose)
+
+
+def launch_from_slurm(host: str, port: int, backend: str = "nccl", seed: int = 1024, verbose: bool = True) -> None:
+    """:func:`launch` with the variables of ``srun``.
+
+    Raises:
+        RuntimeError: one is missing.
+    """
+    rank, world_size = (_number(name, "srun") for name in ("SLURM_PROCID", "SLURM_NPROCS"))
+    local = read_variable("SLURM_LOCALID")
+    launch(rank, world_size, host, port, backend, None if local is None else int(local), seed, verbose)
+
+
+def launch_from_openmpi(host: str, port: int, backend: str = "nccl", seed: int = 1024, verbose: bool = True) -> None:
+    """:func:`launch` with the variables of OpenMPI's ``mpirun``.
+
+    Raises:
+        RuntimeError: one is missing.
+    """
+    names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE")
+    rank, local_rank, world_size = (_number(name, "mpirun") for name in names)
+    launch(rank, world_size, host, port, backend, local_rank, seed, verbose)
+
+
+def _text(name: str, launcher: str) -> str:
+    found = read_variable(name)
+    if found is None:
+        raise RuntimeError(f"the environment has no {name}: start this program with {launcher}")
+    return found
+
+
+def _number(name: str, launcher: str) -> int:
+    found = _text(name, launcher)
+    try:
+        return int(found)
+    except ValueError:
+        raise RuntimeError(f"{name}={found!r} in the environment is no whole number: start with {launcher}") from None
