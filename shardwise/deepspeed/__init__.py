@@ -1,17 +1,24 @@
-"""DeepSpeed's interface on shardwise's engine: ``import shardwise.deepspeed as deepspeed``."""
+"""DeepSpeed's interface on shardwise's engine: ``import shardwise.deepspeed as deepspeed``.
+
+Names and modules that are no files here come from the table in :mod:`shardwise.deepspeed.names`.
+"""
 
 from __future__ import annotations
 
 from shardwise.deepspeed import checkpointing, zero
+from shardwise.deepspeed.collectives import init_distributed
 from shardwise.deepspeed.config import Report
 from shardwise.deepspeed.engine import DeepSpeedEngine
 from shardwise.deepspeed.entry import add_config_arguments, initialize
+from shardwise.deepspeed.names import WORLD
 from shardwise.deepspeed.plan import to_plan
-from shardwise.mesh import init_distributed
+from shardwise.deepspeed.version import __version__
+from shardwise.worlds import mirror
 
 __all__ = [
     "DeepSpeedEngine",
     "Report",
+    "__version__",
     "add_config_arguments",
     "checkpointing",
     "init_distributed",
@@ -19,3 +26,5 @@ __all__ = [
     "to_plan",
     "zero",
 ]
+
+__getattr__, __dir__ = mirror(WORLD, also=__all__)

@@ -24,7 +24,9 @@ from shardwise.checked import whole
 from shardwise.deepspeed.activations import Keeper, Kept
 from shardwise.deepspeed.config import Settings, Source, load_config, read_config
 from shardwise.deepspeed.logs import LOG
+from shardwise.deepspeed.names import WORLD
 from shardwise.device import synchronize
+from shardwise.worlds.mirror import lookup
 
 __all__ = ["checkpoint", "configure", "held_bytes", "is_configured", "reset", "use_settings"]
 
@@ -230,3 +232,8 @@ class _Call:
             if profile and _is_first():
                 name = getattr(self.function, "__qualname__", type(self.function).__name__)
                 LOG.info("%s of %s: %.2f ms", what, name, 1000.0 * (time.perf_counter() - start))
+
+
+def __getattr__(name: str) -> Any:
+    """What DeepSpeed has there and this file does not."""
+    return lookup(WORLD, "runtime.activation_checkpointing.checkpointing", name)

@@ -53,8 +53,12 @@ class StepClock:
         """What comes now begins a step: time since the last one (validation, a checkpoint) is no part of it."""
         self._start = time.perf_counter()
 
-    def step_ended(self, step: int, samples: int, progress: Callable[[], str]) -> None:
-        """A step of ``samples`` samples over all ranks was made, the ``step``-th one; ``progress`` describes it."""
+    def step_ended(self, step: int, samples: int, progress: Callable[[], str]) -> dict[str, float]:
+        """A step of ``samples`` samples over all ranks was made, the ``step``-th one; ``progress`` describes it.
+
+        Returns:
+            The seconds of its parts, where they are measured.
+        """
         due = self.every is not None and step % self.every == 0
         now = time.perf_counter()
         seconds = None if self._start is None else now - self._start
@@ -67,8 +71,10 @@ class StepClock:
             rate = f", samples/s={samples / seconds:.4g}" if seconds else ""
             mean = f" (mean {self._total_samples / self._total_s:.4g})" if self._total_s else ""
             LOG.info("%s%s%s", progress(), rate, mean)
-        if self.breakdown:
-            if self._first:
-                times = ", ".join(f"{what} {1000.0 * each:.2f} ms" for what, each in self._seconds.items())
-                LOG.info("time of step %d: %s", step, times)
-            self._seconds = dict.fromkeys(self._seconds, 0.0)
+        if not self.breakdown:
+            return {}
+        if self._first:
+            times = ", ".join(f"{what} {1000.0 * each:.2f} ms" for what, each in self._seconds.items())
+            LOG.info("time of step %d: %s", step, times)
+        ended, self._seconds = self._seconds, dict.fromkeys(self._seconds, 0.0)
+        return ended

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import base64
 import difflib
-import json
 import math
 import os
 import warnings
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from shardwise.checked import shown
+from shardwise.deepspeed.hjson import parse
 from shardwise.deepspeed.schema import ALIASES, BLOCKS, KEYS, ConfigBlock, Key, known_names
 
 __all__ = ["Batch", "Findings", "Report", "Settings", "Source", "batch_of", "load_config", "read_config"]
@@ -120,37 +121,48 @@ class Batch:
     accumulation: int
 
 
-def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise ValueError(f"the key {name!r} stands twice in one block of the configuration; remove one of them")
-        found[name] = value
-    return found
-
-
 def load_config(config: Source) -> dict[str, Any]:
     """The tree of a configuration: a copy, so that nobody's dict is changed.
 
     Raises:
-        FileNotFoundError, TypeError, ValueError: it is no dict, and no file with one JSON object.
+        FileNotFoundError, TypeError, ValueError: it is no dict, no file with one JSON or Hjson object, and no such text
+            in base64.
     """
     if isinstance(config, Mapping):
         return {str(name): _copy(value) for name, value in config.items()}
     if not isinstance(config, str | os.PathLike):
         raise TypeError(f"config={config!r:.80}: give a dict, or the path of a JSON file")
     path = Path(config)
-    if not path.is_file():
+    encoded = None if _is_file(path) else _decoded(os.fspath(config))
+    if encoded is None and not _is_file(path):
         raise FileNotFoundError(
-            f"config={str(config)!r:.200}: there is no such file; give a dict or a JSON file's path"
+            f"config={str(config)!r:.200}: there is no such file, and it is no configuration in base64; give a dict or "
+            "a JSON file's path"
         )
+    name = "the configuration in base64" if encoded is not None else str(path)
     try:
-        tree = json.loads(path.read_text("utf-8"), object_pairs_hook=_pairs)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
+        tree = parse(path.read_text("utf-8") if encoded is None else encoded)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
     if not isinstance(tree, dict):
-        raise ValueError(f"{path} holds {type(tree).__name__}; a JSON object is expected")
+        raise ValueError(f"{name} holds {type(tree).__name__}; a JSON object is expected")
     return tree
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a text in base64 is longer than a name may be
+        return False
+
+
+def _decoded(text: str) -> str | None:
+    """What a launcher put into base64, with the alphabet for addresses; ``None``: it is something else."""
+    try:
+        found = base64.b64decode(text, altchars=b"-_", validate=True).decode("utf-8")
+    except ValueError:
+        return None
+    return found if "{" in found or ":" in found else None
 
 
 def _copy(value: Any) -> Any:
@@ -163,7 +175,7 @@ def read_config(config: Source, known: Mapping[str, Any] | None = None) -> Setti
     """Read and check a configuration; it is never changed.
 
     Args:
-        config: a dict, or the path of a JSON file.
+        config: a dict, the path of a JSON or Hjson file, or such a text in base64.
         known: what ``"auto"`` stands for, by dotted path: ``{"train_micro_batch_size_per_gpu": 4,
             "optimizer.params.lr": 1e-3, "bf16.enabled": True}``. Other keys that are ``"auto"`` get their documented
             default; parameters of optimizer and scheduler have none.
@@ -193,6 +205,11 @@ class _Reader:
         for name, value in tree.items():
             if name.startswith(("_", "//", "#")):
                 continue  # how people comment in JSON
+            if (
+                not section and "." in name
+            ):  # TRL writes sizes of its reference model's buckets so, fractions among them
+                self.findings.ignore(name, "DeepSpeed reads no key with a dot in it; give it inside of its block")
+                continue
             path = f"{section}.{name}" if section else name
             canonical = ALIASES.get(path, path)
             if canonical != path and canonical.rpartition(".")[2] in tree:
@@ -329,6 +346,8 @@ def _convert(path: str, key: Key, value: Any) -> Any:
     """``value`` as ``key`` wants it. Numbers may be written as texts, whole numbers as 5e8."""
     if key.kind in ("int", "float"):
         number = _number(value)
+        if number == math.inf and path == "steps_per_print" and (isinstance(value, float) or value == "inf"):
+            return None  # accelerate's word for never
         if number is not None and math.isinf(number):
             raise ValueError(f"{path}={shown(value)}: give a finite number")
         if number is None or math.isnan(number) or not (number.is_integer() or key.kind == "float"):

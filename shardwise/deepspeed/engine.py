@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from shardwise.attributes import attribute_of
 from shardwise.build import Session
 from shardwise.checked import whole
-from shardwise.comm import ranks_of
 from shardwise.deepspeed.clock import StepClock
 from shardwise.deepspeed.config import Batch, Report, Settings
+from shardwise.deepspeed.facts import ABSENT, Facts
+from shardwise.deepspeed.flops import FlopsProfiler
+from shardwise.deepspeed.monitors import MonitorMaster
+from shardwise.deepspeed.recording import StepRecorder
 from shardwise.deepspeed.saving import Saving
 from shardwise.deepspeed.stepping import watched_step
+from shardwise.precision_plan import HALF_DTYPES
 
 __all__ = ["DeepSpeedEngine"]
 
 
-class DeepSpeedEngine(nn.Module):
+class DeepSpeedEngine(Facts):
     """A sharded model, its optimizer and its schedule, stepped every ``gradient_accumulation_steps`` backward passes.
 
     Attributes:
-        module: the sharded model; it has the attributes of the user's own (``module.unwrap()``).
+        module: the user's own model, which is sharded in place. Called by itself it runs; its ``state_dict()`` is this
+            rank's affair at stages 0 to 2 (the compute dtype, as the parameters are), and an error at stage 3.
         optimizer: the sharded optimizer, or ``None``.
         lr_scheduler: stepped after every update; none after a step that was skipped for overflow.
         session: what the engine is a front-end of (plan, memory, traffic).
@@ -37,11 +42,17 @@ class DeepSpeedEngine(nn.Module):
             ``managed_gradient_accumulation=false`` a pass with ``retain_graph=True`` is not counted: another follows
             over the same samples.
         skipped_steps: steps without an update, since a gradient was not finite.
+        monitor: where the numbers of steps go.
+        flops_profiler: of one step's forward pass; ``None`` without ``flops_profiler.enabled``.
+        training_dataloader: that of ``training_data``.
+        is_compiled: whether :meth:`compile` was called.
     """
 
-    def __init__(self, session: Session, settings: Settings, batch: Batch, lr_scheduler: Any = None) -> None:
+    def __init__(
+        self, session: Session, settings: Settings, batch: Batch, lr_scheduler: Any, monitor: MonitorMaster
+    ) -> None:
         super().__init__()
-        self.module = session.module
+        self.module: nn.Module = session.model
         self.session, self.lr_scheduler = session, lr_scheduler
         self.optimizer = session.optimizer
         self.report: Report = settings.findings.report()
@@ -49,6 +60,8 @@ class DeepSpeedEngine(nn.Module):
         self._batch = batch
         self._saving = Saving(session)
         self.collate_fn: Any = None
+        self.training_dataloader: Any = None
+        self.is_compiled = False
         self.global_steps = self.micro_steps = self.global_samples = self.skipped_steps = 0
         self._passes = 0  # calls of step since the last update
         self._unmanaged = 0  # backward passes since then, where nobody calls step after each
@@ -58,31 +71,63 @@ class DeepSpeedEngine(nn.Module):
         self._clock = StepClock(
             session.mesh.device, session.mesh.rank, settings["wall_clock_breakdown"], settings["steps_per_print"]
         )
+        factor = settings["flops_profiler.recompute_fwd_factor"]
+        self.monitor = monitor
+        self._recorder = StepRecorder(
+            monitor, settings, self.global_rank == 0, lambda: FlopsProfiler(self.module, self, factor)
+        )
+        self.flops_profiler = self._recorder.profiler
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
+            if name in ABSENT:
+                raise AttributeError(
+                    f"{name!r} of DeepSpeed's engine is not available: {ABSENT[name]}", name=name, obj=self
+                ) from None
             return attribute_of(super().__getattr__("module"), name, self)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The model's full state on every rank, without a prefix. Collective."""
-        return self.module.state_dict(*args, **kwargs)
+        """The model's full state on every rank, without a prefix, fp32 where there are masters. Collective."""
+        return self.session.module.state_dict(*args, **kwargs)
 
-    module_state_dict = state_dict
+    def module_state_dict(
+        self,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """:meth:`state_dict`, without parameters that do not require gradients where these are excluded. Collective."""
+        if destination is not None or keep_vars:
+            raise NotImplementedError(f"{destination=}, {keep_vars=} is not available: leave them out")
+        state = self.state_dict()
+        named = self.module.named_parameters(remove_duplicate=False)
+        left_out = {name for name, param in named if exclude_frozen_parameters and not param.requires_grad}
+        return {f"{prefix}{name}": value for name, value in state.items() if name not in left_out}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Take over a full state of the model; see :meth:`ShardedModule.load_state_dict`."""
-        return self.module.load_state_dict(state_dict, strict, assign)
+        return self.session.module.load_state_dict(state_dict, strict, assign)
 
-    load_module_state_dict = load_state_dict
+    def load_module_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True, **others: Any) -> Any:
+        """:meth:`load_state_dict` of the entry ``module`` of a checkpoint, or of a model's state itself.
+
+        Raises:
+            NotImplementedError: ``custom_load_fn`` and the like.
+        """
+        if any(others.values()):
+            raise NotImplementedError(f"{others!r:.80} is not available: give strict=False where names are missing")
+        inner = checkpoint.get("module")
+        return self.load_state_dict(inner if isinstance(inner, Mapping) else checkpoint, strict)
 
     # ---- training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model on this rank's micro-batch."""
-        with self._clock.timed("forward"):
-            return self.module(*args, **kwargs)
+        with self._clock.timed("forward"), self._recorder.forward(self.global_steps):
+            return self.session.module(*args, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Backward pass of ``loss`` (a scalar, the mean over the micro-batch), scaled as fp16 needs it.
@@ -100,17 +145,40 @@ class DeepSpeedEngine(nn.Module):
             ValueError: ``loss`` is no scalar that depends on a parameter.
         """
         optimizer = self._required("backward")
-        if loss.numel() != 1 or not loss.requires_grad:
-            raise ValueError(
-                f"backward(loss of shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}): give the "
-                "scalar that a forward pass of the engine returned"
-            )
+        self._check_loss("backward", loss)
         scaled = loss / self._batch.accumulation if scale_wrt_gas else loss
         before, self._unmanaged = self._unmanaged, 0  # a pass that fails takes with it what came before
         with self._clock.timed("backward"), self._held_back():
             optimizer.backward(scaled, retain_graph=retain_graph)
         self._unmanaged = before + (not retain_graph)
+        if not retain_graph:
+            self._recorder.lost(scaled)
         return scaled.detach() if not retain_graph else scaled
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """``loss`` as ``loss.backward()`` wants it, where the program calls that instead of :meth:`backward`.
+
+        It is multiplied by the loss scale, and not divided by ``gradient_accumulation_steps``. One pass follows.
+
+        Raises:
+            RuntimeError: there is no optimizer.
+            ValueError: ``loss`` is no scalar that depends on a parameter.
+        """
+        scale = float(self._required("scale").loss_scale)
+        self._check_loss("scale", loss)
+        self._recorder.lost(loss)
+        self._unmanaged += 1
+        if self._required("scale").scaler is None:
+            return loss
+        self.session.expect_backward(scale)
+        return (loss.float() if loss.dtype in HALF_DTYPES else loss) * scale
+
+    def _check_loss(self, what: str, loss: Tensor) -> None:
+        if loss.numel() != 1 or not loss.requires_grad:
+            raise ValueError(
+                f"{what}(loss of shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}): give the "
+                "scalar that a forward pass of the engine returned"
+            )
 
     @contextmanager
     def _held_back(self) -> Iterator[None]:
@@ -164,7 +232,10 @@ class DeepSpeedEngine(nn.Module):
             self._stepping = False
         self.micro_steps += 1
         if update:
-            self._clock.step_ended(self.global_steps, self._samples, self._progress)
+            times = self._clock.step_ended(self.global_steps, self._samples, self._progress)
+            scale = float(self.optimizer.loss_scale) if self.fp16_enabled() else None
+            self._recorder.step_ended(self.global_samples, (self.get_lr() or [0.0])[0], scale, times)
+            self._recorder.print_profile(self.global_steps)
 
     def _due(self) -> bool:
         return not self.settings["managed_gradient_accumulation"] or self._passes >= self._batch.accumulation
@@ -174,7 +245,7 @@ class DeepSpeedEngine(nn.Module):
         with watched_step(optimizer, self.settings):
             optimizer.step()
             self._count_step(optimizer)
-        self.zero_grad()  # of .grad nothing is left, as under DeepSpeed
+        self._drop_gradients()  # of .grad nothing is left, as under DeepSpeed
         if self._applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**lr_kwargs)
 
@@ -193,8 +264,53 @@ class DeepSpeedEngine(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients. The count of passes goes on; without managed accumulation it starts anew."""
+        self._drop_gradients()
+        self._recorder.forgets()
+
+    def _drop_gradients(self) -> None:
         self.module.zero_grad()
         self._unmanaged = 0
+
+    def allreduce_gradients(self, bucket_size: int = 0) -> None:
+        """Reduce what passes under :meth:`no_sync` have kept; :meth:`step` would. Collective.
+
+        Args:
+            bucket_size: no effect: gradients share chunks.
+        """
+        self.session.reduce_rest()
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Passes inside exchange nothing until its end; at stages 2 and 3 each its shards. The sums are the same."""
+        with self.session.no_sync() if self.session.plan.shard.reduce == "last" else nullcontext():
+            yield
+        self.allreduce_gradients()
+
+    def empty_partition_cache(self) -> None:
+        """Drop gathered parameters that nothing reads, and give their memory back (stage 3)."""
+        gc.collect()
+        self.session.drop_gathered()
+
+    def compile(
+        self,
+        backend: Any = "inductor",
+        compile_kwargs: dict[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """``torch.compile`` of the model: gathers break its graph between modules. Once.
+
+        Raises:
+            NotImplementedError: a ``schedule`` or compiled autograd, or layers are cut.
+        """
+        if schedule is not None or compiled_autograd_enabled or self.mp_world_size > 1:
+            raise NotImplementedError(
+                f"compile({schedule=!r:.40}, {compiled_autograd_enabled=}) with {self.mp_world_size} ranks that hold a "
+                "layer is not available: leave these out, and compile the model's own blocks before initialize"
+            )
+        if not self.is_compiled:
+            self.session.module.compile(**{**(compile_kwargs or {}), "backend": backend})
+            self.is_compiled = True
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside exchange nothing (stages 0 and 1); see :meth:`Session.no_sync`."""
@@ -210,115 +326,6 @@ class DeepSpeedEngine(nn.Module):
                 f"{what}() with optimizer={self.optimizer}: name one in the configuration, or give one to initialize"
             )
         return self.optimizer
-
-    # ---- facts
-
-    @property
-    def device(self) -> torch.device:
-        """Where this rank computes."""
-        return self.session.mesh.device
-
-    @property
-    def global_rank(self) -> int:
-        """Of this process, among all."""
-        mesh = self.session.mesh
-        return mesh.ranks[mesh.rank]
-
-    @property
-    def local_rank(self) -> int:
-        """The number of this rank's GPU; its rank, on a CPU."""
-        index = self.device.index
-        return self.global_rank if index is None else index
-
-    @property
-    def world_size(self) -> int:
-        """Number of all ranks."""
-        return len(ranks_of("all ranks", None))
-
-    @property
-    def dp_world_size(self) -> int:
-        """How many see different samples: all, but for tensor and sequence parallelism, and what an ``mpu`` says."""
-        return self.session.mesh.data_ranks
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """The values that were given, by dotted path."""
-        return dict(self.settings.values)
-
-    def get_global_grad_norm(self) -> float | None:
-        """The norm of the last step's gradients before clipping; ``None`` before the first."""
-        return self.optimizer.get_grad_norm() if self.optimizer is not None else None
-
-    def _of_groups(self, name: str) -> list[Any]:
-        return [group.get(name, 0.0) for group in self.optimizer.param_groups] if self.optimizer is not None else []
-
-    def get_lr(self) -> list[float]:
-        """By param group."""
-        return self._of_groups("lr")
-
-    def get_mom(self) -> list[Any]:
-        """Betas, or the momentum of an optimizer without them, by param group."""
-        betas = self._of_groups("betas")
-        return betas if any(betas) else self._of_groups("momentum")
-
-    @property
-    def loss_scale(self) -> float:
-        """What losses are multiplied by now; 1 without fp16."""
-        return 1.0 if self.optimizer is None else float(self.optimizer.loss_scale)
-
-    def train_batch_size(self) -> int:
-        """Samples a step, over all ranks."""
-        return self._batch.train
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples a backward pass and rank."""
-        return self._batch.micro
-
-    def gradient_accumulation_steps(self) -> int:
-        """Backward passes a step."""
-        return self._batch.accumulation
-
-    def get_batch_info(self) -> tuple[int, int, int]:
-        """All three of them."""
-        return self._batch.train, self._batch.micro, self._batch.accumulation
-
-    def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the number of backward passes a step.
-
-        Raises:
-            ValueError: it is no multiple of the micro-batch over all ranks.
-        """
-        together = self._batch.micro * self.dp_world_size
-        if whole("train_batch_size", train_batch_size, 1, what="a number of samples") % together:
-            raise ValueError(f"train_batch_size={train_batch_size}: give a multiple of {together} samples (all ranks')")
-        self._batch = Batch(train_batch_size, self._batch.micro, train_batch_size // together)
-
-    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Change the micro-batch, and with it the batch."""
-        whole("micro_batch_size", micro_batch_size, 1, what="a number of samples")
-        accumulation = self._batch.accumulation
-        self._batch = Batch(micro_batch_size * accumulation * self.dp_world_size, micro_batch_size, accumulation)
-
-    def gradient_clipping(self) -> float:
-        """The largest norm; 0 is none."""
-        return self.session.plan.grad.max_norm
-
-    def zero_optimization_stage(self) -> int:
-        """0 to 3."""
-        return self.settings.stage
-
-    def zero_optimization(self) -> bool:
-        """Whether anything is sharded."""
-        return self.settings.stage > 0
-
-    def fp16_enabled(self) -> bool:
-        return bool(self.settings["fp16.enabled"])
-
-    def bfloat16_enabled(self) -> bool:
-        return bool(self.settings["bf16.enabled"])
-
-    def dynamic_loss_scale(self) -> bool:
-        return self.fp16_enabled() and self.settings["fp16.loss_scale"] == 0
 
     # ---- data
 
@@ -471,8 +478,16 @@ class DeepSpeedEngine(nn.Module):
 
     save_fp16_model = save_16bit_model
 
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        """What :meth:`save_16bit_model` writes, on the first rank; accelerate asks for it by this name. Collective."""
+        return self._saving.state_16bit(exclude_frozen_parameters) or None
+
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+
     def destroy(self) -> None:
         """Remove the hooks from the model and give back what the engine holds."""
         self._saving.close()
+        if self.flops_profiler is not None:
+            self.flops_profiler.end_profile()
         self.session.close()
         self.session.mesh.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,20 +12,24 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from shardwise.build import build
+from shardwise.build import agreed_build, build
 from shardwise.comm import ranks_of
 from shardwise.deepspeed.checkpointing import use_settings
-from shardwise.deepspeed.config import Batch, Settings, batch_of, load_config, read_config
+from shardwise.deepspeed.config import Settings, load_config, read_config
+from shardwise.deepspeed.config_object import DeepSpeedMonitorConfig, required_batch
 from shardwise.deepspeed.engine import DeepSpeedEngine
 from shardwise.deepspeed.groups import groups_of, mesh_of
+from shardwise.deepspeed.marks import mark_session
+from shardwise.deepspeed.monitors import MonitorMaster
 from shardwise.deepspeed.optimizers import make_optimizer
 from shardwise.deepspeed.plan import data_ranks, parallel_sizes, plan_of
+from shardwise.deepspeed.process_groups import remember_groups
 from shardwise.deepspeed.schedules import make_schedule
 from shardwise.deepspeed.zero import remember
 from shardwise.deferred.construction import paused
 from shardwise.mesh import default_device, init_distributed
 
-__all__ = ["add_config_arguments", "initialize"]
+__all__ = ["add_config_arguments", "initialize", "tp_model_init"]
 
 OptimizerSource = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
 Result = tuple[DeepSpeedEngine, torch.optim.Optimizer | None, DataLoader[Any] | None, Any]
@@ -49,7 +54,8 @@ def initialize(
     """Shard a model as a DeepSpeed configuration says. Collective.
 
     Args:
-        args: an object whose ``deepspeed_config`` is the configuration, where ``config`` is not given.
+        args: an object whose ``deepspeed_config`` (or ``deepscale_config``, its first name) is the configuration, where
+            ``config`` is not given.
         model: any module, also one built under ``zero.Init``, which may still be entered: it rests meanwhile.
         optimizer: any element-wise torch optimizer over the model's parameters, or a callable that makes one of
             ``model_parameters``. It goes before the configuration's.
@@ -87,25 +93,33 @@ def initialize(
             f"mpu={mpu!r:.80} with tensor_parallel.autotp_size, sequence_parallel_size = {parallel_sizes(settings)}: "
             "an mpu is for a program that divides the model itself; give one of them"
         )
-    batch = _batch(settings, data_ranks(settings, ranks))
+    batch = required_batch(settings, data_ranks(settings, ranks))
     plan = plan_of(settings, ranks, [p.numel() for p in model.parameters()])
     chosen = _optimizer(settings, model, optimizer, model_parameters)
     schedule = _schedule(settings, chosen, lr_scheduler)
     if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
         settings.findings.report().warn()
-    session = build(model, chosen, plan, mesh_of(plan, default_device(), group, others))
+    mesh = mesh_of(plan, default_device(), group, others)
+    monitors = DeepSpeedMonitorConfig.of(settings)
+    with agreed_build(mesh.everyone, dict) if monitors.enabled else nullcontext():
+        monitor = MonitorMaster(monitors)
+    session = build(model, chosen, plan, mesh)
     remember(session)
+    remember_groups(session, mpu)
+    mark_session(session, settings.stage)
     use_settings(settings)
-    engine = DeepSpeedEngine(session, settings, batch, schedule)
+    engine = DeepSpeedEngine(session, settings, batch, schedule, monitor)
     engine.collate_fn = collate_fn
-    loader = engine.deepspeed_io(training_data) if training_data is not None else None
-    return engine, session.optimizer, loader, schedule
+    if training_data is not None:
+        engine.training_dataloader = engine.deepspeed_io(training_data)
+    return engine, session.optimizer, engine.training_dataloader, schedule
 
 
 def _chosen(args: Any, config: Any, config_params: Any) -> Any:
     """The one configuration among those that may be given."""
     places = {"config": config, "config_params": config_params if config is None else None}
     places["args.deepspeed_config"] = getattr(args, "deepspeed_config", None)
+    places["args.deepscale_config"] = getattr(args, "deepscale_config", None)  # the name before 2020
     given = {name: value for name, value in places.items() if value is not None}
     if len(given) != 1:
         raise ValueError(f"configurations given: {sorted(given)}; give one, as config= or as args.deepspeed_config")
@@ -127,16 +141,6 @@ def _with_mesh(config: Any, mesh_param: Any) -> Any:
         if tree.setdefault(name, size) != size:
             raise ValueError(f"{mesh_param=} and {name}={tree[name]!r:.80} of the configuration: give the same")
     return tree
-
-
-def _batch(settings: Settings, ranks: int) -> Batch:
-    batch = batch_of(settings, ranks)
-    if batch is None:
-        raise ValueError(
-            f"train_batch_size={settings['train_batch_size']} and train_micro_batch_size_per_gpu="
-            f"{settings['train_micro_batch_size_per_gpu']}: give at least one of them"
-        )
-    return batch
 
 
 def _optimizer(
@@ -181,3 +185,16 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     group.add_argument("--deepspeed", default=False, action="store_true", help="use the configuration")
     group.add_argument("--deepspeed_config", default=None, type=str, help="path of the JSON configuration")
     return parser
+
+
+def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: Any = None, **kwargs: Any) -> nn.Module:
+    """``model`` as it is: ``initialize`` cuts its layers, as ``tensor_parallel.autotp_size`` in its configuration says.
+
+    Raises:
+        ValueError: ``config`` has another size.
+    """
+    if config is not None:
+        found = parallel_sizes(read_config(config))[0]
+        if found != tp_size:
+            raise ValueError(f"{tp_size=} and tensor_parallel.autotp_size={found} of the configuration: give the same")
+    return model

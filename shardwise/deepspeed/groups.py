@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -92,12 +92,12 @@ def mesh_of(
 
 
 @contextmanager
-def marking(group: dist.ProcessGroup) -> Iterator[None]:
-    """Parameters that modules get inside remember ``group``."""
+def marking(mark: Callable[[nn.Parameter], None]) -> Iterator[None]:
+    """Parameters that modules get inside are given to ``mark``, each as often as it is registered."""
 
     def note(_: nn.Module, __: str, value: nn.Parameter | None) -> None:
-        if value is not None and not hasattr(value, MARK):
-            setattr(value, MARK, group)
+        if value is not None:
+            mark(value)
 
     handle = module_hooks.register_module_parameter_registration_hook(note)
     try:

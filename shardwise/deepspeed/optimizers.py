@@ -9,13 +9,15 @@ from typing import Any
 
 import torch
 
-from shardwise.build import check_element_wise
+from shardwise.build import needs_whole_tensors
 from shardwise.deepspeed.config import Settings
+from shardwise.deepspeed.lamb import FusedLamb
 from shardwise.deepspeed.schedules import check_parameters, make_schedule
+from shardwise.optim.lion import Lion
 
 __all__ = ["check_optimizer", "make_optimizer"]
 
-_UNAVAILABLE = ("lamb", "muon", "muadam", "muadamw", "musgd", "onebitadam", "onebitlamb", "zerooneadam", "lion")
+_UNAVAILABLE = ("muon", "muadam", "muadamw", "musgd", "onebitadam", "onebitlamb", "zerooneadam")
 
 
 def check_optimizer(settings: Settings) -> None:
@@ -23,7 +25,7 @@ def check_optimizer(settings: Settings) -> None:
 
     Raises:
         ValueError, NotImplementedError: see :func:`make_optimizer`, :func:`make_schedule` and
-            :func:`~shardwise.build.check_element_wise`.
+            :func:`~shardwise.build.needs_whole_tensors`.
     """
     name, schedule = settings["optimizer.type"], settings["scheduler.type"]
     params = settings["scheduler.params"] or {}
@@ -33,13 +35,13 @@ def check_optimizer(settings: Settings) -> None:
     optimizer: torch.optim.Optimizer = torch.optim.SGD(groups, lr=1.0)  # where the program brings its own
     if name is not None:
         optimizer = make_optimizer(name, groups, settings["optimizer.params"] or {})
-        check_element_wise(optimizer)
+        needs_whole_tensors(optimizer)
     if schedule is not None:
         make_schedule(schedule, optimizer, params)
 
 
 def make_optimizer(name: str, parameters: Iterable[Any], params: dict[str, Any]) -> torch.optim.Optimizer:
-    """``Adam`` and ``AdamW`` as DeepSpeed means them, ``Adagrad``, or any element-wise optimizer of ``torch.optim``.
+    """``Adam``, ``AdamW`` and ``Lamb`` as DeepSpeed means them, ``Adagrad``, ``Lion``, or any of ``torch.optim``.
 
     ``Adam`` is AdamW unless ``adam_w_mode`` is false. The default ``weight_decay`` is 0, torch's with ``torch_adam``.
 
@@ -54,7 +56,10 @@ def make_optimizer(name: str, parameters: Iterable[Any], params: dict[str, Any])
         raise NotImplementedError(f"optimizer.type={name!r} is not available; pass an optimizer to initialize instead")
     if kind in ("adam", "adamw"):
         return _adam(kind, parameters, params)
-    cls = torch.optim.Adagrad if kind == "adagrad" else _by_name(name)
+    own: dict[str, type[torch.optim.Optimizer]] = {"adagrad": torch.optim.Adagrad, "lamb": FusedLamb, "lion": Lion}
+    cls: type[torch.optim.Optimizer] = own.get(kind) or _by_name(name)
+    if kind in ("lamb", "lion") and "betas" in params:
+        params["betas"] = tuple(params["betas"])
     check_parameters("optimizer", cls, params)
     return cls(parameters, **params)
 
@@ -63,6 +68,9 @@ def _by_name(name: str) -> Any:
     known = {n: c for n, c in vars(torch.optim).items() if inspect.isclass(c) and issubclass(c, torch.optim.Optimizer)}
     known.pop("Optimizer", None)
     if name not in known:
+        # Those are refused once sharded; these are DeepSpeed's own.
+        known = {each: cls for each, cls in known.items() if each not in ("LBFGS", "SparseAdam")}
+        known |= {"Lamb": FusedLamb, "Lion": Lion}
         near = difflib.get_close_matches(name.lower(), [n.lower() for n in known], 1, 0.4)
         found = [n for n in known if near and n.lower() == near[0]]
         hint = f"did you mean {found[0]!r}?" if found else f"known: {', '.join(known)}"

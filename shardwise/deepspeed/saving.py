@@ -28,6 +28,7 @@ from shardwise.checkpoint.source import CheckpointSource, StateTensors
 from shardwise.checkpoint.write import agree
 from shardwise.deepspeed.frozen import WithoutFrozen, frozen_ones_are_missing
 from shardwise.deepspeed.parts import PartRun
+from shardwise.deepspeed.zero_to_fp32 import FROZEN, write_program
 
 __all__ = ["Found", "Saving", "take_over"]
 
@@ -73,11 +74,20 @@ class Saving:
         exclude_frozen: bool,
     ) -> None:
         """See :meth:`shardwise.deepspeed.engine.DeepSpeedEngine.save_checkpoint`."""
-        state = {"client_state": dict(client_state), "counters": counters}
+        named = self._session.module.unwrap().named_parameters()
+        frozen = [name for name, param in named if not param.requires_grad]
+        state = {"client_state": dict(client_state), "counters": counters, FROZEN: frozen}
         writer = self._without_frozen() if exclude_frozen else self._native
         writer.latest = save_latest
         directory, step = self._run.directory(root), counters["global_steps"]
         writer.save(directory, tag, step=step, lr_schedulers=schedules, user_state=state)
+        if directory == root:
+
+            def beside() -> None:
+                if self._run.rank == 0:
+                    write_program(root)
+
+            agree(self._run.gather, self._run.rank, f"write zero_to_fp32.py into {root}", beside)
 
     def _without_frozen(self) -> Checkpointer:
         if self._trained is None:
@@ -103,21 +113,26 @@ class Saving:
             return Found(path, dict(state.get("client_state") or {}), dict(state.get("counters") or {}))
         return take_over(self._session, path, strict, optimizer_states, schedules)
 
-    def save_16bit(self, directory: str, filename: str, exclude_frozen: bool) -> None:
-        """One torch file of the model's state, written by rank 0; it appears whole, and what was there goes then."""
-        module, rank = self._session.module, self._run.rank
+    def state_16bit(self, exclude_frozen: bool) -> dict[str, Any]:
+        """The model's state in its compute dtype, on the host of rank 0; nothing on the others."""
+        module = self._session.module
         frozen = {n for n, p in module.unwrap().named_parameters(remove_duplicate=False) if not p.requires_grad}
         kept: dict[str, Any] = {}
         for name, value in module.full_state(masters=False):
-            if rank == 0 and not (exclude_frozen and name in frozen):
-                kept[name] = value.cpu() if isinstance(value, torch.Tensor) else value
+            if self._run.rank == 0 and not (exclude_frozen and name in frozen):
+                kept[name] = value.to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+        return {name: kept[name] for name in module.state_layout() if name in kept}
+
+    def save_16bit(self, directory: str, filename: str, exclude_frozen: bool) -> None:
+        """One torch file of the model's state, written by rank 0; it appears whole, and what was there goes then."""
+        rank, kept = self._run.rank, self.state_16bit(exclude_frozen)
         path = Path(self._run.directory(directory)) / filename
 
         def write() -> None:
             if rank != 0:
                 return
             with output_file(path) as unfinished:
-                write_torch(unfinished, {name: kept[name] for name in module.state_layout() if name in kept})
+                write_torch(unfinished, kept)
 
         agree(self._run.gather, rank, f"write {path}", write)
 

@@ -30,7 +30,7 @@ def _each(optimizer: torch.optim.Optimizer, value: float | Sequence[float], name
 
 
 def _positive(value: int, name: str) -> int:
-    if value != int(value) or value <= 0:
+    if not isinstance(value, int | float) or not math.isfinite(value) or value != int(value) or value <= 0:
         raise ValueError(f"{name}={value!r}: give a number of steps >= 1")
     return int(value)
 
@@ -47,6 +47,12 @@ class _Schedule(LRScheduler):
     def last_batch_iteration(self) -> int:
         """Steps so far - 1."""
         return int(self.last_epoch) - 1
+
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        """Go on to the next step, or to the step with that number: the first is 0, where torch's schedulers count 1."""
+        if last_batch_iteration is not None:
+            self.last_epoch = int(last_batch_iteration)
+        super().step()
 
     def get_lr(self) -> list[Any]:
         """After the step with number ``last_batch_iteration``, by param group."""
@@ -155,8 +161,12 @@ class WarmupCosineLR(_Schedule):
         falling = (1.0 + math.cos(math.pi * progress)) / 2.0
         return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * falling)
 
+    def get_lr_ratio(self) -> float:
+        """What the optimizer's own rates are multiplied by after the last step."""
+        return self._ratio(self.last_batch_iteration)
+
     def get_lr(self) -> list[Any]:
-        ratio = self._ratio(self.last_batch_iteration)
+        ratio = self.get_lr_ratio()
         return [lr * ratio for lr in self.org_lrs]
 
 
@@ -247,20 +257,24 @@ class OneCycle(_Schedule):
         share = self._share(self.last_batch_iteration + 1)
         return [low + (high - low) * share for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
-    def _set_momentum(self) -> None:
+    def get_mom(self) -> list[tuple[float, float]] | None:
+        """Adam's betas after the last step, by param group; ``None`` where they are not cycled.
+
+        Before the first step it is where the cycle begins, ``cycle_max_mom``, while the optimizer has ``cycle_min_mom``
+        until then, both as under DeepSpeed.
+        """
         if not self.cycle_momentum:
-            return
-        start = self.last_batch_iteration < 0
+            return None
+        if not self._cycling:
+            return [(high * self._decay(self.decay_mom_rate), 0.99) for high in self.max_moms]
         share = self._share(self.last_batch_iteration + 1)
-        bounds = zip(self.optimizer.param_groups, self.min_moms, self.max_moms, strict=True)
-        for group, low, high in bounds:
-            if start:
-                beta = low
-            elif self._cycling:
-                beta = high - (high - low) * share
-            else:
-                beta = high * self._decay(self.decay_mom_rate)
-            group["betas"] = (beta, 0.99)
+        return [(high - (high - low) * share, 0.99) for low, high in zip(self.min_moms, self.max_moms, strict=True)]
+
+    def _set_momentum(self) -> None:
+        start = self.last_batch_iteration < 0
+        cycled = self.get_mom() or []
+        for group, low, betas in zip(self.optimizer.param_groups, self.min_moms, cycled, strict=False):
+            group["betas"] = (low, 0.99) if start else betas
 
 
 _OWN: dict[str, type[LRScheduler]] = {

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from shardwise.checked import MOST_COUNT, MOST_NUMEL, MOST_SCALE
 from shardwise.tier_plan import MOST_BLOCK_BYTES, MOST_QUEUED, MOST_THREADS
 
-__all__ = ["ALIASES", "BLOCKS", "KEYS", "ConfigBlock", "Key", "known_names"]
+__all__ = ["ALIASES", "BLOCKS", "KEYS", "SECTIONS", "ConfigBlock", "Key", "known_names"]
 
 Kind = Literal["int", "float", "bool", "text", "map", "list", "dtype"]
 Role = Literal["used", "ignored", "refused"]
@@ -75,7 +75,6 @@ def _refuse(kind: Kind, default: Any, advice: str, *exact: Any) -> Key:
 
 _MEAN = "the mean over ranks is taken inside the reduction, where it cannot overflow"
 _ARRAY = "each chunk's gradients always share one array"
-_LOG = "it is not written here; log engine.get_lr(), engine.get_global_grad_norm() and the loss where they are needed"
 _ANY_OPTIMIZER = "every element-wise torch optimizer is accepted"
 _CONTEXT = "parameters are gathered and dropped by the order of use alone"
 _NO_QUANTIZED = "leave it false; communication_data_type='bf16' halves the bytes of fp32"
@@ -163,7 +162,9 @@ _ZERO = {
     "parameter_alignment": _skip("bool", False, "every parameter starts at a multiple of 64 bytes anyway"),
     "zero_hpz_partition_size": _use("int", 1, 0, MOST_COUNT),
     "mics_shard_size": _use("int", -1, -1, MOST_COUNT),
-    "mics_hierarchical_params_gather": _skip("bool", False, "gathers stay inside the shard group", False),
+    "mics_hierarchical_params_gather": _skip(
+        "bool", False, "the way that a gather takes inside of the shard group changes no value", False
+    ),
     "zero_quantized_weights": _refuse("bool", False, _NO_QUANTIZED),
     "zero_quantized_nontrainable_weights": _refuse("bool", False, _NO_QUANTIZED),
     "zero_quantized_gradients": _refuse("bool", False, _NO_QUANTIZED),
@@ -248,7 +249,40 @@ _TENSOR_GROUP = {
     "tp_group": _refuse("text", None, "give initialize an mpu with such a group instead of autotp_size"),
 }
 
-_SECTIONS: dict[str, dict[str, Key]] = {
+_FILES = {
+    "enabled": _use("bool", False),
+    "output_path": _use("text", ""),
+    "job_name": _use("text", "DeepSpeedJobName"),
+}
+_WANDB = {
+    "enabled": _use("bool", False),
+    "group": _use("text", None),
+    "team": _use("text", None),
+    "project": _use("text", "deepspeed"),
+}
+_COMET = {
+    "enabled": _use("bool", False),
+    "samples_log_interval": _use("int", 100, 0, MOST_COUNT),
+    "project": _use("text", None),
+    "workspace": _use("text", None),
+    "api_key": _use("text", None),
+    "experiment_name": _use("text", None),
+    "experiment_key": _use("text", None),
+    "online": _use("bool", None),
+    "mode": _use("text", None, choices=("get", "create", "get_or_create")),
+}
+_FLOPS = {
+    "enabled": _use("bool", False),
+    "recompute_fwd_factor": _use("float", 0.0, 0.0),
+    "profile_step": _use("int", 1, 0, MOST_COUNT),
+    "step": _skip("int", None, "the key is profile_step; DeepSpeed ignores this one, too"),
+    "module_depth": _use("int", -1, -1, MOST_COUNT),
+    "top_modules": _use("int", 1, 0, MOST_COUNT),
+    "detailed": _use("bool", True),
+    "output_file": _use("text", None),
+}
+
+SECTIONS: dict[str, dict[str, Key]] = {
     "": _TOP,
     "fp16": _FP16,
     "bf16": _BF16,
@@ -263,9 +297,16 @@ _SECTIONS: dict[str, dict[str, Key]] = {
     "checkpoint": _CHECKPOINT,
     "tensor_parallel": _TENSOR,
     "tensor_parallel.tp": _TENSOR_GROUP,
+    "tensorboard": _FILES,
+    "csv_monitor": _FILES,
+    "wandb": _WANDB,
+    "comet": _COMET,
+    "flops_profiler": _FLOPS,
 }
+"""The keys of each block, by its path; ``""`` is the top."""
+
 KEYS: dict[str, Key] = {
-    f"{section}.{name}".lstrip("."): key for section, keys in _SECTIONS.items() for name, key in keys.items()
+    f"{section}.{name}".lstrip("."): key for section, keys in SECTIONS.items() for name, key in keys.items()
 }
 
 _UNPREFIXED = (
@@ -292,28 +333,13 @@ ALIASES: dict[str, str] = {
 }
 """Other names of keys and sections: short, or from earlier releases."""
 
-_FLOPS = (
-    "enabled",
-    "recompute_fwd_factor",
-    "profile_step",
-    "module_depth",
-    "top_modules",
-    "detailed",
-    "output_file",
-)
-_COMET = ("enabled", "samples_log_interval", "project", "workspace", "api_key", "experiment_name", "experiment_key")
 BLOCKS: dict[str, ConfigBlock] = {
-    "flops_profiler": ConfigBlock("ignored", "use torch.utils.flop_counter.FlopCounterMode", "enabled", _FLOPS),
     "comms_logger": ConfigBlock(
         "ignored",
         "engine.session.traffic() counts what was sent",
         "enabled",
         ("enabled", "verbose", "prof_all", "debug", "prof_ops"),
     ),
-    "tensorboard": ConfigBlock("ignored", _LOG, "enabled", ("enabled", "output_path", "job_name")),
-    "csv_monitor": ConfigBlock("ignored", _LOG, "enabled", ("enabled", "output_path", "job_name")),
-    "wandb": ConfigBlock("ignored", _LOG, "enabled", ("enabled", "group", "team", "project")),
-    "comet": ConfigBlock("ignored", _LOG, "enabled", (*_COMET, "online", "mode")),
     "timers": ConfigBlock("ignored", "wall_clock_breakdown prints what is measured", None, ("throughput",)),
     "datastates_ckpt": ConfigBlock("ignored", "every rank always writes its own part", None),
     "zero_optimization.leaf_module": ConfigBlock(
@@ -345,7 +371,7 @@ BLOCKS: dict[str, ConfigBlock] = {
 def known_names(section: str) -> list[str]:
     """Names that may stand in ``section`` (``""``: the top), those of sections and blocks included."""
     prefix = f"{section}." if section else ""
-    paths = [*KEYS, *_SECTIONS, *BLOCKS, *ALIASES, *_SPECIAL]
+    paths = [*KEYS, *SECTIONS, *BLOCKS, *ALIASES, *_SPECIAL]
     names = [path.removeprefix(prefix) for path in paths if path.startswith(prefix) and path != section]
     return list(dict.fromkeys(name for name in names if name and "." not in name))
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -14,14 +14,28 @@ from torch import nn
 
 from shardwise.build import Session
 from shardwise.comm import ranks_of
-from shardwise.deepspeed.config import Settings, read_config
+from shardwise.deepspeed.config import Settings, load_config, read_config
 from shardwise.deepspeed.groups import MARK, marking
 from shardwise.deepspeed.groups import data_parallel_group as group_of_mpu
+from shardwise.deepspeed.marks import ZeroParamStatus, ZeroParamType, mark
+from shardwise.deepspeed.names import WORLD
 from shardwise.deepspeed.plan import home_of_parameters, number_format
 from shardwise.deferred.construction import adopt, deferred_init, paused
 from shardwise.deferred.replay import replay, tape_of
+from shardwise.torch_internals import version_of
+from shardwise.worlds.mirror import lookup
 
-__all__ = ["GatheredParameters", "Init", "register_external_parameter", "remember"]
+__all__ = [
+    "GatheredParameters",
+    "Init",
+    "ZeroParamStatus",
+    "ZeroParamType",
+    "register_external_parameter",
+    "remember",
+    "session_of",
+    "unregister_external_parameter",
+    "unwrap_model_for_generation",
+]
 
 _SESSIONS: weakref.WeakSet[Session] = weakref.WeakSet()
 
@@ -93,7 +107,7 @@ class Init:
         }
         self._group = _the_group(groups)
         given = config_dict_or_path if config_dict_or_path is not None else config
-        settings = read_config(given) if given is not None else None
+        settings = _settings_of_construction(given) if given is not None else None
         self.enabled = enabled
         self._contexts: list[ExitStack] = []
         for message in _without_effect(settings, remote_device, pin_memory, dtype) if enabled else ():
@@ -110,14 +124,32 @@ class Init:
         if self.enabled:
             with ExitStack() as stack:
                 stack.enter_context(deferred_init())
-                if self._group is not None:
-                    stack.enter_context(marking(self._group))
+                stack.enter_context(marking(self._mark))
                 self._contexts.append(stack.pop_all())
         return self
+
+    def _mark(self, param: nn.Parameter) -> None:
+        """What programs ask of a parameter that has no values yet, and whom it is built for."""
+        if not hasattr(param, "ds_id"):
+            mark(param, ZeroParamStatus.NOT_AVAILABLE)
+        if self._group is not None and not hasattr(param, MARK):
+            setattr(param, MARK, self._group)
 
     def __exit__(self, *failure: Any) -> None:
         if self._contexts:
             self._contexts.pop().__exit__(*failure)
+
+
+def _settings_of_construction(given: Any) -> Settings:
+    """A configuration as far as it is about models: what trains them may still be ``"auto"``, for ``initialize`` to
+    know."""
+    tree = load_config(given)
+    return read_config({key: value for key, value in tree.items() if key not in ("optimizer", "scheduler")})
+
+
+def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], *target: Any) -> Callable[..., Any]:
+    """``fn`` itself: inside :class:`Init` tensors keep the dtypes that the model gives them."""
+    return fn
 
 
 def _the_group(groups: Mapping[str, Any]) -> dist.ProcessGroup | None:
@@ -174,7 +206,7 @@ class GatheredParameters:
     Args:
         params: one, any nesting of iterables, or a module.
         modifier_rank: changes of this rank of the data-parallel group reach its others at the end; ``None``: changes
-            to sharded parameters are lost.
+            to sharded parameters are lost, and a warning says which.
         fwd_module: no effect: a parameter that another module reads is gathered by the read.
         enabled: ``False`` does nothing.
     """
@@ -193,10 +225,13 @@ class GatheredParameters:
             for param in self.params:
                 if tape_of(param) is not None:
                     adopt(param, replay(param))
+                    if hasattr(param, "ds_id"):
+                        mark(param, ZeroParamStatus.AVAILABLE)
         mine = {id(param) for param in self.params}
         with paused():
             for session in _sessions_of(mine):
                 self._stack.enter_context(session.module.gathered())
+        self._versions = [version_of(param) for param in self.params]
 
     @paused()
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
@@ -205,8 +240,24 @@ class GatheredParameters:
         try:
             if kind is None and self.modifier_rank is not None:
                 self._spread(self.modifier_rank)
+            elif kind is None:
+                self._tell_lost()
         finally:
             self._stack.__exit__(kind, error, trace)
+
+    def _tell_lost(self) -> None:
+        """Warn where this rank wrote to parameters of which only shards are kept."""
+        pairs = zip(self.params, self._versions, strict=True)
+        changed = {id(param) for param, version in pairs if version_of(param) != version}
+        for session in _sessions_of(changed):
+            named = session.module.unwrap().named_parameters()
+            lost = [name for name, param in named if id(param) in changed and hasattr(param, "ds_id")]  # stage 3
+            if lost:
+                warnings.warn(
+                    f"GatheredParameters(modifier_rank=None): in-place changes of {', '.join(lost)} are lost; give the "
+                    "rank whose changes are to be kept",
+                    stacklevel=4,
+                )
 
     @torch.no_grad()
     def _spread(self, rank: int) -> None:
@@ -237,5 +288,32 @@ def _sessions_of(params: set[int]) -> Iterator[Session]:
             yield session
 
 
+def session_of(param: nn.Parameter) -> Session | None:
+    """The one that has it."""
+    for session in list(_SESSIONS):
+        if session.one(param) is not None:
+            return session
+    return None
+
+
+@contextmanager
+def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
+    """The user's own model with all parameters whole, gathered once. Every rank enters."""
+    session = getattr(model, "session", None)
+    if not isinstance(session, Session):
+        yield model
+        return
+    with session.module.gathered():
+        yield session.module.unwrap()
+
+
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """Nothing to do: a parameter that another module reads is gathered by the read."""
+
+
+unregister_external_parameter = register_external_parameter
+
+
+def __getattr__(name: str) -> Any:
+    """What DeepSpeed has there and this file does not."""
+    return lookup(WORLD, "runtime.zero", name)

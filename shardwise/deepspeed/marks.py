@@ -1,0 +1,109 @@
+"""What DeepSpeed leaves on parameters at stage 3 (``ds_id``, ``ds_shape``, ``ds_status`` ...), which programs ask for.
+
+A parameter keeps its shape here while it is not gathered, so that ``ds_shape`` and ``shape`` are the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from collections.abc import Iterable, Iterator
+from enum import Enum
+from typing import Any
+
+from torch import nn
+
+from shardwise.build import Session
+
+__all__ = ["ParameterOffload", "ZeroParamStatus", "ZeroParamType", "is_zero_param", "mark", "mark_session"]
+
+_numbers = itertools.count()
+
+
+class ZeroParamType(Enum):
+    """Where a parameter is."""
+
+    NORMAL = 1
+    PARTITIONED = 2
+    REMOTE = 3
+
+
+class ZeroParamStatus(Enum):
+    """Whether a parameter can be read."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+def mark(param: nn.Parameter, status: ZeroParamStatus) -> None:
+    """A parameter that is sharded at stage 3, or will be."""
+    known: Any = param
+    if not hasattr(param, "ds_id"):
+        known.ds_id, known.ds_param_type = next(_numbers), ZeroParamType.PARTITIONED
+        known.ds_active_sub_modules = set()
+    known.ds_shape, known.ds_numel, known.ds_status = param.shape, param.numel(), status
+
+
+def mark_session(session: Session, stage: int) -> None:
+    """Of all its parameters; ``ds_status`` follows what is gathered and let go."""
+    if stage < 3:
+        for param in session.params:
+            for name in [each for each in vars(param) if each.startswith("ds_") and each != "ds_process_group"]:
+                delattr(param, name)  # it was built in a zero.Init, and is not sharded
+        return
+    session.module.unwrap().ds_external_parameters = _none  # type: ignore[assignment]
+    units: dict[int, list[nn.Parameter]] = {}
+    for param in session.params:
+        one = session.one(param)
+        resident = one is None or one.resident
+        param.ds_persist = resident  # type: ignore[attr-defined]
+        mark(param, ZeroParamStatus.AVAILABLE if resident else ZeroParamStatus.NOT_AVAILABLE)
+        if one is not None and not resident:
+            units.setdefault(one.unit, []).append(param)
+    session.events.gather_ended.listen(functools.partial(_set, units, ZeroParamStatus.AVAILABLE))
+    session.events.evicted.listen(functools.partial(_set, units, ZeroParamStatus.NOT_AVAILABLE))
+    if session.optimizer is not None:
+        session.optimizer.__dict__["parameter_offload"] = ParameterOffload(session.module.unwrap())
+
+
+def _set(units: dict[int, list[nn.Parameter]], status: ZeroParamStatus, unit: int) -> None:
+    for param in units.get(unit, ()):
+        param.ds_status = status  # type: ignore[attr-defined]
+
+
+def _none() -> Iterator[tuple[str, nn.Parameter]]:
+    """Of a module: parameters of others that it uses, which nobody has to register."""
+    return iter(())
+
+
+class ParameterOffload:
+    """What programs take off before they generate, and put back: nothing, since what a module uses is gathered anyway.
+
+    Attributes:
+        module: the user's model.
+        forward_hooks, backward_hooks: none.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+        self.forward_hooks: list[Any] = []
+        self.backward_hooks: list[Any] = []
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The user's model."""
+        return self._module()
+
+    def _register_deepspeed_module(self, module: nn.Module) -> None:
+        """Nothing to do."""
+
+    def get_param_coordinator(self) -> Iterable[Any]:
+        """Nothing: there is none."""
+        return ()
+
+
+def is_zero_param(parameter: Any) -> bool:
+    """Whether it is sharded at stage 3, or built for it."""
+    return hasattr(parameter, "ds_id")

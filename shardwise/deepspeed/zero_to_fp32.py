@@ -1,0 +1,250 @@
+"""``zero_to_fp32``: the whole model of a checkpoint in fp32, without ranks and without executing what is in files.
+
+Checkpoints of DeepSpeed's ``save_checkpoint`` and of shardwise's engines are read, and any other format that
+:func:`~shardwise.checkpoint.formats.open_checkpoint` knows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.checkpoint.bounds import read_name
+from shardwise.checkpoint.directory import LATEST
+from shardwise.checkpoint.files import CheckpointError
+from shardwise.checkpoint.formats.detect import open_checkpoint
+from shardwise.checkpoint.formats.lazy import Entry, model_entries, whole
+from shardwise.checkpoint.formats.output import output_file, output_files, split_by_size, write_text, write_torch
+from shardwise.checkpoint.formats.safetensors_file import write_safetensors_stream
+from shardwise.checkpoint.source import OpenSource
+from shardwise.sizes import parse_size
+
+__all__ = [
+    "FROZEN",
+    "LazyTensor",
+    "convert_zero_checkpoint_to_fp32_state_dict",
+    "convert_zero_checkpoint_to_state_dict",
+    "get_fp32_state_dict_from_zero_checkpoint",
+    "load_state_dict_from_zero_checkpoint",
+    "main",
+    "write_program",
+]
+
+FROZEN = "frozen"
+"""Of what an engine saves beside the values: names of parameters that nobody trains."""
+PROGRAM = '''#!/usr/bin/env python
+"""The model of this directory's newest checkpoint in fp32: python zero_to_fp32.py . OUTPUT_DIRECTORY"""
+
+from shardwise.deepspeed.zero_to_fp32 import main
+
+if __name__ == "__main__":
+    main()
+'''
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+DTYPES |= {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
+_WEIGHTS = re.compile(r"(pytorch_model|model)(-\d+-of-\d+)?\.(bin|safetensors)(\.index\.json)?")
+
+
+class LazyTensor:
+    """A tensor of a checkpoint that is read when it is asked for, as often as it is."""
+
+    def __init__(self, entry: Entry, source: OpenSource) -> None:
+        self._entry, self._source = entry, source  # the source stays open for as long as one of them is kept
+        self.shape, self.dtype = torch.Size(entry.fact.shape), entry.fact.dtype
+
+    def numel(self) -> int:
+        """How many elements it has."""
+        return self._entry.fact.numel
+
+    def contiguous(self) -> torch.Tensor:
+        """The tensor, in memory."""
+        return whole(self._entry)
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str | Path, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
+) -> dict[str, Any]:
+    """The model's state on the CPU, for ``load_state_dict``: masters, and what else floats, in fp32.
+
+    Args:
+        checkpoint_dir: what was saved into.
+        tag: which of its checkpoints; ``None``: what ``latest`` names, or the newest.
+        exclude_frozen_parameters: leave out what nobody trained.
+        lazy_mode: :class:`LazyTensor` for each tensor, so that they need not be in memory together.
+
+    Raises:
+        FileNotFoundError: there is no such checkpoint.
+        CheckpointError: it is damaged or of no known format; or frozen parameters are to be left out, and it does not
+            say which these are.
+    """
+    source, entries, tied = _opened(checkpoint_dir, tag, exclude_frozen_parameters, torch.float32)
+    state: dict[str, Any] = {name: LazyTensor(entry, source) for name, entry in entries.items()}
+    if not lazy_mode:
+        with source:
+            state = {name: each.contiguous() for name, each in state.items()}
+    return state | {other: state[first] for other, first in tied.items()}
+
+
+def _opened(
+    directory: str | Path, tag: str | None, exclude_frozen: bool, dtype: torch.dtype
+) -> tuple[OpenSource, dict[str, Entry], dict[str, str]]:
+    """A checkpoint, its tensors, and other names of tied ones."""
+    root = Path(directory)
+    tag = tag or read_name(root / LATEST)
+    source = open_checkpoint(root / tag if tag else root)
+    try:
+        state = source.state()
+        frozen = _frozen(state, directory) if exclude_frozen else set()
+        entries = {n: e for n, e in model_entries(source, dtype).items() if n not in frozen}
+        if not entries:
+            raise CheckpointError(f"{directory} holds no model, or none but frozen parameters: name another checkpoint")
+        return source, entries, {n: first for n, first in state.get("aliases", {}).items() if first in entries}
+    except BaseException:
+        source.close()
+        raise
+
+
+def _frozen(state: Mapping[str, Any], directory: str | Path) -> set[str]:
+    kept = state.get("user_state", state)
+    found = kept.get(FROZEN) if isinstance(kept, Mapping) else None
+    if not isinstance(found, list):
+        raise CheckpointError(
+            f"exclude_frozen_parameters: {directory} does not say which parameters were frozen; give "
+            "exclude_frozen_parameters=True to save_checkpoint, which leaves them out"
+        )
+    return set(found)
+
+
+def convert_zero_checkpoint_to_state_dict(
+    checkpoint_dir: str | Path,
+    output_dir: str | Path,
+    dtype: torch.dtype | str = torch.float32,
+    max_shard_size: int | str | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """Write the model in files that transformers, and ``torch.load``, read; one of them is in memory at a time.
+
+    Args:
+        checkpoint_dir, tag, exclude_frozen_parameters: see :func:`get_fp32_state_dict_from_zero_checkpoint`.
+        output_dir: gets ``pytorch_model.bin``, or several with an index; other files in it stay.
+        dtype: of what floats, or its name ("bf16").
+        max_shard_size: of a file, in bytes or as a text; ``None``: one file.
+        safe_serialization: ``model.safetensors`` instead.
+
+    Raises:
+        ValueError: another dtype, or no size.
+        OSError: the directory cannot be written; earlier files in it are as they were.
+    """
+    wanted = DTYPES.get(str(dtype).removeprefix("torch."))
+    if wanted is None:
+        raise ValueError(f"dtype={dtype!r}: give one of {', '.join(DTYPES)}")
+    limit = parse_size(str(max_shard_size)) if max_shard_size is not None else float("inf")
+    source, entries, tied = _opened(checkpoint_dir, tag, exclude_frozen_parameters, wanted)
+    base, kind = ("model", "safetensors") if safe_serialization else ("pytorch_model", "bin")
+    weight_map: dict[str, str] = {}
+    with source, output_files(Path(output_dir), lambda name: _WEIGHTS.fullmatch(name) is not None) as fresh:
+        shards = split_by_size([(name, entry.nbytes) for name, entry in entries.items()], limit)
+        for number, names in enumerate(shards, 1):
+            file = f"{base}-{number:05d}-of-{len(shards):05d}.{kind}" if len(shards) > 1 else f"{base}.{kind}"
+            also = {other: first for other, first in tied.items() if first in names}
+            _write(fresh / file, {name: entries[name] for name in names}, also)
+            weight_map |= dict.fromkeys([*names, *also], file)
+        if len(shards) > 1:
+            total = sum(entry.nbytes for entry in entries.values())
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+            write_text(fresh / f"{base}.{kind}.index.json", json.dumps(index, indent=2) + "\n")
+
+
+def _write(path: Path, entries: dict[str, Entry], tied: Mapping[str, str]) -> None:
+    if path.suffix == ".safetensors":
+        every = entries | {other: entries[first] for other, first in tied.items()}
+        write_safetensors_stream(path, every, {"format": "pt"})
+        return
+    values = {name: whole(entry) for name, entry in entries.items()}
+    write_torch(path, values | {other: values[first] for other, first in tied.items()})
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str | Path,
+    output_dir: str | Path,
+    max_shard_size: int | str | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """:func:`convert_zero_checkpoint_to_state_dict` in fp32."""
+    convert_zero_checkpoint_to_state_dict(
+        checkpoint_dir, output_dir, torch.float32, max_shard_size, safe_serialization, tag, exclude_frozen_parameters
+    )
+
+
+def load_state_dict_from_zero_checkpoint(
+    model: nn.Module, checkpoint_dir: str | Path, tag: str | None = None
+) -> nn.Module:
+    """``model``, moved to the CPU, with the values of a checkpoint. Names that only one of them has are one warning."""
+    state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
+    model = model.cpu()
+    found = model.load_state_dict(state, strict=False)
+    if found is not None and (found.missing_keys or found.unexpected_keys):
+        warnings.warn(
+            f"{checkpoint_dir}: not in it {_some(found.missing_keys)}; not in the model {_some(found.unexpected_keys)}",
+            stacklevel=2,
+        )
+    return model
+
+
+def _some(names: Iterable[str]) -> str:
+    listed = list(names)
+    return (", ".join(listed[:5]) or "nothing") + (f" and {len(listed) - 5} more" if len(listed) > 5 else "")
+
+
+def write_program(directory: str | Path) -> None:
+    """Put ``zero_to_fp32.py`` beside the checkpoints, as DeepSpeed does.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path = Path(directory) / "zero_to_fp32.py"
+    if not path.exists():
+        with output_file(path) as unfinished:
+            write_text(unfinished, PROGRAM)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """``python zero_to_fp32.py CHECKPOINTS OUTPUT``, with DeepSpeed's options."""
+    parser = argparse.ArgumentParser(prog="zero_to_fp32.py", description=__doc__.partition("\n")[0])
+    parser.add_argument("checkpoint_dir", help="what was saved into")
+    parser.add_argument("output_dir", help="where the model is written")
+    parser.add_argument("--max_shard_size", default="5GB", help="largest file (%(default)s)")
+    parser.add_argument("--safe_serialization", action="store_true", help="safetensors instead of torch files")
+    parser.add_argument("-t", "--tag", help="which checkpoint; by default what latest names")
+    parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave out what nobody trained")
+    parser.add_argument("-d", "--debug", action="store_true", help="show where an error comes from")
+    given = parser.parse_args(arguments)
+    try:
+        convert_zero_checkpoint_to_fp32_state_dict(
+            given.checkpoint_dir,
+            given.output_dir,
+            given.max_shard_size,
+            given.safe_serialization,
+            given.tag,
+            given.exclude_frozen_parameters,
+        )
+    except (CheckpointError, OSError, ValueError) as error:
+        if given.debug:
+            raise
+        parser.exit(1, f"{parser.prog}: {error}\n")
+
+
+if __name__ == "__main__":
+    main()
