@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from shardwise import __version__
-from shardwise.cli import checkpoint, demo, run, schedule, trace
+from shardwise.cli import checkpoint, demo, port, run, schedule, trace
 from shardwise.cli.errors import BadInput
 from shardwise.printable import printable
 
@@ -38,9 +38,10 @@ class OneLineParser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = OneLineParser(prog="shardwise", description="Sharded training for PyTorch.")
     parser.add_argument("--version", action="version", version=f"shardwise {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="demo|run|trace|schedule|checkpoint")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="demo|run|port|trace|schedule|checkpoint")
     demo.add_parser(commands)
     run.add_parser(commands)
+    port.add_parser(commands)
     trace.add_parser(commands)
     schedule.add_parser(commands)
     checkpoint.add_parser(commands)

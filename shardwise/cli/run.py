@@ -15,7 +15,7 @@ from shardwise.checked import MOST_RANKS, whole
 from shardwise.cli.errors import BadInput, option
 from shardwise.cli.launch import launch
 
-__all__ = ["add_parser", "check_hosts", "launcher_arguments", "main"]
+__all__ = ["add_parser", "check_hosts", "launcher_arguments", "main", "program"]
 
 EXAMPLES = """
 one host:     shardwise run --nproc 4 train.py --lr 0.1
@@ -42,6 +42,12 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="where the hosts meet: the same on each")
     parser.add_argument("--rdzv-id", metavar="NAME", help="name of the run, where several meet at one place")
     parser.add_argument("--max-restarts", type=int, default=0, metavar="N", help="start all ranks anew so often")
+    parser.add_argument(
+        "--as",
+        dest="world",
+        metavar="LIBRARY",
+        help="shardwise in place of LIBRARY (deepspeed, ...) in the script and all that it imports",
+    )
     parser.add_argument("-m", "--module", action="store_true", help="the script is a module name (python -m)")
     parser.add_argument("script", help="a Python file")
     rest = parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
@@ -74,9 +80,24 @@ def launcher_arguments(options: argparse.Namespace) -> list[str]:
             arguments.append(f"--node-rank={options.node_rank}")
             # The first host opens the meeting place; torch would otherwise guess it from host names.
             arguments.append(f"--rdzv-conf=is_host={int(options.node_rank == 0)}")
-    if options.module:
+    if options.world:
+        from shardwise.port import WHOLE
+
+        if options.world not in WHOLE:
+            raise BadInput(f"--as {options.world}: give one of {', '.join(WHOLE)}")
+    if options.module or options.world:
         arguments.append("--module")
     return arguments
+
+
+def program(options: argparse.Namespace) -> list[str]:
+    """What every rank runs: its name, then its arguments."""
+    own = [options.script, *options.arguments]
+    if not options.world:
+        return own
+    from shardwise.cli.as_world import MODULE
+
+    return [MODULE, options.world, *(["-m"] if options.module else []), *own]
 
 
 def check_hosts(options: argparse.Namespace) -> None:
@@ -132,4 +153,4 @@ def main(options: argparse.Namespace) -> int:
     """Start the script on every rank of this host, and return its exit status (2: bad input)."""
     arguments = launcher_arguments(options)
     check_hosts(options)
-    return launch(arguments, [options.script, *options.arguments], options.nproc)
+    return launch(arguments, program(options), options.nproc)

@@ -8,13 +8,14 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-__all__ = ["Prepared", "ShardwiseAccelerator", "ShardwiseTrainer", "prepare"]
+__all__ = ["Prepared", "ShardwiseAccelerator", "ShardwiseTrainer", "prepare", "sharded_trainer"]
 
 _WHERE = {
     "Prepared": "shardwise.huggingface.accelerator",
     "ShardwiseAccelerator": "shardwise.huggingface.accelerator",
     "ShardwiseTrainer": "shardwise.huggingface.trainer",
     "prepare": "shardwise.huggingface.accelerator",
+    "sharded_trainer": "shardwise.huggingface.trainer",
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from functools import partial
@@ -19,7 +20,7 @@ from shardwise.checkpoint.write import agree
 from shardwise.huggingface.accelerator import ShardwiseAccelerator
 from shardwise.plan import Plan
 
-__all__ = ["ShardwiseTrainer"]
+__all__ = ["ShardwiseTrainer", "sharded_trainer"]
 
 STATE = "shardwise"  # the directory in a checkpoint of the Trainer
 WEIGHTS = re.compile(
@@ -157,6 +158,20 @@ class ShardwiseTrainer(Trainer):
             super()._load_best_model()
         finally:
             self.model = own
+
+
+@functools.cache
+def sharded_trainer(base: type[Trainer]) -> type[ShardwiseTrainer]:
+    """A class that is ``base``, such as TRL's ``SFTTrainer``, and takes a ``plan``; see :class:`ShardwiseTrainer`.
+
+    Raises:
+        TypeError: ``base`` is no ``Trainer`` of transformers.
+    """
+    if not (isinstance(base, type) and issubclass(base, Trainer)):
+        raise TypeError(f"base={base!r:.80}: give a class that derives from transformers.Trainer")
+    if issubclass(base, ShardwiseTrainer):
+        return base
+    return type(f"Shardwise{base.__name__}", (ShardwiseTrainer, base), {"__doc__": ShardwiseTrainer.__doc__})
 
 
 def _check(args: TrainingArguments, plan: Plan) -> None:

@@ -5,16 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 from shardwise.strategies import registering
+from shardwise.strategies.names import world_of
 from shardwise.strategies.namespace import LIGHTNING
-from shardwise.strategies.single_file import to_single_file
+from shardwise.strategies.single_file import convert_zero_checkpoint_to_fp32_state_dict, to_single_file
 from shardwise.strategies.wrapping import auto_wrap, default_auto_wrap_policy, enable_wrap, wrap
+from shardwise.worlds import mirror
 
 __all__ = [
+    "ColossalAIPrecisionPlugin",
     "ColossalAIStrategy",
     "DDPFullyShardedStrategy",
     "DeepSpeedStrategy",
     "ShardedPrecision",
     "auto_wrap",
+    "convert_zero_checkpoint_to_fp32_state_dict",
     "default_auto_wrap_policy",
     "enable_wrap",
     "take_over_deepspeed_names",
@@ -23,6 +27,7 @@ __all__ = [
 ]
 
 _classes = registering.classes(LIGHTNING)
+ColossalAIPrecisionPlugin: Any = _classes["ColossalAIPrecisionPlugin"]
 ColossalAIStrategy: Any = _classes["ColossalAIStrategy"]
 DDPFullyShardedStrategy: Any = _classes["DDPFullyShardedStrategy"]
 DeepSpeedStrategy: Any = _classes["DeepSpeedStrategy"]
@@ -34,3 +39,6 @@ registering.register(LIGHTNING)
 def take_over_deepspeed_names() -> None:
     """Make ``strategy="deepspeed"`` and ``"deepspeed_stage_..."`` mean :class:`DeepSpeedStrategy` of this package."""
     registering.take_over_deepspeed_names(LIGHTNING)
+
+
+__getattr__, __dir__ = mirror(world_of(__name__), __all__)

@@ -12,13 +12,24 @@ from shardwise.plan import Plan
 from shardwise.published import documented, listed, names_of, takes
 from shardwise.strategies.base import LightningArguments, ShardedStrategy
 from shardwise.strategies.colossalai_arguments import ColossalAIArguments, to_plan, without_effect
+from shardwise.strategies.lightning_precision import NumberFormat
 
-__all__ = ["ColossalAI"]
+__all__ = ["ColossalAI", "plan_in", "report"]
 
 NAMES: dict[torch.dtype | None, str] = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
-def _report(unused: dict[str, list[str]], arguments: ColossalAIArguments, stacklevel: int) -> None:
+def plan_in(arguments: ColossalAIArguments, chosen: NumberFormat, world_size: int) -> Plan:
+    """The plan of the arguments in the number format that Lightning's precision means."""
+    name = NAMES.get(chosen.dtype, "fp32")
+    plan = to_plan(arguments, name, world_size, master_weights=chosen.masters)
+    if chosen.dtype is torch.float64:
+        plan = plan.but(param_dtype=chosen.dtype, buffer_dtype=chosen.dtype, cast_inputs=True)
+    return plan if chosen.scaled else plan.but(scaler=None)
+
+
+def report(unused: dict[str, list[str]], arguments: ColossalAIArguments, stacklevel: int) -> None:
+    """Warn of arguments that mean nothing beside the others, by reason."""
     for reason, names in unused.items():
         warnings.warn(f"{listed(arguments, names)} without effect: {reason}", stacklevel=stacklevel + 1)
 
@@ -49,18 +60,13 @@ class ColossalAI(ShardedStrategy):
     def __init__(self, arguments: ColossalAIArguments, lightning: LightningArguments) -> None:
         self.arguments = arguments
         self._reported_precision = False
-        _report(without_effect(arguments), arguments, stacklevel=3)
+        report(without_effect(arguments), arguments, stacklevel=3)
         super().__init__(**vars(lightning))
 
     # ---- the plan
 
     def _plan(self, module: Any) -> Plan:
-        chosen = self.format
-        name = NAMES.get(chosen.dtype, "fp32")
-        plan = to_plan(self.arguments, name, self.world_size, master_weights=chosen.masters)
-        if chosen.dtype is torch.float64:
-            plan = plan.but(param_dtype=chosen.dtype, buffer_dtype=chosen.dtype, cast_inputs=True)
-        return plan if chosen.scaled else plan.but(scaler=None)
+        return plan_in(self.arguments, self.format, self.world_size)
 
     def _check(self, trainer: Any) -> None:
         if self._reported_precision or trainer.state.fn.value != "fit":
@@ -70,7 +76,7 @@ class ColossalAI(ShardedStrategy):
         known = without_effect(self.arguments)
         unused = {why: names for why, names in without_effect(self.arguments, scaled).items() if why not in known}
         if self.is_global_zero:
-            _report(unused, self.arguments, stacklevel=2)
+            report(unused, self.arguments, stacklevel=2)
 
     # ---- facts
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -17,16 +16,15 @@ from shardwise.build import Session
 from shardwise.deepspeed import zero
 from shardwise.deepspeed.checkpointing import use_settings
 from shardwise.deepspeed.clock import StepClock
-from shardwise.deepspeed.config import Report, Settings, read_config
+from shardwise.deepspeed.config import Settings
 from shardwise.deepspeed.frozen import frozen_ones_are_missing
 from shardwise.deepspeed.logs import LOG, known_level, set_level
 from shardwise.deepspeed.optimizers import make_optimizer
-from shardwise.deepspeed.plan import data_parallel, data_ranks
+from shardwise.deepspeed.plan import data_ranks
 from shardwise.deepspeed.schedules import make_schedule
 from shardwise.deepspeed.stepping import watched_step
-from shardwise.mesh.launch import read_variable
 from shardwise.plan import Plan
-from shardwise.published import documented, listed, names_of, takes
+from shardwise.published import documented, names_of, takes
 from shardwise.strategies.base import LightningArguments, ShardedStrategy
 from shardwise.strategies.deepspeed_config import (
     AUTO,
@@ -34,15 +32,12 @@ from shardwise.strategies.deepspeed_config import (
     MICRO,
     DeepSpeedArguments,
     TrainerFacts,
-    chosen_config,
     complete,
-    quiet_paths,
     read,
     scale_without_effect,
-    to_plan,
-    without_effect,
 )
 from shardwise.strategies.deepspeed_saving import SavingWithoutFrozen, is_of_deepspeed, load_deepspeed
+from shardwise.strategies.deepspeed_settings import ConfiguredByDeepSpeed
 
 __all__ = ["DeepSpeed"]
 
@@ -65,7 +60,7 @@ STEPS_PER_PRINT = 10  # DeepSpeed's own, where throughput is logged
     "process_group_backend",
     by_name=("timeout", "exclude_frozen_parameters", "start_method"),
 )
-class DeepSpeed(ShardedStrategy):
+class DeepSpeed(ConfiguredByDeepSpeed, ShardedStrategy):
     """ZeRO as DeepSpeed configurations describe it.
 
     The arguments are those of Lightning 2.1 to 2.6, in their order; :class:`DeepSpeedArguments` says what each means
@@ -86,7 +81,6 @@ class DeepSpeed(ShardedStrategy):
     """
 
     strategy_name = "deepspeed"
-    DEEPSPEED_ENV_VAR = "PL_DEEPSPEED_CONFIG_PATH"
 
     def __init__(
         self,
@@ -101,53 +95,16 @@ class DeepSpeed(ShardedStrategy):
         self.arguments = arguments
         self.load_full_weights, self.exclude_frozen_parameters = load_full_weights, exclude_frozen_parameters
         self._choose(config)
+        self._clock: StepClock | None = None
+        self._batches, self._steps = 0, 0
+        self._lacks_states = False
         self._logging_level = known_level(logging_level)
         self._level_outside: int | None = None
         super().__init__(**vars(lightning))
         if exclude_frozen_parameters:
             self._saving = SavingWithoutFrozen(self)
 
-    def _choose(self, config: Any) -> None:
-        """Which configuration, and a warning for arguments that mean nothing beside it."""
-        from_environment = read_variable(self.DEEPSPEED_ENV_VAR) if config is None else None
-        chosen = chosen_config(config, from_environment, self.DEEPSPEED_ENV_VAR, self._misconfiguration)
-        self._config_given = chosen is not None
-        self._given: dict[str, Any] = self.arguments.to_config() if chosen is None else chosen
-        read_config(self._given)  # faults show here, not when training begins
-        self.config = dict(self._given)
-        """The configuration; once the Trainer runs, with what came from it."""
-        self._clock: StepClock | None = None
-        self._settings: Settings | None = None
-        self._reported: set[str] = set()
-        self._batches, self._steps = 0, 0
-        self._lacks_states = False
-        for reason, names in without_effect(self.arguments, chosen).items():
-            self._warn(f"{listed(self.arguments, names)} without effect: {reason}", stacklevel=5)
-
-    @property
-    def _misconfiguration(self) -> type[Exception]:
-        found: type[Exception] = self.ns.load("utilities.exceptions.MisconfigurationException")
-        return found
-
-    def _warn(self, message: str, stacklevel: int = 3) -> None:
-        if message not in self._reported:
-            self._reported.add(message)
-            warnings.warn(message, stacklevel=stacklevel)
-
-    @property
-    def zero_stage_3(self) -> bool:
-        """Whether parameters are sharded."""
-        return read_config(self._given).stage == 3
-
     # ---- the plan
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """For Trainer's ``DistributedSampler``: ranks that hold one model together, or parts of sequences, see the same
-        samples."""
-        settings = self._settings or read_config(self._given)
-        rank, ranks = data_parallel(settings, self.global_rank, self.world_size)
-        return {"num_replicas": ranks, "rank": rank}
 
     def _facts(self, trainer: Any) -> TrainerFacts:
         by_norm = trainer.gradient_clip_algorithm is None or trainer.gradient_clip_algorithm.value == "norm"
@@ -164,26 +121,8 @@ class DeepSpeed(ShardedStrategy):
     def _read(self, trainer: Any) -> Settings:
         return read(self._completed(trainer), self.world_size)
 
-    def _translate(self, trainer: Any, module: Any) -> tuple[Plan, Report]:
-        numels = [param.numel() for param in module.parameters()]
-        plan, report = to_plan(self._read(trainer), self.world_size, numels, clip_outside=not self._clips_in_step)
-        if self.format.dtype is torch.float64:
-            if plan.precision.param_dtype is not None:
-                raise self._misconfiguration(
-                    f"precision={self.format.name!r}, but the DeepSpeed config enables {plan.precision.param_dtype}: "
-                    "change one of them"
-                )
-            wide = torch.float64
-            plan = plan.but(param_dtype=wide, buffer_dtype=wide, master_weights=False, cast_inputs=True)
-        return plan, report
-
     def _plan(self, module: Any) -> Plan:
-        return self._translate(module.trainer, module)[0]
-
-    @property
-    def _clips_in_step(self) -> bool:
-        """Whether the configuration has a norm to clip to, which goes before Trainer's."""
-        return self._given.get(CLIPPING) not in (None, AUTO)
+        return self._translated(self._read(module.trainer), module)[0]
 
     def _clips(self, value: float, algorithm: str) -> bool:
         return not self._clips_in_step
@@ -234,14 +173,7 @@ class DeepSpeed(ShardedStrategy):
         self._clock = StepClock(self.root_device, self.global_rank, settings["wall_clock_breakdown"], every)
         self._batches = 0
         if trainer.state.fn.value == "fit" and self.is_global_zero:
-            self._tell(self._translate(trainer, self.lightning_module)[1])
-
-    def _tell(self, report: Report) -> None:
-        quiet = frozenset() if self._config_given else quiet_paths(self.arguments)
-        told = Report(report.used, {k: v for k, v in report.ignored.items() if k not in quiet}, report.notes)
-        if (told.ignored or told.notes) and str(told) not in self._reported:
-            self._reported.add(str(told))
-            told.warn(stacklevel=4)
+            self._tell(self._translated(self._read(trainer), self.lightning_module)[1])
 
     # ---- optimizer and schedule of the configuration
 

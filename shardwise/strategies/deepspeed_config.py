@@ -8,6 +8,7 @@ from typing import Any
 
 from shardwise.checked import switch, whole
 from shardwise.deepspeed.config import Report, Settings, Source, load_config, read_config
+from shardwise.deepspeed.config_object import MONITORS
 from shardwise.deepspeed.plan import data_ranks, home_of_parameters, plan_of
 from shardwise.plan import Plan
 from shardwise.published import changed, given_in_vain, listed, names_of
@@ -103,7 +104,8 @@ class DeepSpeedArguments:
         allgather_bucket_size: stages 0 to 2: parameters share chunks of the smaller of the two.
         reduce_bucket_size: see ``allgather_bucket_size``.
         zero_allow_untested_optimizer: no effect: every element-wise optimizer is accepted.
-        logging_batch_size_per_gpu: samples of a rank's batch, for the logged throughput; ``"auto"``: the loader's.
+        logging_batch_size_per_gpu: samples of a rank's batch, for the logged throughput; ``"auto"`` and ``None``: the
+            loader's.
         loss_scale: 0 is dynamic (fp16 only, as the four after it).
         initial_scale_power: the first scale is ``2**initial_scale_power``.
         loss_scale_window: good steps until the scale doubles.
@@ -145,7 +147,7 @@ class DeepSpeedArguments:
     allgather_bucket_size: int = 200_000_000
     reduce_bucket_size: int = 200_000_000
     zero_allow_untested_optimizer: bool = True
-    logging_batch_size_per_gpu: str | int = AUTO
+    logging_batch_size_per_gpu: str | int | None = AUTO
     loss_scale: float = 0
     initial_scale_power: int = 16
     loss_scale_window: int = 1000
@@ -163,7 +165,7 @@ class DeepSpeedArguments:
             if getattr(self, name) not in DEVICES:
                 raise ValueError(f"{name}={getattr(self, name)!r}: give 'cpu' or 'nvme'")
         batch = self.logging_batch_size_per_gpu
-        if batch != AUTO:
+        if batch not in (None, AUTO):
             whole("logging_batch_size_per_gpu", batch, 1, what="'auto', or a number of samples")
         for name in ("zero_optimization", "offload_optimizer", "offload_parameters"):
             switch(name, getattr(self, name))
@@ -185,7 +187,7 @@ class DeepSpeedArguments:
     def to_config(self) -> dict[str, Any]:
         """The DeepSpeed configuration without what comes from Trainer."""
         tree: dict[str, Any] = {}
-        if self.logging_batch_size_per_gpu != AUTO:
+        if self.logging_batch_size_per_gpu not in (None, AUTO):
             tree[MICRO] = self.logging_batch_size_per_gpu
         if self.zero_optimization:
             zero = {name: getattr(self, name) for name in OF_ZERO}
@@ -329,6 +331,9 @@ def read(tree: Mapping[str, Any], world_size: int) -> Settings:
             f"{together} is not {micro} samples x {steps} batches x {world_size} ranks; the data loader and "
             "accumulate_grad_batches decide",
         )
+    for path in settings.values:
+        if path.partition(".")[0] in (*MONITORS, "flops_profiler"):
+            settings.findings.ignore(path, "Trainer's loggers and profilers write what is measured")
     return settings
 
 

@@ -11,7 +11,16 @@ import torch
 
 from shardwise.strategies.namespace import Namespace
 
-__all__ = ["PRECISIONS", "NumberFormat", "ShardedPrecision", "check_replaceable", "correct_throughput", "format_of"]
+__all__ = [
+    "PRECISIONS",
+    "CastingPrecision",
+    "ColossalAIPrecision",
+    "NumberFormat",
+    "ShardedPrecision",
+    "check_replaceable",
+    "correct_throughput",
+    "format_of",
+]
 
 
 @dataclass(frozen=True)
@@ -112,23 +121,21 @@ def _always(_value: float, _algorithm: str) -> bool:
 _Precision: Any = object  # Lightning's Precision, once built for a namespace
 
 
-class ShardedPrecision(_Precision):  # type: ignore[misc]
-    """Replaces the plugin that Lightning chooses for a sharded strategy.
+class CastingPrecision(_Precision):  # type: ignore[misc]
+    """A plugin for number formats that the engine takes care of.
 
     The engine casts parameters and inputs, keeps fp32 masters and scales losses; so "mixed" is no autocast here: the
     model computes in 16 bits, as it does with DeepSpeed and FairScale.
 
     Args:
-        precision: one of :data:`PRECISIONS`. Given to a strategy as ``precision_plugin=`` it also gives fp16 on a CPU,
-            where ``Trainer(precision="16-mixed")`` becomes bf16.
+        precision: one of :data:`PRECISIONS`. Given to a strategy as its precision plugin it also gives fp16 on a CPU,
+            where Lightning makes bf16 of ``precision="16-mixed"``.
     """
 
     def __init__(self, precision: Any = "32-true") -> None:
         super().__init__()
         self.format = format_of(precision)
         self.precision = self.format.name
-        self.clips: Callable[[float, str], bool] = _always
-        """Whether a clipping by the Trainer is done, by value and algorithm; the strategy may have its own."""
 
     def convert_module(self, module: Any) -> Any:
         """The engine casts."""
@@ -154,6 +161,19 @@ class ShardedPrecision(_Precision):  # type: ignore[misc]
     module_init_context = tensor_init_context
     forward_context = tensor_init_context
 
+
+class ShardedPrecision(CastingPrecision):
+    """Replaces the plugin that Lightning's Trainer chooses for a sharded strategy.
+
+    Args:
+        precision: see :class:`CastingPrecision`.
+    """
+
+    def __init__(self, precision: Any = "32-true") -> None:
+        super().__init__(precision)
+        self.clips: Callable[[float, str], bool] = _always
+        """Whether a clipping by the Trainer is done, by value and algorithm; the strategy may have its own."""
+
     def backward(self, tensor: torch.Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         """``model.backward`` inside a pass of the engine, with the loss scale."""
         with model.trainer.strategy.backward_pass() as scale:
@@ -176,3 +196,14 @@ class ShardedPrecision(_Precision):  # type: ignore[misc]
         """Each element of the averaged, unscaled gradients."""
         if hasattr(optimizer, "clip_grad_by_value"):
             optimizer.clip_grad_by_value(float(clip_val))
+
+
+class ColossalAIPrecision(ShardedPrecision):
+    """``ColossalAIPrecisionPlugin``, which is for fp16 with a loss scale where nothing else is said.
+
+    Args:
+        precision: see :class:`CastingPrecision`; the published one takes ``"16-mixed"`` alone.
+    """
+
+    def __init__(self, precision: Any = "16-mixed") -> None:
+        super().__init__(precision)

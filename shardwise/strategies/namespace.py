@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-__all__ = ["LIGHTNING", "PYTORCH_LIGHTNING", "Namespace", "build"]
+__all__ = ["FABRIC", "LIGHTNING", "LIGHTNING_FABRIC", "PYTORCH_LIGHTNING", "Namespace", "build"]
 
 OLDEST, TOO_NEW = (2, 2), (2, 7)
 
@@ -21,14 +21,19 @@ class Namespace:
     """One of them, imported when something of it is asked for.
 
     Attributes:
-        pytorch: the package with ``Trainer``.
-        fabric: the package below it.
+        pytorch: the package with ``Trainer``, or for Fabric's own strategies the one with ``Fabric``.
+        fabric: the package below it, or the same.
         home: where we export the classes that are built for it; they are pickled by that name.
     """
 
     pytorch: str
     fabric: str
     home: str
+
+    @property
+    def of_fabric(self) -> bool:
+        """Whether it is for Fabric itself."""
+        return self.pytorch == self.fabric
 
     def load(self, path: str) -> Any:
         """A module or attribute of the package, such as ``"strategies.ddp.DDPStrategy"``."""
@@ -61,6 +66,8 @@ class Namespace:
 
 LIGHTNING = Namespace("lightning.pytorch", "lightning.fabric", "shardwise.lightning")
 PYTORCH_LIGHTNING = Namespace("pytorch_lightning", "lightning_fabric", "shardwise.pytorch_lightning")
+FABRIC = Namespace("lightning.fabric", "lightning.fabric", "shardwise.fabric")
+LIGHTNING_FABRIC = Namespace("lightning_fabric", "lightning_fabric", "shardwise.lightning_fabric")
 
 
 @cache

@@ -6,11 +6,13 @@ from typing import Any
 
 from shardwise.strategies.colossalai import ColossalAI
 from shardwise.strategies.deepspeed import DeepSpeed
+from shardwise.strategies.fabric_kinds import FabricColossalAI, FabricDeepSpeed, FabricFullySharded
 from shardwise.strategies.fully_sharded import FullyShardedStrategy
-from shardwise.strategies.lightning_precision import ShardedPrecision
+from shardwise.strategies.lightning_precision import CastingPrecision, ColossalAIPrecision, ShardedPrecision
 from shardwise.strategies.namespace import Namespace, build
+from shardwise.strategies.single_file import read_directories
 
-__all__ = ["STAGES", "classes", "register", "take_over_deepspeed_names"]
+__all__ = ["STAGES", "classes", "fabric_classes", "register", "take_over_deepspeed_names"]
 
 _NVME = {"remote_device": "nvme", "offload_params_device": "nvme", "offload_optimizer_device": "nvme"}
 STAGES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -37,23 +39,47 @@ def classes(namespace: Namespace) -> dict[str, Any]:
         ImportError: this version of Lightning is too old or too new.
     """
     namespace.check_version()
-    ddp = "strategies.ddp.DDPStrategy"
+    ddp, precision = "strategies.ddp.DDPStrategy", "plugins.precision.precision.Precision"
     bodies: dict[str, tuple[type, str]] = {
+        "ColossalAIPrecisionPlugin": (ColossalAIPrecision, precision),
         "ColossalAIStrategy": (ColossalAI, ddp),
         "DDPFullyShardedStrategy": (FullyShardedStrategy, ddp),
         "DeepSpeedStrategy": (DeepSpeed, ddp),
-        "ShardedPrecision": (ShardedPrecision, "plugins.precision.precision.Precision"),
+        "ShardedPrecision": (ShardedPrecision, precision),
     }
     return {name: build(namespace, body, base, name) for name, (body, base) in bodies.items()}
 
 
+def fabric_classes(namespace: Namespace) -> dict[str, Any]:
+    """The same of one of Fabric's packages."""
+    namespace.check_version()
+    ddp = "strategies.ddp.DDPStrategy"
+    bodies: dict[str, tuple[type, str]] = {
+        "ColossalAIStrategy": (FabricColossalAI, ddp),
+        "DDPFullyShardedStrategy": (FabricFullySharded, ddp),
+        "DeepSpeedStrategy": (FabricDeepSpeed, ddp),
+        "ShardedPrecision": (CastingPrecision, "plugins.precision.precision.Precision"),
+    }
+    made = {name: build(namespace, body, base, name) for name, (body, base) in bodies.items()}
+    for name, (_, base) in bodies.items():
+        if base == ddp:  # an interface, which has no more than a name
+            namespace.load("strategies.strategy._Sharded").register(made[name])
+    return made
+
+
 def _registry(namespace: Namespace) -> Any:
-    return namespace.load("strategies.StrategyRegistry")
+    name = "STRATEGY_REGISTRY" if namespace.of_fabric else "StrategyRegistry"
+    return namespace.load(f"strategies.{name}")
+
+
+def _made(namespace: Namespace) -> dict[str, Any]:
+    return fabric_classes(namespace) if namespace.of_fabric else classes(namespace)
 
 
 def register(namespace: Namespace) -> None:
     """Make the strategies known by name. A name that somebody registered before is replaced."""
-    registry, made = _registry(namespace), classes(namespace)
+    registry, made = _registry(namespace), _made(namespace)
+    read_directories(namespace)
     for name, strategy, meaning in (
         ("colossalai", made["ColossalAIStrategy"], "Gemini: chunks on device and host"),
         ("shardwise_colossalai", made["ColossalAIStrategy"], "Gemini: chunks on device and host"),
@@ -70,6 +96,6 @@ def _register_stages(registry: Any, prefix: str, deepspeed: Any) -> None:
 
 def take_over_deepspeed_names(namespace: Namespace) -> None:
     """From here on ``"deepspeed"`` and ``"deepspeed_stage_..."`` mean ours in this process."""
-    registry, deepspeed = _registry(namespace), classes(namespace)["DeepSpeedStrategy"]
+    registry, deepspeed = _registry(namespace), _made(namespace)["DeepSpeedStrategy"]
     registry.register("deepspeed", deepspeed, "ZeRO stage 2 (shardwise)", override=True)
     _register_stages(registry, "deepspeed_", deepspeed)

@@ -21,7 +21,13 @@ from shardwise.checkpoint.write import agree
 from shardwise.strategies.entries import left_out, pack, unpack
 from shardwise.strategies.scheduler_states import CLASSES, check_schedulers, scheduler_classes
 
-__all__ = ["ModelOnly", "Saving", "outline"]
+__all__ = ["FABRIC", "FABRIC_NAMES", "ModelOnly", "Saving", "load_weights", "outline", "place"]
+
+FABRIC = "fabric"
+"""The entry that a checkpoint of Fabric has; see :mod:`shardwise.strategies.fabric_saving`."""
+
+FABRIC_NAMES = "fabric_names"
+"""Beside it, under which names the program has its model and its optimizers."""
 
 ALONE = "checkpoint"  # the tag below a path that cannot be one
 
@@ -147,7 +153,7 @@ class Saving:
         session: Session = self._strategy.session
         packed = self._put_together(checkpoint, path)
         writer = self._writer(session, "optimizer_states" in checkpoint)
-        root, tag = _place(path)
+        root, tag = place(path)
         writer.latest = False  # the directory is ModelCheckpoint's
         writer.save(
             root,
@@ -202,10 +208,12 @@ class Saving:
                 path, strict=strict, check=lambda state: check_schedulers(configs, unpack(state), strict)
             )
         else:
-            restored = _load_weights(session, path, module.strict_loading)
+            restored = load_weights(session, path, module.strict_loading)
         if restored is None:
             raise FileNotFoundError(f"no checkpoint in {path}")
         state = unpack(restored.user_state)
+        if FABRIC in state:  # what a program of Fabric's had beside its model
+            state = {}
         if not state:  # of the Booster, or of another library: values only
             state = {"lr_schedulers": [], "epoch": 0, "global_step": 0}
             if anew:
@@ -261,7 +269,7 @@ def _has_optimizers(path: str) -> bool:
         source.close()
 
 
-def _load_weights(session: Session, path: str, strict: bool) -> Restored | None:
+def load_weights(session: Session, path: str, strict: bool) -> Restored | None:
     """The model alone; the random numbers go on as they were."""
     device = session.mesh.device
     generators = read_generators(device)
@@ -271,7 +279,7 @@ def _load_weights(session: Session, path: str, strict: bool) -> Restored | None:
         restore_generators(generators, device)
 
 
-def _place(path: str) -> tuple[str, str]:
+def place(path: str) -> tuple[str, str]:
     """The directory of checkpoints and the name in it. What cannot be a name becomes the directory.
 
     Raises:

@@ -1,39 +1,79 @@
-"""A directory that a Trainer saved as the one file that ``LightningModule.load_from_checkpoint`` reads."""
+"""A directory that a Trainer or Fabric saved, whole: as the one file that Lightning's functions read, or in memory."""
 
 from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from shardwise.checkpoint import tree
 from shardwise.checkpoint.formats import open_checkpoint
+from shardwise.checkpoint.formats.detect import detect_format
+from shardwise.checkpoint.formats.lazy import Entry
+from shardwise.checkpoint.formats.optimizer_state import to_numbered
 from shardwise.checkpoint.formats.output import output_file, write_torch
-from shardwise.checkpoint.source import StateTensors
+from shardwise.checkpoint.source import CheckpointSource, StateTensors
+from shardwise.optim.nested_state import mapped
 from shardwise.strategies.entries import left_out, unpack
+from shardwise.strategies.namespace import Namespace
+from shardwise.strategies.saving import FABRIC, FABRIC_NAMES
 
-__all__ = ["to_single_file"]
+__all__ = ["convert_zero_checkpoint_to_fp32_state_dict", "read_directories", "to_single_file", "whole"]
 
 MODEL = "model/"
+VERSION = "pytorch-lightning_version"
 
 
-def to_single_file(directory: str | os.PathLike[str], file: str | os.PathLike[str]) -> dict[str, Any]:
+def to_single_file(
+    directory: str | os.PathLike[str], file: str | os.PathLike[str], optimizers: bool = False
+) -> dict[str, Any]:
     """Write ``file`` with the full weights and what Lightning keeps beside them; one process, without a Trainer.
 
     Args:
         directory: a checkpoint of a strategy of ours, or of any format that has weights by name.
         file: replaced in one step if it exists. It is a file of ``torch.save``, as Lightning's are: a pickle.
+        optimizers: with their states, so that training goes on from the file under any strategy.
 
     Returns:
-        What was written: ``state_dict`` and Lightning's entries, without optimizer states and without hyperparameters
-        that the directory lacks (a warning names them).
+        What was written: ``state_dict`` and Lightning's entries, without hyperparameters that the directory lacks (a
+        warning names them); of Fabric what its program saved, under the program's own names.
 
     Raises:
         CheckpointDamage: a file is damaged.
         OSError: ``file`` cannot be written; what stood there is still there.
     """
-    source = open_checkpoint(os.fspath(directory))
+    found = whole(os.fspath(directory), optimizers)
+    with output_file(Path(file)) as unfinished:
+        write_torch(unfinished, found)
+    return found
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str | os.PathLike[str], output_file: str | os.PathLike[str], tag: str | None = None
+) -> dict[str, Any]:
+    """As Lightning's function of that name, for directories of ours and those that DeepSpeed wrote.
+
+    Args:
+        checkpoint_dir: what a Trainer or Fabric saved.
+        output_file: see :func:`to_single_file`, which this calls.
+        tag: a directory in it.
+
+    Raises:
+        FileNotFoundError: there is no such directory.
+    """
+    directory = os.path.join(checkpoint_dir, tag) if tag is not None else os.fspath(checkpoint_dir)
+    if not os.path.isdir(directory):
+        raise FileNotFoundError(f"checkpoint_dir={os.fspath(checkpoint_dir)!r} with tag={tag!r}: no such directory")
+    return to_single_file(directory, output_file)
+
+
+def whole(directory: str, optimizers: bool, module_alone: bool = False) -> dict[str, Any]:
+    """What :func:`to_single_file` writes; ``module_alone``: as a Trainer's, also where Fabric saved it."""
+    source = open_checkpoint(directory)
     try:
         facts, state = source.tensors(), source.state()
         weights = {
@@ -44,16 +84,74 @@ def to_single_file(directory: str | os.PathLike[str], file: str | os.PathLike[st
         weights |= {other: weights[name] for other, name in state.get("aliases", {}).items() if name in weights}
         weights |= {name: tree.decode(value, StateTensors(source)) for name, value in state.get("extra", {}).items()}
         user_state = tree.decode(state.get("user_state"), StateTensors(source))
+        count = len(state.get("optimizers", ())) if optimizers else 0
+        states = [_optimizer(source, index) for index in range(count)]
     finally:
         source.close()
     missing = left_out(user_state)
     if missing:
         warnings.warn(
-            f"{os.fspath(directory)} was saved without {', '.join(missing)}: give these hyperparameters to "
-            "load_from_checkpoint",
-            stacklevel=2,
+            f"{directory} was saved without {', '.join(missing)}: give these hyperparameters to load_from_checkpoint",
+            stacklevel=3,
         )
-    whole = {"pytorch-lightning_version": "2.2.0", **unpack(user_state), "state_dict": weights}
-    with output_file(Path(file)) as unfinished:
-        write_torch(unfinished, whole)
-    return whole
+    entries = unpack(user_state)
+    if FABRIC in entries and module_alone:
+        entries = {}
+    elif FABRIC in entries:
+        model, *named = entries[FABRIC_NAMES]
+        return {**entries[FABRIC], model: weights, **(dict(zip(named, states, strict=False)) if optimizers else {})}
+    if optimizers:
+        entries = {"epoch": 0, "global_step": 0, "lr_schedulers": [], **entries, "optimizer_states": states}
+    return {VERSION: "2.2.0", **entries, "state_dict": weights}
+
+
+def _optimizer(source: CheckpointSource, index: int) -> dict[str, Any]:
+    """As plain torch's ``state_dict()``."""
+    state, groups = to_numbered(source, index)
+    return {
+        "state": {number: mapped(values, _read) for number, values in state.items()},
+        "param_groups": groups,
+    }
+
+
+def _read(value: Any) -> Any:
+    return value.read(0, value.fact.numel).reshape(value.fact.shape).clone() if isinstance(value, Entry) else value
+
+
+def read_directories(namespace: Namespace) -> None:
+    """Have ``load_from_checkpoint``, and strategies that read single files, take directories of ours as well.
+
+    Where Lightning opens a file it would fail for a directory; there ours is read, whole, in this process. All else is
+    read as before.
+    """
+    for module, optimizers in (
+        (namespace.find("core.saving"), False),  # of load_from_checkpoint; Fabric has none
+        (namespace.load_fabric("plugins.io.torch_io"), True),
+    ):
+        if module is not None and not isinstance(module.pl_load, _Reader):
+            module.pl_load = _Reader(module.pl_load, optimizers)
+
+
+class _Reader:
+    """Lightning's ``pl_load``, and of directories :func:`whole`."""
+
+    def __init__(self, files: Callable[..., Any], optimizers: bool) -> None:
+        self._files, self._optimizers = files, optimizers
+
+    def __call__(self, path_or_url: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        place = os.fspath(path_or_url) if isinstance(path_or_url, (str, os.PathLike)) else None
+        if not isinstance(place, str) or not os.path.isdir(place) or detect_format(place) != "native":
+            return self._files(path_or_url, map_location, *args, **kwargs)
+        found = whole(place, self._optimizers, module_alone=not self._optimizers)
+        device = map_location.get("cpu") if isinstance(map_location, Mapping) else map_location
+        if not isinstance(device, (str, torch.device)):  # a function of storages, which leaves those of the host
+            return found
+        return {key: _moved(value, torch.device(device)) for key, value in found.items()}
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if type(value) is dict:
+        return {key: _moved(item, device) for key, item in value.items()}
+    return value

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["auto_wrap", "default_auto_wrap_policy", "enable_wrap", "unit_names", "wrap"]
+__all__ = ["auto_wrap", "chosen_modules", "default_auto_wrap_policy", "enable_wrap", "unit_names", "wrap"]
 
 _MARK = "_shardwise_unit"
 LEAVES: tuple[type[nn.Module], ...] = (nn.MultiheadAttention,)
@@ -62,7 +62,8 @@ def auto_wrap(module: nn.Module, auto_wrap_policy: Callable[..., bool] | None = 
     """
     _warn_of(kwargs, "auto_wrap")
     for policy in _ENABLED.get():
-        _mark(module, auto_wrap_policy or policy or default_auto_wrap_policy, root=True)
+        for each in chosen_modules(module, auto_wrap_policy or policy or default_auto_wrap_policy):
+            each.__dict__[_MARK] = True
     return module
 
 
@@ -94,16 +95,23 @@ def default_auto_wrap_policy(
     return large and not isinstance(module, leaves if recurse else excluded)
 
 
-def _mark(module: nn.Module, policy: Callable[..., bool], root: bool) -> int:
+def chosen_modules(module: nn.Module, policy: Callable[..., bool]) -> list[nn.Module]:
+    """Modules inside ``module``, itself included, that a policy makes units, the innermost first."""
+    found: list[nn.Module] = []
+    _choose(module, policy, True, found)
+    return found
+
+
+def _choose(module: nn.Module, policy: Callable[..., bool], root: bool, found: list[nn.Module]) -> int:
     """Elements under ``module`` that are in units now."""
     takes_root = "module_is_root" in inspect.signature(policy).parameters
     ask = functools.partial(policy, **({"module_is_root": root} if takes_root else {}))
     numel = sum(parameter.numel() for parameter in module.parameters())
     if not ask(module=module, recurse=True, unwrapped_params=numel):
         return 0
-    wrapped = sum(_mark(child, policy, root=False) for child in module.children())
+    wrapped = sum(_choose(child, policy, False, found) for child in module.children())
     if ask(module=module, recurse=False, unwrapped_params=numel - wrapped):
-        module.__dict__[_MARK] = True
+        found.append(module)
         return numel
     return wrapped
 

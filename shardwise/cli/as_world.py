@@ -1,0 +1,82 @@
+"""``python -m shardwise.cli.as_world deepspeed script.py ...``: a program in which ``import deepspeed`` means ours.
+
+What ``shardwise run --as deepspeed`` starts on every rank; other launchers (torchrun, ``accelerate launch``) can start
+it as a module. The name is ours in Python processes that the program starts, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from shardwise.port import WHOLE
+from shardwise.worlds.impersonation import impersonate_table
+
+__all__ = ["MODULE", "main"]
+
+MODULE = "shardwise.cli.as_world"
+CHILDREN = Path(__file__).parent / "children"
+"""Where the ``sitecustomize`` is that Python processes import before anything else."""
+LOCAL_RANK = ("--local_rank", "--local-rank")
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run a script, or with ``-m`` a module, as its launcher would, in a world.
+
+    Args:
+        arguments: the library's name, perhaps ``-m``, the script, and what it is given.
+
+    Raises:
+        SystemExit: too few of them, or another library.
+    """
+    if len(arguments) < 2 or arguments[0] not in WHOLE:
+        sys.exit(f"{' '.join(arguments)!r}: give one of {', '.join(WHOLE)}, and a script (or -m and a module)")
+    library, *rest = arguments
+    impersonate_table(library, WHOLE[library])
+    _tell_children(library)
+    if library == "deepspeed":
+        _give_local_rank()
+    if rest[0] == "-m":
+        sys.argv[:] = rest[1:]
+        runpy.run_module(rest[1], run_name="__main__", alter_sys=True)
+        return
+    sys.argv[:] = rest
+    sys.path[0] = str(Path(rest[0]).resolve().parent)
+    runpy.run_path(rest[0], run_name="__main__")
+
+
+def _tell_children(library: str) -> None:
+    os.environ["SHARDWISE_AS"] = f"{library}={WHOLE[library]}"
+    others = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each and Path(each) != CHILDREN]
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(CHILDREN), *others])
+
+
+def _give_local_rank() -> None:
+    """A command line is parsed as if ``--local_rank=N`` came first, by parsers that know this option.
+
+    DeepSpeed's launcher puts it there (torchrun does not), and programs that ask for it train each rank alone without.
+    Others would refuse it, so that only those that ask are given it.
+    """
+    parse = argparse.ArgumentParser.parse_known_args
+
+    def parse_known_args(self: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> Any:
+        own = sys.argv[1:]
+        if args is None or list(args) == own:
+            known = [name for name in LOCAL_RANK if name in self._option_string_actions]
+            if known and not any(each.partition("=")[0] in LOCAL_RANK for each in own):
+                from shardwise.mesh.launch import LaunchFacts
+
+                facts = LaunchFacts.read()
+                args = [f"{known[0]}={facts.local_rank}", *own] if facts.launched else own
+        return parse(self, args, namespace)
+
+    argparse.ArgumentParser.parse_known_args = parse_known_args  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

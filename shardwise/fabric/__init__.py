@@ -1,0 +1,41 @@
+"""Strategies for ``lightning.fabric``. Importing this registers their names with ``Fabric(strategy=...)``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardwise.strategies import registering
+from shardwise.strategies.names import world_of
+from shardwise.strategies.namespace import FABRIC
+from shardwise.strategies.single_file import to_single_file
+from shardwise.strategies.wrapping import auto_wrap, default_auto_wrap_policy, enable_wrap, wrap
+from shardwise.worlds import mirror
+
+__all__ = [
+    "ColossalAIStrategy",
+    "DDPFullyShardedStrategy",
+    "DeepSpeedStrategy",
+    "ShardedPrecision",
+    "auto_wrap",
+    "default_auto_wrap_policy",
+    "enable_wrap",
+    "take_over_deepspeed_names",
+    "to_single_file",
+    "wrap",
+]
+
+_classes = registering.fabric_classes(FABRIC)
+ColossalAIStrategy: Any = _classes["ColossalAIStrategy"]
+DDPFullyShardedStrategy: Any = _classes["DDPFullyShardedStrategy"]
+DeepSpeedStrategy: Any = _classes["DeepSpeedStrategy"]
+ShardedPrecision: Any = _classes["ShardedPrecision"]
+
+registering.register(FABRIC)
+
+
+def take_over_deepspeed_names() -> None:
+    """Make ``strategy="deepspeed"`` and ``"deepspeed_stage_..."`` mean :class:`DeepSpeedStrategy` of this package."""
+    registering.take_over_deepspeed_names(FABRIC)
+
+
+__getattr__, __dir__ = mirror(world_of(__name__), __all__)

@@ -1,0 +1,57 @@
+"""``checkpoint_wrapper``: a module whose activations are computed again in the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+__all__ = ["checkpoint_wrapper"]
+
+
+def checkpoint_wrapper(module: nn.Module, offload_to_cpu: bool = False) -> nn.Module:
+    """``module``, whose ``forward`` keeps its inputs alone for the backward pass, and then runs again.
+
+    Running statistics of BatchNorm move once, as without it. Random numbers are the same again.
+
+    Args:
+        module: it comes back as it is, with another ``forward``.
+        offload_to_cpu: the inputs that are kept are kept in host memory.
+    """
+    own = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return own(*args, **kwargs)
+        with torch.autograd.graph.save_on_cpu() if offload_to_cpu else nullcontext():
+            return checkpoint(
+                own, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), _still(module)), **kwargs
+            )
+
+    module.__dict__["forward"] = forward
+    return module
+
+
+def _still(module: nn.Module) -> AbstractContextManager[None]:
+    """Running statistics in ``module`` do not move."""
+    return _tracking_nothing([each for each in module.modules() if isinstance(each, nn.modules.batchnorm._BatchNorm)])
+
+
+@contextmanager
+def _tracking_nothing(modules: list[Any]) -> Iterator[None]:
+    # A momentum of nothing leaves the statistics as they are, and the graph as it was: they are part of it.
+    before = [(each.momentum, each.num_batches_tracked) for each in modules]
+    counts = [None if count is None else count.clone() for _, count in before]
+    for each in modules:
+        each.momentum = 0.0
+    try:
+        yield
+    finally:
+        for each, (momentum, count), counted in zip(modules, before, counts, strict=True):
+            each.momentum = momentum
+            if count is not None:
+                count.copy_(counted)

@@ -1,0 +1,417 @@
+"""``FullyShardedDataParallel``: FairScale's arguments and methods, on one session for the outermost wrapper."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwise.attributes import TransparentModule
+from shardwise.build import Session, build
+from shardwise.comm import ranks_of
+from shardwise.fairscale.arguments import NUMERIC, FullyShardedOptions, plan_of_fully_sharded
+from shardwise.fairscale.local_state import consolidated, joined, own_part
+from shardwise.late import LateSession, drive, optimizers_of
+from shardwise.mesh import Mesh, init_distributed
+from shardwise.published import picked
+
+__all__ = ["FullyShardedDataParallel", "get_fsdp_instances"]
+
+
+class FullyShardedDataParallel(TransparentModule):
+    """Parameters, gradients and optimizer state are divided over the ranks; what runs is gathered.
+
+    The optimizer is made afterwards, from :meth:`parameters`, as plain torch has it. It is found when the model is
+    called for the first time in a pass that trains, and from then on its ``step()``, ``zero_grad()`` and states are
+    those of the sharded model. Wrappers inside are gathered by themselves; the outermost one holds the session.
+
+    Args:
+        module: any; wrapped modules may be inside.
+        process_group: the ranks that share the model; ``None``: all.
+        process_group_reduce_scatter: no effect: reductions take the same ranks.
+        reshard_after_forward: gathered parameters are dropped after their forward pass. The outermost wrapper's counts.
+        disable_reshard_on_root: no effect: what is used next stays as long as it is needed.
+        mixed_precision: compute in ``compute_dtype`` (fp16), update fp32 masters.
+        fp32_reduce_scatter: gradients travel in fp32, under mixed precision.
+        flatten_parameters: parameters that are gathered together are one flat array; ``False``: each by itself.
+        move_params_to_cpu: parameter shards (and by default all else) are at home on the host.
+        compute_dtype: what is computed in.
+        buffer_dtype: of floating buffers; ``None``: as ``compute_dtype``.
+        move_grads_to_cpu: gradients, masters and state are on the host; ``None``: as ``move_params_to_cpu``.
+        bucket_cap_mb: MiB that are gathered and reduced together of what no wrapper inside holds; <= 0: by module.
+        compute_device: ``None``: this rank's GPU where there is one a rank.
+        no_broadcast_optim_state: no effect: states are always whole.
+        state_dict_device: where :meth:`state_dict` puts tensors; ``None``: the host.
+        clear_autocast_cache: no effect: nothing is cast by autocast.
+        force_input_to_fp32: no effect: inputs are cast to what is computed in.
+        verbose: no effect.
+        cpu_offload: another name of ``move_params_to_cpu``.
+        state_dict_on_rank_0_only: :meth:`state_dict` is empty on the other ranks, which call it as well.
+        gradient_predivide_factor: gradients are divided by it before their sum over ranks, and by what is left after.
+        allow_reset_parameters: whether :meth:`reset_parameters` works.
+
+    Raises:
+        ValueError: an argument is out of range, or other than that of a wrapper inside where all have to be the same.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: dist.ProcessGroup | None = None,
+        process_group_reduce_scatter: Any = None,
+        reshard_after_forward: bool = True,
+        disable_reshard_on_root: bool = True,
+        mixed_precision: bool = False,
+        fp32_reduce_scatter: bool = False,
+        flatten_parameters: bool = True,
+        move_params_to_cpu: bool = False,
+        compute_dtype: torch.dtype | None = None,
+        buffer_dtype: torch.dtype | None = None,
+        move_grads_to_cpu: bool | None = None,
+        bucket_cap_mb: int = 25,
+        compute_device: torch.device | None = None,
+        no_broadcast_optim_state: bool | None = False,
+        state_dict_device: torch.device | None = None,
+        clear_autocast_cache: bool = False,
+        force_input_to_fp32: bool = False,
+        verbose: bool = False,
+        cpu_offload: bool = False,
+        state_dict_on_rank_0_only: bool = False,
+        gradient_predivide_factor: float | None = None,
+        allow_reset_parameters: bool = False,
+    ) -> None:
+        given = dict(locals())
+        super().__init__()
+        given["move_params_to_cpu"] = move_params_to_cpu or cpu_offload
+        own: dict[str, Any] = self.__dict__
+        own["options"] = picked(FullyShardedOptions, given)
+        own["_state_device"], own["_first_only"] = state_dict_device, state_dict_on_rank_0_only
+        own["allow_reset_parameters"] = allow_reset_parameters
+        own["_device"], own["process_group"] = init_distributed(compute_device), process_group
+        own["rank"] = dist.get_rank(process_group) if dist.is_initialized() else 0
+        own["world_size"] = dist.get_world_size(process_group) if dist.is_initialized() else 1
+        own["_outer"], own["_summoned"] = None, False
+        own["late"] = LateSession(module, self._shard)
+        self.module = module
+        for inner in get_fsdp_instances(module):
+            self._take_in(inner)
+
+    def _take_in(self, inner: FullyShardedDataParallel) -> None:
+        if inner.late.built:
+            raise ValueError(
+                f"a {type(inner.module).__name__} inside the {type(self.module).__name__} is sharded already: "
+                "wrap the whole model before any part of it is used"
+            )
+        for name in NUMERIC:
+            one, other = getattr(self.options, name), getattr(inner.options, name)
+            if one != other:
+                raise ValueError(
+                    f"{name}={other!r} of the wrapped {type(inner.module).__name__}, and {one!r} of the wrapper around "
+                    "it: give all wrappers of one model the same"
+                )
+        if dist.is_initialized() and self._ranks() != inner._ranks():
+            raise ValueError(
+                f"a wrapper of ranks {list(inner._ranks())} inside one of {list(self._ranks())}: give all wrappers of "
+                "one model the same process_group"
+            )
+        inner.__dict__["_outer"] = weakref.ref(self)
+        inner.late.close()  # this one's is that of both
+
+    def _ranks(self) -> tuple[int, ...]:
+        return ranks_of("process_group", self.process_group)
+
+    # ---- the session
+
+    @property
+    def _root(self) -> FullyShardedDataParallel:
+        outer = self.__dict__["_outer"]
+        found: FullyShardedDataParallel | None = outer() if outer is not None else None
+        return self if found is None else found._root
+
+    @property
+    def session(self) -> Session:
+        """That of the outermost wrapper, sharded here where it is not yet. Collective."""
+        root = self._root
+        root._look_for_optimizers()
+        session: Session = root.late.session
+        return session
+
+    def _shard(self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Session:
+        inner = {id(each.module) for each in get_fsdp_instances(module)}
+        units = tuple(name for name, each in module.named_modules() if id(each) in inner and name)
+        plan = plan_of_fully_sharded(self.options, units)
+        session = build(module, optimizers, plan, Mesh.create(plan.mesh, self._device, plan.comm, self.process_group))
+        for optimizer, sharded in zip(optimizers, session.optimizers, strict=True):
+            drive(optimizer, sharded)
+        return session
+
+    def _look_for_optimizers(self) -> None:
+        """Before the model is used: optimizers that were made of its parameters."""
+        late: LateSession = self.late
+        if late.optimizers and late.built:
+            return
+        for optimizer in optimizers_of(list(self.module.parameters())):
+            if optimizer not in late.optimizers:
+                late.add(optimizer)
+
+    # ---- passes
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module on the arguments, cast under mixed precision."""
+        if self._root is not self:
+            return self.module(*args, **kwargs)
+        late: LateSession = self.late
+        if torch.is_grad_enabled():
+            self._look_for_optimizers()
+        return late.session.module(*args, **kwargs)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Nothing to do: each pass is reduced into the shards, and the sums are the same."""
+        return nullcontext()
+
+    @property
+    def params_with_grad(self) -> list[nn.Parameter]:
+        """Parameters that have a gradient."""
+        return [param for param in self.parameters() if param.grad is not None]
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Clip the gradients of the whole model by their norm over all ranks, which comes back. Collective.
+
+        Raises:
+            RuntimeError: called on a wrapper inside.
+        """
+        if self._root is not self:
+            raise RuntimeError(
+                f"clip_grad_norm_({max_norm}) of a wrapped {type(self.module).__name__} inside the model: call it on "
+                "the outermost wrapper"
+            )
+        return nn.utils.clip_grad_norm_(self.parameters(), float(max_norm), float(norm_type))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients."""
+        late: LateSession = self._root.late
+        if late.built:
+            late.session.module.zero_grad(set_to_none)
+        else:
+            super().zero_grad(set_to_none)
+
+    def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool = True) -> None:
+        """Divide gradients by ``pre`` before their sum over ranks and by ``post`` after; before the first use.
+
+        Raises:
+            ValueError: together they are not the number of ranks, so that it would be no mean.
+            RuntimeError: the model is sharded already.
+        """
+        root = self._root
+        if not math.isclose(pre * post, root.world_size):
+            raise ValueError(
+                f"set_gradient_divide_factors({pre}, {post}) on {root.world_size} ranks: pre * post has to be that"
+            )
+        if root.late.built:
+            raise RuntimeError(f"set_gradient_divide_factors({pre}, {post}) after the first use: call it before")
+        for each in get_fsdp_instances(root):
+            each.__dict__["options"] = picked(
+                FullyShardedOptions, {**vars(each.options), "gradient_predivide_factor": float(pre)}
+            )
+
+    # ---- parameters
+
+    @contextmanager
+    def summon_full_params(self, recurse: bool = True, volatile: bool = False) -> Iterator[None]:
+        """Whole parameters inside the block. Every rank enters.
+
+        Args:
+            recurse: no effect: those of the whole model.
+            volatile: changes are dropped; otherwise kept, each rank its own part.
+        """
+        root = self._root
+        if root.__dict__["_summoned"]:
+            yield
+            return
+        with self.session.module.gathered(write_back=not volatile):
+            root.__dict__["_summoned"] = True
+            try:
+                yield
+            finally:
+                root.__dict__["_summoned"] = False
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
+        """``fn`` of every module inside, with whole parameters."""
+        with self.summon_full_params() if self._root.late.built else nullcontext():
+            super().apply(fn)
+        return self
+
+    def reset_parameters(self) -> None:
+        """The wrapped module's own.
+
+        Raises:
+            RuntimeError: without ``allow_reset_parameters``.
+        """
+        if not self.allow_reset_parameters:
+            raise RuntimeError(f"reset_parameters() with allow_reset_parameters={self.allow_reset_parameters}")
+        with self.summon_full_params() if self._root.late.built else nullcontext():
+            reset: Callable[[], None] = self.module.reset_parameters  # type: ignore[assignment]
+            reset()
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those of the module, under the names that they have without wrappers."""
+        for name, param in self.module.named_parameters(prefix, recurse, remove_duplicate):
+            yield self._without_wrappers(name, prefix), param
+
+    def _without_wrappers(self, name: str, prefix: str) -> str:
+        found: list[str] = []
+        module: nn.Module | None = self.module
+        rest = name.removeprefix(prefix).lstrip(".")
+        for part in rest.split("."):
+            if isinstance(module, FullyShardedDataParallel) and part == "module":
+                module = module.module
+                continue
+            found.append(part)
+            module = module._modules.get(part, None) if isinstance(module, nn.Module) else None
+        return ".".join(([prefix] if prefix else []) + found)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FullyShardedDataParallel:
+        late: LateSession = self._root.late
+        if late.built:
+            late.session.module._apply(fn, recurse)
+        else:
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.module[key]  # type: ignore[index]
+
+    def __len__(self) -> int:
+        return len(self.module)  # type: ignore[arg-type]
+
+    # ---- states
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The full state under the names without wrappers, fp32 where there are masters. Every rank calls it."""
+        names = ("destination", "prefix", "keep_vars")
+        given = dict(zip(names, args, strict=False)) | kwargs
+        destination, prefix = given.get("destination"), str(given.get("prefix", ""))
+        root = self._root
+        if self is not root:
+            if destination is not None or not root.late.built or root.__dict__["_summoned"]:
+                # Asked by the module around it, of names or with what it has gathered.
+                into = {} if destination is None else destination
+                return self.module.state_dict(destination=into, prefix=prefix, keep_vars=bool(given.get("keep_vars")))
+            own = next(name for name, each in root.module.named_modules() if each is self)
+            inside = root._without_wrappers(own, "") + "."
+            whole = root.state_dict()
+            return {prefix + n.removeprefix(inside): value for n, value in whole.items() if n.startswith(inside)}
+        found = self.session.module.state_dict(destination, prefix, only_rank_0=self._first_only)
+        if self._state_device is not None:
+            for name, value in found.items():
+                found[name] = value.to(self._state_device) if isinstance(value, torch.Tensor) else value
+        return found
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Take over a full state, the same on every rank; each keeps its part.
+
+        Raises:
+            RuntimeError: names or shapes do not fit, or called on a wrapper inside.
+        """
+        self._only_whole("load_state_dict()")
+        return self.session.module.load_state_dict(state_dict, strict, assign)
+
+    def _only_whole(self, call: str) -> None:
+        if self._root is not self:
+            raise RuntimeError(
+                f"{call} of a wrapped {type(self.module).__name__} inside the model: call it on the outermost wrapper"
+            )
+
+    def local_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """This rank's part: of every entry a range of its elements, flat, by which the ranks divide it. Collective."""
+        self._only_whole("local_state_dict()")
+        whole = self.session.module.full_state()
+        return {name: own_part(value, self.rank, self.world_size) for name, value in whole}
+
+    def load_local_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
+        """Take over what every rank's own :meth:`local_state_dict` gave, at the same number of ranks. Collective."""
+        self._only_whole("load_local_state_dict()")
+        layout = self.session.module.state_layout()
+        return self.load_state_dict(joined(state_dict, layout, self.process_group, self.world_size), strict)
+
+    def local_metadata_dict(self) -> dict[str, Any]:
+        """What :meth:`consolidate_shard_weights` needs beside this rank's part."""
+        shapes = {
+            n: list(v.shape) for n, v in self.session.module.state_layout().items() if isinstance(v, torch.Tensor)
+        }
+        return {"rank": self.rank, "world_size": self.world_size, "shapes": shapes}
+
+    @staticmethod
+    def consolidate_shard_weights(
+        shard_weights: Sequence[Mapping[str, Any]],
+        shard_metadata: Sequence[Mapping[str, Any]],
+        with_module_buffers: bool = True,
+        strict: bool = True,
+    ) -> dict[str, Any]:
+        """The full state of the parts of all ranks, in one process.
+
+        Args:
+            shard_weights: each rank's :meth:`local_state_dict`.
+            shard_metadata: each rank's :meth:`local_metadata_dict`, in the same order.
+            with_module_buffers: no effect: they are parts as well.
+            strict: no effect: all parts have to be there.
+
+        Raises:
+            ValueError: a rank's part is missing.
+        """
+        return consolidated(shard_weights, shard_metadata)
+
+    def gather_full_optim_state_dict(self, optim: torch.optim.Optimizer, **ignored: Any) -> dict[str, Any] | None:
+        """The full state of ``optim``, as plain torch has it, on rank 0; ``None`` on the others. Every rank calls it.
+
+        Raises:
+            ValueError: ``optim`` is none of this model's.
+        """
+        state = self._sharded(optim).state_dict(only_rank_0=True)
+        return state if self.rank == 0 else None
+
+    def get_shard_from_optim_state_dict(self, full_optim_state_dict: dict[str, Any]) -> dict[str, Any]:
+        """What ``optim.load_state_dict`` takes: the full state itself, of which each rank keeps its part."""
+        return full_optim_state_dict
+
+    def _sharded(self, optim: torch.optim.Optimizer) -> Any:
+        session = self.session
+        for given, sharded in zip(self._root.late.optimizers, session.optimizers, strict=True):
+            if optim is given:
+                return sharded
+        raise ValueError(f"{type(optim).__name__} is not an optimizer of this model's parameters: give the one that is")
+
+    # ---- facts
+
+    @property
+    def cpu_offload(self) -> bool:
+        """Whether parameter shards are on the host."""
+        return bool(self.options.move_params_to_cpu)
+
+    @property
+    def mixed_precision(self) -> bool:
+        """See the argument."""
+        return bool(self.options.mixed_precision)
+
+    def extra_repr(self) -> str:
+        """Rank, number of ranks and what was told."""
+        told = ", ".join(f"{name}={value}" for name, value in vars(self.options).items())
+        return f"rank={self.rank}, world_size={self.world_size}, {told}"
+
+    def close(self) -> None:
+        """Remove what sharding put on the model. Call :meth:`state_dict` before."""
+        self._root.late.close()
+
+
+def get_fsdp_instances(mod: nn.Module, skip_empty: bool = False) -> list[FullyShardedDataParallel]:
+    """Wrappers in ``mod``, itself included; ``skip_empty``: without those that hold no parameters."""
+    found = [each for each in mod.modules() if isinstance(each, FullyShardedDataParallel)]
+    return [each for each in found if not skip_empty or next(each.parameters(), None) is not None]

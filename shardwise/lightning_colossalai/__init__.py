@@ -1,0 +1,23 @@
+"""``lightning_colossalai``: the strategy and its precision plugin, for ``lightning.pytorch`` where that is installed.
+
+Else they are for ``pytorch_lightning``. Importing this registers ``strategy="colossalai"`` with that package's Trainer.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from shardwise.strategies.names import world_of
+from shardwise.worlds import mirror
+
+__all__ = ["ColossalAIPrecisionPlugin", "ColossalAIStrategy"]
+
+_world = world_of(__name__)
+__version__ = _world.version
+_lightning: Any = import_module(f"shardwise.{'lightning' if find_spec('lightning') else 'pytorch_lightning'}")
+ColossalAIPrecisionPlugin: Any = _lightning.ColossalAIPrecisionPlugin
+ColossalAIStrategy: Any = _lightning.ColossalAIStrategy
+
+__getattr__, __dir__ = mirror(_world, (*__all__, "__version__"))

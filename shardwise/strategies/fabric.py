@@ -1,0 +1,361 @@
+"""What Fabric's strategies have in common: a session for each model that ``fabric.setup`` is given.
+
+``setup(model, *optimizers)`` shards at once. After ``setup_module(model)`` optimizers may follow
+(``setup_optimizers``), so the model is sharded at its first use; see :mod:`shardwise.late`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import nn
+
+from shardwise.build import Session
+from shardwise.checkpoint.session import Checkpointer
+from shardwise.deferred import deferred_init
+from shardwise.late import LateModule, LateOptimizer, LateSession
+from shardwise.plan import Plan
+from shardwise.strategies.fabric_saving import Check, FabricSaving, restored, writer_of
+from shardwise.strategies.lightning_precision import CastingPrecision, NumberFormat, check_replaceable
+from shardwise.strategies.namespace import Namespace, build
+from shardwise.strategies.sessions import live_session, shard
+
+__all__ = ["FabricArguments", "FabricStrategy"]
+
+_Base: Any = object  # Fabric's DDPStrategy, once built for a namespace
+STATE = ("state_dict", "load_state_dict")
+
+
+@dataclass(frozen=True)
+class FabricArguments:
+    """Arguments of Fabric's own strategies, which ours hand on.
+
+    Attributes:
+        accelerator: as in Fabric's ``DDPStrategy``.
+        parallel_devices: as in Fabric's ``DDPStrategy``.
+        cluster_environment: as in Fabric's ``DDPStrategy``.
+        checkpoint_io: checkpoints become what it writes, single files; ``None``: a directory, each rank its part.
+        precision: a precision plugin.
+        process_group_backend: as in Fabric's ``DDPStrategy``.
+        timeout: of the process group.
+        start_method: as in Fabric's ``DDPStrategy``.
+    """
+
+    accelerator: Any = None
+    parallel_devices: list[torch.device] | None = None
+    cluster_environment: Any = None
+    checkpoint_io: Any = None
+    precision: Any = None
+    process_group_backend: str | None = None
+    timeout: timedelta | None = None
+    start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen"
+
+
+class _Syncing:
+    """What ``fabric.no_backward_sync`` asks."""
+
+    def __init__(self, strategy: FabricStrategy) -> None:
+        self._strategy = strategy
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
+        """Passes inside keep whole gradients where the plan does (stages 0 and 1); elsewhere each is reduced, which
+        gives the same sums."""
+        if not enabled:
+            return nullcontext()
+        session = self._strategy.late(module).session
+        return session.no_sync() if session.plan.shard.reduce == "last" else nullcontext()
+
+
+class FabricStrategy(_Base):  # type: ignore[misc]
+    """To be built by :func:`shardwise.strategies.namespace.build`; a concrete strategy overrides :meth:`_plan`."""
+
+    ns: ClassVar[Namespace]
+
+    def __init__(self, **lightning: Any) -> None:
+        self._known: list[weakref.ref[LateSession]] = []  # a model that is gone takes its session along
+        self._saving = FabricSaving(self)
+        super().__init__(**{name: value for name, value in lightning.items() if value is not None})
+        self._backward_sync_control = _Syncing(self)
+
+    # ---- what a concrete strategy decides
+
+    def _plan(self, module: nn.Module) -> Plan:
+        """The plan for ``module``, ``self.format`` and ``self.world_size``."""
+        raise NotImplementedError(f"{type(self).__name__} has no _plan: override it")
+
+    def _built(self, session: Session) -> None:
+        """A session was made."""
+
+    def _building(self) -> AbstractContextManager[Any]:
+        """Around the construction of a model, in ``init_module``."""
+        return deferred_init()
+
+    def _check_clipping(self, call: str) -> None:
+        """Whether the program may clip."""
+
+    # ---- facts
+
+    @property
+    def _late(self) -> list[LateSession]:
+        return [late for each in self._known if (late := each()) is not None]
+
+    @property
+    def sessions(self) -> tuple[Session, ...]:
+        """Of the models that were set up, in that order; those that were not used yet are sharded here (collective)."""
+        return tuple(late.session for late in self._late)
+
+    @property
+    def session(self) -> Session:
+        """The session of the one model.
+
+        Raises:
+            RuntimeError: there is none, or there are several.
+        """
+        late = self._late
+        if len(late) != 1:
+            raise RuntimeError(f"session of {len(late)} models: set one up first, or read sessions")
+        return late[0].session
+
+    def late(self, module: nn.Module) -> LateSession:
+        """That of a model, as :meth:`setup_module` returned it.
+
+        Raises:
+            ValueError: it is none of ours.
+        """
+        for late in self._late:
+            if module is late.module or getattr(module, "module", None) is late.module:
+                return late
+        raise ValueError(f"{type(module).__name__} was not set up by this Fabric: give what fabric.setup returned")
+
+    @property
+    def format(self) -> NumberFormat:
+        """Number formats."""
+        found: NumberFormat = self.precision.format
+        return found
+
+    @property
+    def precision(self) -> Any:
+        """Always a :class:`~shardwise.strategies.lightning_precision.CastingPrecision`."""
+        return self._precision if self._precision is not None else self._casting("32-true")
+
+    @precision.setter
+    def precision(self, plugin: Any) -> None:
+        if plugin is not None and not isinstance(plugin, CastingPrecision):
+            check_replaceable(self.ns, plugin)
+            plugin = self._casting(plugin.precision)
+        self._precision = plugin
+
+    def _casting(self, precision: Any) -> Any:
+        return build(self.ns, CastingPrecision, "plugins.precision.precision.Precision", "ShardedPrecision")(precision)
+
+    # ---- models and optimizers
+
+    @contextmanager
+    def module_sharded_context(self) -> Iterator[None]:
+        """Models built inside have no memory until they are sharded."""
+        with self._building():
+            yield
+
+    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        """What ``fabric.init_module`` enters: no memory until the model is sharded, dtypes of the ``true`` precisions.
+
+        Args:
+            empty_init: ``True``: values are left out, for a checkpoint that fills them.
+        """
+        stack = ExitStack()
+        stack.enter_context(self.ns.load("utilities.init._EmptyInit")(enabled=bool(empty_init)))
+        stack.enter_context(self.precision.module_init_context())
+        stack.enter_context(self.module_sharded_context())
+        return stack
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Sharding moves a model. What has no parameters (a loss, a metric) is moved here."""
+        if next(module.parameters(), None) is None:
+            module.to(self.root_device)
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """A model alone; it is sharded at its first use, with the optimizers that came until then.
+
+        Raises:
+            ValueError: it was set up before.
+        """
+        return LateModule(self._set_up(module))
+
+    def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> LateOptimizer:
+        """An optimizer of parameters of one model that was set up before.
+
+        Raises:
+            ValueError: it has parameters of none, or of several.
+            RuntimeError: the model is sharded with other optimizers already.
+        """
+        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        owners = [late for late in self._late if any(id(param) in held for param in late.module.parameters())]
+        if len(owners) != 1:
+            raise ValueError(
+                f"{type(optimizer).__name__} has parameters of {len(owners)} models that were set up: make it from the "
+                "parameters of one, after fabric.setup_module(model)"
+            )
+        return owners[0].add(optimizer)
+
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], *scheduler: Any
+    ) -> tuple[Any, ...]:
+        """A model with all its optimizers, sharded at once. Collective."""
+        late = self._set_up(module)
+        try:
+            for optimizer in optimizers:
+                late.add(optimizer)
+            session = late.session
+        except BaseException:  # so that it can be tried again
+            late.close()
+            self._forget(late)
+            raise
+        return session.module, list(session.optimizers), *scheduler
+
+    def _forget(self, late: LateSession) -> None:
+        for name in STATE:
+            late.module.__dict__.pop(name, None)
+        self._known = [each for each in self._known if each() not in (None, late)]
+
+    def _set_up(self, module: nn.Module) -> LateSession:
+        if any(late.module is module for late in self._late):
+            raise ValueError(f"{type(module).__name__} was set up before: use what fabric.setup returned then")
+        before = live_session(module)
+        if before is not None:  # a Trainer's
+            before.unshard()
+        late = LateSession(module, self._shard, self._undo)
+        self._known = [each for each in self._known if each() is not None] + [weakref.ref(late)]
+        for name in STATE:
+            # Fabric asks the user's own module for its state.
+            module.__dict__[name] = _OfSession(late, name)
+        return late
+
+    def _shard(self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Session:
+        plan = self._plan(module)
+        if self.format.dtype is not None:  # as Fabric's own plugins do
+            plan = plan.but(output_dtype=torch.get_default_dtype())
+        session = shard(module, optimizers, plan, self.root_device).session
+        self._built(session)
+        return session
+
+    @staticmethod
+    def _undo(session: Session) -> None:
+        live = live_session(session.module.unwrap())
+        if live is not None:
+            live.unshard()
+
+    def unshard(self) -> None:
+        """The models become ordinary ones, whole, on the host of every rank. Collective."""
+        for late in self._late:
+            if late.built:
+                self._undo(late.session)
+            self._forget(late)
+
+    # ---- passes and steps
+
+    def backward(self, tensor: torch.Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        """Backward pass from ``tensor``, times the loss scale; gradients are reduced meanwhile.
+
+        Args:
+            tensor: a loss.
+            module: the model that it was made with, where there are several under a loss scale.
+            args: of :meth:`torch.Tensor.backward`, as ``kwargs``.
+
+        Raises:
+            ValueError: several models have loss scales, and ``module`` does not say which one counts.
+        """
+        used = [late.session for late in self._late if late.built]
+        if module is not None:
+            used = [self.late(module).session]
+        if len(used) != 1:
+            if any(session.optimizer is not None and session.optimizer.scaler is not None for session in used):
+                raise ValueError(
+                    f"backward(model={module}) with {len(used)} models under loss scales of their own: give the one "
+                    "whose optimizer steps next, fabric.backward(loss, model=model)"
+                )
+            tensor.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
+            return
+        scaler = used[0].optimizer.scaler if used[0].optimizer is not None else None
+        scale = scaler.scale if scaler is not None else 1.0
+        with used[0].backward_pass(scale):
+            if scale != 1.0:
+                tensor = (tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor) * scale
+            tensor.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Any,
+        max_norm: float,
+        norm_type: float | str = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> torch.Tensor:
+        """Clip the gradients of ``optimizer`` by their norm over all ranks, averaged and unscaled. Collective.
+
+        Returns:
+            The norm before, a scalar on the device.
+        """
+        self._check_clipping(f"clip_gradients(max_norm={max_norm})")
+        norm = optimizer.clip_grad_by_norm(float(max_norm), float(norm_type), error_if_nonfinite)
+        widest = max((p.dtype for p in module.parameters()), key=lambda dtype: dtype.itemsize, default=torch.float32)
+        return torch.tensor(norm, dtype=torch.promote_types(widest, torch.float32), device=self.root_device)
+
+    def clip_gradients_value(self, module: nn.Module, optimizer: Any, clip_val: float) -> None:
+        """Limit each element of the averaged, unscaled gradients of ``optimizer``. Collective."""
+        self._check_clipping(f"clip_gradients(clip_val={clip_val})")
+        optimizer.clip_grad_by_value(float(clip_val))
+
+    # ---- checkpoints
+
+    def writer(self, session: Session, whole: bool) -> Checkpointer:
+        """What writes a directory; ``whole``: with the optimizers."""
+        return writer_of(session, whole)
+
+    def restore(self, session: Session, path: str, strict: bool, whole: bool, check: Check = None) -> dict[str, Any]:
+        """A directory into a session, ``whole``: with its optimizers; what else is in it. Collective."""
+        return restored(session, path, strict, whole, check)
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """The full state on the host of every rank, fp32 where there are masters. Collective."""
+        return module.state_dict()
+
+    def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
+        """Take over a full state; every rank gives it. Collective."""
+        module.load_state_dict(state_dict, strict=strict)
+
+    def get_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """The full state on every rank, as plain torch has it. Collective."""
+        found: dict[str, Any] = optimizer.state_dict()
+        return found
+
+    def save_checkpoint(
+        self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
+    ) -> None:
+        """Write a directory, each rank its part; one file where a ``checkpoint_io`` was given. Collective."""
+        self._saving.save(path, state, storage_options, filter, super().save_checkpoint)
+
+    def load_checkpoint(
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Restore from a directory or file, of any format that ``open_checkpoint`` reads. Collective."""
+        return self._saving.load(path, state, strict, weights_only, super().load_checkpoint)
+
+
+class _OfSession:
+    """``state_dict`` or ``load_state_dict`` of a module whose parameters are sharded, or will be."""
+
+    def __init__(self, late: LateSession, name: str) -> None:
+        self._late, self._name = late, name
+        self._own = getattr(type(late.module), name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        late = self._late
+        if kwargs.get("keep_vars") or not late.built:  # the engine asks for names so
+            return self._own(late.module, *args, **kwargs)
+        return getattr(late.session.module, self._name)(*args, **kwargs)
