@@ -15,7 +15,9 @@ from typing import Any
 __all__ = ["Interrupts"]
 
 CALLS = ("CALL", "CALL_FUNCTION_EX", "CALL_KW", "CALL_METHOD", "CALL_FUNCTION")
-"""Python looks for signals after these, and when a function begins."""
+"""Python looks for signals after these."""
+BEGINS = dis.opmap["RESUME"]
+"""With this a function begins, and a generator goes on; Python looks for signals there as well."""
 TOOL = 4
 """One of the numbers that ``sys.monitoring`` leaves to anybody."""
 
@@ -63,7 +65,9 @@ class Interrupts:
         if frame.f_code.co_filename not in self._files:
             return None
         frame.f_trace_lines, frame.f_trace_opcodes = False, True
-        self._reach(frame.f_code, frame.f_lasti)
+        # A generator that is closed or thrown into is entered where it waited: Python looks for no signal there.
+        if frame.f_code.co_code[frame.f_lasti] == BEGINS:
+            self._reach(frame.f_code, frame.f_lasti)
         return self._follow
 
     def _follow(self, frame: FrameType, event: str, _arg: Any) -> Any:
