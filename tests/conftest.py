@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 
 import other_numbers
 import pytest
@@ -13,6 +14,12 @@ import torch
 
 from shardwise.testing import close_pools, run_ranks
 
+# No test asks how long something took; on a busy machine the first example takes seconds.
+with suppress(ImportError):  # a GPU machine may have pytest alone, which is enough for tests/gpu
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("any machine")
 SHOWN_FILES, QUIET_SECONDS = 10, 60.0
 """After a run of more than a minute the slowest files are shown: all of them have ten minutes, on two cores."""
 

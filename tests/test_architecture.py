@@ -16,8 +16,9 @@ from tests.sources import PACKAGE, Definition, Source, around, bound_names, func
 # Lower rows first. A unit may import itself and units of lower rows; units of one row never import each other.
 # A dotted unit ("chunk.layout") is a module that sits lower than the rest of its package.
 ROWS: tuple[tuple[str, ...], ...] = (
-    ("checked",),
-    ("tier_plan", "parallel_plan"),  # the parts of a plan that are about memories, and about dividing a model
+    ("checked", "worlds"),
+    # The parts of a plan that are about memories, about dividing a model, and about numbers; and their text.
+    ("tier_plan", "parallel_plan", "precision_plan", "plan_text"),
     ("plan", "device", "torch_internals"),
     (
         "comm",
@@ -46,10 +47,14 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("engine",),
     ("checkpoint",),
     ("build",),
+    ("late",),  # a session that is built when it is asked for
     ("shardformer",),  # configurations and policies, which plugins of the Booster take
     ("booster", "zero", "deepspeed", "nn", "native"),
     ("strategies",),  # Lightning's, built once for both of its packages; they translate with the front-ends below
-    ("lightning", "pytorch_lightning", "huggingface"),
+    ("lightning", "pytorch_lightning", "fabric", "lightning_fabric", "huggingface", "pytorch"),
+    ("lightning_colossalai",),  # picks one of Lightning's packages
+    ("colossalai", "fairscale"),  # worlds of others: tables of names, and thin translations
+    ("port",),  # programs that use names of the worlds
     ("cli",),  # the demo trains through the public front-end
 )
 # Outside the order: `testing` may import anything, and nothing may import it; the package's own two files start it.
@@ -64,7 +69,13 @@ FRONT_ENDS = {
     "strategies",
     "lightning",
     "pytorch_lightning",
+    "fabric",
+    "lightning_fabric",
+    "lightning_colossalai",
     "huggingface",
+    "colossalai",
+    "fairscale",
+    "pytorch",
     "cli",
 }
 BELOW_BUILD = {"engine", "update", "reduce", "checks", "gather", "chunk", "disk"}
@@ -80,11 +91,32 @@ EXPLAINED_ERRORS = {"ValueError", "RuntimeError", "NotImplementedError", "TypeEr
 
 # Signatures that others published, reproduced name by name.
 PUBLISHED_SIGNATURES: set[tuple[str, str]] = {
+    (f"{PACKAGE}.colossalai.computed_schedules", "PipelineGraph.__init__"),
+    (f"{PACKAGE}.colossalai.gemini_models", "GeminiDDP.__init__"),
+    (f"{PACKAGE}.colossalai.gemini_models", "GeminiOptimizer.__init__"),
+    (f"{PACKAGE}.colossalai.low_level_optimizer", "LowLevelZeroOptimizer.__init__"),
+    (f"{PACKAGE}.colossalai.low_level_optimizer", "zero_optim_wrapper"),
+    (f"{PACKAGE}.colossalai.older_context", "launch"),
     (f"{PACKAGE}.optim.adam", "CPUAdam.__init__"),
+    (f"{PACKAGE}.optim.factored", "Adafactor.__init__"),
+    (f"{PACKAGE}.optim.galore", "GaLoreAdamW8bit.__init__"),
+    (f"{PACKAGE}.optim.hybrid_adam", "HybridAdam.__init__"),
+    (f"{PACKAGE}.optim.lamb", "FusedLAMB.__init__"),
     (f"{PACKAGE}.optim.adam", "FusedAdam.__init__"),
+    (f"{PACKAGE}.deepspeed.collectives", "init_distributed"),
+    (f"{PACKAGE}.deepspeed.cpu_optimizers", "DeepSpeedCPUAdam.__init__"),
+    (f"{PACKAGE}.deepspeed.cpu_optimizers", "FusedAdam.__init__"),
+    (f"{PACKAGE}.deepspeed.lamb", "FusedLamb.__init__"),
     (f"{PACKAGE}.deepspeed.entry", "initialize"),
+    (f"{PACKAGE}.deepspeed.flops", "get_model_profile"),
     (f"{PACKAGE}.deepspeed.schedules", "OneCycle.__init__"),
     (f"{PACKAGE}.deepspeed.zero", "Init.__init__"),
+    (f"{PACKAGE}.nn.lr_scheduler.schedules", "OneCycleLR.__init__"),
+    (f"{PACKAGE}.fairscale.fully_sharded", "FullyShardedDataParallel.__init__"),
+    (f"{PACKAGE}.fairscale.oss", "ShardedDataParallel.__init__"),
+    (f"{PACKAGE}.pytorch.ddp", "plan_of_ddp"),
+    (f"{PACKAGE}.pytorch.fsdp", "plan_of_fsdp"),
+    (f"{PACKAGE}.pytorch.fully_shard", "plan_of_fully_shard"),
     (f"{PACKAGE}.zero.init_ctx.init_context", "ZeroInitContext.__init__"),
     (f"{PACKAGE}.zero.sharded_model.sharded_model_v2", "ShardedModelV2.__init__"),
     (f"{PACKAGE}.zero.sharded_optim.sharded_optim_v2", "ShardedOptimizerV2.__init__"),
@@ -306,13 +338,21 @@ PACKAGE_CHECKERS: tuple[Checker, ...] = (
 )
 
 
+def _made(module: str, every: dict[str, Source]) -> set[str]:
+    """What the nearest package above binds: one that makes the modules below it binds ``__getattr__``."""
+    above = module.rpartition(".")[0]
+    while above not in every and above:
+        above = above.rpartition(".")[0]
+    return bound_names(every[above].tree) & {"__getattr__"} if above != PACKAGE and above else set()
+
+
 def missing_imports(source: Source, every: dict[str, Source]) -> Iterator[str]:
     """Names of this repository that ``source`` imports from a module that has neither bound nor become them."""
     roots = {name.split(".")[0] for name in every}
     for node in ast.walk(source.tree):
         if not isinstance(node, ast.ImportFrom) or node.level or (node.module or "").split(".")[0] not in roots:
             continue
-        bound = bound_names(every[node.module].tree) if node.module in every else set()
+        bound = bound_names(every[node.module].tree) if node.module in every else _made(node.module, every)
         for alias in node.names:
             if alias.name not in bound and f"{node.module}.{alias.name}" not in every and "__getattr__" not in bound:
                 yield f"{source.name}:{node.lineno} imports what is not there: {node.module}.{alias.name}"
@@ -347,7 +387,9 @@ def test_what_tests_examples_and_benchmarks_import_is_there() -> None:
 def test_an_import_that_is_not_there_is_found() -> None:
     every = {name: Source(name, text) for name, text in (("shardwise.a", "x = 1\nif x:\n    def y(): ..."), ("b", ""))}
     text = "from shardwise.a import x, y, z\nfrom shardwise import a, b\nfrom shardwise.b import c\nfrom torch import d"
+    text += "\nfrom shardwise.world.below import e"
     every["shardwise"] = Source("shardwise", "")
+    every["shardwise.world"] = Source("shardwise.world", "__getattr__, __dir__ = mirror(WORLD)")
     assert [complaint.rsplit(" ", 1)[-1] for complaint in missing_imports(Source("b", text), every)] == [
         "shardwise.a.z",
         "shardwise.b",

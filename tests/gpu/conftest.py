@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -27,13 +28,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if HERE not in item.path.parents:
             continue
         item.add_marker(pytest.mark.gpu)
-        reason = reason_to_skip(device_type, [int(mark.args[0]) for mark in item.iter_markers("gpus")])
+        packages = [name for mark in item.iter_markers("packages") for name in mark.args]
+        reason = reason_to_skip(device_type, [int(mark.args[0]) for mark in item.iter_markers("gpus")], packages)
         if reason:
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def reason_to_skip(device_type: str, needed: Sequence[int]) -> str:
-    """Why a test that is marked with ``gpus(n)`` for each of ``needed`` cannot run; empty where it can."""
+def reason_to_skip(device_type: str, needed: Sequence[int], packages: Sequence[str] = ()) -> str:
+    """Why a test that is marked with ``gpus(n)`` for each of ``needed``, and with ``packages(...)``, cannot run; empty
+    where it can."""
+    absent = [name for name in packages if importlib.util.find_spec(name) is None]
+    if absent:
+        return f"needs {', '.join(absent)}: pip install {' '.join(absent)}"
     if device_type == "cpu" and not needed:
         return ""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -43,6 +49,7 @@ def reason_to_skip(device_type: str, needed: Sequence[int]) -> str:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpus(count): needs this many CUDA devices, and CUDA itself")
+    config.addinivalue_line("markers", "packages(*names): needs these")
 
 
 @pytest.fixture(scope="session")

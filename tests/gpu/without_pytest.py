@@ -232,7 +232,8 @@ def run(files: Sequence[Path], device_type: str, every: int, records: Records) -
 
 def _run_one(runner: _Runner, case: _Case, name: str, records: Records) -> None:
     needed = [int(mark.args[0]) for mark in case.marks if mark.name == "gpus"]
-    reason = importlib.import_module("gpu.conftest").reason_to_skip(runner.device_type, needed)
+    packages = [name for mark in case.marks if mark.name == "packages" for name in mark.args]
+    reason = importlib.import_module("gpu.conftest").reason_to_skip(runner.device_type, needed, packages)
     if reason:
         records.end(name, "skipped", 0.0, reason)
         return

@@ -96,6 +96,17 @@ def trainer(strategy: Any, ns: Namespace = LIGHTNING, **arguments: Any) -> Any:
     return ns.load("Trainer")(strategy=strategy, plugins=plugins, **{**defaults, **arguments})
 
 
+def fabric(strategy: Any, ns: Namespace, **arguments: Any) -> Any:
+    """A Fabric over all ranks of the pool, on CPUs, launched; ``ns`` is one of Fabric's own."""
+    quiet(ns)
+    plugins = [_environment(ns)(), *arguments.pop("plugins", [])]
+    made = ns.load("Fabric")(
+        strategy=strategy, accelerator="cpu", devices=dist.get_world_size(), plugins=plugins, **arguments
+    )
+    made.launch()
+    return made
+
+
 def stock(ns: Namespace = LIGHTNING) -> Any:
     """Lightning's own data parallelism: the oracle."""
     return ns.load("strategies.ddp.DDPStrategy")()

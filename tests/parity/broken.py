@@ -196,7 +196,7 @@ def _groups_mixed_up() -> _Patch:
 
 def _reads_not_noticed() -> _Patch:
     """A weight used without its module being called is not gathered."""
-    return mock.patch.object(GatherHooks, "_on_read", lambda self, param: None)
+    return mock.patch.object(GatherHooks, "on_read", lambda self, param: None)
 
 
 def _padding_not_zeroed() -> _Patch:

@@ -72,8 +72,8 @@ class Matrix:
 @pytest.fixture(scope="module")
 def matrix(request: pytest.FixtureRequest) -> Matrix:
     """The rows that this session selected."""
-    items = [item for item in request.session.items if isinstance(item, pytest.Function)]
-    return Matrix([i.callspec.params["row"] for i in items if "matrix" in getattr(i, "fixturenames", ())])
+    here = [i for i in request.session.items if isinstance(i, pytest.Function) and i.path == request.path]
+    return Matrix([i.callspec.params["row"] for i in here if "matrix" in i.fixturenames])
 
 
 @pytest.mark.parametrize("row", ROWS, ids=label)

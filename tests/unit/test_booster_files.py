@@ -18,6 +18,10 @@ from torch import nn
 from shardwise import checkpoint
 from shardwise.booster import Booster, FP16TorchMixedPrecision
 from shardwise.checkpoint import tree
+from shardwise.checkpoint.file_system import FileSystem
+from shardwise.nn.lr_scheduler import MultiStepWarmupLR
+from shardwise.nn.optimizer import Adafactor
+from shardwise.testing import assert_close
 
 
 def parts() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -105,19 +109,100 @@ def test_defect_5_shape_mismatch_is_an_error_that_lists_everything(tmp_path: Pat
     assert torch.equal(model.weight, torch.ones(2, 4)) and torch.equal(model.bias, before["bias"])
 
 
+def stepped(seed: int, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    torch.manual_seed(seed)
+    model = Tied()
+    kinds: dict[str, Any] = {"named": model.named_parameters(), "numbered": model.parameters()}
+    optimizer = Adafactor(kinds[options.get("params", "numbered")], beta1=0.9)
+    scheduler = MultiStepWarmupLR(torch.optim.SGD(model.parameters(), lr=0.1), 20, 2, [4, 9])
+    for _ in range(3 if seed == 0 else 0):
+        model.head(model.embed(torch.arange(5))).square().mean().backward()
+        optimizer.step()
+        scheduler.optimizer.step()
+        scheduler.step()
+    return model, optimizer, scheduler
+
+
 @pytest.mark.parametrize("suffix", [".pt", ".pth", ".bin", ".ckpt"])
-def test_torch_suffixes_are_refused_when_saving(tmp_path: Path, suffix: str) -> None:
-    model, optimizer = parts()
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    booster = Booster()
-    for save, value, wanted in (
+def test_torch_files_are_what_torch_reads_and_hold_no_code(tmp_path: Path, suffix: str) -> None:
+    booster, (model, optimizer, scheduler) = Booster(), stepped(0, params="named")
+    booster.save_model(model, tmp_path / f"m{suffix}")
+    booster.save_optimizer(optimizer, tmp_path / f"o{suffix}", use_async=True)
+    booster.save_lr_scheduler(scheduler, tmp_path / f"s{suffix}")
+    booster.wait()
+    assert sorted(file.name for file in tmp_path.iterdir()) == [f"m{suffix}", f"o{suffix}", f"s{suffix}"]
+    weights, state, rates = (torch.load(tmp_path / f"{kind}{suffix}", weights_only=True) for kind in "mos")
+    assert weights["embed.weight"].data_ptr() == weights["head.weight"].data_ptr()  # and so once in the file
+    assert weights["_extra_state"] == {"version": 3} and rates == scheduler.state_dict()
+    plain, theirs, _ = stepped(1)
+    plain.load_state_dict(weights)
+    theirs.load_state_dict(state)
+    again, own, resumed = stepped(2)
+    booster.load_model(again, tmp_path / f"m{suffix}")
+    booster.load_optimizer(own, tmp_path / f"o{suffix}")
+    booster.load_lr_scheduler(resumed, tmp_path / f"s{suffix}")
+    assert resumed.state_dict() == scheduler.state_dict() and again.head.weight is again.embed.weight
+    weights_now = {name: value for name, value in again.state_dict().items() if name != "_extra_state"}
+    assert_close(weights_now, {k: v for k, v in model.state_dict().items() if k != "_extra_state"}, 0.0, "model")
+    for found in (theirs.state_dict(), own.state_dict()):
+        for number, entry in optimizer.state_dict()["state"].items():
+            assert all(
+                torch.equal(torch.as_tensor(found["state"][number][key]), torch.as_tensor(v))
+                for key, v in entry.items()
+            )
+    (tmp_path / f"m{suffix}").write_bytes((tmp_path / f"m{suffix}").read_bytes()[:-40])
+    with pytest.raises(checkpoint.CheckpointError):
+        booster.load_model(again, tmp_path / f"m{suffix}")
+
+
+def test_a_failed_torch_file_leaves_the_earlier_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    booster, (model, optimizer, scheduler) = Booster(), stepped(0)
+    saves = {"m": (booster.save_model, model), "o": (booster.save_optimizer, optimizer)}
+    every: dict[str, Any] = saves | {"s": (booster.save_lr_scheduler, scheduler)}
+    for kind, (save, what) in every.items():
+        save(what, tmp_path / f"{kind}.pt")
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+
+    def fails(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(FileSystem, "write", fails)
+    for kind, (save, what) in every.items():
+        with pytest.raises(checkpoint.CheckpointError, match="No space left"):
+            save(what, tmp_path / f"{kind}.pt")
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+def test_other_endings_are_refused(tmp_path: Path) -> None:
+    booster, (model, optimizer, scheduler) = Booster(), stepped(0)
+    every: list[tuple[Any, Any, str]] = [
         (booster.save_model, model, r"x\.safetensors"),
         (booster.save_optimizer, optimizer, r"x\.safetensors"),
         (booster.save_lr_scheduler, scheduler, r"x\.json"),
-    ):
-        with pytest.raises(ValueError, match=wanted):
-            save(value, tmp_path / f"x{suffix}")  # type: ignore[operator]
+    ]
+    for save, value, wanted in every:
+        with pytest.raises(ValueError, match=rf"\.npz.*{wanted}"):
+            save(value, tmp_path / "x.npz")
+    with pytest.raises(ValueError, match=r"ending in \.safetensors"):
+        booster.save_model(model, tmp_path / "x.pt", use_safetensors=True)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("prefix", [None, "ema"])
+def test_shards_of_torch_files(tmp_path: Path, prefix: str | None) -> None:
+    booster, (model, _, _), (other, _, _) = Booster(), stepped(0), stepped(1)
+    booster.save_model(model, tmp_path, shard=True, prefix=prefix)
+    booster.save_model(model, tmp_path, shard=True, use_safetensors=False, size_per_shard=1e-4, prefix=prefix)  # type: ignore[arg-type]
+    dot = f".{prefix}" if prefix else ""
+    names = {file.name for file in tmp_path.iterdir()}
+    index = f"pytorch_model.bin.index{dot}.json"
+    assert {index, f"pytorch_model{dot}-00001.bin"} < names and not any("safetensors" in name for name in names)
+    weight_map = json.loads((tmp_path / index).read_text())["weight_map"]
+    assert set(weight_map.values()) == names - {index} and len(names) > 2
+    found = {k: v for file in names - {index} for k, v in torch.load(tmp_path / file, weights_only=True).items()}
+    assert found.keys() >= model.state_dict().keys() - {"_extra_state"}
+    booster.load_model(other, tmp_path / index)
+    assert torch.equal(other.embed.weight, model.embed.weight)  # type: ignore[union-attr]
 
 
 def test_damaged_and_missing_files(tmp_path: Path) -> None:

@@ -97,6 +97,7 @@ GEMINI = replace(
 LLZ_CASES: list[tuple[dict[str, Any], Plan]] = [
     ({}, ZERO1),
     ({"stage": 2}, ZERO1.but(reduce="every")),
+    ({"extra_dp_size": 3}, ZERO1.but(dp_replicate=3)),
     ({"reduce_bucket_size_in_m": 1}, ZERO1.but(packing=ByNumel(chunk_numel=M, min_chunks=8))),
     ({"max_norm": 1.0}, ZERO1.but(max_norm=1.0)),
     ({"max_norm": 1.0, "norm_type": math.inf}, ZERO1.but(max_norm=1.0, norm_type=math.inf)),

@@ -54,6 +54,7 @@ LOW_LEVEL_ZERO = {
     "cast_inputs": True,
     "fp8_communication": False,
     "use_fp8": False,
+    "extra_dp_size": 1,
 }
 GEMINI = {
     "chunk_config_dict": None,
@@ -212,7 +213,7 @@ BOOSTER = {
         "model": REQUIRED,
         "checkpoint": REQUIRED,
         **SAVING,
-        "use_safetensors": False,
+        "use_safetensors": None,  # False where that is said: shards are safetensors otherwise
         "use_async": False,
     },
     "load_model": {"model": REQUIRED, "checkpoint": REQUIRED, "strict": True, **LOADING},

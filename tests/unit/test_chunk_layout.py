@@ -38,7 +38,7 @@ def check(layout: Layout, shard: int, replicate: int) -> None:
     assert sorted(itertools.chain(*(u.chunks for u in layout.units))) == [c.index for c in layout.chunks]
     for chunk in layout.chunks:
         assert chunk.index in layout.units[chunk.unit].chunks
-        assert chunk.padded_numel == shard * chunk.shard_numel and chunk.shard_numel % replicate == 0
+        assert chunk.padded_numel == shard * chunk.shard_numel(0) and chunk.shard_numel(0) % replicate == 0
         assert chunk.padded_numel >= 1 and chunk.padded_bytes == chunk.padded_numel * chunk.dtype.itemsize
         covered = sorted([(s.start, s.end) for s in chunk.slots if s.numel] + list(chunk.gaps))
         ends = [0, *(end for _, end in covered)]
@@ -163,3 +163,68 @@ def test_nothing_and_empty_parameters() -> None:
         layout = make_layout([fact("a", 0, 5)], EMPTY, packing, 4, 2)
         assert [c.padded_numel for c in layout.chunks] == [8]
         check(layout, 4, 2)
+
+
+def whole_layout(sizes: list[int], ranks: int, packing: Packing, uneven: bool, replicas: int = 1) -> Layout:
+    """Of parameters by name ``block.index``, some of half the width; each lies in one shard."""
+    facts = [
+        fact(f"{index // 4}.{index}", numel, dtype=torch.bfloat16 if index % 5 == 4 else torch.float32)
+        for index, numel in enumerate(sizes)
+    ]
+    layout = make_layout(facts, EMPTY, packing, ranks, replicas, whole=(0,), uneven=uneven)
+    assert sorted(slot.param for chunk in layout.chunks for slot in chunk.slots) == list(range(len(sizes)))
+    for chunk in layout.chunks:
+        assert chunk.whole and len(chunk.bounds) == ranks + 1 and chunk.bounds[0] == 0
+        assert all(chunk.shard_numel(rank) > 0 == chunk.shard_numel(rank) % replicas for rank in range(ranks))
+        assert uneven or chunk.uneven is None
+        ends = 0
+        for slot in chunk.slots:
+            assert slot.start >= ends and layout.where[slot.param] == (chunk.index, slot)
+            assert any(start <= slot.start and slot.end <= end for start, end in itertools.pairwise(chunk.bounds))
+            ends = slot.end
+        assert sum(end - start for start, end in chunk.gaps) + sum(s.numel for s in chunk.slots) == chunk.padded_numel
+    return layout
+
+
+def held(layout: Layout, rank: int) -> int:
+    """Bytes of the tensors in the shards of ``rank``."""
+    return sum(
+        slot.numel * chunk.dtype.itemsize
+        for chunk in layout.chunks
+        for slot in chunk.slots
+        if chunk.bounds[rank] <= slot.start and slot.end <= chunk.bounds[rank + 1]
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(1, 4000), min_size=1, max_size=24),
+    st.integers(1, 5),
+    st.integers(1, 3),
+    st.sampled_from(PACKINGS),
+)
+def test_whole_tensors_fill_ranks_evenly_over_all_chunks(
+    sizes: list[int], ranks: int, replicas: int, packing: Packing
+) -> None:
+    layout = whole_layout(sizes, ranks, packing, True, replicas)
+    largest = max(own.numel * own.dtype.itemsize for own in layout.facts)
+    by_rank = [held(layout, rank) for rank in range(ranks)]
+    assert max(by_rank) - min(by_rank) <= largest
+    # All that shards have beside that is the beginning of a cache line, once a tensor and once a chunk.
+    for rank in range(ranks):
+        padded = sum(chunk.shard_numel(rank) * chunk.dtype.itemsize for chunk in layout.chunks)
+        assert padded - by_rank[rank] < ALIGN_BYTES * (len(sizes) + replicas * len(layout.chunks))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_whole_tensors_in_shards_of_one_length(ranks: int) -> None:
+    sizes = [4000, 10, 900, 900, 700, 5, 300, 64, 2000, 1, 1500, 1200]
+    layout = whole_layout(sizes, ranks, ByNumel(chunk_numel=1000), False)
+    # Of few tensors on many ranks the largest alone decides.
+    assert sum(chunk.padded_numel for chunk in layout.chunks) <= 1.4 * max(sum(sizes), ranks * max(sizes))
+    plain = make_layout(layout.facts, EMPTY, ByNumel(chunk_numel=1000), ranks, 1)
+    assert not any(chunk.whole for chunk in plain.chunks) and len(plain.chunks) >= len(layout.chunks)
+    # Chunks of one tensor each: it goes to another rank each time.
+    single = whole_layout([400] * 3 * ranks, ranks, ByTensor(persist_numel=0), False)
+    by_rank = [held(single, rank) for rank in range(ranks)]
+    assert max(by_rank) - min(by_rank) <= 1600

@@ -16,7 +16,8 @@ from shardwise.chunk.chunk import Chunk
 from shardwise.chunk.layout import ParamFact, UnitSpec, make_layout
 from shardwise.chunk.source import MemorySource
 from shardwise.comm import Buffer, Handle
-from shardwise.comm.group import Group, LocalGroup
+from shardwise.comm.group import Group
+from shardwise.comm.local import LocalGroup
 from shardwise.events import Events
 from shardwise.gather import pool as pool_module
 from shardwise.gather.policy import GatherLimits

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import SECONDS, finished, started
+from launching import ROOT, SECONDS, finished, started
 from torch import nn
 
 from shardwise.cli import demo, run
@@ -119,7 +119,7 @@ def test_an_empty_folder_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture
 
 def _run_options(text: str) -> tuple[list[str], list[str]]:
     options = _parser().parse_args(["run", *text.split()])
-    return run.launcher_arguments(options), [options.script, *options.arguments]
+    return run.launcher_arguments(options), run.program(options)
 
 
 def test_run_passes_the_script_its_own_options() -> None:
@@ -305,3 +305,40 @@ def test_importing_the_command_line_does_not_import_torch() -> None:
     code = "import sys; import shardwise.cli.main; sys.exit('torch' in sys.modules)"
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
     assert subprocess.run([sys.executable, "-c", code], env=environment, timeout=60, check=False).returncode == 0
+
+
+def test_run_puts_our_names_in_place_of_a_library(tmp_path: Path) -> None:
+    launcher, script = _run_options(f"--as deepspeed --nproc 2 {__file__} --as x")
+    assert launcher[-1] == "--module" and script == ["shardwise.cli.as_world", "deepspeed", __file__, "--as", "x"]
+    _, script = _run_options("--as deepspeed -m program -m x")
+    assert script == ["shardwise.cli.as_world", "deepspeed", "-m", "program", "-m", "x"]
+    (tmp_path / "beside.py").write_text("VALUE = 3\n")
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys, beside, deepspeed, importlib.metadata\n"
+        "from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus\n"
+        "print(deepspeed.__name__, importlib.metadata.version('deepspeed'), beside.VALUE, sys.argv[1:])\n"
+    )
+    for start in ([str(program)], ["-m", "program"]):
+        command = [sys.executable, "-m", "shardwise.cli.as_world", "deepspeed", *start, "a", "-m"]
+        shown = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"},
+        )
+        assert shown.stdout.split(maxsplit=3) == ["shardwise.deepspeed", "0.19.8", "3", "['a', '-m']\n"], shown.stderr
+    program.write_text(
+        "import sys, types\nsys.modules['deepspeed'] = types.ModuleType('deepspeed')\n"
+        "import shardwise.deepspeed.as_deepspeed\n"
+    )
+    shown = subprocess.run(
+        [sys.executable, str(program)], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert shown.returncode == 1 and "deepspeed is imported already" in shown.stderr
+    shown = subprocess.run(
+        [sys.executable, "-m", "shardwise.cli.as_world", "horovod", "x"], capture_output=True, text=True, cwd=ROOT
+    )
+    assert shown.returncode == 1 and "give one of colossalai, deepspeed, fairscale" in shown.stderr
+    assert main(["run", "--as", "horovod", __file__]) == 2

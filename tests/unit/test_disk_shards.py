@@ -16,7 +16,7 @@ import torch
 from disk_setup import Log, disk_plan
 
 from shardwise.chunk.source import DiskSource, ReadAhead
-from shardwise.comm.group import LocalGroup
+from shardwise.comm.local import LocalGroup
 from shardwise.disk.store import DiskError, DiskStore, Record, Transfer
 from shardwise.update.disk_tiles import BufferSizes, DiskTile, TileVisits
 from shardwise.update.tiles import Piece, Tile

@@ -152,7 +152,10 @@ USED: list[tuple[str, Any, int, Tree, dict[str, Any]]] = [
     (ZERO + "stage3_model_persistence_threshold", 0, 3, {}, {"packing": ByTensor(persist_numel=0)}),
     (ZERO + "stage3_max_live_parameters", 1e6, 3, {}, {"gathered_budget_bytes": 4_000_000}),
     (ZERO + "stage3_max_reuse_distance", 100, 3, {"fp16": {"enabled": True}}, {**FP16, "gathered_budget_bytes": 200}),
-    (ZERO + "zero_hpz_partition_size", 2, 3, {}, {"mesh": MeshPlan(dp_shard=2, dp_replicate=-1)}),
+    (ZERO + "zero_hpz_partition_size", 2, 3, {}, {"secondary": 2}),
+    (ZERO + "zero_hpz_partition_size", 64, 3, {}, {"secondary": 4}),
+    (ZERO + "zero_hpz_partition_size", 1, 3, {}, {}),
+    (ZERO + "mics_shard_size", 1, 3, {}, {"mesh": MeshPlan(dp_shard=1, dp_replicate=-1)}),
     (ZERO + "mics_shard_size", 2, 3, {}, {"mesh": MeshPlan(dp_shard=2, dp_replicate=-1)}),
     (ZERO + "stage3_gather_16bit_weights_on_model_save", True, 3, {}, {}),
     (OPTIM + "device", "cpu", 1, {}, {"state_host_fraction": 1.0, "pin_memory": True}),
@@ -210,6 +213,19 @@ BY_ENGINE: dict[str, tuple[Any, Any]] = {
     "activation_checkpointing.number_checkpoints": (6, 6),
     "activation_checkpointing.synchronize_checkpoint_boundary": (True, True),
     "activation_checkpointing.profile": (True, True),
+    **{f"{name}.enabled": (True, True) for name in ("tensorboard", "csv_monitor", "wandb", "comet", "flops_profiler")},
+    **{f"{name}.{key}": ("x", "x") for name in ("tensorboard", "csv_monitor") for key in ("output_path", "job_name")},
+    **{f"wandb.{key}": ("x", "x") for key in ("group", "team", "project")},
+    **{f"comet.{key}": ("x", "x") for key in ("project", "workspace", "api_key", "experiment_name", "experiment_key")},
+    "comet.samples_log_interval": (5, 5),
+    "comet.online": (False, False),
+    "comet.mode": ("GET", "get"),
+    "flops_profiler.recompute_fwd_factor": (1, 1.0),
+    "flops_profiler.profile_step": (4, 4),
+    "flops_profiler.module_depth": (2, 2),
+    "flops_profiler.top_modules": (3, 3),
+    "flops_profiler.detailed": (False, False),
+    "flops_profiler.output_file": ("x", "x"),
 }
 
 
@@ -339,7 +355,12 @@ WRONG = [
     ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme"}}}, "nvme_path=None"),
     ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu", "ratio": 1.5}}}, "give a share"),
     ({"zero_optimization": {"stage": 3, "mics_shard_size": 3}}, "mics_shard_size=3.*divides the 4 ranks"),
-    ({"zero_optimization": {"stage": 3, "mics_shard_size": 2, "zero_hpz_partition_size": 4}}, "give one of them"),
+    ({"zero_optimization": {"stage": 3, "mics_shard_size": 2, "zero_hpz_partition_size": 4}}, "=4 with .*=2: .*one"),
+    ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}}, "partition_size=3.*divides the 4 ranks"),
+    (
+        {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2, "offload_param": {"device": "nvme", "nvme_path": "/f"}}},
+        "zero_hpz_partition_size=2 with .*offload_param.device='nvme'",
+    ),
     ({"train_batch_size": 9, "gradient_accumulation_steps": 2}, "train_batch_size=9 is not .* 4 ranks = 8"),
     ({"train_batch_size": 8, "train_micro_batch_size_per_gpu": 3}, "train_batch_size=8 is not"),
     ({"checkpoint": {"tag_validation": "maybe"}}, "tag_validation='maybe'"),
@@ -413,7 +434,7 @@ def test_files_comments_and_old_forms(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'gradient_clipping' stands twice"):
         to_plan(path, 4)
     path.write_text("{")
-    with pytest.raises(ValueError, match="is not JSON"):
+    with pytest.raises(ValueError, match=r"ds\.json: neither JSON nor Hjson: a key is expected at line 1 column 2"):
         to_plan(path, 4)
     with pytest.raises(FileNotFoundError, match="no such file"):
         to_plan(tmp_path / "none.json", 4)
@@ -461,3 +482,12 @@ def test_sizes_of_the_model_turn_limits_into_units_and_shares() -> None:
     offload = {"device": "nvme", "nvme_path": "/fast", "max_in_cpu": 54}
     tiers = three(offload_param=offload).tiers
     assert (tiers.param_host_fraction, tiers.param_disk_fraction) == (pytest.approx(0.1), pytest.approx(0.9))
+
+
+def test_keys_with_dots_are_none_of_deepspeeds() -> None:
+    """TRL writes three beside the blocks for its reference model, of which one is 0.9 times a square."""
+    settings = read_config({"zero_optimization": {"stage": 3}, "zero_optimization.stage3_prefetch_bucket_size": 230.4})
+    assert settings["zero_optimization.stage3_prefetch_bucket_size"] == 5e7
+    assert "inside of its block" in settings.findings.ignored["zero_optimization.stage3_prefetch_bucket_size"]
+    with pytest.raises(ValueError, match=r"stage3\.prefetch=1 is not a key"):
+        read_config({"zero_optimization": {"stage": 3, "stage3.prefetch": 1}})

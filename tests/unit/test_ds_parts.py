@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from torch import nn
 
 import shardwise.deepspeed as deepspeed
 from shardwise.checkpoint import CheckpointDamage
+from shardwise.deepspeed.lamb import FusedLamb
 from shardwise.deepspeed.optimizers import make_optimizer
 from shardwise.deepspeed.saving import good_steps
 from shardwise.deepspeed.schedules import make_schedule
@@ -33,6 +35,7 @@ OPTIMIZERS: list[tuple[str, Tree, Callable[[Any], torch.optim.Optimizer]]] = [
     ("AdamW", {"torch_adam": True}, lambda p: torch.optim.AdamW(p)),
     ("adam", {"adam_w_mode": False, "weight_decay": 0.1}, lambda p: torch.optim.Adam(p, weight_decay=0.1)),
     ("AdamW", {"adam_w_mode": False, "betas": [0.8, 0.9]}, lambda p: torch.optim.AdamW(p, betas=(0.8, 0.9), weight_decay=0.0)),
+    ("Lamb", {"lr": 0.2, "betas": [0.8, 0.9]}, lambda p: FusedLamb(p, lr=0.2, betas=(0.8, 0.9))),
     ("Adagrad", {"lr": 0.2}, lambda p: torch.optim.Adagrad(p, lr=0.2)),
     ("SGD", {"lr": 0.3, "momentum": 0.5}, lambda p: torch.optim.SGD(p, lr=0.3, momentum=0.5)),
 ]  # fmt: skip
@@ -51,9 +54,11 @@ def test_optimizers(name: str, params: Tree, make: Any) -> None:
     ("name", "params", "error", "message"),
     [
         ("AdemW", {}, ValueError, "did you mean 'AdamW'"),
+        ("FusedLamb", {}, ValueError, "did you mean 'Lamb'"),
         ("SGD", {"lrr": 1}, ValueError, "optimizer.params.lrr=1.*did you mean 'lr'"),
         ("Adam", {"max_grad_norm": 1}, ValueError, "gradient_clipping"),
-        ("Lamb", {}, NotImplementedError, "optimizer.type='Lamb'"),
+        ("Lamb", {"max_grad_norm": 1.0}, ValueError, "gradient_clipping"),
+        ("Lamb", {"max_coef": 1.0}, ValueError, "did you mean 'max_coeff'"),
         ("Adam", {"bias_correction": False}, NotImplementedError, "bias_correction=False"),
     ],
 )
@@ -66,10 +71,10 @@ def test_wrong_optimizers(name: str, params: Tree, error: type[Exception], messa
     ("block", "error", "message"),
     [
         ({"optimizer": {"type": "OneBitAdam"}}, NotImplementedError, "optimizer.type='OneBitAdam'"),
-        ({"optimizer": {"type": "Lamb", "params": {"lr": 1e-3}}}, NotImplementedError, "optimizer.type='Lamb'"),
+        ({"optimizer": {"type": "Lamb", "params": {"min_coeff": 2, "max_coeff": 1}}}, ValueError, "max_coeff=1"),
         ({"optimizer": {"type": "Muon"}}, NotImplementedError, "optimizer.type='Muon'"),
-        ({"optimizer": {"type": "LBFGS"}}, ValueError, "LBFGS needs whole matrices"),
-        ({"optimizer": {"type": "Adafactor"}}, ValueError, "Adafactor needs whole matrices"),
+        ({"optimizer": {"type": "LBFGS"}}, ValueError, "LBFGS works on all parameters"),
+        ({"optimizer": {"type": "SparseAdam"}}, ValueError, "SparseAdam works on all parameters"),
         ({"optimizer": {"type": "AdemW"}}, ValueError, "did you mean 'AdamW'"),
         ({"optimizer": {"type": "SGD", "params": {"lrr": 1}}}, ValueError, "did you mean 'lr'"),
         ({"optimizer": {"type": "SGD", "params": {"capturable": True}}}, ValueError, "capturable"),
@@ -129,6 +134,36 @@ def test_schedules(name: str, params: Tree, rates: list[float]) -> None:
     assert again.optimizer.param_groups[0]["lr"] == pytest.approx(rates[2], rel=1e-12, abs=1e-15)
 
 
+@pytest.mark.parametrize(("name", "params", "rates"), [each for each in RATES if each[0] != "StepLR"])
+def test_a_step_with_a_number_is_that_step(name: str, params: Tree, rates: list[float]) -> None:
+    optimizer = torch.optim.Adam([_parameter()], lr=0.3)
+    schedule: Any = make_schedule(name, optimizer, params)
+    optimizer.step()
+    for number in (2, 0, 1, None):  # None: the next one
+        schedule.step(*([] if number is None else [number]))
+        at = 2 if number is None else number
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(rates[at + 1], rel=1e-12, abs=1e-15)
+        assert schedule.state_dict() == {"last_batch_iteration": at}
+    if name == "WarmupCosineLR":
+        assert schedule.get_lr_ratio() == pytest.approx(rates[3] / 0.3)
+
+
+def test_one_cycle_tells_its_momentum() -> None:
+    optimizer = torch.optim.Adam([{"params": [_parameter()]}, {"params": [_parameter()]}], lr=0.3)
+    bounds = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.9, "cycle_first_step_size": 2, "decay_step_size": 2}
+    momentum = {"cycle_min_mom": [0.8, 0.6], "cycle_max_mom": 0.9, "decay_mom_rate": 0.5}
+    schedule: Any = make_schedule("OneCycle", optimizer, {**bounds, **momentum})
+    optimizer.step()
+    assert schedule.get_mom() == [(0.9, 0.99), (0.9, 0.99)]
+    # Down to the minimum and up again, then growing by half every two steps.
+    for betas in [(0.85, 0.75), (0.8, 0.6), (0.85, 0.75), (0.9, 0.9), (1.125, 1.125)]:
+        schedule.step()
+        assert [found for found, _ in schedule.get_mom()] == pytest.approx(betas)
+        assert [group["betas"] for group in optimizer.param_groups] == schedule.get_mom()
+    still: Any = make_schedule("OneCycle", optimizer, {**bounds, "cycle_momentum": False})
+    assert still.get_mom() is None
+
+
 @pytest.mark.parametrize(
     ("name", "params", "message"),
     [
@@ -136,6 +171,8 @@ def test_schedules(name: str, params: Tree, rates: list[float]) -> None:
         ("WarmupLR", {"warmup_steps": 3}, "did you mean 'warmup_num_steps'"),
         ("WarmupDecayLR", {}, "needs 'total_num_steps'"),
         ("WarmupLR", {"warmup_num_steps": 0}, "warmup_num_steps=0"),
+        ("WarmupLR", {"warmup_num_steps": None}, "warmup_num_steps=None"),
+        ("WarmupLR", {"warmup_num_steps": math.inf}, "warmup_num_steps=inf"),
         ("WarmupLR", {"warmup_type": "steep"}, "give 'log' or 'linear'"),
         ("WarmupLR", {"warmup_max_lr": [1.0, 2.0]}, "for 1 param groups"),
     ],

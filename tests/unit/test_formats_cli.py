@@ -135,7 +135,7 @@ def test_convert_refuses(places: dict[str, Path], tmp_path: Path, capsys: pytest
             ["convert", places["dcp"], tmp_path / "x", "--to", "dcp", "--max-shard-size", "5GB"],
             "--max-shard-size: --to huggingface and colossalai alone take it; leave it out",
         ),
-        (["convert", places["dcp"], tmp_path / "x.bin", "--to", "single"], "written as .safetensors"),
+        (["convert", places["dcp"], tmp_path / "x.npz", "--to", "single"], "written as .safetensors"),
         (["convert", places["dcp"], places["single"], "--to", "huggingface"], "is a file"),
         (["convert", places["dcp"], tmp_path / "x", "--to", "peft"], "no parameters of a LoRA adapter"),
         (["diff", places["dcp"], places["dcp"], "--rtol", "-1"], "--rtol -1"),

@@ -183,7 +183,7 @@ def test_damage_and_unknown_content(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"'\.npz'"):
         open_single(tmp_path / "model.npz")
     with pytest.raises(ValueError, match=r"model\.safetensors"):
-        write_single(odd_source(), tmp_path / "model.bin")
+        write_single(odd_source(), tmp_path / "model.npz")
 
 
 def _with_header(path: Path, header: Any, data: bytes = b"\0" * 8) -> Path:

@@ -219,11 +219,17 @@ def _figures(system: str, speed: float, **more: object) -> dict[str, object]:
     } | more
 
 
+def _copies(folder: Path) -> None:
+    """Of the pages with tables of GPUs."""
+    for name in ("benchmarks.md", "inside/offload.md"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / "docs" / name, folder / name)
+
+
 def test_tables_are_written_from_the_results(tmp_path: Path) -> None:
     from benchmarks.gpu import documents  # needs torch, and the processes of the other tests do not
 
-    for name in ("benchmarks.md", "offload.md"):
-        shutil.copy(ROOT / "docs" / name, tmp_path)
+    _copies(tmp_path)
     results = Results(tmp_path / "r.json", STAND_IN, fresh=False)
     done = {"date": "2026-01-02", "commit": "abc"}
     failed = {"line": "1 failed", "failed": {"a::b": "E  wrong"}, "passed": 3, "skipped": {"needs 2": 4}}
@@ -239,15 +245,14 @@ def test_tables_are_written_from_the_results(tmp_path: Path) -> None:
     assert "1 failed, 4 skipped, 3 passed" in text and "**tests zero failed**: exit status 1; 1 / failed" in text
     assert "| 0.3B | shardwise zero3 | 1,500 | 1.50x | 3.0 | 10.0 | 1.00x | 12.5 | 2 |  |" in text
     assert "failed: exit status 1; no / memory" in text and "DeepSpeed ZeRO-3 | |" not in text
-    offload = (tmp_path / "offload.md").read_text()
+    offload = (tmp_path / "inside/offload.md").read_text()
     assert "how long it took" in offload
     assert "Not measured yet on a GPU." in offload, "what was not measured stays"
 
 
 def test_the_command_itself(tmp_path: Path) -> None:
     """On the CPU: one part that trains and one that is skipped by name, then tables in a folder of the caller's."""
-    for name in ("benchmarks.md", "offload.md"):
-        shutil.copy(ROOT / "docs" / name, tmp_path)
+    _copies(tmp_path)
     path = tmp_path / "found.json"
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu", "--device", "cpu", "--json", str(path)]
     command += ["--only", "training tiny sw_zero3", "--tables", "--documents", str(tmp_path), "--commit", "abc"]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shardwise.build import build
 from shardwise.optim import CPUAdam, FusedAdam, HybridAdam
 from shardwise.plan import zero
-from shardwise.update.tiles import SHAPE_DEPENDENT, TileStepper
+from shardwise.update.tiles import NEVER, WHOLE, TileStepper
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "maximize": (False, True),
@@ -37,7 +37,7 @@ def element_wise() -> list[type[torch.optim.Optimizer]]:
     found = [getattr(torch.optim, name) for name in torch.optim.__all__ if name != "Optimizer"]
     classes = [c for c in found if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)]
     own: list[type[torch.optim.Optimizer]] = [CPUAdam, HybridAdam, FusedAdam]
-    return [c for c in classes if c.__name__.lower() not in SHAPE_DEPENDENT] + own
+    return [c for c in classes if c.__name__.lower() not in (*NEVER, *WHOLE)] + own
 
 
 def options_of(kind: type[torch.optim.Optimizer]) -> Iterator[dict[str, Any]]:

@@ -26,6 +26,7 @@ from shardwise.strategies.wrapping import auto_wrap, default_auto_wrap_policy, e
 PACKAGES: dict[Namespace, Any] = {LIGHTNING: shardwise.lightning, PYTORCH_LIGHTNING: shardwise.pytorch_lightning}
 NAMES = {ns.pytorch: ns for ns in PACKAGES}
 
+PLUGINS = ("ShardedPrecision", "ColossalAIPrecisionPlugin")
 PUBLISHED = {
     "DDPFullyShardedStrategy": (
         "accelerator=None, cpu_offload=False, flatten_parameters=True, reshard_after_forward=True, "
@@ -123,7 +124,7 @@ def test_properties_are_the_published_ones(package: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("package", NAMES)
-@pytest.mark.parametrize("name", [*PUBLISHED, "ShardedPrecision"])
+@pytest.mark.parametrize("name", [*PUBLISHED, *PLUGINS])
 def test_classes_are_found_by_name(package: str, name: str) -> None:
     """Spawned processes receive a strategy by the name of its class."""
     home = PACKAGES[NAMES[package]]
@@ -135,7 +136,7 @@ def test_classes_are_found_by_name(package: str, name: str) -> None:
 
 def test_packages_have_classes_of_their_own() -> None:
     one, other = PACKAGES.values()
-    for name in (*PUBLISHED, "ShardedPrecision"):
+    for name in (*PUBLISHED, *PLUGINS):
         assert getattr(one, name) is not getattr(other, name)
     base = PYTORCH_LIGHTNING.load("strategies.strategy.Strategy")
     assert not isinstance(one.DDPFullyShardedStrategy(), base)

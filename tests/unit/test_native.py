@@ -27,6 +27,7 @@ CASES: list[tuple[dict[str, Any], Plan]] = [
     ({"precision": "fp16", "stage": 1}, zero(1, torch.float16)),
     ({"precision": "fp32"}, zero(3)),
     ({"max_norm": 0.5}, zero(3).but(max_norm=0.5)),
+    ({"average": "mean"}, zero(3).but(average="mean")),
     ({"offload": "host"}, zero(3).but(param_host_fraction=1.0, **HOST)),
     ({"offload": "host", "stage": 2}, zero(2).but(**HOST)),
     ({"offload": Path("/fast")}, zero(3).but(param_disk_fraction=1.0, **DISK)),
@@ -55,8 +56,15 @@ def test_every_setting_has_a_case() -> None:
     ("given", "message"),
     [
         ({"stage": 4}, "stage=4: give 0, 1, 2 or 3"),
-        ({"stage": True, "precision": "fp64"}, "precision='fp64'"),
+        ({"stage": True}, "stage=True: give 0, 1, 2 or 3"),
+        ({"stage": 2.0}, r"stage=2\.0: give 0"),
+        ({"precision": "fp64"}, "precision='fp64'"),
+        ({"precision": ["bf16"]}, r"precision=\['bf16'\]"),
+        ({"offload": "cpu"}, r"offload='cpu': give 'host' for host memory, or a directory .*'\./cpu'"),
+        ({"offload": "CUDA:0"}, "offload='CUDA:0': give 'host'"),
+        ({"offload": "nvme", "stage": 1}, "offload='nvme': give 'host'"),
         ({"max_norm": -1.0}, "max_norm=-1.0"),
+        ({"average": "median"}, "average='median'"),
         ({"offload": ""}, "directory=''"),
         ({"device_memory": "64 sheep"}, "device_memory='64 sheep'"),
         ({"device_memory": 0}, "device_memory=0"),
@@ -85,6 +93,41 @@ def test_settings_that_there_are_not() -> None:
         shardwise.shard(nn.Linear(2, 1), zzz=1)
     with pytest.raises(ValueError, match="and stage, tp: give one of them"):
         shardwise.shard(nn.Linear(2, 1), plan=zero(1), stage=3, tp=2)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"model": None}, "model=None: give a torch.nn.Module$"),
+        ({"model": nn.Linear}, "model=.*Linear.*: give a torch.nn.Module, not its class"),
+        ({"optimizer": "adam"}, "optimizer='adam': give a torch.optim.Optimizer, a sequence"),
+        ({"optimizer": torch.optim.AdamW}, r"optimizer=.*AdamW.*, not its class: AdamW\(model"),
+        ({"optimizer": [None]}, "optimizer=None: give a torch.optim.Optimizer"),
+        ({"optimizer": nn.Linear(2, 1)}, r"optimizer=Linear\(.*: give a torch.optim.Optimizer"),
+        ({"plan": {"stage": 3}}, r"plan=\{'stage': 3\}: give a Plan, or the .toml or .json file"),
+        ({"plan": 3}, "plan=3: give a Plan"),
+        ({"offload": True}, "offload=True: give 'host' for host memory"),
+        ({"offload": torch.device("cpu")}, "offload=device.*: give 'host' for host memory"),
+    ],
+    ids=str,
+)
+def test_what_is_something_else(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        shardwise.shard(**{"model": nn.Linear(2, 1), **given})
+
+
+def test_a_directory_with_such_a_name_is_written_as_a_path() -> None:
+    assert Settings(offload="./cpu").plan().tiers.disk == DiskPlan(directory="./cpu")
+    assert Settings(offload=Path("cpu")).plan().tiers.disk == DiskPlan(directory="cpu")
+
+
+def test_a_plan_may_be_a_file(tmp_path: Path) -> None:
+    (tmp_path / "plan.toml").write_text("stage = 2\n[grad]\nmax_norm = 0.5\n")
+    session = shardwise.shard(nn.Linear(2, 1), plan=tmp_path / "plan.toml")
+    assert session.plan == zero(2).but(max_norm=0.5)
+    session.close()
+    with pytest.raises(FileNotFoundError):
+        shardwise.shard(nn.Linear(2, 1), plan=tmp_path / "other.toml")
 
 
 def test_one_process_trains_as_plain_torch() -> None:

@@ -14,6 +14,7 @@ from torch.optim import lr_scheduler
 from shardwise.checkpoint.match_schedulers import fitting_state
 from shardwise.checkpoint.next_step import why_no_step
 from shardwise.deepspeed.schedules import WarmupDecayLR
+from shardwise.nn import lr_scheduler as own
 
 Optimizer = torch.optim.Optimizer
 MAKE: dict[str, Callable[[Optimizer], Any]] = {
@@ -37,6 +38,7 @@ MAKE: dict[str, Callable[[Optimizer], Any]] = {
     ),
     "ReduceLROnPlateau": lr_scheduler.ReduceLROnPlateau,
     "WarmupDecayLR": lambda o: WarmupDecayLR(o, 6),
+    "CosineAnnealingWarmupLR": lambda o: own.CosineAnnealingWarmupLR(o, 6, 2),
 }
 
 

@@ -14,10 +14,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from shardwise.build import build
 from shardwise.optim import CPUAdam, FusedAdam, HybridAdam
-from shardwise.optim.element_wise import MOST_GROUPS, couples_elements
+from shardwise.optim.element_wise import MOST_GROUPS, couples_elements, couples_parameters
 from shardwise.plan import zero
 from shardwise.testing import assert_close
-from shardwise.update.tiles import check_element_wise
+from shardwise.update.tiles import needs_whole_tensors
 
 CPU = torch.device("cpu")
 Rule = Callable[["Own", Tensor, Tensor, dict[str, Any]], None]
@@ -112,7 +112,9 @@ def counted_in_a_list(self: Own, values: Tensor, gradient: Tensor, state: dict[s
 
 
 FINE = [momentum, counted, signs, noise, remembering]
-COUPLED = [trust_ratio, clipped, centred, by_rows, decayed_if_a_matrix, counted_by_call, late, counted_in_a_list]
+WHOLE = [trust_ratio, clipped, centred, by_rows, decayed_if_a_matrix, late]
+BY_CALL = [counted_by_call, counted_in_a_list]
+COUPLED = [*WHOLE, *BY_CALL]
 
 
 def own(rule: Rule, **options: Any) -> Own:
@@ -125,11 +127,26 @@ def test_found_by_trying(rule: Rule, lr: float | Tensor) -> None:
     """Also where the learning rate of a warm-up is 0 at first."""
     optimizer = own(rule, lr=lr)
     assert couples_elements(optimizer) == (rule in COUPLED)
-    if rule in COUPLED:
-        with pytest.raises(ValueError, match=r"optimizer Own gives a matrix other values.*element_wise=True"):
-            check_element_wise(optimizer)
+    assert couples_parameters(optimizer) == (rule in BY_CALL)
+    if rule in BY_CALL:
+        with pytest.raises(ValueError, match=r"optimizer Own gives parameters other values.*element_wise=True"):
+            needs_whole_tensors(optimizer)
     else:
-        check_element_wise(optimizer)
+        assert needs_whole_tensors(optimizer) == (rule in WHOLE)
+
+
+def test_what_it_says_of_whole_tensors_counts_first() -> None:
+    """It is believed, as the refusal of what depends on calls says."""
+    for rule in (noise, counted_by_call):
+        optimizer: Any = own(rule)
+        optimizer.whole_tensors = True
+        assert needs_whole_tensors(optimizer)
+    with pytest.raises(ValueError, match="whole_tensors=True"):
+        needs_whole_tensors(own(counted_by_call))
+    optimizer = own(trust_ratio)
+    optimizer.element_wise = False
+    with pytest.raises(ValueError, match="gives parameters other values"):
+        needs_whole_tensors(optimizer)
 
 
 @pytest.mark.parametrize("rule", [momentum, trust_ratio], ids=lambda rule: rule.__name__)

@@ -80,6 +80,8 @@ def test_but_names_the_known_fields() -> None:
 def test_resolve(plan: tuple[int, int], world_size: int, expected: tuple[int, int]) -> None:
     found = MeshPlan(dp_shard=plan[0], dp_replicate=plan[1]).resolve(world_size)
     assert (found.dp_shard, found.dp_replicate) == expected
+    second = MeshPlan(dp_shard=plan[0], dp_replicate=plan[1], secondary=expected[0]).resolve(world_size)
+    assert second == dataclasses.replace(found, secondary=expected[0])
 
 
 @pytest.mark.parametrize(("shard", "replicate"), [(-1, 4), (4, -1), (2, 2), (3, 1), (12, 1)])
@@ -110,6 +112,13 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: MeshPlan(dp_shard=0, dp_replicate=1), "dp_shard=0"),
     (lambda: MeshPlan(dp_shard=-1, dp_replicate=1, sp=0), "sp=0"),
     (lambda: MeshPlan(dp_shard=-1, dp_replicate=1, sp=4).resolve(6), "sp=4 ranks with parts of one sequence among 6"),
+    (lambda: MeshPlan(dp_shard=-1, dp_replicate=1, secondary=0), "secondary=0"),
+    (lambda: MeshPlan(dp_shard=-1, dp_replicate=2, secondary=4).resolve(12), "copy of the parameters, of dp_shard=6"),
+    (lambda: zero(2).but(secondary=2), "secondary=2 with gathered_fraction=1.0"),
+    (
+        lambda: zero(3).but(secondary=2, param_disk_fraction=0.5, disk=DiskPlan(directory="x")),
+        "secondary=2 with param_disk_fraction=0.5",
+    ),
     (lambda: SequencePlan(mode="ring"), "mode='ring'"),
     (lambda: SequencePlan(inner_ring=0), "inner_ring=0"),
     (lambda: TensorPlan(sequence="all_to_all"), "sequence='all_to_all'"),

@@ -30,11 +30,11 @@ def test_every_element_is_in_one_piece(sizes: list[int], groups: list[int], rank
                 assert tile.pieces and tile.end - tile.start <= tile_numel
                 for piece in tile.pieces:
                     assert groups[piece.param] == tile.group
-                    assert last <= piece.start < piece.end <= spec.shard_numel
+                    assert last <= piece.start < piece.end <= spec.shard_numel(rank)
                     last = piece.end
                     slot = spec.slots[piece.slot]
                     assert slot.param == piece.param
-                    assert rank * spec.shard_numel + piece.start == slot.start + piece.offset
+                    assert spec.bounds[rank] + piece.start == slot.start + piece.offset
                     covered[piece.param] += range(piece.offset, piece.offset + piece.end - piece.start)
     assert {i: sorted(found) for i, found in covered.items()} == {i: list(range(n)) for i, n in enumerate(sizes)}
 

@@ -13,11 +13,12 @@ from shardwise.comm import Buffer
 from shardwise.events import Events
 from shardwise.memory.placement import Home
 from shardwise.memory.tier import Tier
+from shardwise.optim.lamb import FusedLAMB, Lamb
 from shardwise.plan import ByNumel
 from shardwise.reduce.grads import ChunkGrads
 from shardwise.update.states import ChunkState
 from shardwise.update.tile_plan import plan_tiles
-from shardwise.update.tiles import Tile, TileStepper, check_element_wise, make_tiles
+from shardwise.update.tiles import Tile, TileStepper, make_tiles, needs_whole_tensors
 
 SIZES = [5, 0, 7, 1, 20]
 RANKS = 3
@@ -40,7 +41,7 @@ def chunk_with(shard: Tensor, rank: int) -> Chunk:
 
 
 def chunk_of(rank: int, whole: Tensor) -> Chunk:
-    numel = spec().shard_numel
+    numel = spec().shard_numel(rank)
     return chunk_with(whole[rank * numel : (rank + 1) * numel].clone(), rank)
 
 
@@ -124,8 +125,8 @@ def test_steps_equal_torchs(kind: type[torch.optim.Optimizer], tile_numel: int) 
 
 def test_masters_are_updated_and_rounded_once() -> None:
     own = spec()
-    chunk = chunk_with(torch.zeros(own.shard_numel, dtype=torch.bfloat16), 0)
-    master = torch.full((own.shard_numel,), 1.0)
+    chunk = chunk_with(torch.zeros(own.shard_numel(0), dtype=torch.bfloat16), 0)
+    master = torch.full((own.shard_numel(0),), 1.0)
     grads = ChunkGrads(chunk, torch.bfloat16, torch.bfloat16, Tier.DEVICE, None)
     ranges = plan_tiles(own, 0, [0] * len(SIZES), 4)
     tiles = make_tiles(grads, ChunkState(chunk, HOME, torch.float32, master, Events()), ranges)
@@ -133,20 +134,29 @@ def test_masters_are_updated_and_rounded_once() -> None:
     stepper = TileStepper(optimizer, tiles)
     grads.touched = set(range(len(SIZES)))
     for _ in range(100):
-        grads.reduced = torch.full((own.shard_numel,), 2.0**-4, dtype=torch.bfloat16)
+        grads.reduced = torch.full((own.shard_numel(0),), 2.0**-4, dtype=torch.bfloat16)
         step_all(stepper, 2.0**-8)
-    used = torch.zeros(own.shard_numel, dtype=torch.bool)
+    used = torch.zeros(own.shard_numel(0), dtype=torch.bool)
     for tile in tiles:
         used[tile.start : tile.end] = True
     assert torch.equal(master[used], torch.full((int(used.sum()),), 1 - 100 * 2.0**-12))
     assert torch.equal(chunk.shard[used], master[used].bfloat16())
 
 
-@pytest.mark.parametrize("name", ["LBFGS", "Adafactor", "SparseAdam"])
-def test_optimizers_over_whole_matrices_are_refused(name: str) -> None:
+@pytest.mark.parametrize("name", ["LBFGS", "SparseAdam"])
+def test_optimizers_over_all_parameters_are_refused(name: str) -> None:
     optimizer = getattr(torch.optim, name)([nn.Parameter(torch.ones(2, 2))])
-    with pytest.raises(ValueError, match=f"{name}.*element-wise"):
-        check_element_wise(optimizer)
+    with pytest.raises(ValueError, match=f"{name} works on all parameters at once"):
+        needs_whole_tensors(optimizer)
+
+
+def test_which_optimizers_need_whole_tensors() -> None:
+    params = [nn.Parameter(torch.ones(2, 2))]
+    assert needs_whole_tensors(torch.optim.Adafactor(params)) and needs_whole_tensors(torch.optim.Muon(params))
+    assert needs_whole_tensors(Lamb(params)) and not needs_whole_tensors(torch.optim.AdamW(params))
+    assert needs_whole_tensors(FusedLAMB(params, max_grad_norm=0))
+    with pytest.raises(ValueError, match=r"FusedLAMB cannot be sharded: max_grad_norm=1\.0 needs all gradients"):
+        needs_whole_tensors(FusedLAMB(params))
 
 
 def test_modes_that_shards_cannot_have_are_refused() -> None:
@@ -154,15 +164,15 @@ def test_modes_that_shards_cannot_have_are_refused() -> None:
         optimizer = torch.optim.Adam([nn.Parameter(torch.ones(2))])
         optimizer.param_groups[0][mode] = True
         with pytest.raises(ValueError, match=f"{mode}=True"):
-            check_element_wise(optimizer)
-    check_element_wise(torch.optim.AdamW([nn.Parameter(torch.ones(2))]))
+            needs_whole_tensors(optimizer)
+    needs_whole_tensors(torch.optim.AdamW([nn.Parameter(torch.ones(2))]))
 
 
 def test_a_subclass_is_refused_as_well() -> None:
-    """The name alone does not tell: a subclass of LBFGS needs whole matrices just the same."""
+    """The name alone does not tell: a subclass of LBFGS works on all parameters just the same."""
 
     class Mine(torch.optim.LBFGS):
         pass
 
-    with pytest.raises(ValueError, match="Mine needs whole matrices"):
-        check_element_wise(Mine([nn.Parameter(torch.ones(2))]))
+    with pytest.raises(ValueError, match="Mine works on all parameters"):
+        needs_whole_tensors(Mine([nn.Parameter(torch.ones(2))]))

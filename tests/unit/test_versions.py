@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 import sys
 import tomllib
 import xml.etree.ElementTree as ElementTree
@@ -60,6 +62,19 @@ def test_the_makefile_has_the_bounds() -> None:
     assert names is not None and names[1].split() == [f"python{dotted(python)}" for python in reversed(PYTHONS)]
     release = re.search(r"(?m)^TORCH \?= (.+)$", makefile)
     assert release is not None and minor_of(release[1]) in TORCHES
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make here")
+@pytest.mark.parametrize("target", ["upstream-colossalai", "upstream-deepspeed"])
+def test_a_checkout_that_is_not_there_is_an_error_before_anything_is_installed(target: str, tmp_path: Path) -> None:
+    for given in ([], [f"CHECKOUT={tmp_path / 'nowhere'}"]):
+        command = ["make", "-C", str(ROOT), target, f"VENV={tmp_path / 'venv'}", *given]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert (
+            done.returncode == 2
+            and f"is no folder: name the checkout of the other library, make {target}" in done.stderr
+        )
+        assert not (tmp_path / "venv").exists()
 
 
 @pytest.mark.parametrize("path", ["Makefile", "README.md", "CONTRIBUTING.md", "docs/versions.md"])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from booster_setup import PLUGINS, TINY, Net, Run, assert_same, load, plain, save, start
+from booster_setup import PLUGINS, TINY, Net, Run, assert_same, batch, load, plain, save, start
 from safetensors.torch import load_file
 from torch import nn
 
@@ -41,6 +41,43 @@ def _shards(writer: str, reader: str, folder: str) -> None:
     assert again.net.extra["calls"] == 3 and torch.equal(again.net.extra["mark"], torch.ones(2))
     again.steps(2, 4)
     assert_same(again.model.state_dict(), plain(4))
+
+
+def _torch_files(writer: str, reader: str, folder: str) -> None:
+    """As ColossalAI's scripts name them; plain torch goes on with them, too."""
+    run, path = Run(PLUGINS[writer]()), Path(folder)
+    run.steps(0, 2)
+    run.booster.save_model(run.model, path / "model.pt", use_async=True)
+    run.booster.save_model(run.model, path / "shards", shard=True, use_safetensors=False, size_per_shard=TINY)  # type: ignore[arg-type]
+    run.booster.save_optimizer(run.optimizer, path / "optimizer.pt")
+    run.booster.save_lr_scheduler(run.scheduler, path / "scheduler.pt")
+    run.booster.wait()
+    for name in ("model.pt", "shards"):
+        again = Run(PLUGINS[reader](), seed=99)
+        again.booster.load_model(again.model, path / name)
+        again.booster.load_optimizer(again.optimizer, path / "optimizer.pt")
+        again.booster.load_lr_scheduler(again.scheduler, path / "scheduler.pt")
+        assert again.net.extra["calls"] == 2 and torch.equal(again.net.extra["mark"], torch.ones(2))
+        again.steps(2, 4)
+        assert_same(again.model.state_dict(), plain(4))
+    if dist.get_rank() == 0:
+        parts = start(seed=99)
+        for part, name in zip(parts, ("model", "optimizer", "scheduler"), strict=True):
+            part.load_state_dict(torch.load(path / f"{name}.pt", weights_only=True))
+        model, optimizer, scheduler = parts
+        for step in range(2, 4):
+            inputs, targets = batch(step)
+            nn.functional.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+        assert_same(model.state_dict(), plain(4))
+
+
+def test_torch_files_go_from_one_plugin_to_another_and_to_torch(tmp_path: Path) -> None:
+    run_ranks(RANKS, _torch_files, "gemini", "zero2", str(tmp_path))
+    names = {file.name for file in (tmp_path / "shards").iterdir()}
+    assert "pytorch_model.bin.index.json" in names and "pytorch_model-00002.bin" in names
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ def _engine_of_deepspeed() -> list[str]:
     model, optimizer, _ = start()
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}}
     engine, wrapped, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    assert wrapped.unwrap() is optimizer and engine.optimizer is wrapped and engine.loss_scale == 1.0
+    assert wrapped.unwrap() is optimizer and engine.optimizer is wrapped and engine.optimizer.cur_scale == 1.0
     said = []
     for owner in (engine, wrapped):
         with pytest.raises(AttributeError) as error:

@@ -324,7 +324,7 @@ def by_deepspeed(root: str) -> tuple[list[str], State, State]:
     told = [str(each.message) for each in caught if "as far as it fits" in str(each.message)]
     now = sharded_state(engine.session, [["body.weight", "body.bias", "last.weight", "last.bias", "head.weight"]])
     run(engine, 2, 4)
-    values = dict(engine.module.state_dict())
+    values = dict(engine.state_dict())
     engine.destroy()
     engine = start(lambda m: torch.optim.RMSprop(m.parameters(), lr=1e-2))
     with pytest.raises(ValueError, match="optimizer 0 is RMSprop, and its state there is of AdamW"):

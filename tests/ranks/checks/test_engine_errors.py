@@ -33,7 +33,6 @@ REFUSED: list[tuple[Make, Plan, type[Exception], tuple[str, ...]]] = [
     (foreign, zero(2), ValueError, ("(3, 5)", "model.parameters()")),
     (twice, zero(2), ValueError, ("1.weight", "two optimizers")),
     (lambda m: torch.optim.LBFGS(m.parameters()), zero(1), ValueError, ("LBFGS", "AdamW")),
-    (lambda m: torch.optim.Muon([m[0].weight]), zero(1), ValueError, ("Muon", "AdamW")),
     (lambda m: torch.optim.Adam(m.parameters(), differentiable=True), zero(3), ValueError, ("differentiable=True",)),
     (lambda m: None, zero(1, dp_replicate=3), ValueError, ("2 ranks", "dp_replicate=3")),
     (lambda m: None, zero(1).but(mesh=MeshPlan(dp_shard=4, dp_replicate=-1)), ValueError, ("2 ranks", "dp_shard=4")),

@@ -152,8 +152,9 @@ def stale_graph(session: Session) -> str:
     return told(lambda: session.backward(second))
 
 
-def load_into_the_module(session: Session) -> str:
-    return told(lambda: session.module.unwrap().load_state_dict(seeded(net, 1).state_dict()))
+def load_inside_gathered(session: Session) -> str:
+    with session.module.gathered():
+        return told(lambda: session.module.unwrap().load_state_dict(seeded(net, 1).state_dict()))
 
 
 def cast_the_session(session: Session) -> str:
@@ -192,7 +193,7 @@ def copy_the_session_module(session: Session) -> str:
 
 MISTAKES: list[tuple[Callable[[Session], str], tuple[str, ...]]] = [
     (stale_graph, ()),  # one message by autograd, one by us
-    (load_into_the_module, ("Sequential", "bypass", "boost/build returned")),
+    (load_inside_gathered, ("Sequential", "bypass", "boost/build returned", "gathered(write_back=True)")),
     (cast_the_session, ("float64", "float32", "before boost/build")),
     (cast_the_module, ("0.weight", "float32", "before boost/build")),
     (replace_a_parameter, ("2.weight (6, 6)", "in place of", "before boost/build")),

@@ -180,7 +180,7 @@ DIFFERENT: list[tuple[Callable[[Case], None], tuple[str, ...]]] = [
     (limited, ("tiers.device_capacity_bytes of the plan is 'given' on rank 1 and 'none' on rank 0",)),
 ]
 REFUSED: list[tuple[Callable[[Case], None], str]] = [
-    (refused, "optimizer LBFGS needs whole matrices"),
+    (refused, "optimizer LBFGS works on all parameters"),
     (complex_parameter, "phase is trainable and torch.complex64"),
     (foreign, "holds a tensor of shape (3, 5) that is not a parameter"),
 ]
@@ -307,7 +307,7 @@ def described(count: int) -> tuple[int, int]:
         mesh.reset_traffic()
         facts: list[int] = []
 
-        def stop(*_: object) -> None:
+        def stop(*_: object, **__: object) -> None:
             facts.extend((mesh.world.traffic.calls["exchange"], mesh.traffic()["exchange"]))
             raise KeyboardInterrupt
 

@@ -292,9 +292,11 @@ def misuse() -> None:
         size = group.size
         full, odd, shard = group.buffers([(size * 4, torch.float32), (size * 4 + 1, torch.float32), (4, torch.float32)])
         for call, text in (
-            (lambda: group.buffers([(4, torch.int32)]), "int32"),
+            (lambda: group.all_reduce(group.buffers([(size * 4, torch.int32)])[0], 1.0), "int32"),
             (lambda: group.buffers([(-1, torch.float32)]), "-1"),
             (lambda: group.all_reduce(odd, 1.0), f"pad it to {size * 5}"),
+            (lambda: group.shards([((0, 3, 3), torch.float32)], True), "with an element in each part"),
+            (lambda: group.shards([((0, 3), torch.float32)], False), "with an element in each part"),
             (lambda: group.reduce_scatter(torch.empty(5), full, 1.0), "give 4 elements"),
             (lambda: group.reduce_scatter(full.local[1:5], full, 1.0), "overlaps"),
             (lambda: group.all_gather(torch.empty(size, 4), shard), "1-D"),

@@ -117,7 +117,7 @@ def _every_stage(rank: int, cases: list[tuple[int, int, str]]) -> Result:
         norms = train(engine, batches(accumulation), rank)
         assert (engine.global_steps, engine.micro_steps) == (STEPS, STEPS * accumulation)
         assert engine.get_batch_info() == (4 * accumulation * RANKS, 4, accumulation)
-        results[stage, accumulation, precision] = (engine.module.state_dict(), norms)
+        results[stage, accumulation, precision] = (engine.state_dict(), norms)
         close(engine)
     return results
 
@@ -190,8 +190,8 @@ def checkpoints(directory: str) -> None:
         assert [again.get_lr()] == rates
         train(again, steps[2:], rank)
         assert again.get_lr() == straight.get_lr()
-        for name, value in straight.module.state_dict().items():
-            assert torch.equal(again.module.state_dict()[name], value), (stage, name)
+        for name, value in straight.state_dict().items():
+            assert torch.equal(again.state_dict()[name], value), (stage, name)
         close(again)
     alone = start(scheduled())
     before = alone.get_lr()
@@ -261,8 +261,8 @@ def foreign(
         engine = deepspeed.initialize(model=model, **arguments)[0]
         path, client = engine.load_checkpoint(directory)
     assert path is not None
-    counted = [engine.global_steps, engine.global_samples, schedule.last_epoch, client, engine.loss_scale]
-    result = engine.module.state_dict(), engine.optimizer.state_dict(), counted  # type: ignore[union-attr]
+    counted = [engine.global_steps, engine.global_samples, schedule.last_epoch, client, engine.optimizer.loss_scale]
+    result = engine.state_dict(), engine.optimizer.state_dict(), counted  # type: ignore[union-attr]
     close(engine)
     return result
 
@@ -308,7 +308,7 @@ def zero_contexts() -> None:
     engine = deepspeed.initialize(model=model, config=config(3))[0]
     expected = net().state_dict()
     expected["0.bias"].fill_(7.0)
-    assert_close(engine.module.state_dict(), expected, 0.0, "gathered parameters")
+    assert_close(engine.state_dict(), expected, 0.0, "gathered parameters")
     with deepspeed.zero.GatheredParameters([model[2].weight], modifier_rank=1):
         assert torch.equal(model[2].weight, expected["2.weight"])
         if rank == 1:
@@ -316,7 +316,7 @@ def zero_contexts() -> None:
     expected["2.weight"].mul_(2.0)
     with deepspeed.zero.GatheredParameters(model.parameters()):
         model[4].weight.data.zero_()
-    assert_close(engine.module.state_dict(), expected, 0.0, "gathered parameters")
+    assert_close(engine.state_dict(), expected, 0.0, "gathered parameters")
     train(engine, batches(1), rank)
     close(engine)
 
@@ -358,11 +358,11 @@ def frozen(directory: str) -> None:
     again = begin(7, 1)
     assert again.load_checkpoint(directory)[0] == f"{directory}/part"
     train(again, batches(1)[2:], rank)
-    for name, value in engine.module.state_dict().items():
-        assert torch.equal(again.module.state_dict()[name], value), name
+    for name, value in engine.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value), name
     assert engine.global_steps == again.global_steps == 3
     close(engine)
-    again.module.unwrap().base.requires_grad_(True)
+    again.module.base.requires_grad_(True)
     close(again)
     more = Frozen()
     more.extra = nn.Linear(2, 2)
@@ -439,7 +439,7 @@ def overflow() -> list[float]:
     changes = {"fp16": {"enabled": True, "initial_scale_power": 2, "hysteresis": 1, "min_loss_scale": 2}}
     schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 4}}
     engine = start(config(2, scheduler=schedule, **changes))
-    before = engine.module.state_dict()
+    before = engine.state_dict()
     for attempt in range(2):
         loss = engine(torch.randn(4, 5).half()).float().sum() * math.inf
         engine.backward(loss)
@@ -448,15 +448,15 @@ def overflow() -> list[float]:
                 engine.step()
         else:
             engine.step()
-        scales.append(engine.loss_scale)
+        scales.append(engine.optimizer.cur_scale)
     assert (engine.skipped_steps, engine.global_steps, engine.lr_scheduler.last_batch_iteration) == (2, 2, -1)
     assert not engine.was_step_applied()
-    assert all(torch.equal(before[name], value) for name, value in engine.module.state_dict().items())
+    assert all(torch.equal(before[name], value) for name, value in engine.state_dict().items())
     close(engine)
     safe = start(config(3, precision="bf16"))
     safe.backward(safe(torch.randn(4, 5).bfloat16()).float().sum() * math.nan)
     safe.step()
-    assert safe.skipped_steps == 1 and all(bool(v.isfinite().all()) for v in safe.module.state_dict().values())
+    assert safe.skipped_steps == 1 and all(bool(v.isfinite().all()) for v in safe.state_dict().values())
     close(safe)
     return scales
 

@@ -20,7 +20,7 @@ from shardwise import deepspeed
 from shardwise.booster import Booster
 from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, Plugin
 from shardwise.comm import Buffer
-from shardwise.comm.shared import JointBuffer
+from shardwise.comm.joint import JointBuffer
 from shardwise.deferred import deferred_init
 from shardwise.engine.writer import ValueWriter
 from shardwise.plan import Plan, zero
@@ -330,7 +330,7 @@ def initialized_inside(expected: dict[str, Tensor]) -> dict[str, Tensor]:
         with deepspeed.zero.GatheredParameters(model.parameters()):
             assert all(torch.equal(value, expected[name]) for name, value in model.named_parameters())
     assert all(p.is_meta for p in other.parameters())
-    state: dict[str, Tensor] = engine.module.state_dict()
+    state: dict[str, Tensor] = engine.state_dict()
     engine.backward(engine(torch.ones(4, 6)).square().mean())
     engine.step()
     engine.session.close()

@@ -1,91 +1,32 @@
-"""What becomes of each block of README.md and docs/*.md: run, with what around it, or shown, for what reason.
+"""What becomes of each block of README.md and docs/**/*.md: run, with what around it, or shown, for what reason.
 
-Blocks of a page are named by how they begin and stand in the page's order. Those that are run share the names of the
-page, on every rank of a pool, in an empty folder: a block finds what those before it made, as a reader would have it.
-``before`` is the hidden set-up that a fragment needs, ``after`` what it must have done.
+The blocks are described in page_blocks.py.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import tarfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import foreign_pages
 import hybrid_pages
 import native_pages
 import torch
 import torch.distributed as dist
+from guide_pages import GUIDE
+from memory_pages import MEMORY
+from page_blocks import ROOT, Block, Fence, fences
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 __all__ = ["PAGES", "ROOT", "Block", "Fence", "fences"]
 
-ROOT = Path(__file__).parents[3]
 Names = dict[str, Any]
 WIDTH = 8
-
-
-@dataclass(frozen=True)
-class Fence:
-    """A block as it is printed: its page, the number of its first line there, its language and its text."""
-
-    page: str
-    line: int
-    language: str
-    text: str
-
-    @property
-    def first(self) -> str:
-        return self.text.lstrip("\n").partition("\n")[0].strip()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Block:
-    """What becomes of the block whose first line begins with ``first``.
-
-    Attributes:
-        first: as much of it as tells it from the page's others.
-        how: ``"run"``: Python, on ranks. ``"main"``: Python, a module whose last part is guarded by ``__main__``, in
-            the test's own process. ``"shell"``: commands of ours, in the test's own process. ``"options"``: the same,
-            but only their options are checked. ``"make"``: targets that exist. ``"shown"``: not run, for ``why``.
-        why: of ``"options"`` and ``"shown"``.
-        before, after: called with the page's names.
-        instead: texts of the block that are replaced, and by what: what only a larger machine has.
-        alone: of ``"run"``: what one process does, so rank 0 alone.
-        left_out: of ``"shell"``: how commands begin that are not run, with the reason.
-    """
-
-    first: str
-    how: str = "run"
-    why: str = ""
-    before: Callable[[Names], None] = lambda names: None
-    after: Callable[[Names], None] = lambda names: None
-    instead: tuple[tuple[str, str], ...] = ()
-    left_out: tuple[tuple[str, str], ...] = ()
-    alone: bool = False
-
-
-def fences(page: str) -> list[Fence]:
-    """Every fenced block of a page, those inside lists included."""
-    found: list[Fence] = []
-    inside: tuple[int, str, str] | None = None
-    lines: list[str] = []
-    for number, line in enumerate((ROOT / page).read_text("utf-8").splitlines(), 1):
-        fence = re.match(r"(\s*)```\s*(\S*)\s*$", line)
-        if inside is None and fence is not None:
-            inside, lines = (number, fence[2], fence[1]), []
-        elif inside is not None and line.strip() == "```":
-            found.append(Fence(page, inside[0], inside[1], "\n".join(lines) + "\n"))
-            inside = None
-        elif inside is not None:
-            lines.append(line.removeprefix(inside[2]))
-    assert inside is None, f"{page}:{inside and inside[0]}: a block that does not end"
-    return found
 
 
 # ---- what fragments find
@@ -210,6 +151,23 @@ def _tokens(names: Names) -> None:
     names.update(inputs=inputs, targets=targets, tokens=8)
 
 
+def _blocks(names: Names) -> None:
+    _training(names)
+    names["model"].blocks = [names["model"][0]]
+
+
+def _trained_in_half(names: Names) -> None:
+    plan, session = names["plan"], names["session"]
+    assert plan.precision.param_dtype is torch.bfloat16 and plan.shard.packing.unit_names == ("0",)
+    state = session.module.state_dict()
+    assert any(not torch.equal(state[name], value) for name, value in _net().state_dict().items())
+
+
+def _in_dcp(names: Names) -> None:
+    assert Path("runs/dcp/.metadata").is_file()
+    names["session"].close()
+
+
 def _restored(names: Names) -> None:
     assert names["restored"] is not None and names["restored"].step == 0
     names["session"].close()
@@ -223,6 +181,13 @@ def _of_deepspeed(_names: Names) -> None:
         Path("ds", "zero2-2ranks-fp32").rename("deepspeed-run")
     if dist.is_initialized():
         dist.barrier()
+
+
+def _written(names: Names) -> None:
+    """A program for another library."""
+    Path("src").mkdir()
+    for path in (Path("train.py"), Path("src/other.py")):
+        path.write_text("from transformers import Trainer, TrainingArguments\n")
 
 
 def _converted(_names: Names) -> None:
@@ -326,12 +291,14 @@ def _fixture(names: Names) -> None:
 # ---- the pages
 
 PICTURE = "a picture of packages and files"
-DRAWN = "a picture of a table of states, compared with it in tests/unit/test_states.py"
 TRAINS = "it trains for minutes; tests/ranks/cli/test_demo.py and test_demo_memory.py run the demo with smaller numbers"
 OTHER_VERSIONS = "it needs other versions of Lightning than the environment has; docs/lightning.md says what they gave"
+BITSANDBYTES = "it needs bitsandbytes; tests/ranks/huggingface/test_qlora.py runs it where that is installed"
 AN_ERROR = "what an error looks like; tests/unit/test_testing_pool.py and test_oracle.py ask for its parts"
 
 PAGES: dict[str, list[Block]] = {
+    **GUIDE,
+    **MEMORY,
     "README.md": [
         Block(first="make demo    # train", how="make"),
         Block(first='make demo DEMO="--plugin gemini"', how="options", why=TRAINS),
@@ -343,8 +310,6 @@ PAGES: dict[str, list[Block]] = {
     ],
     "docs/architecture.md": [
         Block(first="cli    ", how="shown", why=PICTURE),
-        Block(first="stateDiagram-v2", how="shown", why=DRAWN),
-        Block(first="stateDiagram-v2", how="shown", why=DRAWN),
     ],
     "docs/booster.md": [
         Block(first="from shardwise.booster import Booster", before=_training, after=_changed),
@@ -392,25 +357,30 @@ PAGES: dict[str, list[Block]] = {
     ],
     "docs/deepspeed.md": [
         Block(
-            first="import shardwise.deepspeed as deepspeed", before=_configuration, after=_exists("checkpoints/latest")
+            first="import shardwise.deepspeed as deepspeed",
+            before=_configuration,
+            after=_exists("checkpoints/latest"),
         ),
         Block(
             first="plan, report = deepspeed.to_plan(",
             after=lambda names: _is("zero_optimization.stage" in names["report"].used, True),
         ),
+        Block(first="from shardwise.deepspeed.utils import safe_get_full_fp32_param"),
         Block(
             first="deepspeed.checkpointing.configure(",
             before=_activations,
             after=_activations_back,
         ),
     ],
-    "docs/disk.md": [
-        Block(first="<directory>/", how="shown", why=PICTURE),
+    "docs/porting.md": [
+        Block(first="shardwise port train.py", how="shell", before=_written),
     ],
     "docs/native.md": [
         Block(first="import torch", before=native_pages.language),
         Block(first="session = shardwise.shard", before=native_pages.staged),
         Block(first="from shardwise.native", before=native_pages.planned, after=native_pages.ended),
+        Block(first='plan = Settings(stage=3, precision="bf16")', before=native_pages.filed, after=native_pages.read),
+        Block(first="stage = 3", how="shown", why="a plan's file, which tests/unit/test_plan_text.py reads"),
     ],
     "docs/hybrid-parallel.md": [
         Block(first="from shardwise.booster import Booster", before=hybrid_pages.llama, after=hybrid_pages.llama_cut),
@@ -426,6 +396,16 @@ PAGES: dict[str, list[Block]] = {
             after=_exists("model/model.safetensors"),
         ),
         Block(first="from shardwise.huggingface import ShardwiseAccelerator", before=_accelerate, after=_changed),
+        Block(first="import torch", how="shown", why=BITSANDBYTES),
+        Block(
+            first="shardwise run --as deepspeed",
+            how="shown",
+            why="a program of several minutes; tests/ranks/huggingface/test_deepspeed_programs.py starts a small one",
+        ),
+    ],
+    "docs/from-torch.md": [
+        Block(first="import torch", before=_blocks, after=_trained_in_half),
+        Block(first="import torch.distributed", after=_in_dcp),
     ],
     "docs/lightning.md": [
         Block(
@@ -435,12 +415,22 @@ PAGES: dict[str, list[Block]] = {
         ),
         Block(first="python -m pip install --no-deps --target old", how="shown", why=OTHER_VERSIONS),
     ],
+    "docs/fabric.md": [
+        Block(
+            first="import torch",
+            before=foreign_pages.fabric,
+            instead=(("devices=4", "devices=2, accelerator='cpu', plugins=environment()"),),
+            after=foreign_pages.in_fabric,
+        ),
+    ],
+    "docs/fairscale.md": [
+        Block(first="import torch", before=foreign_pages.fairscale, after=foreign_pages.wrapped),
+        Block(first="from shardwise.fairscale.optim.grad_scaler", after=foreign_pages.wrapped),
+        Block(first="from shardwise.fairscale.nn.data_parallel", after=foreign_pages.wrapped),
+    ],
     "docs/memory-trace.md": [
         Block(first="$ shardwise trace examples/trace_memory.py:build", how="shell"),
         Block(first="import torch"),
-    ],
-    "docs/offload.md": [
-        Block(first="shardwise demo --device-memory 64MiB", how="options", why=TRAINS),
     ],
     "docs/optim.md": [
         Block(first="from shardwise.nn.optimizer import HybridAdam", before=_training),
@@ -459,9 +449,11 @@ PAGES: dict[str, list[Block]] = {
         Block(first="import torch", how="main"),
         Block(first="# traffic.py", how="main"),
         Block(first="# conftest.py", how="main", after=_fixture),
+    ],
+    "docs/inside/tests.md": [
         Block(first="make gpu ", how="make"),
     ],
-    "docs/versions.md": [
+    "docs/inside/versions.md": [
         Block(first="make matrix  ", how="make"),
     ],
 }

@@ -7,7 +7,7 @@ from typing import Any
 from hybrid_pages import llama
 from torch.utils.data import DataLoader
 
-__all__ = ["ended", "language", "planned", "staged"]
+__all__ = ["ended", "filed", "language", "planned", "read", "staged"]
 
 Names = dict[str, Any]
 
@@ -34,4 +34,15 @@ def ended(names: Names) -> None:
     assert session.data_ranks * session.mesh.pipeline.size == session.mesh.everyone.size
     if "plan" in names:
         assert session.plan == names["plan"].but(overlap=False, reduce_dtype=names["torch"].float32)
+    session.close()
+
+
+def filed(names: Names) -> None:
+    language(names)
+
+
+def read(names: Names) -> None:
+    """The session has what the file says."""
+    session = names["session"]
+    assert session.plan == names["plan"] and session.plan.precision.param_dtype is names["torch"].bfloat16
     session.close()

@@ -1,4 +1,4 @@
-"""Every block of README.md and of docs/*.md runs as it is printed, or is listed with the reason why it does not."""
+"""Every block of README.md and of docs/**/*.md runs as it is printed, or is listed with the reason why it does not."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from shardwise.strategies.namespace import LIGHTNING
 from shardwise.testing import run_ranks
 
 RANKS = 2
-EVERY_PAGE = sorted(["README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))])
+EVERY_PAGE = sorted(["README.md", *(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))])
 RUN = [page for page, blocks in PAGES.items() if any(block.how == "run" for block in blocks)]
 TOLD = "tests/ranks/docs/documentation_setup.py says what becomes of each block: "
 Names = dict[str, Any]

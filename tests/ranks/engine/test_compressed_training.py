@@ -145,7 +145,7 @@ def one_step(plan: Plan) -> dict[str, Any]:
         session.optimizer.step()
         stepped = {n: v for n, v in session.module.full_state() if isinstance(v, Tensor)}
         whole = session.traffic()
-        chunks = [(c.padded_numel, c.shard_numel, c.trainable) for c in session.engine.layout.chunks]
+        chunks = [(c.padded_numel, c.shard_numel(0), c.trainable) for c in session.engine.layout.chunks]
         session.close()
     return {
         "used": used,

@@ -139,7 +139,7 @@ def failed_gather(session: Session, _net: Net) -> None:
 def failed_placing(session: Session, _net: Net) -> None:
     pool = session.engine.pool
     unit = next(unit for unit in pool.sizes if pool.sizes[unit])
-    with mock.patch.object(chunk_module, "_point", _fails_once(chunk_module._point)), pytest.raises(ArithmeticError):
+    with mock.patch.object(chunk_module, "point", _fails_once(chunk_module.point)), pytest.raises(ArithmeticError):
         pool.acquire(unit)
     one_step(session, 0)
 

@@ -168,7 +168,7 @@ def test_scaler_arguments_outside_fp16_are_named_by_rank_0_once() -> None:
 
 
 def _fp16(steps: int, plugin: str) -> tuple[list[float], bool, str]:
-    import shardwise.lightning as ours
+    import shardwise.lightning_colossalai as ours
 
     chosen = _made(
         initial_scale=2.0**40,
@@ -176,7 +176,7 @@ def _fp16(steps: int, plugin: str) -> tuple[list[float], bool, str]:
         hysteresis=1,
         growth_interval=2,
         backoff_factor=2.0**-8,
-        precision_plugin=ours.ShardedPrecision(plugin),
+        precision_plugin=ours.ColossalAIPrecisionPlugin(plugin),
     )
     scales: list[float] = []
 

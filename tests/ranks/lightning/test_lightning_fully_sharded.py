@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -50,7 +51,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 def parity(ns: Namespace, names: list[str], run: dict[str, Any], of_model: dict[str, Any]) -> dict[str, float]:
     """By variant, the largest difference to the oracle."""
-    home = __import__(ns.home, fromlist=["x"])
+    home = import_module(ns.home)
     run = {**run, "max_epochs": 2}
     expected = fit(stock(ns), toy(ns, **of_model), ns, data(5), **run)
     assert worst(expected, fit(stock(ns), toy(ns, **{**of_model, "lr": 0.049}), ns, data(5), **run)) > 1e-4

@@ -22,7 +22,7 @@ from engine_setup import PLANS, adam, data, one_mesh, seeded, sgd, sharded
 from torch import nn
 
 from shardwise.build import MemoryReport, Session
-from shardwise.comm.shared import JointBuffer
+from shardwise.comm.joint import JointBuffer
 from shardwise.mesh import Mesh
 from shardwise.plan import ByModule, ByNumel, Plan, zero
 from shardwise.testing import MODELS, live_tensor_bytes, run_ranks

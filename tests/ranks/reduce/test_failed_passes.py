@@ -213,6 +213,16 @@ def test_one_of_four_fails_where_there_are_replicas(shared: bool | None) -> None
 
 
 @TRANSPORTS
+def test_secondary_shards_outlive_a_pass_that_failed(shared: bool | None) -> None:
+    """Each kept what it had gathered by then, in forward and in backward, which is still what the others have."""
+    plan = zero(3).but(secondary=2, shared_memory=shared, prefetch=2 if shared is False else 0)
+    trials = [Trial(fails_at=2), Trial(fails_in_forward=1), Trial(fails_in_forward=4)]
+    runs = [Run(plan, one_fails(4, who, trial), what=f"{trial} on {who}") for who, trial in enumerate(trials)]
+    apart = [[Trial(fails_in_forward=(rank + step) % LAYERS) for step in range(STEPS)] for rank in range(4)]
+    check([*runs, Run(plan, apart, what="each in another place")], 4)
+
+
+@TRANSPORTS
 @pytest.mark.parametrize("every", [False, ALL], ids=["pairs", "all"])
 def test_the_same_order_promised(shared: bool | None, every: bool, tmp_path: Path) -> None:
     """All ranks fail at one place; how far each had come by then depends on its patience."""

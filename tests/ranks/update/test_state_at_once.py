@@ -219,7 +219,7 @@ def under_deepspeed(kind: str, stage: int, root: str) -> list[State]:
             engine.step()
             if step == 0 and middle is None:
                 engine.save_checkpoint(root)
-        found.append(copied(engine.module))
+        found.append(copied(engine))
         engine.destroy()
     return found
 

@@ -1,0 +1,111 @@
+"""A case from the program as it was written to what it printed, in a folder of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from shardwise.port import Program, rewritten, worlds
+from tests.foreign.cases import PROGRAMS, Case
+
+__all__ = ["RELATIVE", "Outcome", "outcome"]
+
+RELATIVE = 1e-4
+"""How far a loss in fp32 may be from the plain program's, after eight steps of Adam."""
+SECONDS = 600.0
+REPOSITORY = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a case; ``wrong`` is empty where all was right."""
+
+    case: Case
+    loss: float | None
+    wrong: str
+    output: str
+
+
+def outcome(case: Case) -> Outcome:
+    """Port (or not), run, and compare."""
+    with TemporaryDirectory(prefix="ported-") as name:
+        folder = Path(name)
+        for path in PROGRAMS.glob("*.py"):
+            text = path.read_text("utf-8")
+            (folder / path.name).write_text(text if case.instead else rewritten(Program(text, worlds())), "utf-8")
+        status, output = _run(_started(case), folder)
+    loss = _loss(output)
+    if status != 0:
+        return Outcome(case, loss, f"ended with {status}: {_reason(output)}", output)
+    if loss is None:
+        return Outcome(case, loss, "printed no loss", output)
+    expected = expected_loss(case.expected)
+    # Not the other way round: NaN is no equal of anything.
+    if not abs(loss - expected) <= RELATIVE * abs(expected):
+        return Outcome(case, loss, f"printed {loss}, and plain PyTorch {expected}", output)
+    return Outcome(case, loss, "", output)
+
+
+@cache
+def expected_loss(command: tuple[str, ...]) -> float:
+    """What the plain program prints."""
+    with TemporaryDirectory(prefix="plain-") as name:
+        shutil.copytree(PROGRAMS, name, dirs_exist_ok=True)
+        status, output = _run([sys.executable, *command], Path(name))
+    loss = _loss(output)
+    assert status == 0 and loss is not None, output
+    return loss
+
+
+def _started(case: Case) -> list[str]:
+    command = list(case.command)
+    if case.instead:
+        run = ["-m", "shardwise", "run", "--as", case.instead, "--nproc", str(case.ranks)]
+        return [sys.executable, *run, *command]
+    if not case.ranks:
+        return [sys.executable, *command]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(case.ranks)]
+    return [sys.executable, *launcher, *command]
+
+
+def _run(command: Sequence[str], folder: Path) -> tuple[int, str]:
+    path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 9)
+            output, _ = process.communicate()
+            return -9, f"{output}\nError: not ended after {SECONDS:.0f} s"
+    return process.returncode, output
+
+
+def _loss(output: str) -> float | None:
+    found = re.findall(r"loss=(\S+)", output)
+    return float(found[-1]) if found else None
+
+
+def _reason(output: str) -> str:
+    """The last line that names an error, of a rank rather than of its launcher."""
+    lines = [line.strip() for line in output.splitlines()]
+    errors = [line for line in lines if re.match(r"(\[rank\d+\]: ?)?[\w.]*(Error|NotHere|Exception|Interrupt)\b", line)]
+    own = [line for line in errors if "ChildFailedError" not in line]
+    return (own or errors or lines or ["nothing was printed"])[-1 if not own else 0][:300]

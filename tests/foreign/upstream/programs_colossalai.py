@@ -1,0 +1,176 @@
+"""``python -m tests.foreign.upstream.programs_colossalai CHECKOUT``: do ColossalAI's programs get past their imports?
+
+Programs are the files of its examples and applications that import it and have a ``__main__``. They are copied with the
+modules beside them, ported by ``shardwise port``, and what each imports is imported, in a process of its own. Packages
+that are not installed are stood in for by empty ones, so that only what is ours can be wanting. A program's own modules
+are run as they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib.abc
+import importlib.machinery
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest.mock import MagicMock
+
+import torch  # noqa: F401  so that processes that are forked have it
+
+import shardwise  # noqa: F401
+from shardwise.port import Program, rewritten, worlds
+
+__all__ = ["main"]
+
+FOLDERS = ("examples", "applications")
+NEVER = ("shardwise", "torch", "transformers", "numpy")
+SECONDS = 300
+
+
+def main() -> int:
+    """Print a line for each program, and how many get past their imports."""
+    parser = argparse.ArgumentParser(prog="python -m tests.foreign.upstream.programs_colossalai", description=__doc__)
+    parser.add_argument("checkout", type=Path, help="of hpcaitech/ColossalAI")
+    parser.add_argument("programs", nargs="*", metavar="PROGRAM", help="parts of their paths (default: all)")
+    args = parser.parse_args()
+    if not all((args.checkout / name).is_dir() for name in FOLDERS):
+        parser.error(f"{args.checkout} has no {' and '.join(FOLDERS)}: give a checkout of the repository")
+    with tempfile.TemporaryDirectory(prefix="programs-") as name:
+        folder = Path(name)
+        every = ported(args.checkout, folder)
+        chosen = [each for each in every if not args.programs or any(part in str(each) for part in args.programs)]
+        stops = [each for each in chosen if not _said(folder, each)]
+    print(f"{len(chosen) - len(stops)} of {len(chosen)} get past their imports")
+    return 0
+
+
+def ported(checkout: Path, folder: Path) -> list[Path]:
+    """Copy and port everything; paths of the programs, below ``folder``."""
+    programs, among = [], worlds()
+    for name in (*FOLDERS, "tests"):  # some take functions from its tests
+        shutil.copytree(checkout / name, folder / name, ignore_dangling_symlinks=True)
+        for path in (folder / name).rglob("*.py"):
+            text = path.read_text("utf-8")
+            if not re.search(r"^\s*(from|import) colossalai\b", text, re.MULTILINE):
+                continue
+            path.write_text(rewritten(Program(text, among)), "utf-8")
+            if name in FOLDERS and "__main__" in text and "tests" not in path.relative_to(folder).parts:
+                programs.append(path.relative_to(folder))
+    return sorted(programs)
+
+
+def _said(folder: Path, program: Path) -> bool:
+    """Import what the program imports, in a process of its own, and print what came of it."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        signal.alarm(SECONDS)
+        nothing = os.open(os.devnull, os.O_RDWR)
+        os.dup2(nothing, 1)
+        os.dup2(nothing, 2)
+        os.write(writing, _tried(folder, program).encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        found = pipe.read() or f"no end after {SECONDS} s"
+    os.waitpid(child, 0)
+    print(f"{program}: {found}", flush=True)
+    return found.startswith("past")
+
+
+def _tried(folder: Path, program: Path) -> str:
+    path, rel = folder / program, program.parts
+    stand_ins = StandIns(folder)
+    sys.meta_path.append(stand_ins)
+    for name in [name for name in sys.modules if name.split(".")[0] == "tests"]:
+        del sys.modules[name]  # theirs is meant
+    sys.path[:0] = [str(path.parent), str(folder)]
+    if rel[0] == "applications":  # their own packages
+        sys.path.append(str(folder / rel[0] / rel[1]))
+    os.chdir(path.parent)
+    sys.argv = [str(path)]
+    try:
+        code = compile(ast.Module(_imports(path.read_text("utf-8")), []), str(path), "exec")
+        exec(code, {"__name__": "imported", "__file__": str(path)})
+    except BaseException as error:
+        frames = [each for each in traceback.extract_tb(error.__traceback__) if each.filename.startswith(str(folder))]
+        where = f" ({Path(frames[-1].filename).relative_to(folder)}:{frames[-1].lineno})" if frames else ""
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}{where}"
+    return "past" + (f", without {', '.join(sorted(stand_ins.names))}" if stand_ins.names else "")
+
+
+def _imports(text: str) -> list[ast.stmt]:
+    """Statements of the module that import, also under ``try`` and ``if``."""
+    kept: list[ast.stmt] = []
+    for node in ast.parse(text).body:
+        inside = isinstance(node, ast.Try | ast.If) and "__main__" not in ast.unparse(node)
+        if isinstance(node, ast.Import | ast.ImportFrom) or (
+            inside and any(isinstance(each, ast.Import | ast.ImportFrom) for each in ast.walk(node))
+        ):
+            kept.append(node)
+    return kept
+
+
+class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Stands in for packages that programs import and that are not installed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.names = str(folder), set[str]()
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        top = name.split(".")[0]
+        if top in NEVER or top.startswith("_") or not (top in self.names or self._asked_by_a_program()):
+            return None
+        self.names.add(top)
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def _asked_by_a_program(self) -> bool:
+        frame = sys._getframe(2)
+        while frame.f_back is not None and "importlib" in frame.f_code.co_filename:
+            frame = frame.f_back
+        file = frame.f_code.co_filename
+        return file.startswith(self.folder) or "/torch/utils/tensorboard/" in file  # which a program has asked for
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return StandIn(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing is in it."""
+
+
+class StandIn(ModuleType):
+    """Has whatever is asked for: classes by capital letters, else what can be called."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            if name == "__version__":
+                return "99.0"
+            raise AttributeError(name)
+        found: Any = MagicMock(name=name)
+        if name[:1].isupper():
+            found = type(name, (), {"__init__": lambda self, *args, **kwargs: None, "__class_getitem__": _itself})
+        setattr(self, name, found)
+        return found
+
+
+_itself = classmethod(lambda cls, item: cls)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

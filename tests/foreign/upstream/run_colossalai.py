@@ -1,0 +1,176 @@
+"""``python -m tests.foreign.upstream.run_colossalai CHECKOUT [FILE ...]``: ColossalAI's own tests, ported and run.
+
+They are copied, their imports are changed by ``shardwise port``, and nothing else in them is. ``without_gpu`` makes
+their GPU this machine's CPU. ``--write`` puts the table into ``docs/porting.md``, with the reasons of
+``colossalai_reasons.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import xml.etree.ElementTree as Tree
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from shardwise.port import Program, rewritten, worlds
+from tests.foreign.running import REPOSITORY
+from tests.foreign.upstream.colossalai_reasons import REASONS
+
+PAGE = REPOSITORY / "docs" / "porting.md"
+START, END = "<!-- what ran of ColossalAI -->\n", "<!-- end of what ran of ColossalAI -->\n"
+FOLDERS = (
+    "test_booster",
+    "test_checkpoint_io",
+    "test_optimizer",
+    "test_zero",
+    "test_lazy",
+    "test_cluster",
+    "test_lora",
+)
+ON_REQUEST = ("test_shardformer",)
+"""Most of them read the layers of a model that ColossalAI has cut, and their gradients."""
+SECONDS = 240.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one of their tests: ``passed``, ``skipped``, or ``failed`` for ``why``."""
+
+    file: str
+    test: str
+    status: str
+    why: str = ""
+    seconds: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return f"{self.file}::{self.test}"
+
+
+def main() -> int:
+    """Print a line for each test; 1 if one fails that no reason is known for."""
+    parser = argparse.ArgumentParser(prog="python -m tests.foreign.upstream.run_colossalai", description=__doc__)
+    parser.add_argument("checkout", type=Path, help="of hpcaitech/ColossalAI")
+    parser.add_argument("files", nargs="*", metavar="FILE", help="or folder, below tests/ (default: all)")
+    parser.add_argument(
+        "--seconds", type=float, default=SECONDS, help=f"for the ranks of one test (default: {SECONDS:.0f})"
+    )
+    parser.add_argument("--keep", type=Path, help="a folder for ported tests and what each file printed")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/porting.md (of all files)")
+    args = parser.parse_intermixed_args()
+    if not (args.checkout / "tests" / "kit").is_dir():
+        parser.error(f"{args.checkout} has no tests/kit: give a checkout of the repository, not an installed package")
+    if args.write and args.files:
+        parser.error(f"--write is for a run of all files, and there are {args.files}")
+    with TemporaryDirectory(prefix="upstream-") as name:
+        folder = (args.keep or Path(name)).absolute()
+        ported(args.checkout / "tests", folder / "tests")
+        begins = args.files or [name for name in FOLDERS if (folder / "tests" / name).is_dir()]
+        found = [each for begin in begins for each in outcomes(folder, begin, args.seconds)]
+    unknown = [each.name for each in found if each.status == "failed" and each.name not in REASONS]
+    print(f"{counted(found)}; without a known reason: {unknown or 'none'}")
+    if args.write:
+        text = PAGE.read_text("utf-8")
+        before, _, rest = text.partition(START)
+        PAGE.write_text(before + START + table(found) + END + rest.partition(END)[2], "utf-8")
+    return int(bool(unknown))
+
+
+def ported(source: Path, target: Path) -> None:
+    """A copy of the tests, with imports of ColossalAI made imports of ours."""
+    shutil.rmtree(target, ignore_errors=True)
+    among = worlds()
+    for path in source.rglob("*.py"):
+        where = path.relative_to(source)
+        if len(where.parts) == 1 or where.parts[0] in ("kit", *FOLDERS, *ON_REQUEST):
+            (target / where).parent.mkdir(parents=True, exist_ok=True)
+            (target / where).write_text(rewritten(Program(path.read_text("utf-8"), among)), "utf-8")
+
+
+def outcomes(folder: Path, begin: str, seconds: float) -> list[Outcome]:
+    """Run one folder of tests in a process group of its own; what ranks have not ended after ``seconds`` fails."""
+    report = folder / "reports" / f"{begin.replace('/', '-')}.xml"
+    report.parent.mkdir(exist_ok=True)
+    report.unlink(missing_ok=True)
+    path = [str(Path(__file__).parent / "without_gpu"), str(folder), str(REPOSITORY)]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([*path, *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "OMP_NUM_THREADS": "1",
+        "FAST_TEST": "1",
+        "HF_HUB_OFFLINE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "UPSTREAM_SECONDS": str(seconds),
+    }
+    command = [sys.executable, "-W", "ignore", "-m", "pytest", "-v", "-p", "no:cacheprovider", f"--junitxml={report}"]
+    with (
+        report.with_suffix(".log").open("w") as log,
+        subprocess.Popen(
+            [*command, f"--rootdir={folder}", str(folder / "tests" / begin)],
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        ) as process,
+    ):
+        process.wait()
+    if not report.exists():
+        raise SystemExit(f"pytest ended with {process.returncode}: {report.with_suffix('.log').read_text()[-2000:]}")
+    found = [_outcome(case) for case in Tree.parse(report).iter("testcase")]
+    for each in found:
+        print(f"{each.status:8}{each.seconds:5.0f} s  {each.name}  {each.why}", flush=True)
+    return found
+
+
+def _outcome(case: Tree.Element) -> Outcome:
+    name = case.get("classname", "").removeprefix("tests.").replace(".", "/") + ".py"
+    test, seconds = case.get("name", ""), float(case.get("time", "0"))
+    for status, kinds in (("failed", ("failure", "error")), ("skipped", ("skipped",))):
+        for kind in kinds:
+            node = case.find(kind)
+            if node is not None:
+                why = _reason(f"{node.get('message', '')}\n{node.text or ''}")
+                return Outcome(name, test, status, why, seconds)
+    return Outcome(name, test, "passed", "", seconds)
+
+
+def _reason(text: str) -> str:
+    """The last line that names an error, of a rank where one failed."""
+    lines = [line.strip().removeprefix("E").strip() for line in text.splitlines()]
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|NotHere|Skipped|Interrupt)\b", line)]
+    own = [line for line in errors if "ProcessRaisedException" not in line]
+    return " ".join((own or errors or lines or [""])[-1].split())[:300]
+
+
+def counted(found: Iterable[Outcome]) -> str:
+    """How many passed, failed and were skipped."""
+    statuses = [each.status for each in found]
+    return ", ".join(f"{statuses.count(name)} {name}" for name in ("passed", "failed", "skipped"))
+
+
+def table(found: list[Outcome]) -> str:
+    """Rows in Markdown: a line for each folder, then one for each test that does not pass."""
+    rows = ["| folder | passed | failed | skipped |", "|---|---|---|---|"]
+    for folder in FOLDERS:
+        statuses = [each.status for each in found if each.file.startswith(f"{folder}/")]
+        rows.append(
+            f"| `{folder}` | " + " | ".join(str(statuses.count(s)) for s in ("passed", "failed", "skipped")) + " |"
+        )
+    rows += ["", "| test that does not pass | kind | why |", "|---|---|---|"]
+    for each in found:
+        if each.status == "failed":
+            kind, why = REASONS.get(each.name, ("unknown", each.why))
+            rows.append(f"| `{each.name}` | {kind} | {why} |")
+    return "\n".join(rows) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

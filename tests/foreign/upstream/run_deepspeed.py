@@ -1,0 +1,128 @@
+"""``python -m tests.foreign.upstream.run_deepspeed --checkout PATH [FILE ...]``: DeepSpeed's unit tests, run on ours.
+
+Each runs as it is, on one or two ranks of a CPU, while ``import deepspeed`` means ``shardwise.deepspeed``. A table of
+folders is printed, and below it every error with the number of tests that it ended.
+
+It needs the folder ``tests`` of a checkout of DeepSpeed, and pytest before 8.4, of which fixtures may be classes as
+theirs are: ``--packages`` is a folder that pip installed it, hjson and py-cpuinfo into.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+HERE = Path(__file__).parent
+REPOSITORY = HERE.parents[2]
+CHOSEN = (
+    "runtime/test_ds_config_dict.py",
+    "runtime/test_ds_config_model.py",
+    "runtime/test_precision_config_dynamic_scale.py",
+    "runtime/test_precision_config_loss_scale.py",
+    "runtime/test_ds_initialize.py",
+    "runtime/test_lr_schedulers.py",
+    "runtime/test_data.py",
+    "runtime/test_multi_output_model.py",
+    "runtime/test_no_sync_ctxt.py",
+    "runtime/test_runtime_utils.py",
+    "runtime/activation_checkpointing",
+    "runtime/half_precision",
+    "runtime/sparse_tensor",
+    "runtime/utils",
+    "runtime/zero",
+    "v1/half_precision",
+    "v1/zero",
+    "checkpoint",
+    "ops/adagrad",
+    "ops/adam",
+    "ops/lion",
+    "monitor",
+    "profiling",
+    "utils",
+)
+"""Of ``tests/unit``: what is about things that there are here. Inference, pipelines, experts, compression, autotuning
+and kernels are not."""
+
+
+def main() -> int:
+    """Run, and print the table; 2 where nothing could be run."""
+    parser = argparse.ArgumentParser(prog="python -m tests.foreign.upstream.run_deepspeed", description=__doc__)
+    parser.add_argument("files", nargs="*", metavar="FILE", help="of tests/unit (default: all that concern us)")
+    parser.add_argument("--checkout", type=Path, required=True, help="of DeepSpeed")
+    parser.add_argument("--packages", type=Path, help="a folder with pytest < 8.4, hjson and py-cpuinfo")
+    parser.add_argument("--results", type=Path, help="where each test's outcome is kept, a line of JSON for each")
+    parser.add_argument("--seconds", type=float, default=120.0, help="that a test may take (default: %(default)s)")
+    args = parser.parse_args()
+    tests = args.checkout.resolve() / "tests"
+    if not (tests / "unit" / "common.py").is_file():
+        parser.error(
+            f"--checkout {args.checkout}: there is no {tests / 'unit' / 'common.py'}; give DeepSpeed's repository"
+        )
+    with TemporaryDirectory(prefix="upstream-") as folder:
+        results = (args.results or Path(folder) / "results.jsonl").resolve()
+        results.unlink(missing_ok=True)
+        _run(tests, args.files or CHOSEN, args.packages, results, args.seconds)
+        found = [json.loads(line) for line in results.read_text("utf-8").splitlines()] if results.exists() else []
+    if not found:
+        print("no test was run", file=sys.stderr)
+        return 2
+    print(table(found))
+    print()
+    print(reasons(found))
+    return 0
+
+
+def _run(tests: Path, files: Iterable[str], packages: Path | None, results: Path, seconds: float) -> None:
+    places = [*([packages.resolve()] if packages else []), HERE / "beside", REPOSITORY, tests]
+    path = os.pathsep.join([*map(str, places), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {
+        "PYTHONPATH": path,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+        "UPSTREAM_RESULTS": str(results),
+        "UPSTREAM_SECONDS": str(seconds),
+    }
+    options = ["-q", "--tb=short", "--continue-on-collection-errors", "-p", "no:cacheprovider"]
+    plugin = ["-p", "tests.foreign.upstream.deepspeed_harness"]
+    command = [sys.executable, "-m", "pytest", *plugin, *options, *(f"unit/{file}" for file in files)]
+    subprocess.run(command, cwd=tests, env=environment, check=False)
+
+
+def folder_of(test: str) -> str:
+    """Of a test's name, the part that the table has a row for."""
+    file = test.partition("::")[0].removeprefix("unit/")
+    return str(Path(file).parent)
+
+
+def table(found: Iterable[Mapping[str, Any]]) -> str:
+    """Rows in Markdown: folder, passed, failed, skipped, and files that could not be imported."""
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    for each in found:
+        for row in (folder_of(each["test"]), "all"):
+            counts[row][each["outcome"]] += 1
+    kinds = ("passed", "failed", "skipped", "not collected")
+    rows = [f"| {row} | {' | '.join(str(counts[row][kind]) for kind in kinds)} |" for row in sorted(counts)]
+    return "\n".join([f"| tests/unit | {' | '.join(kinds)} |", "|---|" + "--:|" * len(kinds), *rows])
+
+
+def reasons(found: Iterable[Mapping[str, Any]]) -> str:
+    """Errors, the most frequent first, each with the number of tests and one of them."""
+    tests: dict[str, list[str]] = defaultdict(list)
+    for each in found:
+        if each["outcome"] in ("failed", "not collected"):
+            tests[re.sub(r"0x[0-9a-f]+", "0x...", each["why"])[:240]].append(each["test"])
+    ordered = sorted(tests.items(), key=lambda item: (-len(item[1]), item[0]))
+    return "\n".join(f"{len(names):4d}  {why}\n      {names[0]}" for why, names in ordered)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""The runners of ColossalAI's own programs and tests, on a checkout that is made up."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[3]
+TESTS = """
+import pytest
+import torch
+import torch.distributed as dist
+import colossalai
+from colossalai.accelerator import get_accelerator
+from colossalai.testing import spawn
+from tests.kit.model_zoo import model_zoo
+
+def on_ranks(rank, world_size, port, wrong):
+    colossalai.launch(rank=rank, world_size=world_size, port=port, host="localhost", backend="nccl")
+    total = torch.full((1,), float(rank), device="cuda").cuda().to(get_accelerator().get_current_device())
+    dist.all_reduce(total)
+    assert total.item() == 1.0 + wrong
+
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_ranks(wrong):
+    spawn(on_ranks, 2, wrong=wrong)
+
+def test_zoo():
+    assert model_zoo == {"here": 1}
+
+@pytest.mark.skip("not now")
+def test_skipped():
+    pass
+"""
+FILES = {
+    "tests/kit/__init__.py": "",
+    "tests/kit/model_zoo/__init__.py": "model_zoo = {}\nfrom . import family, absent",
+    "tests/kit/model_zoo/family.py": "from . import model_zoo\nmodel_zoo['here'] = 1",
+    "tests/kit/model_zoo/absent.py": "import no_such_package",
+    "tests/test_cluster/test_made_up.py": TESTS,
+    "examples/train.py": "import no_such_package.deep as n\nfrom colossalai.booster import Booster\nif __name__ == "
+    "'__main__':\n    n.no()",
+    "examples/lost.py": "from colossalai.booster import NoSuchName\nif __name__ == '__main__':\n    pass",
+    "applications/App/own/__init__.py": "A = 1",
+    "applications/App/run.py": "import colossalai\nfrom own import A\nif __name__ == '__main__':\n    pass",
+    "applications/App/other.py": "if __name__ == '__main__':\n    import torch",
+}
+
+
+def run(name: str, *arguments: str) -> tuple[int, str]:
+    command = [sys.executable, "-W", "ignore", "-m", f"tests.foreign.upstream.{name}", *arguments]
+    path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_what_runs_of_a_checkout_is_told_with_reasons(tmp_path: Path) -> None:
+    for name, text in FILES.items():
+        path = tmp_path / "checkout" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, "utf-8")
+    checkout = str(tmp_path / "checkout")
+    status, told = run("programs_colossalai", checkout)
+    assert status == 0 and "2 of 3 get past their imports" in told, told
+    assert "examples/train.py: past, without no_such_package" in told and "applications/App/run.py: past" in told
+    assert "examples/lost.py: " in told and "NoSuchName" in told
+    status, told = run("run_colossalai", checkout, "--seconds", "100")
+    assert status == 1 and "2 passed, 1 failed, 1 skipped" in told, told
+    assert "without a known reason: ['test_cluster/test_made_up.py::test_ranks[1]']" in told
+    assert "passed" in next(line for line in told.splitlines() if "test_ranks[0]" in line)
+    assert "AssertionError" in next(line for line in told.splitlines() if "test_ranks[1]" in line)
+    status, told = run("run_colossalai", str(tmp_path))
+    assert status == 2 and "tests/kit" in told

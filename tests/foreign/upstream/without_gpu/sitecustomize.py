@@ -1,0 +1,158 @@
+"""What every Python of a run of ColossalAI's own tests does first: its GPU is this machine's CPU.
+
+The tests say ``.cuda()`` and ``device="cuda"`` in many places; here each means the CPU. Nothing of what is tested is
+changed, and ``torch.cuda.is_available()`` stays False, so that all else runs as it does on a CPU. Their zoo has the
+models whose packages are installed. Ranks are forked, which takes seconds less, and have a time limit.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+FACTORIES = ("arange", "empty", "empty_like", "empty_strided", "eye", "full", "full_like", "linspace", "load", "ones")
+FACTORIES += ("ones_like", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "randperm")
+FACTORIES += ("scalar_tensor", "tensor", "zeros", "zeros_like")
+ZOO = "tests.kit.model_zoo."
+SECONDS = float(os.environ.get("UPSTREAM_SECONDS", "240"))
+KEPT: list[Any] = []
+VISION = ("_deform_conv2d_backward", "_ps_roi_align_backward", "_ps_roi_pool_backward", "_roi_align_backward")
+VISION += ("_roi_pool_backward", "deform_conv2d", "nms", "ps_roi_align", "ps_roi_pool", "qnms", "roi_align", "roi_pool")
+
+
+def here(device: Any) -> Any:
+    """The CPU for a GPU; anything else as it is."""
+    import torch
+
+    if isinstance(device, torch.device):
+        return torch.device("cpu") if device.type == "cuda" else device
+    if isinstance(device, str) and device.split(":")[0] == "cuda":
+        return "cpu"
+    return device
+
+
+def moved(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, with the CPU for GPUs among its arguments."""
+
+    @functools.wraps(function)
+    def on_cpu(*args: Any, **kwargs: Any) -> Any:
+        for name in ("device", "map_location"):
+            if name in kwargs:
+                kwargs[name] = "cpu" if type(kwargs[name]) is int else here(kwargs[name])
+        return function(*map(here, args), **kwargs)
+
+    return on_cpu
+
+
+def to_device(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The method ``to``, in which a number is a GPU as well."""
+
+    @functools.wraps(function)
+    def on_cpu(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if args and type(args[0]) is int:
+            args = ("cpu", *args[1:])
+        return moved(function)(self, *args, **kwargs)
+
+    return on_cpu
+
+
+class Absent(importlib.abc.MetaPathFinder):
+    """Finds modules of the zoo, and gives torchvision's operators names."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name == "torchvision":
+            declare_vision(importlib.machinery.PathFinder.find_spec(name))
+        if not name.startswith(ZOO):
+            return None
+        found = importlib.machinery.PathFinder.find_spec(name, path)
+        if found is not None and found.loader is not None:
+            found.loader = Tolerant(found.loader)
+        return found
+
+
+class Tolerant(importlib.abc.Loader):
+    """A module of the zoo, as far as it can be imported: what needs a package that is not there is left out."""
+
+    def __init__(self, loader: importlib.abc.Loader) -> None:
+        self.loader = loader
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        """The usual one."""
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run it, up to what is missing."""
+        try:
+            self.loader.exec_module(module)
+        except (ImportError, OSError) as error:
+            print(f"{module.__name__} is left out: {' '.join(repr(error).split())[:160]}", file=sys.stderr, flush=True)
+
+
+def declare_vision(spec: importlib.machinery.ModuleSpec | None) -> None:
+    """torchvision's compiled part fits one build of torch: with another its models work if its operators have names."""
+    import torch
+
+    if spec is None or spec.origin is None or KEPT:
+        return
+    try:
+        torch.ops.load_library(str(Path(spec.origin).with_name("_C.so")))
+    except OSError:
+        KEPT.append(torch.library.Library("torchvision", "FRAGMENT"))
+        for operator in VISION:
+            KEPT[-1].define(f"{operator}() -> ()")
+
+
+def start_ranks(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    nprocs: int = 1,
+    join: bool = True,
+    daemon: bool = False,
+    start_method: str = "spawn",
+) -> None:
+    """``torch.multiprocessing.spawn``, with ranks that are forked, and killed where they do not end in time."""
+    import torch.multiprocessing as mp
+
+    ranks = mp.start_processes(fn, args, nprocs, join=False, daemon=daemon, start_method="fork")
+    end = time.monotonic() + SECONDS
+    try:
+        while not ranks.join(timeout=1.0):
+            if time.monotonic() > end:
+                raise TimeoutError(
+                    f"{sum(p.is_alive() for p in ranks.processes)} ranks have not ended in {SECONDS:.0f} s"
+                )
+    finally:
+        for process in ranks.processes:
+            process.kill()
+
+
+def install() -> None:
+    """Change torch, once, before anything else has taken names out of it."""
+    import torch
+
+    for name in FACTORIES:
+        setattr(torch, name, moved(getattr(torch, name)))
+    for kind in (torch.Tensor, torch.nn.Module):
+        kind.to = to_device(kind.to)  # type: ignore[method-assign]
+        kind.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+    for name in ("set_device", "synchronize", "reset_peak_memory_stats"):
+        setattr(torch.cuda, name, lambda *args, **kwargs: None)
+    for name in ("current_device", "memory_allocated", "max_memory_allocated"):
+        setattr(torch.cuda, name, lambda *args, **kwargs: 0)
+    torch.multiprocessing.spawn = start_ranks
+    sys.meta_path.insert(0, Absent())
+
+
+# A helper process of multiprocessing computes nothing.
+if not any("resource_tracker" in argument for argument in sys.orig_argv):
+    install()

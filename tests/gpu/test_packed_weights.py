@@ -1,0 +1,60 @@
+"""Adapters over 4-bit and 8-bit weights of bitsandbytes on a GPU: what one process trains, with weights in shards."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gpu.on_device import device_of_rank
+from shardwise.build import build
+from shardwise.plan import zero
+from shardwise.testing import RankPool
+
+sys.path.append(str(Path(__file__).parents[1] / "helpers"))
+
+
+def trained(device_type: str, bits: int, stage: int | None, where: str) -> tuple[list[float], dict[str, Any], int]:
+    """Losses, state and bytes of parameters on the device; ``stage`` ``None``: plain PyTorch."""
+    from packed_setup import adamw, adapted, base, silent, train
+
+    device = device_of_rank(device_type)
+    with silent():
+        if dist.get_rank() == 0:
+            base(where)
+        dist.barrier()
+        model = adapted(base(where), bits, device=device)
+    optimizer = adamw(model)
+
+    def update() -> None:
+        step.step()
+        step.zero_grad()
+
+    if stage is None:
+        step = optimizer
+        losses = train(model, lambda loss: loss.backward(), update)
+        return losses, {name: value.cpu() for name, value in model.state_dict().items()}, 0
+    session = build(model, optimizer, zero(stage), device=device)  # type: ignore[arg-type]
+    step = session.optimizer
+    losses = train(session.module, session.backward, update)
+    state, held = session.module.state_dict(), session.memory().parameters_bytes
+    session.close()
+    session.mesh.close()
+    return losses, state, held
+
+
+@pytest.mark.packages("bitsandbytes", "peft", "transformers")
+@pytest.mark.parametrize("bits", [4, 8])
+def test_adapters_over_packed_weights(pool: RankPool, device_type: str, bits: int, tmp_path: Path) -> None:
+    where = str(tmp_path)
+    wanted, state, _ = pool.run(trained, device_type, bits, None, where)[0]
+    whole = pool.run(trained, device_type, bits, 1, where)[0][2]
+    for losses, found, held in pool.run(trained, device_type, bits, 3, where):
+        # Kernels of 16-bit products may add up in another order.
+        assert losses == pytest.approx(wanted, rel=1e-3)
+        assert all(torch.equal(found[n], v) for n, v in state.items() if not v.is_floating_point())
+        assert held <= whole // pool.world_size + 64

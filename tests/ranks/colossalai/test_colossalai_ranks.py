@@ -1,0 +1,325 @@
+"""ColossalAI's names on ranks: what is wrapped by hand trains as one process, and ranks find each other."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from shardwise.colossalai.booster import Booster
+from shardwise.colossalai.booster.plugin import GeminiPlugin, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin
+from shardwise.colossalai.cluster import DistCoordinator, ProcessGroupManager, ProcessGroupMesh
+from shardwise.colossalai.interface import ModelWrapper, OptimizerWrapper
+from shardwise.colossalai.lazy import LazyInitContext
+from shardwise.colossalai.legacy.context import ParallelMode
+from shardwise.colossalai.legacy.core import global_context
+from shardwise.colossalai.nn.optimizer import HybridAdam
+from shardwise.colossalai.testing import assert_equal_in_group, check_state_dict_equal, spawn
+from shardwise.colossalai.utils import colo_device_memory_capacity, get_dataloader
+from shardwise.colossalai.zero import (
+    GeminiAdamOptimizer,
+    GeminiDDP,
+    GeminiOptimizer,
+    LowLevelZeroOptimizer,
+    get_static_torch_model,
+    zero_model_wrapper,
+    zero_optim_wrapper,
+)
+from torch import Tensor, nn
+
+from shardwise import colossalai
+from shardwise.testing import assert_close, run_ranks
+
+STEPS, ROWS = 3, 4
+
+
+class Tied(nn.Module):
+    """Two places of one weight, a frozen layer and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.last = nn.Linear(6, 6, bias=False)
+        self.last.weight = self.first.weight
+        self.register_buffer("factor", torch.full((), 0.5))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        """Args and result: [rows, 6]."""
+        found: Tensor = self.last(torch.tanh(self.frozen(self.first(batch)))) * self.factor
+        return found
+
+
+def model(dtype: torch.dtype = torch.float32) -> Tied:
+    torch.manual_seed(7)
+    return Tied().to(dtype)
+
+
+def batches() -> Tensor:
+    """Of all ranks: [steps, ranks, rows, 6]."""
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(STEPS, dist.get_world_size(), ROWS, 6, generator=generator)
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam([each for each in parameters if each.requires_grad], lr=1e-2)
+
+
+def alone(max_norm: float = 0.0) -> dict[str, Tensor]:
+    """What one process makes of the batches of all ranks."""
+    plain = model()
+    optimizer = adam(plain.parameters())
+    for batch in batches():
+        optimizer.zero_grad()
+        plain(batch.flatten(0, 1)).square().mean().backward()
+        if max_norm:
+            nn.utils.clip_grad_norm_(plain.parameters(), max_norm)
+        optimizer.step()
+    return plain.state_dict()
+
+
+def train(called: nn.Module, optimizer: Any) -> None:
+    for batch in batches():
+        optimizer.zero_grad()
+        optimizer.backward(called(batch[dist.get_rank()]).square().mean())
+        optimizer.step()
+
+
+def by_low_level_zero() -> None:
+    same, sharded = alone(), alone(max_norm=0.05)
+    replicas = ProcessGroupMesh(1, dist.get_world_size())
+    settings: list[tuple[dict[str, Any], Mapping[str, Tensor]]] = [
+        ({}, same),
+        ({"partition_grad": True, "overlap_communication": True, "clip_grad_norm": 0.05}, sharded),
+        ({"cpu_offload": True, "reduce_bucket_size": 16}, same),
+        (
+            {"dp_process_group": replicas.get_group_along_axis(1), "extra_dp_group": replicas.get_group_along_axis(0)},
+            same,
+        ),
+        (
+            {"dp_process_group": replicas.get_group_along_axis(0), "extra_dp_group": replicas.get_group_along_axis(1)},
+            same,
+        ),
+    ]
+    for arguments, expected in settings:
+        plain = model()
+        optimizer = LowLevelZeroOptimizer(adam(plain.parameters()), **arguments)
+        assert isinstance(optimizer, OptimizerWrapper)
+        train(plain, optimizer)
+        optimizer._force_wait_all_gather()
+        assert_close(plain.state_dict(), expected, 1e-6, str(arguments))
+        before = optimizer.state_dict()
+        optimizer.optim.state = []  # emptied by hand
+        optimizer.load_state_dict(before)
+        check_state_dict_equal(optimizer.state_dict(), before)
+    first = plain(batches()[0, dist.get_rank()]).square().mean()
+    optimizer.backward(first)
+    whole = model()
+    whole.load_state_dict(plain.state_dict())
+    whole(batches()[0].flatten(0, 1)).square().mean().backward()
+    grad = optimizer.get_param_grad(plain.first.weight)
+    assert_close({"grad": grad}, {"grad": whole.first.weight.grad}, 1e-6, "get_param_grad")
+    with optimizer.no_sync():
+        optimizer.backward(plain(batches()[0, 0]).square().mean())
+    fresh = LowLevelZeroOptimizer(adam(model().parameters()))
+    fresh.load_state_dict(optimizer.state_dict())
+    assert_close(fresh.state_dict()["state"][0], optimizer.state_dict()["state"][0], 0.0, "the optimizer's state")
+    half = LowLevelZeroOptimizer(adam(model().parameters()), forced_dtype=torch.bfloat16, master_weights=False)
+    assert half.session.params[0].dtype is torch.bfloat16
+    for wrong, said in (
+        ({"pg_to_param_list": {}}, "pg_to_param_list"),
+        ({"dp_process_group": replicas.get_group_along_axis(0)}, "give neighbours"),
+    ):
+        with pytest.raises((NotImplementedError, ValueError), match=said):
+            LowLevelZeroOptimizer(adam(model().parameters()), **wrong)
+    with pytest.raises(ValueError, match=r"torch.float32.*torch.float64"):
+        LowLevelZeroOptimizer(adam([*model().parameters(), nn.Parameter(torch.zeros(2).double())]))
+    with pytest.raises(ValueError, match="none of"):
+        optimizer.get_param_grad(whole.first.weight)
+
+
+def test_parameters_of_an_optimizer_are_divided_without_their_model() -> None:
+    run_ranks(2, by_low_level_zero)
+
+
+def by_gemini() -> None:
+    expected = alone()
+    with LazyInitContext():
+        torch.manual_seed(7)
+        lazy = Tied()
+    for plain, arguments in ((model(), {"shard_param_frac": 0.5}), (lazy, {"extra_dp_group": None})):
+        wrapped = GeminiDDP(plain, mixed_precision=torch.float32, min_chunk_size_m=1e-5, **arguments)  # type: ignore[arg-type]
+        optimizer = GeminiOptimizer(adam(wrapped.parameters()), wrapped)
+        train(wrapped, optimizer)
+        assert isinstance(wrapped, ModelWrapper) and wrapped.unwrap() is plain
+        assert_close(wrapped.state_dict(only_rank_0=False), expected, 1e-6, "GeminiDDP")
+        assert len(wrapped.state_dict()) == (len(expected) if dist.get_rank() == 0 else 0)
+        parts = list(wrapped.state_dict_shard(max_shard_size=200 / 2**20, only_rank_0=False))  # one weight each
+        assert [len(part) for part, _ in parts] == [3, 2, 1] and all(size <= 200 / 2**20 for _, size in parts)
+        assert_close({name: value for part, _ in parts for name, value in part.items()}, expected, 1e-6, "in parts")
+        with pytest.raises(NotImplementedError, match="use_async"):
+            next(wrapped.state_dict_shard(pinned_state_dicts={}))
+        copied = get_static_torch_model(wrapped, only_rank_0=False)
+        assert copied.last.weight is copied.first.weight  # type: ignore[union-attr]
+        assert_close(copied.state_dict(), expected, 1e-6, "a plain copy")
+        copied(torch.zeros(1, 6))
+    used = GeminiDDP(model(), mixed_precision=torch.float32)  # looked at before there is an optimizer
+    before = used(batches()[0, 0]).detach()
+    used.load_state_dict(expected)
+    assert not torch.equal(before, used(batches()[0, 0]))
+    used.load_state_dict(model().state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        late = GeminiAdamOptimizer(used, lr=1e-2, adamw_mode=False, verbose=True)
+    train(used, late)
+    assert_close(used.state_dict(only_rank_0=False), expected, 1e-6, "an optimizer that came late")
+    assert (late.get_grad_norm() or 0.0) >= 0.0 and late.optim.param_groups is late.param_groups
+    for wrong, said in (
+        (lambda: GeminiOptimizer(adam(used.parameters()), used), "make one for each model"),
+        (lambda: GeminiDDP(model(), mixed_precision=torch.int8), "int8"),
+        (lambda: GeminiOptimizer(adam(model().parameters()), model()), "GeminiDDP"),
+        (lambda: GeminiDDP.set_params_to_ignore(model().parameters()), "freeze"),
+        (lambda: late.backward(torch.ones(()), inputs=[]), "inputs"),
+    ):
+        with pytest.raises((RuntimeError, ValueError, TypeError, NotImplementedError), match=said):
+            wrong()
+    with pytest.warns(UserWarning, match="shard_param_frac"):
+        GeminiDDP(model(), scatter_after_inference=False)
+    for stage in (1, 2, 3):
+        config = {"mixed_precision": torch.float32, "device": "cpu"} if stage == 3 else None
+        by_hand = zero_model_wrapper(model(), stage, config)
+        wrapper = zero_optim_wrapper(
+            by_hand, adam(by_hand.parameters()), optim_config={"gpu_margin_mem_ratio": 0.0} if stage == 3 else {}
+        )
+        train(by_hand, wrapper)
+        state = by_hand.state_dict(only_rank_0=False) if stage == 3 else by_hand.state_dict()
+        assert_close(state, expected, 1e-6, f"stage {stage} by hand")
+    for refused in (
+        lambda: zero_model_wrapper(model(), 4),
+        lambda: zero_optim_wrapper(model(), adam(model().parameters())),
+    ):
+        with pytest.raises(ValueError, match=r"give 1, 2 or 3|zero_model_wrapper"):
+            refused()
+
+
+def test_models_in_chunks_and_by_stages_are_wrapped_by_hand() -> None:
+    run_ranks(2, by_gemini)
+
+
+def among_ranks(directory: str) -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    colossalai.launch(rank, ranks, "localhost", 29500, seed=5)  # they have met: only the seed is new
+    assert_equal_in_group(torch.rand(3))
+    with pytest.raises(RuntimeError, match=re.escape(f"rank 0 of {ranks + 1}")):
+        colossalai.launch(0, ranks + 1, "localhost", 29500)
+    coordinator = DistCoordinator()
+    assert (coordinator.rank, coordinator.world_size) == (rank, ranks)
+    assert coordinator.is_master() == (rank == 0) and coordinator.is_last_process() == (rank == ranks - 1)
+    found = Path(directory) / "found"
+    with coordinator.priority_execution():
+        if rank == 0:
+            found.write_text("x")
+        assert found.exists()
+    coordinator.block_all()
+    assert coordinator.on_master_only()(lambda: 4)() == (4 if rank == 0 else None)
+    mesh = ProcessGroupMesh(2, 2)
+    assert mesh.coordinate() == (rank // 2, rank % 2) and mesh.size() == mesh.shape == (2, 2) and mesh.rank == rank
+    for axis, expected in (
+        (0, [rank % 2, rank % 2 + 2]),
+        (1, [rank // 2 * 2, rank // 2 * 2 + 1]),
+        ([0, 1], [0, 1, 2, 3]),
+    ):
+        group = mesh.get_group_along_axis(axis)
+        assert group is not None and group is mesh.get_group_along_axis(axis)
+        assert mesh.get_ranks_in_group(group) == expected == dist.get_process_group_ranks(group)
+    part = mesh.create_group_along_axis(0, [0])
+    assert (part is None) == (rank > 1)
+    assert coordinator.is_master(mesh.get_group_along_axis(1)) == (rank % 2 == 0)
+    mesh.destroy_mesh_process_groups()
+    manager = ProcessGroupManager()
+    manager.create_process_group("even", [0, 2])
+    assert rank % 2 or dist.get_world_size(manager.get("even")) == 2
+    manager.destroy_all()
+    with pytest.raises(ValueError, match="'even'"):
+        manager.get("even")
+    with pytest.raises(ValueError, match="grid of 3"):
+        ProcessGroupMesh(3)
+    assert (
+        global_context.get_world_size(ParallelMode.DATA) == ranks
+        and global_context.get_local_rank(ParallelMode.DATA) == rank
+    )
+    assert global_context.get_ranks_in_group(ParallelMode.TENSOR) == [rank]
+    assert dist.get_world_size(global_context.get_group(ParallelMode.MODEL)) == 1
+    assert dist.get_world_size(global_context.get_group(ParallelMode.GLOBAL)) == ranks
+    assert (
+        len(get_dataloader(list(range(8)), batch_size=2)) == 1 and colo_device_memory_capacity(torch.device("cpu")) > 0
+    )
+    _plugins()
+
+
+def _plugins() -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    plugin = HybridParallelPlugin(tp_size=2, pp_size=2, precision="fp32", num_microbatches=2, dp_outside=False)
+    stage = plugin.stage_manager
+    assert (stage.stage, stage.num_stages) == (rank // 2, 2) and stage.is_last_stage() == (rank >= 2)
+    assert dist.get_process_group_ranks(plugin.tp_group) == [rank // 2 * 2, rank // 2 * 2 + 1]
+    assert (
+        dist.get_process_group_ranks(plugin.pp_group)
+        == [rank % 2, rank % 2 + 2]
+        == plugin.pg_mesh.get_ranks_in_group(plugin.pp_group)
+    )
+    assert dist.get_process_group_ranks(plugin.dp_group) == [rank] == dist.get_process_group_ranks(plugin.sp_group)
+    assert plugin.dp_size == 1
+    folded = HybridParallelPlugin(tp_size=1, pp_size=2, precision="fp32", num_model_chunks=2, pp_style="zbv")
+    last = folded.stage_manager
+    assert last.is_last_stage() == (rank % 2 == 0) and last.is_last_stage(ignore_chunk=True) == (rank % 2 == 1)
+    assert last.is_first_stage() == (rank % 2 == 0) and last.is_interleave and folded.dp_size == 2
+    shared = HybridParallelPlugin(
+        tp_size=2,
+        pp_size=1,
+        sp_size=2,
+        precision="fp32",
+        enable_sequence_parallelism=True,
+        sequence_parallelism_mode="all_to_all",
+    )
+    assert dist.get_process_group_ranks(shared.sp_group) == [rank % 2, rank % 2 + 2] and shared.dp_size == 1
+    expected = alone()
+    for each in (
+        LowLevelZeroPlugin(stage=2, precision="fp32", extra_dp_size=2),
+        GeminiPlugin(precision="fp32", extra_dp_size=2),
+        TorchDDPPlugin(),
+    ):
+        booster = Booster(plugin=each)
+        plain = model()
+        boosted, optimizer, *_ = booster.boost(
+            plain, HybridAdam(adam(plain.parameters()).param_groups, lr=1e-2, adamw_mode=False)
+        )
+        assert isinstance(boosted, ModelWrapper) and isinstance(optimizer, OptimizerWrapper)
+        train(boosted, optimizer)
+        assert_close(boosted.state_dict(), expected, 1e-6, type(each).__name__)
+        booster.close()
+    assert ranks == 4
+
+
+def test_ranks_find_their_groups_and_train_under_every_plugin(tmp_path: Path) -> None:
+    run_ranks(4, among_ranks, str(tmp_path))
+
+
+def meet(rank: int, world_size: int, port: int, directory: str) -> None:
+    colossalai.launch(rank=rank, world_size=world_size, host="localhost", port=port, backend="nccl", local_rank=rank)
+    coordinator = DistCoordinator()
+    assert coordinator.local_rank == rank and coordinator.is_node_master() == (rank == 0)
+    coordinator.print_on_node_master("met")
+    coordinator.print_on_master("met")
+    (Path(directory) / str(rank)).write_text(f"{dist.get_world_size()}")
+    coordinator.destroy()
+
+
+def test_processes_of_no_launcher_meet(tmp_path: Path) -> None:
+    spawn(meet, 2, directory=str(tmp_path))
+    assert [each.read_text() for each in sorted(tmp_path.iterdir())] == ["2", "2"]

@@ -1,0 +1,107 @@
+"""DeepSpeed's estimators of memory, held against what an engine of two ranks takes."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise.deepspeed as deepspeed
+from shardwise.deepspeed.estimates import (
+    estimate_zero2_model_states_mem_needs,
+    estimate_zero2_model_states_mem_needs_all_cold,
+    estimate_zero2_model_states_mem_needs_all_live,
+    estimate_zero3_model_states_mem_needs,
+    estimate_zero3_model_states_mem_needs_all_live,
+)
+from shardwise.testing import run_ranks
+
+RANKS, WIDTH, LAYERS = 2, 64, 12
+LARGEST = WIDTH * WIDTH + WIDTH
+TOTAL = LAYERS * LARGEST
+CASES = [(2, False, False), (2, True, False), (3, False, False), (3, True, False), (3, True, True)]
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
+
+
+def taken(stage: int, state: bool, params: bool) -> tuple[int, int]:
+    """Bytes of this rank on the host and on the device, at the end of the second backward pass."""
+    zero: dict[str, Any] = {
+        "stage": stage,
+        "stage3_param_persistence_threshold": 0,
+        "stage3_max_live_parameters": 0,
+        "stage3_prefetch_bucket_size": 0,
+        "offload_optimizer": {"device": "cpu" if state else "none"},
+        "offload_param": {"device": "cpu" if params else "none"},
+    }
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.0,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+        "zero_optimization": zero,
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        engine = deepspeed.initialize(model=net(), config=config)[0]
+    for _ in range(2):
+        engine.backward(engine(torch.ones(2, WIDTH, dtype=torch.bfloat16)).float().sum())
+        memory = engine.session.memory()
+        engine.step()
+    engine.destroy()
+    device = {
+        kind: size for kind, size in memory.by_tier["device"].items() if "gathered" not in kind and "idle" not in kind
+    }
+    return memory.tier_bytes("host"), sum(device.values()) + memory.peak_gathered_bytes
+
+
+def every_case() -> list[tuple[int, int]]:
+    return [taken(*case) for case in CASES]
+
+
+def test_estimates_are_what_is_taken() -> None:
+    for found in run_ranks(RANKS, every_case):
+        for (stage, state, params), (host, device) in zip(CASES, found, strict=True):
+            if stage == 2:
+                _, expected = estimate_zero2_model_states_mem_needs(TOTAL, RANKS, 1, state, 1.0)
+                slack = 4 * (TOTAL // 8 - LARGEST)  # chunks end between parameters
+            else:
+                _, expected, _ = estimate_zero3_model_states_mem_needs(
+                    TOTAL, LARGEST, RANKS, 1, state, params, True, 1.0
+                )
+                slack = 2 * LARGEST
+            # Pads of chunks, and Adam's counts of steps.
+            assert expected - slack - 0.02 * expected <= device <= 1.02 * expected, (stage, state, params)
+            kept = 14 * state + 2 * params
+            assert host == pytest.approx(kept * TOTAL / RANKS, rel=0.01), (stage, state, params)
+
+
+def test_host_memory_of_a_node_and_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    # Training keeps 14 bytes a parameter over both ranks; while it is built each has 4 more, and 6 of the 14.
+    host, _ = estimate_zero2_model_states_mem_needs(1000, 2, 1, True, 1.0)
+    assert host == 2 * max(14 * 1000 // 2, 4 * 1000 + 6 * 1000 // 2)
+    assert estimate_zero2_model_states_mem_needs(1000, 2, 4, False, 2.0)[0] == 2 * 2 * 4 * 1000
+    assert estimate_zero3_model_states_mem_needs(1000, 10, 4, 2, True, True, True, 1.0) == (8040 + 120, 60, 60)
+    assert estimate_zero3_model_states_mem_needs(1000, 10, 4, 2, False, False, False, 1.0)[1] == 60 + 2000
+    estimate_zero2_model_states_mem_needs_all_live(net(), RANKS)
+    live = capsys.readouterr().out
+    estimate_zero2_model_states_mem_needs_all_cold(TOTAL, RANKS)
+    assert capsys.readouterr().out == live and f"{TOTAL:,} parameters; 1 x 2 GPUs" in live
+    assert [line.rpartition("| ")[2] for line in live.splitlines()[3:]] == [
+        "offload_optimizer=cpu ",
+        "offload_optimizer=none",
+    ]
+    with deepspeed.zero.Init():
+        deferred = net()
+    estimate_zero3_model_states_mem_needs_all_live(deferred, 8, 2)
+    lines = capsys.readouterr().out.splitlines()
+    assert f"{LARGEST:,} in the largest layer; 2 x 8 GPUs" in lines[1] and len(lines) == 9
+    for wrong in ({"total_params": 0}, {"num_gpus_per_node": 0}, {"additional_buffer_factor": 0}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            estimate_zero2_model_states_mem_needs(**{"total_params": 5, **wrong})  # type: ignore[arg-type]

@@ -1,0 +1,215 @@
+"""``safe_get_*`` and ``safe_set_*`` at every stage and tier: what they give, and how training goes on."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shardwise.deepspeed as deepspeed
+from shardwise.deepspeed import utils
+from shardwise.deepspeed.marks import ZeroParamStatus
+from shardwise.testing import run_ranks
+
+RANKS, MICRO = 2, 3
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.frozen = nn.Linear(5, 7), nn.Linear(7, 3, bias=False), nn.Linear(3, 3)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.frozen(self.second(torch.tanh(self.first(x)))).square().mean()
+
+
+def data(step: int, rank: int) -> Tensor:
+    return torch.randn(MICRO, 5, generator=torch.Generator().manual_seed(7 * step + rank))
+
+
+class Pair:
+    """An engine, and the same model trained by plain PyTorch in this process."""
+
+    def __init__(self, zero: dict[str, Any], **changes: Any) -> None:
+        torch.manual_seed(0)
+        self.plain = Model()
+        model = copy.deepcopy(self.plain)
+        self.adam = torch.optim.AdamW([p for p in self.plain.parameters() if p.requires_grad], 1e-2, weight_decay=0.0)
+        config = {
+            "train_micro_batch_size_per_gpu": MICRO,
+            "gradient_clipping": 0.0,
+            "optimizer": {"type": "Adam", "params": {"lr": 1e-2}},
+            "zero_optimization": {"stage3_param_persistence_threshold": 0, **zero},
+            **changes,
+        }
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.engine = deepspeed.initialize(model=model, config=config)[0]
+        self.model, self.steps = model, 0
+        self.params = list(zip(model.parameters(), self.plain.parameters(), strict=True))
+
+    def backward(self) -> None:
+        self.engine.backward(self.engine(data(self.steps, dist.get_rank())))
+        for rank in range(RANKS):
+            (self.plain(data(self.steps, rank)) / RANKS).backward()
+
+    def step(self) -> None:
+        self.engine.step()
+        self.adam.step()
+        self.adam.zero_grad()
+        self.steps += 1
+
+    def same(self) -> None:
+        """Parameters and optimizer state are those of plain PyTorch."""
+        for param, plain in self.params:
+            found = utils.safe_get_full_fp32_param(param)
+            if not plain.requires_grad:
+                assert found is None and utils.safe_get_full_optimizer_state(param, "exp_avg") is None
+                continue
+            torch.testing.assert_close(found, plain.detach(), **CLOSE)
+            for key in ("exp_avg", "exp_avg_sq"):
+                found = utils.safe_get_full_optimizer_state(param, key)
+                torch.testing.assert_close(found, self.adam.state[plain][key], **CLOSE)
+            assert utils.safe_get_full_optimizer_state(param, "step").item() == self.steps
+
+    def same_gradients(self) -> None:
+        for param, plain in self.params:
+            found = utils.safe_get_full_grad(param)
+            if plain.grad is None:
+                assert found is None
+            else:
+                torch.testing.assert_close(found, plain.grad, **CLOSE)
+
+
+@torch.no_grad()
+def set_whole(pair: Pair) -> None:
+    """Values and state of some parameters are replaced, alike in both."""
+    (weight, plain_weight), (bias, plain_bias), (second, plain_second) = pair.params[:3]
+    utils.safe_set_full_fp32_param(weight, plain_weight * 1.5)
+    plain_weight.mul_(1.5)
+    for param, plain, key, factor in ((bias, plain_bias, "exp_avg", -2.0), (second, plain_second, "exp_avg_sq", 3.0)):
+        state = pair.adam.state[plain][key]
+        utils.safe_set_full_optimizer_state(param, state * factor, key)
+        state.mul_(factor)
+
+
+@torch.no_grad()
+def set_parts(pair: Pair) -> None:
+    """The same through this rank's part, which together are all of it."""
+    weight, plain = pair.params[0]
+    part = utils.safe_get_local_fp32_param(weight)
+    counts: list[Any] = [None] * RANKS
+    dist.all_gather_object(counts, part.numel())
+    assert sum(counts) == weight.numel() or counts == [weight.numel()] * RANKS
+    utils.safe_set_local_fp32_param(weight, part - 0.25)
+    plain.sub_(0.25)
+    utils.safe_set_local_optimizer_state(weight, utils.safe_get_local_optimizer_state(weight, "exp_avg") * 2, "exp_avg")
+    pair.adam.state[plain]["exp_avg"].mul_(2)
+
+
+@torch.no_grad()
+def set_gradients(pair: Pair) -> None:
+    (weight, plain_weight), (bias, plain_bias), (second, plain_second) = pair.params[:3]
+    utils.safe_set_full_grad(weight, plain_weight.grad * 2 + 1)
+    plain_weight.grad.mul_(2).add_(1)
+    utils.safe_set_local_grad(bias, utils.safe_get_local_grad(bias) - 1)
+    plain_bias.grad.sub_(1)
+    utils.safe_update_full_grad_vectorized([second, pair.params[3][0]], lambda grad, param: grad * 0.5)
+    plain_second.grad.mul_(0.5)
+
+
+def as_plain(zero: dict[str, Any], changes: dict[str, Any]) -> None:
+    pair = Pair(zero, **changes)
+    first = pair.params[0][0]
+    assert utils.safe_get_full_optimizer_state(first, "exp_avg") is None  # there is none before a step
+    with pytest.raises(RuntimeError, match="after the first step"):
+        utils.safe_set_full_optimizer_state(first, torch.zeros_like(first), "exp_avg")
+    assert utils.safe_get_full_grad(first) is None
+    for _ in range(2):
+        pair.backward()
+        pair.same_gradients()
+        set_gradients(pair)
+        pair.same_gradients()
+        pair.step()
+        pair.same()
+        set_whole(pair)
+        pair.same()
+        set_parts(pair)
+        pair.same()
+    pair.backward()
+    pair.step()
+    pair.same()
+    with pytest.raises(KeyError, match="exp_avg_sq"):
+        utils.safe_get_full_optimizer_state(first, "momentum")
+    with pytest.raises(ValueError, match=r"shape \(2,\)"):
+        utils.safe_set_full_fp32_param(first, torch.zeros(2))
+    with pytest.raises(ValueError, match="requires_grad=False"):
+        utils.safe_set_full_fp32_param(pair.params[-1][0], torch.zeros(3))
+    pair.engine.destroy()
+
+
+def masters(stage: int) -> None:
+    """What is set is the master, in fp32, and parameters are what it rounds to."""
+    pair = Pair({"stage": stage}, bf16={"enabled": True})
+    weight = pair.params[0][0]
+    value = torch.full((7, 5), 1.0 + 2.0**-12)
+    utils.safe_set_full_fp32_param(weight, value)
+    assert torch.equal(utils.safe_get_full_fp32_param(weight), value)
+    with deepspeed.zero.GatheredParameters([weight]):
+        assert torch.equal(weight.detach(), torch.ones(7, 5, dtype=torch.bfloat16))
+    pair.engine.destroy()
+
+
+def statuses() -> list[list[Any]]:
+    pair = Pair({"stage": 3})
+    weight, seen = pair.params[0][0], []
+    handle = pair.model.first.register_forward_hook(lambda *_: seen.append(weight.ds_status))
+    seen.append(weight.ds_status)
+    pair.backward()
+    pair.step()
+    handle.remove()
+    seen.append(weight.ds_status)
+    with deepspeed.zero.GatheredParameters([weight]):
+        seen.append(weight.ds_status)
+    seen.append(weight.ds_status)
+    found = [(p.ds_shape, p.ds_numel) == (q.shape, q.numel()) for p, q in pair.params]
+    numbers = {p.ds_id for p, _ in pair.params}
+    pair.engine.destroy()
+    with deepspeed.zero.Init():
+        built = nn.Linear(3, 2)
+    seen.append(built.weight.ds_status)
+    assert built.weight.ds_shape == (2, 3) and built.weight.ds_id not in numbers
+    with deepspeed.zero.GatheredParameters(built.weight):
+        seen.append(built.weight.ds_status)
+    low = Pair({"stage": 2})
+    marked = any(hasattr(p, "ds_id") for p, _ in low.params)
+    low.engine.destroy()
+    return [seen, found, len(numbers) == len(found), marked]
+
+
+def everything() -> list[Any]:
+    host, disk = {"device": "cpu"}, {"device": "nvme", "nvme_path": tempfile.gettempdir()}
+    for stage in range(4):
+        as_plain({"stage": stage}, {})
+        masters(stage)
+    for stage in (1, 2, 3):
+        as_plain({"stage": stage, "offload_optimizer": host}, {})
+    as_plain({"stage": 3, "offload_optimizer": host, "offload_param": host}, {})
+    as_plain({"stage": 3, "offload_optimizer": disk, "offload_param": disk}, {})
+    as_plain({"stage": 3, "stage3_param_persistence_threshold": 30}, {})
+    return statuses()
+
+
+def test_tensors_of_one_parameter_are_those_of_plain_training() -> None:
+    here, gone = ZeroParamStatus.AVAILABLE, ZeroParamStatus.NOT_AVAILABLE
+    for seen, found, distinct, marked in run_ranks(RANKS, everything):
+        assert seen == [gone, here, gone, here, gone, gone, here]
+        assert all(found) and distinct and not marked

@@ -1,0 +1,87 @@
+"""What becomes of the blocks of the pages that a new reader begins with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import quick_pages
+import torch
+from page_blocks import Block
+from torch import nn
+
+import shardwise
+
+__all__ = ["GUIDE"]
+
+Names = dict[str, Any]
+AN_ERROR = "what an error looks like; tests/ranks/memory/test_capacity.py asks for its parts"
+CLUSTER = "it needs a cluster; tests/unit/test_site.py reads what can be read of it"
+
+
+def _layer() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(8, 8)
+
+
+def _given(names: Names) -> None:
+    model = _layer()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    names.update(shardwise=shardwise, model=model, optimizer=optimizer, inputs=torch.ones(2, 8))
+
+
+def _trained(names: Names) -> None:
+    """The session's model is another one than before."""
+    state = names["session"].module.state_dict()
+    assert any(not torch.equal(state[name], value) for name, value in _layer().state_dict().items())
+
+
+def _overflown(names: Names) -> None:
+    """A step in fp16 whose loss is infinite."""
+    model = _layer()
+    session = shardwise.shard(model, torch.optim.AdamW(model.parameters()), stage=2, precision="fp16")
+    session.backward(session.module(torch.ones(2, 8)).sum() * float("inf"))
+    session.optimizer.step()
+    names.update(session=session, print=lambda said: names.update(said=said))
+
+
+def _named(names: Names) -> None:
+    assert names["said"].startswith("the gradient of weight is not finite"), names["said"]
+
+
+GUIDE: dict[str, list[Block]] = {
+    "docs/choosing.md": [
+        Block(first="def device_gb", before=quick_pages.listening, after=quick_pages.computed),
+    ],
+    "docs/clusters.md": [
+        Block(first="shardwise run --nproc 8", how="shown", why=CLUSTER),
+        Block(first="torchrun --nnodes 2", how="shown", why=CLUSTER),
+        Block(first="shardwise run --nnodes 2", how="shown", why=CLUSTER),
+        Block(first="ValueError: rank 0 on node-0", how="shown", why="tests/unit/test_site.py compares it"),
+        Block(first="export GLOO_SOCKET_IFNAME", how="shown", why="tests/ranks/mesh/test_hosts_meet.py sets it"),
+        Block(first="#!/bin/bash", how="shown", why=CLUSTER),
+        Block(first="#!/bin/bash", how="shown", why=CLUSTER),
+        Block(first="apiVersion: v1", how="shown", why=CLUSTER),
+        Block(first="mpirun -np 16", how="shown", why=CLUSTER),
+    ],
+    "docs/index.md": [
+        Block(first="session = shardwise.shard(model", before=_given, after=_trained),
+        Block(first="pip install .", how="shown", why="it installs; make venv does the same into .venv"),
+    ],
+    "docs/limits.md": [
+        Block(first="if session.optimizer.last_step_skipped", before=_overflown, after=_named),
+    ],
+    "docs/quickstart.md": [
+        Block(first="shardwise run --nproc 2", how="shown", why="the blocks below are that program, run as one here"),
+        Block(first="import torch"),
+        Block(first="from transformers import AutoConfig", after=quick_pages.written),
+        Block(first="from shardwise.deferred import", after=quick_pages.described),
+        Block(first="import shardwise", after=quick_pages.too_large),
+        Block(first="session.checkpoints.load(", after=quick_pages.loaded),
+        Block(first="from torch.utils.data import", before=quick_pages.listening, after=quick_pages.learnt),
+        Block(first="DeviceMemoryError:", how="shown", why=AN_ERROR),
+        Block(first="from shardwise.trace import tiers_text", after=quick_pages.on_the_host),
+        Block(first="restored = session.checkpoints.load(", after=quick_pages.resumed),
+        Block(first="from shardwise.checkpoint.formats import", after=quick_pages.exported),
+    ],
+}
+"""By page, its blocks in their order."""

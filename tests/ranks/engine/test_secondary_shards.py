@@ -1,0 +1,420 @@
+"""Secondary shards (hpZ of ZeRO++): gathers that are made of them give plain PyTorch's numbers, whatever changes
+parameters in between; what they hold and what each group sends, to the byte."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_setup import adam, check, data, one_mesh, run_sharded, seeded, sgd, sharded, told
+from tier_setup import with_tiers
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from uses_setup import PROGRAMS, STEPS, Experts, expected, mean_square
+
+from shardwise.build import Session, build
+from shardwise.chunk.secondary import SecondarySource
+from shardwise.chunk.source import MemorySource
+from shardwise.memory.ledger import DeviceMemoryError
+from shardwise.memory.tier import Tier
+from shardwise.mesh import Mesh
+from shardwise.plan import AutoPlan, ByTensor, MeshPlan, Plan, on_device, zero
+from shardwise.testing import assert_close, run_ranks
+
+GLOO = zero(3).but(shared_memory=False)
+NAMES = list(PROGRAMS)
+
+
+@contextmanager
+def meshes() -> Iterator[Callable[[Plan], Mesh]]:
+    """One mesh for all plans that divide the ranks alike; one with secondary groups is good for plans without."""
+    made: dict[Any, Mesh] = {}
+    with ExitStack() as stack:
+
+        def mesh_of(plan: Plan) -> Mesh:
+            key = (plan.mesh, plan.comm.shared_memory)
+            if key not in made:
+                made[key] = stack.enter_context(one_mesh(plan))
+            return made[key]
+
+        yield mesh_of
+
+
+Cases = list[tuple[Plan, list[str]]]
+
+
+def programs(cases: Cases, mixed: list[str]) -> list[dict[str, dict[str, Tensor]]]:
+    """The last are ``mixed``: messages among all, mapped memory among the few."""
+    with meshes() as mesh_of:
+        found = [
+            {name: run_sharded(Experts, PROGRAMS[name], plan, STEPS, mesh_of(plan)) for name in names}
+            for plan, names in cases
+        ]
+        if mixed:
+            mesh, plan = mesh_of(GLOO.but(secondary=2)), GLOO.but(secondary=2, prefetch=2)
+            mesh.secondary = mesh_of(zero(3).but(secondary=2)).secondary
+            assert mesh.secondary is not None and mesh.secondary.one_sided_gather and not mesh.shard.one_sided_gather
+            found.append({name: run_sharded(Experts, PROGRAMS[name], plan, STEPS, mesh) for name in mixed})
+    return found
+
+
+FOUR: Cases = [
+    (GLOO.but(secondary=2), NAMES[::2]),
+    (zero(3).but(secondary=2, prefetch=0), NAMES[1::3]),
+    (GLOO.but(secondary=1, gathered_fraction=0.5), ["subsets", "retained_graph"]),
+    (zero(3).but(secondary=2, same_order=True), ["module_used_often"]),
+]
+TWO: Cases = [
+    (zero(3).but(secondary=1), NAMES),
+    (GLOO.but(secondary=1, packing=ByTensor(persist_numel=7), prefetch=2), NAMES[2::3]),
+]
+
+
+@pytest.mark.parametrize(("ranks", "cases", "mixed"), [(4, FOUR, NAMES[1::2]), (2, TWO, [])], ids=["4", "2"])
+def test_programs(ranks: int, cases: Cases, mixed: list[str]) -> None:
+    """Every way to use a model, other blocks on every rank among them."""
+    results = run_ranks(ranks, programs, cases, mixed)
+    for index, names in enumerate([names for _, names in cases] + [mixed] * bool(mixed)):
+        for name in names:
+            states = [result[index][name] for result in results]
+            check(states, expected(ranks, name), f"{name}, case {index}")
+
+
+class Life(nn.Module):
+    """An embedding tied to its head, a frozen block, and one whose activations are computed again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 6)) for _ in range(3))
+        self.blocks[1].requires_grad_(False)
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        x = x + self.blocks[0](x)
+        x = checkpoint(self.blocks[2], self.blocks[1](x), use_reentrant=False)
+        found: Tensor = self.head(x)
+        return found
+
+
+def tokens(rank: int, step: int) -> Tensor:
+    return (torch.arange(8) * (2 + rank) + 3 * step) % 11
+
+
+class Plainly:
+    """What :func:`live` does to a session, done to a plain model in one process."""
+
+    def __init__(self, ranks: int) -> None:
+        self.module, self._ranks = seeded(Life), ranks
+        self._optimizer = adam(self.module)
+
+    def train(self, step: int) -> None:
+        for micro in range(2):
+            for rank in range(self._ranks):
+                (mean_square(self.module(tokens(rank, step + micro))) / self._ranks).backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def write(self, scale: float) -> None:
+        with torch.no_grad():
+            for param in self.module.parameters():
+                param.mul_(scale)
+
+    def set(self, value: Tensor) -> None:
+        with torch.no_grad():
+            self.module.blocks[0][0].weight.copy_(value)
+
+
+class Sharded(Plainly):
+    def __init__(self, plan: Plan, mesh: Mesh) -> None:
+        model = seeded(Life)
+        self.session = build(model, adam(model), plan, mesh)
+        self.module = self.session.module  # type: ignore[assignment]
+        self._first = model.blocks[0][0].weight
+
+    def train(self, step: int) -> None:
+        for micro in range(2):
+            self.session.backward(mean_square(self.module(tokens(self.session.mesh.rank, step + micro))))
+        assert self.session.optimizer is not None
+        self.session.optimizer.step()
+
+    def write(self, scale: float) -> None:
+        with self.session.module.gathered(write_back=True):
+            super().write(scale)
+
+    def set(self, value: Tensor) -> None:
+        one = self.session.one(self._first)
+        assert one is not None
+        one.set_value(value)
+
+
+def live(one: Plainly) -> dict[str, Tensor]:
+    """Each way to change parameters, a look at the model before and after each (``look 0`` to ``look 7``), and its last
+    state."""
+    seen: dict[str, Tensor] = {}
+
+    def look() -> None:
+        with torch.no_grad():
+            seen[f"look {len(seen)}"] = one.module(tokens(0, 99))
+
+    before = {name: value.clone() for name, value in one.module.state_dict().items()}
+    changes: list[Callable[[], object]] = [
+        lambda: one.train(0),
+        lambda: one.write(1.25),
+        lambda: one.train(2),
+        lambda: one.set(torch.linspace(-1, 1, 42, dtype=torch.float64).view(7, 6)),
+        lambda: one.train(4),
+        lambda: one.module.load_state_dict(before),
+        lambda: one.train(6),
+    ]
+    for change in changes:
+        look()
+        change()
+    look()
+    return seen | one.module.state_dict()
+
+
+def lives(plans: list[Plan], directory: Path) -> list[dict[str, Tensor]]:
+    """The last one's checkpoint is read by a session without secondary shards."""
+    found = []
+    with meshes() as mesh_of:
+        for plan in plans:
+            one = Sharded(plan, mesh_of(plan))
+            found.append(live(one))
+            one.session.checkpoints.save(directory / "last")
+            one.session.close()
+        other = Sharded(plan.but(secondary=None), mesh_of(plan))
+        other.session.checkpoints.load(directory / "last")
+        found.append(other.module.state_dict())
+        other.session.close()
+    return found
+
+
+def test_whatever_changes_parameters_is_seen(tmp_path: Path) -> None:
+    wanted = live(Plainly(4))
+    looks = [value for name, value in wanted.items() if name.startswith("look")]
+    assert len(looks) == 8 and not any(torch.equal(one, other) for one, other in pairwise(looks))
+    plans = [GLOO.but(secondary=2), zero(3).but(secondary=2, gathered_fraction=0.3), GLOO.but(secondary=1)]
+    for *results, loaded in run_ranks(4, lives, plans, tmp_path):
+        for plan, found in zip(plans, results, strict=True):
+            assert_close(found, wanted, 1e-11, f"{plan.mesh}")
+        assert all(torch.equal(value, results[-1][name]) for name, value in loaded.items())
+
+
+def same_bits(directory: str) -> list[str]:
+    """Variants whose last state is not, bit by bit, that of the same plan without secondary shards."""
+    half, host = zero(3, torch.bfloat16), replace(on_device(), param_host_fraction=1.0, state_host_fraction=1.0)
+    ratios = AutoPlan(warmup_non_model_ratio=0.5, steady_capacity_ratio=0.9, margin_ratio=0.5)
+    variants = {
+        "16 bits over gloo": half.but(shared_memory=False, secondary=2),
+        "16 bits": half.but(secondary=2, prefetch=2),
+        "fp16 with a scale": zero(3, torch.float16).but(shared_memory=False, secondary=2, max_norm=0.1),
+        "8 bits over gloo": half.but(shared_memory=False, secondary=2, compress="fp8"),
+        "8 bits": half.but(secondary=2, compress="fp8"),
+        "host": half.but(secondary=2, tiers=host),
+        "host over gloo": half.but(shared_memory=False, secondary=2, tiers=host),
+        "auto": half.but(secondary=2, tiers=replace(on_device(), auto=ratios, device_capacity_bytes=1 << 20)),
+        "capacity": half.but(shared_memory=False, secondary=2, device_capacity_bytes=1 << 20),
+        "early": half.but(shared_memory=False, secondary=2, update="backward"),
+        "early guesses": half.but(secondary=2, update="backward", max_norm=0.05),
+        "state on a disk": with_tiers(half.but(shared_memory=False, secondary=2), "s_disk", directory),
+        "replicas": zero(3, dp_replicate=2).but(shared_memory=False, secondary=1),
+    }
+    differ = []
+    with meshes() as mesh_of:
+        for name, plan in variants.items():
+            ends = []
+            for each in (plan, plan.but(secondary=None)):
+                model = seeded(Experts).float()
+                with sharded(model, adam(model), each, mesh_of(plan)) as session:
+                    for step in range(3):
+                        out = session.module(data(session.mesh.rank, step).float(), (0, 2, 1))
+                        session.backward(out.float().square().mean())
+                        assert session.optimizer is not None
+                        session.optimizer.step()
+                    ends.append(session.module.state_dict())
+                    kept = session.memory().by_tier["host" if "host" in name or "auto" in name else "device"]
+                    assert ("secondary shards" in kept) == (each is plan), (name, kept)
+            if any(not torch.equal(value, ends[1][key]) for key, value in ends[0].items()):
+                differ.append(name)
+    return differ
+
+
+def test_the_same_bits_as_without(tmp_path: Path) -> None:
+    assert run_ranks(4, same_bits, str(tmp_path)) == [[]] * 4
+
+
+# ---- what they hold, and what each group sends
+
+WIDTH, DEPTH = 16, 5
+
+
+def chain(freeze: int = 0) -> nn.Sequential:
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)])
+    model[:freeze].requires_grad_(False)
+    return model
+
+
+def passes(session: Session, count: int) -> None:
+    for _ in range(count):
+        session.backward(session.module(torch.randn(3, WIDTH, requires_grad=True)).square().mean())
+
+
+def evaluated(session: Session, count: int) -> None:
+    with torch.no_grad():
+        for _ in range(count):
+            session.module(torch.randn(3, WIDTH))
+
+
+def sent(session: Session) -> tuple[int, int]:
+    """Bytes of gathers since the last call, of the whole group and of the secondary one."""
+    mesh = session.mesh
+    found = mesh.shard.traffic.bytes["all_gather"], mesh.secondary.traffic.bytes["all_gather"] if mesh.secondary else 0
+    assert sum(found) == session.traffic()["all_gather"]
+    session.reset_traffic()
+    return found
+
+
+def counted(plans: list[Plan]) -> list[dict[str, Any]]:
+    found = []
+    with meshes() as mesh_of:
+        for plan in plans:
+            model = chain(freeze=1)
+            with sharded(model, sgd(model), plan, mesh_of(plan)) as session:
+                told: dict[str, Any] = {"unit": session.engine.layout.chunks[1].padded_bytes}
+                assert {c.padded_bytes for c in session.engine.layout.chunks} == {told["unit"]}
+                assert session.optimizer is not None
+                session.reset_traffic()
+                passes(session, 1)
+                told["first pass"] = sent(session)
+                passes(session, 2)
+                told["two more"] = sent(session)
+                evaluated(session, 1)
+                told["evaluation"] = sent(session)
+                session.optimizer.step()
+                passes(session, 1)
+                told["after a step"] = sent(session)
+                session.optimizer.step()
+                evaluated(session, 2)
+                told["evaluations after a step"] = sent(session)
+                passes(session, 1)
+                told["and a pass"] = sent(session)
+                with session.module.gathered(write_back=True):
+                    sent(session)
+                evaluated(session, 1)
+                told["written"] = sent(session)
+                if session.mesh.rank == 0 and session.mesh.secondary is not None:  # as an interrupt would leave it
+                    session.engine.chunks[2].source.forget()
+                evaluated(session, 1)
+                told["ranks that differ"] = sent(session)
+                memory = session.memory()
+                told["kept"] = memory.secondary_bytes, memory.total_bytes - memory.copied_bytes - memory.idle_bytes
+            found.append(told)
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "size", "shared"), [(4, 2, False), (4, 2, None), (4, 1, False), (2, 1, None)])
+def test_bytes_of_each_group(ranks: int, size: int, shared: bool | None) -> None:
+    """Of K = 5 units of B bytes, one of them frozen, with N ranks and secondary groups of k: the first pass after an
+    update sends (N-1)/N B for each unit among all, which frozen ones are kept through; every other gather sends (k-1)/k
+    B. A unit that is there at the turn is not gathered: the last of a forward pass, the first of a backward pass."""
+    plan = zero(3, torch.bfloat16).but(prefetch=0, shared_memory=shared, secondary=size)
+    without = plan.but(secondary=None)
+    for kept, bare in run_ranks(ranks, counted, [plan, without]):
+        unit = kept["unit"]
+        whole, part = unit * (ranks - 1) // ranks, unit * (size - 1) // size
+        assert kept["first pass"] == (DEPTH * whole, (DEPTH - 1) * part)
+        assert kept["two more"] == (0, 2 * 2 * (DEPTH - 1) * part)
+        assert kept["evaluation"] == (0, (DEPTH - 1) * part)
+        # Of the frozen unit, too, but among the few.
+        assert kept["after a step"] == ((DEPTH - 1) * whole, DEPTH * part)
+        assert kept["evaluations after a step"] == ((DEPTH - 1) * whole, (1 + DEPTH - 1) * part)
+        assert kept["and a pass"] == (0, (DEPTH + DEPTH - 1) * part)  # the last was there, which goes first
+        assert kept["written"] == (DEPTH * whole, 0)
+        assert kept["ranks that differ"] == (DEPTH * whole, 0)
+        # Half precision: 1/k of the parameters.
+        held, total = kept["kept"]
+        assert held == DEPTH * unit // size and bare["kept"] == (0, total - held)
+        assert bare["first pass"] == ((2 * DEPTH - 1) * whole, 0)
+
+
+def no_effect(directory: str) -> list[Any]:
+    found: list[Any] = []
+    with one_mesh(GLOO.but(secondary=2)) as mesh:
+        found.append(mesh.secondary)
+        model = chain()
+        with sharded(model, sgd(model), GLOO.but(secondary=2), mesh) as session:
+            passes(session, 1)
+            found.append((session.memory().secondary_bytes, session.engine.pool.agrees))
+        model = chain()
+        found.append(told(lambda: build(model, sgd(model), GLOO.but(secondary=1), mesh), ValueError))
+    with one_mesh(zero(3).but(secondary=1)) as mesh:
+        model = chain()
+        every = zero(3).but(secondary=1, packing=ByTensor(persist_numel=10**6))  # all of it stays gathered
+        with sharded(model, sgd(model), every, mesh) as session:
+            passes(session, 1)
+            found.append((session.memory().secondary_bytes, session.engine.pool.agrees))
+        model = chain()
+        with sharded(model, sgd(model), zero(3).but(secondary=1), mesh) as session:
+            needed, held = session.memory().tier_bytes("device"), session.memory().secondary_bytes
+        small = zero(3).but(secondary=1, device_capacity_bytes=needed - held // 2)
+        model = chain()
+        found.append(held == sum(p.nbytes for p in chain().parameters()))
+        found.append(told(lambda: build(model, sgd(model), small, mesh), DeviceMemoryError))
+    return found
+
+
+def test_without_effect_and_without_room(tmp_path: Path) -> None:
+    for group, nothing, other, stays, whole, short in run_ranks(2, no_effect, str(tmp_path)):
+        assert group is None and nothing == (0, True) and stays == (0, False) and whole is True
+        assert "secondary=1 with a mesh whose groups" in other and "Mesh.create(plan.mesh" in other
+        assert "secondary shards" in short and "of a capacity of" in short
+
+
+def late_to_keep() -> list[float]:
+    """What a gather of secondary shards gives where rank 1 has not looked at the one before."""
+    with one_mesh(GLOO) as all_ranks, one_mesh(zero(3)) as mapped:
+        (own,), (kept,) = all_ranks.shard.buffers([(2, torch.float64)]), mapped.shard.buffers([(2, torch.float64)])
+        tier, rank = Tier.DEVICE, mapped.rank
+        source = SecondarySource(MemorySource(own, tier), MemorySource(kept, tier), mapped.shard)
+        own.local.copy_(torch.tensor([1.0, 2.0]) + 2 * rank)
+        first, second = torch.zeros(2, 4, dtype=torch.float64)
+        bringing = source.gather(all_ranks.shard, first)
+        if rank == 0:
+            bringing.wait()
+        else:
+            time.sleep(0.2)
+        source.gather(all_ranks.shard, second).wait()
+        bringing.wait()
+        source.forget()
+        source.gather(all_ranks.shard, first).wait()
+        assert torch.equal(first, second)
+        return second.tolist()
+
+
+def test_nobody_reads_what_a_peer_has_not_kept_yet() -> None:
+    assert run_ranks(2, late_to_keep) == [[1.0, 2.0, 3.0, 4.0]] * 2
+
+
+def groups(plan: MeshPlan) -> list[int]:
+    mesh = Mesh.create(plan, torch.device("cpu"), GLOO.comm)
+    assert mesh.secondary is not None
+    found = [int(row[0]) for row in mesh.secondary.exchange([mesh.everyone.rank])]
+    mesh.close()
+    return found
+
+
+def test_neighbours_keep_them_together() -> None:
+    found = run_ranks(4, groups, MeshPlan(dp_shard=-1, dp_replicate=1, secondary=2))
+    assert found == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    found = run_ranks(8, groups, MeshPlan(dp_shard=-1, dp_replicate=1, tp=2, secondary=2))
+    assert found == [[0, 2], [1, 3], [0, 2], [1, 3], [4, 6], [5, 7], [4, 6], [5, 7]]

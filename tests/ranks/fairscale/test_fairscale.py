@@ -1,0 +1,315 @@
+"""FairScale's wrappers in programs as its documentation writes them, against plain PyTorch in one process."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from shardwise.fairscale.nn import FullyShardedDataParallel as FSDP
+from shardwise.fairscale.nn import auto_wrap, checkpoint_wrapper, default_auto_wrap_policy, enable_wrap, wrap
+from shardwise.fairscale.nn.data_parallel import ShardedDataParallel, get_fsdp_instances
+from shardwise.fairscale.optim.grad_scaler import ShardedGradScaler
+from shardwise.fairscale.optim.oss import OSS
+from torch import Tensor, nn
+
+from shardwise.testing import run_ranks
+
+EXACT = 1e-11
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs + self.down(self.up(inputs).tanh())
+
+
+class Net(nn.Module):
+    def __init__(self, plain: bool = True, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.blocks = nn.ModuleList([Block().to(dtype), Block().to(dtype)])
+        self.head = nn.Linear(6, 3).to(dtype)
+        if not plain:
+            self.blocks[0], self.head = wrap(self.blocks[0]), wrap(self.head)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for block in self.blocks:
+            inputs = block(inputs)
+        output: Tensor = self.head(inputs)
+        return output
+
+
+def batch(rank: int, step: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    made = torch.randn(4, 9, generator=generator, dtype=torch.float64).to(dtype)
+    return made[:, :6], made[:, 6:]
+
+
+def adam(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.05, weight_decay=0.1, eps=1e-3)
+
+
+def error(model: Any, given: tuple[Tensor, Tensor]) -> Tensor:
+    return nn.functional.mse_loss(model(given[0]).to(given[1].dtype), given[1])
+
+
+def plain(steps: int, clip: float | None = None, start: int = 0, model: Any = None, optimizer: Any = None) -> Any:
+    model = Net() if model is None else model
+    optimizer = adam(model.parameters()) if optimizer is None else optimizer
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+    norm, ranks = torch.tensor(0.0), dist.get_world_size()
+    for step in range(start, start + steps):
+        optimizer.zero_grad()
+        for rank in range(ranks):
+            for micro in (0, 1):
+                (error(model, batch(rank, 2 * step + micro)) / (2 * ranks)).backward()
+        if clip is not None:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        schedule.step()
+    return model, optimizer, norm
+
+
+def train(model: Any, optimizer: Any, steps: int, clip: float | None = None, start: int = 0) -> Tensor:
+    """Accumulation under ``no_sync``, plain ``loss.backward()`` and ``optimizer.step()``."""
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+    norm = torch.tensor(0.0)
+    for step in range(start, start + steps):
+        optimizer.zero_grad()
+        with model.no_sync():
+            (error(model, batch(dist.get_rank(), 2 * step)) / 2).backward()
+        (error(model, batch(dist.get_rank(), 2 * step + 1)) / 2).backward()
+        if clip is not None:
+            norm = model.clip_grad_norm_(clip) if isinstance(model, FSDP) else optimizer.clip_grad_norm(clip)
+        optimizer.step()
+        schedule.step()
+    return norm
+
+
+def same(state: dict[str, Tensor], model: nn.Module, most: float = EXACT) -> None:
+    expected = model.state_dict()
+    assert list(state) == list(expected)
+    for name, value in state.items():
+        assert float((value - expected[name]).abs().max()) <= most, name
+
+
+def nested(**options: Any) -> Any:
+    """Wrapped in each way that there is: ``wrap`` in the constructor, ``auto_wrap``, and the class itself."""
+    with enable_wrap(wrapper_cls=FSDP, **options):
+        first = FSDP(Net(plain=False), **options)
+        policy = lambda module, recurse, unwrapped_params, module_is_root: default_auto_wrap_policy(  # noqa: E731
+            module, recurse, unwrapped_params, module_is_root, min_num_params=60
+        )
+        second = FSDP(auto_wrap(Net(), auto_wrap_policy=policy), **options)
+    third = FSDP(Net(), **options)
+    assert [len(get_fsdp_instances(each)) for each in (first, second, third)] == [3, 5, 1]
+    return first, second, third
+
+
+def fully_sharded() -> None:
+    """Every way to wrap, with an optimizer made afterwards; states, summoned parameters, and going on from a state."""
+    expected, oracle, norm = plain(3, clip=0.05)
+    for options in ({}, {"move_params_to_cpu": True}, {"flatten_parameters": False, "reshard_after_forward": False}):
+        for model in nested(**options)[: None if not options else 1]:
+            optimizer = adam(model.parameters())
+            found = train(model, optimizer, 3, clip=0.05)
+            assert abs(float(found) - float(norm)) <= EXACT
+            same(model.state_dict(), expected)
+            with model.summon_full_params(volatile=True):
+                whole = dict(model.named_parameters())
+                assert list(whole) == [name for name, _ in expected.named_parameters()]
+                same({name: param.detach() for name, param in whole.items()}, expected)
+            full = model.gather_full_optim_state_dict(optimizer)
+            assert (full is None) == (dist.get_rank() > 0)
+            state = optimizer.state_dict()
+            assert full is None or full.keys() == state.keys()
+            for index, entries in oracle.state_dict()["state"].items():
+                assert float((state["state"][index]["exp_avg"] - entries["exp_avg"]).abs().max()) <= EXACT
+            # Another wrapper goes on from there, from whole states and from the ranks' parts.
+            other = nested()[0]
+            again = adam(other.parameters())
+            other.load_state_dict(model.state_dict())
+            again.load_state_dict(other.get_shard_from_optim_state_dict(state))
+            again.param_groups[0]["lr"] = 0.05
+            with other.summon_full_params(), torch.no_grad():
+                for param in other.parameters():
+                    param.mul_(2.0)
+            same(other.state_dict(), _doubled(expected))
+            other.load_local_state_dict(model.local_state_dict())
+            train(other, again, 1, start=3)
+            further = copy.deepcopy(expected)
+            optim = adam(further.parameters())
+            optim.load_state_dict(copy.deepcopy(oracle.state_dict()))
+            optim.param_groups[0]["lr"] = 0.05
+            same(other.state_dict(), plain(1, start=3, model=further, optimizer=optim)[0])
+            other.close()
+            model.close()
+
+
+@torch.no_grad()
+def _doubled(model: nn.Module) -> nn.Module:
+    model = copy.deepcopy(model)
+    for param in model.parameters():
+        param.mul_(2.0)
+    return model
+
+
+def what_else() -> None:
+    """Inner states, consolidated parts, evaluation before an optimizer, ``apply``, and calls that cannot go."""
+    model = nested()[0]
+    with torch.no_grad():
+        before = model(batch(0, 0)[0])
+    assert float((before - Net()(batch(0, 0)[0]).detach()).abs().max()) <= EXACT
+    optimizer = adam(model.parameters())
+    train(model, optimizer, 2)
+    expected = plain(2)[0]
+    same(model.state_dict(), expected)
+    same(model.blocks[0].state_dict(), expected.blocks[0])
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, (model.local_state_dict(), model.local_metadata_dict()))
+    same(FSDP.consolidate_shard_weights([p for p, _ in parts], [m for _, m in parts]), expected)
+    if len(parts) > 1:
+        with pytest.raises(ValueError, match=r"parts of ranks \[1\] of 2"):
+            FSDP.consolidate_shard_weights([parts[1][0]], [parts[1][1]])
+
+    def zeros(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.zeros_(module.bias)
+
+    model.apply(zeros)
+    expected.apply(zeros)
+    same(model.state_dict(), expected)
+    with pytest.raises(RuntimeError, match=r"clip_grad_norm_\(1.0\) of a wrapped Block inside the model"):
+        model.blocks[0].clip_grad_norm_(1.0)
+    with pytest.raises(ValueError, match="SGD is not an optimizer of this model"):
+        model.gather_full_optim_state_dict(torch.optim.SGD(Net().parameters()))
+    with pytest.raises(ValueError, match="mixed_precision=True of the wrapped Linear, and False of the wrapper around"):
+        FSDP(nn.Sequential(FSDP(nn.Linear(2, 2), mixed_precision=True)))
+    with pytest.raises(ValueError, match="requires mixed_precision=True"):
+        FSDP(nn.Linear(2, 2), fp32_reduce_scatter=True)
+    model.close()
+
+
+def sharded_ddp() -> None:
+    """OSS with ShardedDataParallel: gradients, states and buffers; one and two optimizers."""
+    expected, oracle, norm = plain(3, clip=0.05)
+    model = Net()
+    optimizer = OSS(params=model.parameters(), optim=torch.optim.AdamW, lr=0.05, weight_decay=0.1, eps=1e-3)
+    with pytest.raises(RuntimeError, match=r"OSS\(AdamW\) is not sharded yet"):
+        optimizer.step()
+    model = ShardedDataParallel(model, optimizer)
+    found = train(model, optimizer, 3, clip=0.05)
+    assert abs(float(found) - float(norm)) <= 1e-6
+    same(model.state_dict(), expected)
+    with pytest.raises(RuntimeError, match="was not consolidated on this rank"):
+        optimizer.state_dict()
+    optimizer.consolidate_state_dict(recipient_rank=0)
+    if dist.get_rank() == 0:
+        state = optimizer.state_dict()["state"]
+        for index, entries in oracle.state_dict()["state"].items():
+            assert float((state[index]["exp_avg_sq"] - entries["exp_avg_sq"]).abs().max()) <= EXACT
+    again = Net()
+    more = OSS(again.parameters(), torch.optim.AdamW, lr=0.05, weight_decay=0.1, eps=1e-3)
+    again = ShardedDataParallel(again, [more])
+    more.load_state_dict(optimizer.state_dict(all_ranks=True))
+    again.load_state_dict(model.state_dict())
+    more.param_groups[0]["lr"] = oracle.param_groups[0]["lr"] = 0.05
+    train(again, more, 1, start=3)
+    same(again.state_dict(), plain(1, start=3, model=expected, optimizer=oracle)[0])
+    model.close()
+    again.close()
+    # Rank 0's buffers are everybody's where passes train.
+    norms = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3))
+    wrapped = ShardedDataParallel(norms, OSS(norms.parameters(), lr=0.1))
+    with torch.no_grad():
+        norms[1].running_mean.fill_(float(dist.get_rank()))
+    wrapped.eval()(torch.zeros(2, 6))
+    assert float(norms[1].running_mean[0]) == dist.get_rank()
+    norms[1].momentum = 0.0
+    wrapped.train()(torch.zeros(2, 6))
+    assert float(norms[1].running_mean[0]) == 0.0
+    norms[0].bias.requires_grad_(False)
+    with pytest.raises(NotImplementedError, match=r"requires_grad of 0.bias changed"):
+        wrapped.refresh_trainable()
+    norms[0].bias.requires_grad_(True)
+    wrapped.close()
+    with pytest.raises(TypeError, match="give an OSS"):
+        ShardedDataParallel(Net(), adam(Net().parameters()))  # type: ignore[arg-type]
+
+
+def scaled() -> None:
+    """fp16 under ShardedGradScaler: overflows are skipped by every rank, and steps are those of fp32 within fp16."""
+    model = FSDP(Net(dtype=torch.float32), mixed_precision=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = ShardedGradScaler(init_scale=2.0**30, growth_interval=2)
+    expected = Net(dtype=torch.float32)
+    oracle = torch.optim.SGD(expected.parameters(), lr=0.1)
+    taken, skipped, ranks = 0, 0, dist.get_world_size()
+    while taken < 3:
+        optimizer.zero_grad()
+        loss = error(model, batch(dist.get_rank(), taken, torch.float32))
+        assert model.head(torch.ones(1, 6).half()).dtype is torch.float16
+        before = model.state_dict()["head.weight"].clone()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        norm = model.clip_grad_norm_(0.5)
+        scaler.step(optimizer)
+        scale = scaler.get_scale()
+        scaler.update()
+        if scaler.get_scale() < scale:
+            assert torch.equal(before, model.state_dict()["head.weight"])
+            skipped += 1
+            continue
+        oracle.zero_grad()
+        for rank in range(ranks):
+            (error(expected, batch(rank, taken, torch.float32)) / ranks).backward()
+        other = nn.utils.clip_grad_norm_(expected.parameters(), 0.5)
+        assert abs(float(norm) - float(other)) < 1e-2 * float(other)
+        oracle.step()
+        taken += 1
+    assert skipped > 3
+    assert model.state_dict()["head.weight"].dtype is torch.float32
+    same(model.state_dict(), expected, 3e-3)
+    again = ShardedGradScaler()
+    again.load_state_dict(scaler.state_dict())
+    assert again.get_scale() == scaler.get_scale() and again.state_dict() == scaler.state_dict()
+    with pytest.raises(ValueError, match="SGD belongs to no sharded model"):
+        again.step(torch.optim.SGD(Net().parameters(), lr=0.1))
+    model.close()
+
+
+def recomputed() -> None:
+    """``checkpoint_wrapper``: the same gradients, dropout and running statistics, with and without a host copy."""
+    for offload in (False, True):
+        results = []
+        for wrapped in (False, True):
+            torch.manual_seed(5)
+            inner = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Tanh()).double()
+            calls: list[int] = []
+            inner[0].register_forward_hook(lambda *_, calls=calls: calls.append(1))
+            model = FSDP(
+                nn.Sequential(checkpoint_wrapper(inner, offload) if wrapped else inner, nn.Linear(6, 3).double())
+            )
+            optimizer = adam(model.parameters())
+            torch.manual_seed(6)
+            for step in range(2):
+                optimizer.zero_grad()
+                error(model, batch(dist.get_rank(), step)).backward()
+                optimizer.step()
+            assert len(calls) == (4 if wrapped else 2)
+            results.append(model.state_dict())
+            model.close()
+        assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_programs_equal_plain_pytorch(ranks: int) -> None:
+    """Weights, states and norms within 1e-11 of one process, wrapped in each way that there is."""
+    for run in (fully_sharded, what_else, sharded_ddp, scaled, recomputed):
+        run_ranks(ranks, run)

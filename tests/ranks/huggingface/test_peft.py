@@ -1,0 +1,200 @@
+"""peft's adapters on models sharded over two ranks, against the same calls on a whole model: equal in fp32 to 1e-6.
+
+What has to happen before a model is sharded is an error that says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from huggingface_setup import gpt2, quiet
+from torch import Tensor
+
+import shardwise
+from shardwise.build import Session
+from shardwise.testing import run_ranks
+
+pytest.importorskip("peft")
+TOKENS = torch.randint(17, (2, 7), generator=torch.Generator().manual_seed(5))
+TOO_LATE = "and add adapters or parametrizations before boost/build"
+
+
+def config(**changes: Any) -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False, **changes)
+
+
+def adapted(*more: str, **changes: Any) -> Any:
+    """GPT-2 with an adapter, or several by name, that change what it computes."""
+    from peft import get_peft_model
+
+    torch.manual_seed(3)
+    model = get_peft_model(gpt2(), config(**changes))
+    for name in more:
+        model.add_adapter(name, config(**changes))
+    return model
+
+
+def adapters(model: Any) -> list[Any]:
+    return [param for name, param in model.named_parameters() if "lora_" in name or "modules_to_save" in name]
+
+
+def train(model: Any, optimizer: torch.optim.Optimizer, backward: Callable[[Tensor], None]) -> float:
+    loss = model(input_ids=TOKENS, labels=TOKENS).loss
+    backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss)
+
+
+class Both:
+    """A model on two ranks and the same whole one, trained alike for a step."""
+
+    def __init__(self, make: Callable[[], Any], stage: int) -> None:
+        self.model, self.plain = make(), make()
+        self.optimizer = torch.optim.AdamW(adapters(self.plain) or self.plain.parameters(), lr=0.1)
+        optimizer = torch.optim.AdamW(adapters(self.model) or self.model.parameters(), lr=0.1)
+        self.session: Session = shardwise.shard(self.model, optimizer, stage=stage)
+        self.step()
+
+    def step(self) -> None:
+        ours = train(self.session.module, self.session.optimizer, self.session.backward)
+        assert ours == pytest.approx(train(self.plain, self.optimizer, lambda loss: loss.backward()), rel=1e-6)
+
+    def agree(self, plain: Any = None, model: Any = None) -> None:
+        with torch.no_grad():
+            wanted = (plain or self.plain)(input_ids=TOKENS).logits
+            found = (model or self.session.module)(input_ids=TOKENS).logits
+        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+
+    def close(self) -> None:
+        self.session.close()
+        self.session.mesh.close()
+
+
+def told(action: Callable[[], object]) -> str:
+    with pytest.raises(RuntimeError) as caught:
+        action()
+    return str(caught.value)
+
+
+def switched(stage: int) -> None:
+    """Adapters are switched off and on, exchanged, merged and taken out again; a layer is trained whole."""
+    both = Both(lambda: adapted(modules_to_save=["lm_head"]), stage)
+    with both.session.module.disable_adapter(), both.plain.disable_adapter():
+        both.agree()
+    both.step()
+    with both.session.module.gathered(write_back=True):
+        both.model.merge_adapter()
+    both.agree()
+    with both.session.module.gathered(write_back=True):
+        both.model.unmerge_adapter()
+    both.step()
+    with both.session.module.gathered():
+        both.agree(both.plain, both.model.merge_and_unload())
+    both.close()
+
+    def two() -> Any:
+        made = adapted("other")
+        for param in adapters(made):
+            param.requires_grad_()
+        return made
+
+    both = Both(two, stage)
+    for name in ("other", "default"):
+        both.model.set_adapter(name)
+        both.plain.set_adapter(name)
+        both.step()
+    both.session.unshard()
+    both.agree(both.plain, both.model.merge_and_unload())
+    both.session.mesh.close()
+
+
+def saved_and_loaded(stage: int, folder: str) -> None:
+    from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+
+    first, own, gathered = dist.get_rank() == 0, f"{folder}/own-{stage}", f"{folder}/gathered-{stage}"
+    both = Both(adapted, stage)
+    state = both.session.module.state_dict()
+    if first:
+        both.model.save_pretrained(own, state_dict=state)
+    with both.session.module.gathered():
+        if first:
+            both.model.save_pretrained(gathered)
+    dist.barrier()
+    for each in (own, gathered):
+        both.agree(PeftModel.from_pretrained(gpt2(), each))
+    again = Both(adapted, stage)
+    again.step()  # elsewhere
+    with again.session.module.gathered(write_back=True):
+        again.model.load_adapter(own, "default")
+    again.agree(both.plain)
+    again.plain.load_adapter(own, "default")
+    again.model.set_adapter("default")
+    again.plain.set_adapter("default")
+    with again.session.module.gathered(write_back=True):
+        set_peft_model_state_dict(again.model, {k: v / 2 for k, v in get_peft_model_state_dict(both.plain).items()})
+    set_peft_model_state_dict(again.plain, {k: v / 2 for k, v in get_peft_model_state_dict(both.plain).items()})
+    again.agree()
+    again.session.module.load_state_dict(
+        {k: v for k, v in both.plain.state_dict().items() if "lora_" in k}, strict=False
+    )
+    again.agree(both.plain)
+    # One that came later is for evaluation: each rank has all of it.
+    base = Both(gpt2, stage)
+    with base.session.module.gathered(write_back=True):
+        later = PeftModel.from_pretrained(base.model, own)
+    base.agree(PeftModel.from_pretrained(base.plain, own), later)
+    for each in (both, again, base):
+        each.close()
+
+
+def refused(stage: int, folder: str) -> None:
+    from peft import PeftModel, get_peft_model
+
+    both = Both(gpt2, stage)
+    model = get_peft_model(both.model, config())
+    assert "lora_A.default.weight (2, 8) is new to the model that was sharded: " in told(
+        lambda: model(input_ids=TOKENS)
+    ) and TOO_LATE in told(lambda: both.session.module.state_dict())
+    both.close()
+    both = Both(gpt2, stage)
+    own = f"{folder}/own-{stage}"
+    said = told(lambda: PeftModel.from_pretrained(both.model, own, is_trainable=True))
+    assert "lora_A.default.weight" in said and TOO_LATE in said
+    both.close()
+    both = Both(adapted, stage)
+    both.model.add_adapter("other", config())
+    both.step()  # it is not in use
+    if stage == 3:  # peft reads the state first, which no rank has whole
+        said = told(lambda: both.model.load_adapter(own, "default"))
+        assert "state_dict() of the sharded PeftModel itself would" in said and "inside its gathered(" in said
+    else:
+        for each in (both.model, both.plain):
+            each.load_adapter(own, "default")
+        both.agree()
+    both.model.set_adapter("other")
+    assert TOO_LATE in told(both.step)
+    both.close()
+    both = Both(adapted, stage)
+    both.model.delete_adapter("default")
+    assert "no longer in the model that was sharded" in told(lambda: both.session.module(input_ids=TOKENS))
+    both.close()
+
+
+def on_rank(folder: str) -> None:
+    with quiet():
+        for stage in (2, 3):
+            switched(stage)
+            saved_and_loaded(stage, folder)
+            refused(stage, folder)
+
+
+def test_adapters_of_a_sharded_model_are_those_of_a_whole_one(tmp_path: Path) -> None:
+    assert run_ranks(2, on_rank, str(tmp_path), timeout=300.0) == [None, None]

@@ -1,0 +1,218 @@
+"""Adapters over packed weights of bitsandbytes on two ranks: bit for bit what one process trains, and saves.
+
+Source: Dettmers et al., arXiv 2305.14314; transformers' ``BitsAndBytesConfig``; peft's
+``prepare_model_for_kbit_training``.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from engine_setup import told
+from huggingface_setup import launched
+from packed_setup import HIDDEN, INNER, LAYERS, LENGTH, VOCABULARY, adamw, adapted, base, packed, silent, train
+from torch import Tensor, nn
+
+import shardwise
+from shardwise.build import Session
+from shardwise.testing import run_ranks
+
+for needed in ("bitsandbytes", "peft", "transformers"):
+    pytest.importorskip(needed)
+
+RANKS = 2
+WAYS: list[tuple[int, int, bool, bool]] = [
+    # bits, stage, on a disk, activations made again
+    (4, 0, False, True),
+    (4, 3, False, True),
+    (4, 3, False, False),
+    (4, 3, True, True),
+    (8, 3, False, True),
+    (8, 3, False, False),
+    (8, 3, True, False),
+]
+State = dict[str, Tensor]
+
+
+def plainly(where: str, bits: int, checkpointing: bool) -> tuple[list[float], State, Tensor]:
+    model = adapted(where, bits, checkpointing)
+    optimizer = adamw(model)
+
+    def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    losses = train(model, lambda loss: loss.backward(), update)
+    return losses, {name: value.clone() for name, value in model.state_dict().items()}, evaluated(model)
+
+
+def evaluated(model: nn.Module) -> Tensor:
+    """The logits of an evaluation, for which layers may pack their weights in another order."""
+    model.eval()
+    with torch.no_grad():
+        logits: Tensor = model(input_ids=torch.arange(LENGTH)[None]).logits
+    return logits
+
+
+class Found(NamedTuple):
+    losses: list[float]
+    state: State
+    logits: Tensor
+    parameters: dict[str, int]
+    peak_bytes: int
+
+
+def at_stage(session: Session, model: nn.Module) -> Found:
+    def update() -> None:
+        session.optimizer.step()
+        session.optimizer.zero_grad()
+
+    losses = train(session.module, session.backward, update)
+    report = session.memory()
+    parameters = {tier: held.get("parameters", 0) for tier, held in report.by_tier.items()}
+    state = {name: value.clone() for name, value in session.module.state_dict().items()}
+    return Found(losses, state, evaluated(session.module), parameters, report.peak_gathered_bytes)
+
+
+def on_rank(where: str, folder: str) -> list[Found]:
+    found = []
+    with launched(), silent():
+        for number, (bits, stage, disk, checkpointing) in enumerate(WAYS):
+            model = adapted(where, bits, checkpointing)
+            for module in model.modules():
+                if hasattr(module, "support_avx512bf16_for_cpu"):
+                    module.support_avx512bf16_for_cpu = True  # as on a CPU where it packs weights for evaluation
+            offload = os.path.join(folder, f"disk-{number}") if disk else None
+            if offload is not None:
+                os.makedirs(offload, exist_ok=True)
+            session = shardwise.shard(model, adamw(model), stage=stage, offload=offload)
+            found.append(at_stage(session, model))
+            if number in (1, 4):
+                session.checkpoints.save(folder, f"bits-{bits}")
+                save_as_theirs(session, where, folder, bits)
+            session.close()
+            session.mesh.close()
+    return found
+
+
+def save_as_theirs(session: Session, where: str, folder: str, bits: int) -> None:
+    """The adapter alone; and a base, whose packed weights transformers asks the model itself for."""
+    state, first = session.module.state_dict(), session.mesh.rank == 0
+    if first:
+        session.module.unwrap().save_pretrained(os.path.join(folder, f"adapter-{bits}"), state_dict=state)
+    model = packed(where, bits)
+    base_alone = shardwise.shard(model, stage=3)
+    with base_alone.module.gathered():
+        if first:
+            model.save_pretrained(os.path.join(folder, f"packed-{bits}"))
+    base_alone.close()
+    base_alone.mesh.close()
+
+
+def formula(bits: int, stage: int) -> int:
+    """Bytes of parameters on a rank: packed numbers, fp32 of the rest, what is trained."""
+    square, narrow, wide = HIDDEN * HIDDEN, HIDDEN * HIDDEN // 2, HIDDEN * INNER
+    weights = LAYERS * (2 * square + 2 * narrow + 3 * wide) * bits // 8
+    others = 4 * (2 * VOCABULARY * HIDDEN + (2 * LAYERS + 1) * HIDDEN)
+    adapters = 4 * LAYERS * 4 * (2 * HIDDEN + HIDDEN + HIDDEN // 2 + INNER + HIDDEN)
+    return (weights + others + adapters) // (RANKS if stage == 3 else 1)
+
+
+def test_packed_weights_are_sharded_and_adapters_train_as_in_one_process(tmp_path: Path) -> None:
+    with silent():
+        where = base(str(tmp_path))
+        wanted = {key: plainly(where, *key) for key in {(bits, checkpointing) for bits, _, _, checkpointing in WAYS}}
+    results = run_ranks(RANKS, on_rank, where, str(tmp_path), timeout=300.0)
+    for rank, found in enumerate(results):
+        for way, each in zip(WAYS, found, strict=True):
+            bits, stage, disk, checkpointing = way
+            losses, state, logits = wanted[bits, checkpointing]
+            assert each.losses == losses, (rank, way)
+            assert list(each.state) == list(state)
+            differ = [name for name in state if not torch.equal(state[name], each.state[name])]
+            assert not differ, (rank, way, differ[:3])
+            assert torch.equal(each.logits, logits), (rank, way)
+            assert each.parameters["disk" if disk else "device"] == formula(bits, stage), (rank, way)
+            assert not any(each.parameters[tier] for tier in ("host", "device" if disk else "disk")), (rank, way)
+    back_again(where, str(tmp_path), {bits: results[0][at].state for bits, at in ((4, 1), (8, 4))})
+
+
+def back_again(where: str, folder: str, saved: dict[int, State]) -> None:
+    """What two ranks saved, in one process: by ours, by peft and by transformers; and what is refused."""
+    from peft import PeftModel
+
+    with silent():
+        for bits, state in saved.items():
+            model = adapted(where, bits)
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.zero_()
+            session = shardwise.shard(model, adamw(model), stage=3)
+            session.checkpoints.load(folder, f"bits-{bits}")
+            loaded = session.module.state_dict()
+            assert all(torch.equal(loaded[name], state[name]) for name in state)
+            refused(session, loaded)
+            session.close()
+            session.mesh.close()
+            own, read = packed(where, bits).state_dict(), packed(os.path.join(folder, f"packed-{bits}"), bits)
+            assert all(torch.equal(value, own[name]) for name, value in read.state_dict().items())
+            adapter = PeftModel.from_pretrained(read, os.path.join(folder, f"adapter-{bits}")).state_dict()
+            assert set(adapter) == set(state)
+            assert all(torch.equal(adapter[name], state[name]) for name in state)
+
+
+def refused(session: Session, state: State) -> None:
+    name = "base_model.model.model.layers.0.self_attn.k_proj.weight"
+    assert f"{name}: torch.float32 instead of" in told(
+        lambda: session.module.load_state_dict(state | {name: state[name].float()})
+    )
+    scales = [key for key in state if key.startswith(name + ".quant_state.")]
+    for key in scales:
+        assert f"{key} is made anew whenever the model is saved" in told(
+            lambda key=key: session.module.load_state_dict(state | {key: state[key] + 1}), ValueError
+        )
+
+
+def test_the_page_says_how(tmp_path: Path) -> None:
+    page = Path(__file__).parents[3] / "docs" / "huggingface.md"
+    block = page.read_text("utf-8").split("## QLoRA")[1].split("```python\n")[1].split("```")[0]
+    with silent():
+        names = {"folder": base(str(tmp_path)), "device": "cpu"}
+        exec(block, names)
+        session: Session = names["session"]  # type: ignore[assignment]
+        before = session.module.state_dict()
+
+        def update() -> None:
+            session.optimizer.step()
+            session.optimizer.zero_grad()
+
+        train(session.module, session.backward, update)
+        changed = [name for name, value in session.module.state_dict().items() if not torch.equal(value, before[name])]
+    assert changed and all("lora_" in name for name in changed)
+    session.close()
+    session.mesh.close()
+
+
+def test_biases_are_what_their_first_pass_would_make_of_them() -> None:
+    from bitsandbytes.nn import Linear4bit
+
+    def net() -> nn.Module:
+        torch.manual_seed(0)
+        layers = [Linear4bit(64, 64, compute_dtype=torch.bfloat16), nn.Linear(64, 64)]
+        return nn.Sequential(*layers).to("cpu").train()
+
+    x, plain, model = torch.randn(3, 64, generator=torch.Generator().manual_seed(1)), net(), net()
+    with silent():
+        session = shardwise.shard(model, torch.optim.SGD(model[1].parameters(), lr=0.1), stage=3)
+        assert torch.equal(session.module(x), plain(x))
+    assert model[0].bias.dtype is plain[0].bias.dtype is torch.bfloat16
+    session.close()
+    session.mesh.close()
+    waits = nn.Sequential(Linear4bit(64, 64))
+    assert "0.weight (Params4bit, (64, 64)) is torch.float32 still" in told(
+        lambda: shardwise.shard(waits, stage=3), ValueError
+    )

@@ -1,0 +1,121 @@
+"""TRL's SFT and DPO trainers against the same in one process without a plan, on ``datasets``.
+
+Full weights, and LoRA with a layer that is trained whole; DPO with a reference model, and with the adapter switched off
+in its place. What is logged agrees within 1e-5 (relative) in fp32, what is saved within 1e-5 of each tensor's largest
+element.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from huggingface_setup import launched, quiet
+from torch import Tensor
+
+from shardwise.plan import zero
+from shardwise.testing import assert_close, run_ranks
+
+RTOL = 1e-5
+WORDS = ["<pad>", "<eos>", "<unk>", *(f"w{index}" for index in range(29))]
+CASES = [(kind, lora) for kind in ("SFT", "DPO") for lora in (False, True)]
+Run = tuple[int, tuple[str, bool]]  # a stage, and what is trained how
+TWO: list[Run] = [*((3, case) for case in CASES), (2, CASES[0]), (2, CASES[3])]
+ONE: list[Run] = [(3, CASES[3])]
+LOGGED = ("loss", "grad_norm", "mean_token_accuracy", "rewards/margins", "logps/chosen", "entropy")
+
+
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+
+
+def llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, pad_token_id=0, eos_token_id=1, bos_token_id=1))
+
+
+def rows(fields: tuple[str, ...]) -> Any:
+    import datasets
+
+    datasets.disable_progress_bars()
+    generator = torch.Generator().manual_seed(1)
+
+    def text() -> str:
+        count = int(torch.randint(4, 9, (1,), generator=generator))
+        return " " + " ".join(f"w{int(word)}" for word in torch.randint(29, (count,), generator=generator))
+
+    return datasets.Dataset.from_list([{field: text() for field in fields} for _ in range(16)])
+
+
+Outcome = tuple[list[dict[str, float]], dict[str, Tensor]]
+
+
+def train(kind: str, lora: bool, folder: str, stage: int | None) -> Outcome:
+    """What is logged at each step, and what is saved; ``stage`` ``None``: TRL's own trainer, in one process."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    import trl
+    from peft import LoraConfig
+    from safetensors.torch import load_file
+
+    from shardwise.huggingface import sharded_trainer
+
+    with launched(), quiet():
+        base, config = getattr(trl, f"{kind}Trainer"), getattr(trl, f"{kind}Config")
+        ranks = dist.get_world_size() if stage is not None and dist.is_initialized() else 1
+        where = {"use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "bf16": False}
+        size = {"max_steps": 3, "per_device_train_batch_size": 4 // ranks, "gradient_accumulation_steps": 2}
+        given = {"logging_steps": 1, "learning_rate": 1e-2, "adam_epsilon": 1e-3, "max_length": 32}
+        options: dict[str, Any] = {}
+        model = llama()
+        if lora:
+            options["peft_config"] = LoraConfig(
+                r=2, target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"]
+            )
+        elif kind == "DPO":
+            options["ref_model"] = copy.deepcopy(model)
+        if stage is not None:
+            base, options["plan"] = sharded_trainer(base), zero(stage)
+        data = rows(("text",) if kind == "SFT" else ("prompt", "chosen", "rejected"))
+        args = config(folder, **where, **size, **given, gradient_checkpointing=lora)
+        torch.manual_seed(2)
+        trainer = base(model=model, args=args, train_dataset=data, processing_class=tokenizer(), **options)
+        trainer.train()
+        trainer.save_model(folder)
+        if stage is not None:
+            trainer.accelerator.wait_for_everyone()
+            trainer.accelerator.close()
+        history = [entry for entry in trainer.state.log_history if "loss" in entry]
+    name = "adapter_model.safetensors" if lora else "model.safetensors"
+    return [{key: entry[key] for key in LOGGED if key in entry} for entry in history], load_file(Path(folder, name))
+
+
+def on_rank(folder: str, runs: Sequence[Run]) -> list[Outcome]:
+    return [train(*case, f"{folder}/{case}-{stage}", stage) for stage, case in runs]
+
+
+def test_trl_trains_sharded_what_it_trains_in_one_process(tmp_path: Path) -> None:
+    for needed in ("trl", "datasets"):
+        pytest.importorskip(needed, reason="pip install 'shardwise[trl]'")
+    wanted = {case: train(*case, f"{tmp_path}/{case}-plain", None) for case in CASES}
+    assert [len(history) for history, _ in wanted.values()] == [3] * len(CASES)
+    two = run_ranks(2, on_rank, str(tmp_path / "two"), TWO, timeout=300.0)
+    for runs, outcomes in ((TWO, two[0]), (TWO, two[1]), (ONE, on_rank(str(tmp_path / "one"), ONE))):
+        for run, (history, saved) in zip(runs, outcomes, strict=True):
+            for mine, theirs in zip(history, wanted[run[1]][0], strict=True):
+                assert mine == pytest.approx(theirs, rel=RTOL, abs=1e-6), run
+            assert_close(saved, wanted[run[1]][1], RTOL, str(run))

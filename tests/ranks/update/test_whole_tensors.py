@@ -1,0 +1,425 @@
+"""Optimizers that need a parameter's norm, rows and columns, or singular vectors: each is whole on one rank, so every
+plan gives plain PyTorch's values."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_setup import PLANS, away_from_zero, one_mesh, seeded, sharded, told
+from torch import Tensor, nn
+
+from shardwise.build import Session, build
+from shardwise.checkpoint.portable import PortableFiles
+from shardwise.deepspeed.lamb import FusedLamb
+from shardwise.engine import optimizer_state
+from shardwise.nn import optimizer as own
+from shardwise.plan import ByModule, ByNumel, Plan, on_device, zero
+from shardwise.testing import assert_close, run_ranks
+
+RANKS, STEPS = 3, 4
+
+
+class Normed(torch.optim.Optimizer):
+    """Somebody's, of no known name: momentum, in the direction of the gradient."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    average = self.state[param].setdefault("average", torch.zeros_like(param))
+                    average.mul_(0.5).add_(param.grad / param.grad.norm())
+                    param.sub_(group["lr"] * average)
+
+
+class Centred(Normed):
+    """By rows; it says so, and draws numbers, so that no trial would tell."""
+
+    whole_tensors = True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    torch.rand(())
+                    param.sub_(group["lr"] * (param.grad - param.grad.mean(-1, keepdim=True)))
+
+
+class Listed(Normed):
+    """As SOAP and Shampoo: lists of matrices, one for each dimension, empty ones among them, tuples, dicts, texts."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state, grad = self.state[param], param.grad.reshape(param.shape or (1,))  # shards have no 0-dim ones
+                if not state:
+                    sizes = [size if size < 10 else 0 for size in grad.shape]
+                    state["matrices"] = [param.new_zeros(n, n) if n else [] for n in sizes]
+                    state["of"] = {
+                        "steps": (0, torch.zeros((), dtype=torch.float64)),
+                        3: {"norms": param.new_zeros(2)},
+                        "kind": "x",
+                    }
+                for dim, matrix in enumerate(state["matrices"]):
+                    if isinstance(matrix, Tensor):
+                        moved = grad.movedim(dim, 0)
+                        rows = moved.reshape(len(matrix), -1)
+                        matrix.mul_(0.5).add_(rows @ rows.T)
+                        grad = (matrix @ rows / (1 + matrix.norm())).view(moved.shape).movedim(0, dim).contiguous()
+                steps, told = state["of"]["steps"]
+                state["of"]["steps"] = (steps + 1, told + 1)
+                state["of"][3]["norms"].add_(grad.norm())
+                grad = grad.view(param.shape) / (1 + state["of"][3]["norms"][0])
+                param.sub_(group["lr"] * grad * (1 + 0.1 * steps + 0.1 * told))
+
+
+class Net(nn.Module):
+    """Odd shapes: matrices, one of them with a column, vectors, a kernel, a number, one that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(13, 6)
+        self.first = nn.Linear(6, 7)
+        self.kernel = nn.Conv1d(1, 2, 3)
+        self.column = nn.Linear(1, 5, bias=False)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.last = nn.Linear(7, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(self.table(tokens)))
+        seen = (
+            self.kernel(hidden.flatten(0, 1).unsqueeze(1)).square().mean() + self.column(hidden[..., :1]).sin().mean()
+        )
+        return self.last(hidden * self.scale).square().mean() + seen + self.frozen.sum() * 0
+
+
+def net() -> nn.Module:
+    return away_from_zero(Net())
+
+
+def tokens(rank: int, step: int) -> Tensor:
+    return torch.randint(13, (4, 5), generator=torch.Generator().manual_seed(100 * rank + step))
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return [param for param in model.parameters() if param.requires_grad]
+
+
+def matrices(model: nn.Module) -> list[dict[str, Any]]:
+    groups = own.get_galore_param_groups(model, 0.01, rank=3, update_proj_gap=2)
+    return [group | {"params": [p for p in group["params"] if p.requires_grad]} for group in groups]
+
+
+MAKE: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "Lamb": lambda m: own.Lamb(trained(m), lr=0.05, weight_decay=0.01),
+    "DistributedLamb": lambda m: own.DistributedLamb(trained(m), lr=0.05),
+    "FusedLAMB": lambda m: own.FusedLAMB(trained(m), lr=0.05, max_grad_norm=0),
+    "DeepSpeed's": lambda m: FusedLamb(trained(m), lr=0.05, weight_decay=0.01, min_coeff=0.3, max_coeff=1.5),
+    "Lars": lambda m: own.Lars(trained(m), lr=0.5, momentum=0.9, weight_decay=0.01, eeta=0.1),
+    "Adafactor": lambda m: own.Adafactor(trained(m), beta1=0.9, weight_decay=0.01),
+    "CAME": lambda m: own.DistributedCAME(trained(m), lr=0.05, weight_decay=0.01),
+    "GaLoreAdamW": lambda m: own.GaLoreAdamW(matrices(m), lr=0.05, eps=1e-3),
+    "GaLoreAdafactor": lambda m: own.GaLoreAdafactor(matrices(m)),
+    "DistGaloreAwamW": lambda m: own.DistGaloreAwamW(matrices(m), nbits=32, eps=1e-3),
+    "torch's Adafactor": lambda m: torch.optim.Adafactor(trained(m), lr=0.05),
+    "Muon": lambda m: torch.optim.Muon([p for p in trained(m) if p.dim() == 2], lr=0.05),
+    "of no known name": lambda m: Normed(trained(m)),
+    "that says so": lambda m: Centred(trained(m)),
+    "of lists": lambda m: Listed(trained(m)),
+}
+WHOLE_PLANS = {name: PLANS[name] for name in ("ddp", "zero2", "zero3_tensor", "zero3_gloo")} | {
+    "modules": zero(3).but(packing=ByModule(unit_classes=("Linear",))),
+    "host": zero(3).but(tiers=replace(on_device(), param_host_fraction=0.5, state_host_fraction=0.7)),
+    "clipped backward": zero(3).but(update="backward", max_norm=0.1),
+}
+
+
+EVERY = ("zero2", "modules")
+"""Plans under which all of them are run."""
+SOME = ["Lamb", "Adafactor", "GaLoreAdamW", "torch's Adafactor", "of no known name"]
+
+
+def tolerance(name: str) -> float:
+    """Muon multiplies in bfloat16; singular vectors are as exact as the gaps between singular values."""
+    return 5e-2 if name == "Muon" else 1e-9 if "GaLore" in name else 1e-11
+
+
+def plain(name: str, steps: int = STEPS, ranks: int = RANKS, max_norm: float = 0.0) -> tuple[nn.Module, Any]:
+    model = seeded(net)
+    optimizer = MAKE[name](model)
+    for step in range(steps):
+        for rank in range(ranks):
+            (model(tokens(rank, step)) / ranks).backward()
+        if max_norm:
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def steps_of(session: Session, steps: range) -> None:
+    assert session.optimizer is not None
+    for step in steps:
+        session.optimizer.backward(session.module(tokens(session.mesh.rank, step)))
+        session.optimizer.step()
+
+
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Numbers and tensors in it, and how what holds them is built."""
+    if isinstance(value, dict):
+        for key, each in value.items():
+            yield from leaves(each, f"{path}.{key!r}")
+    elif isinstance(value, list | tuple):
+        yield f"{path} of {type(value).__name__}", len(value)
+        for place, each in enumerate(value):
+            yield from leaves(each, f"{path}.{place}")
+    elif value is not None and not isinstance(value, str):
+        yield path, value
+
+
+def result(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    """Weights, and the whole state as plain torch has it."""
+    packed = optimizer.state_dict()["state"]
+    state = {f"{n}.{k}": torch.as_tensor(v) for n, entry in packed.items() for k, v in leaves(entry)}
+    return {**model.state_dict(), **{key: value.double() for key, value in state.items()}}
+
+
+def run_all(plan: Plan, names: list[str]) -> dict[str, dict[str, Any]]:
+    found = {}
+    with one_mesh(plan) as mesh:
+        for name in names:
+            model = seeded(net)
+            with sharded(model, MAKE[name](model), plan, mesh) as session:
+                steps_of(session, range(2))
+                assert session.optimizer is not None
+                state = session.optimizer.state_dict()
+                session.optimizer.load_state_dict(copy.deepcopy(state))  # what was gathered goes back into its places
+                steps_of(session, range(2, STEPS))
+                found[name] = result(session.module, session.optimizer)
+                whole = {param.numel() for param in model.parameters()}
+                pieces = [piece for group in session.optimizer.param_groups for piece in group["params"]]
+                assert {piece.numel() for piece in pieces} <= whole
+    return found
+
+
+@pytest.mark.parametrize("plan", WHOLE_PLANS)
+def test_every_plan_gives_plain_values(plan: str) -> None:
+    names = list(MAKE) if plan in EVERY else SOME
+    every = run_ranks(RANKS, run_all, WHOLE_PLANS[plan], names)  # type: ignore[arg-type]
+    for name in names:
+        expected = result(*plain(name, max_norm=WHOLE_PLANS[plan].grad.max_norm))
+        for rank, found in enumerate(every):
+            assert_close(found[name], expected, tolerance(name), f"{name}, {plan}, rank {rank}")
+
+
+def halves(directory: str, plan: Plan, load: bool, names: list[str], small: int) -> dict[str, dict[str, Any]]:
+    """Two of four steps, on all of as many batches as there are in :func:`plain`, and a checkpoint in between; rows and
+    columns of more than ``small`` elements are tensors of their own in it."""
+    found = {}
+    before, optimizer_state.MOST_SMALL = optimizer_state.MOST_SMALL, small
+    with one_mesh(plan) as mesh:
+        for name in names:
+            model = seeded(net)
+            with sharded(model, MAKE[name](model), plan, mesh) as session:
+                assert session.optimizer is not None
+                path = f"{directory}/{name.replace(' ', '-')}"
+                if load:
+                    session.checkpoints.load(path, "auto")
+                for step in range(2, STEPS) if load else range(2):
+                    for rank in range(mesh.rank, RANKS * 2, mesh.size):
+                        share = mesh.size / (RANKS * 2)
+                        session.optimizer.backward(session.module(tokens(rank, step)) * share)
+                    session.optimizer.step()
+                if not load:
+                    session.checkpoints.save(path)
+                found[name] = result(session.module, session.optimizer)
+    optimizer_state.MOST_SMALL = before
+    return found
+
+
+@pytest.mark.parametrize(("first", "then", "small"), [(3, 2, 5), (1, 3, 4096)])
+def test_checkpoints_go_on_at_other_numbers_of_ranks(first: int, then: int, small: int, tmp_path: Path) -> None:
+    names = [name for name in MAKE if name not in ("that says so", "DistributedLamb", "FusedLAMB", "Muon")]
+    run_ranks(first, halves, str(tmp_path), zero(3), False, names, small)  # type: ignore[arg-type]
+    every = run_ranks(then, halves, str(tmp_path), zero(2), True, names, small)  # type: ignore[arg-type]
+    for name in names:
+        expected = result(*plain(name, ranks=RANKS * 2))
+        for found in every:
+            assert_close(found[name], expected, tolerance(name), name)
+
+
+def foreign(directory: str, names: list[str]) -> dict[str, dict[str, Any]]:
+    """The last two steps, with the state of two in one process in torch's own files."""
+    found = {}
+    with one_mesh(zero(3)) as mesh:
+        for name in names:
+            model = seeded(net)
+            with sharded(model, MAKE[name](model), zero(3), mesh) as session:
+                session.module.load_state_dict(torch.load(f"{directory}/{name}.model"))
+                PortableFiles().load_optimizer(session.checkpoints._run, f"{directory}/{name}.pt")
+                steps_of(session, range(2, STEPS))
+                found[name] = result(session.module, session.optimizer)
+            wrong = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
+            with sharded(wrong, own.Adafactor(wrong.parameters(), beta1=0.9), zero(3), mesh) as session:
+                path = f"{directory}/other.pt"
+                text = told(partial(PortableFiles().load_optimizer, session.checkpoints._run, path), ValueError)
+                assert "exp_avg_sq_row: (6,) in the checkpoint" in text
+    return found
+
+
+def test_states_of_other_shapes_are_read_from_torchs_own_files(tmp_path: Path) -> None:
+    names = ["Adafactor", "torch's Adafactor", "CAME", "of lists"]
+    for name in names:
+        model, optimizer = plain(name, 2, ranks=2)
+        torch.save(optimizer.state_dict(), tmp_path / f"{name}.pt")
+        torch.save(model.state_dict(), tmp_path / f"{name}.model")
+    other = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
+    optimizer = own.Adafactor(other.parameters(), beta1=0.9)
+    other(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    torch.save(optimizer.state_dict(), tmp_path / "other.pt")
+    for found in run_ranks(2, foreign, str(tmp_path), names):
+        for name in names:
+            assert_close(found[name], result(*plain(name, ranks=2)), tolerance(name), name)
+
+
+class Tall(nn.Module):
+    """One tensor that has more than the others together, and blocks of few tensors each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(400, 16)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(9))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.table(tokens)
+        for block in self.blocks:
+            hidden = torch.tanh(block(hidden))
+        return hidden.square().mean()
+
+
+def measured() -> list[tuple[int, int, int, int, int]]:
+    """By plan: bytes of parameters, of state, of what was reduced and gathered, and of all chunks with padding."""
+    found = []
+    for plan in (zero(3), zero(3).but(shared_memory=False), zero(2), zero(3).but(packing=ByNumel(chunk_numel=800))):
+        model = seeded(Tall)
+        with sharded(model, own.Lamb(model.parameters(), lr=0.05), plan) as session:
+            for step in range(2):
+                session.reset_traffic()
+                session.optimizer.backward(session.module(tokens(session.mesh.rank, step)))
+                session.optimizer.step()
+            memory, sent = session.memory(), session.traffic()
+            padded = sum(chunk.padded_bytes for chunk in session.engine.layout.chunks)
+            found.append(
+                (memory.parameters_bytes, memory.optimizer_bytes, sent["reduce_scatter"], sent["all_gather"], padded)
+            )
+    return found
+
+
+def test_bytes_are_those_that_are_promised() -> None:
+    """docs/architecture.md, "What a plan promises", of an optimizer that needs whole tensors."""
+    sizes = [8 * param.numel() for param in Tall().parameters()]
+    whole_bytes, largest = sum(sizes), max(sizes)
+    for plan, ranks in enumerate(zip(*run_ranks(RANKS, measured), strict=True)):
+        parameters, states, reduced, gathered, padded = zip(*ranks, strict=True)
+        # Less than 64 bytes a tensor, and the same once more for each rank and chunk, of which there are ten at most.
+        padding = 64 * (19 + 10 * RANKS)
+        assert whole_bytes <= padded[0] < whole_bytes + padding
+        if plan == 2:
+            assert parameters == padded  # whole on every rank
+        else:
+            assert sum(parameters) == padded[0]
+            assert max(parameters) - min(parameters) < largest + padding
+            assert max(parameters) < largest + padding and min(parameters) > (whole_bytes - largest) / RANKS
+        assert sum(states) < 2 * whole_bytes + 19 * 16 and max(states) - min(states) < 2 * largest + 19 * 16
+        assert sum(reduced) == (RANKS - 1) * padded[0]
+        for own_parameters, out, back in zip(parameters, reduced, gathered, strict=True):
+            if plan == 2:  # gathered once: of each rank what it did not reduce for the others
+                assert back == (RANKS - 1) * (padded[0] - out)
+            else:  # twice, but for what the forward pass leaves gathered
+                assert out == padded[0] - own_parameters and back <= 2 * (RANKS - 1) * own_parameters
+
+
+class Failing(Normed):
+    """Raises where it is told to, in the midst of a step."""
+
+    whole_tensors = True
+    fails = False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        if self.fails and any(param.dim() == 2 for group in self.param_groups for param in group["params"]):
+            raise ValueError("no root of this matrix")
+
+
+def failing() -> list[tuple[str, str, dict[str, Any]]]:
+    """By plan what a step raised and its notes, what the next one did, and the result after both were loaded."""
+    found = []
+    for plan in (zero(2), zero(3).but(shared_memory=False)):
+        model = seeded(net)
+        with sharded(model, Failing(trained(model)), plan) as session:
+            steps_of(session, range(2))
+            kept = copy.deepcopy(session.module.state_dict()), session.optimizer.state_dict()
+            session.optimizer.optimizer.fails = session.mesh.rank == 1
+            session.optimizer.backward(session.module(tokens(session.mesh.rank, 2)))
+            with pytest.raises((ValueError, RuntimeError)) as raised:
+                session.optimizer.step()
+            session.optimizer.optimizer.fails = False
+            then = told(session.optimizer.step, RuntimeError)
+            session.module.load_state_dict(kept[0])
+            session.optimizer.load_state_dict(kept[1])
+            session.optimizer.zero_grad()
+            steps_of(session, range(2, STEPS))
+            text = f"{type(raised.value).__name__}: {raised.value} {getattr(raised.value, '__notes__', '')}"
+            found.append((text, then, result(session.module, session.optimizer)))
+    return found
+
+
+def test_an_update_that_raises_on_one_rank_raises_on_all() -> None:
+    expected = result(*plain("of no known name"))
+    for rank, every in enumerate(run_ranks(RANKS, failing)):
+        for text, then, found in every:
+            assert text.startswith("ValueError: no root" if rank == 1 else "RuntimeError: Failing raised in step()")
+            assert "no root of this matrix" in text and "half-changed on all ranks: load a checkpoint" in text
+            assert rank == 1 or "rank 1: ValueError" in text
+            assert "half-changed" in then
+            assert_close(found, expected, 1e-11, f"rank {rank}")
+
+
+def refused(directory: str) -> list[str]:
+    from tier_setup import with_tiers
+
+    plan = zero(2)
+    with one_mesh(plan) as mesh:
+
+        def build_it(make: Callable[[nn.Module], torch.optim.Optimizer], plan: Plan = plan) -> str:
+            model = seeded(net)
+            return told(lambda: build(model, make(model), plan, mesh), ValueError)
+
+        return [
+            build_it(MAKE["Lamb"], with_tiers(plan, "device", directory).but(state_disk_fraction=0.5)),
+            build_it(lambda m: own.FusedLAMB(trained(m))),
+            build_it(lambda m: torch.optim.LBFGS(trained(m))),
+        ]
+
+
+def test_what_cannot_be_whole_is_refused(tmp_path: Path) -> None:
+    for disk, norm, all_at_once in run_ranks(2, refused, str(tmp_path)):
+        assert "state_disk_fraction=0.5" in disk and "Lamb needs whole tensors" in disk
+        assert "max_grad_norm=1.0 needs all gradients" in norm and "LBFGS works on all parameters" in all_at_once

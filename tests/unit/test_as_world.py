@@ -1,0 +1,99 @@
+"""A program in which another library's name is ours: the processes that it starts, and its command line."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launching import ROOT
+
+from shardwise.cli import as_world
+from shardwise.port import WHOLE, worlds
+
+CHILDREN = """
+import importlib, multiprocessing, subprocess, sys
+import fairscale.nn
+
+def tell(queue):
+    queue.put((fairscale.__name__, importlib.import_module("fairscale.nn").__name__))
+
+ASK = (
+    "import sys, importlib.metadata as m, importlib.util as u; assert 'torch' not in sys.modules;"
+    "print(u.find_spec('fairscale').origin, m.version('fairscale'), sys.own_site, *sys.path)"
+)
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    child = context.Process(target=tell, args=(queue,))
+    child.start()
+    print(*queue.get())
+    child.join()
+    print(subprocess.run([sys.executable, "-c", ASK], capture_output=True, text=True, check=True).stdout)
+"""
+
+
+def test_processes_that_a_program_starts_have_our_names(tmp_path: Path) -> None:
+    """By multiprocessing's spawn, which imports the program again, and as programs of their own."""
+    (tmp_path / "program.py").write_text(CHILDREN)
+    # What a site has to say to every process is still said.
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.own_site = 'own'\n")
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    command = [sys.executable, "-m", "shardwise.cli.as_world", "fairscale", "program.py"]
+    shown = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert shown.returncode == 0, shown.stderr
+    spawned, started = shown.stdout.splitlines()[:2]
+    assert spawned == "shardwise.fairscale shardwise.fairscale.nn"
+    assert started.startswith("shardwise.fairscale 0.4.13 own ") and "children" not in started
+
+    # A process that cannot have them ends, since it would go on with another library than the program.
+    broken = {"SHARDWISE_AS": "fairscale=shardwise.fairscale.names", "PYTHONPATH": str(as_world.CHILDREN)}
+    program = "import sys, types; sys.modules['fairscale'] = types.ModuleType('fairscale'); import sitecustomize"
+    again = subprocess.run(
+        [sys.executable, "-S", "-c", program], capture_output=True, text=True, env={**os.environ, **broken}
+    )
+    assert again.returncode == 1 and "SHARDWISE_AS='fairscale=shardwise.fairscale.names': fairscale is" in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "launched", "expected"),
+    [
+        (["--lr", "1", "--local_rank"], "1", [1, 1, -1]),
+        (["--lr", "1", "--local-rank"], "1", [1, 1, -1]),
+        (["--local_rank=7", "--local_rank"], "1", [7, 7, 7]),
+        (["--lr", "1", "--local_rank"], "", [-1, -1, -1]),
+        (["plain", "--lr", "1"], "1", []),
+    ],
+)
+def test_parsers_that_know_the_local_rank_are_given_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], launched: str, expected: list[int]
+) -> None:
+    """As by DeepSpeed's launcher; without it, such programs train each rank alone."""
+    facts = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": launched, "LOCAL_WORLD_SIZE": "2"} if launched else {}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in facts.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", argparse.ArgumentParser.parse_known_args)
+    monkeypatch.setattr(sys, "argv", ["program.py", *arguments])
+    as_world._give_local_rank()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--lr", type=float)
+    if expected:
+        parser.add_argument(sys.argv.pop(), type=int, default=-1, dest="local_rank")
+    else:
+        parser.add_argument("kind")
+    own = sys.argv[1:]
+    found = [parser.parse_args(), parser.parse_args(list(own)), parser.parse_args([*own[:1], *own[1:], "--lr", "3"])]
+    assert [each.local_rank for each in found if expected] == expected
+    assert sys.argv[1:] == own and (expected or found[0].kind == "plain")
+
+
+def test_every_library_whose_place_we_take_is_known() -> None:
+    """But for one that only Lightning loads, which stays beside us."""
+    assert {world.foreign: world.home for world in worlds() if not world.partial} == {
+        foreign: table.removesuffix(".names") for foreign, table in WHOLE.items()
+    } | {"lightning_colossalai": "shardwise.lightning_colossalai"}

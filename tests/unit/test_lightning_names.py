@@ -1,0 +1,45 @@
+"""Lightning's names in the places where programs import them: ours, or what to do instead."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from importlib import import_module
+
+import pytest
+
+from shardwise.strategies.names import COLOSSALAI, WORLDS
+from shardwise.worlds import Absent, Here, NotHere, World
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=lambda world: world.foreign)
+def test_every_name(world: World) -> None:
+    assert world.partial == (world is not COLOSSALAI)  # which is not installed beside us
+    home = import_module(world.home)
+    for path, name, entry in world.entries():
+        module = import_module(f"{world.home}.{path}".rstrip("."))
+        found = getattr(module, "Any" if name == "*" else name)
+        if isinstance(entry, Here):
+            assert found is getattr(home, entry.name or name)
+        else:
+            assert isinstance(entry, Absent) and not isinstance(3, found)
+            with pytest.raises(NotHere, match=f"{name.replace('*', 'Any')}: "):
+                found()
+
+
+def test_lightning_colossalai_is_of_the_package_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the published package chooses; what is only of one of them would be refused by the other's Trainer."""
+    from shardwise.lightning_colossalai.precision import ColossalAIPrecisionPlugin
+    from shardwise.lightning_colossalai.strategy import ColossalAIStrategy
+
+    from shardwise import lightning, pytorch_lightning
+
+    assert ColossalAIStrategy is lightning.ColossalAIStrategy and ColossalAIPrecisionPlugin().precision == "16-mixed"
+    with pytest.raises(ValueError, match="precision='8-mixed'"):
+        ColossalAIPrecisionPlugin("8-mixed")
+    strategy = ColossalAIStrategy(precision_plugin=ColossalAIPrecisionPlugin())
+    assert type(strategy.precision_plugin) is ColossalAIPrecisionPlugin and strategy.format.scaled
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "lightning" else find(name))
+    monkeypatch.delitem(sys.modules, COLOSSALAI.home)
+    assert import_module(COLOSSALAI.home).ColossalAIStrategy is pytorch_lightning.ColossalAIStrategy

@@ -1,0 +1,98 @@
+"""What ``make site`` builds a site from: its navigation has every page, and the API reference names what there is."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from shardwise.chunk.chunk import RESIDENCY, Residency
+from shardwise.cli import main
+from shardwise.mesh.listeners import Listener, check_listeners
+from shardwise.reduce.grads import REDUCTION, Reduction
+
+yaml = pytest.importorskip("yaml", reason="the extra hf brings PyYAML")
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+OUTSIDE = {"CHANGELOG.md", "CONTRIBUTING.md"}
+"""Pages that stand in the root of the repository."""
+
+
+def pages_of(entries: list[Any]) -> list[str]:
+    """The pages of a navigation, in its order."""
+    found: list[str] = []
+    for entry in entries:
+        [below] = entry.values()
+        found += pages_of(below) if isinstance(below, list) else [below]
+    return found
+
+
+def test_the_navigation_has_every_page_once() -> None:
+    pages = pages_of(yaml.safe_load((ROOT / "mkdocs.yml").read_text("utf-8"))["nav"])
+    there = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")} | OUTSIDE
+    assert pages[0] == "index.md" and len(pages) == len(set(pages))
+    assert set(pages) == there, "add the page to nav: in mkdocs.yml, where a reader needs it"
+
+
+def test_the_reference_names_what_there_is() -> None:
+    named = [
+        line.removeprefix("::: ")
+        for path in sorted((DOCS / "reference").glob("*.md"))
+        for line in path.read_text("utf-8").splitlines()
+        if line.startswith("::: ")
+    ]
+    assert len(named) > 10
+    for path in named:
+        module, _, name = path.rpartition(".")
+        if name[0].isupper() or name in ("shard", "build"):
+            assert hasattr(importlib.import_module(module), name), path
+        elif path != "shardwise.lightning":  # which may lack its package here
+            importlib.import_module(path)
+
+
+def test_pages_fetch_nothing_from_elsewhere() -> None:
+    """In the repository's own pages; the hook looks at what MkDocs makes of them."""
+    for path in DOCS.rglob("*.md"):
+        assert not re.search(r"!\[[^]]*\]\(https?:|<(?:img|script|link|iframe)\b", path.read_text("utf-8")), path
+
+
+def blocks_of(page: str) -> list[str]:
+    return re.findall(r"^```\w*\n(.*?)^```", (DOCS / page).read_text("utf-8"), re.MULTILINE | re.DOTALL)
+
+
+def test_the_page_of_clusters_has_our_error_our_options_and_a_manifest() -> None:
+    blocks = blocks_of("clusters.md")
+    there = [Listener(rank, f"node-{rank}", str(rank), "127.0.1.1", ["eth0", "docker0"]) for rank in (0, 1)]
+    with pytest.raises(ValueError) as error:
+        check_listeners(there)
+    assert f"ValueError: {error.value}" in [" ".join(block.split()) for block in blocks]
+    commands = [line for block in blocks for line in block.splitlines() if line.startswith("shardwise run")]
+    read = [main._parser().parse_args(line.split()[1:]) for line in commands]
+    assert [(each.nnodes, each.nproc, each.script) for each in read] == [
+        ("1", 8, "finetune.py"),
+        ("2", 8, "finetune.py"),
+    ]
+    [manifest] = [block for block in blocks if block.startswith("apiVersion")]
+    service, job = yaml.safe_load_all(manifest)
+    pod = job["spec"]["template"]["spec"]
+    assert service["metadata"]["name"] == service["spec"]["selector"]["job-name"] == job["metadata"]["name"]
+    assert pod["subdomain"] == service["metadata"]["name"] and job["spec"]["completions"] == job["spec"]["parallelism"]
+    [container] = pod["containers"]
+    assert f"--nnodes={job['spec']['completions']}" in container["command"]
+    assert {each["name"] for each in container["volumeMounts"]} == {each["name"] for each in pod["volumes"]}
+
+
+def test_the_pictures_are_what_draws_them_makes() -> None:
+    pictures = importlib.import_module("docs.pictures.__main__")
+    there = {path.name: path.read_text("utf-8") for path in (DOCS / "pictures").glob("*.svg")}
+    assert there == {name: draw() for name, draw in pictures.PICTURES.items()}, "make pictures draws them anew"
+    assert set(pictures.WAYS) == {(old, new) for old, new, _ in RESIDENCY} and set(pictures.PLACES) == set(Residency)
+    drawn = {(old, new) for old, new, _ in REDUCTION}
+    assert set(pictures.WAYS_OF_GRADIENTS) == drawn and set(pictures.PLACES_OF_GRADIENTS) == set(Reduction)
+    pages = "".join(path.read_text("utf-8") for path in DOCS.rglob("*.md"))
+    for name, text in there.items():
+        assert f"pictures/{name})" in pages and ElementTree.fromstring(text).tag.endswith("svg")

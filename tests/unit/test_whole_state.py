@@ -1,0 +1,188 @@
+"""State with shapes of its own, in one process: moved away and back, asked for by parameter; and what modules save."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise
+from shardwise.checkpoint import Checkpointer, TorchRun
+from shardwise.nn.optimizer import Adafactor, Lamb
+from shardwise.plan import zero
+
+
+def trained(make: Any, away_before: int | None) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    session = shardwise.shard(model, make(model.parameters()), plan=zero(2, torch.bfloat16))
+    for step in range(3):
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+        if step == away_before:
+            session.set_aside()
+            session.bring_back()
+        session.backward(session.module(x).float().square().mean())
+        assert session.optimizer is not None
+        session.optimizer.step()
+    found = dict(session.module.state_dict())
+    session.close()
+    return found
+
+
+@pytest.mark.parametrize("make", [Adafactor, Lamb, torch.optim.Adafactor])
+def test_matrices_are_matrices_again(make: Any) -> None:
+    straight = trained(make, None)
+    for step in (0, 1):
+        moved = trained(make, step)
+        assert all(torch.equal(value, straight[name]) for name, value in moved.items())
+
+
+@pytest.mark.parametrize(("make", "matrix"), [(Lamb, True), (Adafactor, False)])
+def test_state_of_one_parameter(make: Any, matrix: bool) -> None:
+    model = nn.Linear(6, 8)
+    session = shardwise.shard(model, make(model.parameters()), plan=zero(2))
+    session.backward(session.module(torch.randn(4, 6)).square().mean())
+    assert session.optimizer is not None
+    session.optimizer.step()
+    one = session.one(session.params[0])
+    assert one is not None and one.state("step") == 1
+    if matrix:
+        one.set_state("exp_avg", torch.ones(8, 6))
+        assert torch.equal(one.state("exp_avg"), torch.ones(8, 6))  # type: ignore[arg-type]
+    else:
+        with pytest.raises(ValueError, match=r"'exp_avg_sq_row' .* another shape than the parameter"):
+            one.state("exp_avg_sq_row")
+    session.close()
+
+
+class Counts(torch.optim.SGD):
+    """Counts its calls, so that it looks as if parameters depended on each other; it says that they do not."""
+
+    whole_tensors = True
+
+    def step(self, closure: Any = None) -> Any:
+        self.calls = getattr(self, "calls", 0) + 1
+        for group in self.param_groups:
+            group["lr"] = 0.1 / self.calls
+        return super().step(closure)
+
+
+def test_an_optimizer_is_believed() -> None:
+    model = nn.Linear(3, 2)
+    session = shardwise.shard(model, Counts(model.parameters(), lr=0.1), stage=2)
+    assert isinstance(session, shardwise.Session)
+    session.close()
+
+
+class Metric(nn.Module):
+    """A tensor and a list that the module saves as copies, a number, and two that only go together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total, self.seen, self.count = torch.tensor(0.0), list[torch.Tensor](), 0
+        self.low, self.high = torch.zeros(2), torch.zeros(2)
+
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        found = super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
+        for name in ("total", "seen", "count", "low", "high"):
+            found[prefix + name] = copy.deepcopy(getattr(self, name))
+        return found
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        if prefix + "total" in state:
+            self.total, self.seen = state.pop(prefix + "total"), state.pop(prefix + "seen")
+            self.count, self.low, self.high = (state.pop(prefix + name) for name in ("count", "low", "high"))
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+class Measured(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.metric = nn.Linear(3, 2), Metric()
+        self.scale = torch.zeros(2)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "scale"] = self.scale  # no buffer, and nothing of the module's takes it back
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        value: torch.Tensor = self.layer(x).sum()
+        return value
+
+
+def test_what_modules_save_is_loaded(tmp_path: Path) -> None:
+    """As plain torch loads it, by a state dict and from a checkpoint."""
+    model = Measured()
+    session = shardwise.shard(model, torch.optim.SGD(model.layer.parameters(), lr=0.1), stage=2)
+    metric = model.metric
+    metric.total, metric.seen, metric.count = torch.tensor(7.0), [torch.ones(2), torch.ones(3)], 5
+    metric.low, metric.high = torch.ones(2), torch.full((2,), 2.0)
+    model.scale.fill_(3.0)
+    state = copy.deepcopy(dict(session.module.state_dict()))
+    session.checkpoints.save(str(tmp_path))
+    session.close()
+    for way in ("state", "checkpoint", "torch"):
+        model = Measured()
+        optimizer = torch.optim.SGD(model.layer.parameters(), lr=0.1)
+        if way == "torch":
+            Checkpointer(TorchRun(model, optimizer)).load(str(tmp_path))
+        else:
+            session = shardwise.shard(model, optimizer, stage=2)
+        if way == "state":
+            session.module.load_state_dict(state)
+        elif way == "checkpoint":
+            session.checkpoints.load(str(tmp_path))
+        found = model.metric
+        assert model.scale.tolist() == [3, 3], way
+        assert (found.total.item(), found.count, [each.tolist() for each in found.seen]) == (7, 5, [[1, 1], [1, 1, 1]])
+        assert (found.low.tolist(), found.high.tolist()) == ([1, 1], [2, 2])
+        session.close()
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_what_a_hook_saves_is_given_to_the_hook_that_loads_it(tmp_path: Path, taken: bool) -> None:
+    def model(value: float) -> nn.Linear:
+        made = nn.Linear(2, 2)
+        made.inner = {"sum": torch.full((2,), value)}
+
+        def save(_: Any, state: Any, prefix: str, *__: Any) -> None:
+            state[prefix + "sums"] = made.inner["sum"].clone()
+
+        def load(state: Any, prefix: str, *__: Any) -> None:
+            made.inner["sum"] = state.pop(prefix + "sums").clone()
+
+        made._register_state_dict_hook(save)
+        if taken:
+            made._register_load_state_dict_pre_hook(load)
+        return made
+
+    Checkpointer(TorchRun(model(2.0))).save(tmp_path, "one")
+    Checkpointer(TorchRun(model(2.0))).load(tmp_path / "one")  # it has these values already
+    other = model(1.0)
+    if taken:
+        Checkpointer(TorchRun(other)).load(tmp_path / "one")
+        assert other.inner["sum"].tolist() == [2, 2]
+    else:
+        with pytest.raises(ValueError, match="sums: a hook of the model saves this, and none takes it"):
+            Checkpointer(TorchRun(other)).load(tmp_path / "one")
+
+
+def test_a_model_is_asked_for_its_state_again_only_for_what_no_module_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    session = shardwise.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2)
+    state, asked = dict(session.module.state_dict()), []
+    own_state = type(session.engine.attachment.own_state)
+    read = own_state.names
+    monkeypatch.setattr(own_state, "names", lambda self: asked.append(1) or read(self))
+    session.module.load_state_dict(state)
+    assert len(asked) == 1
+    model[1].register_state_dict_post_hook(lambda _, found, prefix, __: found.update({"made": torch.ones(1)}))
+    state["made"] = torch.ones(1)
+    asked.clear()
+    session.module.load_state_dict(state)
+    assert len(asked) == 2
+    session.close()

@@ -1,0 +1,131 @@
+"""Foreign names made from a table: what works is ours, what cannot says what to do, and only when it is used."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import sys
+from abc import ABC
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardwise.worlds import Absent, Here, NotHere, World, impersonate, mirror
+
+WORLD = World(
+    foreign="foreignlib",
+    home="shardwise_of_a_test",
+    version="1.2.3",
+    names={
+        "": {"zeros": Here("torch")},
+        "nn.layers": {"Linear": Here("torch.nn"), "Wide": Here("torch.nn", "Bilinear"), "Odd": Absent("use Linear")},
+        "nn": {"Module": Here("torch.nn"), "start": Absent("call it by hand")},
+        "nn.start": {"Adam": Here("torch.optim")},
+        "tracing": Absent("trace with torch.fx"),
+    },
+)
+
+
+@pytest.fixture
+def home() -> Iterator[Any]:
+    """A package of the world, and everything as before after it."""
+    finders, modules = list(sys.meta_path), set(sys.modules)
+    module = ModuleType(WORLD.home)
+    module.__path__ = []
+    module.__spec__ = ModuleSpec(WORLD.home, None, is_package=True)
+    sys.modules[WORLD.home] = module
+    module.__getattr__, module.__dir__ = mirror(WORLD)  # type: ignore[method-assign]
+    yield module
+    sys.meta_path[:] = finders
+    for name in set(sys.modules) - modules:
+        if name.split(".")[0] in (WORLD.home, WORLD.foreign):
+            del sys.modules[name]
+
+
+def test_names_are_ours(home: Any) -> None:
+    layers = importlib.import_module(f"{WORLD.home}.nn.layers")
+    assert layers.Linear is nn.Linear and layers.Wide is nn.Bilinear
+    assert home.zeros(2).shape == (2,)
+    assert home.nn.layers is layers  # by attributes, as after a plain import of the top
+    assert layers.__all__ == ["Linear", "Odd", "Wide"]
+    assert dir(home) == ["nn", "tracing", "zeros"] and {"layers", "Module"} <= set(dir(home.nn))
+
+
+def test_a_table_is_read_once(home: Any) -> None:
+    mirror(WORLD)
+    assert sum(type(each).__name__ == "Mirror" and each.world is WORLD for each in sys.meta_path) == 1  # type: ignore[attr-defined]
+
+
+def test_what_cannot_work_says_so_when_it_is_used(home: Any) -> None:
+    odd = home.nn.layers.Odd
+    deep = importlib.import_module(f"{WORLD.home}.tracing.passes").Anything
+
+    class Both(nn.Module, odd):  # type: ignore[misc]
+        """Programs derive from names on paths that they never take."""
+
+    class WithAbc(ABC, odd):  # type: ignore[misc]
+        """Of another metaclass."""
+
+    assert not isinstance(3, odd) and not hasattr(odd, "method")
+    assert odd | None and odd[int] is odd
+    for used, message in (
+        (lambda: odd(1), "foreignlib.nn.layers.Odd: use Linear"),
+        (Both, "foreignlib.nn.layers.Odd: use Linear"),
+        (WithAbc, "foreignlib.nn.layers.Odd: use Linear"),
+        (lambda: odd.method, "foreignlib.nn.layers.Odd: use Linear"),
+        (lambda: list(odd), "foreignlib.nn.layers.Odd: use Linear"),
+        (lambda: 3 in odd, "foreignlib.nn.layers.Odd: use Linear"),
+        (lambda: deep(), "foreignlib.tracing.passes.Anything: trace with torch.fx"),
+    ):
+        with pytest.raises(NotHere) as caught:
+            used()
+        assert str(caught.value) == message
+        assert isinstance(caught.value, NotImplementedError)
+
+
+@pytest.mark.parametrize(
+    ("statement", "error"),
+    [
+        ("from shardwise_of_a_test.nn.layers import Linaer", ModuleNotFoundError),
+        ("from shardwise_of_a_test import Linaer", ModuleNotFoundError),
+        ("import shardwise_of_a_test.Linaer", ModuleNotFoundError),
+        ("import shardwise_of_a_test as top\ntop.nn.Linaer", AttributeError),
+    ],
+)
+def test_what_is_not_in_the_table_is_named(home: Any, statement: str, error: type[Exception]) -> None:
+    with pytest.raises(
+        error, match=r"foreignlib.* has nothing of the name 'Linaer'.*foreignlib 1\.2\.3.*shardwise port"
+    ):
+        exec(statement, {})
+
+
+def test_a_program_that_is_not_changed(home: Any) -> None:
+    impersonate(WORLD)
+    impersonate(WORLD)  # again changes nothing
+    layers = importlib.import_module("foreignlib.nn.layers")
+    assert layers is home.nn.layers and layers.__spec__.name == f"{WORLD.home}.nn.layers"
+    assert importlib.import_module("foreignlib") is home
+    assert importlib.metadata.version("foreignlib") == "1.2.3"
+    assert importlib.util.find_spec("foreignlib") is not None
+    assert importlib.util.find_spec("foreignlib.nothing") is None
+    assert importlib.metadata.version("torch") != "1.2.3"
+    with pytest.raises(ModuleNotFoundError, match=r"foreignlib\.nothing"):
+        importlib.import_module("foreignlib.nothing")
+
+
+def test_the_library_itself_was_first(home: Any) -> None:
+    sys.modules["foreignlib"] = ModuleType("foreignlib")
+    with pytest.raises(ImportError, match=r"foreignlib is imported already.*first line"):
+        impersonate(WORLD)
+
+
+def test_a_name_goes_before_a_module_that_is_called_the_same(home: Any) -> None:
+    assert importlib.import_module(f"{WORLD.home}.nn.start").Adam is torch.optim.Adam
+    with pytest.raises(NotHere, match="by hand"):
+        home.nn.start()
