@@ -1,0 +1,197 @@
+"""Draws the pictures of docs/: ``make pictures``. Data of the library is taken from there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from html import escape
+from pathlib import Path
+
+from shardwise.chunk.chunk import RESIDENCY, Residency
+from shardwise.reduce.grads import REDUCTION, Reduction
+
+__all__ = ["PICTURES", "chunk_life", "divided", "gradient_life", "main", "one_step", "three_memories"]
+
+FOLDER = Path(__file__).parent
+FONT = "font-family='sans-serif'"
+INK, SOFT, LINE = "#263238", "#546e7a", "#78909c"
+SHARD, WHOLE, GRADIENT, UPDATE = "#bbdefb", "#c8e6c9", "#ffe0b2", "#e1bee7"
+
+
+def _text(x: float, y: float, text: str, size: int = 14, color: str = INK, anchor: str = "middle") -> str:
+    style = f"{FONT} font-size='{size}' fill='{color}' text-anchor='{anchor}'"
+    return f"<text x='{x}' y='{y}' {style}>{escape(text)}</text>"
+
+
+def _box(x: float, y: float, width: float, height: float, fill: str, *lines: str) -> str:
+    middle = y + height / 2 + 5 - 9 * (len(lines) - 1)
+    words = "".join(_text(x + width / 2, middle + 18 * row, line) for row, line in enumerate(lines))
+    return f"<rect x='{x}' y='{y}' width='{width}' height='{height}' rx='6' fill='{fill}' stroke='{LINE}'/>{words}"
+
+
+def _arrow(points: Sequence[tuple[float, float]]) -> str:
+    way = " ".join(f"{x},{y}" for x, y in points)
+    return f"<polyline points='{way}' fill='none' stroke='{INK}' stroke-width='1.5' marker-end='url(#head)'/>"
+
+
+def _picture(width: int, height: int, title: str, parts: Sequence[str]) -> str:
+    head = "<marker id='head' viewBox='0 0 8 8' refX='7' refY='4' markerWidth='8' markerHeight='8' orient='auto'>"
+    lines = [
+        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' width='{width}' height='{height}'>",
+        f"<title>{escape(title)}</title>",
+        f"<defs>{head}<path d='M0,0 L8,4 L0,8 z' fill='{INK}'/></marker></defs>",
+        f"<rect width='{width}' height='{height}' fill='white'/>",
+        *parts,
+        "</svg>",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def one_step() -> str:
+    """A step at stage 3 over two ranks, from left to right."""
+    columns = [
+        ("between steps", SHARD, ("a shard", "of each layer")),
+        ("forward", WHOLE, ("gather a layer,", "compute, let go")),
+        ("backward", WHOLE, ("gather it again,", "compute gradients")),
+        ("backward", GRADIENT, ("reduce-scatter:", "a shard of the sum")),
+        ("step", UPDATE, ("update masters,", "cast to the shard")),
+    ]
+    width, left, wide, gap = 1010, 90, 150, 34
+    parts = [_text(width / 2, 28, "One step at stage 3, two ranks", 18)]
+    for number, (phase, fill, lines) in enumerate(columns):
+        x = left + number * (wide + gap)
+        parts.append(_text(x + wide / 2, 62, phase, 14, SOFT))
+        parts += [_box(x, y, wide, 64, fill, *lines) for y in (80, 210)]
+        if number:
+            parts += [_arrow([(x - gap + 3, y + 32), (x - 4, y + 32)]) for y in (80, 210)]
+        if number in (1, 2, 3):  # the ranks send to each other
+            parts.append(_arrow([(x + 60, 146), (x + 60, 207)]))
+            parts.append(_arrow([(x + 90, 208), (x + 90, 147)]))
+    parts += [_text(44, y + 37, f"rank {rank}", 14, SOFT) for rank, y in enumerate((80, 210))]
+    said = "Every layer in turn. While one is computed, the next is gathered and the last gradients are on their way."
+    return _picture(width, 330, "One step", [*parts, _text(width / 2, 308, said, 13, SOFT)])
+
+
+PLACES = {
+    Residency.UNPLACED: (40, 60),
+    Residency.PLACING: (330, 60),
+    Residency.GATHERED: (640, 60),
+    Residency.RENEWING: (940, 60),
+    Residency.GATHERING: (330, 330),
+    Residency.EVICTING: (640, 330),
+    Residency.SHARDED: (330, 470),
+}
+WAYS: dict[tuple[Residency, Residency], tuple[list[tuple[float, float]], tuple[float, float]]] = {
+    (Residency.UNPLACED, Residency.PLACING): ([(180, 85), (326, 85)], (253, 76)),
+    (Residency.UNPLACED, Residency.EVICTING): ([(110, 110), (110, 290), (710, 290), (710, 326)], (260, 281)),
+    (Residency.SHARDED, Residency.GATHERING): ([(400, 470), (400, 384)], (436, 432)),
+    (Residency.GATHERING, Residency.PLACING): ([(360, 330), (360, 114)], (320, 220)),
+    (Residency.GATHERING, Residency.EVICTING): ([(470, 355), (636, 355)], (553, 346)),
+    (Residency.PLACING, Residency.GATHERED): ([(470, 85), (636, 85)], (553, 76)),
+    (Residency.PLACING, Residency.EVICTING): ([(440, 110), (440, 180), (670, 180), (670, 326)], (550, 171)),
+    (Residency.GATHERED, Residency.EVICTING): ([(740, 110), (740, 326)], (842, 230)),
+    (Residency.GATHERED, Residency.RENEWING): ([(780, 76), (936, 76)], (858, 67)),
+    (Residency.EVICTING, Residency.SHARDED): ([(710, 380), (710, 495), (474, 495)], (600, 486)),
+    (Residency.RENEWING, Residency.GATHERED): ([(940, 98), (784, 98)], (858, 118)),
+}
+"""How the arrows of the table run, and where their words stand."""
+
+
+def chunk_life() -> str:
+    """The table of a chunk's states, with every arrow of it."""
+    parts = [_text(560, 28, "A chunk's life, as one rank has it", 18)]
+    for state, (x, y) in PLACES.items():
+        parts.append(_box(x, y, 140, 50, SHARD if state is Residency.SHARDED else WHOLE, state.name))
+    for old, new, why in RESIDENCY:
+        way, (x, y) = WAYS[old, new]
+        parts += [_arrow(way), _text(x, y, why, 13, SOFT)]
+    return _picture(1120, 540, "A chunk's life", parts)
+
+
+PLACES_OF_GRADIENTS = {
+    Reduction.EMPTY: (40, 90),
+    Reduction.FILLING: (340, 90),
+    Reduction.DEPOSITED: (640, 90),
+    Reduction.REDUCING: (340, 330),
+    Reduction.REDUCED: (640, 330),
+}
+WAYS_OF_GRADIENTS: dict[tuple[Reduction, Reduction], tuple[list[tuple[float, float]], tuple[float, float]]] = {
+    (Reduction.EMPTY, Reduction.FILLING): ([(180, 105), (336, 105)], (258, 96)),
+    (Reduction.EMPTY, Reduction.REDUCING): ([(70, 140), (70, 370), (336, 370)], (198, 391)),
+    (Reduction.FILLING, Reduction.DEPOSITED): ([(480, 115), (636, 115)], (558, 76)),
+    (Reduction.FILLING, Reduction.REDUCING): ([(410, 140), (410, 326)], (472, 240)),
+    (Reduction.FILLING, Reduction.EMPTY): ([(340, 125), (184, 125)], (258, 145)),
+    (Reduction.DEPOSITED, Reduction.REDUCING): ([(690, 140), (690, 290), (450, 290), (450, 326)], (572, 281)),
+    (Reduction.DEPOSITED, Reduction.EMPTY): ([(710, 90), (710, 50), (110, 50), (110, 86)], (410, 42)),
+    (Reduction.REDUCING, Reduction.REDUCED): ([(480, 345), (636, 345)], (558, 336)),
+    (Reduction.REDUCING, Reduction.EMPTY): ([(360, 330), (360, 200), (130, 200), (130, 144)], (240, 191)),
+    (Reduction.REDUCED, Reduction.REDUCING): ([(640, 368), (484, 368)], (562, 400)),
+    (Reduction.REDUCED, Reduction.EMPTY): ([(710, 380), (710, 440), (40, 440), (40, 144)], (410, 432)),
+}
+
+
+def gradient_life() -> str:
+    """The table of the states of a chunk's gradients, with every arrow of it."""
+    parts = [_text(440, 28, "A chunk's gradients, from backward into the reduced shard", 18)]
+    for state, (x, y) in PLACES_OF_GRADIENTS.items():
+        parts.append(_box(x, y, 140, 50, GRADIENT if state is not Reduction.EMPTY else WHOLE, state.name))
+    for old, new, why in REDUCTION:
+        way, (x, y) = WAYS_OF_GRADIENTS[old, new]
+        parts += [_arrow(way), _text(x, y, why, 13, SOFT)]
+    return _picture(880, 470, "A chunk's gradients", parts)
+
+
+def divided() -> str:
+    """What of texts and layers each of two ranks has, by what is divided."""
+    ways = [
+        ("data", "other texts", (SHARD, SHARD, GRADIENT, GRADIENT), (WHOLE,) * 8),
+        ("layers: tp", "parts of each layer", (WHOLE,) * 4, (SHARD, GRADIENT) * 4),
+        ("stages: pp", "some of the layers", (WHOLE,) * 4, (SHARD,) * 4 + (GRADIENT,) * 4),
+        ("sequences: sp", "parts of each text", (SHARD, GRADIENT) * 2, (WHOLE,) * 8),
+    ]
+    parts = [_text(510, 28, "Four things that two ranks can divide", 18)]
+    for number, (name, said, texts, layers) in enumerate(ways):
+        left = 30 + 245 * number
+        parts += [_text(left + 110, 62, name, 15), _text(left + 110, 300, said, 13, SOFT)]
+        for place, fill in enumerate(texts):  # two texts of two halves
+            parts.append(_box(left + 110 * (place % 2), 78 + 30 * (place // 2), 110, 26, fill))
+        for place, fill in enumerate(layers):  # four layers of two parts
+            parts.append(_box(left + 110 * (place % 2), 158 + 30 * (place // 2), 110, 26, fill))
+    for number, (fill, name) in enumerate(((SHARD, "rank 0"), (GRADIENT, "rank 1"), (WHOLE, "both ranks"))):
+        parts.append(_box(250 + 190 * number, 325, 150, 28, fill, name))
+    return _picture(1020, 370, "What ranks divide", parts)
+
+
+def three_memories() -> str:
+    """Device, host and disk, what may live where, and what goes between them."""
+    memories = [
+        ("Device", WHOLE, ["gathered layers", "activations", "shards that live here"], "fast, small: passes run here"),
+        ("Host", SHARD, ["masters, optimizer state", "reduced gradients", "parameter shards"], "larger: updates here"),
+        ("Disk", UPDATE, ["optimizer state", "masters", "parameter shards"], "largest: bytes only wait here"),
+    ]
+    parts = [_text(500, 28, "Three memories of a rank", 18)]
+    for number, (name, fill, holds, said) in enumerate(memories):
+        x = 30 + 340 * number
+        parts += [_box(x, 60, 260, 150, fill, name, "", *holds), _text(x + 130, 236, said, 13, SOFT)]
+    for x, there, back in ((290, "→ gradients", "← parameters"), (630, "→ state, updated", "← state, to update")):
+        parts += [_arrow([(x + 6, 110), (x + 74, 110)]), _arrow([(x + 74, 165), (x + 6, 165)])]
+        parts += [_text(x + 40, 52, there, 12, SOFT), _text(x + 40, 258, back, 12, SOFT)]
+    return _picture(1000, 280, "Three memories", parts)
+
+
+PICTURES: dict[str, Callable[[], str]] = {
+    "chunk-life.svg": chunk_life,
+    "divided.svg": divided,
+    "gradient-life.svg": gradient_life,
+    "one-step.svg": one_step,
+    "three-memories.svg": three_memories,
+}
+
+
+def main() -> None:
+    """Write all of them beside this file."""
+    for name, draw in PICTURES.items():
+        (FOLDER / name).write_text(draw(), "utf-8")
+
+
+if __name__ == "__main__":
+    main()

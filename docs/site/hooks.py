@@ -1,0 +1,69 @@
+"""What MkDocs calls while it builds the site: two pages from outside of docs/, and a look at what is fetched."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File
+
+__all__ = ["fetched", "on_files", "on_page_markdown", "on_post_build"]
+
+ROOT = Path(__file__).parents[2]
+OUTSIDE = ("CHANGELOG.md", "CONTRIBUTING.md")
+"""Pages in the root of the repository, where people look for them, that belong to the site as well."""
+FETCHES = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href", "use": "href"}
+
+
+def on_files(files: Any, config: Any, **_: Any) -> Any:
+    """The pages from outside of docs/ stand beside the others."""
+    for name in OUTSIDE:
+        files.append(File.generated(config, name, abs_src_path=str(ROOT / name)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Links between docs/ and the root, which are right in the repository, are right in the site."""
+    if page.file.src_uri in OUTSIDE:
+        return markdown.replace("](docs/", "](")
+    return re.sub(rf"\]\(\.\./((?:\.\./)?(?:{'|'.join(map(re.escape, OUTSIDE))}))", r"](\1", markdown)
+
+
+class _Fetches(HTMLParser):
+    """The addresses that a browser asks for by itself when it shows a page; links that a reader may follow are none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        if tag == "link" and given.get("rel") in ("canonical", "prev", "next"):
+            return
+        address = given.get(FETCHES.get(tag, "")) or ""
+        if re.match(r"(\w+:)?//", address):
+            self.found.append(address)
+
+
+def fetched(html: str) -> list[str]:
+    """What a browser would fetch from elsewhere to show ``html``."""
+    parser = _Fetches()
+    parser.feed(html)
+    return parser.found
+
+
+def on_post_build(config: Any, **_: Any) -> None:
+    """The site that was written asks nobody for anything.
+
+    Raises:
+        PluginError: a page does; says which one, and for what.
+    """
+    for path in sorted(Path(config.site_dir).rglob("*.html")):
+        if away := fetched(path.read_text("utf-8")):
+            raise PluginError(f"{path} fetches {', '.join(away)}: the site has to be whole by itself")
+    for path in sorted(Path(config.site_dir).rglob("*.css")):
+        if away := re.findall(r"url\(\s*['\"]?((?:https?:)?//[^)'\"]+)", path.read_text("utf-8")):
+            raise PluginError(f"{path} fetches {', '.join(away)}: the site has to be whole by itself")
