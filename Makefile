@@ -2,7 +2,8 @@
 # A second run finds the stamp and starts at once. PYTHON=... chooses the interpreter, VENV=... the folder, TORCH=2.15
 # the release of torch (with a VENV of its own: one that is made is not made again).
 .DEFAULT_GOAL := help
-.PHONY: help demo test numbers campaign faults parity lint types arch bench gpu matrix clean venv dev
+.PHONY: help demo test numbers campaign faults parity foreign checkout upstream-colossalai upstream-deepspeed lint types \
+  arch bench gpu matrix site pictures clean venv dev
 
 PYTHONS := python3.14 python3.13 python3.12 python3.11
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))
@@ -25,6 +26,9 @@ TESTS ?= tests
 WORKERS ?= 2
 KILLS ?= 1000
 PARITY ?=
+FOREIGN ?=
+CHECKOUT ?=
+UPSTREAM ?=
 SHIFT ?= 1
 NUMBERS ?= tests/ranks/booster/test_booster_replicas.py tests/ranks/booster/test_booster_lora.py \
   tests/ranks/zero/test_sharded_groups.py tests/ranks/gather/test_engine_checkpointing.py \
@@ -37,6 +41,10 @@ help:
 	@echo "make campaign  run the larger sets, for hours (TESTS=tests/parity for a part)"
 	@echo "make faults    kill ranks during saves (KILLS=1000), flip bytes, fuzz readers, soak; count what was lost"
 	@echo "make parity    each architecture over every way to divide it (PARITY='llama --layouts tp4 ring' for a part)"
+	@echo "make foreign   programs written for other libraries, ported and run (FOREIGN='deepspeed' for a part)"
+	@echo "make upstream-colossalai CHECKOUT=/path/to/ColossalAI    its own programs and tests (UPSTREAM=test_zero for a part)"
+	@echo "make upstream-deepspeed CHECKOUT=/path/to/DeepSpeed    its own unit tests (UPSTREAM='runtime/test_data.py' for a part)"
+	@echo "make site      the documentation as web pages, in build/site; make pictures draws its pictures anew"
 	@echo "make lint      ruff        make types   mypy --strict        make arch   layers and budgets"
 	@echo "make bench     compare with the peers (installs them)        make clean  remove .venv and caches"
 	@echo "make gpu       everything that needs a GPU, in parts (GPU='--limit 560' for 560 s; call again to go on)"
@@ -63,6 +71,10 @@ $(VENV)/.dev: $(VENV)/.runtime
 
 $(VENV)/.bench: $(VENV)/.runtime
 	@$(INSTALL) --no-build-isolation -e ".[bench]"
+	@touch "$@"
+
+$(VENV)/.docs: $(VENV)/.runtime
+	@$(INSTALL) --no-build-isolation -e ".[docs]"
 	@touch "$@"
 
 venv: $(VENV)/.runtime
@@ -94,6 +106,25 @@ faults: $(VENV)/.dev
 parity: $(VENV)/.dev
 	$(BIN)/python -W ignore -m tests.parity $(PARITY)
 
+foreign: $(VENV)/.dev
+	$(BIN)/python -W ignore -m tests.foreign $(FOREIGN)
+
+# Before anything is installed for it.
+checkout:
+	@test -d "$(CHECKOUT)" || { echo "CHECKOUT='$(CHECKOUT)' is no folder: name the checkout of the other library," \
+	  "make $(MAKECMDGOALS) CHECKOUT=/path" >&2; exit 2; }
+
+# Its programs and tests take transformers, peft and pytest; torchvision, timm, diffusers and galore_torch where they are.
+upstream-colossalai: checkout $(VENV)/.dev
+	$(BIN)/python -W ignore -m tests.foreign.upstream.programs_colossalai "$(CHECKOUT)"
+	$(BIN)/python -W ignore -m tests.foreign.upstream.run_colossalai "$(CHECKOUT)" $(UPSTREAM)
+
+# DeepSpeed's own unit tests, from a checkout that is yours, on what takes its place here. Their fixtures may be classes,
+# which pytest no longer takes: the last release that does is put beside the others.
+upstream-deepspeed: checkout $(VENV)/.dev
+	@$(PIP) install --quiet --no-deps --target build/upstream pytest==8.3.5 hjson==3.1.0 py-cpuinfo==9.0.0
+	$(BIN)/python -m tests.foreign.upstream.run_deepspeed --packages build/upstream --checkout "$(CHECKOUT)" $(UPSTREAM)
+
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 
@@ -103,6 +134,14 @@ types: $(VENV)/.dev
 arch: $(VENV)/.dev
 	@$(BIN)/python -m tests.structure
 	$(BIN)/python -m pytest -q tests/test_architecture.py
+
+# Warnings are errors: links and anchors that lead nowhere, pages that the navigation leaves out, docstrings that cannot
+# be read, anything that a reader's browser would fetch from elsewhere. It is in build/site, to be opened as files.
+site: $(VENV)/.docs
+	@NO_MKDOCS_2_WARNING=1 PATH="$(BIN):$$PATH" $(BIN)/python -m mkdocs build --strict
+
+pictures: $(VENV)/.runtime
+	@$(BIN)/python -m docs.pictures
 
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks $(BENCH)

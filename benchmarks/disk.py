@@ -28,7 +28,7 @@ from shardwise.disk.store import DiskStore, Record, Transfer
 from shardwise.plan import DiskPlan
 
 MIB, GIB = 2**20, 2**30
-DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "disk.md"
+DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "inside" / "disk.md"
 FIO = {
     "psync": {"ioengine": "psync"},
     "psync x4": {"ioengine": "psync", "numjobs": 4},

@@ -55,7 +55,7 @@ __all__ = [
     "table",
 ]
 
-DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "offload.md"
+DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "inside" / "offload.md"
 STATE_BYTES, WEIGHT_BYTES, GRADIENT_BYTES = 12, 2, 2
 """A parameter: fp32 master and two moments; bf16 weights; bf16 gradient, which only exists for a few blocks at a time
 where updates are made during backward."""

@@ -3,7 +3,7 @@
 One process trains the same GPT with everything on the device, state on the host, state on disk, and parameters there
 too. Beside each step stand the three things it is made of, measured alone for the same work: forward and backward of
 the plain model, the copies of the same bytes, and the update of the same number of elements. With perfect overlap a
-step takes as long as the longest of them. All of it takes turns within a repeat. See ``docs/offload.md``.
+step takes as long as the longest of them. All of it takes turns within a repeat. See ``docs/inside/offload.md``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shardwise.plan import DiskPlan, Plan, on_device, zero
 
 __all__ = ["MODES", "Alone", "Mode", "Parts", "Training", "measure", "table"]
 
-DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "offload.md"
+DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "inside" / "offload.md"
 GOAL = 1.15
 TILE = 2**20  # elements of an update, as the engine cuts them on a CPU
 MIB = 2**20

@@ -2,7 +2,7 @@
 
 The same engine as in ``benchmarks.offload``, with compute that only waits and a disk that takes a fixed time for each
 byte, so that neither competes for a core and a busy machine changes little. Beside the step stand the times that are
-given: compute, and the bytes of the step over the disk's rate. See ``docs/offload.md``.
+given: compute, and the bytes of the step over the disk's rate. See ``docs/inside/offload.md``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shardwise.plan import DiskPlan, on_device, zero
 
 __all__ = ["Found", "ModelDisk", "measure"]
 
-DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "offload.md"
+DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "inside" / "offload.md"
 SHARES = {
     "state on disk": {"state_disk_fraction": 1.0},
     "parameters and state on disk": {"state_disk_fraction": 1.0, "param_disk_fraction": 1.0},

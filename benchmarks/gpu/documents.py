@@ -26,11 +26,11 @@ def sections(results: Results) -> dict[tuple[str, str], str]:
         found["benchmarks.md", "gpu"] = "\n\n".join(parts)
     offload = [str(outcome.figures["text"]) for outcome in _of(results, "offload").values() if outcome.figures]
     if offload:
-        found["offload.md", "offload-cuda"] = "\n\n".join([head, *offload])
+        found["inside/offload.md", "offload-cuda"] = "\n\n".join([head, *offload])
     sizes = [row for outcome in _of(results, "largest").values() for row in outcome.figures.get("results", [])]
     if sizes:
         rows = [largest.from_json(row) for row in sizes]
-        found["offload.md", "largest"] = f"{head} {largest.summary(rows)}\n\n{largest.table(rows)}"
+        found["inside/offload.md", "largest"] = f"{head} {largest.summary(rows)}\n\n{largest.table(rows)}"
     return found
 
 

@@ -14,6 +14,7 @@ TESTS = (
     "counts",
     "launch",
     "memory_and_streams",
+    "packed_weights",
     "trace",
     "zero",
     "activation_checkpointing",
