@@ -292,7 +292,7 @@ def _fixture(names: Names) -> None:
 
 PICTURE = "a picture of packages and files"
 TRAINS = "it trains for minutes; tests/ranks/cli/test_demo.py and test_demo_memory.py run the demo with smaller numbers"
-OTHER_VERSIONS = "it needs other versions of Lightning than the environment has; docs/lightning.md says what they gave"
+OTHER_VERSIONS = "it needs other versions of Lightning than the environment has; the page says what they gave"
 BITSANDBYTES = "it needs bitsandbytes; tests/ranks/huggingface/test_qlora.py runs it where that is installed"
 AN_ERROR = "what an error looks like; tests/unit/test_testing_pool.py and test_oracle.py ask for its parts"
 
@@ -413,7 +413,6 @@ PAGES: dict[str, list[Block]] = {
             before=_lightning,
             instead=(("devices=4", "devices=2, max_epochs=1, logger=False, accelerator='cpu', plugins=environment()"),),
         ),
-        Block(first="python -m pip install --no-deps --target old", how="shown", why=OTHER_VERSIONS),
     ],
     "docs/fabric.md": [
         Block(
@@ -449,6 +448,9 @@ PAGES: dict[str, list[Block]] = {
         Block(first="import torch", how="main"),
         Block(first="# traffic.py", how="main"),
         Block(first="# conftest.py", how="main", after=_fixture),
+    ],
+    "docs/inside/lightning.md": [
+        Block(first="python -m pip install --no-deps --target old", how="shown", why=OTHER_VERSIONS),
     ],
     "docs/inside/tests.md": [
         Block(first="make gpu ", how="make"),
