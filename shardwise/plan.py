@@ -253,17 +253,19 @@ class GradPlan:
         norm_type: p of the p-norm, ``math.inf`` included.
         average: over the backward passes of a step. ``"sum"`` is what autograd does (the caller divides the loss);
             ``"mean"`` divides by their number; ``"tokens"`` weights each by the ``tokens`` given to ``backward``.
-            Over data-parallel ranks the mean is always taken (token-weighted under ``"tokens"``).
         update: ``"step"`` updates in ``step()``. ``"backward"`` begins with each chunk as soon as its gradient is
             reduced. Under clipping or a loss scale that is speculative, and undone exactly where ``step()`` finds that
             it was wrong, at the price of a copy of the state. Without them gradients are not kept, and each step is one
             backward pass. Not with ``average="tokens"``.
+        over_ranks: ``"mean"`` over data-parallel ranks, token-weighted under ``average="tokens"``; or their ``"sum"``,
+            which is that times their number: in ``.grad``, in norms, and in what is clipped to ``max_norm``.
     """
 
     max_norm: float
     norm_type: float
     average: Literal["sum", "mean", "tokens"]
     update: Literal["step", "backward"]
+    over_ranks: Literal["mean", "sum"] = "mean"
 
     def __post_init__(self) -> None:
         number("max_norm", self.max_norm, "[0, inf)", "a finite norm >= 0 (0 is off)")
@@ -274,6 +276,11 @@ class GradPlan:
             self.update == "step" or self.average != "tokens",
             f"update={self.update!r} with average={self.average!r}: the weights of a step are known at its end only; "
             "give update='step'",
+        )
+        require(self.over_ranks in ("mean", "sum"), f"over_ranks={self.over_ranks!r}: give 'mean' or 'sum'")
+        require(
+            self.over_ranks == "mean" or self.average != "tokens",
+            f"over_ranks={self.over_ranks!r} with average={self.average!r}: tokens are weights of a mean; give 'mean'",
         )
 
 

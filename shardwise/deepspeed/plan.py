@@ -96,11 +96,19 @@ def plan_of(settings: Settings, world_size: int, numels: Sequence[int] | None = 
         )
     overlap = s[f"{ZERO}.overlap_comm"]
     tensor, sequence = parallel_sizes(s)
+    over_ranks = s["gradient_allreduce_op"]
+    if over_ranks == "sum" and sequence > 1:
+        raise ValueError(
+            f"gradient_allreduce_op={over_ranks!r} with sequence_parallel_size={sequence}: gradients of parts of one "
+            "sequence are a mean; give 'mean', and multiply the loss by what the sum should have more"
+        )
     return Plan(
         mesh=replace(mesh, tp=tensor, sp=sequence),
         shard=_shard(s, precision, numels),
         precision=precision,
-        grad=GradPlan(max_norm=s["gradient_clipping"], norm_type=2.0, average="sum", update="step"),
+        grad=GradPlan(
+            max_norm=s["gradient_clipping"], norm_type=2.0, average="sum", update="step", over_ranks=over_ranks
+        ),
         comm=replace(usual_exchange(), overlap=True if overlap is None else overlap),
         tiers=tiers,
         verbose=False,

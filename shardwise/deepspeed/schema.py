@@ -87,7 +87,7 @@ _TOP = {
     "gradient_clipping": _use("float", 1.0, 0.0),
     "prescale_gradients": _skip("bool", False, _MEAN, False),
     "gradient_predivide_factor": _skip("float", 1.0, _MEAN, 1.0),
-    "gradient_allreduce_op": _refuse("text", "mean", "give 'mean' and multiply the loss by the number of ranks"),
+    "gradient_allreduce_op": _use("text", "mean", choices=("mean", "sum")),
     "communication_data_type": _use("dtype", None),
     "seq_parallel_communication_data_type": _skip("text", "fp32", "activations travel in their own dtype"),
     "sequence_parallel_size": _use("int", 1, 1, MOST_COUNT),

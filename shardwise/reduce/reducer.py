@@ -43,7 +43,7 @@ class Reducer:
         ledger: the device's memory.
         plan: when and in which numbers. Under ``reduce="last"`` every chunk has a buffer of its own that accumulates
             locally; with ``predivide`` gradients are divided by it before their sum, and the rest of the way to the
-            mean after it.
+            mean, or back to the sum, after it.
         party: the model, among those that share the mesh.
         counts: of the passes that gradients are made of.
         events: is told of reductions and their results.
@@ -69,7 +69,7 @@ class Reducer:
         self.keep_whole, self.overlap = plan.shard.reduce == "last", plan.comm.overlap
         self._agrees = mesh.size > 1 and not plan.comm.same_order
         self._predivide = plan.comm.predivide
-        self._scale = self._predivide / mesh.size
+        self._scale = self._predivide / (mesh.size if plan.grad.over_ranks == "mean" else mesh.sequence.size)
         self._group = mesh.shard if mesh.shard.size > 1 else mesh.replicate
         self._order = list(reversed(self.states))
         self._ordered_for: list[bool] | None = None

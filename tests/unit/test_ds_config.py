@@ -122,6 +122,7 @@ USED: list[tuple[str, Any, int, Tree, dict[str, Any]]] = [
     ("zero_optimization.stage", "2", 2, {}, {}),
     ("zero_optimization.stage", 3, 3, {}, {}),
     ("gradient_clipping", 0.5, 2, {}, {"max_norm": 0.5}),
+    ("gradient_allreduce_op", "sum", 2, {}, {"over_ranks": "sum"}),
     ("communication_data_type", "bf16", 2, {}, {"reduce_dtype": torch.bfloat16}),
     ("fp16.enabled", True, 1, {}, FP16),
     ("fp16.auto_cast", True, 1, {}, {**FP16, "cast_inputs": True}),
