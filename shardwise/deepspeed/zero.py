@@ -221,7 +221,8 @@ class GatheredParameters:
     def __enter__(self) -> None:
         if not self.enabled:
             return
-        with torch.no_grad():
+        # Paused: inside of Init what is done on the values that come would be recorded, too.
+        with torch.no_grad(), paused():
             for param in self.params:
                 if tape_of(param) is not None:
                     adopt(param, replay(param))
