@@ -394,8 +394,10 @@ class DeepSpeedEngine(Facts):
         Raises:
             CheckpointError: on every rank of all parts, when one could not write; earlier checkpoints are as they were.
                 (One of the same tag may have been replaced in other parts; loading says so.)
-            ValueError: another tag on another rank, with ``checkpoint.tag_validation="FAIL"``.
+            ValueError: no ``save_dir``; another tag on another rank, with ``checkpoint.tag_validation="FAIL"``.
         """
+        if not save_dir:
+            raise ValueError(f"{save_dir=}: name the directory that all ranks share")
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
         name = self._saving.agreed_tag(name, self.settings["checkpoint.tag_validation"])
         schedules = [self.lr_scheduler] if self.lr_scheduler is not None else []

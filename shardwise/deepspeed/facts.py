@@ -206,6 +206,17 @@ class Facts(nn.Module):
             place[name] = value
         return tree
 
+    @property
+    def sparse_tensor_module_names(self) -> set[str]:
+        """Weights of embeddings, where ``sparse_gradients`` asks to exchange their gradients as sparse ones.
+
+        They are reduced dense, as all others.
+        """
+        if not self.settings["sparse_gradients"]:
+            return set()
+        named = self.session.model.named_modules()
+        return {f"{name}.weight" for name, module in named if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
+
     def get_global_grad_norm(self) -> float | None:
         """The norm of the last step's gradients before clipping; ``None`` before the first."""
         return self.optimizer.get_grad_norm() if self.optimizer is not None else None

@@ -70,8 +70,8 @@ class Accelerator:
         return str(self._device)
 
     def device_count(self) -> int:
-        """GPUs that this process sees; 1 on a CPU."""
-        return visible_gpus() if self._name != "cpu" else 1
+        """GPUs that this process sees; on a CPU the processes of this host, each of which computes on its own."""
+        return visible_gpus() if self._name != "cpu" else LaunchFacts.read().local_world_size
 
     def is_available(self) -> bool:
         """True: there is always one."""

@@ -14,6 +14,7 @@ from torch import nn
 
 from shardwise.build import Session
 from shardwise.comm import ranks_of
+from shardwise.deepspeed.collectives import init_distributed
 from shardwise.deepspeed.config import Settings, load_config, read_config
 from shardwise.deepspeed.groups import MARK, marking
 from shardwise.deepspeed.groups import data_parallel_group as group_of_mpu
@@ -109,6 +110,8 @@ class Init:
         given = config_dict_or_path if config_dict_or_path is not None else config
         settings = _settings_of_construction(given) if given is not None else None
         self.enabled = enabled
+        if enabled:
+            init_distributed()  # programs count on ranks to know each other from here on
         self._contexts: list[ExitStack] = []
         for message in _without_effect(settings, remote_device, pin_memory, dtype) if enabled else ():
             self._say(message)

@@ -11,6 +11,7 @@ class Scaled:
     """Of an optimizer with a ``scaler``, which is ``None`` where losses are not scaled."""
 
     scaler: LossScaler | None
+    last_step_skipped: bool
 
     @property
     def loss_scale(self) -> float:
@@ -21,6 +22,11 @@ class Scaled:
     def cur_scale(self) -> float:
         """:attr:`loss_scale`, under the name that DeepSpeed's optimizers have for it."""
         return self.loss_scale
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step was skipped, by the name of DeepSpeed's optimizers, which accelerate asks for."""
+        return self.last_step_skipped
 
     @property
     def dynamic_loss_scale(self) -> bool:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import numpy  # noqa: F401
 import pytest  # noqa: F401
-import torch  # noqa: F401
+import torch
 
 import shardwise.deepspeed.as_deepspeed  # noqa: F401  before anything imports DeepSpeed
 
@@ -12,6 +15,23 @@ from unit import util  # theirs  # isort: skip
 
 # It asks for CUDA's and NCCL's versions where it means a device that computes in bf16, as every CPU here does.
 util.bf16_required_version_check = lambda accelerator_check=True: True
+
+import deepspeed.runtime.swap_tensor  # noqa: E402
+
+# A limit of its own disk code (2**20), which one file takes for the size of a model.
+deepspeed.runtime.swap_tensor.MIN_SWAPPABLE_BYTES = 1024
+
+_wrap = torch.nn.parallel.DistributedDataParallel.__init__
+
+
+@functools.wraps(_wrap)
+def _wrap_anywhere(self: Any, module: Any, device_ids: Any = None, output_device: Any = None, **others: Any) -> None:
+    """torch's DDP, what is compared with, takes numbers of devices for models on GPUs alone."""
+    on_cpu = all(param.device.type == "cpu" for param in module.parameters())
+    _wrap(self, module, None if on_cpu else device_ids, None if on_cpu else output_device, **others)
+
+
+torch.nn.parallel.DistributedDataParallel.__init__ = _wrap_anywhere  # type: ignore[method-assign]
 
 # Most tests import these, and what they import is most of the time that a small test takes.
 import unit.common  # noqa: E402
