@@ -91,6 +91,10 @@ class Session:
         """The next pass is the caller's ``loss.backward()``, of a loss that it multiplied by ``loss_scale``."""
         self.engine.passes.expect(loss_scale)
 
+    def divide_own_passes(self, by: float) -> None:
+        """From here on gradients of the caller's ``loss.backward()`` count as ``by`` times too large."""
+        self.engine.passes.own_divisor = by
+
     def reduce_rest(self) -> None:
         """Reduce now what passes under :meth:`no_sync` kept, which the step would. Collective."""
         self.engine.passes.reduce_rest()

@@ -58,6 +58,7 @@ class DeepSpeedEngine(Facts):
         self.report: Report = settings.findings.report()
         self.settings = settings
         self._batch = batch
+        session.divide_own_passes(batch.accumulation)
         self._saving = Saving(session)
         self.collate_fn: Any = None
         self.training_dataloader: Any = None
@@ -158,7 +159,8 @@ class DeepSpeedEngine(Facts):
     def scale(self, loss: Tensor) -> Tensor:
         """``loss`` as ``loss.backward()`` wants it, where the program calls that instead of :meth:`backward`.
 
-        It is multiplied by the loss scale, and not divided by ``gradient_accumulation_steps``. One pass follows.
+        It is multiplied by the loss scale. Gradients of such passes are divided by ``gradient_accumulation_steps``, as
+        those of a bare ``loss.backward()`` are. One pass follows.
 
         Raises:
             RuntimeError: there is no optimizer.
@@ -168,7 +170,7 @@ class DeepSpeedEngine(Facts):
         self._check_loss("scale", loss)
         self._recorder.lost(loss)
         self._unmanaged += 1
-        if self._required("scale").scaler is None:
+        if scale == 1.0:
             return loss
         self.session.expect_backward(scale)
         return (loss.float() if loss.dtype in HALF_DTYPES else loss) * scale

@@ -259,6 +259,7 @@ class Facts(nn.Module):
         if whole("train_batch_size", train_batch_size, 1, what="a number of samples") % together:
             raise ValueError(f"train_batch_size={train_batch_size}: give a multiple of {together} samples (all ranks')")
         self._batch = Batch(train_batch_size, self._batch.micro, train_batch_size // together)
+        self.session.divide_own_passes(self._batch.accumulation)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Change the micro-batch, and with it the batch."""

@@ -41,7 +41,8 @@ class BackwardPasses:
         events: is told of passes.
 
     Attributes:
-        scaled: set where a loss scaler is in use: gradients must then come through :meth:`around`.
+        scaled: set where losses have to be multiplied by a scale: gradients must then come through :meth:`around`.
+        own_divisor: gradients of passes that the program makes itself are to be divided by it.
         sync: whether passes are reduced now.
         unreduced: whether the last pass was not.
     """
@@ -49,7 +50,7 @@ class BackwardPasses:
     def __init__(self, pool: ChunkPool, reducer: Reducer, meter: MemoryMeter | None, events: Events) -> None:
         self._pool, self._reducer, self._meter, self._events = pool, reducer, meter, events
         self._counts = reducer.counts
-        self.scaled = False
+        self.scaled, self.own_divisor = False, 1.0
         self.sync = True
         self._tokens = 0.0
         self._dropped: dict[int | None, float] = {}
@@ -74,7 +75,7 @@ class BackwardPasses:
             self._check_nothing_failed()
             if not self._tasks:
                 self._begin()
-                self._rescale(self._expected)
+                self._rescale(self.own_divisor if self._expected is None and not self.scaled else self._expected)
                 self._gathering = True
             ending = partial(self._task_ended, task)
             # Autograd holds it, and drops it with a pass that fails.
@@ -142,7 +143,7 @@ class BackwardPasses:
 
     def expect(self, loss_scale: float) -> None:
         """The next pass is one that the program makes (``loss.backward()``), of a loss multiplied by ``loss_scale``."""
-        self._expected = loss_scale
+        self._expected = loss_scale * self.own_divisor
 
     def _rescale(self, loss_scale: float | None) -> None:
         """Gradients from before the scale moved (another optimizer's, not yet stepped) keep in line with new ones."""
