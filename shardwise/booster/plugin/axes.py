@@ -108,9 +108,10 @@ class RankAxes:
         return group
 
     @cached_property
-    def stage_manager(self: Any) -> StageManager:
-        """Which stage of the model this rank has."""
+    def stage_manager(self: Any) -> StageManager | None:
+        """Which stage of the model this rank has; ``None`` where there is no pipeline (``pp_size=1``)."""
+        if self.pp_size == 1:
+            return None
         sizes = self._axis_sizes()
         place = dict(zip(sizes, ProcessGroupMesh.unravel(all_ranks()[0], tuple(sizes.values())), strict=True))
-        chunks = self.num_model_chunks if self.pp_size > 1 else 1
-        return StageManager(place["pp"], self.pp_size, chunks, self.pp_size > 1 and self.pp_style == "zbv")
+        return StageManager(place["pp"], self.pp_size, self.num_model_chunks, self.pp_style == "zbv")

@@ -72,9 +72,9 @@ def test_plugins_derive_from_the_bases_that_programs_ask_for() -> None:
         assert isinstance(each, Plugin) and not isinstance(each, MoeHybridParallelPlugin)
 
 
-def test_one_process_has_one_stage_and_is_all_replicas() -> None:
+def test_one_process_has_no_stages_and_is_all_replicas() -> None:
     plugin = HybridParallelPlugin(tp_size=1, pp_size=1, precision="fp32")
-    assert plugin.stage_manager.is_first_stage() and plugin.stage_manager.is_last_stage()
+    assert plugin.stage_manager is None  # programs ask so whether to call execute_pipeline
     assert plugin.dp_size == 1
     with pytest.raises(RuntimeError, match="launch_from_torch"):
         _ = plugin.dp_group
