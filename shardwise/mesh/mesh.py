@@ -180,13 +180,26 @@ class Mesh:
             if device.type == "cuda" and len(ranks) > 1 and maker.backend != "gloo":
                 rows = maker.tell(asdict(seat_on(device, dist.get_rank())))
                 check_own_gpus([Seat(**row) for row in rows])
-            grid = _grid(ranks, sizes)
-            axes = replace(_axes(maker, grid, sizes.sp), secondary=_secondary(maker, grid, sizes))
-            own = tuple(grid[axes.pipeline.rank, :, :, axes.tensor.rank].flatten().tolist())
-            return cls(axes, maker, _device_mesh(maker, members, grid), own)
+            mesh = cls.among(ranks, sizes, maker)
+            mesh.device_mesh = _device_mesh(maker, members, _grid(ranks, sizes))
+            return mesh
         except BaseException:
             maker.close()
             raise
+
+    @classmethod
+    def among(cls, ranks: tuple[int, ...], sizes: MeshPlan, maker: GroupMaker) -> Mesh:
+        """The groups that ``maker`` makes, without torch's mesh. Collective as :meth:`GroupMaker.make`.
+
+        Args:
+            ranks: world ranks.
+            sizes: how they are divided; resolved.
+            maker: closed with the mesh.
+        """
+        grid = _grid(ranks, sizes)
+        axes = replace(_axes(maker, grid, sizes.sp), secondary=_secondary(maker, grid, sizes))
+        own = tuple(grid[axes.pipeline.rank, :, :, axes.tensor.rank].flatten().tolist())
+        return cls(axes, maker, None, own)
 
     def join_model_parallel(self, group: dist.ProcessGroup, shared_memory: bool | None = None) -> None:
         """Name the ranks that hold the other parts of this rank's model, one of each of its data-parallel groups.

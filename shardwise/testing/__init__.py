@@ -6,6 +6,7 @@ the engine in it, or both could be wrong alike.
 
 from __future__ import annotations
 
+from shardwise.testing.alike import AlikeProcessGroup, Asked, alike_mesh
 from shardwise.testing.counters import Traffic, live_tensor_bytes
 from shardwise.testing.hosts import TwoHosts
 from shardwise.testing.models import MODELS, ModelCase, make_batches
@@ -15,6 +16,8 @@ from shardwise.testing.pool import RankError, RankPool, close_pools, run_ranks
 
 __all__ = [
     "MODELS",
+    "AlikeProcessGroup",
+    "Asked",
     "Difference",
     "ModelCase",
     "PlainRecipe",
@@ -23,6 +26,7 @@ __all__ = [
     "RankPool",
     "Traffic",
     "TwoHosts",
+    "alike_mesh",
     "assert_close",
     "close_pools",
     "compare",

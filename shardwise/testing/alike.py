@@ -1,0 +1,241 @@
+"""One rank of many, without the others: peers that do what this rank does, so that real code runs at any number.
+
+What is not there is the transport alone. Groups, chunk tables, agreement, checkpoints and the engine above them are
+those of a real run; torch's process groups below them answer in this process, and count what they are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.comm import GroupMaker, register_backend
+from shardwise.comm.choose import GroupRequest
+from shardwise.comm.control import Control
+from shardwise.comm.group import Group
+from shardwise.comm.native import NativeGroup
+from shardwise.mesh.mesh import Mesh
+from shardwise.plan import Plan
+
+__all__ = ["AlikeProcessGroup", "Asked", "alike_mesh"]
+
+CPU = torch.device("cpu")
+Transport = Literal["native", "gloo"]
+# Their signatures differ between versions of torch.
+_ProcessGroup: Any = dist.ProcessGroup
+_Work: Any = dist.Work
+
+
+@dataclass
+class Asked:
+    """What process groups were asked to do, as this rank sees it.
+
+    Attributes:
+        calls: by operation of torch.distributed.
+        sent_bytes: by operation, what this rank gives to it (once, however many get it).
+        received_bytes: by operation, what this rank gets of others.
+        log: every operation in order, as (operation, bytes given, bytes got).
+    """
+
+    calls: dict[str, int] = field(default_factory=dict)
+    sent_bytes: dict[str, int] = field(default_factory=dict)
+    received_bytes: dict[str, int] = field(default_factory=dict)
+    log: list[tuple[str, int, int]] = field(default_factory=list)
+
+    def add(self, operation: str, sent_bytes: int, received_bytes: int) -> None:
+        """One more."""
+        self.calls[operation] = self.calls.get(operation, 0) + 1
+        self.sent_bytes[operation] = self.sent_bytes.get(operation, 0) + sent_bytes
+        self.received_bytes[operation] = self.received_bytes.get(operation, 0) + received_bytes
+        self.log.append((operation, sent_bytes, received_bytes))
+
+    def reset(self) -> None:
+        """Start counting from zero."""
+        for each in (self.calls, self.sent_bytes, self.received_bytes):
+            each.clear()
+        self.log.clear()
+
+
+class _Done(_Work):  # type: ignore[misc]
+    """Over when it begins."""
+
+    def wait(self, timeout: object = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+
+# [Note: Peers that are alike]
+# Every peer holds, sends and is asked for what this rank is. So a gather is copies of the own part, a broadcast leaves
+# the own values, and a sum is the own value as often as there are ranks. A message from one rank to another does not
+# say what a peer's would hold: what is received so is zeros. Values are therefore not those of a run; what is asked of
+# the transport is, call by call and byte by byte (tests/ranks/testing/test_alike.py compares both).
+class AlikeProcessGroup(_ProcessGroup):  # type: ignore[misc]
+    """A process group of torch, of ``size`` ranks of which only this one is there. See [Note: Peers that are alike].
+
+    Args:
+        rank: this process in it.
+        size: ranks.
+        asked: counts what it is asked for.
+    """
+
+    def __init__(self, rank: int, size: int, asked: Asked) -> None:
+        super().__init__(rank, size)
+        self._ranks, self._own, self._asked = size, rank, asked
+
+    def getBackendName(self) -> str:
+        """For torch."""
+        return "alike"
+
+    def all_gather_single(self, out: Tensor, own: Tensor, _options: Any = None) -> Any:
+        """Every peer has ``own``."""
+        self._asked.add("all_gather", own.nbytes, out.nbytes - own.nbytes)
+        out.view(self._ranks, -1).copy_(own.view(1, -1).expand(self._ranks, -1))
+        return _Done()
+
+    def reduce_scatter_single(self, out: Tensor, full: Tensor, options: Any = None) -> Any:
+        """The own slice, as often as there are ranks; once where they are averaged."""
+        self._asked.add("reduce_scatter", full.nbytes - out.nbytes, out.nbytes)
+        part = full.view(self._ranks, -1)[self._own]
+        if part.data_ptr() != out.data_ptr():
+            out.copy_(part)
+        self._sum(out, options)
+        return _Done()
+
+    def allreduce(self, tensors: list[Tensor], options: Any = None) -> Any:
+        """As :meth:`reduce_scatter_single`, of all of it."""
+        for tensor in tensors:
+            self._asked.add("all_reduce", tensor.nbytes, tensor.nbytes)
+            self._sum(tensor, options)
+        return _Done()
+
+    def reduce(self, tensors: list[Tensor], options: Any = None) -> Any:
+        """The same, which one rank gets."""
+        for tensor in tensors:
+            own = options is not None and options.rootRank == self._own
+            self._asked.add("reduce", 0 if own else tensor.nbytes, tensor.nbytes if own else 0)
+            self._sum(tensor, options)
+        return _Done()
+
+    def _sum(self, tensor: Tensor, options: Any) -> None:
+        if options is not None and options.reduceOp == dist.ReduceOp.SUM:
+            tensor.mul_(self._ranks)
+
+    def all_to_all_single(
+        self, out: Tensor, full: Tensor, _out_sizes: Sequence[int], _sizes: Sequence[int], _options: Any = None
+    ) -> Any:
+        """Every peer sends what this rank would send to itself."""
+        self._asked.add("all_to_all", full.nbytes, out.nbytes)
+        rows = out.view(self._ranks, -1)
+        rows.copy_(full.view(self._ranks, -1)[self._own].clone().expand_as(rows))
+        return _Done()
+
+    def broadcast(self, tensors: list[Tensor], options: Any = None) -> Any:
+        """The source has what is here."""
+        for tensor in tensors:
+            own = options is not None and options.rootRank == self._own
+            self._asked.add("broadcast", tensor.nbytes if own else 0, 0 if own else tensor.nbytes)
+        return _Done()
+
+    def send(self, tensors: list[Tensor], _peer: int, _tag: int) -> Any:
+        """It is taken at once."""
+        self._asked.add("send", tensors[0].nbytes, 0)
+        return _Done()
+
+    def recv(self, tensors: list[Tensor], _peer: int, _tag: int) -> Any:
+        """Zeros."""
+        self._asked.add("receive", 0, tensors[0].nbytes)
+        tensors[0].zero_()
+        return _Done()
+
+    def barrier(self, _options: Any = None) -> Any:
+        """All are there."""
+        self._asked.add("barrier", 0, 0)
+        return _Done()
+
+    # What versions of torch before 2.13 call them.
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    alltoall_base = all_to_all_single
+
+
+class _AlikeMaker(GroupMaker):
+    """Makes the real groups over process groups of peers that are alike."""
+
+    def __init__(self, rank: int, size: int, asked: Asked) -> None:
+        super().__init__(CPU, shared_memory=False, timeout_s=60.0)
+        self._rank, self._size, self._asked = rank, size, asked
+
+    @property
+    def backend(self) -> str:
+        return "gloo"
+
+    def tell(self, obj: object) -> list[Any]:
+        return self._everyone().exchange_object(obj)[0]
+
+    def agree(self, argument: str, wanted: object) -> None:
+        return
+
+    def process_group(self, name: str, rank_lists: list[list[int]], backend: str) -> dist.ProcessGroup:
+        own = next(ranks for ranks in rank_lists if self._rank in ranks)
+        return AlikeProcessGroup(own.index(self._rank), len(own), self._asked)
+
+    def _everyone(self) -> Control:
+        if self._world is None:
+            everyone = AlikeProcessGroup(self._rank, self._size, self._asked)
+            self._world = Control("world", everyone, self.activity)
+        return self._world
+
+
+@contextmanager
+def alike_mesh(plan: Plan, rank: int, ranks: int, transport: Transport = "native") -> Iterator[tuple[Mesh, Asked]]:
+    """The mesh of rank ``rank`` of ``ranks``, on the CPU, and what its process groups were asked for since then.
+
+    Give it to :func:`shardwise.build.build`, and train in this one process. No torch.distributed is started, and
+    nothing waits. Times are the host's own; what networks would take is not in them.
+
+    Args:
+        plan: how the ranks are divided (``plan.mesh``).
+        rank: this process.
+        ranks: how many there are.
+        transport: ``"native"``, the library calls that GPUs have; ``"gloo"``, the messages of CPU ranks on several
+            hosts.
+
+    Raises:
+        ValueError: the plan does not fit the number of ranks, or divides layers or sequences: peers would not be alike.
+    """
+    sizes = plan.mesh.resolve(ranks)
+    if sizes.tp * sizes.pp * sizes.sp > 1:
+        raise ValueError(
+            f"alike_mesh() with tp={sizes.tp}, pp={sizes.pp}, sp={sizes.sp}: ranks with other parts, stages or rows do "
+            "other things; give a plan of shards and replicas"
+        )
+    if not 0 <= rank < ranks:
+        raise ValueError(f"alike_mesh() for rank {rank} of {ranks}: give 0..{ranks - 1}")
+    asked = Asked()
+    put_back = register_backend("cpu", _native) if transport == "native" else lambda: None
+    try:
+        mesh = Mesh.among(tuple(range(ranks)), sizes, _AlikeMaker(rank, ranks, asked))
+    finally:
+        put_back()
+    asked.reset()
+    try:
+        yield mesh, asked
+    finally:
+        mesh.close()
+
+
+def _native(maker: GroupMaker, request: GroupRequest) -> Group:
+    lists = request.rank_lists
+    gather, reduce = (maker.process_group(f"{request.name}_{each}", lists, "") for each in ("gather", "reduce"))
+    return NativeGroup(request.called, maker.device, request.control, gather, reduce)

@@ -1,0 +1,137 @@
+"""What the tests of peers that are alike share: a model of blocks, plans, steps, a record of what real ranks ask."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import other_numbers
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwise.build import Session, build
+from shardwise.comm import GroupMaker, NativeGroup, control, native, register_backend
+from shardwise.comm.choose import GroupRequest
+from shardwise.mesh import Mesh
+from shardwise.plan import Plan, zero
+from shardwise.testing import Asked
+
+PLANS: dict[str, Plan] = {
+    "zero1": zero(1),
+    "zero2": zero(2),
+    "zero3": zero(3),
+    "hybrid": zero(3, dp_replicate=2),
+}
+WIDTH = 8
+
+
+class Block(nn.Module):
+    """Two layers and a way around them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Blocks(nn.Module):
+    """Blocks in a row."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Block() for _ in range(count)), nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def made(plan: Plan, mesh: Mesh, blocks: int) -> Session:
+    """The same model on every rank."""
+    other_numbers.seed(0)
+    model = Blocks(blocks)
+    return build(model, torch.optim.AdamW(model.parameters(), lr=1e-3), plan, mesh)
+
+
+def train(session: Session, steps: int) -> None:
+    """The same batches on every rank."""
+    for step in range(steps):
+        x = torch.full((2, WIDTH), 0.1 * (step + 1))
+        session.backward(session.module(x).square().mean())
+        session.optimizer.step()
+        session.optimizer.zero_grad()
+
+
+def counted(mesh: Mesh) -> list[tuple[str, dict[str, int], dict[str, int]]]:
+    """By group: calls and bytes."""
+    return [(group.name, dict(group.traffic.calls), dict(group.traffic.bytes)) for group in mesh.groups]
+
+
+def real_native(maker: GroupMaker, request: GroupRequest) -> NativeGroup:
+    """The backend's own collectives, over gloo."""
+    lists = request.rank_lists
+    gather, reduce = (maker.process_group(f"{request.name}_{each}", lists, "gloo") for each in ("gather", "reduce"))
+    return NativeGroup(request.called, maker.device, request.control, gather, reduce)
+
+
+@contextlib.contextmanager
+def recorded(asked: Asked) -> Iterator[None]:
+    """Inside, what shardwise asks of torch.distributed is noted as :class:`AlikeProcessGroup` does."""
+
+    def gathers(whole: Callable[..., Any]) -> Callable[..., Any]:
+        def call(out: Tensor, own: Tensor, **rest: Any) -> Any:
+            asked.add("all_gather", own.nbytes, out.nbytes - own.nbytes)
+            return whole(out, own, **rest)
+
+        return call
+
+    def scatters(whole: Callable[..., Any]) -> Callable[..., Any]:
+        def call(out: Tensor, full: Tensor, **rest: Any) -> Any:
+            asked.add("reduce_scatter", full.nbytes - out.nbytes, out.nbytes)
+            return whole(out, full, **rest)
+
+        return call
+
+    def single(name: str, sent: bool, received: bool) -> Callable[..., Any]:
+        whole = getattr(dist, name)
+        called = {"isend": "send", "irecv": "receive"}.get(name, name)
+
+        def call(tensor: Tensor, *args: Any, **rest: Any) -> Any:
+            asked.add(called, tensor.nbytes * sent, tensor.nbytes * received)
+            return whole(tensor, *args, **rest)
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        put = lambda where, name, what: stack.enter_context(mock.patch.object(where, name, what))  # noqa: E731
+        for module in (control, native):
+            put(module, "all_gather_single", gathers(module.all_gather_single))
+        put(native, "reduce_scatter_single", scatters(native.reduce_scatter_single))
+        for name, sent, received in (("all_reduce", True, True), ("isend", True, False), ("irecv", False, True)):
+            put(dist, name, single(name, sent, received))
+        yield
+
+
+def real_steps(name: str, transport: str, steps: int, blocks: int) -> tuple[Any, Any, int]:
+    """On a real rank: what was asked for during ``steps``, what groups counted, and this rank's shards' bytes."""
+    plan = PLANS[name].but(shared_memory=False)
+    put_back = register_backend("cpu", real_native) if transport == "native" else lambda: None
+    try:
+        mesh = Mesh.create(plan.mesh, torch.device("cpu"), plan.comm)
+    finally:
+        put_back()
+    session = made(plan, mesh, blocks)
+    mesh.reset_traffic()
+    asked = Asked()
+    with recorded(asked):
+        train(session, steps)
+    found = asked.log, counted(mesh), sum(chunk.shard_end - chunk.shard_start for chunk in session.engine.chunks)
+    session.close()
+    mesh.close()
+    return found
