@@ -40,12 +40,14 @@ SIZES = {
     "tiny": Size(width=128, layers=2, heads=4, vocabulary=512),
     "small": Size(width=512, layers=6, heads=8, vocabulary=6144),
     "base": Size(width=768, layers=12, heads=12, vocabulary=25600),
+    "24 units": Size(width=64, layers=24, heads=4, vocabulary=512, sequence=32),
+    "96 units": Size(width=64, layers=96, heads=4, vocabulary=512, sequence=32),
     "0.3B": Size(width=1024, layers=20, heads=16, vocabulary=32000, sequence=1024, micro_batch=16),
     "1.3B": Size(width=2048, layers=24, heads=16, vocabulary=32000, sequence=1024, micro_batch=8),
     "7B": Size(width=4096, layers=32, heads=32, vocabulary=32000, sequence=1024, micro_batch=4),
 }
-"""``small`` has 25.3M parameters, ``base`` 124.5M; ``tiny`` (0.5M) is for testing the harness itself. For a GPU: 319M,
-1.34B and 6.71B."""
+"""``small`` has 25.3M parameters, ``base`` 124.5M; ``tiny`` (0.5M) is for testing the harness itself. Many small units
+(1.3M and 4.9M), where what each gather costs shows. For a GPU: 319M, 1.34B and 6.71B."""
 
 
 @dataclass(frozen=True)

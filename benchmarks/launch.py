@@ -10,13 +10,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from benchmarks.job import LOSS_STEPS, Job, RankReport, TurnReport, calls_name, read_reports, read_turn
 
-__all__ = ["RAISED_MALLOC", "JobFailed", "Outcome", "Running", "available_bytes", "launch"]
+__all__ = ["RAISED_MALLOC", "JobFailed", "Outcome", "Running", "available_bytes", "environment", "launch", "launcher"]
 
 LEAST_BYTES = 1536 << 20
 """A job whose warm-up leaves the machine less memory than this is stopped, before the system stops something else."""
@@ -65,7 +66,8 @@ class Outcome:
         return Outcome(**(data | {"job": Job(**data["job"])}))  # type: ignore[arg-type]
 
 
-def _environment(raised_malloc: bool) -> dict[str, str]:
+def environment(raised_malloc: bool) -> dict[str, str]:
+    """Of every rank: one thread, no GPU, this library's source."""
     threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     root = str(Path(__file__).resolve().parent.parent)
     path = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH", "")) if part)
@@ -73,16 +75,27 @@ def _environment(raised_malloc: bool) -> dict[str, str]:
     return plain | threads | {"PYTHONPATH": path} | (RAISED_MALLOC if raised_malloc else {})
 
 
+def launcher(ranks: int, *meeting: str) -> list[str]:
+    """The command before ``MODULE ARGUMENTS``: torch's elastic launcher with ``ranks`` processes on this host."""
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        *meeting,
+        f"--nproc-per-node={ranks}",
+        "--monitor-interval=1",
+        "-m",
+    ]
+
+
 def _start(arguments: list[str], ranks: int, raised_malloc: bool, log: Path) -> subprocess.Popen[bytes]:
-    """``python -m ARGUMENTS`` as ``ranks`` processes of one thread each, through torch's elastic launcher."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command += ["--monitor-interval=1", "-m"]
+    """``python -m ARGUMENTS`` as ``ranks`` processes of one thread each."""
     with log.open("w") as output:
         return subprocess.Popen(
-            command + arguments,
+            launcher(ranks, "--standalone") + arguments,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=_environment(raised_malloc),
+            env=environment(raised_malloc),
             start_new_session=True,
         )
 
@@ -103,7 +116,7 @@ def launch(arguments: list[str], ranks: int, raised_malloc: bool, log: Path, tim
     return "" if code == 0 else f"exit code {code}: {_last_line(log)}"
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[Any]) -> None:
     """Stop the launcher, which forwards SIGTERM to its ranks; what is left after it goes with its process group."""
     process.terminate()
     try:
@@ -147,8 +160,11 @@ class Running:
         self._folder = Path(self._place.name)
         (self._folder / "job").write_text(json.dumps(asdict(self.job)))
         self._calls = [self._pipe(rank) for rank in range(job.ranks)]
-        arguments = ["benchmarks.worker", str(self._folder / "job"), str(self._folder)]
-        self._process = _start(arguments, job.ranks, job.raised_malloc, self._folder / "log")
+        self._processes = self._started(["benchmarks.worker", str(self._folder / "job"), str(self._folder)])
+
+    def _started(self, arguments: list[str]) -> Sequence[subprocess.Popen[Any]]:
+        """The launchers of ``python -m ARGUMENTS``, one a host."""
+        return [_start(arguments, self.job.ranks, self.job.raised_malloc, self._folder / "log")]
 
     def warm_up(self) -> Outcome:
         """Wait for it.
@@ -194,9 +210,11 @@ class Running:
             while self._calls:
                 os.close(self._calls.pop())
             try:
-                self._process.wait(30)
+                for process in self._processes:
+                    process.wait(30)
             except BaseException as error:
-                _end(self._process)
+                for process in self._processes:
+                    _end(process)
                 if not isinstance(error, subprocess.TimeoutExpired):
                     raise
             finally:
@@ -226,10 +244,10 @@ class Running:
         """Until the time is over; the reports are read once more after the processes ended."""
         until = time.monotonic() + self._timeout
         while time.monotonic() < until:
-            ended = self._process.poll()
+            ended = [code for process in self._processes if (code := process.poll()) is not None]
             yield
-            if ended is not None:
-                raise JobFailed(self._reason(ended))
+            if ended:
+                raise JobFailed(self._reason(ended[0]))
             time.sleep(POLL_S)
 
     def _reason(self, code: int) -> str:

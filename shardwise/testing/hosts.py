@@ -5,11 +5,14 @@ from __future__ import annotations
 import functools
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+from shardwise.testing import wire
 
 __all__ = ["TwoHosts"]
 
@@ -18,14 +21,24 @@ NAMES, ADDRESSES, WIRE = ("host-a", "host-b"), ("10.213.7.1", "10.213.7.2"), "wi
 # Ends with its standard input, so also where this process is killed.
 HOLDS = (
     'mount --make-rprivate / && mount -t tmpfs tmpfs /dev/shm && mount --bind "$1" /etc/hosts && hostname "$2" && '
-    "ip link set lo up && echo ready && exec cat"
+    'ip link set lo up && if [ -n "$3" ]; then mount -t tmpfs tmpfs "$3"; fi && echo ready && exec cat'
 )
 
 
 class TwoHosts:
     """A context: two hosts with names, network, ``/dev/shm`` and semaphores of their own, and the same files.
 
-    Of the kernel it needs namespaces and a pair of virtual devices, so the program has to be root's.
+    Of the kernel it needs namespaces and a pair of virtual devices, so the program has to be root's; for a delay or a
+    rate ``/dev/net/tun`` as well. What such a wire costs is a process of this machine: a few Gbit/s keep a core busy.
+
+    Args:
+        delay_s: seconds that a packet takes from one host to the other, beside what its bytes take.
+        bits_per_s: how many the wire carries a second, in each direction; ``None``: as many as the kernel can.
+        apart: a folder that is there and in which each host has files of its own, in memory, empty at first.
+
+    Raises:
+        ValueError: a delay or a rate that is none.
+        OSError: this machine does not give what it takes; the text says what.
 
     Attributes:
         names: what each is called, for the other as well.
@@ -35,18 +48,26 @@ class TwoHosts:
 
     @staticmethod
     @functools.cache
-    def why_not() -> str | None:
-        """Why they cannot be had here; ``None``: they can."""
+    def why_not(late: bool = False) -> str | None:
+        """Why they cannot be had here, with a wire that is ``late``; ``None``: they can."""
         missing = [tool for tool in ("ip", "unshare", "nsenter", "mount", "hostname") if shutil.which(tool) is None]
         if missing:
             return f"no {', '.join(missing)} here"
         try:
-            with TwoHosts():
+            with TwoHosts(delay_s=1e-3 if late else 0.0):
                 return None
         except OSError as error:
             return str(error)
 
-    def __init__(self) -> None:
+    def __init__(self, delay_s: float = 0.0, bits_per_s: float | None = None, apart: Path | None = None) -> None:
+        if not 0.0 <= delay_s < 60.0:
+            raise ValueError(f"delay_s={delay_s}: give seconds from 0 to 60")
+        if bits_per_s is not None and not bits_per_s > 0.0:
+            raise ValueError(f"bits_per_s={bits_per_s}: give a number above 0, or None")
+        if apart is not None and not Path(apart).is_dir():
+            raise ValueError(f"apart={str(apart)!r}: give a folder that is there")
+        self._delay_s, self._bits_per_s = delay_s, bits_per_s or 0.0
+        self._apart = str(Path(apart).resolve()) if apart is not None else ""
         self._holders: list[subprocess.Popen[str]] = []
         self._folder = tempfile.TemporaryDirectory(prefix="hosts-")
 
@@ -58,11 +79,19 @@ class TwoHosts:
             for name in NAMES:
                 self._holders.append(self._held(str(hosts), name))
             one, other = (str(holder.pid) for holder in self._holders)
-            _done(["nsenter", "-t", one, "-n", "ip", "link", "add", WIRE, "type", "veth", "peer", WIRE, "netns", other])
+            if self._delay_s or self._bits_per_s:
+                numbers = [str(self._delay_s), str(self._bits_per_s)]
+                self._holders.append(
+                    _ready([sys.executable, wire.__file__, one, other, WIRE, *numbers], "no late wire")
+                )
+            else:
+                pair = ["type", "veth", "peer", WIRE, "netns", other]
+                _done(["nsenter", "-t", one, "-n", "ip", "link", "add", WIRE, *pair])
             for pid, address in zip((one, other), ADDRESSES, strict=True):
                 inside = ["nsenter", "-t", pid, "-n", "ip"]
                 _done([*inside, "addr", "add", f"{address}/24", "dev", WIRE])
-                _done([*inside, "link", "set", WIRE, "up"])
+                # The queue is as long as a sender's window, so that a burst is late and not lost.
+                _done([*inside, "link", "set", WIRE, "txqueuelen", "10000", "up"])
         except BaseException:
             self.close()
             raise
@@ -99,17 +128,22 @@ class TwoHosts:
         self.close()
 
     def _held(self, hosts: str, name: str) -> subprocess.Popen[str]:
-        command = ["unshare", *NAMESPACES, "sh", "-c", HOLDS, "sh", hosts, name]
-        pipe = subprocess.PIPE
-        holder = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True)
-        assert holder.stdout is not None and holder.stdin is not None
-        said = holder.stdout.readline().strip()
-        if said != "ready":
-            holder.stdin.close()
-            holder.wait(10)
-            holder.stdout.close()
-            raise OSError(f"no namespaces here: {' '.join(command[:5])} said {said!r:.200}")
-        return holder
+        return _ready(["unshare", *NAMESPACES, "sh", "-c", HOLDS, "sh", hosts, name, self._apart], "no namespaces")
+
+
+def _ready(command: Sequence[str], otherwise: str) -> subprocess.Popen[str]:
+    """A program that has said that it is ready, and ends with its standard input."""
+    pipe = subprocess.PIPE
+    holder = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+    assert holder.stdout is not None and holder.stdin is not None
+    said = holder.stdout.readline().strip()
+    if said != "ready":
+        holder.stdin.close()
+        last = [said, *holder.stdout.read().splitlines()][-1]
+        holder.wait(10)
+        holder.stdout.close()
+        raise OSError(f"{otherwise} here: {' '.join(command[:5])} said {last!r:.200}")
+    return holder
 
 
 def _done(command: Sequence[str]) -> None:
