@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -118,6 +119,11 @@ class SaveJob:
         cuts = {f.name: f.cut.fields() for f in layout.fragments if f.cut is not None}
         if not layout.fragments:
             return {"file": None, "pieces": {}, "shapes": shapes, "cuts": cuts, "own": own}
+        if not os.path.isdir(self.hidden):
+            raise CheckpointError(
+                f"rank 0 has made {self.hidden}, which is not there on this rank's host ({socket.gethostname()}): "
+                "give a directory on storage that all hosts share"
+            )
         file = PieceFile(self.files, os.path.join(self.hidden, f"pieces-{self.rank}.safetensors"), layout)
         try:
             for index, value in enumerate(values):

@@ -111,6 +111,11 @@ class TwoHosts:
         inside = ["nsenter", "-t", str(self._holders[host].pid), "-n", "-m", "-u", "-i", f"--wd={Path.cwd()}", "--"]
         return subprocess.Popen([*inside, *command], text=True, env=env, **popen)  # type: ignore[call-overload, no-any-return]
 
+    def cut(self) -> None:
+        """The wire is cut: nothing arrives any more, and no end is told."""
+        for holder in self._holders[:2]:
+            _done(["nsenter", "-t", str(holder.pid), "-n", "ip", "link", "set", WIRE, "down"])
+
     def close(self) -> None:
         """The hosts are gone, but for what still runs on them."""
         for holder in self._holders:
