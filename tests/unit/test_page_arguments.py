@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+from shardwise.fairscale.nn.data_parallel import FullyShardedDataParallel, ShardedDataParallel
+from shardwise.fairscale.optim import OSS
 
 import shardwise.pytorch
 from shardwise.booster import plugin
@@ -61,6 +63,19 @@ def test_the_page_of_lightning_has_all_arguments(name: str) -> None:
 def test_the_page_of_torchs_wrappers_has_all_arguments(name: str) -> None:
     own = set(inspect.signature(getattr(shardwise.pytorch, name)).parameters) - {"model", "module"}
     assert len(own) > 5 and missing(own, section("from-torch.md", f"`{name}`")) == []
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "name"),
+    [
+        (FullyShardedDataParallel, "FullyShardedDataParallel"),
+        (ShardedDataParallel, "OSS and ShardedDataParallel"),
+        (OSS, "OSS and ShardedDataParallel"),
+    ],
+)
+def test_the_page_of_fairscale_has_all_arguments(wrapper: type, name: str) -> None:
+    arguments = set(inspect.signature(wrapper).parameters) - {"module"}
+    assert len(arguments) > 5 and missing(arguments, section("fairscale.md", name)) == []
 
 
 @pytest.mark.parametrize("call", ["save", "load"])
