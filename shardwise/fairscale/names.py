@@ -23,6 +23,7 @@ PARALLEL = Absent(
 )
 MOE = Absent("mixtures of experts of known models are cut by shardwise.shard(model, optimizer, tp=...)")
 ADASCALE = Absent("scale the learning rate by a scheduler; gradients' variance over ranks is not measured here")
+ADAM = Absent("torch.optim.Adam with a fp16 model keeps fp32 masters here, by mixed_precision=True")
 LAYERWISE = Absent("use ShardedGradScaler, one scale for the model, or bf16, which needs none")
 OFFLOAD = Absent(
     "FullyShardedDataParallel(move_params_to_cpu=True), or a disk: "
@@ -50,9 +51,11 @@ WORLD = World(
     names={
         "nn": {
             "FullyShardedDataParallel": FSDP,
+            "ShardedDataParallel": SHARDED_DDP,
             "checkpoint_wrapper": CHECKPOINT,
             "FlattenParamsWrapper": FLAT,
             "Pipe": PIPE,
+            "PipeRPCWrapper": PIPE,
             "MOELayer": MOE,
             "Top2Gate": MOE,
             **WRAPPERS,
@@ -97,11 +100,14 @@ WORLD = World(
             "OSS": OPTIMIZER,
             "AdaScale": ADASCALE,
             "AdaScaleWrapper": ADASCALE,
-            "Adam": Absent("torch.optim.Adam with a fp16 model keeps fp32 masters here, by mixed_precision=True"),
+            "Adam": ADAM,
+            "Precision": ADAM,
+            "GradScaler": LAYERWISE,
         },
         "optim.oss": {"OSS": OPTIMIZER},
         "optim.adascale": {"AdaScale": ADASCALE, "AdaScaleWrapper": ADASCALE},
-        "optim.grad_scaler": {"ShardedGradScaler": SCALER},
+        "optim.adam": {"Adam": ADAM, "Precision": ADAM},
+        "optim.grad_scaler": {"ShardedGradScaler": SCALER, "GradScaler": LAYERWISE},
         "optim.layerwise_gradient_scaler": {"LayerwiseGradientScaler": LAYERWISE},
         "experimental.nn": {
             "OffloadModel": OFFLOAD,

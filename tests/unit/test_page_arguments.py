@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from shardwise.fairscale.nn.data_parallel import FullyShardedDataParallel, ShardedDataParallel
+from shardwise.fairscale.nn import FullyShardedDataParallel, ShardedDataParallel
 from shardwise.fairscale.optim import OSS
 
 import shardwise.pytorch
