@@ -55,8 +55,9 @@ class NativeSource:
         self.bytes_read = 0
         parts = max((len(cut.ranges) for cut in self.manifest.cuts.values()), default=0)  # each is read a bit at a time
         self._most_cached = min(CACHED_PIECES + parts, MOST_CACHED)
-        wrong = [(self._wrong_size(fact), self._first_in(number)) for number, fact in enumerate(self.manifest.files)]
-        problems = [f"{problem} (it holds {name})" for problem, name in wrong if problem]
+        wrong = [(self._wrong_size(fact), number) for number, fact in enumerate(self.manifest.files)]
+        # To find what is in a file takes a look at all pieces.
+        problems = [f"{problem} (it holds {self._first_in(number)})" for problem, number in wrong if problem]
         if problems:
             raise CheckpointDamage(f"{'; '.join(problems)}; load another checkpoint")
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from hashlib import blake2b
 from typing import Any
 
-from shardwise.comm import Group, PeerError
+from shardwise.comm import Group, PeerError, ranks_text
 
 __all__ = ["Description", "agreed_build", "differences", "digest"]
 
@@ -52,15 +52,15 @@ def agreed_build(group: Group, describe: Callable[[], Description]) -> Iterator[
         words = digest(json.dumps(mine).encode())
     except Exception as error:
         failure = error
-    posts = group.exchange([float(failure is not None), *words], "what is to be built")
-    if any(post[0] for post in posts):
+    found = group.summarize([float(failure is not None), *words], "what is to be built")
+    if found.most[0]:
         told = None if failure is None else f"{type(failure).__name__}: {failure}"
         reasons = group.exchange_object(told)
         if failure is not None:
             raise failure
         lines = "".join(f"\n  rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None)
         raise PeerError(f"nothing was sharded, because other ranks cannot build:{lines}")
-    if any(post != posts[0] for post in posts):
+    if not found.alike:
         descriptions: list[Any] = group.exchange_object(mine)
         raise ValueError(
             f"the ranks are about to build different things: {differences(descriptions)}; give the same on every rank"
@@ -76,13 +76,9 @@ def differences(descriptions: Sequence[Description]) -> str:
     told: list[str] = []
     for ranks in alike.values():
         if ranks is not usual:
-            told += _differences(descriptions[ranks[0]], descriptions[usual[0]], _called(ranks), _called(usual))
+            told += _differences(descriptions[ranks[0]], descriptions[usual[0]], ranks_text(ranks), ranks_text(usual))
     more = f"; and {len(told) - MOST_TOLD} more" if len(told) > MOST_TOLD else ""
     return "; ".join(told[:MOST_TOLD]) + more
-
-
-def _called(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {list(ranks)}"
 
 
 def _differences(one: Description, other: Description, one_is: str, other_is: str) -> list[str]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 import torch
@@ -94,9 +95,11 @@ class ChunkSpec:
         """Elements of the shard of ``rank``, padding included."""
         return self.bounds[rank + 1] - self.bounds[rank]
 
-    @property
+    @cached_property
     def uneven(self) -> Bounds | None:
         """``bounds`` where shards differ in length."""
+        if isinstance(self.bounds, range):
+            return None
         return self.bounds if len({end - start for start, end in pairwise(self.bounds)}) > 1 else None
 
     @property
@@ -350,7 +353,7 @@ def make_layout(
             else:
                 slots, numel = _place(facts, params, dtype.itemsize)
                 length = _round_up(max(numel, 1), shard_size * replicate_size) // shard_size
-                bounds = tuple(rank * length for rank in range(shard_size + 1))
+                bounds = range(0, shard_size * length + 1, length)
             spec = ChunkSpec(
                 index=len(chunks),
                 unit=unit_index,

@@ -282,10 +282,10 @@ class DiskSource:
         finally:
             self.store.give(buffer)
         # A rank that cannot read tells the others, which would wait for it; and all shards are in place after this.
-        posts = group.exchange([float(failure is None)], "whether a shard could be read from the disk")
-        if failure is not None:
-            raise failure
-        if not all(post[0] for post in posts):
+        if not group.summarize([float(failure is None)], "whether a shard could be read from the disk").least[0]:
+            posts = group.exchange([float(failure is None)], "which ranks could not read a shard from the disk")
+            if failure is not None:
+                raise failure
             ranks = [rank for rank, post in enumerate(posts) if not post[0]]
             raise DiskError(f"{self.record.name}: ranks {ranks} of {group.name} could not read it; see their messages")
         group.all_gather(out, self._staging).wait()

@@ -16,6 +16,7 @@ from shardwise.comm.gloo import GlooGroup
 from shardwise.comm.group import DONE, NOBODY, Bounds, Buffer, Group, Handle, Party
 from shardwise.comm.link import Sent, Wire
 from shardwise.comm.local import LocalGroup
+from shardwise.comm.meeting import Summary, ranks_text
 from shardwise.comm.members import Members, ranks_of, timeout_s
 from shardwise.comm.native import NativeGroup
 from shardwise.comm.release import destroy, let_go_with
@@ -47,12 +48,14 @@ __all__ = [
     "PeerError",
     "Sent",
     "SharedGroup",
+    "Summary",
     "Traffic",
     "Wire",
     "compressed",
     "destroy",
     "let_go_with",
     "ranks_of",
+    "ranks_text",
     "register_backend",
     "timeout_s",
 ]

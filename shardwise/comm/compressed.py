@@ -48,6 +48,7 @@ class CompressedGroup(Group):
         self.traffic, self.staging = group.traffic, group.staging
         self.one_sided_gather, self.starts_together = group.one_sided_gather, group.starts_together
         self.waits_in_queue, self.sends_slices = group.waits_in_queue, group.sends_slices
+        self.disseminates = group.disseminates
         self._beside = side_stream(group.device) if group.waits_in_queue else None
 
     def round_(self, shard: Tensor) -> None:
@@ -85,6 +86,9 @@ class CompressedGroup(Group):
 
     def _exchange_bytes(self, data: bytes, lengths: Sequence[int]) -> list[bytes]:
         return self._inner._exchange_bytes(data, lengths)
+
+    def _most(self, values: Sequence[float], words: Sequence[int], purpose: str) -> tuple[list[float], list[int]]:
+        return self._inner._most(values, words, purpose)
 
     # Gathers, of rounded shards
 

@@ -17,6 +17,8 @@ from shardwise.comm.single import all_gather_single
 
 __all__ = ["Control", "decode", "encode"]
 
+MOST_TAG = 1 << 30  # no other messages between two ranks of such a group have one
+
 
 def encode(obj: object) -> bytes:
     """``obj`` as JSON text.
@@ -66,6 +68,33 @@ class Control:
         what = f"exchange of {purpose}" if purpose else "exchange"
         gathered: list[list[float]] = self._gather(torch.tensor(values, dtype=torch.float64), what).tolist()
         return gathered
+
+    # Source: the dissemination of Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization" (1988): in
+    # round k a rank hears from the one 2^k before it. Whoever is heard twice changes nothing of a maximum.
+    def most(
+        self, values: Sequence[float], words: Sequence[int] = (), purpose: str = ""
+    ) -> tuple[list[float], list[int]]:
+        """Element by element the largest of all ranks' ``values`` (NaN where one has it) and the bits of all their
+        ``words`` (below 2**63), in as many messages as the number of ranks has digits. The same numbers everywhere."""
+        count, what = len(values), f"exchange of {purpose}" if purpose else "exchange"
+        mine = torch.empty(count + len(words), dtype=torch.float64)
+        mine[:count] = torch.tensor(values, dtype=torch.float64)
+        mine.view(torch.int64)[count:] = torch.tensor(words, dtype=torch.int64)
+        theirs, step = torch.empty_like(mine), 1
+        while step < self.size:
+            before, behind = (self.rank - step) % self.size, (self.rank + step) % self.size
+            try:
+                arriving = dist.irecv(theirs, group=self.process_group, group_src=before, tag=MOST_TAG)
+                leaving = dist.isend(mine, group=self.process_group, group_dst=behind, tag=MOST_TAG)
+                for work in (arriving, leaving):
+                    if work is not None:
+                        work.wait()
+            except RuntimeError as error:
+                raise self._lost(what, error) from error
+            torch.maximum(mine[:count], theirs[:count], out=mine[:count])
+            mine.view(torch.int64)[count:] |= theirs.view(torch.int64)[count:]
+            step *= 2
+        return mine[:count].tolist(), mine.view(torch.int64)[count:].tolist()
 
     def exchange_object(self, obj: object) -> tuple[list[Any], int]:
         """Every rank's ``obj`` after a round trip through JSON, by rank, and the bytes that this rank sent."""

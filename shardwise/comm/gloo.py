@@ -206,6 +206,7 @@ class GlooGroup(Group):
 
     sends_slices = True
     uneven = True
+    disseminates = True
 
     def __init__(self, name: str, control: Control, gather: dist.ProcessGroup, reduce: dist.ProcessGroup) -> None:
         super().__init__(name, control.rank, control.size, torch.device("cpu"), control.activity)
@@ -304,3 +305,6 @@ class GlooGroup(Group):
 
     def _exchange_bytes(self, data: bytes, lengths: Sequence[int]) -> list[bytes]:
         return self._control.exchange_bytes(data, lengths)
+
+    def _most(self, values: Sequence[float], words: Sequence[int], purpose: str) -> tuple[list[float], list[int]]:
+        return self._control.most(values, words, purpose)

@@ -2,51 +2,25 @@
 
 from __future__ import annotations
 
-import functools
-import zlib
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from shardwise.comm.activity import Activity
-from shardwise.comm.control import decode, encode
-from shardwise.comm.errors import PeerError
+from shardwise.comm.meeting import NOBODY, Meeting, Party
 from shardwise.comm.traffic import Traffic
 
 __all__ = ["DONE", "NOBODY", "PHASES", "Bounds", "Buffer", "Group", "Handle", "Party"]
 
-Bounds = tuple[int, ...]
-"""Of an array that ranks have parts of: where each rank's part begins, in elements, and the end of the last."""
+Bounds = Sequence[int]
+"""Of an array that ranks have parts of: where each rank's part begins, in elements, and the end of the last. A range
+where parts are equal: a table of all ranks for each array would be the largest that a rank has."""
 PHASES = ("", "before an update", "after an update")
 """What a fence may be for."""
-EXCHANGE_QUANTUM = 32  # values; what has a purpose is padded to it, so that ranks which differ still meet
-LENGTHS = 2**32  # a party's number travels above its number of values
-
-_checksum = functools.lru_cache(maxsize=1024)(lambda purpose: zlib.crc32(purpose.encode()))
-
-
-@dataclass(frozen=True)
-class Party:
-    """A model among those that share groups. Its number travels with what it exchanges, so that one model's values are
-    never taken for another's.
-
-    Attributes:
-        number: among those of a mesh, from 1, in the order in which they were built; the same on every rank.
-        name: for messages.
-        advice: what a message says to ranks that came for its sake and did not meet.
-    """
-
-    number: int
-    name: str
-    advice: str = ""
-
-
-NOBODY = Party(0, "")
 
 
 class Buffer:
@@ -61,6 +35,8 @@ class Buffer:
 
     number = 0
     bounds: Bounds | None = None
+    checked: tuple[Bounds, int] | None = None
+    """Bounds that were found to be right, and for how many elements: to look at them takes a look at each rank."""
 
     def __init__(self, local: Tensor, peers: tuple[Tensor, ...] = ()) -> None:
         self.local = local
@@ -130,7 +106,7 @@ DONE: Handle = _Done()
 # phase, frees memory that is used again and again (staging). A fence waits for no reduction: reductions have counters
 # of their own, and ranks that have begun different ones may meet here. Where nothing is mapped a fence does nothing,
 # since a gather needs its peers, and who takes part has written.
-class Group(ABC):
+class Group(Meeting):
     """The ranks of one mesh axis and the collectives among them.
 
     All ranks start every operation in the same order; only all-gathers of a ``one_sided_gather`` group need no match.
@@ -296,78 +272,6 @@ class Group(ABC):
         if tensor.numel():
             self._broadcast(tensor, src)
 
-    # Host-side agreement
-
-    def exchange(self, values: Sequence[float], purpose: str = "", whose: Party = NOBODY) -> list[list[float]]:
-        """Every rank's ``values``, by rank, as float64 (integers below 2**53 are exact). Same length everywhere.
-
-        Args:
-            values: of this rank.
-            purpose: what they are, in a few words; ranks that come here for different purposes are told so, where
-                otherwise one's values would be taken for the other's. Its checksum travels along, and small messages
-                are padded so that ranks which differ still meet.
-            whose: the model that they are of; the same on all ranks as the purpose is.
-
-        Raises:
-            PeerError: the ranks' purposes, lengths or models differ; says what each rank came for.
-        """
-        if not purpose:
-            self.traffic.add("exchange", (self.size - 1) * 8 * len(values))
-            return self._exchange(values, purpose)
-        padded = len(values) + 2 + (-len(values) - 2) % EXCHANGE_QUANTUM
-        self.traffic.add("exchange", (self.size - 1) * 8 * padded)
-        return self._meet(values, purpose, whose)
-
-    def _meet(self, values: Sequence[float], purpose: str, whose: Party = NOBODY) -> list[list[float]]:
-        # One message of fixed size comes first, whatever is sent, so that ranks which came for different things can
-        # tell.
-        sent = [float(_checksum(purpose)), float(whose.number * LENGTHS + len(values)), *values]
-        sent += [0.0] * (-len(sent) % EXCHANGE_QUANTUM)
-        # What is longer follows once the ranks know that they came for the same.
-        rows = self._exchange(sent[:EXCHANGE_QUANTUM], purpose)
-        if any(row[:2] != sent[:2] for row in rows):
-            of = f" of {whose.name}" if whose.name else ""
-            raise PeerError(self._astray(f"{purpose}{of} ({len(values)} values)", whose.advice))
-        if len(sent) > EXCHANGE_QUANTUM:
-            for row, rest in zip(rows, self._exchange(sent[EXCHANGE_QUANTUM:], purpose), strict=True):
-                row.extend(rest)
-        return [row[2 : 2 + len(values)] for row in rows]
-
-    def _astray(self, came_for: str, advice: str) -> str:
-        """All ranks have seen that they differ; now they tell each other in words."""
-        now, of_call = self.activity.now, self.activity.advice
-        own = encode([f"{came_for} while {now}" if now else came_for, of_call, advice])
-        lengths = [int(row[0]) for row in self._exchange([float(len(own))], "lengths")]
-        told = [decode(each) for each in self._exchange_bytes(own, lengths)]
-        by_purpose: dict[str, list[int]] = {}
-        for rank, (what, *_) in enumerate(told):
-            by_purpose.setdefault(what, []).append(rank)
-        lines = [
-            f"rank {who[0]}: {what}" if len(who) == 1 else f"ranks {who}: {what}" for what, who in by_purpose.items()
-        ]
-        # A call that some of them are in says more than what the others are at.
-        lines += [text for column in list(zip(*told, strict=True))[1:] for text in column if text][:1]
-        return f"group {self.name!r}: the ranks came to exchange different things: {'; '.join(lines)}"
-
-    def exchange_object(self, obj: object, purpose: str = "what all of them have to tell") -> list[Any]:
-        """Every rank's ``obj``, by rank, after a round trip through JSON (tuples come back as lists). For rare use.
-
-        Args:
-            obj: of this rank.
-            purpose: as in :meth:`exchange`.
-
-        Raises:
-            TypeError: ``obj`` cannot be written as JSON.
-            PeerError: as :meth:`exchange`.
-        """
-        data = encode(obj)
-        self.traffic.add("exchange", (self.size - 1) * (8 * EXCHANGE_QUANTUM + len(data)))
-        return self._meet_bytes(data, purpose)
-
-    def _meet_bytes(self, data: bytes, purpose: str) -> list[Any]:
-        lengths = [int(row[0]) for row in self._meet([float(len(data))], purpose)]
-        return [decode(each) for each in self._exchange_bytes(data, lengths)]
-
     @abstractmethod
     def barrier(self) -> None:
         """Return when every rank has come here. Host side: it does not wait for device work."""
@@ -423,12 +327,6 @@ class Group(ABC):
     @abstractmethod
     def _broadcast(self, tensor: Tensor, src: int) -> None: ...
 
-    @abstractmethod
-    def _exchange(self, values: Sequence[float], purpose: str) -> list[list[float]]: ...
-
-    @abstractmethod
-    def _exchange_bytes(self, data: bytes, lengths: Sequence[int]) -> list[bytes]: ...
-
     # For backends
 
     def _wire_bytes(self, part: Tensor) -> int:
@@ -437,7 +335,10 @@ class Group(ABC):
 
     def _scattered_bytes(self, full: Buffer) -> int:
         """What it takes to send each other rank its part of ``full``."""
-        return sum(self._wire_bytes(self.part_of(full, rank)) for rank in range(self.size) if rank != self.rank)
+        own = self._wire_bytes(self.part_of(full, self.rank))
+        if full.bounds is None:
+            return (self.size - 1) * own
+        return full.local.nbytes - own  # only bytes as they are have parts that differ (``uneven``)
 
     def slice_of(self, full: Tensor, rank: int, bounds: Bounds | None = None) -> Tensor:
         """Rank ``rank``'s part of a flat tensor, equal ones without ``bounds``, as a view."""
@@ -456,7 +357,9 @@ class Group(ABC):
     def _check_divides(self, operation: str, full: Buffer) -> None:
         numel = full.local.numel()
         if full.bounds is not None:
-            self._check_bounds(operation, full.bounds, numel, full.local.dtype)
+            if full.checked is None or full.checked[0] is not full.bounds or full.checked[1] != numel:
+                self._check_bounds(operation, full.bounds, numel, full.local.dtype)
+                full.checked = full.bounds, numel
         elif numel % self.size:
             raise ValueError(
                 f"{operation} over {self.size} ranks: a buffer of {numel} elements cannot be divided evenly; "

@@ -54,6 +54,7 @@ class NativeGroup(Group):
     starts_together = True
     sends_slices = True
     uneven = True
+    disseminates = True
 
     def __init__(
         self,
@@ -138,6 +139,9 @@ class NativeGroup(Group):
 
     def _exchange_bytes(self, data: bytes, lengths: Sequence[int]) -> list[bytes]:
         return self._control.exchange_bytes(data, lengths)
+
+    def _most(self, values: Sequence[float], words: Sequence[int], purpose: str) -> tuple[list[float], list[int]]:
+        return self._control.most(values, words, purpose)
 
     def _factor(self, scale: float) -> float:
         return 1.0 if scale == 1.0 / self.size else scale * self.size

@@ -288,7 +288,8 @@ class SharedGroup(Group):
             shard.drop_private()
 
     def _agree_on(self, specs: Sequence[tuple[int | Bounds, torch.dtype]]) -> None:
-        given = self._meet_bytes(encode([[size, str(dtype)] for size, dtype in specs]), "which buffers to make")
+        own = [[size if isinstance(size, int) else list(size), str(dtype)] for size, dtype in specs]
+        given = self._meet_bytes(encode(own), "which buffers to make")
         for rank, other in enumerate(given):
             if other != given[0]:
                 raise ValueError(

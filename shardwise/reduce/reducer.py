@@ -27,7 +27,7 @@ from shardwise.reduce.counts import StepCounts
 from shardwise.reduce.grads import ChunkGrads, Reduction, SlotPool, exchange_sizes, gradient_bytes
 from shardwise.reduce.landing import Landings
 from shardwise.reduce.patience import Patience
-from shardwise.reduce.reductions import Observer, ThenReplicas, pack_bits, unpack_bits
+from shardwise.reduce.reductions import Observer, ThenReplicas
 
 __all__ = ["Reducer"]
 
@@ -63,6 +63,7 @@ class Reducer:
     ) -> None:
         self.counts, self._events, self._observer = counts, events, observer
         self._exchange = partial(mesh.world.exchange, whose=party)
+        self._summarize = partial(mesh.world.summarize, whose=party)
         self.riders: list[HyperParameters] = []
         """Settings that have to be alike on all ranks, compared with what is exchanged at the end of a pass."""
         self.states, self.mesh, self._ledger = list(states), mesh, ledger
@@ -365,8 +366,8 @@ class Reducer:
     def _agree_with_observer(self) -> None:
         flags = self._observer.catch_up()
         if self._observer.must_agree:
-            posts = self._exchange(flags, "which chunks were updated during backward")
-            self._observer.agreed([any(column) for column in zip(*posts, strict=True)])
+            found = self._summarize(flags, "which chunks were updated during backward")
+            self._observer.agreed([bool(flag) for flag in found.most])
 
     def _end_pass(self, sync: bool) -> None:
         one_result = self._observer.must_agree
@@ -393,10 +394,10 @@ class Reducer:
         # Whoever reads gradients beside this thread is done with them first.
         reached = [float(self._cursor), *self._observer.catch_up()]
         # Also where all use the same parameters: how many reductions each has started depends on its patience.
-        posts = self._exchange(reached, "how far a failed backward pass came")
+        found = self._summarize(reached, "how far a failed backward pass came")
         self._dropping = True
         try:
-            self.begin(int(max(post[0] for post in posts)))
+            self.begin(int(found.most[0]))
             self._complete_all()
         finally:
             self._dropping = False
@@ -408,7 +409,7 @@ class Reducer:
         self.counts.forget()
         self._end_pass(sync=True)
         if self._observer.must_agree:
-            self._observer.agreed([any(column) for column in list(zip(*posts, strict=True))[1:]])
+            self._observer.agreed([bool(flag) for flag in found.most[1:]])
         self._events.gradients_dropped(None)
 
     def _count_launched(self) -> None:
@@ -451,15 +452,13 @@ class Reducer:
         counts = [float(count) for count in self.counts.unreduced()]
         if self._agrees:
             riding = [word for rider in self.riders for word in rider.beside_marks()]
-            posts = self._exchange(riding + counts + pack_bits(marks), "which parameters had gradients")
-            if any(post[: len(riding)] != riding for post in posts):
+            found = self._summarize(riding + counts, "which parameters had gradients", flags=marks)
+            first = len(riding)
+            if found.least[:first] != found.most[:first]:
                 for rider in self.riders:
                     rider.explain()
-            posts, first = [post[len(riding) :] for post in posts], len(counts)
-            counts = [max(post[i] for post in posts) for i in range(first)]
-            ranks = list(zip(*(unpack_bits(post[first:], len(marks)) for post in posts), strict=True))
-            self._patience.compared(all(len(set(flag)) == 1 for flag in ranks))
-            marks = [any(flag) for flag in ranks]
+            self._patience.compared(found.flags_alike)
+            counts, marks = found.most[first:], found.anywhere
         self.counts.were_reduced([int(count) for count in counts])
         used, late, at = [], [], 0
         for state in self._order:

@@ -1,4 +1,4 @@
-"""What a reduction is made of: its two parts under replicas, who listens to it, and the flags that ranks exchange."""
+"""What a reduction is made of: its two parts under replicas, and who listens to it."""
 
 from __future__ import annotations
 
@@ -10,23 +10,7 @@ import torch
 from shardwise.comm import Buffer, Group, Handle
 from shardwise.device import on_stream, record_event, wait_event
 
-__all__ = ["Observer", "ThenReplicas", "pack_bits", "unpack_bits"]
-
-# What is exchanged is float64, so flags travel in its mantissa.
-BITS = 48  # flags per exchanged number; integers below 2**53 are exact
-
-
-def pack_bits(flags: Sequence[bool]) -> list[float]:
-    """Flags as exactly representable numbers, :data:`BITS` each."""
-    words = []
-    for start in range(0, len(flags), BITS):
-        words.append(float(sum(1 << i for i, flag in enumerate(flags[start : start + BITS]) if flag)))
-    return words
-
-
-def unpack_bits(words: Sequence[float], count: int) -> list[bool]:
-    """The ``count`` flags that :func:`pack_bits` made ``words`` of."""
-    return [bool(int(words[i // BITS]) >> (i % BITS) & 1) for i in range(count)]
+__all__ = ["Observer", "ThenReplicas"]
 
 
 # [Note: One order of reductions]

@@ -6,9 +6,10 @@ those of a real run; torch's process groups below them answer in this process, a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -75,11 +76,29 @@ class _Done(_Work):  # type: ignore[misc]
         return True
 
 
+class _Arriving(_Done):
+    """A message that is there when it is waited for."""
+
+    def __init__(self, arrive: Callable[[], None]) -> None:
+        super().__init__()
+        self._arrive: Callable[[], None] | None = arrive
+
+    def wait(self, timeout: object = None) -> bool:
+        if self._arrive is not None:
+            self._arrive()
+            self._arrive = None
+        return True
+
+    def is_completed(self) -> bool:
+        return self.wait()
+
+
 # [Note: Peers that are alike]
 # Every peer holds, sends and is asked for what this rank is. So a gather is copies of the own part, a broadcast leaves
-# the own values, and a sum is the own value as often as there are ranks. A message from one rank to another does not
-# say what a peer's would hold: what is received so is zeros. Values are therefore not those of a run; what is asked of
-# the transport is, call by call and byte by byte (tests/ranks/testing/test_alike.py compares both).
+# the own values, and a sum is the own value as often as there are ranks. Of a message from a peer nothing else is known
+# than what this rank sends at that time under the same tag (zeros, where it sends nothing as long), and a slice for one
+# rank is not that for another. Values are therefore not those of a run; what is asked of the transport is, call by call
+# and byte by byte (tests/ranks/testing/test_alike.py compares both).
 class AlikeProcessGroup(_ProcessGroup):  # type: ignore[misc]
     """A process group of torch, of ``size`` ranks of which only this one is there. See [Note: Peers that are alike].
 
@@ -92,6 +111,7 @@ class AlikeProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def __init__(self, rank: int, size: int, asked: Asked) -> None:
         super().__init__(rank, size)
         self._ranks, self._own, self._asked = size, rank, asked
+        self._sent: tuple[int, Tensor | None] = (-1, None)
 
     def getBackendName(self) -> str:
         """For torch."""
@@ -147,16 +167,23 @@ class AlikeProcessGroup(_ProcessGroup):  # type: ignore[misc]
             self._asked.add("broadcast", tensor.nbytes if own else 0, 0 if own else tensor.nbytes)
         return _Done()
 
-    def send(self, tensors: list[Tensor], _peer: int, _tag: int) -> Any:
+    def send(self, tensors: list[Tensor], _peer: int, tag: int) -> Any:
         """It is taken at once."""
         self._asked.add("send", tensors[0].nbytes, 0)
+        self._sent = tag, tensors[0]
         return _Done()
 
-    def recv(self, tensors: list[Tensor], _peer: int, _tag: int) -> Any:
-        """Zeros."""
+    def recv(self, tensors: list[Tensor], _peer: int, tag: int) -> Any:
+        """What this rank has sent by the time that it waits."""
         self._asked.add("receive", 0, tensors[0].nbytes)
-        tensors[0].zero_()
-        return _Done()
+        return _Arriving(partial(self._arrive, tensors[0], tag))
+
+    def _arrive(self, out: Tensor, tag: int) -> None:
+        sent_tag, sent = self._sent
+        if sent is not None and sent_tag == tag and (sent.numel(), sent.dtype) == (out.numel(), out.dtype):
+            out.copy_(sent)
+        else:
+            out.zero_()
 
     def barrier(self, _options: Any = None) -> Any:
         """All are there."""

@@ -1,0 +1,122 @@
+"""How thousands of ranks agree, tried with a few: the same answers as where each rank gets every rank's numbers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from alike_setup import PLANS, WIDTH, Blocks, made, real_native
+from scope import Scope
+from torch import Tensor
+
+from shardwise.comm import Group, PeerError, Summary, register_backend
+from shardwise.mesh import Mesh
+from shardwise.testing import run_ranks
+
+FLAGS = 100
+
+
+def numbers(rank: int) -> list[float]:
+    return [float(rank), -2.0 * rank, 7.0, *(float((rank * step) % 5) for step in range(60))]
+
+
+def flags(rank: int) -> list[bool]:
+    return [(each + rank) % 7 == 0 for each in range(FLAGS)]
+
+
+def told(kind: str, rows_up_to: int) -> dict[str, Any]:
+    rank = dist.get_rank()
+    with mock.patch.object(Group, "rows_up_to", rows_up_to), Scope(kind) as group:
+        found: dict[str, Any] = {
+            "unlike": group.summarize(numbers(rank), "a test", flags=flags(rank)),
+            "alike": group.summarize([3.0, 2.0**53 - 1], "a test", flags=flags(0)),
+            "one flag": group.summarize([1.0], "a test", flags=[rank == 1]),
+            "one value": group.summarize([float(rank == 1)], "a test", flags=flags(0)),
+            "nothing": group.summarize([], "a test"),
+            "rows": group.exchange(numbers(rank), "a test"),
+            "same rows": group.exchange([1.0, 2.5], "a test"),
+            "no rows": group.exchange([], "a test"),
+            "objects": group.exchange_object({"rank": rank}),
+        }
+        found["nan"] = [math.isnan(row[0]) for row in group.exchange([math.nan if rank else 1.0], "a test")]
+        found["traffic"] = dict(group.traffic.bytes), dict(group.traffic.calls)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["gloo", "native"])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5])
+def test_the_answers_are_the_same(ranks: int, kind: str) -> None:
+    many, few = run_ranks(ranks, told, kind, 1), run_ranks(ranks, told, kind, 16)
+    for one, other in zip(many, few, strict=True):
+        traffic, _ = one.pop("traffic"), other.pop("traffic")
+        assert one == other
+        assert traffic[0]["exchange"] > 0
+    every = [numbers(rank) for rank in range(ranks)]
+    columns = list(zip(*every, strict=True))
+    anywhere = [any(column) for column in zip(*(flags(rank) for rank in range(ranks)), strict=True)]
+    least, most = [min(column) for column in columns], [max(column) for column in columns]
+    assert many[0]["unlike"] == Summary(least, most, anywhere, False, False)
+    assert many[0]["alike"] == Summary([3.0, 2.0**53 - 1], [3.0, 2.0**53 - 1], flags(0), True, True)
+    assert many[0]["one flag"] == Summary([1.0], [1.0], [True], False, False)
+    assert many[0]["one value"] == Summary([0.0], [1.0], flags(0), False, True)
+    assert many[0]["rows"] == every
+    assert many[0]["objects"] == [{"rank": rank} for rank in range(ranks)]
+    assert many[0]["nan"] == [False, *[True] * (ranks - 1)]
+
+
+def astray(kind: str) -> tuple[str, str]:
+    rank = dist.get_rank()
+    texts = []
+    with mock.patch.object(Group, "rows_up_to", 1), Scope(kind) as group:
+        for meet in (
+            lambda: group.summarize([1.0], "one thing") if rank else group.exchange([2.0], "another thing"),
+            lambda: group.exchange([1.0] * (40 + rank), "a number of numbers"),
+        ):
+            try:
+                meet()
+                texts.append("they met")
+            except PeerError as error:
+                texts.append(str(error))
+        assert group.exchange([0.0], "afterwards") == [[0.0]] * group.size
+    return texts[0], texts[1]
+
+
+@pytest.mark.parametrize("kind", ["gloo", "native"])
+def test_ranks_that_came_for_different_things_are_told(kind: str) -> None:
+    for purposes, lengths in run_ranks(3, astray, kind):
+        assert "rank 0: another thing (1 values); ranks [1, 2]: one thing (1 values)" in purposes
+        assert "rank 0: a number of numbers (40 values); rank 1: a number of numbers (41 values)" in lengths
+
+
+def branching(name: str, rows_up_to: int) -> dict[str, Tensor]:
+    """Ranks that use different blocks, so that what they tell each other differs."""
+    put_back = register_backend("cpu", real_native)
+    with mock.patch.object(Group, "rows_up_to", rows_up_to):
+        try:
+            mesh = Mesh.create(PLANS[name].mesh, torch.device("cpu"), PLANS[name].comm)
+        finally:
+            put_back()
+        session = made(PLANS[name], mesh, 3)
+        model = session.model
+        assert isinstance(model, Blocks)
+        for step in range(3):
+            used = model.blocks[(dist.get_rank() + step) % 3]
+            with mock.patch.object(model, "forward", lambda x, used=used: model.head(used(x))):
+                session.backward(session.module(torch.full((2, WIDTH), 0.3)).square().mean())
+            session.optimizer.step()
+            session.optimizer.zero_grad()
+        state = {key: value.clone() for key, value in session.module.state_dict().items()}
+        session.close()
+        mesh.close()
+    return state
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero3"])
+def test_training_comes_to_the_same_bits(name: str) -> None:
+    many, few = run_ranks(3, branching, name, 1)[0], run_ranks(3, branching, name, 16)[0]
+    assert many.keys() == few.keys()
+    assert all(torch.equal(many[key], few[key]) for key in few)
