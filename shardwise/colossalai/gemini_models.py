@@ -15,11 +15,12 @@ from shardwise.attributes import TransparentModule
 from shardwise.booster.plugin import GeminiPlugin
 from shardwise.build import Session, ShardedModule, ShardedOptimizer
 from shardwise.checked import refuse
-from shardwise.colossalai.sharded_front import OptimizerFront, check_groups
+from shardwise.colossalai.given_groups import check_groups
 from shardwise.deferred.construction import adopt
 from shardwise.loss_scale import PublishedDefault
 from shardwise.optim import HybridAdam
 from shardwise.trace.stats import MemStats
+from shardwise.zero.sharded_optim.optimizer_front import OptimizerFront
 
 __all__ = ["GeminiAdamOptimizer", "GeminiDDP", "GeminiOptimizer", "get_static_torch_model"]
 

@@ -16,9 +16,10 @@ from shardwise.booster.plugin import LowLevelZeroPlugin
 from shardwise.build import Session, ShardedOptimizer
 from shardwise.checked import refuse
 from shardwise.colossalai.gemini_models import PRECISIONS, GeminiDDP, GeminiOptimizer
-from shardwise.colossalai.sharded_front import OptimizerFront, check_groups
+from shardwise.colossalai.given_groups import check_groups
 from shardwise.loss_scale import ScalerArguments
 from shardwise.published import picked
+from shardwise.zero.sharded_optim.optimizer_front import OptimizerFront
 
 __all__ = ["LowLevelZeroOptimizer", "zero_model_wrapper", "zero_optim_wrapper"]
 

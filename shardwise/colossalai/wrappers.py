@@ -11,7 +11,7 @@ from shardwise.booster import Booster, interface
 from shardwise.booster.checkpoint_io import CheckpointIO
 from shardwise.build import ShardedModule, ShardedOptimizer
 from shardwise.colossalai.gemini_models import GeminiDDP
-from shardwise.colossalai.sharded_front import OptimizerFront
+from shardwise.zero.sharded_optim.optimizer_front import OptimizerFront
 
 __all__ = [
     "AMPModelMixin",

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.attributes import attribute_of
 from shardwise.build import ShardedOptimizer
 from shardwise.loss_scale import PublishedDefault
 from shardwise.published import documented, picked
 from shardwise.zero.arguments import OptimizerArguments
 from shardwise.zero.process_groups import require_same_ranks
 from shardwise.zero.sharded_model import ShardedModelV2
+from shardwise.zero.sharded_optim.optimizer_front import OptimizerFront
 
 __all__ = ["ShardedOptimizerV2"]
 
 
 @documented(OptimizerArguments)
-class ShardedOptimizerV2(torch.optim.Optimizer):
+class ShardedOptimizerV2(OptimizerFront):
     """Wraps an optimizer of a :class:`~shardwise.zero.sharded_model.ShardedModelV2`, whose parameters it divides.
 
     Masters are fp32. ``step`` averages over the data-parallel ranks, takes the loss scale out, and drops the gradients;
@@ -71,7 +70,6 @@ class ShardedOptimizerV2(torch.optim.Optimizer):
         verbose: bool = False,
     ) -> None:
         given = dict(locals())
-        # Optimizer.__init__ is not called: it would build param groups of its own.
         if not isinstance(sharded_model, ShardedModelV2):
             raise TypeError(f"sharded_model={sharded_model!r:.80}: give a ShardedModelV2")
         if isinstance(optimizer, ShardedOptimizerV2 | ShardedOptimizer) or not isinstance(
@@ -89,52 +87,12 @@ class ShardedOptimizerV2(torch.optim.Optimizer):
         inner = sharded_model.attach(optimizer, arguments, mp_process_group).optimizer
         if inner is None:
             raise RuntimeError(f"the session has no optimizer ({inner}); report this")
-        self.model, self.optim, self._inner = sharded_model, optimizer, inner
-
-    # The user's own objects, so that learning-rate schedulers built on either optimizer act on both.
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        return self._inner.param_groups
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        return self._inner.defaults
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        return self._inner.state
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_inner":
-            raise AttributeError(name)
-        return attribute_of(self._inner, name, self)
-
-    def __repr__(self) -> str:
-        return f"ShardedOptimizerV2({self.optim!r})"
-
-    def __getstate__(self) -> dict[str, Any]:
-        raise TypeError(f"{self!r:.80} lives on several ranks and cannot be pickled; use state_dict()")
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Not possible once sharded; raises RuntimeError."""
-        self._inner.add_param_group(param_group)
-
-    def backward(self, loss: torch.Tensor) -> None:
-        """Backward pass of ``loss`` times the loss scale; gradients are reduced meanwhile."""
-        self._inner.backward(loss)
+        super().__init__(inner)
+        self.model, self.optim = sharded_model, optimizer
 
     def backward_by_grad(self, tensor: torch.Tensor, grad: torch.Tensor) -> None:
         """Backward pass from ``tensor`` with its true gradient ``grad`` (same shape), scaled as in :meth:`backward`."""
         self._inner.backward_by_grad(tensor, grad)
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update, or none where a gradient is not finite. Every rank calls it."""
-        return self._inner.step(closure)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients."""
-        self._inner.zero_grad()
 
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> float:
         """Clip the global norm of what the next step applies; returns the true (unscaled) norm before. Collective.
@@ -166,19 +124,3 @@ class ShardedOptimizerV2(torch.optim.Optimizer):
         by_tier = session.memory().by_tier
         device, host = (sum(by_tier.get(tier, {}).get(kind, 0) for kind in kept) for tier in ("device", "host"))
         return (device, host) if session.mesh.device.type == "cuda" else (0, device + host)
-
-    def state_dict(self, only_rank_0: bool = False) -> dict[str, Any]:
-        """The full state on every rank, keyed as plain torch keys it, and ``scaler`` with fp16. Collective.
-
-        Args:
-            only_rank_0: the other ranks get groups without state.
-        """
-        return self._inner.state_dict(only_rank_0)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a full state (ours or plain torch's for the same parameters), and the scale where it has one.
-
-        Raises:
-            ValueError: groups or shapes do not match.
-        """
-        self._inner.load_state_dict(state_dict)
