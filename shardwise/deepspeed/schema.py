@@ -357,7 +357,7 @@ BLOCKS: dict[str, ConfigBlock] = {
     "nebula": ConfigBlock("refused", "leave it out: engine.save_checkpoint writes files"),
     "expert_parallel": ConfigBlock("refused", "leave it out: expert parallelism is not available"),
     "tensor_parallel.partition_config": ConfigBlock("refused", _DESCRIBE, None),
-    "pipeline": ConfigBlock("refused", "leave it out: pipeline parallelism is not available", "stages"),
+    "pipeline": ConfigBlock("refused", "leave it out: HybridParallelPlugin(pp_size=...) has stages", "stages"),
     "compile": ConfigBlock("refused", "leave it out and call torch.compile on the model's blocks", "deepcompile"),
     "sparse_attention": ConfigBlock("refused", "use an attention of the model's own", None),
     "compression_training": ConfigBlock("refused", "leave it out", None),
