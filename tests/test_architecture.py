@@ -16,7 +16,7 @@ from tests.sources import PACKAGE, Definition, Source, around, bound_names, func
 # Lower rows first. A unit may import itself and units of lower rows; units of one row never import each other.
 # A dotted unit ("chunk.layout") is a module that sits lower than the rest of its package.
 ROWS: tuple[tuple[str, ...], ...] = (
-    ("checked", "worlds"),
+    ("checked", "remarks", "worlds"),
     # The parts of a plan that are about memories, about dividing a model, and about numbers; and their text.
     ("tier_plan", "parallel_plan", "precision_plan", "plan_text"),
     ("plan", "device", "torch_internals"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -26,6 +25,7 @@ from shardwise.booster.targets import SIZE_PER_SHARD, check_loading, model_write
 from shardwise.checkpoint import PortableFiles, Restored, write_lr_scheduler
 from shardwise.checkpoint.fitting import Fit, Rows
 from shardwise.checkpoint.match_schedulers import fitting_state
+from shardwise.remarks import warn_user
 
 __all__ = ["Booster"]
 
@@ -56,15 +56,10 @@ class Booster:
         elif mixed_precision is not None and not isinstance(mixed_precision, MixedPrecision):
             raise TypeError(f"mixed_precision={mixed_precision!r:.80}: give 'fp16', 'bf16' or a MixedPrecision")
         if plugin is not None and device is not None and plugin.control_device():
-            warnings.warn(
-                f"device={str(device)!r} has no effect: {type(plugin).__name__} chooses the device", stacklevel=2
-            )
+            warn_user(f"device={str(device)!r} has no effect: {type(plugin).__name__} chooses the device")
             device = None
         if plugin is not None and mixed_precision is not None and plugin.control_precision():
-            warnings.warn(
-                f"mixed_precision has no effect: {type(plugin).__name__} has a precision argument of its own",
-                stacklevel=2,
-            )
+            warn_user(f"mixed_precision has no effect: {type(plugin).__name__} has a precision argument of its own")
             mixed_precision = None
         self.plugin = plugin
         try:

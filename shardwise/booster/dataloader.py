@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from shardwise.checked import MOST_SEED, switch, whole
+from shardwise.remarks import warn_user
 
 __all__ = ["check_numbers", "distributed_dataloader", "distributed_sampler", "is_dataloader", "require_map_style"]
 
@@ -60,7 +60,7 @@ def distributed_sampler(
     missing = [name for name in options if not (anything or name in accepted)]
     needed = [name for name in missing if (shuffle if name == "seed" else drop_last)]
     if needed:
-        warnings.warn(f"{cls.__name__} takes no {' and no '.join(needed)}, so it is not passed on", stacklevel=4)
+        warn_user(f"{cls.__name__} takes no {' and no '.join(needed)}, so it is not passed on")
     options = {name: value for name, value in options.items() if name not in missing}
     return cls(dataset, num_replicas=size, rank=rank, shuffle=shuffle, **options)
 

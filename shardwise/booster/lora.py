@@ -6,7 +6,6 @@ Source: Hu et al., arXiv 2106.09685; peft's ``get_peft_model``, ``PeftModel.from
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from shardwise.build import ShardedModule, ShardedOptimizer
 from shardwise.checkpoint import CheckpointSource
 from shardwise.checkpoint.formats import write_peft
 from shardwise.checkpoint.settings import adapter_settings
+from shardwise.remarks import warn_user
 
 __all__ = ["ENABLED", "adapter_writer", "add_lora_parameters", "check_quantization", "with_adapter"]
 
@@ -68,10 +68,7 @@ def with_adapter(model: nn.Module, pretrained_dir: str | None, lora_config: Any)
         adapted = peft.get_peft_model(model, lora_config)
     else:
         if lora_config is not None:
-            warnings.warn(
-                f"lora_config has no effect: the adapter in {pretrained_dir} has a configuration of its own",
-                stacklevel=3,
-            )
+            warn_user(f"lora_config has no effect: the adapter in {pretrained_dir} has a configuration of its own")
         adapted = peft.PeftModel.from_pretrained(model, pretrained_dir, is_trainable=True)
     vars(adapted)[ENABLED] = True
     result: nn.Module = adapted
@@ -114,10 +111,9 @@ def add_lora_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> N
         group_of[id(parameter)] = group
         optimizer.param_groups[group]["params"].append(parameter)
     if left:
-        warnings.warn(
+        warn_user(
             f"the optimizer does not train {', '.join(left[:4])}{' and others' if len(left) > 4 else ''}: what they "
-            "adapt is in none of its groups",
-            stacklevel=3,
+            "adapt is in none of its groups"
         )
 
 

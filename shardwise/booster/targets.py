@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from shardwise.checkpoint.formats import (
 from shardwise.checkpoint.formats.lazy import LazySource, entries_of
 from shardwise.checkpoint.formats.torch_file import TORCH_SUFFIXES
 from shardwise.checkpoint.settings import configurations
+from shardwise.remarks import warn_user
 
 __all__ = ["SIZE_PER_SHARD", "check_loading", "model_writer", "optimizer_writer", "target"]
 
@@ -50,7 +50,7 @@ def _check(shard: bool, gather_dtensor: bool, size_per_shard: float, prefix: str
     if shard and prefix is not None and (not isinstance(prefix, str) or "/" in prefix):
         raise ValueError(f"prefix={prefix!r}: give a part of the files' names, without '/'")
     if size_per_shard != SIZE_PER_SHARD and not shard:
-        warnings.warn(f"size_per_shard={size_per_shard} has no effect: shard=False writes one file", stacklevel=4)
+        warn_user(f"size_per_shard={size_per_shard} has no effect: shard=False writes one file")
 
 
 def model_writer(
@@ -112,10 +112,9 @@ def check_loading(low_cpu_mem_mode: bool, num_threads: int) -> None:
     switch("low_cpu_mem_mode", low_cpu_mem_mode)
     whole("num_threads", num_threads, 1, what="a number of threads")
     if not low_cpu_mem_mode or num_threads != 1:
-        warnings.warn(
+        warn_user(
             f"low_cpu_mem_mode={low_cpu_mem_mode}, num_threads={num_threads} have no effect: each rank reads the "
-            "ranges that it needs, straight into their places",
-            stacklevel=3,
+            "ranges that it needs, straight into their places"
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -16,6 +15,7 @@ from shardwise.checkpoint.source import CheckpointSource
 from shardwise.engine.fragments import Stored
 from shardwise.engine.others import is_one_kind
 from shardwise.printable import printable
+from shardwise.remarks import warn_user
 from shardwise.tensor import Part
 from shardwise.tensor.order import read_part, whole_runs
 
@@ -93,7 +93,7 @@ class Match:
         """Warn of what was left out of the optimizers' state, of what starts anew, and of weights that fit nowhere."""
         if self.notes:
             listed = "\n  ".join(self.notes)
-            warnings.warn(printable(f"{where} was loaded as far as it fits:\n  {listed}"), stacklevel=2)
+            warn_user(printable(f"{where} was loaded as far as it fits:\n  {listed}"))
 
     def _names_in_source(self) -> set[str]:
         """Of parameters: of the model, or of the optimizers where only those are wanted."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import socket
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.comm.mapping import host_facts, is_running, start_time
 from shardwise.mesh.launch import read_variable
+from shardwise.remarks import warn_user
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.directory import Found
@@ -113,10 +113,9 @@ class Owners:
                         "directory and the same tags; give each a directory of its own"
                     )
         for writer in found - known:
-            warnings.warn(
+            warn_user(
                 f"{writer} saves into {root} too. keep= counts and removes only what it has not saved; a tag that both "
-                "use is overwritten. Give each job, and each group of ranks, a directory of its own",
-                stacklevel=2,
+                "use is overwritten. Give each job, and each group of ranks, a directory of its own"
             )
         known |= found
         self._last[root] = serial

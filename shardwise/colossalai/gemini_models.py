@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -19,6 +18,7 @@ from shardwise.colossalai.given_groups import check_groups
 from shardwise.deferred.construction import adopt
 from shardwise.loss_scale import PublishedDefault
 from shardwise.optim import HybridAdam
+from shardwise.remarks import warn_user
 from shardwise.trace.stats import MemStats
 from shardwise.zero.sharded_optim.optimizer_front import OptimizerFront
 
@@ -80,10 +80,9 @@ class GeminiDDP(TransparentModule):
         if mixed_precision not in PRECISIONS:
             raise ValueError(f"mixed_precision={mixed_precision!r}: give one of {', '.join(map(str, PRECISIONS))}")
         if not scatter_after_inference:
-            warnings.warn(
+            warn_user(
                 f"scatter_after_inference={scatter_after_inference} has no effect: shard_param_frac says what stays "
-                "gathered, after every pass",
-                stacklevel=2,
+                "gathered, after every pass"
             )
         names = {each.name for each in dataclasses.fields(GeminiPlugin)} - {"chunk_init_device"}
         arguments = {name: value for name, value in given.items() if name in names}

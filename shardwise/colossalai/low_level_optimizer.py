@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import fields
@@ -19,6 +18,7 @@ from shardwise.colossalai.gemini_models import PRECISIONS, GeminiDDP, GeminiOpti
 from shardwise.colossalai.given_groups import check_groups
 from shardwise.loss_scale import ScalerArguments
 from shardwise.published import picked
+from shardwise.remarks import warn_user
 from shardwise.zero.sharded_optim.optimizer_front import OptimizerFront
 
 __all__ = ["LowLevelZeroOptimizer", "zero_model_wrapper", "zero_optim_wrapper"]
@@ -93,10 +93,9 @@ class LowLevelZeroOptimizer(OptimizerFront):
             if given[name] is not None:
                 refuse(name, given[name], "leave it None: all parameters are divided over the same ranks, in any pass")
         if overlap_allgather:
-            warnings.warn(
+            warn_user(
                 f"overlap_allgather={overlap_allgather} has no effect: nothing tells when a parameter is used next; "
-                "LowLevelZeroPlugin of the Booster, which has the model, can do it",
-                stacklevel=2,
+                "LowLevelZeroPlugin of the Booster, which has the model, can do it"
             )
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         names = {each.name for each in fields(LowLevelZeroPlugin)} - {"overlap_allgather"}
@@ -175,7 +174,7 @@ def zero_model_wrapper(
         raise ValueError(f"zero_stage={zero_stage!r}: give 1, 2 or 3")
     if zero_stage < 3:
         if gemini_config:
-            warnings.warn(f"gemini_config={gemini_config!r:.80} has no effect at zero_stage={zero_stage}", stacklevel=2)
+            warn_user(f"gemini_config={gemini_config!r:.80} has no effect at zero_stage={zero_stage}")
         wrapped = model
     else:
         config = dict(gemini_config or {})

@@ -10,7 +10,6 @@ activations, and their offload to the host.
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -26,6 +25,7 @@ from shardwise.deepspeed.config import Settings, Source, load_config, read_confi
 from shardwise.deepspeed.logs import LOG
 from shardwise.deepspeed.names import WORLD
 from shardwise.device import synchronize
+from shardwise.remarks import warn_user
 from shardwise.worlds.mirror import lookup
 
 __all__ = ["checkpoint", "configure", "held_bytes", "is_configured", "reset", "use_settings"]
@@ -144,7 +144,7 @@ def _group_of(mpu: Any) -> Any:
 
 def _warn_once(message: str) -> None:
     if message not in _PRESENT.warned and _is_first():
-        warnings.warn(message, stacklevel=4)
+        warn_user(message)
     _PRESENT.warned.add(message)
 
 

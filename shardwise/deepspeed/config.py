@@ -6,7 +6,6 @@ import base64
 import difflib
 import math
 import os
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 from shardwise.checked import shown
 from shardwise.deepspeed.hjson import parse
 from shardwise.deepspeed.schema import ALIASES, BLOCKS, KEYS, ConfigBlock, Key, known_names
+from shardwise.remarks import warn_user
 
 __all__ = ["Batch", "Findings", "Report", "Settings", "Source", "batch_of", "load_config", "read_config"]
 
@@ -53,10 +53,10 @@ class Report:
         ignored = [f"{path} is ignored: {reason}" for path, reason in self.ignored.items()]
         return "\n".join([*ignored, *self.notes])
 
-    def warn(self, stacklevel: int = 2) -> None:
+    def warn(self) -> None:
         """One warning with everything that is ignored or noted; none where there is nothing."""
         if self.ignored or self.notes:
-            warnings.warn(f"DeepSpeed configuration:\n{self}", stacklevel=stacklevel + 1)
+            warn_user(f"DeepSpeed configuration:\n{self}")
 
 
 @dataclass

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from typing import Any
+
+from shardwise.remarks import warn_user
 
 try:
     from pydantic import BaseModel, ConfigDict
@@ -55,9 +56,7 @@ class DeepSpeedConfigModel(BaseModel):
         """Give the value of an older field to the one that takes its place."""
         new = str(extra.get("new_param", ""))
         advice = f": give {new}" if new else ""
-        warnings.warn(
-            f"{type(self).__name__}.{old} is deprecated{advice}. {extra.get('deprecated_msg', '')}", stacklevel=4
-        )
+        warn_user(f"{type(self).__name__}.{old} is deprecated{advice}. {extra.get('deprecated_msg', '')}")
         if not new or not extra.get("set_new_param", True):
             return
         value = extra.get("new_param_fn", lambda each: each)(getattr(self, old))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from shardwise.checkpoint.read import NativeSource
 from shardwise.checkpoint.run import EngineRun
 from shardwise.checkpoint.source import CheckpointDamage
 from shardwise.checkpoint.write import agree
+from shardwise.remarks import warn_user
 
 __all__ = ["Part", "PartRun", "Saved", "choose"]
 
@@ -96,10 +96,9 @@ class PartRun(EngineRun):
         parts = [Part(row["named"], tuple(Saved(**each) for each in row["saved"])) for row in rows]
         chosen = choose(root, parts, tag)
         if chosen is not None and self.speaks and any(part.named != chosen for part in parts):
-            warnings.warn(
+            warn_user(
                 f"{root}: the newest that all parts of the model have whole is {chosen!r}, and it is loaded. There are "
-                f"{_told(parts)}",
-                stacklevel=4,
+                f"{_told(parts)}"
             )
         mine = parts[others.rank].find(chosen)
         return None if mine is None else mine.path

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +28,7 @@ from shardwise.checkpoint.write import agree
 from shardwise.deepspeed.frozen import WithoutFrozen, frozen_ones_are_missing
 from shardwise.deepspeed.parts import PartRun
 from shardwise.deepspeed.zero_to_fp32 import FROZEN, write_program
+from shardwise.remarks import warn_user
 
 __all__ = ["Found", "Saving", "take_over"]
 
@@ -60,7 +60,7 @@ class Saving:
             message = f"tag={tag!r}, but the ranks' tags are {tags}: give the same on every rank"
             if mode == "FAIL":
                 raise ValueError(message)
-            warnings.warn(message, stacklevel=3)
+            warn_user(message)
         return tags[0]
 
     def save(
@@ -103,7 +103,7 @@ class Saving:
         if path is None:
             if self._run.speaks:
                 named = "" if tag is None else f" with tag {tag!r}"
-                warnings.warn(f"no checkpoint{named} in {root}: nothing was loaded", stacklevel=3)
+                warn_user(f"no checkpoint{named} in {root}: nothing was loaded")
             return None
         if (Path(path) / MANIFEST).is_file() and optimizer_states:
             strict = strict and not frozen_ones_are_missing(self._session, path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -23,6 +22,7 @@ from shardwise.deepspeed.names import WORLD
 from shardwise.deepspeed.plan import home_of_parameters, number_format
 from shardwise.deferred.construction import adopt, deferred_init, paused
 from shardwise.deferred.replay import replay, tape_of
+from shardwise.remarks import warn_user
 from shardwise.torch_internals import version_of
 from shardwise.worlds.mirror import lookup
 
@@ -121,7 +121,7 @@ class Init:
         first = not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
         if first and message not in self._said:
             self._said.add(message)
-            warnings.warn(f"zero.Init({message}", stacklevel=3)
+            warn_user(f"zero.Init({message}")
 
     def __enter__(self) -> Init:
         if self.enabled:
@@ -257,10 +257,9 @@ class GatheredParameters:
             named = session.module.unwrap().named_parameters()
             lost = [name for name, param in named if id(param) in changed and hasattr(param, "ds_id")]  # stage 3
             if lost:
-                warnings.warn(
+                warn_user(
                     f"GatheredParameters(modifier_rank=None): in-place changes of {', '.join(lost)} are lost; give the "
-                    "rank whose changes are to be kept",
-                    stacklevel=4,
+                    "rank whose changes are to be kept"
                 )
 
     @torch.no_grad()

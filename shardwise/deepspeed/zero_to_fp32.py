@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from shardwise.checkpoint.formats.lazy import Entry, model_entries, whole
 from shardwise.checkpoint.formats.output import output_file, output_files, split_by_size, write_text, write_torch
 from shardwise.checkpoint.formats.safetensors_file import write_safetensors_stream
 from shardwise.checkpoint.source import OpenSource
+from shardwise.remarks import warn_user
 from shardwise.sizes import parse_size
 
 __all__ = [
@@ -196,9 +196,8 @@ def load_state_dict_from_zero_checkpoint(
     model = model.cpu()
     found = model.load_state_dict(state, strict=False)
     if found is not None and (found.missing_keys or found.unexpected_keys):
-        warnings.warn(
-            f"{checkpoint_dir}: not in it {_some(found.missing_keys)}; not in the model {_some(found.unexpected_keys)}",
-            stacklevel=2,
+        warn_user(
+            f"{checkpoint_dir}: not in it {_some(found.missing_keys)}; not in the model {_some(found.unexpected_keys)}"
         )
     return model
 

@@ -7,10 +7,10 @@ import ctypes
 import errno as codes
 import mmap
 import os
-import warnings
 from typing import TYPE_CHECKING
 
 from shardwise.disk.errors import DiskError, explain
+from shardwise.remarks import warn_user
 
 if TYPE_CHECKING:
     from shardwise.disk.queues import Request
@@ -61,10 +61,9 @@ class DiskFile:
             raise DiskError(f"cannot make {path}: {explain(error.errno or 0)}", error.errno or 0) from error
         if not self.direct:
             reason = "the file system refuses O_DIRECT" if kind is None else f"{kind} is memory, not a disk"
-            warnings.warn(
+            warn_user(
                 f"buffered I/O in {os.path.dirname(path)!r}: {reason}. Choose a directory on a local disk, or expect "
-                "slow transfers and a full page cache",
-                stacklevel=4,
+                "slow transfers and a full page cache"
             )
 
     def reserve(self, nbytes: int, purpose: str) -> int:

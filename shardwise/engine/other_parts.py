@@ -6,7 +6,6 @@ model-parallel group; one without a mark is the same on all of them and counts o
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -17,6 +16,7 @@ from shardwise.checks.hyper_parameters import HyperParameters
 from shardwise.chunk.layout import Slot
 from shardwise.reduce.grads import ChunkGrads
 from shardwise.reduce.norm import OtherParts
+from shardwise.remarks import warn_user
 
 if TYPE_CHECKING:
     from shardwise.engine.engine import Engine
@@ -66,10 +66,9 @@ class Counting:
             or any(is_divided(parameter) for parameter in engine.params)
         )
         if group.size > 1 and not marked and group.rank == engine.mesh.rank == 0:
-            warnings.warn(
+            warn_user(
                 f"no parameter is marked as divided over the model-parallel group of {group.size} ranks ("
-                f"{' = '.join(MARKS)} = True): all are taken to be the same on its ranks, and count once in the norm",
-                stacklevel=5,
+                f"{' = '.join(MARKS)} = True): all are taken to be the same on its ranks, and count once in the norm"
             )
 
     def others(self, settings: HyperParameters) -> OtherParts:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -27,6 +26,7 @@ from shardwise.mesh import Mesh
 from shardwise.plan import Plan
 from shardwise.precision_plan import HALF_DTYPES
 from shardwise.reduce.grads import ChunkGrads, GradRing
+from shardwise.remarks import warn_user
 from shardwise.update.states import ChunkState
 from shardwise.update.tile_plan import TILE_NUMEL, TileRange, plan_tiles
 
@@ -78,7 +78,7 @@ class Storage:
         trainable = [s.trainable for s in specs]
         self.homes: list[Home] = assign_homes(sizes, fixed, plan.tiers, trainable)
         for missed in missed_shares(sizes, self.homes, plan.tiers, trainable) if mesh.first else ():
-            warnings.warn(missed, stacklevel=4)
+            warn_user(missed)
         self.ledger = Ledger(mesh.device, _capacity(plan, mesh.device))
         self._own_disk = any(Tier.DISK in (home.param, home.state) for home in self.homes)
         self.uses_disk = self.on_any_disk(self._own_disk)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.float8.product import SMALLEST, linear
+from shardwise.remarks import warn_user
 
 __all__ = ["multiply_in_8_bits"]
 
@@ -71,10 +71,9 @@ def multiply_in_8_bits(model: nn.Module) -> list[str]:
     if left or not (taken or before):
         named = ", ".join(left[:NAMED]) + (", ..." if len(left) > NAMED else "")
         what = f"{len(left)} layers stay as they are ({named})" if left else "there are no linear layers"
-        warnings.warn(
+        warn_user(
             f"products in 8 bits of a {type(model).__name__}: {what}; they take nn.Linear and Conv1D with at least "
-            f"{SMALLEST} inputs and outputs, in fp32, bf16 or fp16",
-            stacklevel=4,
+            f"{SMALLEST} inputs and outputs, in fp32, bf16 or fp16"
         )
     return taken
 

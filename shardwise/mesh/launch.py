@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import socket
-import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -21,6 +20,7 @@ from shardwise.comm import UNREACHED, PeerError
 from shardwise.device import gpu_identity, gpus_of_host, make_current, numbered, visible_gpus
 from shardwise.mesh.listeners import INTERFACE, Listener, check_listeners, own_listener
 from shardwise.mesh.seats import Seat, decide, own_index
+from shardwise.remarks import warn_user
 
 __all__ = [
     "LaunchFacts",
@@ -238,7 +238,7 @@ def _agreed(facts: LaunchFacts, store: Store, device: torch.device | str | None,
     check_listeners(listeners)
     stays, remark = decide(seats, may_share)
     if remark is not None and facts.rank == 0:
-        warnings.warn(remark, stacklevel=3)
+        warn_user(remark)
     return chosen if stays else torch.device("cpu")
 
 
@@ -277,11 +277,10 @@ def _warn_of_tasks() -> None:
     """``srun`` started several tasks, which know nothing of each other."""
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "")
     if tasks.isdecimal() and int(tasks) > 1 and "SLURM_PROCID" in os.environ and not dist.is_initialized():
-        warnings.warn(
+        warn_user(
             f"Slurm started {tasks} tasks, but there is no RANK and WORLD_SIZE in the environment: task "
             f"{os.environ['SLURM_PROCID']} trains alone, as every other; start torchrun or 'shardwise run' once a "
-            "host, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT from Slurm's variables",
-            stacklevel=4,
+            "host, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT from Slurm's variables"
         )
 
 
@@ -310,7 +309,7 @@ def _device(facts: LaunchFacts, device: torch.device | str | None) -> torch.devi
         reason = _why_no_gpu(facts, count)
         if reason is not None:
             if reason and facts.rank == 0:
-                warnings.warn(f"no GPU is used: {reason}; give device='cpu' where that is meant", stacklevel=4)
+                warn_user(f"no GPU is used: {reason}; give device='cpu' where that is meant")
             return torch.device("cpu")
         device = "cuda"
     chosen = torch.device(device)

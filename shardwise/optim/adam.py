@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -22,6 +21,7 @@ from shardwise.memory.host import HostArena
 from shardwise.optim.adam_tiles import AdamRule, AdamSlot, AdamTiles, moment_dtype
 from shardwise.optim.disk import open_disk_moments
 from shardwise.optim.offload import MomentStore, OffloadedMoments
+from shardwise.remarks import warn_user
 from shardwise.torch_internals import add_each
 
 __all__ = ["CPUAdam", "FusedAdam"]
@@ -282,11 +282,10 @@ class _Adam(torch.optim.Optimizer):
         modes = [group.pop("decoupled_weight_decay", self.adamw_mode) for group in self.param_groups]
         other = [g["weight_decay"] for g, mode in zip(self.param_groups, modes, strict=True) if mode != self.adamw_mode]
         if any(other):
-            warnings.warn(
+            warn_user(
                 f"the state was made with decoupled_weight_decay={not self.adamw_mode} and weight_decay={other}, and "
                 f"this {type(self).__name__} goes on with adamw_mode={self.adamw_mode}: make it with "
-                f"adamw_mode={not self.adamw_mode} to go on alike",
-                stacklevel=3,
+                f"adamw_mode={not self.adamw_mode} to go on alike"
             )
 
     @torch.no_grad()

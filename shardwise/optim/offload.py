@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import warnings
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from shardwise.optim.adam_tiles import moment_dtype
+from shardwise.remarks import warn_user
 
 __all__ = ["PIECE_NUMEL", "FetchedMoments", "MomentPiece", "MomentStore", "OffloadedMoments"]
 
@@ -101,10 +101,9 @@ class OffloadedMoments:
             return
         hosted = [p for p in params if p.device.type == "cpu"]
         if not hosted:
-            warnings.warn(
+            warn_user(
                 f"nvme_offload_fraction={self.fraction} moves moments of parameters in host memory, and there are "
-                f"none (the first is on {params[0].device}): nothing is offloaded",
-                stacklevel=4,
+                f"none (the first is on {params[0].device}): nothing is offloaded"
             )
         limit = math.floor(sum(p.numel() for p in hosted) * self.fraction)
         for param in new:

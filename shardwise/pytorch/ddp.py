@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from shardwise.checked import MOST_BYTES, refuse, whole
 from shardwise.plan import ByNumel, MeshPlan, Plan, replicated
 from shardwise.pytorch.precision import with_formats
 from shardwise.pytorch.ranks import check_all_ranks, mesh_of, name_device
+from shardwise.remarks import warn_user
 
 __all__ = ["plan_of_ddp"]
 
@@ -82,10 +82,9 @@ def plan_of_ddp(
             refuse(name, value, instead)
     for name, flag in (("broadcast_buffers", broadcast_buffers), ("forward_sync_buffers", forward_sync_buffers)):
         if flag:
-            warnings.warn(
+            warn_user(
                 f"{name}={flag}: buffers are rank 0's at the beginning, and each rank's own from then on; make running "
-                "statistics alike with nn.SyncBatchNorm, or before an evaluation",
-                stacklevel=2,
+                "statistics alike with nn.SyncBatchNorm, or before an evaluation"
             )
     check_all_ranks("process_group", process_group)
     plan = replicated()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -18,6 +17,7 @@ from shardwise.checked import refuse
 from shardwise.plan import ByModule, MeshPlan, Plan, replicated, zero
 from shardwise.pytorch.precision import check_full_precision, with_formats
 from shardwise.pytorch.ranks import all_ranks, check_all_ranks, mesh_of, name_device, nodes
+from shardwise.remarks import warn_user
 
 __all__ = ["names_of_ignored", "on_host", "plan_of_fsdp"]
 
@@ -77,9 +77,7 @@ def plan_of_fsdp(
         prefetch = 0 if backward_prefetch is None and not forward_prefetch else 1
         plan = plan.but(prefetch=prefetch, gathered_fraction=1.0 if strategy in STAYS else 0.0, kept=kept)
     if backward_prefetch is BackwardPrefetch.BACKWARD_POST:
-        warnings.warn(
-            f"backward_prefetch={backward_prefetch}: one unit is fetched ahead, as BACKWARD_PRE", stacklevel=2
-        )
+        warn_user(f"backward_prefetch={backward_prefetch}: one unit is fetched ahead, as BACKWARD_PRE")
     if auto_wrap_policy is not None and strategy is not ShardingStrategy.NO_SHARD:
         name_of = {module: name for name, module in model.named_modules()}
         units = tuple(name_of[each] for each in unit_modules(model, auto_wrap_policy, ignored) if each is not model)
@@ -110,10 +108,9 @@ def names_of_ignored(model: nn.Module, params: Iterable[nn.Parameter], modules: 
         raise ValueError(f"ignored parameters of shapes {strange} are not the model's: give some of model.parameters()")
     trained = [found[key] for key, param in wanted.items() if param.requires_grad]
     if trained:
-        warnings.warn(
+        warn_user(
             f"{', '.join(trained[:3])}: {len(trained)} ignored parameters stay whole on every rank, and their "
-            "gradients are averaged all the same, which torch leaves to you",
-            stacklevel=3,
+            "gradients are averaged all the same, which torch leaves to you"
         )
     return tuple(found[key] for key in found if key in wanted)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.checked import refuse
 from shardwise.mesh.launch import read_variable
 from shardwise.plan import MeshPlan
+from shardwise.remarks import warn_user
 
 __all__ = ["all_ranks", "check_all_ranks", "mesh_of", "name_device", "nodes"]
 
@@ -70,10 +70,9 @@ def name_device(name: str, value: Any) -> None:
     if len(given) > 1:
         refuse(name, value, "start one process a GPU")
     if given and not _is_current(given[0]):
-        warnings.warn(
+        warn_user(
             f"{name}={value!r} is not in the plan, which names no device: shard(..., device=...) takes it; by default "
-            "that is this rank's GPU",
-            stacklevel=4,
+            "that is this rank's GPU"
         )
 
 

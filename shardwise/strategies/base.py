@@ -7,7 +7,6 @@ testing or fitting again goes on from it.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import torch
 from shardwise.build import Session
 from shardwise.deferred import deferred_init
 from shardwise.plan import Plan
+from shardwise.remarks import warn_user
 from shardwise.strategies.lightning_precision import (
     NumberFormat,
     ShardedPrecision,
@@ -197,10 +197,9 @@ class ShardedStrategy(_Base):  # type: ignore[misc]
         if asked not in (None, "32-true", self.format.name) and not self._told_precision:
             self._told_precision = True
             if self.is_global_zero:
-                warnings.warn(
+                warn_user(
                     f"precision={asked!r} of Trainer is not applied: the precision_plugin that was given has "
-                    f"{self.format.name!r}, and goes before it",
-                    stacklevel=3,
+                    f"{self.format.name!r}, and goes before it"
                 )
 
     def _shard(self, module: Any, fitting: bool) -> Live:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 
 from shardwise.plan import Plan
 from shardwise.published import documented, listed, names_of, takes
+from shardwise.remarks import warn_user
 from shardwise.strategies.base import LightningArguments, ShardedStrategy
 from shardwise.strategies.colossalai_arguments import ColossalAIArguments, to_plan, without_effect
 from shardwise.strategies.lightning_precision import NumberFormat
@@ -28,10 +28,10 @@ def plan_in(arguments: ColossalAIArguments, chosen: NumberFormat, world_size: in
     return plan if chosen.scaled else plan.but(scaler=None)
 
 
-def report(unused: dict[str, list[str]], arguments: ColossalAIArguments, stacklevel: int) -> None:
+def report(unused: dict[str, list[str]], arguments: ColossalAIArguments) -> None:
     """Warn of arguments that mean nothing beside the others, by reason."""
     for reason, names in unused.items():
-        warnings.warn(f"{listed(arguments, names)} without effect: {reason}", stacklevel=stacklevel + 1)
+        warn_user(f"{listed(arguments, names)} without effect: {reason}")
 
 
 @documented(ColossalAIArguments, LightningArguments)
@@ -60,7 +60,7 @@ class ColossalAI(ShardedStrategy):
     def __init__(self, arguments: ColossalAIArguments, lightning: LightningArguments) -> None:
         self.arguments = arguments
         self._reported_precision = False
-        report(without_effect(arguments), arguments, stacklevel=3)
+        report(without_effect(arguments), arguments)
         super().__init__(**vars(lightning))
 
     # ---- the plan
@@ -76,7 +76,7 @@ class ColossalAI(ShardedStrategy):
         known = without_effect(self.arguments)
         unused = {why: names for why, names in without_effect(self.arguments, scaled).items() if why not in known}
         if self.is_global_zero:
-            report(unused, self.arguments, stacklevel=2)
+            report(unused, self.arguments)
 
     # ---- facts
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from shardwise.deepspeed.plan import data_parallel
 from shardwise.mesh.launch import read_variable
 from shardwise.plan import Plan
 from shardwise.published import listed
+from shardwise.remarks import warn_user
 from shardwise.strategies.deepspeed_config import (
     AUTO,
     CLIPPING,
@@ -49,17 +49,17 @@ class ConfiguredByDeepSpeed:
         self._settings: Settings | None = None
         self._reported: set[str] = set()
         for reason, names in without_effect(self.arguments, chosen).items():
-            self._warn(f"{listed(self.arguments, names)} without effect: {reason}", stacklevel=5)
+            self._warn(f"{listed(self.arguments, names)} without effect: {reason}")
 
     @property
     def _misconfiguration(self) -> type[Exception]:
         found: type[Exception] = self.ns.load("utilities.exceptions.MisconfigurationException")
         return found
 
-    def _warn(self, message: str, stacklevel: int = 3) -> None:
+    def _warn(self, message: str) -> None:
         if message not in self._reported:
             self._reported.add(message)
-            warnings.warn(message, stacklevel=stacklevel)
+            warn_user(message)
 
     @property
     def zero_stage_3(self) -> bool:
@@ -97,4 +97,4 @@ class ConfiguredByDeepSpeed:
         told = Report(report.used, {k: v for k, v in report.ignored.items() if k not in quiet}, report.notes)
         if (told.ignored or told.notes) and str(told) not in self._reported:
             self._reported.add(str(told))
-            told.warn(stacklevel=4)
+            told.warn()

@@ -62,7 +62,7 @@ class FabricColossalAI(FabricStrategy):
 
     def __init__(self, arguments: ColossalAIArguments, lightning: FabricArguments) -> None:
         self.arguments = arguments
-        report(without_effect(arguments), arguments, stacklevel=3)
+        report(without_effect(arguments), arguments)
         super().__init__(**vars(lightning))
 
     def _plan(self, module: nn.Module) -> Plan:

@@ -7,7 +7,6 @@ Source: ``DDPFullyShardedStrategy`` of Lightning 1.6 to 1.9, whose arguments are
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -33,6 +32,7 @@ from shardwise.plan import (
     usual_exchange,
 )
 from shardwise.published import documented, names_of, takes
+from shardwise.remarks import warn_user
 from shardwise.strategies.base import LightningArguments, ShardedStrategy
 from shardwise.strategies.lightning_precision import NumberFormat
 from shardwise.strategies.wrapping import default_auto_wrap_policy, enable_wrap, unit_names
@@ -182,10 +182,9 @@ class FullyShardedStrategy(ShardedStrategy):
 
     def _check(self, trainer: Any) -> None:
         if self.arguments.min_num_params != 100_000_000 and not unit_names(self.lightning_module):
-            warnings.warn(
+            warn_user(
                 f"min_num_params={self.arguments.min_num_params} is for auto_wrap() in configure_model or "
-                "configure_sharded_model, and no module of the model was wrapped",
-                stacklevel=2,
+                "configure_sharded_model, and no module of the model was wrapped"
             )
 
     def _building(self) -> AbstractContextManager[Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +17,7 @@ from shardwise.checkpoint.randomness import read_generators, restore_generators
 from shardwise.checkpoint.restore import Restored
 from shardwise.checkpoint.session import Checkpointer
 from shardwise.checkpoint.write import agree
+from shardwise.remarks import warn_user
 from shardwise.strategies.entries import left_out, pack, unpack
 from shardwise.strategies.scheduler_states import CLASSES, check_schedulers, scheduler_classes
 
@@ -145,10 +145,9 @@ class Saving:
             )
         state = checkpoint.get("state_dict")
         if isinstance(state, _Outline) and state.changed:
-            warnings.warn(
+            warn_user(
                 f"on_save_checkpoint changed state_dict in the checkpoint ({len(state)} names): the model is saved as "
-                "it is. Put what is to be kept beside it under a key of its own",
-                stacklevel=2,
+                "it is. Put what is to be kept beside it under a key of its own"
             )
         session: Session = self._strategy.session
         packed = self._put_together(checkpoint, path)
@@ -179,10 +178,9 @@ class Saving:
         new = [name for name in missing[0] if name not in self._warned]
         if new:
             self._warned.update(new)
-            warnings.warn(
+            warn_user(
                 f"checkpoints are without {', '.join(new)}: nothing in them is pickled. Give these hyperparameters to "
-                "load_from_checkpoint, or say save_hyperparameters(ignore=...)",
-                stacklevel=4,
+                "load_from_checkpoint, or say save_hyperparameters(ignore=...)"
             )
         return packed[0] if packed else None
 
@@ -217,10 +215,10 @@ class Saving:
         if not state:  # of the Booster, or of another library: values only
             state = {"lr_schedulers": [], "epoch": 0, "global_step": 0}
             if anew:
-                warnings.warn(f"{path} holds weights only: optimizers and counters start anew", stacklevel=2)
+                warn_user(f"{path} holds weights only: optimizers and counters start anew")
         elif anew and "lr_schedulers" not in state:  # saved with save_weights_only
             state["lr_schedulers"] = []
-            warnings.warn(f"{path} holds weights only: optimizers and schedulers start anew", stacklevel=2)
+            warn_user(f"{path} holds weights only: optimizers and schedulers start anew")
         state.setdefault("pytorch-lightning_version", self._strategy.ns.version)
         state["state_dict"] = outline(session)
         return state
@@ -231,10 +229,9 @@ class Saving:
         if self.whole_file:
             self._strategy.session.module.load_state_dict(state, strict=strict)
         elif isinstance(state, _Outline) and state.changed:
-            warnings.warn(
+            warn_user(
                 f"on_load_checkpoint changed state_dict ({len(state)} names): the weights were restored before, as "
-                "they were saved. Load a single file to change them on the way",
-                stacklevel=2,
+                "they were saved. Load a single file to change them on the way"
             )
 
     def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from shardwise.checkpoint.options import check_scheduler
 from shardwise.checkpoint.schedulers import SavedScheduler, inner_scheduler, regrouped, scheduler_class
+from shardwise.remarks import warn_user
 
 __all__ = ["CLASSES", "check_schedulers", "fit_schedulers", "scheduler_classes"]
 
@@ -62,7 +62,7 @@ def fit_schedulers(configs: Sequence[Any], found: dict[str, Any]) -> None:
             groups = inner_scheduler(scheduler).optimizer.param_groups
             states[number] = regrouped(saved.state, scheduler.state_dict(), groups, [None] * len(groups))
         else:
-            warnings.warn(f"learning-rate scheduler {number}: {reason}; it stays as it is", stacklevel=4)
+            warn_user(f"learning-rate scheduler {number}: {reason}; it stays as it is")
             states[number] = scheduler.state_dict()
     if states:
         found["lr_schedulers"] = states

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +13,7 @@ from torch import nn
 from shardwise.build import Session, build
 from shardwise.mesh import Mesh
 from shardwise.plan import CommPlan, MeshPlan, Plan
+from shardwise.remarks import warn_user
 from shardwise.strategies.toggling import Toggling
 from shardwise.torch_internals import point
 
@@ -67,10 +67,9 @@ class Live:
                     del table[name]
                 dict.update(table, then)
         if replaced:
-            warnings.warn(
+            warn_user(
                 f"a hook of {type(self.module).__name__} built modules again that are sharded already; the sharded "
-                "ones are kept. Build only what is still None there",
-                stacklevel=3,
+                "ones are kept. Build only what is still None there"
             )
 
     def unshard(self) -> None:

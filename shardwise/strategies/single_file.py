@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from shardwise.checkpoint.formats.optimizer_state import to_numbered
 from shardwise.checkpoint.formats.output import output_file, write_torch
 from shardwise.checkpoint.source import CheckpointSource, StateTensors
 from shardwise.optim.nested_state import mapped
+from shardwise.remarks import warn_user
 from shardwise.strategies.entries import left_out, unpack
 from shardwise.strategies.namespace import Namespace
 from shardwise.strategies.saving import FABRIC, FABRIC_NAMES
@@ -90,9 +90,8 @@ def whole(directory: str, optimizers: bool, module_alone: bool = False) -> dict[
         source.close()
     missing = left_out(user_state)
     if missing:
-        warnings.warn(
-            f"{directory} was saved without {', '.join(missing)}: give these hyperparameters to load_from_checkpoint",
-            stacklevel=3,
+        warn_user(
+            f"{directory} was saved without {', '.join(missing)}: give these hyperparameters to load_from_checkpoint"
         )
     entries = unpack(user_state)
     if FABRIC in entries and module_alone:

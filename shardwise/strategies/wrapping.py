@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 from torch import nn
+
+from shardwise.remarks import warn_user
 
 __all__ = ["auto_wrap", "chosen_modules", "default_auto_wrap_policy", "enable_wrap", "unit_names", "wrap"]
 
@@ -128,8 +129,7 @@ def unit_names(model: nn.Module) -> tuple[str, ...]:
 def _warn_of(arguments: dict[str, Any], what: str) -> None:
     given = sorted(set(arguments) - {"wrapper_cls"})
     if given:
-        warnings.warn(
+        warn_user(
             f"{what}({', '.join(given)}): how units are sharded is the strategy's choice; give these to "
-            "DDPFullyShardedStrategy",
-            stacklevel=3,
+            "DDPFullyShardedStrategy"
         )

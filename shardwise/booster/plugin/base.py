@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-import warnings
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -28,6 +27,7 @@ from shardwise.booster.runs import SESSION, remember_session
 from shardwise.checked import refuse, share
 from shardwise.float8 import multiply_in_8_bits
 from shardwise.plan import DiskPlan, Plan
+from shardwise.remarks import warn_user
 
 if TYPE_CHECKING:
     from shardwise.build import Session
@@ -256,10 +256,9 @@ class ShardedPlugin(Plugin):
         if take_offload is not None:
             take_offload()  # from here on the plan says where state is, not the optimizer
         if plan.grad.update == "backward" and not updates_early(plan, mesh.device):
-            warnings.warn(
+            warn_user(
                 f"update={plan.grad.update!r} updates nothing during backward: masters and optimizer state are all on "
-                f"{mesh.device}, where step() updates them; put some on the host, or use update='step'",
-                stacklevel=3,
+                f"{mesh.device}, where step() updates them; put some on the host, or use update='step'"
             )
         session = build(model, optimizer, plan, mesh)
         if getattr(self, "use_fp8", False):  # of layers as they are now, cut and in their dtypes

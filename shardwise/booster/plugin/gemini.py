@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -34,6 +33,7 @@ from shardwise.plan import (
     usual_exchange,
 )
 from shardwise.published import documented, given_in_vain
+from shardwise.remarks import warn_user
 from shardwise.shardformer.shard.changes import changed_model
 from shardwise.shardformer.shard.kernels import kernels_of
 from shardwise.sizes import device_bytes
@@ -150,7 +150,7 @@ class GeminiArguments(EngineArguments, _First):
         _ = self._stats  # a file that is none is an error here, not at the first boost
         for reason, names in _without_effect(self).items():
             given = ", ".join(f"{name}={getattr(self, name)!r:.80}" for name in names)
-            warnings.warn(f"{given} without effect: {reason}", stacklevel=3)
+            warn_user(f"{given} without effect: {reason}")
 
     @cached_property
     def _stats(self) -> MemStats | None:

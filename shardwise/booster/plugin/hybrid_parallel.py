@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -39,6 +38,7 @@ from shardwise.plan import (
     usual_exchange,
 )
 from shardwise.published import documented, given_in_vain
+from shardwise.remarks import warn_user
 from shardwise.shardformer import GradientCheckpointConfig, Policy
 from shardwise.shardformer.policies import PolicyArchitecture
 from shardwise.shardformer.shard.changes import StageDivision, changed_model
@@ -187,7 +187,7 @@ class HybridParallelArguments(EngineArguments, _First):
         to_plan(self)
         for reason, names in given_in_vain(self, _vain(self)).items():
             given = ", ".join(f"{name}={getattr(self, name)!r:.80}" for name in names)
-            warnings.warn(f"{given} without effect: {reason}", stacklevel=3)
+            warn_user(f"{given} without effect: {reason}")
 
 
 def _check(arguments: HybridParallelArguments) -> None:

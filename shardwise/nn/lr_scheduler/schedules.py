@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -17,6 +16,7 @@ from shardwise.nn.lr_scheduler.two_stage import (
     check_steps,
     second_epoch,
 )
+from shardwise.remarks import warn_user
 
 __all__ = [
     "CosineAnnealingLR",
@@ -180,9 +180,7 @@ class MultiStepWarmupLR(WarmupScheduler):
         _total(total_steps, warmup_steps)
         before = [each for each in _given(milestones, "milestones") if each < warmup_steps]
         if before:
-            warnings.warn(
-                f"milestones {before} are within the {warmup_steps} steps of warm-up: no effect", stacklevel=2
-            )
+            warn_user(f"milestones {before} are within the {warmup_steps} steps of warm-up: no effect")
         later = [each - warmup_steps for each in milestones or () if each >= warmup_steps]
         second = second_epoch(optimizer, warmup_steps, last_epoch)
         after = plain.MultiStepLR(optimizer, later, gamma=gamma, last_epoch=second)

@@ -6,7 +6,6 @@ they have.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.pipeline import layers_of_stages
+from shardwise.remarks import warn_user
 from shardwise.shardformer.shard.grad_ckpt_config import GradientCheckpointConfig
 from shardwise.shardformer.shard.kernels import Kernels, compile_activations, fuse_norms
 
@@ -123,8 +123,7 @@ def _take_flash(model: nn.Module, before: list[tuple[Any, str, Any]]) -> None:
     if kept or error is not None or not known:
         reason = f" ({error})" if error is not None else ""
         kinds = f" is {', '.join(sorted(kept))}" if kept else ""
-        warnings.warn(
+        warn_user(
             f"enable_flash_attention=True without effect in a {type(model).__name__}, whose attention{kinds} is its own"
-            f"{reason}",
-            stacklevel=4,
+            f"{reason}"
         )

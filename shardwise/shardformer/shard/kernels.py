@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from shardwise.remarks import warn_user
 
 __all__ = ["Kernels", "compile_activations", "fuse_norms", "kernels_of"]
 
@@ -119,10 +120,9 @@ def fuse_norms(model: nn.Module, undo: Undo) -> None:
         module.__class__ = _both(kind, type(module))
     if not found and not any(isinstance(module, OWN_KERNEL) for module in norms):
         names = ", ".join(sorted({type(module).__name__ for module in norms})) or "none"
-        warnings.warn(
+        warn_user(
             f"enable_fused_normalization=True without effect in a {type(model).__name__}: no norm of it is known "
-            f"({names})",
-            stacklevel=5,
+            f"({names})"
         )
 
 
@@ -193,9 +193,8 @@ class _Compiled(nn.Module):
                 return compiled
             except Exception as error:
                 _REFUSED.add(self.own)
-                warnings.warn(
-                    f"torch.compile of {self.own.__name__} failed ({error!s:.200}): it is computed as it is written",
-                    stacklevel=2,
+                warn_user(
+                    f"torch.compile of {self.own.__name__} failed ({error!s:.200}): it is computed as it is written"
                 )
         y: Tensor = super().forward(x)
         return y
@@ -224,7 +223,7 @@ def compile_activations(model: nn.Module, undo: Undo) -> None:
     elif not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
         found, reason = [], "it takes a GPU and Triton; on a CPU torch.compile needs a compiler of its own"
     if reason:
-        warnings.warn(f"enable_jit_fused=True without effect in a {type(model).__name__}: {reason}", stacklevel=5)
+        warn_user(f"enable_jit_fused=True without effect in a {type(model).__name__}: {reason}")
     for module in found:
         undo.append((module, "__class__", type(module)))
         module.__class__ = _both(_Compiled, type(module), {"own": type(module)})

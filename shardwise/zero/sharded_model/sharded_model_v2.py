@@ -7,7 +7,6 @@ without one, is sharded then.
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from shardwise.device import numbered, total_bytes
 from shardwise.memory.ledger import REST
 from shardwise.mesh import Mesh, default_device, init_distributed
 from shardwise.published import picked
+from shardwise.remarks import warn_user
 from shardwise.trace.dump import dump_memory_stats
 from shardwise.trace.stats import NO_UNIT, MemStats, Moment
 from shardwise.zero.arguments import ModelArguments, ModelFacts, OptimizerArguments, to_plan, without_effect
@@ -134,7 +134,7 @@ class ShardedModelV2(TransparentModule):
         for each in without_effect(self.arguments, optimizer, self._facts):
             if each not in self._told:
                 self._told.add(each)
-                warnings.warn(f"no effect of {each}", stacklevel=4)
+                warn_user(f"no effect of {each}")
 
     def _build(self, optimizer: torch.optim.Optimizer | None, arguments: OptimizerArguments | None) -> Session:
         plan = to_plan(self.arguments, arguments, self._facts)
@@ -232,7 +232,7 @@ class ShardedModelV2(TransparentModule):
         stats = _trace(session) if session is not None else None
         if stats is None:
             why = "nothing ran yet" if self.use_memory_tracer else "use_memory_tracer=False"
-            warnings.warn(f"{os.fspath(filename)} is not written: {why}", stacklevel=2)
+            warn_user(f"{os.fspath(filename)} is not written: {why}")
         elif self._mesh.rank == 0:
             first = self.ranks[0]
             dump_memory_stats(stats, Path(f"{os.fspath(filename)}.rank{first}" if first else filename))
