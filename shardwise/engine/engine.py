@@ -22,6 +22,7 @@ from shardwise.engine.division import Division
 from shardwise.engine.initial import load_initial_values
 from shardwise.engine.packed_weights import check_packed, follow
 from shardwise.engine.storage import Storage
+from shardwise.engine.used_grads import UsedGrads
 from shardwise.engine.values import Values
 from shardwise.engine.visible_grads import VisibleGrads
 from shardwise.events import Events
@@ -112,7 +113,7 @@ class Engine:
         # See [Note: Why no wait inside a pass closes a cycle].
         if self.pool.agrees and mesh.shard.starts_together:
             self.reducer.begin_in(self.pool.rounds)
-        self.visible = VisibleGrads(self)
+        self.used, self.visible = UsedGrads(), VisibleGrads(self)
         self.passes = BackwardPasses(self.pool, self.reducer, self.meter, self.events)
         self.unfinished = Unfinished()
         self.batches = SameBatches()
@@ -195,6 +196,7 @@ class Engine:
     def zero_grad(self, optimizer: int | None = None) -> None:
         """Drop the gradients of one optimizer's parameters and of those in none, or of all."""
         self.drop_gradients(optimizer)
+        self.used.cleared(optimizer)
         self.visible.clear(optimizer)
 
     def drop_gradients(self, optimizer: int | None = None) -> None:

@@ -36,7 +36,7 @@ class ShardedOptimizer(Scaled, torch.optim.Optimizer):
     """Wraps the user's optimizer; ``param_groups``, ``defaults`` and ``state`` are the user's own objects.
 
     ``step`` consumes the gradients: they are averaged over the data-parallel ranks, unscaled, clipped, applied and
-    dropped, so ``zero_grad`` between steps is allowed and not needed.
+    dropped. See [Note: A step uses gradients up].
 
     Args:
         engine: the model side.
@@ -236,6 +236,7 @@ class ShardedOptimizer(Scaled, torch.optim.Optimizer):
         # A scheduler that steps next should not warn that the optimizer never did.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         inverse = 1.0 / self.divisor()
+        self.engine.used.check(self.index, type(self.optimizer).__name__)
         grad_plan = self.engine.plan.grad
         failure = self._settle_early()
         clip = self._clip
@@ -342,10 +343,12 @@ class ShardedOptimizer(Scaled, torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of this optimizer's parameters, reduced or not."""
         self._drop()
+        self.engine.used.cleared(self.index)
         self.engine.visible.clear(self.index)
 
     def _drop(self) -> None:
         """What stands in ``.grad`` stays until :meth:`zero_grad`; whoever uses it learns that the step has used it."""
+        self.engine.used.note(self.index, self._states)
         passes = self.engine.counts.reduced.get(self.index, 0)
         self.engine.drop_gradients(self.index)
         if self._early is not None:

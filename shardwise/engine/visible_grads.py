@@ -210,6 +210,7 @@ class VisibleGrads:
                 self._hide(index)
                 param.grad = None
             return
+        self.engine.used.replaced(index)
         if given is None and not held:
             self._hide(index)  # of a step that is over
             return

@@ -1,0 +1,170 @@
+"""A step uses gradients up: a program that goes on as if they were there is told once, every other is left alone."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from engine_setup import PLANS, check, data, seeded, sgd, sharded
+from torch import Tensor, nn
+
+from shardwise.build import Session
+from shardwise.plan import Plan, ScalerPlan, zero
+from shardwise.testing import run_ranks
+
+STEPS = 3
+ROWS = {name: PLANS[name] for name in ("ddp", "zero1", "zero2", "zero3")}
+ROWS |= {"zero3_streams": zero(3).but(update="backward"), "zero2_guesses": zero(2).but(update="backward", max_norm=1e9)}
+SCALER = ScalerPlan(
+    initial_scale=8.0,
+    growth_interval=9,
+    growth_factor=2.0,
+    backoff_factor=0.5,
+    hysteresis=1,
+    min_scale=1.0,
+    max_scale=64.0,
+)
+ROWS |= {"zero2_scaled": zero(2).but(scaler=SCALER), "zero2_mean": zero(2).but(average="mean")}
+
+WORDS = "no zero_grad() since the step before"
+
+
+def _model() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
+
+
+def _told(caught: list[warnings.WarningMessage]) -> list[str]:
+    return [each.filename for each in caught if WORDS in str(each.message)]
+
+
+def _pass(session: Session, step: int) -> None:
+    session.backward(session.module(data(session.mesh.rank, step)).square().mean())
+
+
+def _forgetful(plan: Plan) -> tuple[list[str], dict[str, Tensor]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = seeded(_model)
+        with sharded(model, sgd(model), plan) as session:
+            assert session.optimizer is not None
+            for step in range(STEPS):
+                _pass(session, step)
+                session.optimizer.step()
+            return _told(caught), session.module.state_dict()
+
+
+def _plain(ranks: int) -> dict[str, Tensor]:
+    model = seeded(_model)
+    optimizer = sgd(model)
+    for step in range(STEPS):
+        for rank in range(ranks):
+            (model(data(rank, step)).square().mean() / ranks).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(model.state_dict())
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_steps_without_zero_grad_are_told_once_and_use_their_own_gradients(name: str) -> None:
+    results = run_ranks(2, _forgetful, ROWS[name])
+    for told, _ in results:
+        assert told == [__file__]  # at the line that steps
+    check([state for _, state in results], _plain(2), name, rtol=1e-6 if "scaled" in name else 1e-11)
+
+
+def _after_step(session: Session, at: str) -> None:
+    if at == "after step":
+        session.optimizers[0].zero_grad()
+
+
+def _before_pass(session: Session, at: str) -> None:
+    if at == "optimizer":
+        session.optimizers[0].zero_grad()
+    elif at == "zeros":
+        session.optimizers[0].zero_grad(set_to_none=False)
+    elif at == "module":
+        session.module.zero_grad()
+    elif at == "own model":
+        session.model.zero_grad()
+    elif at == "by hand":
+        for parameter in session.module.parameters():
+            parameter.grad = None
+
+
+PLACES = ("after step", "optimizer", "zeros", "module", "own model", "by hand", "after forward")
+
+
+def _careful(plan: Plan, at: str) -> tuple[list[str], dict[str, Tensor]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = seeded(_model)
+        with sharded(model, sgd(model), plan) as session:
+            assert session.optimizer is not None
+            for step in range(STEPS):
+                _before_pass(session, at)
+                loss = session.module(data(session.mesh.rank, step)).square().mean()
+                if at == "after forward":
+                    session.optimizer.zero_grad()
+                session.backward(loss)
+                session.optimizer.step()
+                _after_step(session, at)
+            return _told(caught), session.module.state_dict()
+
+
+@pytest.mark.parametrize("at", PLACES)
+@pytest.mark.parametrize("name", ["zero1", "zero3", "zero3_streams"])
+def test_a_loop_with_zero_grad_anywhere_is_left_alone(name: str, at: str) -> None:
+    results = run_ranks(2, _careful, ROWS[name], at)
+    assert [told for told, _ in results] == [[], []]
+    check([state for _, state in results], _plain(2), f"{name}, {at}")
+
+
+class Two(nn.Module):
+    """As of a generator and what judges it: the second loss reaches both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.makes, self.judges = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.judges(self.makes(x))
+        return out
+
+
+def _two_losses(plan: Plan) -> list[str]:
+    model = seeded(Two)
+    assert isinstance(model, Two)
+    both = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model.makes, model.judges)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with sharded(model, both, plan) as session:
+            for step in range(STEPS):
+                for optimizer in session.optimizers:
+                    optimizer.zero_grad()
+                    # Each pass gives gradients to both, and finds what the other's step has used.
+                    optimizer.backward(session.module(data(session.mesh.rank, step)).square().mean())
+                    optimizer.step()
+    return _told(caught)
+
+
+def test_gradients_that_zero_grad_drops_before_their_step_are_no_reason() -> None:
+    assert run_ranks(2, _two_losses, zero(2)) == [[], []]
+
+
+def _again(plan: Plan) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = seeded(_model)
+        with sharded(model, sgd(model), plan) as session:
+            assert session.optimizer is not None
+            _pass(session, 0)
+            session.optimizer.step()
+            before = _told(caught)
+            session.optimizer.step()  # plain PyTorch takes the same step twice
+            return before + _told(caught)
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero3"])
+def test_a_second_step_without_a_pass_is_told(name: str) -> None:
+    assert run_ranks(2, _again, ROWS[name]) == [[__file__]] * 2
