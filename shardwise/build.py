@@ -316,6 +316,8 @@ def build(
     then: a disk that fails, a peer that is gone, memory that nobody declared and an interrupt can come there.
     """
     optimizers = _given(model, optimizer)
+    if not isinstance(plan, Plan):
+        raise TypeError(f"plan={shown(plan)}: give a Plan, such as zero(3)")
     if is_recording():
         raise RuntimeError(
             f"build() of a {type(model).__name__} inside deferred_init() ({len(recorders())} entered): leave it first"

@@ -7,7 +7,10 @@ that no machine has is a slip of the keyboard. Every error has the argument's na
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Mapping
 from numbers import Integral, Real
+from typing import Any
 
 __all__ = [
     "MOST_BYTES",
@@ -17,6 +20,9 @@ __all__ = [
     "MOST_SCALE",
     "MOST_SEED",
     "MOST_STEP",
+    "as_mapping",
+    "as_path",
+    "as_tensor",
     "number",
     "refuse",
     "require",
@@ -136,6 +142,36 @@ def share(name: str, value: object) -> float:
         TypeError, ValueError: see :func:`number`.
     """
     return number(name, value, "[0, 1]", "a share in [0, 1]")
+
+
+def as_path(name: str, value: object, what: str = "a path") -> str:
+    """``value``, a path as text.
+
+    Raises:
+        TypeError: it is none; ``what`` is what to give.
+    """
+    if not isinstance(value, str | os.PathLike) or not isinstance(found := os.fspath(value), str):
+        raise TypeError(f"{name}={shown(value)}: give {what}, as str or pathlib.Path")
+    return found
+
+
+def as_mapping(name: str, value: object, what: str) -> Mapping[Any, Any]:
+    """``value``, a dict or the like.
+
+    Raises:
+        TypeError: it is none; ``what`` is what to give.
+    """
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name}={shown(value)}: give {what}")
+    return value
+
+
+def as_tensor(name: str, value: object, what: str) -> None:
+    """Raises:
+    TypeError: ``value`` is nothing that a backward pass can begin from; ``what`` is what to give.
+    """
+    if not hasattr(value, "requires_grad") or not hasattr(value, "dtype"):
+        raise TypeError(f"{name}={shown(value)}: give {what}")
 
 
 def refuse(argument: str, value: object, instead: str) -> None:

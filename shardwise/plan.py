@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 
 from shardwise import plan_text
-from shardwise.checked import MOST_BYTES, MOST_NUMEL, number, require, share, switch, whole
+from shardwise.checked import MOST_BYTES, MOST_NUMEL, as_mapping, number, require, share, shown, switch, whole
 from shardwise.parallel_plan import PipelinePlan, SequencePlan, TensorPlan
 from shardwise.precision_plan import HALF_DTYPES, PrecisionPlan, ScalerPlan
 from shardwise.tier_plan import AutoPlan, DiskPlan, TierPlan, on_device
@@ -404,7 +404,7 @@ class Plan:
         Raises:
             ValueError: a field that there is not, is missing, or cannot have that value: each named, with ``where``.
         """
-        rest = dict(tables)
+        rest = dict(as_mapping(where, tables, "a dict of a plan's fields, such as {'stage': 3}"))
         stage, dtype = rest.pop("stage", None), rest.pop("dtype", None)
         require(dtype is None or stage is not None, f"{where}: dtype={dtype!r} goes with stage = 0, 1, 2 or 3")
         base = None
@@ -432,6 +432,8 @@ class Plan:
 
     def differences(self, other: Plan) -> list[str]:
         """What ``other`` has otherwise, a line each: ``"grad.max_norm: 0.0 -> 1.0"``."""
+        if not isinstance(other, Plan):
+            raise TypeError(f"other={shown(other)}: give a Plan")
         return list(plan_text.differences(self.to_dict(), other.to_dict()))
 
 

@@ -19,7 +19,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
 
-from shardwise.checked import shown
+from shardwise.checked import as_path, shown
 
 __all__ = ["differences", "from_tables", "read", "to_tables", "toml", "write"]
 
@@ -176,7 +176,7 @@ def write(path: str | os.PathLike[str], tables: Mapping[str, Any]) -> None:
     Raises:
         ValueError: another ending.
     """
-    target = Path(path)
+    target = Path(as_path("path", path, "a .toml or .json file"))
     if _form(target) == ".toml":
         text = toml(tables)
     else:
@@ -198,7 +198,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
         OSError: it cannot be read.
         ValueError: another ending, or not what its ending says.
     """
-    source = Path(path)
+    source = Path(as_path("path", path, "a .toml or .json file"))
     form = _form(source)
     try:
         text = source.read_bytes().decode("utf-8")

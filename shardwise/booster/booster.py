@@ -21,7 +21,7 @@ from shardwise.booster.options import FitOptions, SaveOptions
 from shardwise.booster.pipelined import pipeline_step
 from shardwise.booster.plugin.base import Plugin
 from shardwise.booster.runs import Runs
-from shardwise.booster.targets import SIZE_PER_SHARD, check_loading, model_writer, optimizer_writer, target
+from shardwise.booster.targets import SIZE_PER_SHARD, checked_loading, model_writer, optimizer_writer, target
 from shardwise.checkpoint import PortableFiles, Restored, write_lr_scheduler
 from shardwise.checkpoint.fitting import Fit, Rows
 from shardwise.checkpoint.match_schedulers import fitting_state
@@ -294,8 +294,8 @@ class Booster:
             FileNotFoundError: nothing there.
             CheckpointError: it is damaged or cannot be read, on every rank.
         """
-        check_loading(low_cpu_mem_mode, num_threads)
-        self._files.load_model(self._runs.of_model(model), os.fspath(checkpoint), strict, Fit(rename, rows))
+        path = checked_loading(checkpoint, low_cpu_mem_mode, num_threads)
+        self._files.load_model(self._runs.of_model(model), path, strict, Fit(rename, rows))
         return model
 
     def save_optimizer(
@@ -363,9 +363,9 @@ class Booster:
             FileNotFoundError: nothing there.
             CheckpointError: it is damaged or cannot be read, on every rank.
         """
-        check_loading(low_cpu_mem_mode, num_threads)
+        path = checked_loading(checkpoint, low_cpu_mem_mode, num_threads)
         run, _ = self._runs.of_optimizer(optimizer)
-        self._files.load_optimizer(run, os.fspath(checkpoint), strict, Fit(rename, rows))
+        self._files.load_optimizer(run, path, strict, Fit(rename, rows))
         return optimizer
 
     def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_value_, get_total_norm
 
 from shardwise.attributes import attribute_of
+from shardwise.checked import as_tensor
 from shardwise.optim.state_form import check_full_state
 
 __all__ = [
@@ -138,6 +139,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
 
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         """``loss.backward()``, with the loss scale where there is one."""
+        as_tensor("loss", loss, "the scalar that the model's forward pass led to")
         loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def backward_by_grad(self, tensor: torch.Tensor, grad: torch.Tensor) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 
 from shardwise.booster.interface import unwrap_model, unwrap_optimizer
 from shardwise.build import ShardedModule, ShardedOptimizer
+from shardwise.checked import shown
 from shardwise.checkpoint import Checkpointer, CheckpointError, EngineRun, Run, TorchRun
 
 __all__ = ["Runs", "remember_session"]
@@ -31,6 +32,8 @@ def _session(boosted: object) -> Any:
     Raises:
         ValueError: it was not made by a Booster.
     """
+    if not isinstance(boosted, nn.Module | torch.optim.Optimizer):
+        raise TypeError(f"{shown(boosted)} is neither a model nor an optimizer: give what boost returned")
     session = vars(boosted).get(SESSION)
     if session is None and isinstance(boosted, ShardedModule | ShardedOptimizer):
         raise ValueError(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import nn
 
-from shardwise.checked import MOST_BYTES, number, switch, whole
+from shardwise.checked import MOST_BYTES, as_path, number, switch, whole
 from shardwise.checkpoint import CheckpointSource
 from shardwise.checkpoint.formats import (
     write_colossalai_model,
@@ -21,7 +21,7 @@ from shardwise.checkpoint.formats.torch_file import TORCH_SUFFIXES
 from shardwise.checkpoint.settings import configurations
 from shardwise.remarks import warn_user
 
-__all__ = ["SIZE_PER_SHARD", "check_loading", "model_writer", "optimizer_writer", "target"]
+__all__ = ["SIZE_PER_SHARD", "checked_loading", "model_writer", "optimizer_writer", "target"]
 
 SIZE_PER_SHARD = 1024
 Write = Callable[[CheckpointSource], object]
@@ -33,7 +33,7 @@ def target(path: str | Path, suffix: str) -> Path:
     Raises:
         ValueError: its ending is another one.
     """
-    wanted = Path(path)
+    wanted = Path(as_path("checkpoint", path, "a file or directory"))
     if wanted.suffix not in ("", suffix, *TORCH_SUFFIXES):
         raise ValueError(
             f"checkpoint={str(wanted)!r}: files are written as {suffix} or as torch's {', '.join(TORCH_SUFFIXES)}, not "
@@ -107,8 +107,13 @@ def optimizer_writer(
     return lambda source: write_single_optimizer(source, path)
 
 
-def check_loading(low_cpu_mem_mode: bool, num_threads: int) -> None:
-    """Warn of arguments that mean nothing here."""
+def checked_loading(checkpoint: str | Path, low_cpu_mem_mode: bool, num_threads: int) -> str:
+    """The path to read; warns of arguments that mean nothing here.
+
+    Raises:
+        TypeError: ``checkpoint`` is no path.
+    """
+    path = as_path("checkpoint", checkpoint, "a file or directory")
     switch("low_cpu_mem_mode", low_cpu_mem_mode)
     whole("num_threads", num_threads, 1, what="a number of threads")
     if not low_cpu_mem_mode or num_threads != 1:
@@ -116,6 +121,7 @@ def check_loading(low_cpu_mem_mode: bool, num_threads: int) -> None:
             f"low_cpu_mem_mode={low_cpu_mem_mode}, num_threads={num_threads} have no effect: each rank reads the "
             "ranges that it needs, straight into their places"
         )
+    return path
 
 
 def _prefixed(source: CheckpointSource, prefix: str | None) -> CheckpointSource:

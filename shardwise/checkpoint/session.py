@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardwise.checked import MOST_STEP, switch, whole
+from shardwise.checked import MOST_STEP, as_path, switch, whole
 from shardwise.checkpoint.contents import Contents, Given, Scheduler, buffer_digests
 from shardwise.checkpoint.directory import CheckpointRoot, check_tag
 from shardwise.checkpoint.file_system import DISK
@@ -92,7 +92,8 @@ class Checkpointer:
         switch("use_async", use_async)
         step = self.steps if step is None else whole("step", step, 0, MOST_STEP)
         tag = check_tag(f"step-{step}" if tag is None else tag)
-        with self._run.doing(f"saving checkpoint {tag!r} in {os.fspath(root)}"):
+        root = as_path("root", root, "the directory of checkpoints")
+        with self._run.doing(f"saving checkpoint {tag!r} in {root}"):
             self.wait_for_saves()
             run = self._run
             run.settle()
@@ -208,9 +209,10 @@ class Checkpointer:
             FileNotFoundError: there is no such checkpoint.
             ValueError: names, shapes or classes do not fit; nothing was changed.
         """
+        root = as_path("root", root, "the directory of checkpoints")
         self.wait_for_saves()
-        with self._run.doing(f"loading checkpoint {tag!r} of {os.fspath(root)}"):
-            restored = restore(self._run, os.fspath(root), tag, strict, lr_schedulers, Fit(rename, rows), check)
+        with self._run.doing(f"loading checkpoint {tag!r} of {root}"):
+            restored = restore(self._run, root, tag, strict, lr_schedulers, Fit(rename, rows), check)
         if restored is not None:
             self.steps = restored.updates
             self._damaged.discard(os.path.realpath(restored.path))

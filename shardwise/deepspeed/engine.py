@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from shardwise.attributes import attribute_of
 from shardwise.build import Session
-from shardwise.checked import whole
+from shardwise.checked import as_mapping, as_tensor, whole
 from shardwise.deepspeed.clock import StepClock
 from shardwise.deepspeed.config import Batch, Report, Settings
 from shardwise.deepspeed.facts import ABSENT, Facts
@@ -120,6 +120,7 @@ class DeepSpeedEngine(Facts):
         """
         if any(others.values()):
             raise NotImplementedError(f"{others!r:.80} is not available: give strict=False where names are missing")
+        as_mapping("checkpoint", checkpoint, "a checkpoint with an entry 'module', or a model's state by name")
         inner = checkpoint.get("module")
         return self.load_state_dict(inner if isinstance(inner, Mapping) else checkpoint, strict)
 
@@ -176,6 +177,7 @@ class DeepSpeedEngine(Facts):
         return (loss.float() if loss.dtype in HALF_DTYPES else loss) * scale
 
     def _check_loss(self, what: str, loss: Tensor) -> None:
+        as_tensor(f"{what}(loss)", loss, "the scalar that a forward pass of the engine returned")
         if loss.numel() != 1 or not loss.requires_grad:
             raise ValueError(
                 f"{what}(loss of shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}): give the "

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from shardwise.build import agreed_build, build
+from shardwise.checked import shown
 from shardwise.comm import ranks_of
 from shardwise.deepspeed.checkpointing import use_settings
 from shardwise.deepspeed.config import Settings, load_config, read_config
@@ -83,6 +84,8 @@ def initialize(
     """
     if model is None:
         raise ValueError(f"model={model}: give the module to train")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model={shown(model)}: give the module to train, a torch.nn.Module")
     if dist_init_required is not False:
         init_distributed()
     group, others = groups_of(mpu, model)
@@ -155,6 +158,8 @@ def _optimizer(
     for path in ("optimizer.type", "optimizer.params"):
         if settings.given(path):
             findings.ignore(path, "an optimizer was given to initialize")
+    if not isinstance(given, torch.optim.Optimizer) and not callable(given):
+        raise TypeError(f"optimizer={shown(given)}: give a torch.optim.Optimizer, or what makes one of parameters")
     made = given if isinstance(given, torch.optim.Optimizer) else given(held)
     fraction = getattr(made, "nvme_offload_fraction", 0.0)
     if fraction:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from shardwise.build import Session
+from shardwise.checked import as_mapping, as_path
 from shardwise.checkpoint import tree
 from shardwise.checkpoint.bounds import reading
 from shardwise.checkpoint.format import MANIFEST
@@ -74,12 +75,13 @@ class Saving:
         exclude_frozen: bool,
     ) -> None:
         """See :meth:`shardwise.deepspeed.engine.DeepSpeedEngine.save_checkpoint`."""
+        as_mapping("client_state", client_state, "a dict")
         named = self._session.module.unwrap().named_parameters()
         frozen = [name for name, param in named if not param.requires_grad]
         state = {"client_state": dict(client_state), "counters": counters, FROZEN: frozen}
         writer = self._without_frozen() if exclude_frozen else self._native
         writer.latest = save_latest
-        directory, step = self._run.directory(root), counters["global_steps"]
+        directory, step = self._run.directory(as_path("save_dir", root, "a directory")), counters["global_steps"]
         writer.save(directory, tag, step=step, lr_schedulers=schedules, user_state=state)
         if directory == root:
 
@@ -99,6 +101,7 @@ class Saving:
         self, root: str, tag: str | None, strict: bool, optimizer_states: bool, schedules: Sequence[Any]
     ) -> Found | None:
         """See :meth:`shardwise.deepspeed.engine.DeepSpeedEngine.load_checkpoint`."""
+        root, tag = as_path("load_dir", root, "a directory"), None if tag is None else str(tag)
         path = self._run.find(root, tag)
         if path is None:
             if self._run.speaks:
@@ -125,8 +128,8 @@ class Saving:
 
     def save_16bit(self, directory: str, filename: str, exclude_frozen: bool) -> None:
         """One torch file of the model's state, written by rank 0; it appears whole, and what was there goes then."""
+        path = Path(self._run.directory(as_path("save_dir", directory, "a directory"))) / filename
         rank, kept = self._run.rank, self.state_16bit(exclude_frozen)
-        path = Path(self._run.directory(directory)) / filename
 
         def write() -> None:
             if rank != 0:

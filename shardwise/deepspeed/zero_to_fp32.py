@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.checked import as_path
 from shardwise.checkpoint.bounds import read_name
 from shardwise.checkpoint.directory import LATEST
 from shardwise.checkpoint.files import CheckpointError
@@ -97,7 +98,7 @@ def _opened(
     directory: str | Path, tag: str | None, exclude_frozen: bool, dtype: torch.dtype
 ) -> tuple[OpenSource, dict[str, Entry], dict[str, str]]:
     """A checkpoint, its tensors, and other names of tied ones."""
-    root = Path(directory)
+    root = Path(as_path("checkpoint_dir", directory, "a directory of checkpoints"))
     tag = tag or read_name(root / LATEST)
     source = open_checkpoint(root / tag if tag else root)
     try:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardwise.checked import as_mapping
 from shardwise.checks.unfinished import PARAMETERS
 from shardwise.engine.others import is_one_kind, put_others
 from shardwise.engine.whole import state_names
@@ -31,6 +32,7 @@ def load_whole(engine: Engine, state_dict: Mapping[str, Any], strict: bool = Tru
     """
     if assign:
         raise ValueError(f"load_state_dict(assign={assign}): sharded storage cannot be replaced; use assign=False")
+    as_mapping("state_dict", state_dict, "what state_dict() of the model returned, values by name")
     names = state_names(engine)
     # A tied parameter may be given under one of its names only.
     tied = names.of_parameter.values()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from shardwise.attributes import attribute_of
-from shardwise.checked import number
+from shardwise.checked import as_tensor, number
 from shardwise.checks.collective import collective
 from shardwise.checks.hyper_parameters import HyperParameters
 from shardwise.checks.unfinished import PARAMETERS, state_of
@@ -155,7 +155,7 @@ class ShardedOptimizer(Scaled, torch.optim.Optimizer):
         Raises:
             RuntimeError: the model is in stages, whose passes are not made by themselves.
         """
-        self._check_whole()
+        self._check_whole(loss, "loss")
         if loss.dtype in HALF_DTYPES:
             loss = loss.float()  # a scaled loss would overflow in 16 bits
         with self._weighing(tokens) as factor:
@@ -163,11 +163,12 @@ class ShardedOptimizer(Scaled, torch.optim.Optimizer):
 
     def backward_by_grad(self, tensor: torch.Tensor, grad: torch.Tensor) -> None:
         """Backward pass from ``tensor`` with its gradient ``grad`` (same shape), scaled as :meth:`backward` does."""
-        self._check_whole()
+        self._check_whole(tensor, "tensor")
         with self._weighing(None) as factor:
             torch.autograd.backward(tensor, grad * factor if factor != 1.0 else grad)
 
-    def _check_whole(self) -> None:
+    def _check_whole(self, tensor: object, name: str) -> None:
+        as_tensor(name, tensor, "the tensor that the model's forward pass led to")
         if self.engine.staging is not None:
             raise RuntimeError(
                 f"backward() of a model in {self.engine.staging.stages} stages: Booster.execute_pipeline (without a "

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from shardwise.checked import as_mapping
 from shardwise.checks.param_groups import check_modes
 from shardwise.chunk.chunk import Chunk
 from shardwise.chunk.layout import Slot
@@ -329,6 +330,9 @@ class OptimizerState:
         Raises:
             ValueError: groups or shapes differ from this optimizer's, or a group has a mode that shards cannot have.
         """
+        held = as_mapping("state_dict", full, "what state_dict() of an optimizer returned")
+        if not {"state", "param_groups"} <= held.keys():
+            raise ValueError(f"state_dict with {sorted(map(str, held))}: an optimizer's has 'state' and 'param_groups'")
         number, groups = self._numbering()
         theirs = full["param_groups"]
         if [len(g["params"]) for g in theirs] != [len(g["params"]) for g in groups]:

@@ -97,3 +97,32 @@ def test_every_library_whose_place_we_take_is_known() -> None:
     assert {world.foreign: world.home for world in worlds() if not world.partial} == {
         foreign: table.removesuffix(".names") for foreign, table in WHOLE.items()
     } | {"lightning_colossalai": "shardwise.lightning_colossalai"}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["-m", "nosuch"], "-m nosuch: there is no module nosuch"),
+        (["-m", "nosuch.inner"], "-m nosuch.inner: there is no module nosuch"),
+        (["-m", "json.nosuch"], "there is no module json.nosuch"),
+        (["-m", "json"], "there is no module json.__main__"),
+        (["-m", ".json"], "-m .json: there is no module"),
+        (["-m"], "and a script (or -m and a module)"),
+        (["nosuch.py"], "nosuch.py: no such file"),
+    ],
+)
+def test_a_program_that_there_is_not_is_a_line_and_no_traceback(given: list[str], said: str) -> None:
+    command = [sys.executable, "-m", "shardwise.cli.as_world", "deepspeed", *given]
+    shown = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert shown.returncode == 1 and said in shown.stderr and "Traceback" not in shown.stderr, shown.stderr
+
+
+def test_what_a_module_cannot_import_is_its_own_affair(tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("import something_else")
+    (tmp_path / "package" / "module.py").write_text("")
+    command = [sys.executable, "-m", "shardwise.cli.as_world", "deepspeed", "-m", "package.module"]
+    shown = subprocess.run(
+        command, capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert shown.returncode == 1 and "import something_else" in shown.stderr, shown.stderr
