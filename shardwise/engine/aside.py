@@ -10,6 +10,7 @@ import torch
 
 from shardwise.memory.host import HostArena, host_block
 from shardwise.memory.tier import Tier
+from shardwise.optim.nested_state import tensors_of
 from shardwise.torch_internals import point
 from shardwise.update.tiles import Tile
 
@@ -29,6 +30,8 @@ class Aside:
         self._optimizer, self._tiles, self._changed = optimizer, tiles, changed
         self._moved: list[Tile] = []
         self._arena: torch.Tensor | None = None
+        self._left: list[torch.Tensor] = []
+        """Inside nested state, and on the host before anything was moved there."""
 
     def check(self) -> None:
         """Training needs what waits.
@@ -54,6 +57,8 @@ class Aside:
         mine = [tile for tile in self._tiles if tile.state.tier is Tier.DEVICE]
         if not mine:
             return 0
+        if not self._moved:
+            self._left = [inner for inner in self._inner(mine) if inner.device != mine[0].chunk.device]
         sizes = [HostArena.rounded(value.nbytes) for value in self._values(mine)]
         if self._arena is None or sum(sizes) > self._arena.numel():
             self._arena = host_block(sum(sizes), mine[0].chunk.device if pin else None)
@@ -76,7 +81,7 @@ class Aside:
         if self._moved:
             device = self._moved[0].chunk.device
             self._replace(self._moved, lambda value: value.to(device, copy=True), Tier.DEVICE)
-            self._moved = []
+            self._moved, self._left = [], []
 
     def _values(self, tiles: Sequence[Tile]) -> Iterator[torch.Tensor]:
         for state in {id(tile.state): tile.state for tile in tiles}.values():
@@ -84,6 +89,7 @@ class Aside:
                 yield state.master
         for own, key in self._elements(tiles):
             yield own[key]
+        yield from self._inner(tiles)
 
     def _elements(self, tiles: Sequence[Tile]) -> Iterator[tuple[dict[str, Any], str]]:
         """State of the shape of its piece: what is there for each element."""
@@ -94,6 +100,19 @@ class Aside:
                     if isinstance(value, torch.Tensor) and value.shape == piece.value.shape:
                         yield own, key
 
+    def _inner(self, tiles: Sequence[Tile]) -> list[torch.Tensor]:
+        """Tensors in lists, tuples and dicts of state, each once; none that counts (of no dimension), and none that was
+        on the host before."""
+        left, found = {id(each) for each in self._left}, {}
+        for tile in tiles:
+            for piece in tile.pieces:
+                own = self._optimizer.state.get(piece.value, {})
+                for value in (value for value in own.values() if not isinstance(value, torch.Tensor)):
+                    for each in tensors_of(value):
+                        if each.dim() and id(each) not in left:
+                            found[id(each)] = each
+        return list(found.values())
+
     @torch.no_grad()
     def _replace(self, tiles: Sequence[Tile], copied: Callable[[torch.Tensor], torch.Tensor], tier: Tier) -> None:
         elements = list(self._elements(tiles))
@@ -103,6 +122,8 @@ class Aside:
             state.home = replace(state.home, state=tier)
         for own, key in elements:
             own[key] = copied(own[key])
+        for inner in self._inner(tiles):
+            point(inner, copied(inner))  # where it stands in its list or tuple
         for tile in tiles:
             if tile.state.master is not None:
                 for piece in tile.pieces:
