@@ -24,6 +24,9 @@ BY_NAME = ("import_module", "find_spec", "patch")
 INSTALLED = ("version", "metadata", "distribution")
 """Those of ``importlib.metadata``."""
 
+NESTED = 8
+"""Dicts in dicts (``{**common, ...}``) that are followed; one may have itself."""
+
 Import = ast.Import | ast.ImportFrom
 
 
@@ -86,11 +89,9 @@ class Program:
         for node in self.imports():
             self._bind(node)
         stored = Counter(each.id for each in ast.walk(self.tree) if _is_stored(each))
-        assigned = [each for each in ast.walk(self.tree) if isinstance(each, ast.Assign)]
         once = [
-            (target.id, each.value)
-            for each in assigned
-            for target in each.targets
+            (target.id, value)
+            for target, value in _assigned(self.tree)
             if isinstance(target, ast.Name) and stored[target.id] == 1
         ]
         for name, value in once:
@@ -227,12 +228,21 @@ class Program:
         use = self.resolve(node.args[0] if later else node.func)
         if use is None or not use.name:
             return
-        for keyword in node.keywords:
-            if keyword.arg is None:
-                continue
-            yield replace(use, line=keyword.lineno, argument=keyword.arg)
-            for value in self._values(keyword.value):
-                yield replace(use, line=keyword.lineno, argument=keyword.arg, value=value)
+        for name, line, given in self._named_arguments(node.keywords):
+            yield replace(use, line=line, argument=name)
+            for value in self._values(given):
+                yield replace(use, line=line, argument=name, value=value)
+
+    def _named_arguments(self, keywords: Sequence[ast.keyword], depth: int = 0) -> Iterator[tuple[str, int, ast.expr]]:
+        """Those of a call with lines and values, also where a dict of this file is given (``**settings``)."""
+        for keyword in keywords:
+            if keyword.arg is not None:
+                yield keyword.arg, getattr(keyword, "lineno", keyword.value.lineno), keyword.value
+            elif depth < NESTED:
+                given: ast.expr | None = keyword.value
+                if isinstance(given, ast.Name):
+                    given = self._texts.get(given.id)
+                yield from self._named_arguments(_entries(given), depth + 1)
 
     def _values(self, given: ast.expr) -> list[str]:
         """The texts in what is given for an argument, and ``"*"`` where it is not None."""
@@ -242,6 +252,29 @@ class Program:
             return []
         constants = (each.value for each in ast.walk(given) if isinstance(each, ast.Constant))
         return ["*", *(value for value in constants if isinstance(value, str))]
+
+
+def _assigned(tree: ast.Module) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """Every target with what is assigned to it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            yield from ((target, node.value) for target in node.targets)
+        elif isinstance(node, ast.AnnAssign) and node.value is not None:
+            yield node.target, node.value
+
+
+def _entries(given: ast.expr | None) -> list[ast.keyword]:
+    """A dict that is written down, by ``{...}`` or ``dict(...)``, as arguments."""
+    if isinstance(given, ast.Call) and last_name(given.func) == "dict" and not given.args:
+        return given.keywords
+    if not isinstance(given, ast.Dict):
+        return []
+    names = [each.value if isinstance(each, ast.Constant) else None for each in given.keys]
+    return [
+        ast.keyword(arg=name if key is not None else None, value=value)
+        for key, name, value in zip(given.keys, names, given.values, strict=True)
+        if key is None or isinstance(name, str)
+    ]
 
 
 def _looked_up(node: ast.AST) -> ast.expr | None:

@@ -226,6 +226,22 @@ JUDGED = [
             ("stays.inner.Trainer(kind='deep_3')", "missing", "write kind='ours_3'"),
         ],
     ),
+    *(
+        (
+            f"from stays import Trainer\n{before}Trainer({given})",
+            [
+                ("stays.inner.Trainer(file=)", "missing", "leave it out"),
+                ("stays.inner.Trainer(kind='deep_3')", "missing", "write kind='ours_3'"),
+            ],
+        )
+        for before, given in [
+            ("kw = {'kind': 'deep_3', 'file': 1}\n", "**kw"),
+            ("kw: dict[str, object] = dict(kind='deep_3', file=1)\n", "**kw"),
+            ("name = 'deep_3'\ncommon = {'kind': name}; kw = {**common, 'file': 1}\n", "other=2, **kw"),
+            ("", "**{'kind': 'deep_3', 'file': 1}"),
+        ]
+    ),
+    ("from stays import Trainer\nkw = {**kw, 'other': 'deep_3', 1: 2}\nTrainer(**kw, **made())", []),
     ("import ours.stays\nfrom stays.inner import Trainer\nTrainer(kind='deep_3')", []),
 ]  # fmt: skip
 
