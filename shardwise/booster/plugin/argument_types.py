@@ -2,20 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import functools
+import inspect
+from collections.abc import Callable, Collection
 from dataclasses import fields
 from numbers import Integral, Real
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 import torch
 
 from shardwise.checked import shown
+from shardwise.remarks import warn_user
 
-__all__ = ["check_types", "fits"]
+__all__ = ["check_types", "fits", "two_orders"]
+
+C = TypeVar("C", bound=type)
 
 WORDS = {"bool": "True or False", "int": "a whole number", "float": "a number", "torch.dtype": "a torch.dtype"}
+
+
+NAMED = 4
+"""Arguments that a message shows of many."""
+
+
+def two_orders(gone: str) -> Callable[[C], C]:
+    """Arguments by position from ``gone`` on, which ColossalAI 0.4.4 has and 0.5.0 has not, are taken as 0.4.4's, and a
+    warning says what 0.5.0 takes them for."""
+
+    def change(cls: C) -> C:
+        init: Callable[..., None] = cls.__init__  # type: ignore[misc]
+        parameters = list(inspect.signature(init).parameters.values())[1:]
+        names = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+        common = names.index(gone)
+
+        @functools.wraps(init)
+        def called(self: Any, *args: Any, **kwargs: Any) -> None:
+            if len(args) > common:
+                older, newer = (
+                    ", ".join(f"{name}={shown(value)}" for name, value in zip(order, args[common:], strict=False))
+                    for order in (names[common : common + NAMED], names[common + 1 : common + 1 + NAMED])
+                )
+                warn_user(
+                    f"{cls.__name__} with {len(args)} arguments by position: from the {common + 1}th on they are taken "
+                    f"in the order of ColossalAI 0.4.4 ({older}, ...); 0.5.0 has no {gone} and takes them for {newer}, "
+                    "... Give them by name"
+                )
+            init(self, *args, **kwargs)
+
+        cls.__init__ = called  # type: ignore[misc]
+        return cls
+
+    return change
 
 
 def check_types(published: type, arguments: Any, fractions: Collection[str] = (), own: Collection[str] = ()) -> None:

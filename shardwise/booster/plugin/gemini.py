@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.booster.plugin.argument_types import check_types, fits
+from shardwise.booster.plugin.argument_types import check_types, fits, two_orders
 from shardwise.booster.plugin.base import Boosted, DPPluginBase, ShardedPlugin, data_parallel_size
 from shardwise.booster.plugin.engine_arguments import EngineArguments, check_update, grad_plan, precision_plan
 from shardwise.booster.plugin.sequence_arguments import SequenceArguments
@@ -344,6 +344,7 @@ def _sequence_arguments(arguments: GeminiArguments) -> SequenceArguments:
     )
 
 
+@two_orders("enable_sequence_overlap")
 class GeminiPlugin(ShardedPlugin, DPPluginBase, GeminiArguments):
     """Chunked ZeRO-3 and what lies between it and ZeRO-2; the arguments are those of :class:`GeminiArguments`."""
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from shardwise.booster.plugin.argument_types import check_types
+from shardwise.booster.plugin.argument_types import check_types, two_orders
 from shardwise.booster.plugin.axes import RankAxes
 from shardwise.booster.plugin.base import (
     Boosted,
@@ -361,6 +361,7 @@ def _pipeline_plan(arguments: HybridParallelArguments) -> PipelinePlan:
     )
 
 
+@two_orders("enable_sequence_overlap")
 class HybridParallelPlugin(ShardedPlugin, RankAxes, HybridParallelArguments):
     """Layers cut over ``tp_size`` ranks, stages of the model on ``pp_size`` sets of these, and data parallelism or ZeRO
     over the others; the arguments are those of :class:`HybridParallelArguments`."""
