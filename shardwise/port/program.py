@@ -269,12 +269,13 @@ def _entries(given: ast.expr | None) -> list[ast.keyword]:
         return given.keywords
     if not isinstance(given, ast.Dict):
         return []
-    names = [each.value if isinstance(each, ast.Constant) else None for each in given.keys]
-    return [
-        ast.keyword(arg=name if key is not None else None, value=value)
-        for key, name, value in zip(given.keys, names, given.values, strict=True)
-        if key is None or isinstance(name, str)
-    ]
+    found: list[ast.keyword] = []
+    for key, value in zip(given.keys, given.values, strict=True):
+        if key is None:
+            found.append(ast.keyword(arg=None, value=value))
+        elif isinstance(key, ast.Constant) and isinstance(key.value, str):
+            found.append(ast.keyword(arg=key.value, value=value))
+    return found
 
 
 def _looked_up(node: ast.AST) -> ast.expr | None:
