@@ -79,6 +79,11 @@ class Storage:
         self.homes: list[Home] = assign_homes(sizes, fixed, plan.tiers, trainable)
         for missed in missed_shares(sizes, self.homes, plan.tiers, trainable) if mesh.first else ():
             warn_user(missed)
+        if self._among is not None and self._among.size > 1 and plan.comm.compress is not None and mesh.first:
+            warn_user(
+                f"compress={plan.comm.compress!r} with secondary={plan.mesh.secondary}: gathers of secondary shards, "
+                f"among {self._among.size} ranks, do not travel in 8 bits; the others do"
+            )
         self.ledger = Ledger(mesh.device, _capacity(plan, mesh.device))
         self._own_disk = any(Tier.DISK in (home.param, home.state) for home in self.homes)
         self.uses_disk = self.on_any_disk(self._own_disk)
