@@ -2,12 +2,13 @@
 
 They are copied, their imports are changed by ``shardwise port``, and nothing else in them is. ``without_gpu`` makes
 their GPU this machine's CPU. ``--write`` puts the table into ``docs/porting.md``, with the reasons of
-``colossalai_reasons.py``.
+``colossalai_reasons.py``. ``--results FILE`` keeps outcomes, so that it can be made of several runs.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import xml.etree.ElementTree as Tree
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -34,9 +35,17 @@ FOLDERS = (
     "test_cluster",
     "test_lora",
 )
-ON_REQUEST = ("test_shardformer",)
-"""Most of them read the layers of a model that ColossalAI has cut, and their gradients."""
+ON_REQUEST = ("test_pipeline", "test_shardformer")
+"""Most of them are about its schedules, or read the layers of a model that ColossalAI has cut, and their gradients."""
 SECONDS = 240.0
+LLAMA = """
+import sys
+from transformers import LlamaConfig, LlamaForCausalLM, logging
+logging.disable_progress_bar()
+sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+LlamaForCausalLM(LlamaConfig(vocab_size=128, **sizes)).save_pretrained(sys.argv[1], max_shard_size="32KB")
+"""
+"""Some of them load a Llama from a path in the environment; a small one will do."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +72,13 @@ def main() -> int:
         "--seconds", type=float, default=SECONDS, help=f"for the ranks of one test (default: {SECONDS:.0f})"
     )
     parser.add_argument("--keep", type=Path, help="a folder for ported tests and what each file printed")
-    parser.add_argument("--write", action="store_true", help="put the table into docs/porting.md (of all files)")
+    parser.add_argument("--results", type=Path, help="a file of outcomes that this run adds to, a line of JSON each")
+    parser.add_argument("--write", action="store_true", help="put the table of all results into docs/porting.md")
     args = parser.parse_intermixed_args()
     if not (args.checkout / "tests" / "kit").is_dir():
         parser.error(f"{args.checkout} has no tests/kit: give a checkout of the repository, not an installed package")
-    if args.write and args.files:
-        parser.error(f"--write is for a run of all files, and there are {args.files}")
+    if args.write and args.files and not args.results:
+        parser.error(f"--write is for all files, and there are {args.files}: give --results, with those of the others")
     with TemporaryDirectory(prefix="upstream-") as name:
         folder = (args.keep or Path(name)).absolute()
         ported(args.checkout / "tests", folder / "tests")
@@ -76,11 +86,21 @@ def main() -> int:
         found = [each for begin in begins for each in outcomes(folder, begin, args.seconds)]
     unknown = [each.name for each in found if each.status == "failed" and each.name not in REASONS]
     print(f"{counted(found)}; without a known reason: {unknown or 'none'}")
+    known = {each.name: each for each in kept(args.results)} | {each.name: each for each in found}
+    if args.results:
+        args.results.write_text("".join(f"{json.dumps(asdict(each))}\n" for each in known.values()), "utf-8")
     if args.write:
         text = PAGE.read_text("utf-8")
         before, _, rest = text.partition(START)
-        PAGE.write_text(before + START + table(found) + END + rest.partition(END)[2], "utf-8")
+        PAGE.write_text(before + START + table([*known.values()]) + END + rest.partition(END)[2], "utf-8")
     return int(bool(unknown))
+
+
+def kept(results: Path | None) -> list[Outcome]:
+    """What earlier runs have left in the file."""
+    if results is None or not results.exists():
+        return []
+    return [Outcome(**json.loads(line)) for line in results.read_text("utf-8").splitlines()]
 
 
 def ported(source: Path, target: Path) -> None:
@@ -99,6 +119,7 @@ def outcomes(folder: Path, begin: str, seconds: float) -> list[Outcome]:
     report = folder / "reports" / f"{begin.replace('/', '-')}.xml"
     report.parent.mkdir(exist_ok=True)
     report.unlink(missing_ok=True)
+    llama = folder / "llama"
     path = [str(Path(__file__).parent / "without_gpu"), str(folder), str(REPOSITORY)]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([*path, *filter(None, [os.environ.get("PYTHONPATH")])]),
@@ -107,8 +128,13 @@ def outcomes(folder: Path, begin: str, seconds: float) -> list[Outcome]:
         "HF_HUB_OFFLINE": "1",
         "CUDA_VISIBLE_DEVICES": "",
         "UPSTREAM_SECONDS": str(seconds),
+        "LLAMA_PATH": str(llama),
     }
+    if not llama.exists():
+        make = [sys.executable, "-W", "ignore", "-c", LLAMA, str(llama)]
+        subprocess.run(make, env=environment, check=True, stdin=subprocess.DEVNULL)
     command = [sys.executable, "-W", "ignore", "-m", "pytest", "-v", "-p", "no:cacheprovider", f"--junitxml={report}"]
+    command.append("--continue-on-collection-errors")  # one file that is not imported would end all of a folder
     with (
         report.with_suffix(".log").open("w") as log,
         subprocess.Popen(
@@ -131,8 +157,10 @@ def outcomes(folder: Path, begin: str, seconds: float) -> list[Outcome]:
 
 
 def _outcome(case: Tree.Element) -> Outcome:
-    name = case.get("classname", "").removeprefix("tests.").replace(".", "/") + ".py"
     test, seconds = case.get("name", ""), float(case.get("time", "0"))
+    whole = not case.get("classname")  # a file that was not imported
+    name = (test if whole else case.get("classname", "")).removeprefix("tests.").replace(".", "/") + ".py"
+    test = "not imported" if whole else test
     for status, kinds in (("failed", ("failure", "error")), ("skipped", ("skipped",))):
         for kind in kinds:
             node = case.find(kind)
@@ -165,9 +193,10 @@ def table(found: list[Outcome]) -> str:
             f"| `{folder}` | " + " | ".join(str(statuses.count(s)) for s in ("passed", "failed", "skipped")) + " |"
         )
     rows += ["", "| test that does not pass | kind | why |", "|---|---|---|"]
-    for each in found:
+    for each in sorted(found, key=lambda each: each.name):
         if each.status == "failed":
-            kind, why = REASONS.get(each.name, ("unknown", each.why))
+            unknown = "slow" if each.why.startswith("TimeoutError") else "unknown"
+            kind, why = REASONS.get(each.name, (unknown, each.why))
             rows.append(f"| `{each.name}` | {kind} | {why} |")
     return "\n".join(rows) + "\n"
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+from tests.foreign.upstream.run_colossalai import kept, table
+
 REPOSITORY = Path(__file__).parents[3]
 TESTS = """
+import os
 import pytest
 import torch
 import torch.distributed as dist
 import colossalai
 from colossalai.accelerator import get_accelerator
+from colossalai.legacy.amp import convert_to_apex_amp
 from colossalai.testing import spawn
 from tests.kit.model_zoo import model_zoo
 
@@ -29,6 +34,25 @@ def test_ranks(wrong):
 
 def test_zoo():
     assert model_zoo == {"here": 1}
+    assert os.path.isfile(os.environ["LLAMA_PATH"] + "/model.safetensors.index.json")
+
+def test_what_they_compare_with():
+    model, rows = torch.nn.Linear(4, 2), torch.randn(3, 4)
+    whole = torch.nn.Linear(4, 2)
+    whole.load_state_dict(model.state_dict())
+    plain = torch.optim.SGD(whole.parameters(), lr=1.0)
+    model, optimizer = convert_to_apex_amp(
+        model, torch.optim.SGD(model.parameters(), lr=1.0), {"opt_level": "O2", "loss_scale": 8}
+    )
+    for _ in range(2):
+        optimizer.zero_grad()
+        optimizer.backward(model(rows).square().sum())
+        optimizer.step()
+        plain.zero_grad()
+        whole(rows.half().float()).square().sum().backward()
+        plain.step()
+    assert model.weight.dtype is torch.float16 and model(rows).dtype is torch.float32
+    torch.testing.assert_close(model.weight.float(), whole.weight, rtol=3e-2, atol=3e-2)
 
 @pytest.mark.skip("not now")
 def test_skipped():
@@ -40,6 +64,7 @@ FILES = {
     "tests/kit/model_zoo/family.py": "from . import model_zoo\nmodel_zoo['here'] = 1",
     "tests/kit/model_zoo/absent.py": "import no_such_package",
     "tests/test_cluster/test_made_up.py": TESTS,
+    "tests/test_cluster/test_cannot_be_imported.py": "import no_such_package",
     "examples/train.py": "import no_such_package.deep as n\nfrom colossalai.booster import Booster\nif __name__ == "
     "'__main__':\n    n.no()",
     "examples/lost.py": "from colossalai.booster import NoSuchName\nif __name__ == '__main__':\n    pass",
@@ -68,10 +93,23 @@ def test_what_runs_of_a_checkout_is_told_with_reasons(tmp_path: Path) -> None:
     assert status == 0 and "2 of 3 get past their imports" in told, told
     assert "examples/train.py: past, without no_such_package" in told and "applications/App/run.py: past" in told
     assert "examples/lost.py: " in told and "NoSuchName" in told
-    status, told = run("run_colossalai", checkout, "--seconds", "100")
-    assert status == 1 and "2 passed, 1 failed, 1 skipped" in told, told
-    assert "without a known reason: ['test_cluster/test_made_up.py::test_ranks[1]']" in told
+    results = tmp_path / "found.jsonl"
+    earlier = {
+        "file": "test_zero/test_b.py",
+        "test": "test",
+        "status": "failed",
+        "why": "TimeoutError: 4 ranks",
+        "seconds": 1,
+    }
+    results.write_text(json.dumps(earlier) + "\n", "utf-8")
+    status, told = run("run_colossalai", checkout, "--seconds", "100", "--results", str(results))
+    assert status == 1 and "3 passed, 2 failed, 1 skipped" in told, told
+    alone = "test_cluster/test_cannot_be_imported.py::not imported"
+    assert f"without a known reason: ['{alone}', 'test_cluster/test_made_up.py::test_ranks[1]']" in told
     assert "passed" in next(line for line in told.splitlines() if "test_ranks[0]" in line)
     assert "AssertionError" in next(line for line in told.splitlines() if "test_ranks[1]" in line)
+    lines = table(kept(results)).splitlines()
+    assert "| `test_cluster` | 3 | 2 | 1 |" in lines and "| `test_zero` | 0 | 1 | 0 |" in lines, lines
+    assert lines[-1] == "| `test_zero/test_b.py::test` | slow | TimeoutError: 4 ranks |"
     status, told = run("run_colossalai", str(tmp_path))
     assert status == 2 and "tests/kit" in told

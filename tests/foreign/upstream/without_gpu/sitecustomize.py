@@ -2,7 +2,8 @@
 
 The tests say ``.cuda()`` and ``device="cuda"`` in many places; here each means the CPU. Nothing of what is tested is
 changed, and ``torch.cuda.is_available()`` stays False, so that all else runs as it does on a CPU. Their zoo has the
-models whose packages are installed. Ranks are forked, which takes seconds less, and have a time limit.
+models whose packages are installed. NVIDIA's apex, with which they compare, is the one beside this file. Ranks are
+forked, which takes seconds less, and have a time limit.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ FACTORIES = ("arange", "empty", "empty_like", "empty_strided", "eye", "full", "f
 FACTORIES += ("ones_like", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "randperm")
 FACTORIES += ("scalar_tensor", "tensor", "zeros", "zeros_like")
 ZOO = "tests.kit.model_zoo."
+AMP = "shardwise.colossalai.legacy.amp"
 SECONDS = float(os.environ.get("UPSTREAM_SECONDS", "240"))
 KEPT: list[Any] = []
 VISION = ("_deform_conv2d_backward", "_ps_roi_align_backward", "_ps_roi_pool_backward", "_roi_align_backward")
@@ -70,6 +72,8 @@ class Absent(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
+        if name == AMP:
+            return self._with_apex(name, path)
         if name == "torchvision":
             declare_vision(importlib.machinery.PathFinder.find_spec(name))
         if not name.startswith(ZOO):
@@ -77,6 +81,13 @@ class Absent(importlib.abc.MetaPathFinder):
         found = importlib.machinery.PathFinder.find_spec(name, path)
         if found is not None and found.loader is not None:
             found.loader = Tolerant(found.loader)
+        return found
+
+    def _with_apex(self, name: str, path: Sequence[str] | None) -> importlib.machinery.ModuleSpec | None:
+        others = (each.find_spec(name, path) for each in sys.meta_path if each is not self)
+        found = next(filter(None, others), None)
+        if found is not None and found.loader is not None:
+            found.loader = WithApex(found.loader)
         return found
 
 
@@ -96,6 +107,27 @@ class Tolerant(importlib.abc.Loader):
             self.loader.exec_module(module)
         except (ImportError, OSError) as error:
             print(f"{module.__name__} is left out: {' '.join(repr(error).split())[:160]}", file=sys.stderr, flush=True)
+
+
+class WithApex(Tolerant):
+    """The module from which the tests take what they compare with: mixed precision by apex."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run it, and put the stand-in's function in the place of ours, which refuses."""
+        from apex import amp
+
+        self.loader.exec_module(module)
+        module.convert_to_apex_amp = amp.convert_to_apex_amp  # type: ignore[attr-defined]
+
+
+def on_processors(initialize: Callable[..., None]) -> Callable[..., None]:
+    """The constructor of torch's DistributedDataParallel, which takes no GPUs for a module on the CPU."""
+
+    @functools.wraps(initialize)
+    def without_devices(self: Any, module: Any, device_ids: Any = None, *args: Any, **kwargs: Any) -> None:
+        initialize(self, module, None, *args, **kwargs)
+
+    return without_devices
 
 
 def declare_vision(spec: importlib.machinery.ModuleSpec | None) -> None:
@@ -150,6 +182,8 @@ def install() -> None:
     for name in ("current_device", "memory_allocated", "max_memory_allocated"):
         setattr(torch.cuda, name, lambda *args, **kwargs: 0)
     torch.multiprocessing.spawn = start_ranks
+    parallel = torch.nn.parallel.DistributedDataParallel
+    parallel.__init__ = on_processors(parallel.__init__)  # type: ignore[method-assign]
     sys.meta_path.insert(0, Absent())
 
 
