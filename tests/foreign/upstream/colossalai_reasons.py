@@ -17,10 +17,6 @@ HUB = "elsewhere", "loads weights from a hub"
 
 REASONS: dict[str, tuple[str, str]] = {
     "test_booster/test_accelerator.py::test_accelerator": ("elsewhere", "asks for a device of the type cuda"),
-    "test_booster/test_plugin/test_3d_plugin.py::test_3d_plugin": (
-        "slow",
-        "stopped at `stage_manager`, which is as it wants since; it was not run to its end again",
-    ),
     "test_booster/test_plugin/test_torch_fsdp_plugin.py::test_torch_fsdp_plugin": (
         "internals",
         "the model inside is torch's FullyShardedDataParallel",
