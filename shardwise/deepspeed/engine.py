@@ -401,7 +401,7 @@ class DeepSpeedEngine(Facts):
             ValueError: no ``save_dir``; another tag on another rank, with ``checkpoint.tag_validation="FAIL"``.
         """
         if not save_dir:
-            raise ValueError(f"{save_dir=}: name the directory that all ranks share")
+            raise ValueError(f"{save_dir=}: give the directory that all ranks share")
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
         name = self._saving.agreed_tag(name, self.settings["checkpoint.tag_validation"])
         schedules = [self.lr_scheduler] if self.lr_scheduler is not None else []
