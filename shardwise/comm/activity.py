@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ __all__ = ["Activity"]
 
 # Keys of the store are shared with torch's own.
 KEY = "shardwise/doing/"
+ANSWER_S = 5.0
 
 
 class Activity:
@@ -64,7 +66,10 @@ class Activity:
 
     def around(self, ranks: Sequence[int]) -> str:
         """What this rank is doing and what the world's ``ranks`` were last known to do; empty where that is nothing."""
-        told = {rank: self._told_by(rank) for rank in ranks if rank != self.rank}
+        told = {rank: "" for rank in ranks if rank != self.rank}
+        if not self._ask(told):
+            silent = "the store that the ranks met through, on the host of rank 0, does not answer either"
+            return f"rank {self.rank} is in: {self.now or 'training'}; {silent}"
         if not self._inside and not any(told.values()):
             return ""
         others = "; ".join(f"rank {rank} {text or 'has made no such call'}" for rank, text in told.items())
@@ -80,14 +85,31 @@ class Activity:
                 # What is told is help for a message; a store that is gone must not become the error.
                 self._store.set(f"{KEY}{self.rank}", json.dumps(what))
 
-    def _told_by(self, rank: int) -> str:
+    def _ask(self, told: dict[int, str]) -> bool:
+        """Fill in what each rank has told. Whether the store answers: to wait for a host that is lost has no end."""
+        store, found = self._store, dict(told)
+        if store is None:
+            return True
+        asking = threading.Thread(target=_read, args=(store, found), daemon=True, name="shardwise-asking")
+        asking.start()
+        asking.join(ANSWER_S)
+        if asking.is_alive():
+            self._store = None  # the thread may hold it for good
+            return False
+        told.update(found)
+        return True
+
+
+def _read(store: Any, found: dict[int, str]) -> None:
+    for rank in found:
         told: list[str] = ["", ""]
         with contextlib.suppress(Exception):
-            if self._store is not None and self._store.check([f"{KEY}{rank}"]):
-                told = json.loads(self._store.get(f"{KEY}{rank}"))
+            if store.check([f"{KEY}{rank}"]):
+                told = json.loads(store.get(f"{KEY}{rank}"))
         if told[0]:
-            return f"is in: {told[0]}"
-        return f"is in no such call, its last was: {told[1]}" if told[1] else ""
+            found[rank] = f"is in: {told[0]}"
+        elif told[1]:
+            found[rank] = f"is in no such call, its last was: {told[1]}"
 
 
 def _answering(store: Any) -> Any:

@@ -21,6 +21,7 @@ def test_schedulers_built_before_and_after_do_not_warn() -> None:
     for _ in range(3):
         session.backward(session.module(torch.ones(2, 4)).sum())
         session.optimizer.step()
+        session.optimizer.zero_grad()
         before.step()
         after.step()
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05**3)

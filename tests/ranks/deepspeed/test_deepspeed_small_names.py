@@ -77,12 +77,14 @@ def test_a_launched_process_meets_the_others_in_zero_init(monkeypatch: pytest.Mo
         with deepspeed.zero.Init():
             assert dist.is_initialized() and dist.get_world_size() == 1
         dist.destroy_process_group()
+        print("met")
     """
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1")):
         monkeypatch.setenv(name, value)
     with socket.create_server(("127.0.0.1", 0)) as free:
         monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
-    subprocess.run([sys.executable, "-W", "ignore", "-c", textwrap.dedent(program)], check=True, timeout=120)
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(program)]
+    assert "met" in subprocess.run(command, check=True, timeout=120, stdout=subprocess.PIPE, text=True).stdout
 
 
 def test_processes_of_a_host_are_its_devices_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,6 @@ def counted() -> Iterator[tuple[list[str], list[str]]]:
     """What is read of tensors inside, by the place that reads it, and for what ranks exchange something."""
     reads: list[str] = []
     exchanges: list[str] = []
-    exchange = Group.exchange
 
     def reading(name: str) -> Callable[..., Any]:
         original = getattr(torch.Tensor, name)
@@ -60,12 +59,18 @@ def counted() -> Iterator[tuple[list[str], list[str]]]:
 
         return read
 
-    def exchanging(group: Group, values: Any, purpose: str = "", *rest: Any, **named: Any) -> Any:
-        exchanges.append(purpose)
-        return exchange(group, values, purpose, *rest, **named)
+    def telling(name: str) -> Callable[..., Any]:
+        original = getattr(Group, name)
+
+        def tell(group: Group, values: Any, purpose: str = "", *rest: Any, **named: Any) -> Any:
+            exchanges.append(purpose)
+            return original(group, values, purpose, *rest, **named)
+
+        return tell
 
     patched = {name: reading(name) for name in READS}
-    with mock.patch.multiple(torch.Tensor, **patched), mock.patch.object(Group, "exchange", exchanging):
+    told = {name: telling(name) for name in ("exchange", "summarize")}
+    with mock.patch.multiple(torch.Tensor, **patched), mock.patch.multiple(Group, **told):
         yield reads, exchanges
 
 

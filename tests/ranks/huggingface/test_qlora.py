@@ -40,6 +40,7 @@ State = dict[str, Tensor]
 
 def plainly(where: str, bits: int, checkpointing: bool) -> tuple[list[float], State, Tensor]:
     model = adapted(where, bits, checkpointing)
+    packs_for_evaluation(model, False)  # theirs takes whole blocks a row alone, and computes in bf16
     optimizer = adamw(model)
 
     def update() -> None:
@@ -48,6 +49,13 @@ def plainly(where: str, bits: int, checkpointing: bool) -> tuple[list[float], St
 
     losses = train(model, lambda loss: loss.backward(), update)
     return losses, {name: value.clone() for name, value in model.state_dict().items()}, evaluated(model)
+
+
+def packs_for_evaluation(model: nn.Module, packs: bool) -> None:
+    """As on a CPU where bitsandbytes does, or does not, whatever this one is."""
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = packs
 
 
 def evaluated(model: nn.Module) -> Tensor:
@@ -83,9 +91,7 @@ def on_rank(where: str, folder: str) -> list[Found]:
     with launched(), silent():
         for number, (bits, stage, disk, checkpointing) in enumerate(WAYS):
             model = adapted(where, bits, checkpointing)
-            for module in model.modules():
-                if hasattr(module, "support_avx512bf16_for_cpu"):
-                    module.support_avx512bf16_for_cpu = True  # as on a CPU where it packs weights for evaluation
+            packs_for_evaluation(model, True)
             offload = os.path.join(folder, f"disk-{number}") if disk else None
             if offload is not None:
                 os.makedirs(offload, exist_ok=True)
