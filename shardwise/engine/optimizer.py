@@ -262,8 +262,7 @@ class ShardedOptimizer(Scaled, torch.optim.Optimizer):
         self.last_step_skipped, self.skipped_because = False, None
         self._drop()
         self._use_margin()
-        # Last: parameters, state, gradients and scale are those of one step from here on.
-        self.engine.unfinished.end(*self._updates.parts)
+        self.engine.unfinished.end(*self._updates.parts)  # last: all is of one step from here on
         return value
 
     def _norm_may_wait(self) -> bool:
@@ -276,14 +275,15 @@ class ShardedOptimizer(Scaled, torch.optim.Optimizer):
 
     def _settle_early(self) -> Exception | None:
         """What an update during backward raised, where the ranks will meet once more to agree on what a disk did."""
+        failure: Exception | None = None
         if self._early is not None:
             try:
                 self._early.settle()
             except Exception as error:
-                if not self._updates.uses_disk:
-                    raise
-                return error
-        return None
+                failure = error
+            if not self._updates.uses_disk:
+                self._updates.settled(self._early, failure)
+        return failure
 
     def _update(self, factor: float, failure: Exception | None) -> None:
         early = self._early

@@ -46,6 +46,7 @@ INTACT = (
 )
 UPDATED = "whether the optimizer's update went through"
 HALF = "Parameters and state are half-changed on all ranks: load a checkpoint (or both by load_state_dict())."
+TAKEN_BACK = "Everything is as it was after the previous step, and the gradients are kept."
 LOST = (
     "Parameters of ranks {ranks} could not be read back and are NaN. Repair the disk and call step() again, or start "
     "again from a checkpoint."
@@ -263,7 +264,23 @@ class TileUpdates:
                 if not self.tells:
                     raise
                 failure = error
-        self._tell(failure)
+        self._tell(failure, HALF)
+
+    def settled(self, early: EarlyUpdates, failure: Exception | None) -> None:
+        """The updates during backward are made, or ``failure`` was raised and is undone where that can be.
+
+        Raises:
+            Exception: ``failure``.
+            RuntimeError: an optimizer that is not torch's or ours, or needs whole tensors, raised on another rank.
+        """
+        if failure is not None and not self.tells:
+            raise failure
+        try:
+            self._tell(failure, HALF if early.in_place else TAKEN_BACK)
+        except Exception:
+            if failure is None:
+                early.step_failed()
+            raise
 
     def _update_memory(self, update: Update, updated: Collection[int]) -> None:
         rest = [t for i, t in enumerate(self.tiles) if i not in self._disk and t.chunk.source.tier is not Tier.DISK]
@@ -275,8 +292,8 @@ class TileUpdates:
                 for tile in tiles:
                     update(tile, shard)
 
-    def _tell(self, failure: Exception | None) -> None:
-        """Every rank says how its update went, where that is not known of the class.
+    def _tell(self, failure: Exception | None, left: str) -> None:
+        """Every rank says how its update went, where that is not known of the class. ``left``: what a failure leaves.
 
         Raises:
             RuntimeError: it raised on another rank. Here, what it raised.
@@ -288,10 +305,10 @@ class TileUpdates:
         told = {rank: text for rank, text in enumerate(everyone.exchange_object(own, UPDATED)) if text}
         name = type(self.optimizer).__name__
         if failure is not None:
-            failure.add_note(f"raised by {name} in step(). {HALF}")
+            failure.add_note(f"raised by {name} in step(). {left}")
             raise failure
         listed = "".join(f"\n  rank {rank}: {text}" for rank, text in told.items())
-        raise RuntimeError(f"{name} raised in step() of another rank:{listed}\n{HALF}")
+        raise RuntimeError(f"{name} raised in step() of another rank:{listed}\n{left}")
 
     @property
     def parts(self) -> tuple[str, str]:
