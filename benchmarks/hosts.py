@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.job import LOSS_STEPS, SIZES, Job
 from benchmarks.launch import JobFailed, Outcome, Running, environment, launcher
-from benchmarks.table import NAMES, replace_section
+from benchmarks.table import NAMES, TOLERANCE, losses_differ, replace_section
 from shardwise.testing.hosts import ADDRESSES, TwoHosts
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
@@ -98,8 +98,11 @@ def rows(results: dict[tuple[str, int, Wire], list[Outcome]], systems: Sequence[
     heads = ["units", "ranks a host", "Gbit/s", "delay ms", *shown, "zero3 vs FSDP2", "zero3, round trips a step"]
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for (size, ranks, wire), outcomes in results.items():
-        steps = {one.job.system: one.step_seconds * 1e3 for one in outcomes if not one.error}
-        cells = [f"{steps[system]:.0f}" if system in steps else "failed" for system in systems]
+        good = [one for one in outcomes if not one.error]
+        steps = {one.job.system: one.step_seconds * 1e3 for one in good}
+        strays = {one.job.system for one in good if not losses_differ(one.losses, good[0].losses) <= TOLERANCE["fp32"]}
+        told = {system: f"{ms:.0f}{' (other losses)' if system in strays else ''}" for system, ms in steps.items()}
+        cells = [told.get(system, "failed") for system in systems]
         ratio = f"{steps['fsdp2'] / steps['sw_zero3']:.2f}x" if {"fsdp2", "sw_zero3"} <= set(steps) else ""
         prompt = results.get((size, ranks, Wire(0.0, wire.gbit)), [])
         base = [one.step_seconds * 1e3 for one in prompt if one.job.system == "sw_zero3" and not one.error]
