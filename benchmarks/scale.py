@@ -22,9 +22,10 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.scale_files import Files, files_of
+from benchmarks.scale_model import Blocks
 from benchmarks.scale_picture import picture
 from benchmarks.table import replace_section
 from benchmarks.training import machine
@@ -86,30 +87,6 @@ MEANT = {
     "received_bytes": "agreement a step, bytes received",
     "payload_bytes": "parameters and gradients a step, bytes sent",
 }
-
-
-class Block(nn.Module):
-    """Two layers and a way around them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(x)))
-
-
-class Blocks(nn.Module):
-    """Small blocks in a row: what they compute is nothing beside what is measured."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.blocks, self.head = nn.ModuleList(Block() for _ in range(count)), nn.Linear(WIDTH, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
 
 
 def plan_of(name: str, ranks: int) -> Plan:
@@ -184,7 +161,7 @@ def measure(name: str, blocks: int, ranks: int, transport: str) -> Row:
     torch.manual_seed(0)
     plan, x = plan_of(name, ranks), torch.randn(2, WIDTH)
     with alike_mesh(plan, ranks // 2, ranks, transport) as (mesh, asked):
-        model = Blocks(blocks)
+        model = Blocks(blocks, WIDTH)
         optimizer = torch.optim.AdamW(model.parameters())
         start = time.perf_counter()
         session = build(model, optimizer, plan, mesh)

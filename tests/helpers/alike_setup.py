@@ -10,8 +10,9 @@ from unittest import mock
 import other_numbers
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
+from benchmarks.scale_model import Blocks
 from shardwise.build import Session, build
 from shardwise.comm import GroupMaker, NativeGroup, control, native, register_backend
 from shardwise.comm.choose import GroupRequest
@@ -28,34 +29,10 @@ PLANS: dict[str, Plan] = {
 WIDTH = 8
 
 
-class Block(nn.Module):
-    """Two layers and a way around them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(x)))
-
-
-class Blocks(nn.Module):
-    """Blocks in a row."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.blocks, self.head = nn.ModuleList(Block() for _ in range(count)), nn.Linear(WIDTH, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
 def made(plan: Plan, mesh: Mesh, blocks: int) -> Session:
     """The same model on every rank."""
     other_numbers.seed(0)
-    model = Blocks(blocks)
+    model = Blocks(blocks, WIDTH)
     return build(model, torch.optim.AdamW(model.parameters(), lr=1e-3), plan, mesh)
 
 
