@@ -68,9 +68,13 @@ class CompressedGroup(Group):
         """Return when every rank has come here."""
         self._inner.barrier()
 
-    def fence(self, phase: str = "") -> None:
+    def fence(self, phase: str = "", met: bool = False) -> None:
         """See :meth:`Group.fence`."""
-        self._inner.fence(phase)
+        self._inner.fence(phase, met)
+
+    def reads_arrive(self) -> None:
+        """See :meth:`Group.reads_arrive`."""
+        self._inner.reads_arrive()
 
     def _buffers(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Buffer]:
         return self._inner._buffers(specs)

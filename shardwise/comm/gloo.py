@@ -19,8 +19,9 @@ from torch import Tensor
 
 from shardwise.comm.control import Control
 from shardwise.comm.errors import PeerError
-from shardwise.comm.group import DONE, Bounds, Buffer, Group, Handle
+from shardwise.comm.group import DONE, PHASES, Bounds, Buffer, Group, Handle
 from shardwise.comm.link import Link, Message
+from shardwise.comm.serving import Serving
 from shardwise.comm.summing import RankSum
 
 __all__ = ["GlooGroup"]
@@ -114,6 +115,11 @@ class _Batch:
             self._watcher.watch(self)
         self._watcher = None
         return not self._messages or self._done.is_set()
+
+    @property
+    def through(self) -> bool:
+        """Whether somebody has waited for it."""
+        return self._done.is_set()
 
     def wait_unless_taken(self) -> None:
         """Wait for the messages, unless another thread does."""
@@ -219,6 +225,13 @@ class GlooGroup(Group):
         self.sum = RankSum()
         self.watchers = _Watcher(), _Watcher()
         """Of gathers and of reductions, which do not wait for each other."""
+        self._serving: Serving | None = None
+        self._reading: deque[_Batch] = deque()
+        """Gathers that read the peers' shards, oldest first; those at the front may be through."""
+        self._updates = 0
+        """Fences before an update so far."""
+        self._written: Handle = DONE
+        """That the peers have written their shards, where an update was the last that happened."""
 
     def others(self) -> list[int]:
         """The other ranks, starting with the next one, so that not all ranks send to the same one first."""
@@ -248,8 +261,40 @@ class GlooGroup(Group):
         """Return when every rank has come here."""
         self._control.barrier()
 
+    def fence(self, phase: str = "", met: bool = False) -> None:
+        """See :meth:`Group.fence`. Around updates it has something to do where shards are served: before one the ranks
+        meet, after one each tells the others, and who gathers waits for what they tell."""
+        if self._serving is None or not phase:
+            return
+        if phase == "before an update":
+            self.reads_arrive()
+            if not met:
+                self.summarize([float(PHASES.index(phase))], f"the fence {phase}")
+            self._updates += 1
+        else:
+            self._written = _Batch(self._serving.tell(self._updates), self.watchers[0])
+
+    def reads_arrive(self) -> None:
+        """See :meth:`Group.reads_arrive`."""
+        while self._reading:
+            self._reading[0].wait()
+            self._reading.popleft()
+
+    def serve(self, shards: Sequence[Buffer]) -> None:
+        """See :meth:`Group.serve`."""
+        if self._serving is None and shards:
+            self._serving = Serving(self._gather_link, self.others())
+        if self._serving is not None and shards:
+            served = self._serving.serve(shards)
+            for shard in shards:
+                shard.served = served
+
     def close(self) -> None:
         """Drop the kept receive buffers and threads; the process groups belong to the mesh."""
+        if self._serving is not None:
+            self._serving.close()
+        self._reading.clear()
+        self._written = DONE
         self.scratch = _Scratch()
         for watcher in self.watchers:
             watcher.close()
@@ -263,7 +308,20 @@ class GlooGroup(Group):
 
     def _all_gather(self, out: Tensor, shard: Buffer) -> Handle:
         self.slice_of(out, self.rank, shard.bounds).copy_(shard.local)
-        return self._spread(out, shard)
+        return self._ask(out, shard, self._serving) if shard.served and self._serving else self._spread(out, shard)
+
+    def _ask(self, out: Tensor, shard: Buffer, serving: Serving) -> Handle:
+        """A gather that the peers' threads answer; see [Note: Gathers that nobody else takes part in]."""
+        if not out.numel():
+            return DONE
+        while self._reading and self._reading[0].through:
+            self._reading.popleft()
+        self._written.wait()
+        self._written = DONE
+        what = f"all_gather of {out.numel()} x {out.dtype}, buffer {shard.number}"
+        asked = serving.ask(shard, lambda peer: self.slice_of(out, peer, shard.bounds), what)
+        self._reading.append(_Batch(asked, self.watchers[0]))
+        return self._reading[-1]
 
     def _all_gather_in_place(self, full: Buffer) -> Handle:
         return self._spread(full.local, full)

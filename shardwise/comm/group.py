@@ -31,9 +31,11 @@ class Buffer:
         peers: the same buffer of every rank, by group rank (``peers[rank]`` is ``local``); ``()`` when not mapped.
         number: among the group's, the same on every rank; 0 where the group needs none.
         bounds: of the array that it is, or is a rank's part of, where parts differ in length; ``None``: equal parts.
+        served: what is held while gathers of it need no peer's taking part; see :meth:`Group.serve`.
     """
 
     number = 0
+    served: object = None
     bounds: Bounds | None = None
     checked: tuple[Bounds, int] | None = None
     """Bounds that were found to be right, and for how many elements: to look at them takes a look at each rank."""
@@ -104,8 +106,9 @@ DONE: Handle = _Done()
 # comes when it reads no more, also where gathered arrays show the shards themselves; and "after an update", when all
 # have written. In between shards are written and read by their owners alone (engine/values.py). A third one, without a
 # phase, frees memory that is used again and again (staging). A fence waits for no reduction: reductions have counters
-# of their own, and ranks that have begun different ones may meet here. Where nothing is mapped a fence does nothing,
-# since a gather needs its peers, and who takes part has written.
+# of their own, and ranks that have begun different ones may meet here. Where a gather needs its peers a fence does
+# nothing, since who takes part has written. Where their threads answer it (:meth:`Group.serve`) the fences around
+# updates are meetings, and before the first a rank's own gathers arrive.
 class Group(Meeting):
     """The ranks of one mesh axis and the collectives among them.
 
@@ -171,6 +174,12 @@ class Group(Meeting):
         for bounds, dtype in specs:
             self._check_bounds("shards", bounds, bounds[-1], dtype)
         return self._shards(specs, joint)
+
+    def serve(self, shards: Sequence[Buffer]) -> None:
+        """Where the group can, all-gathers of these shards read the peers' memory without their taking part from here
+        on (:attr:`Buffer.served`), in any order, as in a ``one_sided_gather`` group: they may be written between the
+        fences before and after an update. Every rank gives the same."""
+        return
 
     def joined(self, shard: Buffer) -> Tensor | None:
         """The shards of all ranks in rank order, without a copy; ``None`` where that is not possible.
@@ -276,14 +285,20 @@ class Group(Meeting):
     def barrier(self) -> None:
         """Return when every rank has come here. Host side: it does not wait for device work."""
 
-    def fence(self, phase: str = "") -> None:
+    def fence(self, phase: str = "", met: bool = False) -> None:
         """Return when all ranks' earlier writes into buffers are visible to all and no gather still reads; nothing to
         do where memory is not mapped. It waits for no reduction (:meth:`Buffer.wait_writable` does), so ranks that have
         started different ones may meet here.
 
         Args:
             phase: one of :data:`PHASES`; ranks at different ones have lost each other, and are told so.
+            met: they have just exchanged something, behind :meth:`reads_arrive`: where messages are exchanged, that is
+                a fence before an update.
         """
+        return
+
+    def reads_arrive(self) -> None:
+        """Return when what this rank's gathers read of peers that take no part is here, where that has to be known."""
         return
 
     def close(self) -> None:

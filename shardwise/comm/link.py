@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
 
 import torch
@@ -19,6 +20,8 @@ __all__ = ["Link", "Message", "Sent", "Wire"]
 # gloo takes non-negative 32-bit tags. Part of one is the buffer's number: what ranks that lost each other send of other
 # buffers (another model's) is never taken. No two operations that are a million apart are in flight together.
 TAG_RANGE, BUFFER_RANGE = 1 << 20, 1 << 10
+TAG_LIMIT = TAG_RANGE * BUFFER_RANGE
+"""No tag of :meth:`Link.tag` is larger."""
 
 
 class Link:
@@ -42,14 +45,24 @@ class Link:
         """Start to receive into ``tensor``."""
         return self._start(dist.irecv, tensor, peer, tag, f"{what}: receiving from rank {peer}")
 
+    def send_aside(self, tensor: Tensor, peer: int, tag: int, what: str) -> Message:
+        """As :meth:`send`; in any thread, and also when torch has forgotten the communicator."""
+        return self._begin(lambda: self._process_group.send([tensor], peer, tag), f"{what}: sending to rank {peer}")
+
+    def receive_aside(self, tensor: Tensor, peer: int, tag: int, what: str) -> Message:
+        """As :meth:`receive`; see :meth:`send_aside`."""
+        return self._begin(lambda: self._process_group.recv([tensor], peer, tag), f"{what}: receiving from rank {peer}")
+
     def _start(self, start: Callable[..., dist.Work | None], tensor: Tensor, peer: int, tag: int, what: str) -> Message:
-        what = f"{what} of group {self._name!r}"
         keyword = "group_dst" if start is dist.isend else "group_src"
+        return self._begin(lambda: start(tensor, group=self._process_group, tag=tag, **{keyword: peer}), what)
+
+    def _begin(self, begin: Callable[[], dist.Work | None], what: str) -> Message:
+        what = f"{what} of group {self._name!r}"
         try:
-            work = start(tensor, group=self._process_group, tag=tag, **{keyword: peer})
+            return Message(begin(), what)
         except RuntimeError as error:
             raise _lost(what, error) from error
-        return Message(work, what)
 
 
 class Message:
@@ -64,11 +77,16 @@ class Message:
         self._what = what
         self.arrived: Callable[[], None] = lambda: None
 
-    def wait(self) -> None:
+    def wait(self, at_most: timedelta | None = None) -> None:
+        """Until it is through.
+
+        Args:
+            at_most: in place of the communicator's own time-out.
+        """
         if self._work is None:
             return
         try:
-            self._work.wait()
+            self._work.wait() if at_most is None else self._work.wait(at_most)
         except RuntimeError as error:
             raise _lost(self._what, error) from error
         self._work = None

@@ -150,6 +150,7 @@ class Engine:
         for index, followers in follow(self.model, self.params).items():
             self.chunks[self.layout.where[index][0]].follow(index, followers)
         load_initial_values(self.model, self.division, self.storage, self.plan, self.mesh)
+        self.mesh.shard.fence("after an update")  # from here on peers may read the shards
         self.master_edits.note()
         self.reducer.allocate()  # after the values: while these are made, the most memory is needed
         self.division.install()

@@ -22,7 +22,6 @@ from shardwise.engine.scaled import Scaled
 from shardwise.engine.updates import TileUpdates
 from shardwise.memory.tier import Tier
 from shardwise.precision_plan import HALF_DTYPES
-from shardwise.reduce.grads import ChunkGrads
 from shardwise.reduce.norm import LateNorm, clip_factor, global_norm
 from shardwise.reduce.scaler import LossScaler
 
@@ -48,7 +47,7 @@ class ShardedOptimizer(Scaled, torch.optim.Optimizer):
     def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, index: int, scaler: LossScaler | None) -> None:
         # Optimizer.__init__ is not called: it would build param groups of its own.
         self.engine, self.optimizer, self.index, self.scaler = engine, optimizer, index, scaler
-        self._states: list[ChunkGrads] = [s for s in engine.grads.values() if s.spec.optimizer == index]
+        self._states = [s for s in engine.grads.values() if s.spec.optimizer == index]
         self._counting = Counting(engine, self._states) if engine.mesh.model_parallel is not None else None
         self._updates = TileUpdates(engine, optimizer, index, self._states)
         self._full = OptimizerState(engine, optimizer, index, self._updates)
@@ -201,6 +200,7 @@ class ShardedOptimizer(Scaled, torch.optim.Optimizer):
             ValueError: the same, where they have other settings.
         """
         engine, settings = self.engine, self._settings
+        engine.mesh.shard.reads_arrive()  # so that this is a fence before the update as well
         riding = [engine.visible.mark(self.index), *settings.beside_norm()]
         posts = engine.mesh.shard.exchange([mine, *riding], "the gradient norm", engine.party)
         if any(post[1] != riding[0] for post in posts):
@@ -267,8 +267,7 @@ class ShardedOptimizer(Scaled, torch.optim.Optimizer):
 
     def _norm_may_wait(self) -> bool:
         """Whether a step does not depend on the norm of its gradients, and to know it would hold up the host."""
-        engine = self.engine
-        plan = engine.plan
+        engine, plan = self.engine, self.engine.plan
         wanted = self.scaler is not None or plan.grad.max_norm > 0.0 or self._early is not None
         on_device = runs_ahead(engine.mesh.device) and plan.tiers.all_on_device
         return on_device and not wanted and engine.mesh.model_parallel is None
@@ -289,7 +288,7 @@ class ShardedOptimizer(Scaled, torch.optim.Optimizer):
         early = self._early
         self._updates.before_step()  # it may change what a guess was made with
         done = early.updated if early is not None and early.confirm(factor) else ()
-        self.engine.values.before_update()
+        self.engine.values.before_update(met=True)
         self.engine.events.update_began(self.index)
         try:
             self._updates.run(factor, done, failure or (early.disk_failure if early is not None else None))

@@ -286,7 +286,17 @@ class Storage:
                     source = SecondarySource(source, kept, self._among)
                 held = [params[s.param] for s in spec.slots]
                 chunks.append(Chunk(spec, held, source, group.rank, self.mesh.device, self._resident(spec)))
+        self._serve([chunk.source for chunk in chunks if not chunk.resident])
         return chunks
+
+    def _serve(self, sources: Sequence[ShardSource]) -> None:
+        """Have gathers need no peer's taking part, where all can and nobody asks for more: under a declared capacity a
+        rank without room tells the others in rounds, and who promises one order meets at no fence."""
+        plain = all(isinstance(source, MemorySource) and source.tier is not Tier.DISK for source in sources)
+        promised = self.plan.comm.same_order or self.ledger.capacity_bytes is not None
+        rounded = any(self.rounds(spec) for spec in self.layout.chunks if not self._resident(spec))
+        if plain and not promised and not rounded and self.mesh.shard.size > 1:
+            self.mesh.shard.serve([source.exchange for source in sources])
 
     def _staging(self) -> dict[torch.dtype, Buffer]:
         """Exchange memory for shards that come from the disk, one a dtype."""

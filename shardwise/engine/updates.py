@@ -349,7 +349,7 @@ class TileUpdates:
             set_random_state(device, before)
             self._undo(changed, undo)
             self._engine.unfinished.end(*self.parts)
-            self._engine.mesh.shard.fence()  # peers read the shards that were put back
+            self._engine.mesh.shard.fence("after an update")  # peers read the shards that were put back
             posts = self._engine.mesh.everyone.exchange([float(len(self._stale))], "what could not be read back")
             lost = [rank for rank, post in enumerate(posts) if post[0]]
             raise_failures(failures, failure, DOING, LOST.format(ranks=lost) if lost else INTACT)

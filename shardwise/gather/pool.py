@@ -64,29 +64,23 @@ class ChunkPool:
         self.trace = self._training
         self.by_storage: dict[int, Chunk] = {}
         self.gathered_bytes = self.peak_gathered_bytes = 0
-        self.copied_bytes = self.peak_copied_bytes = 0
-        """What of the gathered bytes is memory of its own, and not the ranks' shards seen as one array."""
+        self.copied_bytes = self.peak_copied_bytes = 0  # of memory of its own, not the ranks' shards seen as one array
         self._transient = {u.index: [chunks[c] for c in u.chunks if not chunks[c].resident] for u in units}
         # Where everything stays gathered there is nothing to agree on, and passes under no_sync cost nothing.
-        agreed = self.has_transient and not (group.one_sided_gather or limits.same_order or group.size == 1)
-        self.agrees = agreed or any(c.source.peers_take_part for cs in self._transient.values() for c in cs)
+        alone = group.one_sided_gather or limits.same_order or group.size == 1
+        sources = [chunk.source for chunks in self._transient.values() for chunk in chunks]
+        self.agrees = any(s.peers_take_part or not (alone or s.exchange.served) for s in sources)
         # Between CPU ranks of one host a gather is a copy by the reader, which nothing hides.
         self._ahead_pays = not group.one_sided_gather or group.device.type == "cuda"
         self._bytes = {u: sum(c.spec.padded_bytes for c in cs) for u, cs in self._transient.items()}
         self.arrays = ArrayPool(group.device, (2 + prefetch) * max(self._bytes.values(), default=0))
         self.lock = threading.RLock()
         self._pins: dict[int, set[int]] = {unit: set() for unit in self._transient}
-        self._held: set[int] = set()
-        self._renewing: dict[int, list[Chunk]] = {}
-        self._joins = True
-        self._looked = 0
-        """Uses so far when what comes next was last looked at."""
-        self._blocks = WeakKeyDictionary[object, bool]()
-        """The ``gathered()`` that are open, in which everything stays, and whether it is all here."""
-        self.followed = False
-        """Whether the last step used the units in the order of the one before."""
-        self.moved_bytes = 0
-        """Bytes of gathered chunks that acquires had to fetch so far."""
+        self._held, self._renewing = set[int](), dict[int, list[Chunk]]()
+        self._joins, self._looked = True, 0  # uses so far when what comes next was last looked at
+        self._blocks = WeakKeyDictionary[object, bool]()  # ``gathered()`` that are open, and whether all is here
+        self.followed = False  # whether the last step used the units in the order of the one before
+        self.moved_bytes = 0  # of gathered chunks that acquires had to fetch so far
         ledger.watch("gathered parameters", lambda: self.copied_bytes)
         ledger.watch(KEPT, self.arrays.idle_bytes)
         ledger.watch("arrays still read", self.arrays.read_bytes)
@@ -293,9 +287,7 @@ class ChunkPool:
     @in_turn
     def finish_phase(self) -> None:
         """At the end of a forward or backward pass: take part in the gathers of ranks that use more than this one."""
-        if not self.agrees or self.all_held:
-            return
-        while self._round(None):
+        while self.agrees and not self.all_held and self._round(None):
             pass
 
     def abandon_phase(self) -> None:

@@ -112,9 +112,10 @@ def test_who_waits_in_vain_says_in_what_and_who_did_not_come(plan: str, tmp_path
     assert "rank 1 is in no such call, its last was: saving checkpoint 'before' in " in told, told
 
 
-def test_a_gather_of_everything_is_served_by_a_forward_pass_and_told_where_the_next_does_not_come(
+def test_a_gather_of_everything_is_served_beside_a_forward_pass_and_what_follows_is_told_at_once(
     tmp_path: object,
 ) -> None:
-    """Over gloo each gather is agreed, so one rank's whole model may be gathered beside the other's pass."""
-    _, told = run_ranks(2, alone, "zero3_gloo", gathered, train, str(tmp_path), 1.5)
-    assert "rank 0 is in no such call, its last was: gathered(write_back=True)" in told, told
+    """Over gloo peers' threads answer gathers. Then one takes values over, and the other is in its backward pass."""
+    for told in run_ranks(2, alone, "zero3_gloo", gathered, train, str(tmp_path), 60.0):
+        assert "rank 0: the fence before an update (1 values) while gathered(write_back=True)" in told, told
+        assert "rank 1: which parameters had gradients" in told, told

@@ -1,0 +1,231 @@
+"""A thread for each peer sends it this rank's shards when it asks, so that gathers need nobody else's taking part."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.errors import PeerError
+from shardwise.comm.group import Buffer
+from shardwise.comm.link import TAG_LIMIT, Link, Message
+
+__all__ = ["Served", "Serving"]
+
+# Above the tags of operations that all ranks start in one order.
+ASK = TAG_LIMIT
+ANSWERS = 1 << 20  # tags of answers; no two gathers that are so many apart are under way together
+TOLD = ASK + 2 * ANSWERS
+# What a request has where others have a buffer's number.
+RELEASES, LEAVES, LEAVES_LAST, ENDS, FAREWELL = -1, -2, -3, -4, -5
+IDLE = timedelta(days=3650)
+"""A peer that asks for nothing is no failure; that it is gone shows by its connection."""
+END_S = 2.0
+"""Seconds that a process which ends stays for peers that have not left: from then on, or from what one last asked."""
+KEPT_WORDS = 32  # so many that were sent without waiting are kept until they have surely arrived
+
+
+# [Note: Gathers that nobody else takes part in]
+# Where memory is not mapped a gather needs the peers. If it needed their main threads, all ranks would have to gather
+# the same units in one order: they would agree on each gather first, and a rank that left the order (another branch, a
+# unit that something still holds) would wait for peers that wait for it, in whatever collective the user's own modules
+# make. So a rank asks: it posts where each peer's part goes, and sends each a request; a thread of the peer sends that
+# part. What is asked and sent has tags of its own, which the one who asks chooses.
+# * Nothing closes a cycle: who gathers waits for threads that wait for messages alone, whatever their rank is doing,
+#   and take no lock of the engine ([Note: Which thread touches what]). A peer that has failed, left its pass or has not
+#   come to it answers too; that the ranks have lost each other shows where they meet, as over mapped memory.
+# * Values are those of the step: shards are written between two fences only ([Note: Fences]). Before the first this
+#   rank's gathers have arrived (GlooGroup.fence), and behind the second every rank has written. These are real meetings
+#   here, however many units there are.
+# * Nobody is left without a part: mapped memory stays as long as one rank maps it, and so does what is served. A rank
+#   that is through with a model (close(), the collector) tells the peers that it will not ask any more (RELEASES); the
+#   memory goes when all of them have said so. A rank that is through with the group tells that too (LEAVES), and its
+#   threads go on until the peers have.
+# * Threads end where both sides have left. Who leaves second, as it knows, says so (LEAVES_LAST), and hears FAREWELL,
+#   since its thread has nothing else to wait for. A process that ends while a peer has not left stays a moment, and
+#   longer while that one still asks, then says that it ENDS: no thread may wait inside gloo while Python finalizes,
+#   which can abort the process.
+class Serving:
+    """Of one rank, to the others of its group.
+
+    Args:
+        link: over which requests and answers travel.
+        peers: the other ranks.
+    """
+
+    def __init__(self, link: Link, peers: Iterable[int]) -> None:
+        self._link, self._count, self._sets = link, 0, 0
+        self._ends = [_End(link, peer) for peer in peers]
+        self._leave = weakref.finalize(self, _leave_all, self._ends)
+        self._leave.atexit = False
+        _at_exit(self._ends)
+
+    def serve(self, shards: Sequence[Buffer]) -> Served:
+        """From now on peers may ask for them; all ranks serve theirs in one order."""
+        self._sets += 1
+        memory = {shard.number: shard.local for shard in shards}
+        for end in self._ends:
+            end.served[self._sets] = memory
+            end.forget_words()
+        return Served(self._sets, self._ends)
+
+    def ask(self, shard: Buffer, part_of: Callable[[int], Tensor], what: str) -> list[Message]:
+        """Each peer's part of what ``shard`` is a part of, into ``part_of(peer)``.
+
+        Raises:
+            PeerError: a peer's process has ended.
+        """
+        self._count = (self._count + 1) % ANSWERS
+        tag, asked = ASK + 1 + self._count, list[Message]()
+        try:
+            for end in self._ends:
+                if end.gone:
+                    raise PeerError(f"{what}: the process of rank {end.peer} has ended; look at what it said last")
+                part = self._link.receive(part_of(end.peer), end.peer, tag, what)
+                request = torch.tensor([shard.number, tag])
+                asked += [self._link.send(request, end.peer, ASK, what), part]
+        except BaseException:  # what was asked for comes, and must not be written into an array with another use
+            for message in asked:
+                with suppress(PeerError):
+                    message.wait()
+            raise
+        return asked
+
+    def tell(self, number: int) -> list[Message]:
+        """Tell the peers that this rank is through with its ``number``-th update; their word for the same."""
+        what, heard = f"the end of update {number}", list[Message]()
+        for end in self._ends:
+            if end.thread.is_alive():
+                heard.append(end.hear(TOLD + number % ANSWERS, what))
+                end.say(number, 0, TOLD + number % ANSWERS)
+        return heard
+
+    def close(self) -> None:
+        """This rank asks for nothing any more; its threads answer until the peers say the same. Again is as good."""
+        self._leave()
+
+
+class Served:
+    """Some shards that peers may ask for. When it is dropped, the peers hear that this rank will not ask for them."""
+
+    def __init__(self, number: int, ends: Sequence[_End]) -> None:
+        self._drop = weakref.finalize(self, _release, number, ends)
+        self._drop.atexit = False
+
+
+class _End:
+    """The thread that answers one peer.
+
+    Attributes:
+        served: what the peer may still ask for, by the number of its set and of the buffer.
+        gone: the peer's process has ended.
+        asked_at: when it last asked, in seconds of the monotonic clock.
+    """
+
+    def __init__(self, link: Link, peer: int) -> None:
+        self.link, self.peer = link, peer
+        self.served: dict[int, dict[int, Tensor]] = {}
+        self.gone, self.asked_at = False, 0.0
+        self._left: dict[str, object] = {}
+        self._words: deque[Message] = deque()
+        self._hears: list[Message] = []
+        self.thread = threading.Thread(target=_answer, args=[self], daemon=True, name=f"shardwise-serving-{peer}")
+        self.thread.start()
+
+    def leave(self) -> None:
+        """This rank asks for nothing any more. Again is as good."""
+        mine = object()
+        if self._left.setdefault("told", mine) is mine and self.thread.is_alive():
+            self.say(LEAVES if self.leaves_first("own") else LEAVES_LAST)
+
+    def leaves_first(self, who: str) -> bool:
+        """Whether ``who`` ("own", "peer") leaves first; one operation of a dictionary, since two threads ask."""
+        return self._left.setdefault("first", who) == who
+
+    def say(self, word: int, number: int = 0, tag: int = ASK) -> None:
+        """Nothing waits: each rank collects garbage when it likes."""
+        with suppress(Exception):  # the peer is gone
+            message = self.link.send_aside(torch.tensor([word, number]), self.peer, tag, "what is told")
+            self._words.append(message)  # dropped before it has arrived, it would never
+
+    def hear(self, tag: int, what: str) -> Message:
+        """What the peer says with ``tag``. What is on its way finds its place, also if nobody waits for it."""
+        self._hears = [each for each in self._hears if not each.finished()]
+        self._hears.append(self.link.receive_aside(torch.zeros(2, dtype=torch.int64), self.peer, tag, what))
+        return self._hears[-1]
+
+    def forget_words(self) -> None:
+        """Let go of what was said long ago."""
+        while len(self._words) > KEPT_WORDS:
+            with suppress(PeerError):
+                self._words.popleft().wait()
+
+
+def _answer(end: _End) -> None:
+    asked, what = torch.zeros(2, dtype=torch.int64), "a request for a shard"
+    with suppress(Exception):  # the peer or the communicator is gone: who needs them is told
+        while True:
+            end.link.receive_aside(asked, end.peer, ASK, what).wait(IDLE)
+            word, number = asked.tolist()
+            if word >= 0:
+                end.asked_at = time.monotonic()
+                _send(end, word, number)
+            elif word == RELEASES:
+                end.served.pop(number, None)
+            elif word == LEAVES and end.leaves_first("peer"):
+                end.served.clear()
+            else:
+                break
+        end.gone = word == ENDS
+        if word in (LEAVES_LAST, ENDS):
+            end.say(FAREWELL)
+    end.served.clear()
+
+
+def _send(end: _End, buffer: int, tag: int) -> None:
+    for memory in list(end.served.values()):
+        if buffer in memory:
+            end.link.send_aside(memory[buffer], end.peer, tag, f"the shard of buffer {buffer}").wait()
+
+
+def _release(number: int, ends: Sequence[_End]) -> None:
+    for end in ends:
+        if end.thread.is_alive():  # which no thread is in a forked child
+            end.say(RELEASES, number)
+
+
+def _leave_all(ends: Sequence[_End]) -> None:
+    for end in ends:
+        end.leave()
+
+
+_open: list[weakref.ref[_End]] = []
+
+
+def _at_exit(ends: Sequence[_End]) -> None:
+    _open[:] = [ref for ref in _open if (end := ref()) is not None and end.thread.is_alive()]
+    _open.extend(map(weakref.ref, ends))
+
+
+@atexit.register
+def _leave_at_exit() -> None:
+    ends = [end for ref in _open if (end := ref()) is not None]
+    _leave_all(ends)
+    began = time.monotonic()
+    for end in ends:
+        while end.thread.is_alive() and (rest := max(began, end.asked_at) + END_S - time.monotonic()) > 0:
+            end.thread.join(rest)
+    for end in ends:
+        if end.thread.is_alive():
+            end.say(ENDS)
+    last = time.monotonic() + END_S
+    for end in ends:
+        end.thread.join(max(last - time.monotonic(), 0.0))

@@ -1,0 +1,316 @@
+"""Gathers over messages that peers' threads answer: in any order, whatever the peers do, without agreement.
+
+Over mapped memory a gather reads what is there; here it is asked for, and comes from a thread of the peer.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import pairwise
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from engine_setup import adam, check, data, run_plain, run_sharded, seeded, sharded
+from launching import SECONDS, forked, start
+from scope import Scope, values
+from torch import Tensor, nn
+
+from shardwise.build import build
+from shardwise.comm import Buffer, GlooGroup, Group
+from shardwise.plan import Plan, zero
+from shardwise.testing import assert_close, run_ranks
+
+GLOO = zero(3).but(shared_memory=False)
+NUMELS = (1, 40, 3000)
+EPOCHS = 4
+MEETINGS = ["which parameters had gradients", "the gradient norm"]
+"""Of a step. The first overlaps with reductions, the second is the fence before the update, too."""
+
+
+def write(shards: list[Buffer], rank: int, epoch: int) -> None:
+    for index, shard in enumerate(shards):
+        shard.local.copy_(values(rank, shard.local.numel(), torch.float64, 10 * epoch + index))
+
+
+def whole(bounds: tuple[int, ...], epoch: int, index: int) -> Tensor:
+    lengths = [end - begin for begin, end in pairwise(bounds)]
+    return torch.cat([values(rank, n, torch.float64, 10 * epoch + index) for rank, n in enumerate(lengths)])
+
+
+def each_its_own_way(seed: int, trials: int) -> int:
+    """Ranks gather other shards, in another order, another number of them, with naps. How many in all."""
+    made = 0
+    for trial in range(trials):
+        with Scope("gloo") as group:
+            draw = random.Random(f"{seed} {trial} {group.rank}")
+            parts = [
+                [(numel + rank * (index + trial) % 5) for rank in range(group.size)]
+                for index, numel in enumerate(NUMELS)
+            ]
+            bounds = [tuple(sum(part[:rank]) for rank in range(group.size + 1)) for part in parts]
+            shards = group.shards([(each, torch.float64) for each in bounds], joint=False)
+            group.serve(shards)
+            for epoch in range(EPOCHS):
+                write(shards, group.rank, epoch)
+                group.fence("after an update")
+                flying = []
+                for _ in range(draw.randrange(9)):
+                    index = draw.randrange(len(NUMELS))
+                    out = torch.full((bounds[index][-1],), 7.0, dtype=torch.float64)
+                    flying.append((index, out, group.all_gather(out, shards[index])))
+                    made += 1
+                    if draw.random() < 0.3:
+                        time.sleep(draw.random() / 200)
+                    if draw.random() < 0.5:
+                        flying[draw.randrange(len(flying))][2].wait()
+                group.fence("before an update")  # what is under way arrives first
+                for index, out, handle in flying:
+                    assert torch.equal(out, whole(bounds[index], epoch, index))
+                    handle.wait()
+    return made
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_gather_what_they_like(size: int) -> None:
+    assert len(set(run_ranks(size, each_its_own_way, 1, 6))) == size, "all made the same number: nothing was tried"
+
+
+def late_writer(fences: bool) -> bool:
+    """Whether a rank that asks early gets what a slow one is about to write."""
+    unfenced = mock.patch.object(GlooGroup, "fence", lambda *_: None)
+    with Scope("gloo") as group:
+        shards = group.shards([((0, 5, 10), torch.float64)], joint=False)
+        group.serve(shards)
+        group.barrier()
+        with nullcontext() if fences else unfenced:
+            time.sleep(0.3 * group.rank)
+            write(shards, group.rank, 1)
+            group.fence("after an update")
+            out = torch.zeros(10, dtype=torch.float64)
+            group.all_gather(out, shards[0]).wait()
+            group.barrier()
+        return torch.equal(out, whole((0, 5, 10), 1, 0))
+
+
+def test_who_reads_early_reads_what_is_written() -> None:
+    assert run_ranks(2, late_writer, True) == [True, True]
+    assert run_ranks(2, late_writer, False) == [False, True], "the test cannot fail"
+
+
+def busy_peer() -> float:
+    """Seconds that a gather takes while the peer is at something else."""
+    with Scope("gloo") as group:
+        shards = group.shards([((0, 5, 10), torch.float64)], joint=False)
+        group.serve(shards)
+        write(shards, group.rank, 1)
+        group.fence("after an update")
+        began = time.monotonic()
+        if group.rank:
+            time.sleep(5)
+        else:
+            out = torch.zeros(10, dtype=torch.float64)
+            group.all_gather(out, shards[0]).wait()
+        took = time.monotonic() - began
+        group.barrier()
+        return took
+
+
+def test_a_gather_needs_no_turn_of_the_peer() -> None:
+    gathered, slept = run_ranks(2, busy_peer)
+    assert gathered < slept - 1
+
+
+# ---- in training
+
+
+@contextmanager
+def counted() -> Iterator[list[str]]:
+    """What ranks meet for."""
+    purposes: list[str] = []
+
+    def telling(name: str) -> Any:
+        original = getattr(Group, name)
+
+        def tell(group: Group, given: Any, purpose: str = "", *args: Any, **named: Any) -> Any:
+            purposes.append(purpose)
+            return original(group, given, purpose, *args, **named)
+
+        return tell
+
+    with mock.patch.multiple(Group, exchange=telling("exchange"), summarize=telling("summarize")):
+        yield purposes
+
+
+def meetings(plan: Plan, layers: int, steps: int) -> list[list[str]]:
+    model, found = seeded(lambda: nn.Sequential(*[nn.Linear(6, 6) for _ in range(layers)])), []
+    with counted() as purposes, sharded(model, adam(model), plan) as session:
+        assert session.optimizer is not None
+        for step in range(steps):
+            purposes.clear()
+            session.backward(session.module(data(session.mesh.rank, step)).square().mean())
+            session.optimizer.step()
+            session.optimizer.zero_grad()
+            found.append(list(purposes))
+    return found
+
+
+@pytest.mark.parametrize(("size", "layers"), [(2, 24), (3, 24), (2, 5)])
+def test_a_step_has_few_meetings_however_many_units(size: int, layers: int) -> None:
+    for steps in run_ranks(size, meetings, GLOO, layers, 4):
+        for purposes in steps[1:]:  # the first one agrees on the order of reductions
+            assert purposes == MEETINGS
+
+
+def test_rounds_are_still_there_where_they_are_needed() -> None:
+    """A rank that has no room tells the others."""
+    for steps in run_ranks(2, meetings, GLOO.but(device_capacity_bytes=1 << 30), 5, 2):
+        assert steps[1].count("what to gather") > 5
+
+
+class Wanderer(nn.Module):
+    """Ranks take other layers, in another order, and make sums of their own among each other in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.extra = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: Tensor, draw: random.Random) -> Tensor:
+        for layer in self.trunk:
+            for each in draw.sample(range(4), draw.randrange(3)):
+                x = torch.tanh(self.extra[each](x))
+            nap = draw.random() / 100
+            if dist.is_initialized():
+                time.sleep(nap)
+                dist.all_reduce(torch.ones(1))  # as a normalization over all ranks does
+            x = x + torch.tanh(layer(x))
+        return x
+
+
+def wander(model: nn.Module, rank: int, step: int) -> Iterator[tuple[Tensor, bool]]:
+    draw = random.Random(f"{rank} {step}")
+    for index in range(2):
+        yield model(data(rank, step, index), draw).square().mean(), False
+
+
+def ends_early(closes: bool) -> Tensor:
+    """One rank is through with its model, and drops or closes it, while the others still gather."""
+    model = seeded(lambda: nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)]))
+    session = build(model, adam(model), GLOO)
+    for layer in model if session.mesh.rank else ():
+        layer.register_forward_pre_hook(lambda *_: time.sleep(0.2))
+    with torch.no_grad():
+        out = session.module(data(0, 0))
+    if closes:
+        session.close()
+        session.mesh.close()
+    else:
+        kept = session.mesh  # for other models
+        del session, model
+        gc.collect()
+        assert kept.size == 2
+    return out
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_who_ends_early_leaves_the_others_what_they_need(closes: bool) -> None:
+    one, other = run_ranks(2, ends_early, closes)
+    assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_ranks_that_wander_train_as_in_plain_torch(size: int, prefetch: int) -> None:
+    found = run_ranks(size, run_sharded, Wanderer, wander, GLOO.but(prefetch=prefetch, gathered_fraction=0.2), 4)
+    check(found, run_plain(Wanderer, wander, size, 4), f"{size} ranks", 1e-9)
+
+
+def fails_and_goes_on() -> list[str]:
+    model, ends = seeded(lambda: nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)])), []
+    with sharded(model, adam(model), GLOO) as session:
+        assert session.optimizer is not None
+        for step in range(3):
+            while not ends or ends[-1] != f"made {step}":
+                try:
+                    session.optimizer.zero_grad()
+                    out = session.module(data(session.mesh.rank, step))
+                    if step == 1 and session.mesh.rank and "ArithmeticError" not in ends:
+                        raise ArithmeticError("broken on purpose")
+                    session.backward(out.square().mean())
+                    session.optimizer.step()
+                    ends.append(f"made {step}")
+                except (ArithmeticError, RuntimeError) as error:
+                    ends.append(type(error).__name__)
+                    assert len(ends) < 9, ends
+        state = session.module.state_dict()
+    plain = run_plain(lambda: nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)]), _plain_step, session.mesh.size, 3)
+    assert_close(state, plain, 1e-9, "after a failure")
+    return ends
+
+
+def _plain_step(model: nn.Module, rank: int, step: int) -> Iterator[tuple[Tensor, bool]]:
+    yield model(data(rank, step)).square().mean(), False
+
+
+def test_a_rank_that_fails_goes_on() -> None:
+    ends = run_ranks(2, fails_and_goes_on)
+    assert all(each[-1] == "made 2" for each in ends) and "ArithmeticError" in ends[1]
+
+
+# ---- the end
+
+
+def serving() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("shardwise-serving")]
+
+
+def dropped() -> tuple[int, int]:
+    """Threads while a session is there, and a moment after it is gone."""
+    model = seeded(lambda: nn.Linear(6, 6))
+    session = build(model, adam(model), GLOO)
+    during = len(serving())
+    session.module(data(0, 0))
+    del session, model
+    until = time.monotonic() + 20
+    while serving() and time.monotonic() < until:
+        gc.collect()
+        time.sleep(0.01)
+    return during, len(serving())
+
+
+def test_what_is_dropped_serves_no_more() -> None:
+    assert run_ranks(3, dropped) == [(2, 0)] * 3
+
+
+def ends(rank: int, port_file: str, how: str) -> None:
+    """A process of its own, which ends as Python's main does, threads and all."""
+    dist.init_process_group("gloo", init_method=f"file://{port_file}", rank=rank, world_size=2)
+    model = seeded(lambda: nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)]))
+    session = build(model, adam(model), GLOO)
+    if rank and how == "is slow":
+        for layer in model:
+            layer.register_forward_pre_hook(lambda *_: time.sleep(0.5))
+    out = session.module(data(0, 0))
+    if how == "forgets":
+        dist.destroy_process_group()
+    assert out.isfinite().all()
+    from shardwise.comm import serving as module
+
+    module._leave_at_exit()
+    raise SystemExit(len(serving()))
+
+
+@pytest.mark.parametrize("how", ["just ends", "forgets", "is slow"])
+def test_no_thread_waits_when_the_process_ends(how: str, tmp_path: object) -> None:
+    ranks = [start(forked(ends, rank, f"{tmp_path}/meet", how)) for rank in range(2)]
+    for each in ranks:
+        each.join(SECONDS)
+    assert [each.exitcode for each in ranks] == [0, 0]
