@@ -20,6 +20,7 @@ __all__ = [
     "MOST_SCALE",
     "MOST_SEED",
     "MOST_STEP",
+    "UnknownModelError",
     "as_mapping",
     "as_path",
     "as_tensor",
@@ -46,6 +47,14 @@ MOST_SEED = 2**63 - 1
 MOST_SCALE = 2.0**126
 """Of a loss scale: what fp32 can hold, and grow once more."""
 LONG = 200  # bits
+
+
+class UnknownModelError(ValueError, NotImplementedError):
+    """A model that nothing is known of: how it is cut, divided into stages, or its sequences are. The message says how
+    to describe it.
+
+    It is a ``NotImplementedError`` as well, which programs written for ColossalAI expect of a model without a policy.
+    """
 
 
 def shown(value: object) -> str:

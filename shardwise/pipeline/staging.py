@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.checked import UnknownModelError
 from shardwise.draws import dropouts_of
 from shardwise.pipeline.schedule import rank_of_stage
 from shardwise.pipeline.tables import TABLES, Body, known_bodies
@@ -346,7 +347,8 @@ def stage_model(
         v_shaped: where stages are, see :func:`~shardwise.pipeline.schedule.rank_of_stage`.
 
     Raises:
-        ValueError: the model is of no known class, has too few layers, or is to return something of all layers.
+        UnknownModelError: the model is of no known class.
+        ValueError: it has too few layers, or is to return something of all layers.
     """
     if body is not None:
         found = [("", body)]
@@ -357,7 +359,7 @@ def stage_model(
             if kind is not None:
                 found.append((name, TABLES[kind.__name__]))
     if not found:
-        raise ValueError(
+        raise UnknownModelError(
             f"{type(model).__name__} cannot be divided into stages: it has no module of a known class "
             f"({', '.join(known_bodies())}); describe it with shardwise.pipeline.register_body(class name, Body(...))"
         )

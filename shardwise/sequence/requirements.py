@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from shardwise.checked import UnknownModelError
 from shardwise.draws import dropouts_of
 from shardwise.parallel_plan import SequencePlan
 from shardwise.sequence.attention import ORIGINALS, original_of
@@ -97,7 +98,7 @@ def _body(model: nn.Module, plan: SequencePlan) -> tuple[nn.Module, SequenceBody
         if kind is not None:
             found.append((module, TABLES[kind.__name__]))
     if not found:
-        raise ValueError(
+        raise UnknownModelError(
             f"ranks cannot share the sequences of a {type(model).__name__}: it has no module of a known class "
             f"({', '.join(known_sequences())}); describe it with shardwise.sequence.register_sequence(class name, "
             "SequenceBody(...))"

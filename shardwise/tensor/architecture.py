@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from shardwise.checked import UnknownModelError
 from shardwise.plan import TensorPlan
 from shardwise.tensor.axis import Axis
 from shardwise.tensor.cutting import Cutting
@@ -77,7 +78,8 @@ def cut_model(model: nn.Module, axis: Axis, plan: TensorPlan) -> Cutting:
             method ``collect(model, cutting)``.
 
     Raises:
-        ValueError: the model is of no known architecture, or cannot be cut over so many ranks.
+        UnknownModelError: the model is of no known architecture.
+        ValueError: it has nothing that the plan's own describes, or cannot be cut over so many ranks.
     """
     sequences = Sequences(axis, plan.sequence == "ring") if plan.sequence is not None else None
     cutting, found = Cutting(axis, sequences), False
@@ -104,7 +106,7 @@ def cut_model(model: nn.Module, axis: Axis, plan: TensorPlan) -> Cutting:
                     f"{type(model).__name__} cannot be cut over {axis.size} ranks: {where}: {error}"
                 ) from error
     if not found:
-        raise ValueError(_unknown(model, plan))
+        raise (UnknownModelError if plan.architecture is None else ValueError)(_unknown(model, plan))
     left = cutting.uncovered(model)
     if left:
         raise ValueError(

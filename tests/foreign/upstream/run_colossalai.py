@@ -1,7 +1,7 @@
 """``python -m tests.foreign.upstream.run_colossalai CHECKOUT [FILE ...]``: ColossalAI's own tests, ported and run.
 
-They are copied, their imports are changed by ``shardwise port``, and nothing else in them is. ``without_gpu`` makes
-their GPU this machine's CPU. ``--write`` puts the table into ``docs/porting.md``, with the reasons of
+They are copied, their imports are changed by ``shardwise port``, and nothing else in them is but that those over
+several models go on after one that fails. ``without_gpu`` makes their GPU this machine's CPU, and what they catch fail. ``--write`` puts the table into ``docs/porting.md``, with the reasons of
 ``colossalai_reasons.py``. ``--results FILE`` keeps outcomes, so that it can be made of several runs.
 """
 
@@ -71,6 +71,7 @@ def main() -> int:
     parser.add_argument(
         "--seconds", type=float, default=SECONDS, help=f"for the ranks of one test (default: {SECONDS:.0f})"
     )
+    parser.add_argument("--zoo", action="store_true", help="all models of their zoo, where a few stand for them else")
     parser.add_argument("--keep", type=Path, help="a folder for ported tests and what each file printed")
     parser.add_argument("--results", type=Path, help="a file of outcomes that this run adds to, a line of JSON each")
     parser.add_argument("--write", action="store_true", help="put the table of all results into docs/porting.md")
@@ -83,7 +84,7 @@ def main() -> int:
         folder = (args.keep or Path(name)).absolute()
         ported(args.checkout / "tests", folder / "tests")
         begins = args.files or [name for name in FOLDERS if (folder / "tests" / name).is_dir()]
-        found = [each for begin in begins for each in outcomes(folder, begin, args.seconds)]
+        found = [each for begin in begins for each in outcomes(folder, begin, args.seconds, args.zoo)]
     unknown = [each.name for each in found if each.status == "failed" and each.name not in REASONS]
     print(f"{counted(found)}; without a known reason: {unknown or 'none'}")
     known = {each.name: each for each in kept(args.results)} | {each.name: each for each in found}
@@ -111,10 +112,11 @@ def ported(source: Path, target: Path) -> None:
         where = path.relative_to(source)
         if len(where.parts) == 1 or where.parts[0] in ("kit", *FOLDERS, *ON_REQUEST):
             (target / where).parent.mkdir(parents=True, exist_ok=True)
-            (target / where).write_text(rewritten(Program(path.read_text("utf-8"), among)), "utf-8")
+            text = path.read_text("utf-8").replace("early_stop: bool = True", "early_stop: bool = False")
+            (target / where).write_text(rewritten(Program(text, among)), "utf-8")
 
 
-def outcomes(folder: Path, begin: str, seconds: float) -> list[Outcome]:
+def outcomes(folder: Path, begin: str, seconds: float, zoo: bool = False) -> list[Outcome]:
     """Run one folder of tests in a process group of its own; what ranks have not ended after ``seconds`` fails."""
     report = folder / "reports" / f"{begin.replace('/', '-')}.xml"
     report.parent.mkdir(exist_ok=True)
@@ -124,7 +126,7 @@ def outcomes(folder: Path, begin: str, seconds: float) -> list[Outcome]:
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([*path, *filter(None, [os.environ.get("PYTHONPATH")])]),
         "OMP_NUM_THREADS": "1",
-        "FAST_TEST": "1",
+        "FAST_TEST": str(int(not zoo)),
         "HF_HUB_OFFLINE": "1",
         "CUDA_VISIBLE_DEVICES": "",
         "UPSTREAM_SECONDS": str(seconds),

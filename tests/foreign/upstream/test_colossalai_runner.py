@@ -19,7 +19,8 @@ import torch.distributed as dist
 import colossalai
 from colossalai.accelerator import get_accelerator
 from colossalai.legacy.amp import convert_to_apex_amp
-from colossalai.testing import spawn
+from colossalai.tensor.colo_parameter import ColoParameter
+from colossalai.testing import clear_cache_before_run, spawn
 from tests.kit.model_zoo import model_zoo
 
 def on_ranks(rank, world_size, port, wrong):
@@ -53,6 +54,27 @@ def test_what_they_compare_with():
         plain.step()
     assert model.weight.dtype is torch.float16 and model(rows).dtype is torch.float32
     torch.testing.assert_close(model.weight.float(), whole.weight, rtol=3e-2, atol=3e-2)
+
+@clear_cache_before_run()
+def caught():
+    try:
+        raise KeyError("here")
+    except Exception as error:
+        return repr(error)
+
+def test_what_they_catch(early_stop: bool = True):
+    assert caught() == "KeyError('here')" and not early_stop
+    assert all(isinstance(each, ColoParameter) for each in torch.nn.Linear(1, 1).parameters())
+
+def test_convolutions_of_halves():
+    layer, rows = torch.nn.Conv1d(4, 2, 3).half(), torch.randn(3, 4, 8).half()
+    found = layer(rows)
+    expected = torch.conv1d(rows.float(), layer.weight.float(), layer.bias.float())
+    found.square().sum().backward()
+    assert found.dtype is layer.weight.grad.dtype is torch.float16 and torch.equal(found, expected.half())
+    with torch.autocast("cpu", torch.float16):
+        assert layer.float()(rows.float()).dtype is torch.float16
+    assert layer(rows.float()).dtype is torch.float32
 
 @pytest.mark.skip("not now")
 def test_skipped():
@@ -103,13 +125,13 @@ def test_what_runs_of_a_checkout_is_told_with_reasons(tmp_path: Path) -> None:
     }
     results.write_text(json.dumps(earlier) + "\n", "utf-8")
     status, told = run("run_colossalai", checkout, "--seconds", "100", "--results", str(results))
-    assert status == 1 and "3 passed, 2 failed, 1 skipped" in told, told
+    assert status == 1 and "5 passed, 2 failed, 1 skipped" in told, told
     alone = "test_cluster/test_cannot_be_imported.py::not imported"
     assert f"without a known reason: ['{alone}', 'test_cluster/test_made_up.py::test_ranks[1]']" in told
     assert "passed" in next(line for line in told.splitlines() if "test_ranks[0]" in line)
     assert "AssertionError" in next(line for line in told.splitlines() if "test_ranks[1]" in line)
     lines = table(kept(results)).splitlines()
-    assert "| `test_cluster` | 3 | 2 | 1 |" in lines and "| `test_zero` | 0 | 1 | 0 |" in lines, lines
+    assert "| `test_cluster` | 5 | 2 | 1 |" in lines and "| `test_zero` | 0 | 1 | 0 |" in lines, lines
     assert lines[-1] == "| `test_zero/test_b.py::test` | slow | TimeoutError: 4 ranks |"
     status, told = run("run_colossalai", str(tmp_path))
     assert status == 2 and "tests/kit" in told

