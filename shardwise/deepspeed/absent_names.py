@@ -51,7 +51,6 @@ ABSENT: dict[str, Mapping[str, Absent]] = {
         "DeepSpeedCheckpoint",
         "NeoXCheckpoint",
         "ZeROCheckpoint",
-        "enable_universal_checkpoint",
         "get_model_3d_descriptor",
         "model_3d_desc",
     ),
@@ -159,8 +158,6 @@ ABSENT: dict[str, Mapping[str, Absent]] = {
 
 ABSENT_MODULES: dict[str, Absent] = {
     "autotuning": Absent("choose stage and batch size by hand; `shardwise trace` shows what a step needs"),
-    "checkpoint.ds_to_universal": Absent(_CHECKPOINTS),
-    "checkpoint.universal_checkpoint": Absent(_CHECKPOINTS),
     "compile": Absent(_COMPILE),
     "compression": Absent("compress the model before it is trained, or after"),
     "datastates": Absent("engine.session.checkpoints.save(..., asynchronous) writes while training goes on"),

@@ -59,7 +59,7 @@ class DeepSpeedEngine(Facts):
         self.settings = settings
         self._batch = batch
         session.divide_own_passes(batch.accumulation)
-        self._saving = Saving(session)
+        self._saving = Saving(session, settings["checkpoint.load_universal"])
         self.collate_fn: Any = None
         self.training_dataloader: Any = None
         self.is_compiled = False

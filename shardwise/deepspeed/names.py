@@ -201,6 +201,7 @@ _CHECKPOINT_FILES: Names = {
     "get_model_ckpt_name_for_rank": Here(f"{HOME}.loaders", "model_file"),
     "get_zero_ckpt_name_for_rank": Here(f"{HOME}.loaders", "zero_file"),
 }
+_UNIVERSAL: Names = _in("ds_to_universal", ("enable_universal_checkpoint",))
 _ENGINE: Names = {"DeepSpeedEngine": Here(f"{HOME}.engine"), **ABSENT["runtime.engine"]}
 _SPLIT = "split_params_into_different_moe_groups_for_optimizer"
 _OFFLOAD_BLOCKS = ("DeepSpeedZeroOffloadOptimizerConfig", "DeepSpeedZeroOffloadParamConfig")
@@ -251,8 +252,15 @@ NAMES: dict[str, Mapping[str, Here | Absent] | Absent] = {
     },
     "accelerator": _ACCELERATOR,
     "accelerator.real_accelerator": _ACCELERATOR,
-    "checkpoint": {**_CHECKPOINT_FILES, **_in("config_words", CHECKPOINT_WORDS), **ABSENT["checkpoint"]},
+    "checkpoint": {
+        **_CHECKPOINT_FILES,
+        **_UNIVERSAL,
+        **_in("config_words", CHECKPOINT_WORDS),
+        **ABSENT["checkpoint"],
+    },
     "checkpoint.constants": _in("config_words", CHECKPOINT_WORDS),
+    "checkpoint.ds_to_universal": _in("ds_to_universal", ("main", "parse_arguments")),
+    "checkpoint.universal_checkpoint": _UNIVERSAL,
     "checkpoint.utils": _CHECKPOINT_FILES,
     "checkpointing": _CHECKPOINTING,
     "comm": _COMM,

@@ -79,18 +79,25 @@ class PartRun(EngineRun):
         parts: list[Any] = [rows] if others is None else others.exchange_object(rows)
         return [row for part in parts for row in part]
 
-    def find(self, root: str, tag: str | None) -> str | None:
-        """The directory to load; ``None`` where no part has one. Collective over all parts.
+    def find(self, root: str, tag: str | None, latest: str = LATEST) -> str | None:
+        """The directory to load: that of ``tag``, or what ``latest`` names; ``None`` where no part has one. Collective
+        over all parts.
 
         Raises:
             CheckpointError: on every rank, when the parts have no such checkpoint in common.
+            NotImplementedError: it is a universal one, which is whole, and there are several parts.
         """
         own, others = self.directory(root), self._session.mesh.joined
         what = f"find a checkpoint in {own}"
         if others is None:
-            _, places = agree(self.gather, self.rank, what, lambda: [_place(Path(own), tag)])
+            _, places = agree(self.gather, self.rank, what, lambda: [_place(Path(own), tag, latest)])
             path: str | None = places[0][0]
             return path
+        if latest != LATEST and (Path(root) / latest).exists():
+            raise NotImplementedError(
+                f"{root}: a universal checkpoint is not cut into the parts of an mpu; load it where the configuration "
+                "cuts the model (tensor_parallel.autotp_size), or leave checkpoint.load_universal out"
+            )
         _, found = agree(self.gather, self.rank, what, lambda: asdict(_look(own, tag)) if self.rank == 0 else None)
         rows: list[Any] = others.exchange_object(found[0])
         parts = [Part(row["named"], tuple(Saved(**each) for each in row["saved"])) for row in rows]
@@ -157,9 +164,9 @@ def _latest(root: Path) -> str | None:
     return read_name(root / LATEST) or None
 
 
-def _place(root: Path, tag: str | None) -> str | None:
+def _place(root: Path, tag: str | None, latest: str) -> str | None:
     """The directory of one checkpoint of a model that is in one part, or ``None``."""
-    tag = _latest(root) if tag is None else tag
+    tag = (read_name(root / latest) or _latest(root)) if tag is None else tag
     if tag is not None:
         return str(root / tag) if (root / tag).is_dir() else None
     found = scan(str(root)) if root.is_dir() else []

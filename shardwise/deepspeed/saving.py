@@ -13,7 +13,10 @@ from shardwise.build import Session
 from shardwise.checked import as_mapping, as_path
 from shardwise.checkpoint import tree
 from shardwise.checkpoint.bounds import reading
+from shardwise.checkpoint.directory import LATEST
 from shardwise.checkpoint.format import MANIFEST
+from shardwise.checkpoint.formats.deepspeed import CLIENT_STATE
+from shardwise.checkpoint.formats.deepspeed_universal import LATEST_UNIVERSAL
 from shardwise.checkpoint.formats.detect import open_checkpoint
 from shardwise.checkpoint.formats.output import output_file, write_torch
 from shardwise.checkpoint.formats.param_groups import group_options
@@ -33,8 +36,6 @@ from shardwise.remarks import warn_user
 
 __all__ = ["Found", "Saving", "take_over"]
 
-CLIENT = "client_state."
-
 
 @dataclass(frozen=True)
 class Found:
@@ -46,11 +47,17 @@ class Found:
 
 
 class Saving:
-    """Of one session. Every method is collective, over all parts of the model: what fails in one is an error in all."""
+    """Of one session. Every method is collective, over all parts of the model: what fails in one is an error in all.
 
-    def __init__(self, session: Session) -> None:
+    Args:
+        session: what is saved, and loaded into.
+        universal: what is loaded without a tag is what ``latest_universal`` names, or without one the newest save.
+    """
+
+    def __init__(self, session: Session, universal: bool = False) -> None:
         self._session = session
         self._run = PartRun(session)
+        self._latest = LATEST_UNIVERSAL if universal else LATEST
         self._native = Checkpointer(self._run)  # from the start: it counts the updates
         self._trained: Checkpointer | None = None
 
@@ -102,7 +109,7 @@ class Saving:
     ) -> Found | None:
         """See :meth:`shardwise.deepspeed.engine.DeepSpeedEngine.load_checkpoint`."""
         root, tag = as_path("load_dir", root, "a directory"), None if tag is None else str(tag)
-        path = self._run.find(root, tag)
+        path = self._run.find(root, tag, self._latest)
         if path is None:
             if self._run.speaks:
                 named = "" if tag is None else f" with tag {tag!r}"
@@ -275,7 +282,9 @@ def _found(path: str, match: Match) -> Found:
     if isinstance(ours, Mapping):
         return Found(path, dict(ours.get("client_state") or {}), dict(ours.get("counters") or {}))
     other = state.get("other") or {}
-    client = {k.removeprefix(CLIENT): tree.decode(v, None) for k, v in other.items() if k.startswith(CLIENT)}
-    samples = tree.decode(other["global_samples"], None) if other.get("global_samples") is not None else 0
-    counters = {"global_steps": int(state.get("step", 0) or 0), "global_samples": int(samples or 0)}
+    client = {
+        k.removeprefix(CLIENT_STATE): tree.decode(v, None) for k, v in other.items() if k.startswith(CLIENT_STATE)
+    }
+    counters = {"global_steps": int(state.get("step", 0) or 0)}
+    counters |= {key: int(tree.decode(other.get(key), None) or 0) for key in ("global_samples", "skipped_steps")}
     return Found(path, client, counters)

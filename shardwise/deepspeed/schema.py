@@ -213,7 +213,7 @@ _OPTIMIZER = {
 _SCHEDULER = {"type": _use("text", None), "params": _use("map", None)}
 _CHECKPOINT = {
     "tag_validation": _use("text", "WARN", choices=("IGNORE", "WARN", "FAIL")),
-    "load_universal": _skip("bool", False, "every checkpoint is read at any number of ranks"),
+    "load_universal": _use("bool", False),
     "use_node_local_storage": _refuse("bool", False, "leave it false and give all ranks one shared directory"),
     "parallel_write": _skip("map", None, "every rank always writes its own part"),
     "writer": _skip("map", None, "every rank always writes its own part"),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from shardwise.worlds.absent import refusing
@@ -36,6 +36,8 @@ class Mirror(MetaPathFinder, Loader):
         below = fullname.removeprefix(f"{self.world.home}.")
         if self.world.has_module(below):
             return ModuleSpec(fullname, self, origin=f"{self.world.home}.names", is_package=True)
+        if self._program(fullname) is not None:
+            return ModuleSpec(fullname, self, origin=f"{self.world.home}.names")
         raise ModuleNotFoundError(unknown(self.world, *_parted(below)))
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
@@ -44,6 +46,18 @@ class Mirror(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         """Nothing is to be run."""
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        """For ``python -m``: what runs the module of ours that has the module's ``main``; ``None``: there is none."""
+        program = self._program(fullname)
+        if program is None:
+            return None
+        return compile(f"import runpy\nrunpy.run_module({program!r}, run_name='__main__')\n", fullname, "exec")
+
+    def _program(self, fullname: str) -> str | None:
+        path, name = _parted(fullname.removeprefix(f"{self.world.home}."))
+        entry = _names(self.world, path).get("main") if name == "__main__" else None
+        return entry.module if isinstance(entry, Here) else None
 
 
 class Mirrored(ModuleType):

@@ -202,6 +202,7 @@ BY_ENGINE: dict[str, tuple[Any, Any]] = {
     "steps_per_print": (10, 10),
     "wall_clock_breakdown": ("true", True),
     "dataloader_drop_last": (True, True),
+    "checkpoint.load_universal": (True, True),
     "fp16.consecutive_hysteresis": (True, True),
     "optimizer.type": ("AdamW", "AdamW"),
     "optimizer.params": ({"lr": 1}, {"lr": 1}),

@@ -1,5 +1,7 @@
 """Directories of DeepSpeed's ``save_checkpoint`` with ZeRO 1, 2 or 3: model in fp32 and optimizer state, read only.
 
+Its universal checkpoints, too (:mod:`~shardwise.checkpoint.formats.deepspeed_universal`).
+
 ``<root>/latest`` names the directory of the newest step; in it are ``mp_rank_00_model_states.pt`` (stage 3:
 ``zero_pp_rank_<r>_mp_rank_00_model_states.pt``) and ``[bf16_]zero_pp_rank_<r>_mp_rank_00_optim_states.pt`` of every
 rank. The files are pickles with a few of DeepSpeed's classes; records without behaviour stand in for them.
@@ -27,21 +29,26 @@ from shardwise.checkpoint.formats.deepspeed_flat import (
     places_by_parameter,
     sharded_entry,
     spread_entry,
+    sub_groups,
 )
+from shardwise.checkpoint.formats.deepspeed_universal import LATEST_UNIVERSAL, SCALE, Universal, is_universal
 from shardwise.checkpoint.formats.lazy import Entry, LazySource, entry_of_tensor
 from shardwise.checkpoint.formats.optimizer_state import OptimizerRecord, from_numbered
 from shardwise.checkpoint.formats.param_groups import group_record
 from shardwise.checkpoint.formats.torch_file import load_torch
 from shardwise.checkpoint.source import CheckpointDamage
 
-__all__ = ["find_step", "is_step", "open_deepspeed"]
+__all__ = ["CLIENT_STATE", "KEPT", "find_step", "is_step", "open_deepspeed"]
 
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
-_CLIENT = {"buffer_names", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments", "module"}
-_CLIENT |= {"optimizer", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names", "skipped_steps"}
-_CLIENT |= {"global_steps", "global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions"}
-_CLIENT |= {"ds_config", "ds_version"}
+KEPT = {"buffer_names", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments", "module"}
+KEPT |= {"optimizer", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names", "skipped_steps"}
+KEPT |= {"global_steps", "global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions"}
+KEPT |= {"ds_config", "ds_version"}
+"""Of a model's file what is not the program's own ``client_state``."""
+CLIENT_STATE = "client_state."
+"""Before the names of the program's own in the source's state."""
 
 
 class _Record:
@@ -66,27 +73,43 @@ def is_step(directory: Path) -> bool:
 
 
 def find_step(path: Path) -> Path | None:
-    """The directory with the files: ``path``, or the one that ``latest`` in it names; ``None``: neither."""
+    """The directory with the files: ``path``, or the one that ``latest`` in it names, or ``latest_universal`` where
+    that names none; ``None``: neither."""
     if is_step(path):
         return path
-    with contextlib.suppress(CheckpointDamage):  # it need not be DeepSpeed's
-        tag = read_name(path / "latest")
-        if tag and Path(tag).name == tag and (path / tag).is_dir() and is_step(path / tag):
-            return path / tag
+    for latest in ("latest", LATEST_UNIVERSAL):
+        with contextlib.suppress(CheckpointDamage):  # it need not be DeepSpeed's
+            tag = read_name(path / latest)
+            if tag and Path(tag).name == tag and (path / tag).is_dir() and is_step(path / tag):
+                return path / tag
     return None
 
 
 @dataclass
 class _Files:
-    """The content of one step. ``optimizers`` by rank."""
+    """The content of one step. ``optimizers`` by rank; or ``universal``."""
 
     directory: Path
     models: list[dict[str, Any]]
     optimizers: list[dict[str, Any]] = field(default_factory=list)
+    universal: Universal | None = None
 
     @property
     def model(self) -> dict[str, Any]:
         return self.models[0]
+
+    @property
+    def common(self) -> Mapping[str, Any]:
+        """What the optimizer's files say of all parameters; empty without ZeRO."""
+        if self.universal is not None:
+            return self.universal.common
+        return self.optimizers[0] if self.optimizers else {}
+
+    @property
+    def groups(self) -> list[dict[str, tuple[int, ...]]]:
+        """Names and shapes of what ZeRO trained, by group."""
+        listed = (self.model.get("param_shapes") or []) if self.common else []
+        return [{name: tuple(shape) for name, shape in group.items()} for group in listed]
 
 
 def open_deepspeed(path: str | Path) -> LazySource:
@@ -106,10 +129,14 @@ def open_deepspeed(path: str | Path) -> LazySource:
     files = _load(directory)
     entries, aliases, notes = _unsharded(files)
     state: dict[str, Any] = {"step": int(files.model.get("global_steps") or 0)}
-    if files.optimizers and files.model.get("buffer_names") is not None:
-        others = {*files.model["buffer_names"], *(name for group in files.model["param_shapes"] for name in group)}
+    if files.common and files.model.get("buffer_names") is not None:
+        others = {*files.model["buffer_names"], *(name for group in files.groups for name in group)}
         state["frozen"] = [name for name in files.model["module"] if name not in others and name not in aliases]
-    if files.optimizers:
+    if files.universal is not None:
+        found, record = files.universal.read(files.groups)
+        entries = {**entries, **found}
+        state["optimizers"] = [record.to_json()]
+    elif files.optimizers:
         stage = int(files.optimizers[0]["zero_stage"])
         found, record = _stage_three(files) if stage == 3 else _stages_one_and_two(files)
         entries = {**entries, **found}
@@ -135,6 +162,8 @@ def open_deepspeed(path: str | Path) -> LazySource:
 
 def _load(directory: Path) -> _Files:
     models, optimizers = dict[int, Path](), dict[int, Path]()
+    if is_universal(directory):
+        return _load_universal(directory)
     for item in sorted(directory.iterdir()):
         if item.name.startswith(("layer_", "expp_")) or "_expert_" in item.name:
             raise CheckpointError(f"{item} belongs to pipeline or expert parallelism, which is not read")
@@ -159,6 +188,22 @@ def _load(directory: Path) -> _Files:
     return files
 
 
+def _load_universal(directory: Path) -> _Files:
+    """Parameters are whole there, whatever wrote them; the rest is that of the first part of the model."""
+    found = {}
+    for item in sorted(directory.iterdir()):
+        if item.name.startswith("layer_"):
+            raise CheckpointError(f"{item} belongs to pipeline parallelism, which is not read")
+        match = _MODEL_FILE.fullmatch(item.name)
+        if match and not int(match[2]):
+            found["" if match[1] is None else int(match[1])] = item
+    files = [found[""]] if "" in found else [found[rank] for rank in sorted(found)]
+    models = [_dictionary(file) for file in files]
+    if not models:
+        raise CheckpointDamage(f"{directory}: there is no model file of mp_rank_00")
+    return _Files(directory, models, universal=Universal(directory, lambda file: load_torch(file, STAND_INS)))
+
+
 def _are_all(files: Mapping[int, Path], ranks: int) -> bool:
     """Whether there is one of each rank; their number is a file's word, and may be any."""
     return len(files) == ranks and sorted(files) == list(range(len(files)))
@@ -175,7 +220,7 @@ def _unsharded(files: _Files) -> tuple[dict[str, Entry], dict[str, str], list[st
     """Buffers and frozen parameters (without ZeRO: everything), and the names of tied parameters."""
     module, shared = files.model["module"], dict(files.model.get("shared_params") or {})
     frozen = {name: tuple(shape) for name, shape in (files.model.get("frozen_param_shapes") or {}).items()}
-    trained = {name for group in files.model.get("param_shapes") or [] for name in group} if files.optimizers else set()
+    trained = {name for group in files.groups for name in group}
     entries: dict[str, Entry] = {}
     notes: list[str] = []
     for name, value in module.items():
@@ -205,7 +250,7 @@ def _frozen(name: str, shape: tuple[int, ...], files: _Files) -> Entry:
 
 def _stages_one_and_two(files: _Files) -> tuple[dict[str, Entry], OptimizerRecord]:
     first = files.optimizers[0]
-    groups = [{name: tuple(shape) for name, shape in group.items()} for group in files.model["param_shapes"]]
+    groups = files.groups
     places = places_by_group(groups, first.get("param_alignment_paddings"))
     masters: list[Flat] = []
     sizes: list[int] = []
@@ -244,7 +289,7 @@ def _stage_three(files: _Files) -> tuple[dict[str, Entry], OptimizerRecord]:
     if any(each.get("ds_zero_partition_groups") for each in files.optimizers):
         raise CheckpointError(f"{files.directory} has parameters partitioned over several groups of ranks: not read")
     ranks = len(files.optimizers)
-    groups = [{name: tuple(shape) for name, shape in group.items()} for group in files.model["param_shapes"]]
+    groups = files.groups
     places = places_by_parameter(groups, ranks)
     sizes = [part.numel() for part in files.optimizers[0]["fp32_flat_groups"]]
     ends = list(accumulate(sizes))
@@ -254,9 +299,8 @@ def _stage_three(files: _Files) -> tuple[dict[str, Entry], OptimizerRecord]:
     entries = {f"model/{name}": sharded_entry(place, masters) for name, place in places.items()}
     record = OptimizerRecord()
     inner = [each.get("optimizer_state_dict") or {} for each in files.optimizers]
-    for number, shapes in enumerate(groups):
-        listed = inner[0].get("param_groups", [])
-        record.groups.append(group_record(list(shapes), listed[number] if number < len(listed) else {}))
+    for options, shapes in sub_groups(inner[0].get("param_groups", []), groups):
+        record.groups.append(group_record(list(shapes), options))
     states = [list(each.get("state", {}).values()) for each in inner]
     keys = {key: value for each in states[0] for key, value in each.items()}
     for name, place in places.items():
@@ -275,10 +319,13 @@ def _stage_three(files: _Files) -> tuple[dict[str, Entry], OptimizerRecord]:
 def _other(files: _Files, notes: list[str]) -> dict[str, Any]:
     """What DeepSpeed and its user saved besides, as JSON where it can be."""
     kept: dict[str, Any] = {"format": "deepspeed", "deepspeed_version": str(files.model.get("ds_version"))}
-    if files.optimizers and isinstance(files.optimizers[0].get("loss_scaler"), _Record):
-        kept["loss_scaler"] = dict(vars(files.optimizers[0]["loss_scaler"]))
-    values: dict[str, Any] = {name: files.model.get(name) for name in ("lr_scheduler", "global_samples")}
-    values |= {f"client_state.{key}": value for key, value in files.model.items() if key not in _CLIENT}
+    if isinstance(files.common.get("loss_scaler"), _Record):
+        kept["loss_scaler"] = dict(vars(files.common["loss_scaler"]))
+    elif isinstance(files.common.get(SCALE), Mapping):  # of a universal checkpoint that was written here
+        kept["loss_scaler"] = dict(files.common[SCALE])
+    counted = ("lr_scheduler", "global_samples", "skipped_steps")
+    values: dict[str, Any] = {name: files.model.get(name) for name in counted}
+    values |= {f"{CLIENT_STATE}{key}": value for key, value in files.model.items() if key not in KEPT}
     for key, value in values.items():
         try:
             kept[key] = tree.encode(value, None)

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from shardwise.checkpoint.formats.lazy import Entry
 from shardwise.checkpoint.source import CheckpointDamage, TensorFact
 
-__all__ = ["Flat", "Place", "places_by_group", "places_by_parameter", "sharded_entry", "spread_entry"]
+__all__ = ["Flat", "Place", "places_by_group", "places_by_parameter", "sharded_entry", "spread_entry", "sub_groups"]
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -82,6 +83,16 @@ def places_by_parameter(groups: Sequence[Shapes], ranks: int) -> dict[str, Place
             places[name] = Place(number, tuple(shape), offset)
             offset += -(-torch.Size(shape).numel() // ranks)
     return places
+
+
+def sub_groups(listed: Sequence[Mapping[str, Any]], groups: Sequence[Shapes]) -> list[tuple[Mapping[str, Any], Shapes]]:
+    """Param groups, each with its options and its parameters. Stage 3 cuts a group into several flat arrays
+    (``sub_group_size``), which ``groups`` lists one by one; the optimizer's own ``params`` number them."""
+    numbers = [list(group.get("params", ())) for group in listed]
+    if len(listed) == len(groups) or sorted(n for own in numbers for n in own) != list(range(len(groups))):
+        return [(listed[number] if number < len(listed) else {}, shapes) for number, shapes in enumerate(groups)]
+    merged = [{name: shape for number in own for name, shape in groups[number].items()} for own in numbers]
+    return list(zip(listed, merged, strict=True))
 
 
 def spread_entry(place: Place, flat: Flat) -> Entry:

@@ -1,0 +1,202 @@
+"""Universal checkpoints through an engine: training goes on as without the stop, at another stage and number of ranks.
+
+On as many ranks nothing differs in any bit. On another number of them sums over ranks are rounded otherwise.
+"""
+
+from __future__ import annotations
+
+import tarfile
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import shardwise.deepspeed as deepspeed
+from shardwise.testing import assert_close, run_ranks
+
+main = deepspeed.checkpoint.ds_to_universal.main
+RANKS = 2
+STEPS = 3
+LIMIT = 1e-5  # one rank's sums of four samples against two ranks' sums of two
+
+
+def net(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 9), nn.Tanh(), nn.Linear(9, 3))
+    model.register_buffer("scale", torch.full((3,), float(seed)))
+    model[2].bias.requires_grad_(False)
+    return model
+
+
+def engine_at(stage: int, precision: str, seed: int = 0, universal: bool = True) -> deepspeed.DeepSpeedEngine:
+    half: dict[str, Any] = {
+        "fp32": {},
+        "bf16": {"bf16": {"enabled": True}},
+        "fp16": {"fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 2}},
+    }[precision]
+    config = {
+        "train_batch_size": 4,
+        "gradient_clipping": 0.1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-2}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 10}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "checkpoint": {"load_universal": universal},
+        **half,
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        engine: deepspeed.DeepSpeedEngine = deepspeed.initialize(model=net(seed), config=config)[0]
+    return engine
+
+
+def train(engine: deepspeed.DeepSpeedEngine, first: int) -> None:
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    for step in range(first, first + STEPS):
+        generator = torch.Generator().manual_seed(step)
+        inputs, targets = torch.randn(4, 5, generator=generator), torch.randn(4, 3, generator=generator)
+        mine = slice(rank * 4 // ranks, (rank + 1) * 4 // ranks)
+        dtype = next(iter(engine.module.parameters())).dtype
+        engine.backward(nn.functional.mse_loss(engine(inputs[mine].to(dtype)).float(), targets[mine]))
+        engine.step()
+
+
+def close(engine: deepspeed.DeepSpeedEngine) -> dict[str, Tensor]:
+    state: dict[str, Tensor] = engine.state_dict()
+    engine.destroy()
+    return state
+
+
+def facts(engine: deepspeed.DeepSpeedEngine) -> list[Any]:
+    return [engine.global_steps, engine.global_samples, engine.optimizer.loss_scale, engine.get_lr()]
+
+
+def goes_on(folder: str, stages: tuple[int, int], precision: str) -> tuple[dict[str, Tensor], list[Any]]:
+    root = f"{folder}/{stages[0]}-{stages[1]}-{precision}"
+    engine = engine_at(stages[0], precision)
+    train(engine, 0)
+    engine.save_checkpoint(root, client_state={"epoch": 4, "values": torch.arange(3.0)})
+    if dist.get_rank() == 0:
+        with pytest.warns(UserWarning, match="random number generators"):
+            main(SimpleNamespace(input_folder=f"{root}/global_step3", output_folder=f"{root}/global_step3_universal"))
+    train(engine, STEPS)  # and nothing is read from the newest of the plain ones
+    engine.save_checkpoint(root)
+    expected, counted = close(engine), facts(engine)
+    engine = engine_at(stages[1], precision, seed=1)
+    deepspeed.checkpoint.enable_universal_checkpoint(engine.module.parameters())
+    path, client = engine.load_checkpoint(root)
+    assert path == f"{root}/global_step3_universal" and client is not None and set(client) == {"epoch", "values"}
+    assert client["epoch"] == 4 and torch.equal(client["values"], torch.arange(3.0))
+    train(engine, STEPS)
+    assert facts(engine) == counted, "steps, samples, loss scale and rate"
+    assert_close(close(engine), expected, 0.0, f"stages {stages}, {precision}")
+    return expected, counted
+
+
+def continued(root: str, stage: int, precision: str) -> tuple[dict[str, Tensor], list[Any]]:
+    engine = engine_at(stage, precision, seed=1)
+    assert engine.load_checkpoint(root)[0] is not None
+    train(engine, STEPS)
+    return close(engine), facts(engine)
+
+
+@pytest.mark.parametrize(
+    ("stages", "precision"), [((1, 3), "fp32"), ((3, 2), "bf16"), ((2, 3), "fp16"), ((0, 1), "fp32")]
+)
+def test_training_goes_on_bit_for_bit(stages: tuple[int, int], precision: str, tmp_path: Path) -> None:
+    expected, counted = run_ranks(RANKS, goes_on, str(tmp_path), stages, precision)[0]
+    assert counted[2] == (128.0 if precision == "fp16" else 1.0), "the scale has moved"
+    if precision == "fp32":
+        root = str(tmp_path / f"{stages[0]}-{stages[1]}-{precision}")
+        alone, same = run_ranks(1, continued, root, stages[1], precision)[0]
+        assert same == counted
+        assert_close(alone, expected, LIMIT, "one rank after two")
+
+
+def latest(folder: str) -> None:
+    """``load_universal`` asks for ``latest_universal`` and falls back on the newest save; a tag is taken as it is."""
+    engine = engine_at(2, "fp32")
+    train(engine, 0)
+    engine.save_checkpoint(folder, "plain")
+    assert engine.load_checkpoint(folder)[0] == f"{folder}/plain", "there is no universal one yet"
+    dist.barrier()
+    if dist.get_rank() == 0:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            main(SimpleNamespace(input_folder=f"{folder}/plain", output_folder=f"{folder}/other"))
+    dist.barrier()
+    assert engine.load_checkpoint(folder)[0] == f"{folder}/other"
+    assert engine.load_checkpoint(folder, "plain")[0] == f"{folder}/plain"
+    close(engine)
+    engine = engine_at(2, "fp32", seed=1, universal=False)
+    assert engine.load_checkpoint(folder)[0] == f"{folder}/plain"
+    assert engine.load_checkpoint(folder, "other", load_module_only=True)[0] == f"{folder}/other"
+    assert engine.global_steps == STEPS, "counters are not the module's"
+    close(engine)
+
+
+def test_which_checkpoint_is_loaded(tmp_path: Path) -> None:
+    run_ranks(RANKS, latest, str(tmp_path))
+
+
+class Recorded(nn.Module):
+    """The model of tests/data/make_deepspeed.py."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 3)
+        self.middle = nn.Linear(3, 5)
+        self.back = nn.Linear(5, 3)
+        self.frozen = nn.Parameter(torch.randn(5), requires_grad=False)
+        self.register_buffer("offset", torch.randn(3))
+        self.register_buffer("count", torch.tensor(3))
+        self.head = nn.Linear(3, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def theirs(root: str, config: dict[str, Any]) -> tuple[dict[str, Tensor], list[Any], list[Any]]:
+    model = Recorded()
+    sizes = [[p for p in model.parameters() if p.requires_grad and (p.ndim > 1) == big] for big in (True, False)]
+    optimizer = torch.optim.AdamW([{"params": own} for own in sizes], lr=0.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        arguments: dict[str, Any] = {"optimizer": optimizer, "lr_scheduler": schedule, "config": config}
+        engine = deepspeed.initialize(model=model, **arguments)[0]
+        path, client = engine.load_checkpoint(root)
+    assert path == f"{root}/global_step3_universal" and client == {"epoch": 4}
+    moments = [state["exp_avg"].float().abs().sum() > 0 for state in engine.optimizer.state_dict()["state"].values()]
+    counted = [engine.global_steps, engine.global_samples, engine.skipped_steps, schedule.last_epoch]
+    counted += [engine.optimizer.loss_scale, engine.optimizer.param_groups[0]["lr"]]
+    return close(engine), counted, moments
+
+
+def test_one_that_deepspeed_made_is_taken_over(tmp_path: Path) -> None:
+    with tarfile.open(Path(__file__).parents[2] / "data" / "deepspeed_universal.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    half = {"fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 2}}
+    cases: list[tuple[str, int, dict[str, Any], float]] = [
+        ("zero1-2ranks-bf16", 3, {"bf16": {"enabled": True}}, 1.0),
+        ("zero2-2ranks-fp16", 3, half, 512.0),
+        ("zero3-2ranks-fp16", 1, half, 512.0),
+    ]
+    for case, stage, precision, scale in cases:
+        root = tmp_path / "universal" / case
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "zero_optimization": {"stage": stage},
+            "checkpoint": {"load_universal": True},
+            **precision,
+        }
+        state, counted, moments = run_ranks(RANKS, theirs, str(root), config)[0]
+        assert counted == [3, 12, 0, 3, scale, 1e-3], case
+        assert moments == [True] * 5
+        truth = load_file(root / "truth.safetensors")
+        expected = {n.removeprefix("model/"): v for n, v in truth.items() if n.startswith("model/")}
+        assert len(expected) == 8
+        assert all(torch.equal(state[name].float(), value.float()) for name, value in expected.items()), case
