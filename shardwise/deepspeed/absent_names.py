@@ -91,6 +91,16 @@ ABSENT: dict[str, Mapping[str, Absent]] = {
         "override_params",
         "parse_arguments",
     ),
+    "runtime.torch_autocast": {
+        **_all(
+            "gradients travel unrounded, or all in communication_data_type",
+            "PARAM_COMM_DTYPE_ATTR_NAME",
+            "get_all_comm_dtypes",
+            "get_comm_dtype",
+            "has_comm_dtype",
+        ),
+        **_all(_INTERNAL, "init_autocast_params", "sort_dtypes"),
+    },
     "runtime.utils": {
         **_all("session.optimizer.clip_grad_by_norm, or gradient_clipping in the configuration", "clip_grad_norm_"),
         **_all("engine.get_global_grad_norm() is the norm of the last step", "get_global_norm", "get_grad_norm"),
@@ -199,7 +209,6 @@ ABSENT_MODULES: dict[str, Absent] = {
     "runtime.superoffload": Absent("give offload_optimizer device cpu"),
     "runtime.swap_tensor": Absent(_INTERNAL),
     "runtime.tensor_parallel": Absent("give tensor_parallel.autotp_size in the configuration"),
-    "runtime.torch_autocast": Absent("use bf16 or fp16, or torch.autocast around the forward pass"),
     "runtime.zenflow": Absent("give offload_optimizer device cpu"),
     "runtime.zero.mics": Absent("give mics_shard_size in the configuration, and use deepspeed.zero.Init"),
     "runtime.zero.offload_states": Absent("engine.session.memory() says what is held where"),

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from shardwise.attributes import attribute_of
 from shardwise.build import Session
 from shardwise.checked import as_mapping, as_tensor, whole
+from shardwise.deepspeed.autocast import Autocast
 from shardwise.deepspeed.clock import StepClock
 from shardwise.deepspeed.config import Batch, Report, Settings
 from shardwise.deepspeed.facts import ABSENT, Facts
@@ -60,6 +61,7 @@ class DeepSpeedEngine(Facts):
         self._batch = batch
         session.divide_own_passes(batch.accumulation)
         self._saving = Saving(session, settings["checkpoint.load_universal"])
+        self._autocast = Autocast(settings, self.device, self.global_rank == 0)
         self.collate_fn: Any = None
         self.training_dataloader: Any = None
         self.is_compiled = False
@@ -128,7 +130,7 @@ class DeepSpeedEngine(Facts):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model on this rank's micro-batch."""
-        with self._clock.timed("forward"), self._recorder.forward(self.global_steps):
+        with self._clock.timed("forward"), self._recorder.forward(self.global_steps), self._autocast():
             return self.session.module(*args, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
@@ -472,10 +474,8 @@ class DeepSpeedEngine(Facts):
         Returns:
             False, and nothing is written, at stage 3 without ``stage3_gather_16bit_weights_on_model_save``.
         """
-        if (
-            self.settings.stage == 3
-            and not self.settings["zero_optimization.stage3_gather_16bit_weights_on_model_save"]
-        ):
+        wanted = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+        if self.settings.stage == 3 and not self.settings[wanted]:
             if self.global_rank == 0:
                 print(f"{save_dir}/{save_filename} is not saved: stage3_gather_16bit_weights_on_model_save is false")
             return False

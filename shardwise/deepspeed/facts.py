@@ -154,8 +154,9 @@ class Facts(nn.Module):
     flops_profiler_output_file = _value("flops_profiler.output_file")
 
     autotuning_enabled = _always(False, NOT_HERE)
-    torch_autocast_enabled = _always(False, NOT_HERE)
-    torch_autocast_dtype = _always(None, NOT_HERE)
+    torch_autocast_enabled = _value("torch_autocast.enabled")
+    torch_autocast_dtype = _value("torch_autocast.dtype")
+    torch_autocast_lower_precision_safe_modules = _value("torch_autocast.lower_precision_safe_modules")
     data_efficiency_enabled = data_sampling_enabled = curriculum_learning_enabled = _always(False, NOT_HERE)
     curriculum_enabled_legacy = random_ltd_enabled = pld_enabled = eigenvalue_enabled = _always(False, NOT_HERE)
     data_efficiency_config = data_sampling_config = curriculum_learning_config = _always({}, NOT_HERE)

@@ -321,6 +321,19 @@ NAMES: dict[str, Mapping[str, Here | Absent] | Absent] = {
     "runtime.precision_config": _in(
         "config_object", ("DeepSpeedBF16Config", "DeepSpeedFP16Config", "get_bfloat16_config", "get_float16_config")
     ),
+    "runtime.torch_autocast": {
+        **_in(
+            "autocast",
+            (
+                "LOWER_PRECISION_SAFE_MODULES",
+                "autocast_if_enabled",
+                "get_autocast_dtype",
+                "get_default_autocast_lower_precision_modules",
+                "is_autocast_initialized",
+            ),
+        ),
+        **ABSENT["runtime.torch_autocast"],
+    },
     "runtime.utils": {
         "is_model_parallel_parameter": Here("shardwise.engine.other_parts", "is_divided"),
         "move_to_device": Here(f"{HOME}.loaders"),

@@ -24,6 +24,7 @@ from shardwise.plan import (
     TierPlan,
     usual_exchange,
 )
+from shardwise.precision_plan import HALF_DTYPES
 
 __all__ = ["data_parallel", "data_ranks", "home_of_parameters", "number_format", "parallel_sizes", "plan_of", "to_plan"]
 
@@ -43,6 +44,16 @@ STAGE_3 = tuple(
 HPZ, MICS = f"{ZERO}.zero_hpz_partition_size", f"{ZERO}.mics_shard_size"
 BUCKETS = (f"{ZERO}.reduce_bucket_size", f"{ZERO}.allgather_bucket_size")
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", None: "fp32"}
+AUTOCAST_SCALER = ScalerPlan(
+    initial_scale=2.0**16,
+    min_scale=2.0**-60,
+    growth_factor=2.0,
+    backoff_factor=0.5,
+    growth_interval=2000,
+    hysteresis=1,
+    max_scale=MOST_SCALE,
+)
+"""The loss scale of fp16 under ``torch_autocast``: that of ``torch.amp.GradScaler``, which has no bounds."""
 MOST_AHEAD = 8
 """Units fetched ahead at most: as many idle arrays of the largest unit's size are kept."""
 PAGE = 4096
@@ -138,6 +149,8 @@ def _set_aside(s: Settings) -> None:
         if not s[f"{name}.enabled"]:
             inner = [p for p in s.values if p.startswith(f"{name}.") and p != f"{name}.enabled"]
             ignore(inner, f"{name} is not enabled")
+    if not s["torch_autocast.enabled"]:
+        ignore(["torch_autocast.dtype"], "torch_autocast is not enabled")
     if s["fp16.loss_scale"] > 0:
         dynamic = ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale")
         ignore([f"fp16.{name}" for name in dynamic], f"the loss scale is constant ({s['fp16.loss_scale']:g})")
@@ -219,6 +232,22 @@ def number_format(settings: Settings) -> torch.dtype | None:
     return torch.float16 if settings["fp16.enabled"] else half
 
 
+def _autocast(s: Settings) -> torch.dtype | None:
+    """The dtype of ``torch_autocast``.
+
+    Raises:
+        ValueError: none or another than a 16-bit one, or not that of the parameters.
+    """
+    if not s["torch_autocast.enabled"]:
+        return None
+    found, own = s["torch_autocast.dtype"], number_format(s)
+    if found not in HALF_DTYPES:
+        raise ValueError(f"torch_autocast.dtype={found} with torch_autocast.enabled: give 'bfloat16' or 'float16'")
+    if own not in (None, found):
+        raise ValueError(f"torch_autocast.dtype={found} with {NAMES[own]}.enabled: give the same, or one of the blocks")
+    return found  # type: ignore[no-any-return]
+
+
 def _precision(s: Settings) -> PrecisionPlan:
     dtype = number_format(s)
     name, wanted = NAMES[dtype], s["data_types.param_dtype"]
@@ -247,7 +276,9 @@ def _precision(s: Settings) -> PrecisionPlan:
 
 
 def _scaler(s: Settings) -> ScalerPlan | None:
-    constant = 0.0
+    constant, autocast = 0.0, _autocast(s)
+    if autocast is torch.float16 and not s["fp16.enabled"]:
+        return AUTOCAST_SCALER
     if s["fp16.enabled"]:
         constant = s["fp16.loss_scale"]
     elif s["bf16.enabled"] and s["bf16.check_grad_overflow"]:

@@ -271,6 +271,15 @@ _COMET = {
     "online": _use("bool", None),
     "mode": _use("text", None, choices=("get", "create", "get_or_create")),
 }
+_AUTOCAST = {
+    "enabled": _use("bool", False),
+    "dtype": _use("dtype", None),
+    "lower_precision_safe_modules": _skip(
+        "list",
+        None,
+        "gradients travel unrounded, or all in communication_data_type; torch.autocast says what is rounded",
+    ),
+}
 _FLOPS = {
     "enabled": _use("bool", False),
     "recompute_fwd_factor": _use("float", 0.0, 0.0),
@@ -302,6 +311,7 @@ SECTIONS: dict[str, dict[str, Key]] = {
     "wandb": _WANDB,
     "comet": _COMET,
     "flops_profiler": _FLOPS,
+    "torch_autocast": _AUTOCAST,
 }
 """The keys of each block, by its path; ``""`` is the top."""
 
@@ -346,7 +356,6 @@ BLOCKS: dict[str, ConfigBlock] = {
         "ignored", "ranks may run different branches, so no module has to be gathered whole", None
     ),
     "amp": ConfigBlock("refused", "use bf16 or fp16"),
-    "torch_autocast": ConfigBlock("refused", "use bf16 or fp16, or torch.autocast around the forward pass"),
     "autotuning": ConfigBlock("refused", "leave it out"),
     "elasticity": ConfigBlock("refused", "give the batch sizes"),
     "hybrid_engine": ConfigBlock("refused", "leave it out"),

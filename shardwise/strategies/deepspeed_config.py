@@ -20,6 +20,7 @@ __all__ = [
     "complete",
     "quiet_paths",
     "read",
+    "read_given",
     "scale_without_effect",
     "to_plan",
     "without_effect",
@@ -315,13 +316,28 @@ def _enabled(block: Any) -> bool:
     return isinstance(block, Mapping) and block.get("enabled") in (True, 1, "true", "True")
 
 
+def read_given(tree: Source) -> Settings:
+    """A configuration, read and checked, as far as Lightning can have it.
+
+    Raises:
+        NotImplementedError: ``torch_autocast``, whose forward passes the engine would make.
+    """
+    settings = read_config(tree)
+    if settings["torch_autocast.enabled"]:
+        raise NotImplementedError(
+            f"torch_autocast.enabled=True (dtype={settings['torch_autocast.dtype']}) is not available under Lightning, "
+            "which makes the forward passes itself: give precision='bf16-mixed' or '16-mixed'"
+        )
+    return settings
+
+
 def read(tree: Mapping[str, Any], world_size: int) -> Settings:
     """A completed configuration, read and checked.
 
     ``train_batch_size`` is no more than a number in the log here, since the data loader decides: one that does not fit
     is left out, and a note says so.
     """
-    settings = read_config(tree)
+    settings = read_given(tree)
     together, micro, steps = settings[TOGETHER], settings[MICRO], settings[ACCUMULATION]
     world_size = data_ranks(settings, world_size)
     if together is not None and together != micro * steps * world_size:

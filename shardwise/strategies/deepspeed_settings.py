@@ -18,6 +18,7 @@ from shardwise.strategies.deepspeed_config import (
     DeepSpeedArguments,
     chosen_config,
     quiet_paths,
+    read_given,
     to_plan,
     without_effect,
 )
@@ -43,7 +44,7 @@ class ConfiguredByDeepSpeed:
         chosen = chosen_config(config, from_environment, self.DEEPSPEED_ENV_VAR, self._misconfiguration)
         self._config_given = chosen is not None
         self._given: dict[str, Any] = self.arguments.to_config() if chosen is None else chosen
-        read_config(self._given)  # faults show here, not when training begins
+        read_given(self._given)  # faults show here, not when training begins
         self.config = dict(self._given)
         """The configuration; once it is in use, with what came from Lightning."""
         self._settings: Settings | None = None

@@ -204,6 +204,8 @@ BY_ENGINE: dict[str, tuple[Any, Any]] = {
     "dataloader_drop_last": (True, True),
     "checkpoint.load_universal": (True, True),
     "fp16.consecutive_hysteresis": (True, True),
+    "torch_autocast.enabled": (True, True),
+    "torch_autocast.dtype": ("bf16", torch.bfloat16),
     "optimizer.type": ("AdamW", "AdamW"),
     "optimizer.params": ({"lr": 1}, {"lr": 1}),
     "scheduler.type": ("WarmupLR", "WarmupLR"),

@@ -28,6 +28,7 @@ from shardwise.strategies.deepspeed_config import (
     complete,
     quiet_paths,
     read,
+    read_given,
     scale_without_effect,
     to_plan,
     without_effect,
@@ -437,3 +438,10 @@ def test_a_loader_may_not_show_its_batch_size() -> None:
     assert of(DataLoader(rows, batch_size=3)) == of(None, DataLoader(rows, batch_size=3)) == 3
     assert of(DataLoader(rows, batch_sampler=[[0, 1], [2]])) == of(DataLoader(rows, batch_size=None)) == 1
     assert of(None, object()) == of([torch.ones(2)]) == 1
+
+
+def test_autocast_is_lightnings_own() -> None:
+    block = {"enabled": True, "dtype": "bfloat16"}
+    with pytest.raises(NotImplementedError, match=r"torch_autocast\.enabled=True .* is not available under Lightning"):
+        read_given({"train_micro_batch_size_per_gpu": 1, "torch_autocast": block})
+    assert read_given({"torch_autocast": block | {"enabled": False}}).stage == 0

@@ -1,0 +1,167 @@
+"""``torch_autocast``: against plain torch under ``torch.autocast``, whose losses and weights are the same.
+
+Under bf16 they differ by the order in which two ranks' gradients are added up in fp32. Under fp16 torch's own
+``GradScaler`` scales the loss of the reference, and skips the steps that overflow.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shardwise.deepspeed as deepspeed
+from shardwise.testing import assert_close, run_ranks
+
+RANKS, STEPS, PASSES, CLIP = 2, 5, 2, 0.05
+LIMIT = 1e-6
+LOUD = 10.0  # so that the first loss scale is too large for fp16
+NAMES = deepspeed.runtime.torch_autocast
+
+
+class Net(nn.Module):
+    """A layer norm and a softmax, which autocast leaves in fp32, between products, which it does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.norm, self.last = nn.Linear(6, 9), nn.LayerNorm(9), nn.Linear(9, 4)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        inside = self.first(x)
+        self.seen = [inside.dtype, self.last(self.norm(torch.tanh(inside))).dtype, self.first.weight.dtype]
+        loss: Tensor = nn.functional.cross_entropy(self.last(self.norm(torch.tanh(inside))), y)
+        return LOUD * loss
+
+
+def batches() -> list[list[list[tuple[Tensor, Tensor]]]]:
+    """``[step][pass][rank]``."""
+    generator = torch.Generator().manual_seed(1)
+
+    def one() -> tuple[Tensor, Tensor]:
+        return torch.randn(5, 6, generator=generator), torch.randint(4, (5,), generator=generator)
+
+    return [[[one() for _ in range(RANKS)] for _ in range(PASSES)] for _ in range(STEPS)]
+
+
+def plain(dtype: torch.dtype, scale: float) -> tuple[dict[str, Tensor], list[float], list[float]]:
+    """Weights, losses of each step's last pass by rank, and scales after steps, of plain torch."""
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled=dtype is torch.float16)
+    losses, scales = [], []
+    for step in batches():
+        for micro in step:
+            for batch in micro:
+                with torch.autocast("cpu", dtype):
+                    loss = model(*batch)
+                scaler.scale(loss / PASSES).backward()
+                losses.append(loss.item())
+        for param in model.parameters():
+            param.grad.div_(RANKS)  # type: ignore[union-attr]
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale() if dtype is torch.float16 else 1.0)
+    return model.state_dict(), losses, scales
+
+
+def engine_at(stage: int, block: dict[str, Any], **more: Any) -> deepspeed.DeepSpeedEngine:
+    config = {
+        "train_micro_batch_size_per_gpu": 5,
+        "gradient_accumulation_steps": PASSES,
+        "gradient_clipping": CLIP,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-2, "weight_decay": 1e-2}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "torch_autocast": block,
+        **more,
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        engine: deepspeed.DeepSpeedEngine = deepspeed.initialize(model=Net(), config=config)[0]
+    return engine
+
+
+def trained(stage: int, dtype: str) -> tuple[dict[str, Tensor], list[float], list[float], int]:
+    safe = {"lower_precision_safe_modules": ["torch.nn.modules.linear.Linear"]} if stage % 2 else {}
+    engine = engine_at(stage, {"enabled": True, "dtype": dtype, **safe})
+    assert engine.torch_autocast_enabled() and NAMES.is_autocast_initialized()
+    assert engine.torch_autocast_dtype() == NAMES.get_autocast_dtype() == getattr(torch, dtype.removeprefix("torch."))
+    losses, scales = [], []
+    for step in batches():
+        for micro in step:
+            loss = engine(*micro[dist.get_rank()])
+            with torch.autocast("cpu", torch.float16 if "b" in dtype else torch.bfloat16):  # has no say
+                assert torch.equal(loss, engine(*micro[dist.get_rank()]))
+            assert engine.module.seen == [engine.torch_autocast_dtype()] * 2 + [torch.float32]
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        scales.append(engine.optimizer.loss_scale)
+    state, skipped = engine.state_dict(), engine.skipped_steps
+    engine.destroy()
+    return state, losses, scales, skipped
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("dtype", ["bfloat16", "torch.float16"])
+def test_as_plain_torch_under_autocast(stage: int, dtype: str) -> None:
+    found = run_ranks(RANKS, trained, stage, dtype)
+    expected, losses, scales = plain(getattr(torch, dtype.removeprefix("torch.")), 2.0**16)
+    for rank, (state, own, own_scales, skipped) in enumerate(found):
+        assert own == pytest.approx(losses[rank::RANKS], rel=LIMIT)
+        assert_close(state, expected, LIMIT, f"stage {stage}, {dtype}")
+        assert own_scales == scales
+        assert skipped == sum(a != b for a, b in zip([2.0**16, *scales], scales, strict=False) if dtype != "bfloat16")
+    assert dtype == "bfloat16" or (scales[0] < 2.0**16 and scales[-1] == scales[-2]), "some steps overflow, some do not"
+    apart = Net().state_dict()
+    assert max(float((expected[name] - apart[name]).abs().max()) for name in expected) > 100 * LIMIT, "it has trained"
+
+
+def outside(stage: int) -> list[str]:
+    """Without the block an autocast around a pass changes nothing, as under DeepSpeed; with one warning."""
+    engine = engine_at(stage, {"enabled": False, "dtype": "bfloat16"})
+    batch = batches()[0][0][dist.get_rank()]
+    expected = engine(*batch)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                assert torch.equal(engine(*batch), expected)
+            assert engine.module.seen == [torch.float32] * 3
+        with torch.autocast("cpu", torch.bfloat16), NAMES.autocast_if_enabled(engine):
+            assert not torch.is_autocast_enabled("cpu")
+    engine.destroy()
+    return [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_autocast_of_the_program_has_no_say(stage: int) -> None:
+    first, second = run_ranks(RANKS, outside, stage)
+    assert len(first) == 2 and all("around a forward pass of the engine has no effect" in each for each in first)
+    assert second == [], "one rank warns"
+
+
+def refused() -> None:
+    with pytest.raises(ValueError, match=r"torch_autocast\.dtype=None with torch_autocast\.enabled: give 'bfloat16'"):
+        engine_at(1, {"enabled": True})
+    with pytest.raises(ValueError, match=r"torch_autocast\.dtype=torch\.float16 with bf16\.enabled: give the same"):
+        engine_at(1, {"enabled": True, "dtype": "fp16"}, bf16={"enabled": True})
+    assert NAMES.get_default_autocast_lower_precision_modules()[0] == "torch.nn.modules.linear.Linear"
+    assert len(NAMES.LOWER_PRECISION_SAFE_MODULES) == 4
+    with pytest.raises(NotImplementedError, match="communication_data_type"):
+        NAMES.get_comm_dtype(nn.Parameter(torch.zeros(1)))
+    engine = engine_at(2, {"enabled": True, "dtype": "bf16"}, bf16={"enabled": True})
+    assert engine(*batches()[0][0][0]).isfinite() and engine.module.seen[-1] is torch.bfloat16
+    engine.destroy()
+
+
+def test_what_does_not_go_together_is_named() -> None:
+    run_ranks(1, refused)
