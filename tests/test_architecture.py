@@ -87,6 +87,9 @@ ENVIRONMENT_READERS = (f"{PACKAGE}.mesh.launch", f"{PACKAGE}.cli.")
 OF_NO_DEVICE = {"is_available", "is_initialized", "device_count", "manual_seed_all"}
 TYPES = {"Stream", "Event"}
 IMPLICIT_DEVICE = {"record_stream", "get_device_module"}
+# Of operations that make tensors or copy them: what concerns page-locked memory, and copies that nobody waits for.
+SEAM_ARGUMENTS = {"non_blocking", "pin_memory"}
+OPERATIONS = {"copy_", "to", "empty", "zeros", "empty_like", "zeros_like", "tensor", "empty_strided"}
 EXPLAINED_ERRORS = {"ValueError", "RuntimeError", "NotImplementedError", "TypeError"}
 
 # Signatures that others published, reproduced name by name.
@@ -259,8 +262,11 @@ def check_devices(source: Source) -> list[str]:
             name, calls = _dotted(node), id(node) in called
             if name.startswith(("torch.cuda.", "torch.accelerator.")):
                 found = [] if node.attr in OF_NO_DEVICE or (node.attr in TYPES and not calls) else [name]
-            elif node.attr in IMPLICIT_DEVICE or (node.attr == "cuda" and calls):
+            elif node.attr in IMPLICIT_DEVICE or (node.attr in {"cuda", "is_pinned"} and calls):
                 found = [node.attr]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in OPERATIONS:
+            given = {keyword.arg for keyword in node.keywords}
+            found = [f"{node.func.attr}({name}=)" for name in sorted(SEAM_ARGUMENTS & given)]
         complaints += [f"{source.name}:{node.lineno} {each}: ask shardwise.device, with a device" for each in found]
     return complaints
 
@@ -437,6 +443,9 @@ BAD: list[tuple[Checker, Source, str]] = [
     (check_devices, _source("chunk.pool", "import torch.cuda as gpu"), "torch.cuda"),
     (check_devices, _source("chunk.pool", "tensor.record_stream(stream)"), "record_stream"),
     (check_devices, _source("chunk.pool", "module.cuda()"), "cuda"),
+    (check_devices, _source("chunk.pool", "a.copy_(b, non_blocking=True)"), "copy_(non_blocking=)"),
+    (check_devices, _source("chunk.pool", "import torch\ntorch.empty(3, pin_memory=pin)"), "empty(pin_memory=)"),
+    (check_devices, _source("chunk.pool", "block.is_pinned()"), "is_pinned"),
     (check_devices, _source("chunk.pool", "import torch\ntorch.accelerator.synchronize()"), "accelerator"),
     (check_docstrings, _source("plan", "'doc'\ndef f(): pass"), "f has no docstring"),
     (check_docstrings, _source("plan", "'doc'\nclass A: pass"), "A has no docstring"),

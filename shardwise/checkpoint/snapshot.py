@@ -12,10 +12,15 @@ from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.pieces import Bytes, PieceLayout
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.comm import Members
+from shardwise.device import page_locked
 
 __all__ = ["HostImage", "Lane"]
 
 T = TypeVar("T")
+
+
+def _memory(nbytes: int, pin: bool) -> torch.Tensor:
+    return page_locked((nbytes,), torch.uint8) if pin else torch.empty(nbytes, dtype=torch.uint8)
 
 
 class HostImage:
@@ -40,7 +45,7 @@ class HostImage:
         if self._memory.nbytes < needed:
             self._memory = torch.empty(0, dtype=torch.uint8)
             try:
-                self._memory = torch.empty(needed, dtype=torch.uint8, pin_memory=self._pin)
+                self._memory = _memory(needed, self._pin)
             except RuntimeError as error:
                 raise MemoryError(
                     f"no {needed} bytes of host memory for a snapshot; save with use_async=False"

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from shardwise.comm import DONE, Buffer, Group, Handle
-from shardwise.device import SideCopy, behind_current
+from shardwise.device import SideCopy, behind_current, sent_ahead
 from shardwise.disk.store import DiskError, DiskStore, Record
 from shardwise.memory.tier import Tier
 
@@ -105,7 +105,7 @@ class MemorySource:
             return _Keeping(group.all_gather(out, staged), staged)
         # Behind whoever used the memory of both before: what a gather leaves is free when the computation has waited.
         with behind_current(out.device, self._uploads):  # the gather waits for the upload, the computation for neither
-            staged = self._staged(local.to(out.device, non_blocking=True))
+            staged = self._staged(sent_ahead(local, out.device))
             return _Keeping(group.all_gather(out, staged), staged)
 
     def _staged(self, shard: torch.Tensor) -> Buffer:

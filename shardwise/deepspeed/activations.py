@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.device import record_event, wait_event
+from shardwise.device import copy_ahead, page_locked, record_event, sent_ahead, wait_event
 
 __all__ = ["Keeper", "Kept"]
 
@@ -100,7 +100,7 @@ class Kept:
         start = share * dist.get_rank(keeper.group) if keeper.group is not None else 0
         mine = flat[start : start + share]
         self._kept, self._place = keeper.take(share, value)
-        self._kept[: mine.numel()].copy_(mine, non_blocking=True)
+        copy_ahead(self._kept[: mine.numel()], mine)
         self._copied: Any = None
         if self._kept.device != value.device:
             self._copied = record_event(value.device)
@@ -116,7 +116,7 @@ class Kept:
         """The tensor as it was: shape, strides, device and bits. With a group, all its ranks call it."""
         if self._copied is not None:
             wait_event(self.device, self._copied)
-        kept = self._kept.to(self.device, non_blocking=True)
+        kept = sent_ahead(self._kept, self.device)
         if self._parts > 1:
             flat = torch.empty(kept.numel() * self._parts, dtype=kept.dtype, device=kept.device)
             # As bytes, so that every backend takes every dtype.
@@ -166,8 +166,10 @@ class _Buffers:
 
 
 def _allocate(numel: int, dtype: torch.dtype, device: torch.device, pin: bool) -> Tensor:
-    if device.type != "cpu" or pin:
-        return torch.empty(numel, dtype=dtype, device=device, pin_memory=pin)
+    if pin:
+        return page_locked((numel,), dtype)
+    if device.type != "cpu":
+        return torch.empty(numel, dtype=dtype, device=device)
     # Where the host stands for a device too, memory made by an operation counts as the device's; this does not.
     storage = torch.UntypedStorage(numel * dtype.itemsize)  # type: ignore[no-untyped-call]
     return torch.empty(0, dtype=dtype).set_(storage, 0, (numel,), (1,))

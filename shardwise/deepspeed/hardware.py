@@ -12,9 +12,11 @@ import torch
 from shardwise.device import (
     allocator_bytes,
     default_generator,
+    is_page_locked,
     make_current,
     memory_facts,
     on_device,
+    page_locked,
     synchronize,
     total_bytes,
     visible_gpus,
@@ -177,11 +179,13 @@ class Accelerator:
 
     def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
         """Page-locked, where there is a GPU."""
-        return tensor if self._name == "cpu" else tensor.pin_memory()
+        if self._name == "cpu" or is_page_locked(tensor):
+            return tensor
+        return page_locked(tensor.shape, tensor.dtype).copy_(tensor)
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """Whether it is page-locked."""
-        return tensor.is_pinned()
+        return is_page_locked(tensor)
 
     def get_compile_backend(self) -> str:
         """Of ``torch.compile``."""

@@ -8,7 +8,8 @@ import torch
 
 from shardwise.device.gpus import visible_gpus
 from shardwise.device.memory import memory_facts, reset_peak
-from shardwise.device.streams import make_current, numbered, synchronize
+from shardwise.device.runtime import runtime
+from shardwise.device.streams import give_back, make_current, numbered, synchronize
 
 __all__ = ["Accelerator"]
 
@@ -88,12 +89,12 @@ class Accelerator:
 
     def get_rng_state(self, device: torch.device | int | str | None = None) -> torch.Tensor:
         """The state of its generator."""
-        return torch.cuda.get_rng_state(self._asked(device)) if self.name == "cuda" else torch.get_rng_state()
+        return runtime().random_state(self._asked(device)) if self.name == "cuda" else torch.get_rng_state()
 
     def set_rng_state(self, new_state: torch.Tensor, device: torch.device | int | str | None = None) -> None:
         """Go on from a state of its generator."""
         if self.name == "cuda":
-            torch.cuda.set_rng_state(new_state, self._asked(device))
+            runtime().set_random_state(self._asked(device), new_state)
         else:
             torch.set_rng_state(new_state)
 
@@ -117,7 +118,7 @@ class Accelerator:
     def empty_cache(self) -> None:
         """Give back what the allocator keeps for later."""
         if self.name == "cuda":
-            torch.cuda.empty_cache()
+            give_back(self.get_current_device())
 
     def memory_allocated(self, device: torch.device | int | None = None) -> int:
         """By tensors on a GPU now; on the CPU by this process."""
@@ -131,12 +132,12 @@ class Accelerator:
 
     def memory_reserved(self, device: torch.device | int | None = None) -> int:
         """As :meth:`memory_allocated`, with what the allocator keeps for later."""
-        return torch.cuda.memory_reserved(self._asked(device)) if self.name == "cuda" else self.memory_allocated()
+        return runtime().reserved_bytes(self._asked(device))[0] if self.name == "cuda" else self.memory_allocated()
 
     def max_memory_reserved(self, device: torch.device | int | None = None) -> int:
         """The most of :meth:`memory_reserved`."""
         asked = self._asked(device)
-        return torch.cuda.max_memory_reserved(asked) if self.name == "cuda" else self.max_memory_allocated()
+        return runtime().reserved_bytes(asked)[1] if self.name == "cuda" else self.max_memory_allocated()
 
     def reset_peak_memory_stats(self, device: torch.device | int | None = None) -> None:
         """Start the most from what is used now."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardwise.device.streams import record_event
+from shardwise.device.streams import copy_ahead, page_locked, record_event
 
 __all__ = ["Later", "runs_ahead"]
 
@@ -24,8 +24,8 @@ class Later:
 
     def __init__(self, value: Tensor) -> None:
         on_gpu = value.is_cuda
-        self._host = torch.empty(value.shape, dtype=value.dtype, pin_memory=on_gpu)
-        self._host.copy_(value, non_blocking=True)
+        self._host = page_locked(value.shape, value.dtype) if on_gpu else torch.empty(value.shape, dtype=value.dtype)
+        copy_ahead(self._host, value)
         self._arrived = record_event(value.device) if on_gpu else None
 
     def value(self) -> bool | float:

@@ -6,12 +6,14 @@ from glob import glob
 
 import torch
 
+from shardwise.device.runtime import runtime
+
 __all__ = ["gpu_identity", "gpus_of_host", "visible_gpus"]
 
 
 def visible_gpus() -> int:
     """How many GPUs torch can use in this process."""
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return runtime().device_count()
 
 
 def gpus_of_host() -> int:

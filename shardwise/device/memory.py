@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shardwise.device.runtime import runtime
+
 __all__ = ["MemoryFacts", "allocator_bytes", "live_bytes", "memory_facts", "reset_allocator_peak", "reset_peak"]
 
 
@@ -37,13 +39,13 @@ class MemoryFacts:
 def memory_facts(device: torch.device | None = None) -> MemoryFacts:
     """This process now; ``device`` is the CUDA device to ask about."""
     status = _fields("/proc/self/status")
-    on_cuda = device is not None and device.type == "cuda"
+    on_gpu = runtime().allocated_bytes(device) if device is not None and device.type == "cuda" else (0, 0)
     return MemoryFacts(
         rss_bytes=status.get("VmRSS", 0),
         peak_rss_bytes=status.get("VmHWM", 0) or _peak_from_rusage(),
         pss_bytes=_fields("/proc/self/smaps_rollup").get("Pss", 0),
-        device_bytes=torch.cuda.memory_allocated(device) if on_cuda else 0,
-        peak_device_bytes=torch.cuda.max_memory_allocated(device) if on_cuda else 0,
+        device_bytes=on_gpu[0],
+        peak_device_bytes=on_gpu[1],
     )
 
 
@@ -61,7 +63,7 @@ def allocator_bytes(device: torch.device) -> tuple[int, int]:
     With memory that was dropped and waits for another stream (``record_stream``), which is not to be had either and
     which torch's ``memory_allocated`` leaves out. One call for both numbers, without making a flat table of all others.
     """
-    found = torch.cuda.memory_stats_as_nested_dict(device)
+    found = runtime().memory_stats(device)
     if not found:
         return 0, 0  # nothing has been made there
     kinds = [found[kind]["all"] for kind in ("active_bytes", "allocated_bytes")]  # other allocators know but one
@@ -70,7 +72,7 @@ def allocator_bytes(device: torch.device) -> tuple[int, int]:
 
 def reset_allocator_peak(device: torch.device) -> None:
     """Let :func:`allocator_bytes` give the most from now on; torch's own peaks start anew with it."""
-    torch.cuda.reset_peak_memory_stats(device)
+    runtime().reset_peak(device)
 
 
 def live_bytes(tensors: Iterable[Tensor]) -> int:

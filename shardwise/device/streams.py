@@ -1,4 +1,4 @@
-"""Streams, events and which GPU they are of: the only module that asks CUDA for any of them, and always by device.
+"""Streams, events, copies beside the host and which GPU they are of: always asked for by device.
 
 Torch answers what no device is named for with the *current* one, of the thread that asks: GPU 0 in a thread that was
 just started, and whatever the program chose last elsewhere, which need not be where the model is. A wait on the wrong
@@ -13,23 +13,29 @@ import os
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import cast
 
 import torch
+
+from shardwise.device.runtime import runtime
 
 __all__ = [
     "RandomState",
     "SideCopy",
     "behind_current",
+    "copy_ahead",
     "default_generator",
     "give_back",
+    "is_page_locked",
     "make_current",
     "numbered",
     "on_device",
     "on_stream",
     "page_lock",
+    "page_locked",
     "random_state",
     "record_event",
+    "recorded",
+    "sent_ahead",
     "set_random_state",
     "side_stream",
     "synchronize",
@@ -45,40 +51,40 @@ def numbered(device: torch.device) -> torch.device:
     """``device`` as tensors on it name it: of a GPU without a number, the current one of this thread."""
     if device.type != "cuda" or device.index is not None:
         return device
-    return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cuda", runtime().current_device())
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
     """Inside, ``device`` is this thread's current one, where it is a GPU."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    return runtime().on_device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def make_current(device: torch.device) -> None:
     """From here on ``device`` is this thread's current one, where it is a GPU. For the first line of a thread."""
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        runtime().make_current(device)
 
 
 def _current_stream(device: torch.device) -> torch.cuda.Stream:
     """Of a GPU: the stream that operations of this thread on its tensors run on."""
-    return torch.cuda.current_stream(device)
+    return runtime().current_stream(device)
 
 
 def side_stream(device: torch.device) -> torch.cuda.Stream | None:
     """A new stream of a GPU; ``None`` of any other device."""
-    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+    return runtime().new_stream(device) if device.type == "cuda" else None
 
 
 def on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
     """Inside the block work of its GPU goes to ``stream``; nothing changes for ``None``."""
-    return torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext()
+    return runtime().on_stream(stream) if stream is not None else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
 def behind_current(device: torch.device, stream: torch.cuda.Stream) -> Iterator[None]:
     """Inside the block a GPU's work goes to ``stream``, behind all that its current stream was given before."""
     stream.wait_stream(_current_stream(device))
-    with torch.cuda.stream(stream):
+    with runtime().on_stream(stream):
         yield
 
 
@@ -96,56 +102,51 @@ def wait_event(device: torch.device, event: torch.cuda.Event) -> None:
 def synchronize(device: torch.device) -> None:
     """The host waits until a GPU has done all it was given; nothing to do for other devices."""
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        runtime().synchronize(device)
 
 
 def give_back(device: torch.device) -> None:
     """A GPU gets the memory back that torch keeps of it without using it; nothing to do for other devices."""
     if device.type == "cuda":
-        with on_device(device):
-            torch.cuda.empty_cache()
+        runtime().empty_cache(device)
 
 
 def total_bytes(device: torch.device) -> int:
     """The memory that a GPU has."""
-    return int(torch.cuda.get_device_properties(device).total_memory)
+    return runtime().total_bytes(device)
 
 
 def random_state(device: torch.device) -> RandomState:
     """Of the CPU's generator and, where ``device`` is a GPU, of its own."""
-    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return torch.get_rng_state(), runtime().random_state(device) if device.type == "cuda" else None
 
 
 def default_generator(device: torch.device) -> torch.Generator:
     """The global generator of ``device`` (the current one of its type where it has no number)."""
     if device.type == "cpu":
         return torch.default_generator
-    module = torch.get_device_module(device)
     if device.type == "cuda":
-        torch.cuda.init()  # type: ignore[no-untyped-call]  # before that there are none
+        return runtime().generator(device)
+    module = torch.get_device_module(device)
     index = module.current_device() if device.index is None else device.index
-    return cast(torch.Generator, module.default_generators[index])
+    generator: torch.Generator = module.default_generators[index]
+    return generator
 
 
 def set_random_state(device: torch.device, state: RandomState) -> None:
     """What :func:`random_state` gave for ``device``."""
     torch.set_rng_state(state[0])
     if state[1] is not None:
-        torch.cuda.set_rng_state(state[1], device)
+        runtime().set_random_state(device, state[1])
 
 
 def page_lock(block: torch.Tensor, device: torch.device) -> None:
     """Page-lock host memory, as long as it lives, so that copies between it and a GPU run beside the host.
 
-    Called for the GPU by name: in a thread whose current device is another, that one would get a context, which takes
-    hundreds of megabytes of it.
-
     Raises:
         RuntimeError: CUDA refuses to page-lock that much.
     """
-    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    with on_device(device):
-        result = int(runtime.cudaHostRegister(block.data_ptr(), block.numel(), 0))
+    result = runtime().lock_pages(block, device)
     if result != 0:
         raise RuntimeError(
             f"CUDA could not page-lock {block.numel()} bytes of host memory (error {result}); raise the limit of "
@@ -159,8 +160,35 @@ def _unlock(address: int, device: torch.device, process: int) -> None:
     if os.getpid() != process:
         return  # a forked child, which may not speak to CUDA and has locked nothing
     synchronize(device)
-    with on_device(device):
-        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+    runtime().unlock_pages(address, device)
+
+
+def page_locked(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Page-locked host memory with any content. Torch keeps it, once dropped, from others until copies are done."""
+    return runtime().pinned(shape, dtype)
+
+
+def is_page_locked(tensor: torch.Tensor) -> bool:
+    """Whether copies between ``tensor``, of the host, and a GPU run beside the host."""
+    return runtime().is_pinned(tensor)
+
+
+def copy_ahead(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Queue a copy on the current stream, between a GPU and page-locked memory without waiting for it.
+
+    Nobody may write ``source`` or use ``target`` before it is done, but what the stream is given later.
+    """
+    target.copy_(source, non_blocking=True)
+
+
+def sent_ahead(source: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy of ``source`` on ``device``, as :func:`copy_ahead` makes it; ``source`` itself where it is there."""
+    return source.to(device, non_blocking=True)
+
+
+def recorded(tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
+    """Once dropped, the memory of ``tensor`` is not used again before what ``stream`` has been given by then."""
+    runtime().record_stream(tensor, stream)
 
 
 class SideCopy:
@@ -183,8 +211,8 @@ class SideCopy:
         self._out, self._source = out, source
         self._owner = _current_stream(out.device)
         stream.wait_stream(self._owner)  # for whoever used this memory before
-        with torch.cuda.stream(stream):
-            out.copy_(source, non_blocking=True)
+        with runtime().on_stream(stream):
+            copy_ahead(out, source)
             self._event = stream.record_event()
 
     def finished(self) -> bool:
@@ -197,4 +225,4 @@ class SideCopy:
         reader.wait_event(self._event)
         if reader != self._owner:  # the program has changed streams since
             self._owner.wait_event(self._event)
-            self._out.record_stream(reader)
+            recorded(self._out, reader)

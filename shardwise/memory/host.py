@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.device import page_lock
+from shardwise.device import is_page_locked, page_lock
 
 __all__ = ["HostArena", "host_block"]
 
@@ -45,7 +45,7 @@ class HostArena:
     def __init__(self, total_bytes: int, pin_for: torch.device | None) -> None:
         self._block = host_block(total_bytes, pin_for)
         self._at = 0
-        self.pinned = self._block.is_pinned()
+        self.pinned = is_page_locked(self._block)
 
     @staticmethod
     def rounded(nbytes: int) -> int:

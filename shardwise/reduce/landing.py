@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from shardwise.device import record_event, runs_ahead
+from shardwise.device import copy_ahead, is_page_locked, record_event, runs_ahead
 from shardwise.memory.tier import Tier
 from shardwise.reduce.grads import ChunkGrads, GradRing
 from shardwise.torch_internals import version_of
@@ -29,7 +29,7 @@ class _Landing:
     """
 
     def __init__(self, memory: torch.Tensor, out: torch.Tensor) -> None:
-        memory.copy_(out, non_blocking=True)
+        copy_ahead(memory, out)
         self._event = record_event(out.device) if out.is_cuda else None
 
     def land(self) -> None:
@@ -92,7 +92,7 @@ class Landings:
         while len(self._adding) >= IN_FLIGHT or state in self._adding:
             self._adding.popleft().land()
         if out.nbytes > self._largest:
-            self._blocks = GradRing(torch.device("cpu"), out.device if state.held.is_pinned() else None)
+            self._blocks = GradRing(torch.device("cpu"), out.device if is_page_locked(state.held) else None)
             self._largest = out.nbytes
         ring, total = self._blocks, state.reduced
         block = ring.take(self._largest, torch.uint8)
