@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from glob import glob
 
-import torch
-
 from shardwise.device.runtime import runtime
 
 __all__ = ["gpu_identity", "gpus_of_host", "visible_gpus"]
@@ -32,8 +30,7 @@ def gpu_identity(index: int, visible: str | None) -> str | None:
     entries = [entry.strip() for entry in (visible or "").split(",")]
     if index < len(entries) and entries[index].startswith("MIG"):
         return entries[index]
-    facts = torch.cuda.get_device_properties(index)
-    if "MIG" in facts.name:
+    name, uuid = runtime().identity(index)
+    if "MIG" in name:
         return None
-    uuid = getattr(facts, "uuid", None)
     return None if uuid is None else f"GPU-{uuid}"

@@ -21,6 +21,9 @@ class Runtime(Protocol):
     def device_count(self) -> int:
         """GPUs of this process; 0 where none can be used."""
 
+    def identity(self, index: int) -> tuple[str, str | None]:
+        """A GPU's name, and what tells it from every other one; ``None`` where nothing does."""
+
     def current_device(self) -> int:
         """The number of this thread's current one."""
 
@@ -91,6 +94,11 @@ class CudaRuntime:
     def device_count(self) -> int:
         """As torch counts."""
         return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+    def identity(self, index: int) -> tuple[str, str | None]:
+        """As the driver says."""
+        facts = torch.cuda.get_device_properties(index)
+        return facts.name, getattr(facts, "uuid", None)
 
     def current_device(self) -> int:
         """As torch counts."""

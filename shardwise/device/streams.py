@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from shardwise.device.runtime import runtime
+from shardwise.device.runtime import Runtime, runtime
 
 __all__ = [
     "RandomState",
@@ -152,15 +152,15 @@ def page_lock(block: torch.Tensor, device: torch.device) -> None:
             f"CUDA could not page-lock {block.numel()} bytes of host memory (error {result}); raise the limit of "
             "locked memory (ulimit -l), or use pin_memory=False"
         )
-    weakref.finalize(block.untyped_storage(), _unlock, block.data_ptr(), device, os.getpid())
+    weakref.finalize(block.untyped_storage(), _unlock, runtime(), block.data_ptr(), device, os.getpid())
 
 
-def _unlock(address: int, device: torch.device, process: int) -> None:
+def _unlock(locked_by: Runtime, address: int, device: torch.device, process: int) -> None:
     """The memory at ``address`` is about to be given back: no copy may still read or write it."""
     if os.getpid() != process:
         return  # a forked child, which may not speak to CUDA and has locked nothing
-    synchronize(device)
-    runtime().unlock_pages(address, device)
+    locked_by.synchronize(device)
+    locked_by.unlock_pages(address, device)
 
 
 def page_locked(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from shardwise.testing.alike import AlikeProcessGroup, Asked, alike_mesh
 from shardwise.testing.counters import Traffic, live_tensor_bytes
 from shardwise.testing.hosts import TwoHosts
+from shardwise.testing.late import LateDevice, LateError, late_device
 from shardwise.testing.models import MODELS, ModelCase, make_batches
 from shardwise.testing.oracle import PlainRecipe, PlainRun, train_plain
 from shardwise.testing.parity import Difference, assert_close, compare
@@ -19,6 +20,8 @@ __all__ = [
     "AlikeProcessGroup",
     "Asked",
     "Difference",
+    "LateDevice",
+    "LateError",
     "ModelCase",
     "PlainRecipe",
     "PlainRun",
@@ -30,6 +33,7 @@ __all__ = [
     "assert_close",
     "close_pools",
     "compare",
+    "late_device",
     "live_tensor_bytes",
     "make_batches",
     "run_ranks",

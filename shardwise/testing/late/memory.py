@@ -1,0 +1,204 @@
+"""Memory of the late device: one array of the host, cut into blocks that tensors of a GPU seem to be in."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+from shardwise.testing.late.streams import Access, Event, History, Schedule, Stream
+from shardwise.torch_internals import as_on_cpu
+
+__all__ = ["Block", "Memory", "Region"]
+
+ROUND_BYTES = 512
+POISON = 0xFF
+"""In every byte: not a number of any floating dtype, -1 of the others."""
+
+
+class _DLDevice(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int32), ("id", ctypes.c_int32))
+
+
+class _DLDataType(ctypes.Structure):
+    _fields_ = (("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16))
+
+
+class _DLTensor(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device", _DLDevice),
+        ("ndim", ctypes.c_int32),
+        ("dtype", _DLDataType),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+class _DLManaged(ctypes.Structure):
+    _fields_ = (("tensor", _DLTensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
+
+
+_capsule = ctypes.pythonapi.PyCapsule_New
+_capsule.restype = ctypes.py_object
+_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+# Called when a tensor goes, maybe while an exception is on its way: no Python may run there. This one does nothing.
+_NO_DELETER = ctypes.cast(ctypes.CDLL(None).labs, ctypes.c_void_p).value
+_SHAPES: list[object] = []
+"""What tensors were made from; torch reads it when they go, whenever that is."""
+
+
+def _on_gpu(address: int, nbytes: int) -> Tensor:
+    """Bytes of the host as a tensor that says it is on the first GPU: a plain one, with a storage of its own."""
+    shape, strides = (ctypes.c_int64 * 1)(nbytes), (ctypes.c_int64 * 1)(1)
+    tensor = _DLTensor(address, _DLDevice(2, 0), 1, _DLDataType(1, 8, 1), shape, strides, 0)
+    made = _DLManaged(tensor, None, _NO_DELETER)
+    _SHAPES.append((made, shape, strides))
+    return from_dlpack(_capsule(ctypes.addressof(made), b"dltensor", None))
+
+
+@dataclass(eq=False)
+class Region:
+    """Memory that copies and kernels reach by address.
+
+    Attributes:
+        address: of its first byte.
+        numbers: its bytes.
+        history: who used it.
+    """
+
+    address: int
+    numbers: Tensor
+    history: History
+
+    def same(self, tensor: Tensor) -> Tensor:
+        """``tensor``, whose storage begins here, as one of the host that keeps nobody's memory alive."""
+        item = tensor.element_size()
+        typed = self.numbers[: self.numbers.numel() // item * item].view(tensor.dtype)
+        return typed.as_strided(tensor.size(), tensor.stride(), typed.storage_offset() + tensor.storage_offset())
+
+    def access(self, tensor: Tensor, write: bool) -> Access:
+        """From the first to the last byte of ``tensor``."""
+        last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+        start = tensor.data_ptr() - self.address
+        return Access(self.history, start, start + (last + 1) * tensor.element_size(), write)
+
+
+@dataclass(eq=False)
+class Block(Region):
+    """A part of the device's memory.
+
+    Attributes:
+        stream: whoever allocated it, and gets it again.
+        nbytes: of it.
+        readers: by ``record_stream``.
+    """
+
+    stream: Stream
+    nbytes: int
+    readers: set[Stream] = field(default_factory=set)
+
+
+class Memory:
+    """The allocator, by the rules of torch's for GPUs: memory that was dropped goes to the next who asks on its stream.
+
+    Args:
+        total_bytes: of the device.
+        schedule: of its streams.
+    """
+
+    def __init__(self, total_bytes: int, schedule: Schedule) -> None:
+        self.total_bytes, self._schedule = total_bytes, schedule
+        self._all = torch.empty(total_bytes + 4096, dtype=torch.uint8)
+        self._base = -(-self._all.data_ptr() // 4096) * 4096
+        self._top = 0
+        self._blocks: dict[int, Block] = {}
+        self._free: dict[tuple[Stream, int], list[Block]] = {}
+        self._held: list[tuple[Block, list[Event]]] = []
+        self._dropped: deque[Block] = deque()
+        self._alive: dict[int, object] = {}
+        self.now = self.peak = 0
+
+    def block_of(self, tensor: Tensor) -> Block:
+        """Where a tensor of the device lies."""
+        return self._blocks[tensor.untyped_storage().data_ptr()]
+
+    def allocate(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, stream: Stream) -> Tensor:
+        """A tensor with poison in it.
+
+        Raises:
+            torch.OutOfMemoryError: there is not enough.
+        """
+        self.collect()
+        last = sum((s - 1) * d for s, d in zip(size, stride, strict=True)) if all(size) else -1
+        nbytes = max((last + 1) * dtype.itemsize, 1)
+        block = self._take(-(-nbytes // ROUND_BYTES) * ROUND_BYTES, stream)
+        flat = _on_gpu(block.address, max(nbytes // dtype.itemsize, 1) * dtype.itemsize)
+        block.readers = set()
+        dropped = self._dropped
+
+        def gone(_: object) -> None:
+            dropped.append(block)
+
+        self._alive[block.address] = weakref.ref(flat.untyped_storage(), gone)
+        self.now += block.nbytes
+        self.peak = max(self.peak, self.now)
+        typed = as_on_cpu(torch.ops.aten.view.dtype, flat, dtype)
+        made: Tensor = as_on_cpu(torch.ops.aten.as_strided.default, typed, list(size), list(stride), 0)
+        return made
+
+    def _take(self, nbytes: int, stream: Stream) -> Block:
+        free = self._free.get((stream, nbytes))
+        if free:
+            block = free.pop()
+            if stream.index:  # whoever gets it next is whoever gives this stream work next, and begins here
+                self._poison(block)
+            return block
+        if self._top + nbytes > self.total_bytes:
+            raise torch.OutOfMemoryError(f"{nbytes} bytes of the late device, which has {self.total_bytes}")
+        offset = self._base - self._all.data_ptr() + self._top
+        address, self._top = self._base + self._top, self._top + nbytes
+        numbers = self._all[offset : offset + nbytes]
+        block = Block(address, numbers, History(f"{nbytes} bytes at {self._top - nbytes}"), stream, nbytes)
+        self._blocks[address] = block
+        numbers.fill_(POISON)
+        return block
+
+    def _poison(self, block: Block) -> None:
+        whole = Access(block.history, 0, block.nbytes, True)
+
+        def run() -> None:
+            with torch.no_grad():
+                block.numbers.fill_(POISON)
+
+        block.stream.give(run, "the next user of dropped memory", [whole])
+
+    def collect(self) -> None:
+        """What was dropped is free from here on, but for what ``record_stream`` keeps."""
+        while self._dropped:
+            block = self._dropped.popleft()
+            self.now -= block.nbytes
+            readers = [reader.record_event() for reader in sorted(block.readers, key=lambda stream: stream.index)]
+            if readers:
+                self._held.append((block, readers))
+            else:
+                self._release(block)
+        done = [(b, events) for b, events in self._held if all(e.stream.done >= e.number for e in events)]
+        if done:
+            self._held = [(b, events) for b, events in self._held if all(b is not other for other, _ in done)]
+            for block, events in done:
+                for event in events:
+                    block.stream.wait_event(event)
+                self._release(block)
+
+    def _release(self, block: Block) -> None:
+        if block.stream.index == 0:
+            self._poison(block)
+        self._free.setdefault((block.stream, block.nbytes), []).append(block)

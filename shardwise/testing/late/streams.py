@@ -1,0 +1,299 @@
+"""Streams of the late device: queues of work that is done when somebody asks, and what comes before what."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+__all__ = ["Access", "Event", "History", "Race", "Schedule", "Stream", "Work", "caller"]
+
+Clock = dict[int, int]
+"""By number of a stream: how many of its works have been waited for."""
+OWN = ("/testing/late/", "/shardwise/device/", "/shardwise/torch_internals.py", "/torch/", "/contextlib.py")
+
+
+def caller() -> str:
+    """Where the program is: the innermost line that is neither torch's nor the device's own."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and any(part in frame.f_code.co_filename for part in OWN):
+        frame = frame.f_back
+    return f"{'/'.join(frame.f_code.co_filename.rsplit('/', 2)[-2:])}:{frame.f_lineno}"
+
+
+@dataclass(frozen=True)
+class Access:
+    """Bytes that a work reads or writes.
+
+    Attributes:
+        region: the memory.
+        start, stop: bytes of it.
+        write: whether they change.
+    """
+
+    region: History
+    start: int
+    stop: int
+    write: bool
+
+
+@dataclass(eq=False)
+class Work:
+    """What a stream was given; done later.
+
+    Attributes:
+        stream, number: whose, and the how manyth.
+        run: does it.
+        what: for messages.
+        where: the line that gave it.
+        waits: ends of other streams' works that come before it.
+        accesses: the memory that it uses.
+        poll: of work that takes time of its own: begun by ``run``, done when this says so.
+    """
+
+    stream: Stream
+    number: int
+    run: Callable[[], None]
+    what: str
+    where: str
+    waits: tuple[tuple[Stream, int], ...]
+    accesses: tuple[Access, ...]
+    poll: Callable[[], bool] | None = None
+    begun: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.what} on {self.stream.name} from {self.where}"
+
+
+@dataclass(frozen=True)
+class Race:
+    """Two works that use the same bytes, and neither waits for the other."""
+
+    first: str
+    second: str
+    memory: str
+
+    def __str__(self) -> str:
+        return f"{self.memory}: {self.second} does not wait for {self.first}"
+
+
+class History:
+    """Who used one piece of memory, as far as it matters to who comes next."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._past: list[tuple[int, int, bool, Work]] = []
+
+    def add(self, access: Access, work: Work, clock: Clock) -> Race | None:
+        """A race with an earlier use, if there is one."""
+        found: Race | None = None
+        kept = []
+        for start, stop, write, earlier in self._past:
+            apart = stop <= access.start or access.stop <= start
+            ordered = clock.get(earlier.stream.index, 0) >= earlier.number
+            if not apart and not ordered and (write or access.write):
+                found = found or Race(str(earlier), str(work), self.name)
+            inside = access.start <= start and stop <= access.stop
+            replaced = inside and (access.write or (not write and earlier.stream is work.stream))
+            if not replaced:
+                kept.append((start, stop, write, earlier))
+        kept.append((access.start, access.stop, access.write, work))
+        self._past = kept
+        return found
+
+
+class Event:
+    """The works that a stream had been given when it was recorded."""
+
+    def __init__(self, stream: Stream, number: int, clock: Clock) -> None:
+        self.stream, self.number, self.clock = stream, number, clock
+
+    def query(self) -> bool:
+        """Whether they are done: no sooner than after some questions."""
+        return self.stream.schedule.asked(self)
+
+    def synchronize(self) -> None:
+        """The host waits for them."""
+        self.stream.schedule.host_waits(self)
+
+
+class Stream:
+    """One queue. Works of one stream are done in order."""
+
+    def __init__(self, schedule: Schedule, index: int, name: str) -> None:
+        self.schedule, self.index, self.name = schedule, index, name
+        self.queue: deque[Work] = deque()
+        self.given = self.done = 0
+        self.clock: Clock = {}
+        self._waits: list[tuple[Stream, int]] = []
+
+    def __repr__(self) -> str:
+        return f"<{self.name}: {self.done} of {self.given} done>"
+
+    def give(
+        self, run: Callable[[], None], what: str, accesses: Iterable[Access], poll: Callable[[], bool] | None = None
+    ) -> Work:
+        """Queue a work behind all that the stream waits for."""
+        self.given += 1
+        self.clock[self.index] = self.given
+        _join(self.clock, self.schedule.host_clock)
+        work = Work(self, self.given, run, what, caller(), tuple(self._waits), tuple(accesses), poll)
+        self._waits.clear()
+        self.queue.append(work)
+        for access in work.accesses:
+            race = access.region.add(access, work, self.clock)
+            if race is not None:
+                self.schedule.races.append(race)
+        return work
+
+    def record_event(self, event: Any = None) -> Event:
+        """An event that happens when the stream has done what it was given so far."""
+        with self.schedule.lock:
+            if self._waits:
+                self.give(_nothing, "a wait", ())
+            return Event(self, self.given, dict(self.clock))
+
+    def wait_event(self, event: Event) -> None:
+        """What is given from here on comes after the event."""
+        with self.schedule.lock:
+            if event.stream is not self:
+                self._waits.append((event.stream, event.number))
+                _join(self.clock, event.clock)
+
+    def wait_stream(self, other: Stream) -> None:
+        """What is given from here on comes after all that the other has been given."""
+        self.wait_event(other.record_event())
+
+    def synchronize(self) -> None:
+        """The host waits for all that it was given."""
+        self.record_event().synchronize()
+
+    def query(self) -> bool:
+        """Whether it has done all."""
+        return self.record_event().query()
+
+
+def _nothing() -> None:
+    pass
+
+
+def _join(clock: Clock, other: Clock) -> None:
+    for index, number in other.items():
+        if clock.get(index, 0) < number:
+            clock[index] = number
+
+
+@dataclass
+class Schedule:
+    """Which work is done when.
+
+    Attributes:
+        seed: of the choices. ``seed % 4`` is the kind: 0: everything as late as possible; 1: side streams as early as
+            they may be, before the main stream; 2: the main stream at once, side streams as late as possible; 3: any
+            stream at any time.
+        lock: held while anything here changes.
+    """
+
+    seed: int
+    lock: Any
+    streams: list[Stream] = field(default_factory=list)
+    races: list[Race] = field(default_factory=list)
+    host_clock: Clock = field(default_factory=dict)
+    idle: Callable[[], None] = _nothing
+    _questions: int = 0
+    _busy: bool = False
+
+    def __post_init__(self) -> None:
+        self._random = Random(self.seed)
+
+    def new_stream(self, name: str) -> Stream:
+        """One more."""
+        with self.lock:
+            self.streams.append(Stream(self, len(self.streams), f"{name} {len(self.streams)}"))
+            return self.streams[-1]
+
+    # ---- what the host waits for
+
+    def host_waits(self, event: Event) -> None:
+        """Return when an event has happened."""
+        with self.lock:
+            self.run_until(event.stream, event.number)
+            _join(self.host_clock, event.clock)
+
+    def asked(self, event: Event) -> bool:
+        """Whether an event has happened. Every third question moves its stream on, so that whoever asks ends."""
+        with self.lock:
+            self._questions += 1
+            if event.stream.done < event.number and self._questions % 3 == 0:
+                self._step(event.stream, wait=False)
+            if event.stream.done < event.number:
+                return False
+            _join(self.host_clock, event.clock)
+            return True
+
+    def run_all(self) -> None:
+        """The host waits for all streams, in an order of the seed's choice."""
+        with self.lock:
+            for stream in self._random.sample(self.streams, len(self.streams)):
+                self.host_waits(stream.record_event())
+
+    # ---- doing it
+
+    def run_until(self, stream: Stream, number: int) -> None:
+        """Do the works of a stream up to that one, and what they wait for."""
+        while stream.done < number:
+            if not self._step(stream, wait=True):
+                self.idle()
+
+    def _step(self, stream: Stream, wait: bool) -> bool:
+        """Do a stream's next work. False: it waits for another stream (unless ``wait``), or takes its time."""
+        work = stream.queue[0]
+        for other, number in work.waits:
+            if other.done < number:
+                if not wait:
+                    return False
+                self.run_until(other, number)
+        if stream.done >= work.number:
+            return True  # what it waited for led here
+        if not work.begun:
+            work.begun = True
+            work.run()
+        if work.poll is not None and not work.poll():
+            return False
+        if stream.queue and stream.queue[0] is work:
+            stream.queue.popleft()
+            stream.done = work.number
+        return True
+
+    def after_giving(self) -> None:
+        """The seed's choice of what is done now, though nobody asked."""
+        if self._busy:
+            return
+        self._busy = True
+        try:
+            kind, main = self.seed % 4, self.streams[0]
+            if kind == 1:
+                for stream in self._random.sample(self.streams[1:], len(self.streams) - 1):
+                    self._run_ready(stream)
+            elif kind == 2:
+                self.run_until(main, main.given)
+            elif kind == 3:
+                for _ in range(self._random.choice((0, 0, 1, 2, 5))):
+                    stream = self._random.choice(self.streams)
+                    if stream.queue:
+                        self._step(stream, wait=False)
+        finally:
+            self._busy = False
+
+    def _run_ready(self, stream: Stream) -> None:
+        while stream.queue and self._step(stream, wait=False):
+            pass
+
+    def uses(self, region: History) -> list[Work]:
+        """Works that have not been done and use that memory."""
+        return [
+            work for stream in self.streams for work in stream.queue if any(a.region is region for a in work.accesses)
+        ]
