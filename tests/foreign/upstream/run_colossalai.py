@@ -1,8 +1,9 @@
 """``python -m tests.foreign.upstream.run_colossalai CHECKOUT [FILE ...]``: ColossalAI's own tests, ported and run.
 
 They are copied, their imports are changed by ``shardwise port``, and nothing else in them is but that those over
-several models go on after one that fails. ``without_gpu`` makes their GPU this machine's CPU, and what they catch fail. ``--write`` puts the table into ``docs/porting.md``, with the reasons of
-``colossalai_reasons.py``. ``--results FILE`` keeps outcomes, so that it can be made of several runs.
+several models go on after one that fails. ``without_gpu`` makes their GPU this machine's CPU, and what they catch fail.
+``--write`` puts the table into ``docs/porting.md``, with the reasons of ``colossalai_reasons.py``. ``--results FILE``
+keeps outcomes, so that it can be made of several runs.
 """
 
 from __future__ import annotations

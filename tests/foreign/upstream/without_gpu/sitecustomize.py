@@ -5,8 +5,8 @@ changed, and ``torch.cuda.is_available()`` stays False, so that all else runs as
 models whose packages are installed. NVIDIA's apex, with which they compare, is the one beside this file. What a
 function gives back is kept by ``clear_cache_before_run``, which else drops the errors that some give back as texts. The
 class that Gemini gives its parameters is torch's, so that what follows runs. Convolutions of halves are done in single
-precision and rounded: torch's take a hundred times longer backward on a CPU. Ranks are forked, which takes seconds less,
-and have a time limit.
+precision and rounded: torch's take a hundred times longer backward on a CPU. Ranks are forked, which takes seconds
+less, and have a time limit.
 """
 
 from __future__ import annotations
