@@ -429,10 +429,10 @@ def device_kernels(call: Callable[..., Any], over_all: Sequence[str]) -> object:
         call: it.
         over_all: operations of ``aten`` whose kernel for all devices would come first.
     """
-    every, own = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
-    every.fallback(call, "CUDA")
+    every, own = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    every.fallback(call, "CUDA")  # type: ignore[no-untyped-call]
     for name in over_all:
-        own.impl(name, functools.partial(call, getattr(torch.ops.aten, name).default), "CUDA")
+        own.impl(name, functools.partial(call, getattr(torch.ops.aten, name).default), "CUDA")  # type: ignore[no-untyped-call]
     return every, own
 
 

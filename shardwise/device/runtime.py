@@ -188,7 +188,7 @@ class CudaRuntime:
         """There is none before CUDA has been started, which this does."""
         torch.cuda.init()  # type: ignore[no-untyped-call]
         index = torch.cuda.current_device() if device.index is None else device.index
-        return cast(torch.Generator, torch.cuda.default_generators[index])
+        return cast(torch.Generator, torch.cuda.default_generators[index])  # type: ignore[redundant-cast]
 
 
 class _Present:

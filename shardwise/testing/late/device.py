@@ -219,7 +219,7 @@ def _check_autograd() -> None:
     """Its threads, one a GPU, begin with the first backward pass of a process."""
     value = torch.ones(1, device=DEVICE, requires_grad=True)
     try:
-        value.backward()
+        value.backward()  # type: ignore[no-untyped-call]
     except RuntimeError as error:
         raise RuntimeError(
             f"autograd has no thread for {DEVICE} ({str(error).splitlines()[0]}): this process had a backward pass "
@@ -262,7 +262,7 @@ def late_device(seed: int = 0, *, total_bytes: int = TOTAL_BYTES, check: bool = 
         RuntimeError: this torch has GPUs of its own, or there is such a device already, or the process had a backward
             pass before its first one.
     """
-    if torch.backends.cuda.is_built():
+    if torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
         raise RuntimeError(
             f"late_device() stands in for GPUs, which torch {torch.__version__} has: use one for the CPU"
         )
