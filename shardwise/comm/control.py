@@ -17,7 +17,7 @@ from shardwise.comm.single import all_gather_single
 
 __all__ = ["Control", "decode", "encode"]
 
-MOST_TAG = 1 << 30  # no other messages between two ranks of such a group have one
+MOST_TAG = (1 << 30) - 1  # no other messages between two ranks of such a group have one
 
 
 def encode(obj: object) -> bytes:

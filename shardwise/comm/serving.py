@@ -18,7 +18,7 @@ from shardwise.comm.errors import PeerError
 from shardwise.comm.group import Buffer
 from shardwise.comm.link import TAG_LIMIT, Link, Message
 
-__all__ = ["Served", "Serving"]
+__all__ = ["ASK", "TOLD", "Served", "Serving"]
 
 # Above the tags of operations that all ranks start in one order.
 ASK = TAG_LIMIT

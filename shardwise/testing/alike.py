@@ -6,6 +6,8 @@ those of a real run; torch's process groups below them answer in this process, a
 
 from __future__ import annotations
 
+import queue
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +23,7 @@ from shardwise.comm.choose import GroupRequest
 from shardwise.comm.control import Control
 from shardwise.comm.group import Group
 from shardwise.comm.native import NativeGroup
+from shardwise.comm.serving import ASK, TOLD
 from shardwise.mesh.mesh import Mesh
 from shardwise.plan import Plan
 
@@ -97,8 +100,9 @@ class _Arriving(_Done):
 # Every peer holds, sends and is asked for what this rank is. So a gather is copies of the own part, a broadcast leaves
 # the own values, and a sum is the own value as often as there are ranks. Of a message from a peer nothing else is known
 # than what this rank sends at that time under the same tag (zeros, where it sends nothing as long), and a slice for one
-# rank is not that for another. Values are therefore not those of a run; what is asked of the transport is, call by call
-# and byte by byte (tests/ranks/testing/test_alike.py compares both).
+# rank is not that for another. A peer asks for this rank's shards whenever this rank asks for its, and is answered by
+# the real thread, which is not counted: what it gives is as much as this rank gets. Values are therefore not those of a
+# run; what is asked of the transport is, call by call and byte by byte (tests/ranks/testing/test_alike.py compares).
 class AlikeProcessGroup(_ProcessGroup):  # type: ignore[misc]
     """A process group of torch, of ``size`` ranks of which only this one is there. See [Note: Peers that are alike].
 
@@ -112,6 +116,8 @@ class AlikeProcessGroup(_ProcessGroup):  # type: ignore[misc]
         super().__init__(rank, size)
         self._ranks, self._own, self._asked = size, rank, asked
         self._sent: tuple[int, Tensor | None] = (-1, None)
+        self._requests: defaultdict[int, queue.SimpleQueue[Tensor]] = defaultdict(queue.SimpleQueue)
+        """By peer, what it is asked and told, which is what it asks and tells."""
 
     def getBackendName(self) -> str:
         """For torch."""
@@ -167,16 +173,25 @@ class AlikeProcessGroup(_ProcessGroup):  # type: ignore[misc]
             self._asked.add("broadcast", tensor.nbytes if own else 0, 0 if own else tensor.nbytes)
         return _Done()
 
-    def send(self, tensors: list[Tensor], _peer: int, tag: int) -> Any:
-        """It is taken at once."""
-        self._asked.add("send", tensors[0].nbytes, 0)
-        self._sent = tag, tensors[0]
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
+        """It is taken at once. What a peer would ask of this rank is what this rank asks of it, at the same time."""
+        if tag == ASK:
+            self._requests[peer].put(tensors[0].clone())
+        if tag < ASK or (tag == ASK and int(tensors[0][0]) >= 0):
+            self._asked.add("send", tensors[0].nbytes, 0)
+            self._sent = tag, tensors[0]
         return _Done()
 
-    def recv(self, tensors: list[Tensor], _peer: int, tag: int) -> Any:
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
         """What this rank has sent by the time that it waits."""
-        self._asked.add("receive", 0, tensors[0].nbytes)
+        if tag == ASK:
+            return _Arriving(partial(self._hear, tensors[0], peer))
+        if tag < TOLD:
+            self._asked.add("receive", 0, tensors[0].nbytes)
         return _Arriving(partial(self._arrive, tensors[0], tag))
+
+    def _hear(self, out: Tensor, peer: int) -> None:
+        out.copy_(self._requests[peer].get())
 
     def _arrive(self, out: Tensor, tag: int) -> None:
         sent_tag, sent = self._sent

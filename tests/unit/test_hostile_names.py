@@ -77,17 +77,17 @@ def test_the_latest_of_an_engine_stays_in_its_directory(tmp_path: Path) -> None:
     outside.mkdir()
     (tmp_path / "root" / "mine").mkdir(parents=True)
     latest = tmp_path / "root" / "latest"
-    assert parts_place(tmp_path / "root", None) is None
+    assert parts_place(tmp_path / "root", None, "latest") is None
     latest.write_text("mine\n")
-    assert parts_place(tmp_path / "root", None) == str(tmp_path / "root" / "mine")
+    assert parts_place(tmp_path / "root", None, "latest") == str(tmp_path / "root" / "mine")
     for name in ("../outside", str(outside), "a\0b", *LONG, "\x1b[2J"):
         latest.write_text(name)
         with pytest.raises(CheckpointDamage, match=r"no plain name|no name has") as caught:
-            parts_place(tmp_path / "root", None)
+            parts_place(tmp_path / "root", None, "latest")
         assert len(str(caught.value)) < 1000 and str(caught.value).isprintable()
     latest.write_bytes(b"\xff\xfe")
     with pytest.raises(CheckpointDamage):
-        parts_place(tmp_path / "root", None)
+        parts_place(tmp_path / "root", None, "latest")
 
 
 def test_a_number_of_ranks_is_compared_and_not_counted_out(tmp_path: Path) -> None:
