@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any
 
@@ -21,7 +21,9 @@ __all__ = [
     "MOST_SEED",
     "MOST_STEP",
     "UnknownModelError",
+    "as_kind",
     "as_mapping",
+    "as_params",
     "as_path",
     "as_tensor",
     "number",
@@ -162,6 +164,24 @@ def as_path(name: str, value: object, what: str = "a path") -> str:
     if not isinstance(value, str | os.PathLike) or not isinstance(found := os.fspath(value), str):
         raise TypeError(f"{name}={shown(value)}: give {what}, as str or pathlib.Path")
     return found
+
+
+def as_kind(name: str, value: object, kind: type | tuple[type, ...], what: str) -> None:
+    """Raises:
+    TypeError: ``value`` is not of ``kind``; ``what`` is what to give.
+    """
+    if not isinstance(value, kind):
+        raise TypeError(f"{name}={shown(value)}: give {what}")
+
+
+def as_params(value: Any) -> Any:
+    """``value``, what an optimizer takes for its parameters.
+
+    Raises:
+        TypeError: it cannot be iterated over.
+    """
+    as_kind("params", value, Iterable, "parameters such as model.parameters(), or groups of them")
+    return value
 
 
 def as_mapping(name: str, value: object, what: str) -> Mapping[Any, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from shardwise.checked import as_kind
 from shardwise.chunk.search import search_chunk_numel, waste_numel
 from shardwise.comm import ranks_of
 from shardwise.plan import BySearch
@@ -46,6 +47,7 @@ def search_chunk_configuration(
     Raises:
         ValueError: a number out of range.
     """
+    as_kind("model", model, nn.Module, "an nn.Module")
     numels = [parameter.numel() for parameter in model.parameters()]
     ranks = len(ranks_of("process_group", process_group)) if dist.is_initialized() else 1
     packing = BySearch(

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.testing import assert_close
 
+from shardwise.checked import as_kind, as_mapping
+
 __all__ = [
     "assert_close",
     "assert_close_loose",
@@ -22,11 +24,13 @@ __all__ = [
 
 def assert_equal(a: torch.Tensor, b: torch.Tensor) -> None:
     """Every element is the same."""
+    _as_tensors(a, b)
     assert bool(torch.all(a == b)), f"expected equal tensors, got {a} and {b}"
 
 
 def assert_not_equal(a: torch.Tensor, b: torch.Tensor) -> None:
     """Some element differs."""
+    _as_tensors(a, b)
     assert not bool(torch.all(a == b)), f"expected tensors that differ, got {a} twice"
 
 
@@ -37,10 +41,16 @@ def assert_close_loose(a: torch.Tensor, b: torch.Tensor, rtol: float = 1e-3, ato
 
 def assert_equal_in_group(tensor: torch.Tensor, process_group: dist.ProcessGroup | None = None) -> None:
     """Every rank of the group has the same values. Collective over it."""
+    as_kind("tensor", tensor, torch.Tensor, "a tensor")
     every = [torch.empty_like(tensor) for _ in range(dist.get_world_size(process_group))]
     dist.all_gather(every, tensor.contiguous(), group=process_group)
     for rank, other in enumerate(every):
         assert bool(torch.all(other == tensor)), f"rank {rank} of the group has {other}, this one {tensor}"
+
+
+def _as_tensors(a: object, b: object) -> None:
+    as_kind("a", a, torch.Tensor, "a tensor")
+    as_kind("b", b, torch.Tensor, "a tensor")
 
 
 def check_state_dict_equal(
@@ -54,6 +64,8 @@ def check_state_dict_equal(
         ignore_device: tensors may be on different devices.
         ignore_dtype: they may have different dtypes.
     """
+    as_mapping("d1", d1, "a mapping, as state_dict() is")
+    as_mapping("d2", d2, "a mapping, as state_dict() is")
     assert set(d1) == set(d2), f"only in one: {sorted(map(str, {*d1} ^ {*d2}))}"
     for key, value in d1.items():
         _check_equal(f"{key}", value, d2[key], ignore_device, ignore_dtype)

@@ -13,7 +13,7 @@ from torch import nn
 from shardwise.attributes import TransparentModule
 from shardwise.booster.plugin import GeminiPlugin
 from shardwise.build import Session, ShardedModule, ShardedOptimizer
-from shardwise.checked import refuse
+from shardwise.checked import as_kind, refuse
 from shardwise.colossalai.given_groups import check_groups
 from shardwise.deferred.construction import adopt
 from shardwise.loss_scale import PublishedDefault
@@ -76,6 +76,7 @@ class GeminiDDP(TransparentModule):
         use_fp8: bool = False,
     ) -> None:
         given = dict(locals())
+        as_kind("module", module, nn.Module, "an nn.Module")
         super().__init__()
         if mixed_precision not in PRECISIONS:
             raise ValueError(f"mixed_precision={mixed_precision!r}: give one of {', '.join(map(str, PRECISIONS))}")
@@ -308,6 +309,7 @@ class GeminiAdamOptimizer(GeminiOptimizer):
     def __init__(self, model: GeminiDDP, **defaults: Any) -> None:
         of_adam = {"lr", "bias_correction", "betas", "eps", "weight_decay", "adamw_mode", "nvme_offload_fraction"}
         of_adam |= {"nvme_offload_dir"}
+        as_kind("model", model, GeminiDDP, "a GeminiDDP")
         adam = HybridAdam(model.parameters(), **{k: v for k, v in defaults.items() if k in of_adam})
         super().__init__(adam, model, **{k: v for k, v in defaults.items() if k not in of_adam})
 
@@ -326,6 +328,7 @@ def get_static_torch_model(
         dtype: of these.
         only_rank_0: the others get the module with its parameters on the meta device.
     """
+    as_kind("zero_ddp_model", zero_ddp_model, GeminiDDP, "a GeminiDDP")
     state = zero_ddp_model.state_dict(only_rank_0=only_rank_0)
     model = _plain(zero_ddp_model.module, torch.device(device), dtype, {})
     if state:

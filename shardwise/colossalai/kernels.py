@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from shardwise.checked import as_kind
 from shardwise.optim.adam_tiles import AdamRule, AdamSlot, AdamTiles, moment_dtype
 
 __all__ = ["CPUAdamLoader", "FusedOptimizerLoader", "multi_tensor_applier"]
@@ -19,6 +20,7 @@ def multi_tensor_applier(
     op: Callable[..., Any], noop_flag_buffer: torch.Tensor, tensor_lists: Sequence[Sequence[torch.Tensor]], *args: Any
 ) -> Any:
     """``op(elements, noop_flag_buffer, tensor_lists, *args)``, as such kernels are called."""
+    as_kind("op", op, Callable, "a kernel, such as FusedOptimizerLoader().load().multi_tensor_adam")  # type: ignore[arg-type]
     return op(CHUNK_NUMEL, noop_flag_buffer, tensor_lists, *args)
 
 

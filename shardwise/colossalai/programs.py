@@ -6,6 +6,7 @@ import functools
 import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as computed_again
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from shardwise.checked import refuse
+from shardwise.checked import as_kind, refuse
 
 __all__ = [
     "Randomizer",
@@ -35,7 +36,12 @@ __all__ = [
 
 
 def set_seed(seed: int) -> None:
-    """Start Python's, NumPy's and torch's random numbers (those of every GPU, too) from ``seed``."""
+    """Start Python's, NumPy's and torch's random numbers (those of every GPU, too) from ``seed``.
+
+    Raises:
+        TypeError: ``seed`` is no whole number.
+    """
+    as_kind("seed", seed, Integral, "a whole number")
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -77,6 +83,7 @@ def is_ddp_ignored(p: torch.Tensor) -> bool:
 
 def get_non_persistent_buffers_set(module: nn.Module, prefix: str = "") -> set[str]:
     """Full names of the buffers that ``state_dict()`` leaves out."""
+    as_kind("module", module, nn.Module, "an nn.Module")
     start = f"{prefix}." if prefix else ""
     kept = set(module.state_dict(keep_vars=True))
     return {start + name for name, _ in module.named_buffers(remove_duplicate=False) if name not in kept}
@@ -111,6 +118,7 @@ def checkpoint(function: Callable[..., Any], activation_offload: bool, *args: An
             activation_offload,
             "give False; torch.autograd.graph.save_on_cpu() around the forward pass keeps activations on the host",
         )
+    as_kind("function", function, Callable, "what runs a part of a model")  # type: ignore[arg-type]
     return computed_again(function, *args, use_reentrant=False)
 
 

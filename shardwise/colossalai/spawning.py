@@ -13,6 +13,7 @@ from typing import Any
 import torch.multiprocessing as mp
 from torch.multiprocessing.spawn import ProcessRaisedException
 
+from shardwise.checked import as_kind
 from shardwise.colossalai.devices import get_accelerator
 from shardwise.mesh.launch import read_variable
 
@@ -133,6 +134,7 @@ def run_on_environment_flag(name: str) -> Any:
     """A mark of pytest: the test is skipped unless the environment variable ``name`` is 1."""
     import pytest
 
+    as_kind("name", name, str, "the name of an environment variable")
     flag = read_variable(name.upper()) or "0"
     return pytest.mark.skipif(flag != "1", reason=f"Environment variable {name} is {flag}")
 

@@ -10,6 +10,7 @@ from torch import nn
 from shardwise.booster import Booster, interface
 from shardwise.booster.checkpoint_io import CheckpointIO
 from shardwise.build import ShardedModule, ShardedOptimizer
+from shardwise.checked import as_kind, as_path
 from shardwise.colossalai.gemini_models import GeminiDDP
 from shardwise.zero.sharded_optim.optimizer_front import OptimizerFront
 
@@ -78,11 +79,22 @@ class AMPModelMixin:
 
 
 def get_pretrained_path(model: nn.Module) -> str | None:
-    """Where the weights of a model that was described lazily are; ``None``: it is made with values of its own."""
+    """Where the weights of a model that was described lazily are; ``None``: it is made with values of its own.
+
+    Raises:
+        TypeError: ``model`` is none.
+    """
+    as_kind("model", model, nn.Module, "an nn.Module")
     found: Any = getattr(model, "_pretrained", None)
     return found if isinstance(found, str) else None
 
 
 def set_pretrained_path(model: nn.Module, path: str) -> None:
-    """Say where they are. Nothing is loaded by that: call ``booster.load_model(model, path)`` after boost."""
+    """Say where they are. Nothing is loaded by that: call ``booster.load_model(model, path)`` after boost.
+
+    Raises:
+        TypeError: ``model`` is none, or ``path`` no path.
+    """
+    as_kind("model", model, nn.Module, "an nn.Module")
+    as_path("path", path)
     model._pretrained = path  # type: ignore[assignment]

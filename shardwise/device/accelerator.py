@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from shardwise.checked import as_kind
 from shardwise.device.gpus import visible_gpus
 from shardwise.device.memory import memory_facts, reset_peak
 from shardwise.device.runtime import runtime
@@ -29,6 +30,7 @@ class Accelerator:
     is_synchronous = False
 
     def __init__(self, device: torch.device) -> None:
+        as_kind("device", device, torch.device, "a torch.device")
         self.device, self.name = device, device.type
         self.support_set_device = device.type == "cuda"
         self.communication_backend = "nccl" if device.type == "cuda" else "gloo"

@@ -9,6 +9,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from shardwise.checked import as_kind
 from shardwise.comm import UNREACHED, PeerError
 from shardwise.device import gpu_identity, gpus_of_host, make_current, numbered, visible_gpus
 from shardwise.mesh.listeners import INTERFACE, Listener, check_listeners, own_listener
@@ -189,9 +191,14 @@ def launched_as(rank: int, world_size: int, host: str, port: int, local_rank: in
         local_rank: of this process among those of its host; ``None``: as the environment has it.
 
     Raises:
+        TypeError: an argument is of another kind.
         ValueError: a number out of range.
         RuntimeError: the processes have met already, and this one as another.
     """
+    for name, value in (("rank", rank), ("world_size", world_size)):
+        as_kind(name, value, Integral, "a whole number")
+    as_kind("host", host, str, "the name or address of rank 0's host")
+    as_kind("port", port, (Integral, str), "the number of the port at which rank 0 listens")
     if not 0 <= rank < world_size or not 0 < int(port) < 2**16:
         raise ValueError(
             f"rank={rank}, world_size={world_size}, host={host!r}, port={port!r}: give a rank from 0 to "

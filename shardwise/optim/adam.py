@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardwise.checked import number, share
+from shardwise.checked import as_params, number, share
 from shardwise.memory.host import HostArena
 from shardwise.optim.adam_tiles import AdamRule, AdamSlot, AdamTiles, moment_dtype
 from shardwise.optim.disk import open_disk_moments
@@ -75,7 +75,7 @@ class _Adam(torch.optim.Optimizer):
         self.nvme_offload_fraction, self.nvme_offload_dir = float(fraction), folder
         self._tiles = AdamTiles()
         self._offload: OffloadedMoments | None = None
-        super().__init__(params, defaults)
+        super().__init__(as_params(params), defaults)
         if self.nvme_offload_fraction > 0.0:
             self._offload = OffloadedMoments(self.nvme_offload_fraction, type(self).make_store(folder))
 

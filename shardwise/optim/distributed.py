@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise.checked import as_kind
 from shardwise.optim.factored import CAME, Adafactor
 from shardwise.optim.galore import GaLoreAdamW8bit
 from shardwise.optim.lamb import Lamb
@@ -94,6 +95,11 @@ _DISTRIBUTED: dict[type[torch.optim.Optimizer], type[torch.optim.Optimizer]] = {
 
 
 def cast_to_distributed(optim: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """``optim`` itself, which from here on is of the class of its second name, where it has one."""
+    """``optim`` itself, which from here on is of the class of its second name, where it has one.
+
+    Raises:
+        TypeError: it is no optimizer.
+    """
+    as_kind("optim", optim, torch.optim.Optimizer, "an optimizer of torch's kind")
     optim.__class__ = _DISTRIBUTED.get(type(optim), type(optim))
     return optim

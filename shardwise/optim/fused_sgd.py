@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from shardwise.checked import as_params
 from shardwise.optim.whole_tensors import check_least
 
 __all__ = ["FusedSGD"]
@@ -41,4 +42,4 @@ class FusedSGD(torch.optim.SGD):
                 "torch.optim.AdamW and its like; leave it out"
             )
         check_least("lr", lr)
-        super().__init__(params, lr, momentum, dampening, weight_decay, nesterov)
+        super().__init__(as_params(params), lr, momentum, dampening, weight_decay, nesterov)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.checked import as_kind
 from shardwise.optim.factored import Adafactor, adafactor_update
 from shardwise.optim.whole_tensors import WholeTensorOptimizer, as_computed, check_least
 
@@ -31,6 +32,7 @@ def get_galore_param_groups(
     proj_type: str = "std",
 ) -> list[dict[str, Any]]:
     """Three groups: matrices, which are projected; other parameters; biases and norms, without decay."""
+    as_kind("model", model, nn.Module, "an nn.Module")
     matrices: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []

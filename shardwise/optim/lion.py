@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardwise.checked import number
+from shardwise.checked import as_params, number
 
 __all__ = ["Lion"]
 
@@ -34,7 +34,7 @@ class Lion(torch.optim.Optimizer):
         number("weight_decay", weight_decay, "[0, inf)")
         for place, beta in enumerate(betas):
             number(f"betas[{place}]", beta, "[0, 1)")
-        super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
+        super().__init__(as_params(params), {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.checked import as_params
+
 __all__ = ["WholeTensorOptimizer", "as_computed", "check_least", "rms"]
 
 
@@ -34,6 +36,9 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
     """Updates each parameter by itself, whole; see ``docs/optim.md`` for what that means for shards."""
 
     whole_tensors = True
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        super().__init__(as_params(params), defaults)
 
     def _update(self, group: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Any]) -> None:
         """Update one parameter; ``grad`` and ``group`` stay as they are."""

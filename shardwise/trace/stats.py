@@ -15,6 +15,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
+from shardwise.checked import as_kind
+
 __all__ = ["MemStats", "MemoryRecorder", "Moment", "PeakSource", "Phase"]
 
 Phase = Literal["forward", "backward", "step"]
@@ -68,6 +70,7 @@ class MemStats:
     gathered_bytes: Mapping[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        as_kind("moments", self.moments, Sequence, "the moments of a step, in its order")
         object.__setattr__(self, "moments", tuple(self.moments))
 
     @cached_property

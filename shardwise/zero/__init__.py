@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.checked import as_mapping
 from shardwise.zero.init_ctx import ZeroInitContext, no_shard_zero_context, no_shard_zero_decrator
 from shardwise.zero.shard_utils import BucketTensorShardStrategy, TensorShardStrategy
 from shardwise.zero.sharded_model import ShardedModelV2
@@ -32,5 +33,7 @@ def convert_to_zero_v2(
     optimizer_config: Mapping[str, Any] | None,
 ) -> tuple[ShardedModelV2, ShardedOptimizerV2]:
     """Both wrapped: ``model_config`` are arguments of :class:`ShardedModelV2`, ``optimizer_config`` the optimizer's."""
+    for name, given in (("model_config", model_config), ("optimizer_config", optimizer_config)):
+        as_mapping(name, given or {}, "a dict of arguments, or None")
     sharded = ShardedModelV2(model, **(model_config or {}))
     return sharded, ShardedOptimizerV2(sharded, optimizer, **(optimizer_config or {}))

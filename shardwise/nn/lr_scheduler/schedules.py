@@ -9,6 +9,7 @@ import torch
 from torch.optim import lr_scheduler as plain
 from torch.optim.lr_scheduler import LRScheduler
 
+from shardwise.checked import as_kind
 from shardwise.nn.lr_scheduler.two_stage import (
     DelayerScheduler,
     WarmupDelayerScheduler,
@@ -207,6 +208,7 @@ class OneCycleLR(plain.OneCycleLR):
     ) -> None:
         # Of a run that goes on, the rate is somewhere in the cycle; its peak is in the group.
         peak = "lr" if last_epoch == -1 else "max_lr"
+        as_kind("optimizer", optimizer, torch.optim.Optimizer, "an optimizer of torch's kind")
         highest = [group.get(peak, group["lr"]) for group in optimizer.param_groups]
         super().__init__(
             optimizer,

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from shardwise.checked import as_kind
 
 __all__ = ["DelayerScheduler", "TwoStageScheduler", "WarmupDelayerScheduler", "WarmupScheduler", "second_epoch"]
 
@@ -43,8 +46,9 @@ def check_steps(value: int, name: str) -> int:
     """A number of steps, 0 included.
 
     Raises:
-        ValueError: it is none.
+        TypeError, ValueError: it is none.
     """
+    as_kind(name, value, Real, "a number of steps >= 0")
     if isinstance(value, bool) or value != int(value) or value < 0:
         raise ValueError(f"{name}={value!r}: give a number of steps >= 0")
     return int(value)

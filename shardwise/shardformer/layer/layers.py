@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from shardwise.checked import refuse, whole
+from torch import nn
+
+from shardwise.checked import as_kind, refuse, whole
 from shardwise.shardformer.layer.parallel_module import ParallelModule, require_usual
 from shardwise.tensor import Cut, Embedding, Head, Site
 
@@ -137,6 +139,18 @@ class PaddingLMHead(PaddingEmbedding):
 
 class LayerNorm(ParallelModule):
     """A norm as it is: all ranks have it whole."""
+
+    @classmethod
+    def from_native_module(cls, module: nn.Module, process_group: Any = None, *args: Any, **kwargs: Any) -> nn.Module:
+        """``module`` itself.
+
+        Raises:
+            TypeError: it is none, or an unknown argument.
+            NotImplementedError: an argument is not available.
+        """
+        as_kind("module", module, nn.Module, "the layer, an nn.Module")
+        require_usual(kwargs)
+        return module
 
     @classmethod
     def collect(cls, site: Site, path: str, **kwargs: Any) -> None:

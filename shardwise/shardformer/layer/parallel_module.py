@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwise.checked import refuse
+from torch import nn
+
+from shardwise.checked import as_kind, refuse
 from shardwise.tensor import Site
 
 __all__ = ["ParallelModule", "require_usual"]
@@ -22,11 +24,31 @@ MEANINGLESS = ("seq_parallel_dim", "overlap", "process_group")
 """Of sequence parallelism, and the ranks: those of the model are taken."""
 
 
+ALONE = (
+    "makes no layer by itself: name the class in a policy, SubModuleReplacementDescription(suffix, target_module), and "
+    "give that to HybridParallelPlugin(tp_size=, custom_policy=), or to ShardFormer(config).optimize(model, policy)"
+)
+
+
 class ParallelModule:
     """A way to cut a layer. It is never made: the layer stays the model's own object, with its parameters.
 
     Derive from it for a way of your own.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError(f"{type(self).__name__}(...) {ALONE}")
+
+    @classmethod
+    def from_native_module(cls, module: nn.Module, process_group: Any = None, *args: Any, **kwargs: Any) -> nn.Module:
+        """A single layer, cut: not available, as what is saved, clipped and updated of a model is that of all of it.
+
+        Raises:
+            TypeError: ``module`` is none.
+            NotImplementedError: what to do instead.
+        """
+        as_kind("module", module, nn.Module, "the layer, an nn.Module")
+        raise NotImplementedError(f"{cls.__name__}.from_native_module({type(module).__name__}) {ALONE}")
 
     @classmethod
     def collect(cls, site: Site, path: str, **kwargs: Any) -> None:

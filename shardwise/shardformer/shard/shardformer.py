@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, group
 
+from shardwise.checked import as_kind
 from shardwise.comm import GroupMaker, LocalGroup, Members, ranks_of
 from shardwise.device import on_device
 from shardwise.plan import TensorPlan
@@ -31,6 +32,7 @@ class ShardFormer:
     """
 
     def __init__(self, shard_config: ShardConfig) -> None:
+        as_kind("shard_config", shard_config, ShardConfig, "a ShardConfig")
         self.shard_config = shard_config
 
     def optimize(self, model: nn.Module, policy: Policy | None = None) -> tuple[nn.Module, list[dict[int, Tensor]]]:
