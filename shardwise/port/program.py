@@ -11,7 +11,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 from shardwise.port.known import of
 from shardwise.worlds import Absent, World
@@ -81,6 +81,7 @@ class Program:
     _either: set[str] = field(init=False, default_factory=set)
     _starred: dict[str, str] = field(init=False, default_factory=dict)
     _texts: dict[str, ast.expr] = field(init=False, default_factory=dict)
+    _added: dict[str, list[ast.keyword]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         with warnings.catch_warnings():
@@ -101,7 +102,15 @@ class Program:
             if isinstance(value, ast.Call) and (made := self.resolve(value.func)) is not None and made.name:
                 self.instances[name] = made
         self._starred = {name: dotted for name, dotted in self._starred.items() if name not in {*self.bound, *stored}}
-        self._texts = dict(once)
+        stored -= Counter(each.target.id for each in ast.walk(self.tree) if _is_joined(each))
+        self._texts = {
+            target.id: value
+            for target, value in _assigned(self.tree)
+            if isinstance(target, ast.Name) and stored[target.id] == 1
+        }
+        for name, keyword in _added(self.tree):
+            if stored[name] <= 1:
+                self._added.setdefault(name, []).append(keyword)
 
     def imports(self) -> Iterator[Import]:
         """Every import statement, in whichever branch."""
@@ -234,15 +243,17 @@ class Program:
                 yield replace(use, line=line, argument=name, value=value)
 
     def _named_arguments(self, keywords: Sequence[ast.keyword], depth: int = 0) -> Iterator[tuple[str, int, ast.expr]]:
-        """Those of a call with lines and values, also where a dict of this file is given (``**settings``)."""
+        """Those of a call with lines and values, also where a dict of this file is given (``**settings``), with what is
+        put into it elsewhere."""
         for keyword in keywords:
             if keyword.arg is not None:
                 yield keyword.arg, getattr(keyword, "lineno", keyword.value.lineno), keyword.value
             elif depth < NESTED:
                 given: ast.expr | None = keyword.value
+                later: list[ast.keyword] = []
                 if isinstance(given, ast.Name):
-                    given = self._texts.get(given.id)
-                yield from self._named_arguments(_entries(given), depth + 1)
+                    later, given = self._added.get(given.id, []), self._texts.get(given.id)
+                yield from self._named_arguments([*_entries(given), *later], depth + 1)
 
     def _values(self, given: ast.expr) -> list[str]:
         """The texts in what is given for an argument, and ``"*"`` where it is not None."""
@@ -276,6 +287,29 @@ def _entries(given: ast.expr | None) -> list[ast.keyword]:
         elif isinstance(key, ast.Constant) and isinstance(key.value, str):
             found.append(ast.keyword(arg=key.value, value=value))
     return found
+
+
+def _added(tree: ast.Module) -> Iterator[tuple[str, ast.keyword]]:
+    """What is put into a variable's dict, as arguments: by assignment to ``name["key"]``, ``name.update(...)``,
+    ``name.setdefault("key", ...)`` and ``name |= ...``."""
+    for target, value in _assigned(tree):
+        if isinstance(target, ast.Subscript) and isinstance(target.value, ast.Name):
+            key = target.slice
+            yield from ((target.value.id, each) for each in _entries(ast.Dict([key], [value])))
+    for node in ast.walk(tree):
+        if _is_joined(node):
+            yield from ((node.target.id, each) for each in _entries(node.value))
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        name, args = node.func.value, node.args
+        if not isinstance(name, ast.Name):
+            continue
+        given: list[ast.keyword] = []
+        if node.func.attr == "update":
+            given = [*(_entries(args[0]) if args else ()), *node.keywords]
+        elif node.func.attr == "setdefault" and len(args) == 2:
+            given = _entries(ast.Dict([args[0]], [args[1]]))
+        yield from ((name.id, each) for each in given)
 
 
 def _looked_up(node: ast.AST) -> ast.expr | None:
@@ -317,6 +351,11 @@ def last_name(node: ast.expr) -> str:
 
 def _is_stored(node: ast.AST) -> TypeGuard[ast.Name]:
     return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+
+
+def _is_joined(node: ast.AST) -> TypeGuard[Any]:
+    """``name |= ...``."""
+    return isinstance(node, ast.AugAssign) and isinstance(node.op, ast.BitOr) and isinstance(node.target, ast.Name)
 
 
 def parted(world: World, dotted: str, line: int, of_module: bool = False) -> Use:

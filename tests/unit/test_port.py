@@ -239,8 +239,14 @@ JUDGED = [
             ("kw: dict[str, object] = dict(kind='deep_3', file=1)\n", "**kw"),
             ("name = 'deep_3'\ncommon = {'kind': name}; kw = {**common, 'file': 1}\n", "other=2, **kw"),
             ("", "**{'kind': 'deep_3', 'file': 1}"),
+            ("kw = {}\nif x:\n    kw['file'] = 1\nkw['kind'] = 'deep_3'\n", "**kw"),
+            ("kw = {'file': 1}\nkw.update({'kind': 'deep_3'}, other=2)\n", "**kw"),
+            ("kw = dict(file=1)\nkw |= {'kind': 'deep_3'}\n", "**kw"),
+            ("kw = made()\nkw.setdefault('kind', 'deep_3'); kw.update(file=1)\n", "**{**kw}"),
         ]
     ),
+    ("from stays import Trainer\nkw, kw = {}, {}\nkw['kind'] = 'deep_3'\nTrainer(**kw)", []),
+    ("from stays import Trainer\nkw = {}\nkw[made()] = kw.a['kind'] = 'deep_3'\nTrainer(**kw)", []),
     ("from stays import Trainer\nkw = {**kw, 'other': 'deep_3', 1: 2}\nTrainer(**kw, **made())", []),
     ("import ours.stays\nfrom stays.inner import Trainer\nTrainer(kind='deep_3')", []),
 ]  # fmt: skip
