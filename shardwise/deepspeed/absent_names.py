@@ -91,16 +91,7 @@ ABSENT: dict[str, Mapping[str, Absent]] = {
         "override_params",
         "parse_arguments",
     ),
-    "runtime.torch_autocast": {
-        **_all(
-            "gradients travel unrounded, or all in communication_data_type",
-            "PARAM_COMM_DTYPE_ATTR_NAME",
-            "get_all_comm_dtypes",
-            "get_comm_dtype",
-            "has_comm_dtype",
-        ),
-        **_all(_INTERNAL, "init_autocast_params", "sort_dtypes"),
-    },
+    "runtime.torch_autocast": _all(_INTERNAL, "get_all_comm_dtypes", "init_autocast_params", "sort_dtypes"),
     "runtime.utils": {
         **_all("session.optimizer.clip_grad_by_norm, or gradient_clipping in the configuration", "clip_grad_norm_"),
         **_all("engine.get_global_grad_norm() is the norm of the last step", "get_global_norm", "get_grad_norm"),

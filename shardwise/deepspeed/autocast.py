@@ -18,15 +18,20 @@ from shardwise.remarks import warn_user
 
 __all__ = [
     "LOWER_PRECISION_SAFE_MODULES",
+    "PARAM_COMM_DTYPE_ATTR_NAME",
     "Autocast",
     "autocast_if_enabled",
     "get_autocast_dtype",
+    "get_comm_dtype",
     "get_default_autocast_lower_precision_modules",
+    "has_comm_dtype",
     "is_autocast_initialized",
 ]
 
 LOWER_PRECISION_SAFE_MODULES = [nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d]
 """DeepSpeed's default of ``lower_precision_safe_modules``."""
+PARAM_COMM_DTYPE_ATTR_NAME = "comm_dtype"
+"""Of a parameter of such a module whose gradient travels in autocast's dtype."""
 
 
 class Autocast:
@@ -34,6 +39,7 @@ class Autocast:
 
     Args:
         settings: the engine's configuration.
+        model: its parameters are marked where they travel in autocast's dtype.
         device: where it computes.
         speaks: whether this rank is the one that warns.
     """
@@ -41,10 +47,11 @@ class Autocast:
     latest: torch.dtype | None = None
     """Of the engine that was made last with the block enabled."""
 
-    def __init__(self, settings: Settings, device: torch.device, speaks: bool) -> None:
+    def __init__(self, settings: Settings, model: nn.Module, device: torch.device, speaks: bool) -> None:
         self.dtype: torch.dtype | None = None
         if settings["torch_autocast.enabled"]:
             self.dtype = Autocast.latest = settings["torch_autocast.dtype"]
+        _mark(model, settings, self.dtype)
         self._kind, self._speaks = device.type, speaks
 
     def __call__(self) -> AbstractContextManager[Any]:
@@ -65,7 +72,31 @@ class Autocast:
 
 def autocast_if_enabled(engine: Any) -> AbstractContextManager[Any]:
     """What the engine's forward passes are under."""
-    return Autocast(engine.settings, engine.device, engine.global_rank == 0)()
+    return Autocast(engine.settings, engine.module, engine.device, engine.global_rank == 0)()
+
+
+def _mark(model: nn.Module, settings: Settings, dtype: torch.dtype | None) -> None:
+    """Give parameters of modules that are safe in 16 bits the attribute ``comm_dtype``, where it is so."""
+    safe = settings["torch_autocast.lower_precision_safe_modules"] or get_default_autocast_lower_precision_modules()
+    travels = settings["communication_data_type"]
+    for module in model.modules():
+        listed = f"{type(module).__module__}.{type(module).__name__}" in safe
+        for param in module.parameters(recurse=False):
+            if listed and dtype is not None and (travels or param.dtype) == dtype:
+                setattr(param, PARAM_COMM_DTYPE_ATTR_NAME, dtype)
+            else:
+                vars(param).pop(PARAM_COMM_DTYPE_ATTR_NAME, None)
+
+
+def has_comm_dtype(param: nn.Parameter) -> bool:
+    """Whether it is of a module that is safe in 16 bits, and its gradient travels in autocast's dtype."""
+    return hasattr(param, PARAM_COMM_DTYPE_ATTR_NAME)
+
+
+def get_comm_dtype(param: nn.Parameter) -> torch.dtype:
+    """That dtype; of other parameters their own."""
+    found: torch.dtype = getattr(param, PARAM_COMM_DTYPE_ATTR_NAME, param.dtype)
+    return found
 
 
 def is_autocast_initialized() -> bool:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from shardwise.checked import as_path
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.formats.deepspeed_universal_output import write_universal
 from shardwise.checkpoint.formats.detect import open_checkpoint
+from shardwise.checkpoint.formats.output import one_at_a_time
 from shardwise.remarks import warn_user
 
 __all__ = ["enable_universal_checkpoint", "main", "parse_arguments"]
@@ -37,6 +39,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 def main(args: Any = None) -> None:
     """Convert ``args.input_folder`` into ``args.output_folder``, and name that in ``latest_universal`` beside it.
 
+    Several ranks may do it at once: each waits for those before it, and writes the same.
+
     Args:
         args: what :func:`parse_arguments` returns, or anything with these two attributes. Without it the command line
             is read.
@@ -49,7 +53,7 @@ def main(args: Any = None) -> None:
     given = parse_arguments() if args is None else args
     source_folder = as_path("input_folder", given.input_folder, "a directory with a checkpoint")
     target = as_path("output_folder", given.output_folder, "a directory to write")
-    with open_checkpoint(source_folder) as source:
+    with open_checkpoint(source_folder) as source, one_at_a_time(Path(target)):
         notes = [*getattr(source, "notes", ()), *write_universal(source, target)]
     if notes:
         warn_user(f"{target} was written, but not all of {source_folder} is in it:\n" + "\n".join(notes))

@@ -21,7 +21,7 @@ from shardwise.deepspeed.flops import FlopsProfiler
 from shardwise.deepspeed.monitors import MonitorMaster
 from shardwise.deepspeed.recording import StepRecorder
 from shardwise.deepspeed.saving import Saving
-from shardwise.deepspeed.stepping import watched_step
+from shardwise.deepspeed.stepping import unreduced, watched_step
 from shardwise.precision_plan import HALF_DTYPES
 
 __all__ = ["DeepSpeedEngine"]
@@ -61,7 +61,7 @@ class DeepSpeedEngine(Facts):
         self._batch = batch
         session.divide_own_passes(batch.accumulation)
         self._saving = Saving(session, settings["checkpoint.load_universal"])
-        self._autocast = Autocast(settings, self.device, self.global_rank == 0)
+        self._autocast = Autocast(settings, self.module, self.device, self.global_rank == 0)
         self.collate_fn: Any = None
         self.training_dataloader: Any = None
         self.is_compiled = False
@@ -320,7 +320,7 @@ class DeepSpeedEngine(Facts):
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside exchange nothing (stages 0 and 1); see :meth:`Session.no_sync`."""
-        return self.session.no_sync()
+        return unreduced(self.session, self.settings.stage)
 
     def was_step_applied(self) -> bool:
         """Whether the last :meth:`step` changed the parameters."""

@@ -326,9 +326,12 @@ NAMES: dict[str, Mapping[str, Here | Absent] | Absent] = {
             "autocast",
             (
                 "LOWER_PRECISION_SAFE_MODULES",
+                "PARAM_COMM_DTYPE_ATTR_NAME",
                 "autocast_if_enabled",
                 "get_autocast_dtype",
+                "get_comm_dtype",
                 "get_default_autocast_lower_precision_modules",
+                "has_comm_dtype",
                 "is_autocast_initialized",
             ),
         ),

@@ -1,14 +1,36 @@
-"""What DeepSpeed does around a step under a loss scale: consecutive overflows, and the end at the lowest scale."""
+"""What DeepSpeed does around a step under a loss scale: consecutive overflows, and the end at the lowest scale.
+
+And what it raises where passes cannot be left unreduced.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+from shardwise.build import Session
 from shardwise.deepspeed.config import Settings
 
-__all__ = ["watched_step"]
+__all__ = ["NoSyncError", "unreduced", "watched_step"]
+
+
+class NoSyncError(ValueError, AssertionError):
+    """``no_sync()`` at a stage that has none. (DeepSpeed asserts it, and programs catch that.)"""
+
+
+def unreduced(session: Session, stage: int) -> AbstractContextManager[None]:
+    """``session.no_sync()``.
+
+    Raises:
+        NoSyncError: stages 2 and 3 keep no whole gradients.
+    """
+    try:
+        return session.no_sync()
+    except ValueError as error:
+        raise NoSyncError(
+            f"no_sync context manager is incompatible with gradient partitioning logic of ZeRO stage {stage}: {error}"
+        ) from error
 
 
 @contextmanager

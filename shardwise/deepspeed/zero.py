@@ -31,6 +31,7 @@ __all__ = [
     "Init",
     "ZeroParamStatus",
     "ZeroParamType",
+    "is_gathered",
     "register_external_parameter",
     "remember",
     "session_of",
@@ -39,6 +40,8 @@ __all__ = [
 ]
 
 _SESSIONS: weakref.WeakSet[Session] = weakref.WeakSet()
+_GATHERED: list[Session] = []
+"""Those that are whole in a block of :class:`GatheredParameters`, once a block."""
 
 
 def remember(session: Session) -> None:
@@ -220,6 +223,7 @@ class GatheredParameters:
         self.params = _parameters(params) if enabled else []
         self.modifier_rank, self.enabled = modifier_rank, enabled
         self._stack = ExitStack()
+        self._entered: list[Session] = []
 
     def __enter__(self) -> None:
         if not self.enabled:
@@ -235,6 +239,8 @@ class GatheredParameters:
         with paused():
             for session in _sessions_of(mine):
                 self._stack.enter_context(session.module.gathered())
+                self._entered.append(session)
+        _GATHERED.extend(self._entered)
         self._versions = [version_of(param) for param in self.params]
 
     @paused()
@@ -247,6 +253,9 @@ class GatheredParameters:
             elif kind is None:
                 self._tell_lost()
         finally:
+            for session in self._entered:
+                _GATHERED.remove(session)
+            self._entered.clear()
             self._stack.__exit__(kind, error, trace)
 
     def _tell_lost(self) -> None:
@@ -283,6 +292,12 @@ class GatheredParameters:
         """A parameter that no engine has yet, over the group that it was built for."""
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             dist.broadcast(value, group=getattr(param, MARK, None), group_src=rank)
+
+
+def is_gathered(model: nn.Module) -> bool:
+    """Whether parameters of ``model`` are whole in a block of :class:`GatheredParameters`."""
+    held = {id(param) for session in _GATHERED for param in session.params}
+    return any(id(param) in held for param in model.parameters())
 
 
 def _sessions_of(params: set[int]) -> Iterator[Session]:

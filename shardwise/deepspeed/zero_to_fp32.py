@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
 
 from shardwise.checked import as_path
 from shardwise.checkpoint.bounds import read_name
@@ -22,7 +23,14 @@ from shardwise.checkpoint.directory import LATEST
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.formats.detect import open_checkpoint
 from shardwise.checkpoint.formats.lazy import Entry, model_entries, whole
-from shardwise.checkpoint.formats.output import output_file, output_files, split_by_size, write_text, write_torch
+from shardwise.checkpoint.formats.output import (
+    one_at_a_time,
+    output_file,
+    output_files,
+    split_by_size,
+    write_text,
+    write_torch,
+)
 from shardwise.checkpoint.formats.safetensors_file import write_safetensors_stream
 from shardwise.checkpoint.source import OpenSource
 from shardwise.remarks import warn_user
@@ -137,7 +145,8 @@ def convert_zero_checkpoint_to_state_dict(
 
     Args:
         checkpoint_dir, tag, exclude_frozen_parameters: see :func:`get_fp32_state_dict_from_zero_checkpoint`.
-        output_dir: gets ``pytorch_model.bin``, or several with an index; other files in it stay.
+        output_dir: gets ``pytorch_model.bin``, or several with an index; other files in it stay. Several ranks may
+            write the same one: each waits for those before it.
         dtype: of what floats, or its name ("bf16").
         max_shard_size: of a file, in bytes or as a text; ``None``: one file.
         safe_serialization: ``model.safetensors`` instead.
@@ -153,7 +162,12 @@ def convert_zero_checkpoint_to_state_dict(
     source, entries, tied = _opened(checkpoint_dir, tag, exclude_frozen_parameters, wanted)
     base, kind = ("model", "safetensors") if safe_serialization else ("pytorch_model", "bin")
     weight_map: dict[str, str] = {}
-    with source, output_files(Path(output_dir), lambda name: _WEIGHTS.fullmatch(name) is not None) as fresh:
+    target = Path(output_dir)
+    with (
+        source,
+        one_at_a_time(target),
+        output_files(target, lambda name: _WEIGHTS.fullmatch(name) is not None) as fresh,
+    ):
         shards = split_by_size([(name, entry.nbytes) for name, entry in entries.items()], limit)
         for number, names in enumerate(shards, 1):
             file = f"{base}-{number:05d}-of-{len(shards):05d}.{kind}" if len(shards) > 1 else f"{base}.{kind}"
@@ -192,15 +206,42 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | Path, tag: str | None = None
 ) -> nn.Module:
-    """``model``, moved to the CPU, with the values of a checkpoint. Names that only one of them has are one warning."""
+    """``model``, moved to the CPU, with the values of a checkpoint. Names that only one of them has are one warning.
+
+    Inside ``GatheredParameters`` a model that an engine trains at stage 3 stays where it is, and has these values,
+    rounded to its own dtype, until the block ends. Its shards stay as they are, unless the block has a
+    ``modifier_rank``.
+    """
+    from shardwise.deepspeed.zero import is_gathered  # which imports names of this module
+
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
-    model = model.cpu()
-    found = model.load_state_dict(state, strict=False)
+    if is_gathered(model):
+        found = _overwritten(model, state)
+    else:
+        model = model.cpu()
+        found = model.load_state_dict(state, strict=False)
     if found is not None and (found.missing_keys or found.unexpected_keys):
         warn_user(
             f"{checkpoint_dir}: not in it {_some(found.missing_keys)}; not in the model {_some(found.unexpected_keys)}"
         )
     return model
+
+
+@torch.no_grad()
+def _overwritten(model: nn.Module, state: Mapping[str, torch.Tensor]) -> _IncompatibleKeys:
+    """What ``load_state_dict(strict=False)`` does, on values that are whole for the moment.
+
+    Raises:
+        ValueError: a shape differs; nothing was changed.
+    """
+    own = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)}
+    both = [name for name in own if name in state]
+    for name in both:
+        if own[name].shape != state[name].shape:
+            raise ValueError(f"{name}: {tuple(state[name].shape)} in the checkpoint, {tuple(own[name].shape)} here")
+    for name in both:
+        own[name].copy_(state[name])
+    return _IncompatibleKeys([name for name in own if name not in state], [name for name in state if name not in own])
 
 
 def _some(names: Iterable[str]) -> str:

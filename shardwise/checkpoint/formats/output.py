@@ -6,6 +6,7 @@ Files of another origin in a directory that is replaced (a tokenizer, a README) 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,7 @@ __all__ = [
     "OutputFile",
     "checked_directory",
     "new_file",
+    "one_at_a_time",
     "output_directory",
     "output_file",
     "output_files",
@@ -341,6 +343,25 @@ def _replace(partial: Path, path: Path) -> None:
     if exchanged:
         with contextlib.suppress(OSError):
             DISK.remove(str(partial))
+
+
+@contextmanager
+def one_at_a_time(path: Path) -> Iterator[None]:
+    """Whoever else enters such a block for ``path``, in any process of this host, waits until this one is over: its
+    output then takes the place of ours, whole. A file system without locks is left alone.
+
+    Raises:
+        OSError: the directory that ``path`` is in cannot be made.
+    """
+    parent = path.absolute().parent
+    os.makedirs(parent, exist_ok=True)
+    handle = os.open(parent, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def split_by_size(sizes: Sequence[tuple[str, int]], limit_bytes: float) -> list[list[str]]:

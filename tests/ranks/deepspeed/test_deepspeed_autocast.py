@@ -156,11 +156,32 @@ def refused() -> None:
         engine_at(1, {"enabled": True, "dtype": "fp16"}, bf16={"enabled": True})
     assert NAMES.get_default_autocast_lower_precision_modules()[0] == "torch.nn.modules.linear.Linear"
     assert len(NAMES.LOWER_PRECISION_SAFE_MODULES) == 4
-    with pytest.raises(NotImplementedError, match="communication_data_type"):
-        NAMES.get_comm_dtype(nn.Parameter(torch.zeros(1)))
     engine = engine_at(2, {"enabled": True, "dtype": "bf16"}, bf16={"enabled": True})
     assert engine(*batches()[0][0][0]).isfinite() and engine.module.seen[-1] is torch.bfloat16
     engine.destroy()
+
+
+def travelling() -> None:
+    """What is marked as DeepSpeed marks it does travel in that dtype."""
+    block = {"enabled": True, "dtype": "bf16"}
+    own = block | {"lower_precision_safe_modules": ["torch.nn.modules.normalization.LayerNorm"]}
+    half: dict[str, Any] = {"bf16": {"enabled": True}}
+    found = []
+    for each, more in ((block, {}), (block, half), (block, {"communication_data_type": "bf16"}), (own, half)):
+        engine = engine_at(1, each, **more)
+        found.append([n for n, p in engine.module.named_parameters() if NAMES.has_comm_dtype(p)])
+        for param in engine.module.parameters():
+            marked = hasattr(param, NAMES.PARAM_COMM_DTYPE_ATTR_NAME)
+            assert NAMES.get_comm_dtype(param) is (torch.bfloat16 if marked else param.dtype)
+            travels = engine.session.plan.precision.reduce_dtype or param.dtype
+            assert not marked or travels is torch.bfloat16
+        engine.destroy()
+    linear = ["first.weight", "first.bias", "last.weight", "last.bias"]
+    assert found == [[], linear, linear, ["norm.weight", "norm.bias"]]
+
+
+def test_what_is_said_to_travel_in_16_bits_does() -> None:
+    run_ranks(1, travelling)
 
 
 def test_what_does_not_go_together_is_named() -> None:

@@ -67,6 +67,26 @@ def test_what_is_asked_of_an_engine(tmp_path: Path) -> None:
         assert found == [False, False, True, False]
 
 
+def passes_that_stay(stage: int) -> str:
+    config = {"train_batch_size": 2, "zero_optimization": {"stage": stage}}
+    engine = deepspeed.initialize(model=nn.Linear(3, 3), config=config)[0]
+    try:
+        with engine.no_sync():
+            return "nothing is exchanged"
+    except AssertionError as error:  # as DeepSpeed has it
+        assert isinstance(error, ValueError)
+        return str(error)
+    finally:
+        engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_no_sync_where_there_are_no_whole_gradients(stage: int) -> None:
+    found = set(run_ranks(2, passes_that_stay, stage))
+    told = f"no_sync context manager is incompatible with gradient partitioning logic of ZeRO stage {stage}: no_sync()"
+    assert found == {"nothing is exchanged"} if stage < 2 else all(each.startswith(told) for each in found)
+
+
 def test_a_launched_process_meets_the_others_in_zero_init(monkeypatch: pytest.MonkeyPatch) -> None:
     program = """
         import torch, torch.distributed as dist

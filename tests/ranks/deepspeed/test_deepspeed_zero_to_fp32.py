@@ -1,0 +1,108 @@
+"""``zero_to_fp32`` beside a running engine: into its own model at stage 3, and on all ranks at once."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shardwise.deepspeed as deepspeed
+from shardwise.checkpoint.formats import open_checkpoint
+from shardwise.deepspeed.ds_to_universal import main
+from shardwise.deepspeed.zero_to_fp32 import (
+    convert_zero_checkpoint_to_fp32_state_dict,
+    load_state_dict_from_zero_checkpoint,
+)
+from shardwise.testing import assert_close, run_ranks
+
+RANKS = 2
+
+
+def engine_at(stage: int) -> deepspeed.DeepSpeedEngine:
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 3))
+    model.register_buffer("offset", torch.arange(3.0))
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        engine: deepspeed.DeepSpeedEngine = deepspeed.initialize(model=model, config=config)[0]
+    return engine
+
+
+def train(engine: deepspeed.DeepSpeedEngine, seed: int) -> None:
+    torch.manual_seed(seed * RANKS + dist.get_rank())
+    engine.backward(engine(torch.randn(4, 5)).square().mean())
+    engine.step()
+
+
+def into_its_own_model(folder: str) -> None:
+    engine = engine_at(3)
+    train(engine, 0)
+    engine.save_checkpoint(folder, "first")
+    saved = engine.state_dict()
+    train(engine, 1)
+    trained = engine.state_dict()
+    assert not torch.equal(saved["0.weight"], trained["0.weight"])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with deepspeed.zero.GatheredParameters(engine.parameters(), modifier_rank=None):
+            found = load_state_dict_from_zero_checkpoint(engine.module, folder, "first")
+            assert found is engine.module
+            inside = {name: value.clone() for name, value in found.state_dict().items()}
+    assert any("are lost" in str(each.message) for each in caught)
+    assert_close(inside, saved, 0.0, "whole, for the length of the block")
+    params = [name for name, _ in engine.module.named_parameters()]
+    after: dict[str, Tensor] = engine.state_dict()
+    assert_close({n: after[n] for n in params}, {n: trained[n] for n in params}, 0.0, "shards are as they were")
+    with deepspeed.zero.GatheredParameters(engine.module, modifier_rank=0):
+        load_state_dict_from_zero_checkpoint(engine.module, folder, "first")
+    assert_close(engine.state_dict(), saved, 0.0, "the modifier's values are kept")
+    other = Path(folder, f"other-{dist.get_rank()}")
+    other.mkdir()
+    torch.save({"offset": torch.zeros(3), "0.weight": torch.zeros(3, 5)}, other / "model.bin")
+    with deepspeed.zero.GatheredParameters(engine.module), pytest.raises(ValueError, match=r"0\.weight: \(3, 5\) in"):
+        load_state_dict_from_zero_checkpoint(engine.module, other)
+    assert torch.equal(engine.module.offset, torch.arange(3.0)), "nothing was changed"
+    engine.destroy()
+
+
+def test_into_a_model_that_is_sharded(tmp_path: Path) -> None:
+    run_ranks(RANKS, into_its_own_model, str(tmp_path))
+
+
+def at_once(folder: str) -> None:
+    """Ranks that make a directory under one name wait for each other; each leaves it whole."""
+    engine = engine_at(2)
+    train(engine, 0)
+    engine.save_checkpoint(folder, "one")
+    expected = engine.state_dict()
+    engine.destroy()
+    for _ in range(10):
+        dist.barrier()
+        convert_zero_checkpoint_to_fp32_state_dict(folder, f"{folder}/fp32")
+        written = torch.load(f"{folder}/fp32/pytorch_model.bin", weights_only=True)
+        assert_close(written, dict(expected), 0.0, "written by either")
+    for _ in range(10):
+        dist.barrier()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            main(SimpleNamespace(input_folder=f"{folder}/one", output_folder=f"{folder}/one_universal"))
+        dist.barrier()
+        source = open_checkpoint(f"{folder}/one_universal")
+        value = source.read("model/0.weight", 0, 45)
+        assert torch.equal(value, expected["0.weight"].reshape(-1))
+    assert not [each.name for each in Path(folder).iterdir() if "partial" in each.name or "replaced" in each.name]
+
+
+def test_ranks_convert_into_one_directory_at_once(tmp_path: Path) -> None:
+    run_ranks(RANKS, at_once, str(tmp_path))
