@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -457,12 +458,16 @@ def gpus_that_do_nothing() -> Iterator[None]:
     table = (ctypes.c_void_p * 256).from_buffer_copy(ctypes.string_at((before or 0) - 16, 2048))
     for place in _YES:
         table[2 + place] = ctypes.cast(yes, ctypes.c_void_p).value
-    start, torch.cuda._lazy_init = torch.cuda._lazy_init, lambda: None
+    answers: dict[str, Any] = {"_lazy_init": lambda: None, "get_device_capability": lambda device=None: (8, 0)}
+    cuda = sys.modules["torch.cuda"]
+    own = {name: getattr(cuda, name) for name in answers}
+    vars(cuda).update(answers)
     methods.value = ctypes.addressof(table) + 16
     try:
         yield
     finally:
-        methods.value, torch.cuda._lazy_init = before, start
+        methods.value = before
+        vars(cuda).update(own)
 
 
 def _give_guard(library: ctypes.CDLL) -> None:

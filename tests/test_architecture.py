@@ -84,7 +84,7 @@ MAX_FILE, MAX_FUNCTION, HARD_FUNCTION, MAX_PARAMETERS = 500, 60, 100, 8
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
 ENVIRONMENT_READERS = (f"{PACKAGE}.mesh.launch", f"{PACKAGE}.cli.")
 # What of torch.cuda concerns no device in particular; all else is asked by the package that names one.
-OF_NO_DEVICE = {"is_available", "is_initialized", "device_count", "manual_seed_all", "_lazy_init"}
+OF_NO_DEVICE = {"is_available", "is_initialized", "device_count", "manual_seed_all"}
 TYPES = {"Stream", "Event"}
 IMPLICIT_DEVICE = {"record_stream", "get_device_module"}
 # Of operations that make tensors or copy them: what concerns page-locked memory, and copies that nobody waits for.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardwise.comm.eight_bits import EightBits
 from shardwise.comm.group import DONE, Buffer, Group, Handle
-from shardwise.device import behind_current, record_event, side_stream, wait_event
+from shardwise.device import Lent, behind_current, record_event, side_stream, wait_event
 
 __all__ = ["CompressedGroup", "compressed"]
 
@@ -154,10 +154,11 @@ class CompressedGroup(Group):
             if self.starts_together:  # collectives begin in one order, so the second does now
                 steps.wait_for_first()
             return steps
+        lent = Lent(found, sent.local)  # dropped by the steps on a stream that the current one does not wait for
         with behind_current(self.device, self._beside):
             steps = _Steps(self._inner._all_to_all(found, sent), [add_up], sent)
             steps.wait_for_first()
-            return _AfterEvent(self.device, record_event(self.device), steps)
+            return _AfterEvent(self.device, record_event(self.device), steps, lent)
 
     def _add_up(self, found: Tensor, out: Tensor, dtype: torch.dtype, scale: float) -> None:
         """``out`` becomes the scaled sum of the slices that were sent as ``found``, of ``dtype``."""
@@ -238,11 +239,12 @@ class _Writable:
 class _AfterEvent:
     """What went on in another stream, and what is left to be done in the current one."""
 
-    def __init__(self, device: torch.device, event: torch.cuda.Event, rest: _Steps) -> None:
-        self._device, self._event, self._rest = device, event, rest
+    def __init__(self, device: torch.device, event: torch.cuda.Event, rest: _Steps, lent: Lent) -> None:
+        self._device, self._event, self._rest, self._lent = device, event, rest, lent
 
     def wait(self) -> None:
         wait_event(self._device, self._event)
+        self._lent.drop()
         self._rest.wait()
 
     def finished(self) -> bool:

@@ -15,6 +15,7 @@ from shardwise.device.memory import (
 )
 from shardwise.device.runtime import CudaRuntime, Runtime, replace_runtime, runtime
 from shardwise.device.streams import (
+    Lent,
     RandomState,
     SideCopy,
     behind_current,
@@ -43,6 +44,7 @@ __all__ = [
     "Accelerator",
     "CudaRuntime",
     "Later",
+    "Lent",
     "MemoryFacts",
     "RandomState",
     "Runtime",

@@ -19,6 +19,7 @@ import torch
 from shardwise.device.runtime import Runtime, runtime
 
 __all__ = [
+    "Lent",
     "RandomState",
     "SideCopy",
     "behind_current",
@@ -186,6 +187,24 @@ def sent_ahead(source: torch.Tensor, device: torch.device) -> torch.Tensor:
     return source.to(device, non_blocking=True)
 
 
+class Lent:
+    """Memory that other streams use while its own goes on: kept until somebody has waited for them.
+
+    Args:
+        tensors: of a GPU, allocated on its current stream.
+    """
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        self._tensors, self._owner = tensors, _current_stream(tensors[0].device)
+
+    def drop(self) -> None:
+        """The current stream waits for all that use it. Where another one gets the memory, that has not waited."""
+        for tensor in self._tensors:
+            if (current := _current_stream(tensor.device)) != self._owner:
+                recorded(tensor, current)
+        self._tensors = ()
+
+
 def recorded(tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
     """Once dropped, the memory of ``tensor`` is not used again before what ``stream`` has been given by then."""
     runtime().record_stream(tensor, stream)
@@ -223,6 +242,5 @@ class SideCopy:
         """What the current stream is given from here on comes after the copy; the host does not wait."""
         reader = _current_stream(self._out.device)
         reader.wait_event(self._event)
-        if reader != self._owner:  # the program has changed streams since
-            self._owner.wait_event(self._event)
+        if reader != self._owner:  # the program has changed streams since; its owner gets it after this one
             recorded(self._out, reader)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from shardwise.testing.late.device import LateDevice, LateError, late_device
+from shardwise.testing.late.collectives import late_collectives
+from shardwise.testing.late.device import LateDevice, LateError, late_device, long_ago
 from shardwise.testing.late.streams import Race
 
-__all__ = ["LateDevice", "LateError", "Race", "late_device"]
+__all__ = ["LateDevice", "LateError", "Race", "late_collectives", "late_device", "long_ago"]

@@ -16,10 +16,10 @@ from torch import Tensor
 from shardwise.device import replace_runtime
 from shardwise.testing.late.memory import ROUND_BYTES, Memory, Region
 from shardwise.testing.late.operations import Operations
-from shardwise.testing.late.streams import History, Race, Schedule, Stream
+from shardwise.testing.late.streams import Event, History, Race, Schedule, Stream
 from shardwise.torch_internals import gpus_that_do_nothing
 
-__all__ = ["LateDevice", "LateError", "late_device"]
+__all__ = ["LateDevice", "LateError", "late_device", "long_ago"]
 
 DEVICE = torch.device("cuda", 0)
 TOTAL_BYTES = 1 << 28
@@ -46,6 +46,7 @@ class LateDevice:
         self.memory = Memory(total_bytes, self.schedule)
         self._main = self.schedule.new_stream("main stream")
         self._here = threading.local()
+        self._program, self._programs = threading.get_ident(), self._main
         self._locked: dict[int, Region] = {}
         self._pinned_free: dict[int, list[Region]] = {}
         self._pinned_held: list[Region] = []
@@ -79,8 +80,9 @@ class LateDevice:
 
     @property
     def current(self) -> Stream:
-        """This thread's."""
-        found: Stream = getattr(self._here, "stream", self._main)
+        """This thread's. In a thread of autograd it is the program's, as CUDA has backward run where forward ran."""
+        in_autograd = threading.current_thread().name.startswith("Dummy")
+        found: Stream = getattr(self._here, "stream", self._programs if in_autograd else self._main)
         return found
 
     def current_stream(self, device: torch.device) -> torch.cuda.Stream:
@@ -94,11 +96,20 @@ class LateDevice:
     @contextlib.contextmanager
     def on_stream(self, stream: torch.cuda.Stream) -> Iterator[None]:
         """For this thread."""
-        before, self._here.stream = self.current, cast(Stream, stream)
+        before = getattr(self._here, "stream", None)
+        self._go_to(cast(Stream, stream))
         try:
             yield
         finally:
-            self._here.stream = before
+            self._go_to(before)
+
+    def _go_to(self, stream: Stream | None) -> None:
+        if stream is None:
+            del self._here.stream
+        else:
+            self._here.stream = stream
+        if threading.get_ident() == self._program:
+            self._programs = stream or self._main
 
     def record_stream(self, tensor: Tensor, stream: torch.cuda.Stream) -> None:
         """The block is kept, once dropped, for what the stream has been given by then."""
@@ -241,6 +252,12 @@ class _Present:
 
 
 _PRESENT = _Present()
+
+
+def long_ago() -> Event:
+    """An event of the present device that has happened: what is left of one that was recorded too early."""
+    device = _PRESENT.get()
+    return Event(device.current, 0, {})
 
 
 @contextlib.contextmanager

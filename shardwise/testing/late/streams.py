@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ def caller() -> str:
     frame = sys._getframe(1)
     while frame.f_back is not None and any(part in frame.f_code.co_filename for part in OWN):
         frame = frame.f_back
+    if any(part in frame.f_code.co_filename for part in OWN):
+        return "autograd"
     return f"{'/'.join(frame.f_code.co_filename.rsplit('/', 2)[-2:])}:{frame.f_lineno}"
 
 
@@ -140,6 +143,7 @@ class Stream:
         self.given += 1
         self.clock[self.index] = self.given
         _join(self.clock, self.schedule.host_clock)
+        self.schedule.last_given = time.monotonic()
         work = Work(self, self.given, run, what, caller(), tuple(self._waits), tuple(accesses), poll)
         self._waits.clear()
         self.queue.append(work)
@@ -203,6 +207,7 @@ class Schedule:
     races: list[Race] = field(default_factory=list)
     host_clock: Clock = field(default_factory=dict)
     idle: Callable[[], None] = _nothing
+    last_given: float = 0.0
     _questions: int = 0
     _busy: bool = False
 
@@ -287,6 +292,15 @@ class Schedule:
                         self._step(stream, wait=False)
         finally:
             self._busy = False
+
+    def go_on(self) -> None:
+        """Every stream does what it can without waiting for another rank."""
+        moved = True
+        while moved:
+            moved = False
+            for stream in self.streams:
+                while stream.queue and self._step(stream, wait=False):
+                    moved = True
 
     def _run_ready(self, stream: Stream) -> None:
         while stream.queue and self._step(stream, wait=False):

@@ -1,0 +1,208 @@
+"""Collectives of late devices as NCCL has them: works on a stream of the communicator, which hosts do not wait for.
+
+The numbers travel over gloo when the work is done. Hosts whose devices wait for each other's collectives must not have
+to ask for the same one: a device goes on by itself once its host has asked for nothing for a while, as a GPU does.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.comm import Group, GroupMaker, GroupRequest, register_backend
+from shardwise.comm.native import NativeGroup
+from shardwise.testing.late.device import LateDevice
+from shardwise.testing.late.streams import Event, Stream
+
+__all__ = ["late_collectives"]
+
+QUIET_S = 0.02
+"""After so long a device goes on by itself."""
+
+
+class _Work:
+    """A collective that was given to the communicator's stream. Its tensors are kept until somebody waits, as NCCL."""
+
+    def __init__(self, device: LateDevice, done: Event, kept: Sequence[Tensor]) -> None:
+        self._device, self._done, self._kept = device, done, list(kept)
+
+    def wait(self) -> bool:
+        """The current stream waits."""
+        self._device.current.wait_event(self._done)
+        self._kept = []
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it is done."""
+        return self._done.query()
+
+
+class _Communicator(dist.ProcessGroup):
+    """What torch's collectives call for tensors of a late device.
+
+    Args:
+        device: it.
+        over: gloo's, of the same ranks.
+    """
+
+    def __init__(self, device: LateDevice, over: dist.ProcessGroup) -> None:
+        super().__init__(over.rank(), over.size())
+        self._device, self._over = device, over
+        self._stream: Stream = device.schedule.new_stream("communicator")
+
+    def _give(self, what: str, sent: Tensor, written: Sequence[Tensor], use: Callable[[list[Tensor]], None]) -> _Work:
+        """Every rank's ``sent``, when it is time, for ``use`` to make ``written`` of."""
+        device, block = self._device, self._device.memory.block_of
+        with device.schedule.lock:
+            device.memory.collect()
+            self._stream.wait_stream(device.current)
+            own = block(sent).same(sent)
+            outs = [torch.empty_like(own) for _ in range(self.size())]
+            under_way: list[Any] = []
+
+            def run() -> None:
+                under_way.append(self._over.allgather([outs], [own.contiguous()]))
+
+            def poll() -> bool:
+                if not under_way[0].is_completed():
+                    return False
+                with torch.no_grad():
+                    use(outs)
+                return True
+
+            accesses = [block(sent).access(sent, False), *(block(t).access(t, True) for t in written)]
+            self._stream.give(run, what, accesses, poll)
+            done = self._stream.record_event()
+            device.schedule.after_giving()
+            return _Work(device, done, [sent, *written])
+
+    def _same(self, tensor: Tensor) -> Tensor:
+        return self._device.memory.block_of(tensor).same(tensor)
+
+    def _allgather_base(self, out: Tensor, own: Tensor, opts: Any = None) -> Any:
+        target = self._same(out)
+
+        def use(found: list[Tensor]) -> None:
+            target.copy_(torch.cat(found))
+
+        return self._give("an all-gather", own, [out], use)
+
+    all_gather_single = _allgather_base
+
+    def _reduce_scatter_base(self, out: Tensor, full: Tensor, opts: Any = None) -> Any:
+        target, rank = self._same(out), self.rank()
+
+        def use(found: list[Tensor]) -> None:
+            target.copy_(_mean([each.chunk(len(found))[rank] for each in found]))
+
+        return self._give("a reduce-scatter", full, [out], use)
+
+    reduce_scatter_single = _reduce_scatter_base
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
+        """Of one tensor, to its mean."""
+        target = self._same(tensors[0])
+
+        def use(found: list[Tensor]) -> None:
+            target.copy_(_mean(found))
+
+        return self._give("an all-reduce", tensors[0], tensors, use)
+
+    def reduce(self, tensors: list[Tensor], opts: Any) -> Any:
+        """To one rank's mean."""
+        target, here = self._same(tensors[0]), opts.rootRank == self.rank()
+
+        def use(found: list[Tensor]) -> None:
+            if here:
+                target.copy_(_mean(found))
+
+        return self._give("a reduction", tensors[0], tensors if here else [], use)
+
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:
+        """From one rank."""
+        target, root = self._same(tensors[0]), opts.rootRank
+
+        def use(found: list[Tensor]) -> None:
+            target.copy_(found[root])
+
+        return self._give("a broadcast", tensors[0], tensors, use)
+
+    def alltoall_base(self, out: Tensor, full: Tensor, outs: list[int], ins: list[int], opts: Any = None) -> Any:
+        """Equal slices."""
+        target, rank = self._same(out), self.rank()
+
+        def use(found: list[Tensor]) -> None:
+            target.copy_(torch.cat([each.chunk(len(found))[rank] for each in found]))
+
+        return self._give("an all-to-all", full, [out], use)
+
+    all_to_all_single = alltoall_base
+
+
+def _mean(parts: list[Tensor]) -> Tensor:
+    return torch.stack([part.double() for part in parts]).mean(0).to(parts[0].dtype)
+
+
+class _LateGroup(NativeGroup):
+    """The library's own group for NCCL, over communicators of late devices."""
+
+    def __init__(self, device: LateDevice, maker: GroupMaker, request: GroupRequest) -> None:
+        control = request.control
+        Group.__init__(self, request.called, control.rank, control.size, device.device, control.activity)
+        self._control = control
+        self._gather, self._reduce = (
+            _Communicator(device, maker.process_group(f"{request.name}_{kind}", request.rank_lists, "gloo"))
+            for kind in ("gather", "reduce")
+        )
+        self.waits_in_queue = True
+
+
+def late_collectives(device: LateDevice) -> Callable[[], None]:
+    """Groups of ranks with ``cuda`` devices are of late devices from here on; returns what undoes that."""
+
+    def make(maker: GroupMaker, request: GroupRequest) -> Group:
+        return _LateGroup(device, maker, request)
+
+    device.schedule.idle = _Impatience(device)
+    end = threading.Event()
+    threading.Thread(target=_go_on, args=(weakref.ref(device), end), daemon=True, name="late device").start()
+    put_back = register_backend("cuda", make)
+
+    def undo() -> None:
+        end.set()
+        put_back()
+
+    return undo
+
+
+class _Impatience:
+    """Who waits for a collective lets the other streams go on, after a while: a peer may wait for one of theirs."""
+
+    def __init__(self, device: LateDevice) -> None:
+        self._device, self._since = device, 0.0
+
+    def __call__(self) -> None:
+        now = time.monotonic()
+        if now - self._since > 1.0:
+            self._since = now
+        if now - self._since > QUIET_S / 4:
+            self._device.schedule.go_on()
+        time.sleep(0.0002)
+
+
+def _go_on(device: weakref.ref[LateDevice], end: threading.Event) -> None:
+    while not end.wait(QUIET_S / 4):
+        found = device()
+        if found is None:
+            return
+        with found.schedule.lock:
+            if time.monotonic() - found.schedule.last_given > QUIET_S:
+                found.schedule.go_on()
+        del found

@@ -1,0 +1,323 @@
+"""Training on the late device, on one rank and on two, beside plain PyTorch; every function is run on ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwise.build import Session, build
+from shardwise.checkpoint import Checkpointer
+from shardwise.deepspeed.activations import Keeper
+from shardwise.device import (
+    Later,
+    Lent,
+    SideCopy,
+    behind_current,
+    copy_ahead,
+    on_stream,
+    page_locked,
+    record_event,
+    side_stream,
+    synchronize,
+    wait_event,
+)
+from shardwise.memory.host import host_block
+from shardwise.mesh import Mesh
+from shardwise.plan import Plan, on_device, replicated, zero
+from shardwise.reduce.norm import LateNorm
+from shardwise.testing import MODELS, PlainRecipe, PlainRun, make_batches, train_plain
+from shardwise.testing.late import late_collectives, late_device
+
+GPU = torch.device("cuda", 0)
+STEPS, PASSES = 3, 2
+TOLERANCE = 1e-4
+"""Of losses and parameters: kernels differ where the CPU has one for a whole module, and sums in their order."""
+
+
+def _tiers(params: float, state: float) -> Any:
+    return replace(on_device(), param_host_fraction=params, state_host_fraction=state, pin_memory=True)
+
+
+PLANS: dict[str, Plan] = {
+    "ddp": replicated(),
+    "zero1": zero(1),
+    "zero2": zero(2),
+    "zero3": zero(3),
+    "ahead": zero(3).but(prefetch=2),
+    "state_host": zero(3).but(tiers=_tiers(0.0, 1.0)),
+    "zero2_state_host": zero(2).but(tiers=_tiers(0.0, 1.0)),
+    "host": zero(3).but(tiers=_tiers(1.0, 1.0), prefetch=2),
+    "mixed": zero(3).but(tiers=_tiers(0.5, 0.5), prefetch=3),
+    "clipped": zero(3).but(tiers=_tiers(1.0, 1.0), prefetch=2, max_norm=0.5),
+    "early": zero(3).but(tiers=_tiers(0.0, 1.0), prefetch=2, update="backward"),
+    "early_host": zero(3).but(tiers=_tiers(1.0, 1.0), prefetch=2, update="backward"),
+    "early_clipped": zero(3).but(tiers=_tiers(1.0, 1.0), prefetch=2, update="backward", max_norm=0.5),
+    "eight_bits": zero(3).but(compress="fp8", prefetch=2),
+    "eight_bits2": zero(2).but(compress="fp8"),
+    "secondary": zero(3).but(secondary=2),
+    "on_use": zero(2).but(gather_on_use=True),
+    "replicas": zero(3, None, 2),
+    "replicas_eight_bits": zero(2, None, 2).but(compress="fp8"),
+    "replicas_host": zero(3, None, 2).but(tiers=_tiers(1.0, 1.0), prefetch=2),
+}
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """A large eps, so that gradients which are zero but for rounding are not blown up to steps."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-2, weight_decay=0.1)
+
+
+def there(value: Any) -> Any:
+    """The tensors inside dicts, lists and tuples, on the device."""
+    if isinstance(value, Tensor):
+        return value.to(GPU)
+    if isinstance(value, dict):
+        return {key: there(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(there(item) for item in value)
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """Of one run: what differs from plain PyTorch, and which works are not ordered."""
+
+    wrong: list[str]
+    races: list[str]
+
+    @property
+    def right(self) -> bool:
+        """Neither."""
+        return not self.wrong and not self.races
+
+
+def reference(plan: Plan, model: str, ranks: int) -> PlainRun:
+    """Plain PyTorch, on the CPU."""
+    case = MODELS[model]
+    recipe = PlainRecipe(max_norm=plan.grad.max_norm)
+    return train_plain(case.factory, case.loss, adamw, _batches(plan, model, ranks), recipe)
+
+
+def _batches(plan: Plan, model: str, ranks: int) -> Any:
+    passes = 1 if plan.grad.update == "backward" else PASSES
+    return make_batches(MODELS[model], ranks, STEPS, passes)
+
+
+def train(
+    name: str,
+    seed: int,
+    model: str = "mlp",
+    changing: bool = False,
+    then: Callable[[Session, int, PlainRun | None], list[str]] | None = None,
+) -> Found:
+    """Train with the plan of that name on this rank's late device, and compare.
+
+    Args:
+        name: of :data:`PLANS`.
+        seed: of the device; each rank has another.
+        model: of :data:`~shardwise.testing.MODELS`.
+        changing: the program goes to another stream for each pass, which waits for the one before.
+        then: is called after each step, and at the end with the plain run, and tells what is wrong.
+    """
+    plan, case, ranks, rank = PLANS[name], MODELS[model], dist.get_world_size(), dist.get_rank()
+    with late_device(seed + 4 * rank, check=False) as device, ExitStack() as undo:
+        if ranks > 1:
+            undo.callback(late_collectives(device))
+        module = case.factory()
+        session = build(module, adamw(module), plan, device=GPU)
+        losses, wrong = [], list[str]()
+        try:
+            assert session.optimizer is not None
+            for index, step in enumerate(_batches(plan, model, ranks)):
+                for micro in step:
+                    with _another_stream() if changing else nullcontext():
+                        loss = case.loss(session.module, there(micro[rank]))
+                        session.backward(loss)
+                        losses.append(loss.detach())
+                        del loss
+                session.optimizer.step()
+                session.optimizer.zero_grad()
+                if then is not None:
+                    wrong += then(session, index, None)
+            told = [loss.item() for loss in losses]
+            kept = {key: value.cpu() for key, value in session.module.state_dict().items()}
+            run = reference(plan, model, ranks)  # now: autograd's first backward pass must see the device
+            if then is not None:
+                wrong += then(session, STEPS, run)
+        finally:
+            session.close()
+            session.mesh.close()
+    expected = [micro[rank] for step in run.losses for micro in step]
+    far = 0.1 if plan.comm.compress else TOLERANCE
+    pairs = enumerate(zip(told, expected, strict=True))
+    wrong += [f"loss {index}: {one} for {other}" for index, (one, other) in pairs if not abs(one - other) <= far]
+    wrong += differing(kept, run.parameters[-1], far)
+    return Found(wrong=wrong, races=[str(race) for race in device.races])
+
+
+@contextmanager
+def _another_stream() -> Iterator[None]:
+    """Inside the block work goes to a new stream, behind what the current one has; that waits for it afterwards."""
+    side = side_stream(GPU)
+    assert side is not None
+    with behind_current(GPU, side):
+        yield
+        done = record_event(GPU)
+    wait_event(GPU, done)
+
+
+def differing(found: dict[str, Tensor], expected: dict[str, Tensor], far: float) -> list[str]:
+    """What is not close, and by how much."""
+    return [
+        f"{key}: off by {float((found[key] - value).abs().max())}"
+        for key, value in expected.items()
+        if not torch.allclose(found[key], value, far, far)
+    ]
+
+
+def train_and_save(name: str, seed: int, directory: str) -> Found:
+    """An asynchronous checkpoint after each step; what the first one loads at the end must be of its time."""
+    saves: list[Checkpointer] = []
+
+    def then(session: Session, index: int, run: PlainRun | None) -> list[str]:
+        where = str(Path(directory) / f"{name}-{seed}")
+        if not saves:
+            saves.append(Checkpointer(session))
+        if run is None:
+            saves[0].save(where, tag=f"step{index}", use_async=True)
+            return []
+        saves[0].wait_for_saves()
+        saves[0].load(where, tag="step0")
+        found = {key: value.cpu() for key, value in session.module.state_dict().items()}
+        saves[0].close()
+        return [f"saved {each}" for each in differing(found, run.parameters[0], TOLERANCE)]
+
+    return train(name, seed, "mlp", then=then)
+
+
+def written_after_forward(name: str, seed: int) -> Found:
+    """A forward pass whose parameters are written on the host before its work is done."""
+    case = MODELS["mlp"]
+    batch = case.batch(0, torch.float32)
+    with late_device(seed, check=False) as device:
+        module = case.factory()
+        expected = float(case.loss(module, batch).detach())
+        session = build(module, adamw(module), PLANS["host"], device=GPU)
+        try:
+            moved = there(batch)
+            with torch.no_grad():
+                loss = case.loss(session.module, moved)
+            zeros = {key: torch.zeros_like(value) for key, value in case.factory().state_dict().items()}
+            session.module.load_state_dict(zeros)
+            found = loss.item()
+        finally:
+            session.close()
+            session.mesh.close()
+    wrong = [] if abs(found - expected) < TOLERANCE else [f"{name}: {found} for {expected}"]
+    return Found(wrong=wrong, races=[str(race) for race in device.races])
+
+
+def late_norm(name: str, seed: int) -> Found:
+    """Norms that are made on the device and read when the next ones have been begun."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    with late_device(seed + 4 * rank, check=False) as device, ExitStack() as undo:
+        undo.callback(late_collectives(device))
+        mesh = Mesh.create(zero(3).mesh, GPU, zero(3).comm)
+        undo.callback(mesh.close)
+        norm, found, expected = LateNorm(mesh.shard), [], []
+        for index in range(4):
+            read = norm.note([torch.full((3,), float(index + rank), device=GPU)], 2.0, 1.0)
+            if index % 2:
+                found.append(read())
+                expected.append(sum(3.0 * (index + other) ** 2 for other in range(ranks)) ** 0.5)
+    wrong = [f"{name}: {a} for {b}" for a, b in zip(found, expected, strict=True) if not abs(a - b) <= TOLERANCE]
+    return Found(wrong=wrong, races=[str(race) for race in device.races])
+
+
+def later_values(name: str, seed: int) -> Found:
+    """Values on their way to the host are those of the time when they were sent."""
+    with late_device(seed, check=False) as device:
+        value = torch.ones(1, device=GPU) * 5
+        later = Later(value)
+        value.fill_(3.0)
+        found = [later.value(), Later(value).value()]
+    return Found(wrong=[] if found == [5.0, 3.0] else [f"{name}: {found}"], races=[str(race) for race in device.races])
+
+
+def activations(name: str, seed: int) -> Found:
+    """What is kept on the host for backward comes back as it was, also on another stream."""
+    with late_device(seed, check=False) as device:
+        keeper, wrong = Keeper(None, host=True, contiguous=False, number=None), []
+        for index in range(4):
+            x = torch.arange(1000.0, device=GPU) * (index + 1)
+            kept = keeper.keep(x)
+            expected = (x + 1).cpu() - 1 if index % 2 else None
+            del x
+            torch.zeros(1000, device=GPU)
+            side = side_stream(GPU)
+            assert side is not None
+            with on_stream(side):  # which waits for nothing by itself
+                back = kept.restore().cpu()
+            expected = torch.arange(1000.0) * (index + 1) if expected is None else expected
+            wrong += [] if torch.equal(back, expected) else [f"{name} {index}: {back[:3]}"]
+    return Found(wrong=wrong, races=[str(race) for race in device.races])
+
+
+def side_copies(name: str, seed: int) -> Found:
+    """A copy is begun on one stream of the program and waited for on another, which reads it and drops it."""
+    with late_device(seed, check=False) as device:
+        first, second, uploads = (side_stream(GPU) for _ in range(3))
+        assert uploads is not None
+        found = []
+        for index in range(3):
+            source = page_locked((1000,), torch.float32).fill_(index)
+            with on_stream(first):
+                out = torch.empty(1000, device=GPU)
+                copy = SideCopy(source, out, uploads)
+            with on_stream(second):
+                copy.wait()
+                found.append(out + 0)
+            del out, copy
+            with on_stream(first):
+                torch.full((1000,), 9.0, device=GPU)
+        synchronize(GPU)
+        wrong = [f"{name} {index}" for index, each in enumerate(found) if not bool((each == index).all())]
+    return Found(wrong=wrong, races=[str(race) for race in device.races])
+
+
+def lent_memory(name: str, seed: int) -> Found:
+    """Memory of the main stream that a side stream reads, and that a third one drops after waiting for that."""
+    with late_device(seed, check=False) as device:
+        side, third = side_stream(GPU), side_stream(GPU)
+        assert side is not None and third is not None
+        tensor, out = torch.full((1000,), 5.0, device=GPU), torch.zeros(1000, device=GPU)
+        lent = Lent(tensor)
+        with behind_current(GPU, side):
+            out.copy_(tensor)
+            done = record_event(GPU)
+        del tensor
+        with on_stream(third):
+            wait_event(GPU, done)
+            lent.drop()
+        torch.full((1000,), 9.0, device=GPU)
+        synchronize(GPU)
+        wrong = [] if bool((out == 5.0).all()) else [f"{name}: {out[:3]}"]
+    return Found(wrong=wrong, races=[str(race) for race in device.races])
+
+
+def locked_memory(name: str, seed: int) -> Found:
+    """Page-locked memory is dropped while a copy reads it."""
+    with late_device(seed, check=False) as device:
+        block, out = host_block(4000, GPU), torch.empty(1000, device=GPU)
+        block.view(torch.float32).fill_(7.0)
+        copy_ahead(out, block.view(torch.float32))
+        del block
+        wrong = [] if bool((out == 7.0).all()) else [f"{name}: {out}"]
+    return Found(wrong=wrong, races=[str(race) for race in device.races])
