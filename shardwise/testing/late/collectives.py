@@ -27,6 +27,10 @@ QUIET_S = 0.02
 """After so long a device goes on by itself."""
 
 
+# Its signatures differ between versions of torch.
+_ProcessGroup: Any = dist.ProcessGroup
+
+
 class _Work:
     """A collective that was given to the communicator's stream. Its tensors are kept until somebody waits, as NCCL."""
 
@@ -44,7 +48,7 @@ class _Work:
         return self._done.query()
 
 
-class _Communicator(dist.ProcessGroup):
+class _Communicator(_ProcessGroup):  # type: ignore[misc]
     """What torch's collectives call for tensors of a late device.
 
     Args:
