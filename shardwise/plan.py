@@ -218,7 +218,8 @@ class ShardPlan:
         packing: which parameters share a chunk.
         gathered_fraction: share of all parameter bytes that may stay gathered: 1.0 is ZeRO-1/2, 0.0 is ZeRO-3.
         gathered_budget_bytes: the same as bytes; the larger of the two limits counts. ``None``: fraction only.
-        prefetch: how many units are gathered ahead of their use, once the order is known.
+        prefetch: how many units are gathered ahead of their use, once the order is known. Between CPU ranks of several
+            hosts, where each gather is a round trip, more than so many small ones are, up to 16 MiB together.
         reduce: ``"every"`` backward pass reduces and keeps only the shard (ZeRO-2/3); ``"last"`` keeps whole
             gradients so that ``no_sync`` passes cost no communication (DDP, ZeRO-1).
         kept: names of parameters that stay gathered, whatever the budget.

@@ -27,6 +27,10 @@ from shardwise.comm.summing import RankSum
 __all__ = ["GlooGroup"]
 
 
+MOST_SERVED = 256
+"""Ranks of a group in which each answers the others' gathers, with a thread for each; more agree before gathers."""
+
+
 class _Scratch:
     """Receive buffers, kept between operations because fresh pages cost as much as the transfer."""
 
@@ -282,6 +286,8 @@ class GlooGroup(Group):
 
     def serve(self, shards: Sequence[Buffer]) -> None:
         """See :meth:`Group.serve`."""
+        if self.size > MOST_SERVED:
+            return
         if self._serving is None and shards:
             self._serving = Serving(self._gather_link, self.others())
         if self._serving is not None and shards:

@@ -6,10 +6,10 @@ PatrickStar do the same); least recently used where the order is not known or ha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["GatherLimits", "Trace", "choose_victim", "next_units"]
+__all__ = ["AHEAD_BYTES", "GatherLimits", "Trace", "choose_victim", "next_units"]
 
 # Later than any use: what the recorded step does not use again goes before all that it does.
 NEVER = 1 << 60
@@ -21,7 +21,7 @@ class GatherLimits:
 
     Attributes:
         budget_bytes: tells at each acquire how many bytes of gathered transient chunks may stay when idle.
-        prefetch: units fetched ahead of use.
+        prefetch: units fetched ahead of use; more where they are small and each is a round trip (:func:`next_units`).
         same_order: no agreement before gathers (see ``CommPlan.same_order``).
     """
 
@@ -64,7 +64,7 @@ class Trace:
 # When room is needed for another one (ChunkPool._make_room), and not when its use ends: what is used again at once
 # would be gathered twice. Then everything idle may go but
 # * what is pinned: a module that runs reads it, or all is held inside gathered();
-# * what comes within the next ``prefetch`` uses: it would be fetched again right away;
+# * what is fetched ahead (:func:`next_units`): it would be fetched again right away;
 # * what somebody holds; see [Note: Who counts as a reader].
 # Where memory is short (drop_idle) the second does not count. After an update none of them does, since the values are
 # those of the step before: whoever still holds a parameter then has its graph refused (Chunk.refuse_graphs). The budget
@@ -81,14 +81,28 @@ def choose_victim(trace: Trace, candidates: Collection[int]) -> int:
     return min(candidates, key=lambda unit: (last_use.get(unit, -1), unit))
 
 
-def next_units(trace: Trace, count: int) -> list[int]:
-    """The next ``count`` distinct units after the current one, in order."""
-    found: list[int] = []
+# Where each gather is a round trip to another host, one unit's computation hides it only if the unit is large. Small
+# ones are fetched further ahead: 16 MiB are little beside what a rank has, and take longer to send than most trips.
+AHEAD_BYTES = 16 << 20
+"""What units that are asked of peers one by one may take together when more than ``prefetch`` are fetched ahead."""
+
+
+def next_units(trace: Trace, count: int, sizes: Mapping[int, int] | None = None) -> list[int]:
+    """The next ``count`` distinct units after the current one, in order.
+
+    Args:
+        trace: what was recorded.
+        count: 0 gives none.
+        sizes: their gathered bytes, where more than ``count`` may come while all take :data:`AHEAD_BYTES` at most.
+    """
+    found: dict[int, None] = {}
     if count:
-        here = trace.current[-1] if trace.current else None
+        here, room = trace.current[-1] if trace.current else None, AHEAD_BYTES
         for unit in trace.upcoming():
-            if unit != here and unit not in found:
-                found.append(unit)
-                if len(found) == count:
-                    break
-    return found
+            if unit == here or unit in found:
+                continue
+            room -= 0 if sizes is None else sizes.get(unit, 0)
+            if len(found) >= count and (sizes is None or room < 0):
+                break
+            found[unit] = None
+    return list(found)

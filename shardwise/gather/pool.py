@@ -19,7 +19,7 @@ from shardwise.chunk.chunk import Chunk, Residency
 from shardwise.chunk.layout import UnitSpec
 from shardwise.comm import DONE, NOBODY, Group, Handle, Party, PeerError
 from shardwise.events import Events
-from shardwise.gather.policy import GatherLimits, Trace, choose_victim, next_units
+from shardwise.gather.policy import AHEAD_BYTES, GatherLimits, Trace, choose_victim, next_units
 from shardwise.gather.rounds import Rounds
 from shardwise.gather.turns import in_turn
 from shardwise.memory.ledger import KEPT, DeviceMemoryError, Ledger
@@ -57,7 +57,9 @@ class ChunkPool:
         party: Party = NOBODY,
     ) -> None:
         self._party, self._events, prefetch = party, events, limits.prefetch
-        self.rounds = Rounds(group, ledger, 1 + prefetch, party, [c.source for c in chunks])
+        self.rounds = Rounds(
+            group, ledger, 1 + max((u.index for u in units), default=-1), party, [c.source for c in chunks]
+        )
         self.units, self.chunks, self.group, self.ledger = units, chunks, group, ledger
         self.budget_bytes, self.prefetch = limits.budget_bytes, prefetch
         self._training, self._evaluation = Trace(), Trace()
@@ -70,10 +72,12 @@ class ChunkPool:
         alone = group.one_sided_gather or limits.same_order or group.size == 1
         sources = [chunk.source for chunks in self._transient.values() for chunk in chunks]
         self.agrees = any(s.peers_take_part or not (alone or s.exchange.served) for s in sources)
+        self._asks = bool(sources) and not (alone or self.agrees)  # each gather is a round trip
         # Between CPU ranks of one host a gather is a copy by the reader, which nothing hides.
         self._ahead_pays = not group.one_sided_gather or group.device.type == "cuda"
         self._bytes = {u: sum(c.spec.padded_bytes for c in cs) for u, cs in self._transient.items()}
-        self.arrays = ArrayPool(group.device, (2 + prefetch) * max(self._bytes.values(), default=0))
+        largest, ahead = max(self._bytes.values(), default=0), AHEAD_BYTES if self._asks and prefetch else 0
+        self.arrays = ArrayPool(group.device, 2 * largest + max(prefetch * largest, ahead))
         self.lock = threading.RLock()
         self._pins: dict[int, set[int]] = {unit: set() for unit in self._transient}
         self._held, self._renewing = set[int](), dict[int, list[Chunk]]()
@@ -185,10 +189,14 @@ class ChunkPool:
         self._gather([unit] if absent else [], self._fitting(unit) if absent or looks else [])
         self._complete(unit)
         self._trim_idle()
-        for soon in next_units(self.trace, self.prefetch):
+        for soon in self._soon():
             if soon not in self._held:
                 for chunk in self._transient[soon]:
                     chunk.source.prepare()
+
+    def _soon(self) -> list[int]:
+        """Units that are to be there, or on their way, beside the one that is used."""
+        return next_units(self.trace, self.prefetch, self._bytes if self._asks else None)
 
     def _is_whole(self, unit: int) -> bool:
         """Whether the unit is gathered, or on its way. What an interrupt left of one goes."""
@@ -204,7 +212,7 @@ class ChunkPool:
 
     def _fitting(self, unit: int) -> list[int]:
         """Units to fetch ahead while ``unit`` is brought in: under a declared capacity only what it leaves room for."""
-        ahead = next_units(self.trace, self.prefetch) if self._ahead_pays else []
+        ahead = self._soon() if self._ahead_pays else []
         ahead = [u for u in ahead if u not in self._held]
         free = self.ledger.free_bytes() if ahead else None
         if free is None:
@@ -304,7 +312,7 @@ class ChunkPool:
         # The unit about to be used counts against the budget, but is gathered even where the budget is smaller.
         room = max(budget - needed - pinned, 0)
         # Without a unit to make room for, nothing says when the next step begins.
-        soon = set(next_units(self.trace, self.prefetch)) if evictable and unit is not None else set()
+        soon = set(self._soon()) if evictable and unit is not None else set()
         while idle > room and evictable - soon:
             victim = choose_victim(self.trace, evictable - soon)
             evictable.discard(victim)

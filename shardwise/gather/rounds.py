@@ -13,23 +13,21 @@ reduction; and neither goes on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from shardwise.chunk.secondary import SecondaryShards
 from shardwise.chunk.source import ShardSource
 from shardwise.comm import Group, Party
+from shardwise.comm.meeting import Summary
 from shardwise.memory.ledger import Ledger
 
 __all__ = ["Met", "Reductions", "Rounds"]
 
-# No unit has a negative number. FAILED stands in every place, so that it is found in a post of any width.
-NO_UNIT = -1.0
-FAILED = -2.0
-UNITS = 3  # where they begin in a post
 WANTS = "what to gather"
 FITS = "whether the device has room for what others gather"
+SHORT = "whose device is short of memory"
 
 
 @dataclass(frozen=True)
@@ -82,13 +80,13 @@ class Rounds:
     Args:
         group: the ranks.
         ledger: the device's memory.
-        width: how many units a rank may want in one round.
+        units: how many there are.
         party: the model, among those that share ``group``.
         sources: of the chunks; what ranks keep of gathers has to be alike (see [Note: Secondary shards]).
     """
 
-    def __init__(self, group: Group, ledger: Ledger, width: int, party: Party, sources: Sequence[ShardSource]) -> None:
-        self._group, self._ledger, self._width, self._party = group, ledger, width, party
+    def __init__(self, group: Group, ledger: Ledger, units: int, party: Party, sources: Sequence[ShardSource]) -> None:
+        self._group, self._ledger, self._units, self._party = group, ledger, units, party
         self._secondary = SecondaryShards(sources)
         self._reductions: Reductions | None = None
 
@@ -108,17 +106,19 @@ class Rounds:
             PeerError: the ranks came here for different things, or one is gone.
         """
         ready = self._reductions.ready if self._reductions is not None else 0
-        units = [float(u) for u in wanted or ()]
         kept = self._secondary.digest()
-        mine = [float(wanted is not None), float(ready), kept, *units, *[NO_UNIT] * (self._width - len(units))]
-        posts = self._group.exchange(mine, WANTS, self._party)
-        self._raise_for([rank for rank, post in enumerate(posts) if FAILED in post])
-        if any(post[2] != kept for post in posts):
+        found = self._say(wanted or (), [float(wanted is not None), float(ready), kept])
+        if found.anywhere[self._units]:
+            self._raise_for_short(False)
+        if found.least[2] != found.most[2]:
             self._secondary.forget()
-        found = {int(unit) for post in posts for unit in post[UNITS:] if unit != NO_UNIT}
-        alike = len({frozenset(post[UNITS:]) for post in posts}) == 1
-        # Sorted, so that all gather the union in one order, whatever each of them asked for first.
-        return Met(sorted(found), alike, any(post[0] for post in posts), int(min(post[1] for post in posts)))
+        # By number, so that all gather the union in one order, whatever each of them asked for first.
+        units = [unit for unit in range(self._units) if found.anywhere[unit]]
+        return Met(units, found.flags_alike, bool(found.most[0]), int(found.least[1]))
+
+    def _say(self, wanted: Collection[int], values: list[float], failed: bool = False) -> Summary:
+        flags = [unit in wanted for unit in range(self._units)]
+        return self._group.summarize(values, WANTS, self._party, [*flags, failed])
 
     def all_fit(self, fits: bool) -> None:
         """Every rank says whether it has room to take part in what others gather.
@@ -126,8 +126,8 @@ class Rounds:
         Raises:
             DeviceMemoryError: one has not.
         """
-        posts = self._group.exchange([float(fits)], FITS, self._party)
-        self._raise_for([rank for rank, post in enumerate(posts) if not post[0]])
+        if not self._group.summarize([float(fits)], FITS, self._party).least[0]:
+            self._raise_for_short(not fits)
 
     def begin(self, met: Met) -> None:
         """Begin the reductions that every rank can; on every rank in the same place among gathers."""
@@ -136,8 +136,9 @@ class Rounds:
 
     def give_up(self) -> None:
         """This rank has too little memory to go on. Waits until the others come to what they would gather next."""
-        self._group.exchange([FAILED] * (UNITS + self._width), WANTS, self._party)
+        self._say((), [0.0, 0.0, 0.0], failed=True)
+        self._group.exchange([1.0], SHORT, self._party)
 
-    def _raise_for(self, short: list[int]) -> None:
-        if short:
-            raise self._ledger.short_elsewhere(self._group.name, short)
+    def _raise_for_short(self, own: bool) -> NoReturn:
+        posts = self._group.exchange([float(own)], SHORT, self._party)
+        raise self._ledger.short_elsewhere(self._group.name, [rank for rank, post in enumerate(posts) if post[0]])

@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.gather.policy import Trace, choose_victim, next_units
+from shardwise.gather.policy import AHEAD_BYTES, Trace, choose_victim, next_units
 
 
 def gathers(order: list[int], capacity: int, known: bool) -> int:
@@ -91,6 +91,16 @@ def test_trace_merges_repetitions_and_predicts_what_comes() -> None:
     trace.use(1)
     # The current unit is never its own next.
     assert next_units(trace, 3) == [2]
+
+
+def test_small_units_are_fetched_further_ahead() -> None:
+    trace = Trace(recorded=[4, 0, 1, 0, 2, 3])
+    trace.use(4)
+    sizes = {0: AHEAD_BYTES // 2, 1: AHEAD_BYTES // 2 - 1, 2: 1, 3: 1}
+    assert next_units(trace, 1, sizes) == [0, 1, 2]
+    assert next_units(trace, 4, sizes) == [0, 1, 2, 3]
+    assert next_units(trace, 0, sizes) == []
+    assert next_units(trace, 1, dict.fromkeys(range(5), 2 * AHEAD_BYTES)) == [0]
 
 
 def test_a_trace_that_is_left_predicts_nothing_until_the_next_step() -> None:

@@ -21,7 +21,6 @@ BLOCKS = 4
 STEADY: dict[str, Plan] = {"zero1": zero(1), "zero2": zero(2), "zero3": zero(3)}
 # Functions that look at each rank's numbers in a step, and why they still do. Add nothing without a reason.
 KNOWN = {
-    "shardwise/gather/rounds.py": "each round of gathers makes the union of what ranks want from all their posts",
     "shardwise/engine/optimizer.py ShardedOptimizer._ask": "the norm is an exact sum of all ranks' shares",
     "shardwise/reduce/norm.py _column": "that sum",
 }

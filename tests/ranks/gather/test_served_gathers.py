@@ -24,7 +24,8 @@ from scope import Scope, values
 from torch import Tensor, nn
 
 from shardwise.build import build
-from shardwise.comm import Buffer, GlooGroup, Group
+from shardwise.comm import Buffer, GlooGroup, Group, gloo
+from shardwise.gather import policy
 from shardwise.plan import Plan, zero
 from shardwise.testing import assert_close, run_ranks
 
@@ -175,6 +176,16 @@ def test_rounds_are_still_there_where_they_are_needed() -> None:
         assert steps[1].count("what to gather") > 5
 
 
+def among_many() -> list[list[str]]:
+    with mock.patch.object(gloo, "MOST_SERVED", 1):
+        return meetings(GLOO, 5, 2)
+
+
+def test_among_very_many_ranks_there_are_no_threads_but_rounds() -> None:
+    for steps in run_ranks(2, among_many):
+        assert steps[1].count("what to gather") > 5
+
+
 class Wanderer(nn.Module):
     """Ranks take other layers, in another order, and make sums of their own among each other in between."""
 
@@ -218,6 +229,31 @@ def ends_early(closes: bool) -> Tensor:
         gc.collect()
         assert kept.size == 2
     return out
+
+
+def under_way(layers: int, small: bool) -> int:
+    """The most units on their way at the first use of a step, of equal ones, when one may be fetched ahead."""
+    model, most = seeded(lambda: nn.Sequential(*[nn.Linear(6, 6) for _ in range(layers)])), 0
+    with (
+        mock.patch.object(policy, "AHEAD_BYTES", 1 << 20 if small else 1),
+        sharded(model, adam(model), GLOO) as session,
+    ):
+        assert session.optimizer is not None
+        for step in range(3):
+            pool, found = session.engine.pool, []
+            hook = model[0].register_forward_hook(lambda *_, found=found, pool=pool: found.append(len(pool._held)))
+            session.backward(session.module(data(session.mesh.rank, step)).square().mean())
+            session.optimizer.step()
+            session.optimizer.zero_grad()
+            hook.remove()
+            most = max(most, found[0])
+    return most
+
+
+@pytest.mark.parametrize(("small", "units"), [(True, 9), (False, 2)])
+def test_small_units_are_fetched_far_ahead(small: bool, units: int) -> None:
+    """Each gather is a round trip, which the computation of a small unit does not hide."""
+    assert run_ranks(2, under_way, 9, small) == [units, units]
 
 
 @pytest.mark.parametrize("closes", [False, True])
