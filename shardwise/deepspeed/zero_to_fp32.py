@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import _IncompatibleKeys
 
 from shardwise.checked import as_path
 from shardwise.checkpoint.bounds import read_name
@@ -35,6 +34,7 @@ from shardwise.checkpoint.formats.safetensors_file import write_safetensors_stre
 from shardwise.checkpoint.source import OpenSource
 from shardwise.remarks import warn_user
 from shardwise.sizes import parse_size
+from shardwise.torch_internals import incompatible_keys
 
 __all__ = [
     "FROZEN",
@@ -228,7 +228,7 @@ def load_state_dict_from_zero_checkpoint(
 
 
 @torch.no_grad()
-def _overwritten(model: nn.Module, state: Mapping[str, torch.Tensor]) -> _IncompatibleKeys:
+def _overwritten(model: nn.Module, state: Mapping[str, torch.Tensor]) -> Any:
     """What ``load_state_dict(strict=False)`` does, on values that are whole for the moment.
 
     Raises:
@@ -241,7 +241,7 @@ def _overwritten(model: nn.Module, state: Mapping[str, torch.Tensor]) -> _Incomp
             raise ValueError(f"{name}: {tuple(state[name].shape)} in the checkpoint, {tuple(own[name].shape)} here")
     for name in both:
         own[name].copy_(state[name])
-    return _IncompatibleKeys([name for name in own if name not in state], [name for name in state if name not in own])
+    return incompatible_keys([name for name in own if name not in state], [name for name in state if name not in own])
 
 
 def _some(names: Iterable[str]) -> str:
