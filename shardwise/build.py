@@ -271,6 +271,11 @@ class Session:
             )
         self.engine.meter.use(self.engine.attachment.by_units(stats))
 
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self.engine.closed
+
     def close(self) -> None:
         """Remove the hooks from the model, and give back files, threads and memory; the mesh has its own ``close``.
 

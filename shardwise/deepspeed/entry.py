@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from shardwise.build import agreed_build, build
 from shardwise.checked import shown
 from shardwise.comm import ranks_of
+from shardwise.deepspeed.again import take_back
 from shardwise.deepspeed.checkpointing import use_settings
 from shardwise.deepspeed.config import Settings, load_config, read_config
 from shardwise.deepspeed.config_object import DeepSpeedMonitorConfig, required_batch
@@ -57,7 +58,8 @@ def initialize(
     Args:
         args: an object whose ``deepspeed_config`` (or ``deepscale_config``, its first name) is the configuration, where
             ``config`` is not given.
-        model: any module, also one built under ``zero.Init``, which may still be entered: it rests meanwhile.
+        model: any module, also one built under ``zero.Init``, which may still be entered: it rests meanwhile. An engine
+            that it has already ends, with a warning.
         optimizer: any element-wise torch optimizer over the model's parameters, or a callable that makes one of
             ``model_parameters``. It goes before the configuration's.
         model_parameters: what the optimizer updates, parameters or param groups; by default all that are trainable.
@@ -102,6 +104,7 @@ def initialize(
     schedule = _schedule(settings, chosen, lr_scheduler)
     if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
         settings.findings.report().warn()
+    take_back(model)
     mesh = mesh_of(plan, default_device(), group, others)
     monitors = DeepSpeedMonitorConfig.of(settings)
     with agreed_build(mesh.everyone, dict) if monitors.enabled else nullcontext():

@@ -35,6 +35,7 @@ __all__ = [
     "register_external_parameter",
     "remember",
     "session_of",
+    "sessions_of",
     "unregister_external_parameter",
     "unwrap_model_for_generation",
 ]
@@ -237,7 +238,7 @@ class GatheredParameters:
                         mark(param, ZeroParamStatus.AVAILABLE)
         mine = {id(param) for param in self.params}
         with paused():
-            for session in _sessions_of(mine):
+            for session in sessions_of(mine):
                 self._stack.enter_context(session.module.gathered())
                 self._entered.append(session)
         _GATHERED.extend(self._entered)
@@ -262,7 +263,7 @@ class GatheredParameters:
         """Warn where this rank wrote to parameters of which only shards are kept."""
         pairs = zip(self.params, self._versions, strict=True)
         changed = {id(param) for param, version in pairs if version_of(param) != version}
-        for session in _sessions_of(changed):
+        for session in sessions_of(changed):
             named = session.module.unwrap().named_parameters()
             lost = [name for name, param in named if id(param) in changed and hasattr(param, "ds_id")]  # stage 3
             if lost:
@@ -273,7 +274,7 @@ class GatheredParameters:
 
     @torch.no_grad()
     def _spread(self, rank: int) -> None:
-        sessions = list(_sessions_of({id(param) for param in self.params}))
+        sessions = list(sessions_of({id(param) for param in self.params}))
         mesh_of = {id(param): session.mesh for session in sessions for param in session.params}
         for param in self.params:
             value = param.detach().contiguous()
@@ -300,7 +301,8 @@ def is_gathered(model: nn.Module) -> bool:
     return any(id(param) in held for param in model.parameters())
 
 
-def _sessions_of(params: set[int]) -> Iterator[Session]:
+def sessions_of(params: set[int]) -> Iterator[Session]:
+    """Those that have some of the parameters with these ids."""
     for session in list(_SESSIONS):
         if any(id(param) in params for param in session.params):
             yield session
