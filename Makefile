@@ -2,8 +2,8 @@
 # A second run finds the stamp and starts at once. PYTHON=... chooses the interpreter, VENV=... the folder, TORCH=2.15
 # the release of torch (with a VENV of its own: one that is made is not made again).
 .DEFAULT_GOAL := help
-.PHONY: help demo test numbers campaign faults parity foreign checkout upstream-colossalai upstream-deepspeed lint types \
-  arch bench gpu matrix site pictures clean venv dev
+.PHONY: help demo test numbers campaign faults parity mutations foreign checkout upstream-colossalai upstream-deepspeed lint \
+  types arch bench gpu matrix site pictures clean venv dev
 
 PYTHONS := python3.14 python3.13 python3.12 python3.11
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))
@@ -41,6 +41,7 @@ help:
 	@echo "make campaign  run the larger sets, for hours (TESTS=tests/parity for a part)"
 	@echo "make faults    kill ranks during saves (KILLS=1000), flip bytes, fuzz readers, soak; count what was lost"
 	@echo "make parity    each architecture over every way to divide it (PARITY='llama --layouts tp4 ring' for a part)"
+	@echo "make mutations each wait between streams taken out, and what finds it (MUTATIONS='SideCopy Later' for a part)"
 	@echo "make foreign   programs written for other libraries, ported and run (FOREIGN='deepspeed' for a part)"
 	@echo "make upstream-colossalai CHECKOUT=/path/to/ColossalAI    its own programs and tests (UPSTREAM=test_zero for a part)"
 	@echo "make upstream-deepspeed CHECKOUT=/path/to/DeepSpeed    its own unit tests (UPSTREAM='runtime/test_data.py' for a part)"
@@ -105,6 +106,10 @@ faults: $(VENV)/.dev
 # a line for each case, a table at the end.
 parity: $(VENV)/.dev
 	$(BIN)/python -W ignore -m tests.parity $(PARITY)
+
+# Each wait between streams taken out, one at a time, and what finds it on a device that is late.
+mutations: $(VENV)/.dev
+	$(BIN)/python -W ignore -m tests.late.mutations $(MUTATIONS)
 
 foreign: $(VENV)/.dev
 	$(BIN)/python -W ignore -m tests.foreign $(FOREIGN)
