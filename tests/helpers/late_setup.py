@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from shardwise.build import Session, build
 from shardwise.checkpoint import Checkpointer
+from shardwise.chunk.secondary import SecondarySource
 from shardwise.deepspeed.activations import Keeper
 from shardwise.device import (
     Later,
@@ -238,6 +239,27 @@ def late_norm(name: str, seed: int) -> Found:
                 found.append(read())
                 expected.append(sum(3.0 * (index + other) ** 2 for other in range(ranks)) ** 0.5)
     wrong = [f"{name}: {a} for {b}" for a, b in zip(found, expected, strict=True) if not abs(a - b) <= TOLERANCE]
+    return Found(wrong=wrong, races=[str(race) for race in device.races])
+
+
+def secondary_twice(name: str, seed: int) -> Found:
+    """A gather of secondary shards begins while the gather is under way that brings them."""
+    plan, rank = PLANS["secondary"], dist.get_rank()
+    with late_device(seed + 4 * rank, check=False) as device, ExitStack() as undo:
+        undo.callback(late_collectives(device))
+        module = MODELS["mlp"].factory()
+        session = build(module, adamw(module), plan, device=GPU)
+        undo.callback(session.mesh.close)
+        undo.callback(session.close)
+        chunks = [chunk for chunk in session.engine.chunks if isinstance(chunk.source, SecondarySource)]
+        wrong = [] if chunks else [f"{name}: no secondary shards"]
+        for chunk in chunks:
+            outs = [torch.empty(chunk.spec.padded_numel, device=GPU) for _ in range(2)]
+            handles = [chunk.source.gather(session.mesh.shard, out) for out in outs]
+            for handle in handles[::-1]:
+                handle.wait()
+            first, second = (out.cpu() for out in outs)
+            wrong += [] if torch.equal(first, second) else [f"{name}: chunk {chunk.spec.index}"]
     return Found(wrong=wrong, races=[str(race) for race in device.races])
 
 

@@ -46,7 +46,14 @@ FILES = (
     "deepspeed/activations.py",
 )
 CALLS = {"wait", "wait_stream", "wait_event", "record_event", "recorded", "synchronize", "wait_for_first", "drop"}
-ALONE = ("written_after_forward", "side_copies", "lent_memory", "later_values", "activations", "locked_memory")
+ALONE = (
+    "written_after_forward",
+    "side_copies",
+    "lent_memory",
+    "later_values",
+    "activations",
+    "locked_memory",
+)
 RECEIVERS = {"drop": "self._lent"}
 """A name that others have too counts on this object alone."""
 NOT_OF_STREAMS = {
@@ -195,6 +202,7 @@ def scenarios(directory: str, seeds: Sequence[int]) -> list[tuple[int, str, tupl
     found += [(2, "train", ("zero3", seed, "mixture")) for seed in seeds]
     found += [(4, "train", (name, seed)) for seed in seeds for name in four]
     found += [(4, "train", ("replicas", seed, "gpt")) for seed in seeds]
+    found += [(4, "secondary_twice", ("alone", seed)) for seed in seeds]
     return found
 
 

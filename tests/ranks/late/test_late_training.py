@@ -91,6 +91,8 @@ def test_reductions_in_two_parts() -> None:
         for name in ("replicas", "replicas_host", "secondary"):
             for seed in (0, 1):
                 _assert_right(four.run(late_setup.train, name, seed))
+        for seed in SEEDS:
+            _assert_right(four.run(late_setup.secondary_twice, "secondary", seed))
 
 
 # ---- one wait at a time is taken out; all of them: python -m tests.late.mutations
