@@ -1,7 +1,8 @@
-"""Communicators go with what uses them: destroyed on request, or when nothing refers to their user any more."""
+"""Communicators go with what uses them: destroyed on request, or when no user is left, or at the end."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import weakref
@@ -9,6 +10,8 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
+from shardwise.comm.serving import leave_at_exit
+from shardwise.comm.workers import let_workers_rest
 from shardwise.torch_internals import abort_group, group_is_known
 
 __all__ = ["destroy", "leave_with", "let_go_with"]
@@ -61,3 +64,9 @@ def _abandon(process_groups: list[dist.ProcessGroup], pid: int) -> None:
                 dist.destroy_process_group(group)
             else:  # NCCL may wait for the peers when it is asked to finish, not when it is told to stop
                 abort_group(group)
+
+
+@atexit.register
+def _end() -> None:
+    leave_at_exit()
+    let_workers_rest()  # behind it, since workers send what peers still ask for

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import threading
 import time
 import weakref
@@ -18,7 +17,7 @@ from shardwise.comm.errors import PeerError
 from shardwise.comm.group import Buffer
 from shardwise.comm.link import TAG_LIMIT, Link, Message
 
-__all__ = ["ASK", "TOLD", "Served", "Serving"]
+__all__ = ["ASK", "TOLD", "Served", "Serving", "leave_at_exit"]
 
 # Above the tags of operations that all ranks start in one order.
 ASK = TAG_LIMIT
@@ -215,8 +214,8 @@ def _at_exit(ends: Sequence[_End]) -> None:
     _open.extend(map(weakref.ref, ends))
 
 
-@atexit.register
-def _leave_at_exit() -> None:
+def leave_at_exit() -> None:
+    """The process ends: no thread may wait inside gloo then. See [Note: Gathers that nobody else takes part in]."""
     ends = [end for ref in _open if (end := ref()) is not None]
     _leave_all(ends)
     began = time.monotonic()
