@@ -11,7 +11,7 @@ from shardwise.testing import run_ranks
 from tests.parity.broken import FAULTS, train_broken
 from tests.parity.covering import Row
 from tests.parity.matrix import make_setting, tolerance
-from tests.parity.sharded import Run, Setting, check_runs, plain
+from tests.parity.sharded import Run, Setting, check_beside_rounding, check_runs, plain, rounding
 
 PLAIN_ROW: Row = {
     "model": "residual",
@@ -85,6 +85,17 @@ def test_every_part_of_a_run_is_checked(part: str, off_by: float) -> None:
         tensors[name] = tensors[name] * torch.tensor(1 + 1e-11 + off_by, dtype=torch.float64)
     with pytest.raises(AssertionError):
         check_runs(runs, plain(setting), setting, tolerance(row))
+
+
+def test_what_plain_training_does_not_round_is_no_rounding() -> None:
+    row = {**PLAIN_ROW, "numbers": "fp32"}
+    runs, setting = _run("nothing", row)
+    check_beside_rounding(runs, plain(setting), setting, tolerance(row))
+    name, gradient = next(iter(runs[0].gradients[1].items()))
+    runs[0].gradients[1][name] = gradient * (1 + 5e-6)
+    assert 0 < 2 * rounding(setting, tolerance(row).share) < 4e-6
+    with pytest.raises(AssertionError, match="gradients of"):
+        check_beside_rounding(runs, plain(setting), setting, tolerance(row))
 
 
 @pytest.mark.parametrize(

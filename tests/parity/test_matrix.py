@@ -24,7 +24,7 @@ from tests.parity.matrix import (
     plan_product,
     tolerance,
 )
-from tests.parity.sharded import Run, check_runs, plain, train_all, train_on_rank
+from tests.parity.sharded import Run, check_beside_rounding, plain, train_all, train_on_rank
 
 BATCH = 24
 """Settings that ranks run in one task, so that they do not idle while the caller compares."""
@@ -81,7 +81,7 @@ def test_sharded_training_equals_plain_training(matrix: Matrix, row: Row) -> Non
     setting = make_setting(row)
     runs = matrix.runs(row)
     expected = plain(setting)
-    check_runs(runs, expected, setting, tolerance(row))
+    check_beside_rounding(runs, expected, setting, tolerance(row))
     assert row["clip"] == "unclipped" or min(expected.norms) > MAX_NORM  # else clipping was not tested
 
 
@@ -117,7 +117,8 @@ def test_every_model_under_every_plan(plan: str, ranks: str, numbers: str) -> No
     failures = []
     for row in rows:
         try:
-            check_runs(batches.runs(row), plain(make_setting(row)), make_setting(row), tolerance(row))
+            setting = make_setting(row)
+            check_beside_rounding(batches.runs(row), plain(setting), setting, tolerance(row))
         except (AssertionError, RankError) as error:
             failures.append(f"{label(row)}: {error}")
     assert not failures, f"{len(failures)} of {len(MODELS)}:\n" + "\n".join(failures)
