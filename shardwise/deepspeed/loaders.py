@@ -87,6 +87,16 @@ def model_state_files(checkpoint_dir: str) -> list[str]:
     return _numbered(checkpoint_dir, "*_model_states.pt")
 
 
+def model_state_file(checkpoint_dir: str, zero_stage: int) -> str:
+    """The first rank's of :func:`model_state_files`, whose name depends on the stage.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    ranks = "zero_pp_rank_0_mp_rank_00" if zero_stage > 2 else "mp_rank_00"
+    return _numbered(checkpoint_dir, f"{ranks}_model_states.pt")[0]
+
+
 def _numbered(folder: str, pattern: str) -> list[str]:
     found = [str(path) for path in Path(folder).glob(pattern)]
     if not found:

@@ -377,6 +377,7 @@ NAMES: dict[str, Mapping[str, Here | Absent] | Absent] = {
     "utils.nvtx": {"instrument_w_nvtx": Here(f"{HOME}.compiling")},
     "utils.tensor_fragment": _ACCESS,
     "utils.zero_to_fp32": {
+        "get_model_state_file": Here(f"{HOME}.loaders", "model_state_file"),
         "get_model_state_files": Here(f"{HOME}.loaders", "model_state_files"),
         "get_optim_files": Here(f"{HOME}.loaders", "optimizer_files"),
         **_in(

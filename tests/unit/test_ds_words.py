@@ -64,6 +64,16 @@ def test_files_of_checkpoints_come_in_the_order_of_their_numbers(tmp_path: Path)
         assert files(str(tmp_path)) == [str(path) for path in expected]
 
 
+@pytest.mark.parametrize(("stage", "name"), [(2, "mp_rank_00"), (3, "zero_pp_rank_0_mp_rank_00")])
+def test_the_first_file_of_a_model_follows_the_stage(stage: int, name: str, tmp_path: Path) -> None:
+    first = found("utils.zero_to_fp32", "get_model_state_file")
+    with pytest.raises(FileNotFoundError, match=f"has no {name}_model_states"):
+        first(str(tmp_path), stage)
+    for each in ("mp_rank_00", "zero_pp_rank_0_mp_rank_00", "zero_pp_rank_1_mp_rank_00"):
+        (tmp_path / f"{each}_model_states.pt").touch()
+    assert first(str(tmp_path), stage) == str(tmp_path / f"{name}_model_states.pt")
+
+
 def test_blocks_of_number_formats_are_read_alone() -> None:
     half = found("runtime.precision_config", "DeepSpeedFP16Config")
     assert half(enabled=True, initial_scale_power=4).initial_dynamic_scale() == 16.0
