@@ -91,6 +91,10 @@ class Session:
         """The next pass is the caller's ``loss.backward()``, of a loss that it multiplied by ``loss_scale``."""
         self.engine.passes.expect(loss_scale)
 
+    def take_unscaled(self, takes: bool) -> None:
+        """Whether a ``loss.backward()`` of a loss that nobody scaled is taken under a loss scale, with a warning."""
+        self.engine.passes.takes_unscaled = takes
+
     def divide_own_passes(self, by: float) -> None:
         """From here on gradients of the caller's ``loss.backward()`` count as ``by`` times too large."""
         self.engine.passes.own_divisor = by

@@ -21,7 +21,7 @@ from shardwise.deepspeed.flops import FlopsProfiler
 from shardwise.deepspeed.monitors import MonitorMaster
 from shardwise.deepspeed.recording import StepRecorder
 from shardwise.deepspeed.saving import Saving
-from shardwise.deepspeed.stepping import unreduced, watched_step
+from shardwise.deepspeed.stepping import scaled_passes, take_passes_of_module, unreduced, watched_step
 from shardwise.precision_plan import HALF_DTYPES
 
 __all__ = ["DeepSpeedEngine"]
@@ -54,12 +54,12 @@ class DeepSpeedEngine(Facts):
     ) -> None:
         super().__init__()
         self.module: nn.Module = session.model
-        self.session, self.lr_scheduler = session, lr_scheduler
-        self.optimizer = session.optimizer
+        self.session, self.lr_scheduler, self.optimizer = session, lr_scheduler, session.optimizer
         self.report: Report = settings.findings.report()
         self.settings = settings
         self._batch = batch
         session.divide_own_passes(batch.accumulation)
+        take_passes_of_module(session)
         self._saving = Saving(session, settings["checkpoint.load_universal"])
         self._autocast = Autocast(settings, self.module, self.device, self.global_rank == 0)
         self.collate_fn: Any = None
@@ -130,6 +130,7 @@ class DeepSpeedEngine(Facts):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model on this rank's micro-batch."""
+        scaled_passes(self.session)
         with self._clock.timed("forward"), self._recorder.forward(self.global_steps), self._autocast():
             return self.session.module(*args, **kwargs)
 

@@ -389,6 +389,9 @@ class Facts(nn.Module):
         """Whether different tags are an error."""
         return bool(self.settings["checkpoint.tag_validation"] == "FAIL")
 
+    def _backward_epilogue(self) -> None:
+        """After a pass of outputs of ``module``, where DeepSpeed's engine has to be told: nothing is left to do."""
+
     @property
     def _config(self) -> DeepSpeedConfig:
         """What DeepSpeed's engine has under this name, and programs read."""

@@ -1,4 +1,4 @@
-"""What DeepSpeed does around a step under a loss scale: consecutive overflows, and the end at the lowest scale.
+"""What DeepSpeed does around passes and steps under a loss scale: whose losses need it, consecutive overflows, its end.
 
 And what it raises where passes cannot be left unreduced.
 """
@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
+
+import torch
 
 from shardwise.build import Session
 from shardwise.deepspeed.config import Settings
 
-__all__ = ["NoSyncError", "unreduced", "watched_step"]
+__all__ = ["NoSyncError", "scaled_passes", "take_passes_of_module", "unreduced", "watched_step"]
 
 
 class NoSyncError(ValueError, AssertionError):
@@ -31,6 +34,19 @@ def unreduced(session: Session, stage: int) -> AbstractContextManager[None]:
         raise NoSyncError(
             f"no_sync context manager is incompatible with gradient partitioning logic of ZeRO stage {stage}: {error}"
         ) from error
+
+
+def take_passes_of_module(session: Session) -> None:
+    """``loss.backward()`` of what ``engine.module`` returned is taken unscaled, as under DeepSpeed: one loss of several
+    engines has no scale of its own."""
+    session.take_unscaled(True)
+    session.events.backward_ended.listen(partial(session.take_unscaled, True))
+
+
+def scaled_passes(session: Session) -> None:
+    """The engine itself is called: a loss of what it returns has to be scaled."""
+    if torch.is_grad_enabled():
+        session.take_unscaled(False)
 
 
 @contextmanager

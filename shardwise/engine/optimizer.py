@@ -62,7 +62,7 @@ class ShardedOptimizer(Scaled, torch.optim.Optimizer):
         engine.reducer.riders.append(self._settings)
         self.last_step_skipped = False
         self.skipped_because: str | None = None
-        if scaler is not None and not scaler.plan.min_scale == scaler.plan.max_scale == 1.0:
+        if self.needs_scaler():
             engine.passes.scaled = True
 
     def foresee(self) -> None:

@@ -18,6 +18,10 @@ class Scaled:
         """What losses are multiplied by now; 1 without fp16."""
         return 1.0 if self.scaler is None else self.scaler.scale
 
+    def needs_scaler(self) -> bool:
+        """Whether losses have to be multiplied by a scale, under the name of DeepSpeed's optimizers."""
+        return self.scaler is not None and not self.scaler.plan.min_scale == self.scaler.plan.max_scale == 1.0
+
     @property
     def cur_scale(self) -> float:
         """:attr:`loss_scale`, under the name that DeepSpeed's optimizers have for it."""

@@ -16,6 +16,7 @@ from shardwise.gather.meter import MemoryMeter
 from shardwise.gather.pool import ChunkPool
 from shardwise.memory.ledger import DeviceMemoryError
 from shardwise.reduce.reducer import Reducer
+from shardwise.remarks import warn_user
 from shardwise.torch_internals import at_end_of_backward, current_graph_task, current_node, is_transformed
 
 __all__ = ["BackwardPasses"]
@@ -42,6 +43,7 @@ class BackwardPasses:
 
     Attributes:
         scaled: set where losses have to be multiplied by a scale: gradients must then come through :meth:`around`.
+        takes_unscaled: all the same passes that the program makes of a loss that nobody scaled are taken, with a warning.
         own_divisor: gradients of passes that the program makes itself are to be divided by it.
         sync: whether passes are reduced now.
         unreduced: whether the last pass was not.
@@ -51,6 +53,7 @@ class BackwardPasses:
         self._pool, self._reducer, self._meter, self._events = pool, reducer, meter, events
         self._counts = reducer.counts
         self.scaled, self.own_divisor = False, 1.0
+        self.takes_unscaled = self._warned = False
         self.sync = True
         self._tokens = 0.0
         self._dropped: dict[int | None, float] = {}
@@ -75,7 +78,7 @@ class BackwardPasses:
             self._check_nothing_failed()
             if not self._tasks:
                 self._begin()
-                self._rescale(self.own_divisor if self._expected is None and not self.scaled else self._expected)
+                self._rescale(self._own_scale())
                 self._gathering = True
             ending = partial(self._task_ended, task)
             # Autograd holds it, and drops it with a pass that fails.
@@ -106,18 +109,33 @@ class BackwardPasses:
         if not is_transformed(output):  # a transform's own passes give no gradients
             output.register_hook(self.note)  # type: ignore[no-untyped-call]
 
+    def _own_scale(self) -> float | None:
+        """What gradients of a pass that the program makes are to be divided by; ``None``: it is refused."""
+        unscaled = self.takes_unscaled or not self.scaled
+        return self.own_divisor if self._expected is None and unscaled else self._expected
+
     def check_scaled(self) -> None:
         """A parameter has a gradient: under a loss scale only passes through :meth:`around` may make one.
 
         Raises:
-            RuntimeError: this one did not.
+            RuntimeError: this one did not, and is not to be taken.
         """
-        if self.scaled and not self._around and self._expected is None:
-            raise RuntimeError(
-                f"a parameter got a gradient from loss.backward() under a loss scale (scaled={self.scaled}); call "
-                "optimizer.backward(loss) or booster.backward(loss, optimizer), which multiply the loss by it, and set "
-                "requires_grad False where gradients only flow through this model to another one"
-            )
+        if not self.scaled or self._around or self._expected is not None:
+            return
+        if self.takes_unscaled:
+            if not self._warned:
+                self._warned = True
+                warn_user(
+                    "loss.backward() under a loss scale, of a loss that nobody scaled: its gradients are taken as they "
+                    "are, and small ones are 0 in 16 bits. Scale the loss where the front-end can, or train in bf16"
+                )
+            return
+        raise RuntimeError(
+            "Loss scaling is required: a parameter got a gradient from loss.backward() under a loss scale "
+            f"(scaled={self.scaled}); call optimizer.backward(loss), engine.backward(loss) or "
+            "booster.backward(loss, optimizer), which multiply the loss by it, and set "
+            "requires_grad False where gradients only flow through this model to another one"
+        )
 
     def fail(self) -> None:
         """What was to follow on the passes of this step failed: they count as failed, until all ranks drop them."""

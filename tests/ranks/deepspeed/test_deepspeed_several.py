@@ -1,0 +1,121 @@
+"""Several engines of one loss, in fp16 too: what each trains is what plain PyTorch trains."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise.deepspeed as deepspeed
+from shardwise.testing import assert_close, run_ranks
+
+STEPS, RATE, FACTORS = 3, 0.5, (1.0, 0.5)
+HALF = {"fp32": {}, "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}}}
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
+
+
+def net(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    for param in model.parameters():
+        param.data = param.data.half().float()
+    return model
+
+
+def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(4, 6, generator=generator), torch.randn(4, 3, generator=generator)
+
+
+def combined(models: list[Any], dtype: torch.dtype, step: int, rank: int) -> Tensor:
+    inputs, targets = batch(step, rank)
+    losses = [nn.functional.mse_loss(model(inputs.to(dtype)).float(), targets) for model in models]
+    return sum((f * loss for f, loss in zip(FACTORS, losses, strict=True)), torch.zeros(()))
+
+
+def plain(dtype: torch.dtype) -> list[dict[str, Tensor]]:
+    """SGD on fp32 masters, with the mean of two ranks' gradients of models in ``dtype``."""
+    masters = [net(seed) for seed in (1, 2)]
+    for step in range(STEPS):
+        models = [net(1).to(dtype), net(2).to(dtype)]
+        for master, model in zip(masters, models, strict=True):
+            model.load_state_dict(master.state_dict())
+        for rank in range(2):
+            (combined(models, dtype, step, rank) / 2).backward()
+        with torch.no_grad():
+            for master, model in zip(masters, models, strict=True):
+                for weight, param in zip(master.parameters(), model.parameters(), strict=True):
+                    weight -= RATE * param.grad.float()  # type: ignore[union-attr]
+    return [master.state_dict() for master in masters]
+
+
+def engines(precision: str, stage: int) -> list[Any]:
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "SGD", "params": {"lr": RATE}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        **HALF[precision],
+    }
+    return [deepspeed.initialize(model=net(seed), config=config)[0] for seed in (1, 2)]
+
+
+def trained(precision: str, stage: int) -> tuple[list[dict[str, Tensor]], list[str]]:
+    made, rank = engines(precision, stage), torch.distributed.get_rank()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(STEPS):
+            combined([engine.module for engine in made], DTYPES[precision], step, rank).backward()
+            for engine in made:
+                engine._backward_epilogue()
+                engine.step()
+    found = [engine.state_dict() for engine in made]
+    for engine in made:
+        engine.destroy()
+        engine.session.mesh.close()
+    return found, [str(each.message) for each in caught if "nobody scaled" in str(each.message)]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("precision", HALF)
+def test_one_loss_of_several_engines(precision: str, stage: int) -> None:
+    expected = plain(DTYPES[precision])
+    for found, told in run_ranks(2, trained, precision, stage):
+        for have, want in zip(found, expected, strict=True):
+            assert_close(have, want, rtol=1e-6 if precision == "fp32" else 2e-3, what=f"{precision}, stage {stage}")
+        assert len(told) == (2 if precision == "fp16" else 0)  # each engine once
+
+
+def refused() -> list[str]:
+    """What a loss of the engines' own outputs gets, before and after one that may come unscaled."""
+    made, rank = engines("fp16", 2), torch.distributed.get_rank()
+    found = []
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="Loss scaling is required") as error:
+            combined(made, torch.float16, 0, rank).backward()
+        found.append(str(error.value))
+        for engine in made:
+            engine.zero_grad()
+            with torch.no_grad():
+                engine(batch(0, rank)[0].half())  # of an evaluation nothing has to be scaled
+            loss = nn.functional.mse_loss(engine(batch(0, rank)[0].half()).float(), batch(0, rank)[1])
+            engine.scale(loss).backward()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            combined([engine.module for engine in made], torch.float16, 0, rank).backward()
+        for engine in made:
+            engine.step()
+    needs = [engine.optimizer.needs_scaler() for engine in made]
+    for engine in made:
+        engine.destroy()
+        engine.session.mesh.close()
+    assert needs == [True, True]
+    return found
+
+
+def test_a_loss_of_what_engines_return_has_to_be_scaled() -> None:
+    for found in run_ranks(2, refused):
+        assert all("engine.backward(loss)" in text for text in found)
