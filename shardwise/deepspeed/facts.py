@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import IterableDataset
 
 from shardwise.build import Session
 from shardwise.checked import whole
 from shardwise.comm import ranks_of
 from shardwise.deepspeed.config import Batch, Settings
 from shardwise.deepspeed.config_object import DeepSpeedConfig, OffloadDeviceEnum, OffloadStateTypeEnum, Section
+from shardwise.deepspeed.process_groups import get_sequence_parallel_group
 
 __all__ = ["ABSENT", "Facts"]
 
@@ -48,6 +50,9 @@ _REDUCED = "gradients are reduced inside backward passes; use torch.distributed 
 _SAMPLES = "choose the samples in the program's own data loader"
 _COMPILED = "engine.compile() is torch.compile; there are no passes of DeepSpeed's compiler"
 _TIMES = "wall_clock_breakdown logs the times of forward, backward and step"
+_REFUSED = "what it is about is refused in a configuration"
+_CURVES = ("verbose", "max_iter", "tol", "stability", "gas_boundary_resolution", "layer_name", "layer_num")
+_TUNING = ("start_profile_step", "end_profile_step", "metric_path", "model_info_path", "metric", "profile_model_info")
 ABSENT = {
     **dict.fromkeys(("allreduce_bucket", "allreduce_and_copy", "allreduce_no_retain"), _REDUCED),
     **dict.fromkeys(("buffered_allreduce_fallback", "sparse_allreduce", "sparse_all_gather"), _REDUCED),
@@ -61,6 +66,10 @@ ABSENT = {
     ),
     **dict.fromkeys(("register_compile_pass", "get_compile_time", "get_deepcompile_backend"), _COMPILED),
     **dict.fromkeys(("get_deepspeed_compile_backend", "get_autosp_backend", "get_autotp_backend"), _COMPILED),
+    **dict.fromkeys((f"eigenvalue_{name}" for name in _CURVES), _REFUSED),
+    **dict.fromkeys((f"autotuning_{name}" for name in _TUNING), _REFUSED),
+    **dict.fromkeys(("pld_theta", "pld_gamma", "quantize_training"), _REFUSED),
+    "zero_grad_hooks": "gradients are always reduced by hooks; no key turns them off",
     "load_moe_state_dict": "there are no experts on ranks of their own here; load_checkpoint reads whole models",
 }
 """Of DeepSpeed's engine and not of this one: what to do instead, in the error of who asks for it."""
@@ -110,6 +119,7 @@ class Facts(nn.Module):
     zero_quantized_weights = _value(f"{ZERO}.zero_quantized_weights")
     zero_quantized_nontrainable_weights = _value(f"{ZERO}.zero_quantized_nontrainable_weights")
     zero_quantized_gradients = _value(f"{ZERO}.zero_quantized_gradients")
+    mics_shard_size = _value(f"{ZERO}.mics_shard_size")
     zero_log_trace_cache_warnings = _value(f"{ZERO}.log_trace_cache_warnings")
     zero_allgather_sequential = _value(f"{ZERO}.stage3_allgather_sequential")
     is_sanity_checks_enabled = _value(f"{ZERO}.enable_sanity_checks")
@@ -141,6 +151,9 @@ class Facts(nn.Module):
     dataloader_drop_last = _value("dataloader_drop_last")
     sparse_gradients_enabled = _value("sparse_gradients")
     use_node_local_storage = _value("use_node_local_storage")
+    graph_harvesting = _value("graph_harvesting")
+    checkpoint_serialization_enabled = _value("checkpoint.checkpoint_serialization")
+    checkpoint_writer_enabled = _always(False, "every rank always writes its own part")
     load_universal_checkpoint = _value("checkpoint.load_universal")
     autotp_size = _value("tensor_parallel.autotp_size")
     tensor_parallel_config = _block("tensor_parallel")
@@ -162,7 +175,10 @@ class Facts(nn.Module):
     data_efficiency_config = data_sampling_config = curriculum_learning_config = _always({}, NOT_HERE)
     curriculum_params_legacy = random_ltd_config = pld_params = _always({}, NOT_HERE)
     compile_zero_optimization_stage = compile_autosp = compile_autotp = _always(False, NOT_HERE)
-    is_deepcompile_enabled = is_deepcompile_active = _always(False, NOT_HERE)
+    is_deepcompile_enabled = is_deepcompile_active = uses_parallelization_pass_only = _always(False, NOT_HERE)
+    amp_enabled = amp_params = elasticity_enabled = _always(False, NOT_HERE)
+    is_elastic_model_parallel_supported = get_pld_theta = _always(None, NOT_HERE)
+    swap_tensor_config = zeropp_loco_param = _always(None, NOT_HERE)
 
     # nn.Module has no such attributes, and programs read them without asking.
     has_moe_layers = pipeline_parallelism = False
@@ -400,6 +416,25 @@ class Facts(nn.Module):
     def get_type(self) -> list[Any]:
         """The entry ``type`` of each param group; 0.0 where there is none."""
         return self._of_groups("type")
+
+    @staticmethod
+    def is_map_style_dataset(obj: Any) -> bool:
+        """Whether samples have numbers."""
+        return hasattr(obj, "__getitem__") and hasattr(obj, "__len__")
+
+    @staticmethod
+    def is_iterable_style_dataset(obj: Any) -> bool:
+        """Whether it is torch's ``IterableDataset``."""
+        return isinstance(obj, IterableDataset)
+
+    def get_tensor_parallel_rank(self) -> int:
+        """Which part of its layers this rank holds."""
+        mesh = self.session.mesh
+        return mesh.joined.rank if mesh.joined is not None else mesh.tensor.rank
+
+    get_model_parallel_rank = get_tensor_parallel_rank
+
+    get_sequence_parallel_group = staticmethod(get_sequence_parallel_group)
 
     def get_data_parallel_rank(self) -> int:
         """Which samples this rank sees."""
