@@ -43,7 +43,7 @@ class BackwardPasses:
 
     Attributes:
         scaled: set where losses have to be multiplied by a scale: gradients must then come through :meth:`around`.
-        takes_unscaled: passes that the program makes of a loss that nobody scaled are taken all the same, and warned of.
+        takes_unscaled: passes that the program makes of a loss that nobody scaled are taken, with a warning.
         own_divisor: gradients of passes that the program makes itself are to be divided by it.
         sync: whether passes are reduced now.
         unreduced: whether the last pass was not.
