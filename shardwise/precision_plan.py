@@ -15,7 +15,10 @@ HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, kw_only=True)
 class ScalerPlan:
-    """The dynamic loss scale of fp16 (DynamicGradScaler's published arguments)."""
+    """The dynamic loss scale of fp16 (DynamicGradScaler's published arguments).
+
+    ``growth_delay``: good steps at the beginning, and after each overflow, from which the ``growth_interval`` counts.
+    """
 
     initial_scale: float
     min_scale: float
@@ -24,6 +27,7 @@ class ScalerPlan:
     growth_interval: int
     hysteresis: int
     max_scale: float
+    growth_delay: int = 0
 
     def __post_init__(self) -> None:
         for name in ("initial_scale", "min_scale", "max_scale"):
@@ -36,6 +40,7 @@ class ScalerPlan:
         number("backoff_factor", self.backoff_factor, "(0, 1)", "a factor in (0, 1)")
         whole("growth_interval", self.growth_interval, 1, what="a number of steps")
         whole("hysteresis", self.hysteresis, 0, what="a number of overflows")
+        whole("growth_delay", self.growth_delay, 0, what="a number of steps")
 
 
 @dataclass(frozen=True, kw_only=True)

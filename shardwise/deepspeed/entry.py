@@ -21,6 +21,7 @@ from shardwise.deepspeed.config import Settings, load_config, read_config
 from shardwise.deepspeed.config_object import DeepSpeedMonitorConfig, required_batch
 from shardwise.deepspeed.engine import DeepSpeedEngine
 from shardwise.deepspeed.groups import groups_of, mesh_of
+from shardwise.deepspeed.loss_scaler import show_loss_scale
 from shardwise.deepspeed.marks import mark_session
 from shardwise.deepspeed.monitors import MonitorMaster
 from shardwise.deepspeed.optimizers import make_optimizer
@@ -115,6 +116,7 @@ def initialize(
     mark_session(session, settings.stage)
     use_settings(settings)
     engine = DeepSpeedEngine(session, settings, batch, schedule, monitor)
+    show_loss_scale(engine)
     engine.collate_fn = collate_fn
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data)

@@ -66,11 +66,17 @@ def mark_session(session: Session, stage: int) -> None:
     session.events.evicted.listen(functools.partial(_set, units, ZeroParamStatus.NOT_AVAILABLE))
     if session.optimizer is not None:
         session.optimizer.__dict__["parameter_offload"] = ParameterOffload(session.module.unwrap())
+        for name in ("_set_fp32_optimizer_param_groups", "_clear_fp32_optimizer_param_groups"):
+            session.optimizer.__dict__[name] = _nothing
 
 
 def _set(units: dict[int, list[nn.Parameter]], status: ZeroParamStatus, unit: int) -> None:
     for param in units.get(unit, ()):
         param.ds_status = status  # type: ignore[attr-defined]
+
+
+def _nothing() -> None:
+    """What programs call around a look at the inner optimizer: its groups have fp32 shards at all times."""
 
 
 def _none() -> Iterator[tuple[str, nn.Parameter]]:

@@ -299,6 +299,7 @@ def _scaler(s: Settings) -> ScalerPlan | None:
         growth_interval=s["fp16.loss_scale_window"] if not constant else 1000,
         hysteresis=s["fp16.hysteresis"] if not constant else 1,
         max_scale=constant or MOST_SCALE,
+        growth_delay=0 if constant else 1,  # its first doubling is in the step after a whole window
     )
 
 

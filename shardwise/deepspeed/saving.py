@@ -271,8 +271,7 @@ def _scale(session: Session, match: Match) -> dict[str, float] | None:
 
 
 def good_steps(since: int, window: int) -> int:
-    """Our count of good steps where DeepSpeed counts ``since``: it doubles in the step after a whole window of them, we
-    in the window's last."""
+    """Our count of good steps where DeepSpeed counts ``since``, of which the first is before the window."""
     return (since - 1) % window if since > 0 else -1
 
 

@@ -19,14 +19,14 @@ class LossScaler:
         self.plan = plan
         self.scale = float(plan.initial_scale)
         self.overflows = 0
-        self.good_steps = 0
+        self.good_steps = -plan.growth_delay
 
     def update(self, overflow: bool) -> None:
         """Account for one optimizer step, skipped because of ``overflow`` or taken."""
         plan = self.plan
         if overflow:
             self.overflows += 1
-            self.good_steps = 0
+            self.good_steps = -plan.growth_delay
             # Beyond the last one, too: each further overflow lowers the scale again, until a growth.
             if self.overflows >= plan.hysteresis:
                 self.scale = max(self.scale * plan.backoff_factor, plan.min_scale)

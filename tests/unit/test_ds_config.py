@@ -83,12 +83,12 @@ def merged(tree: Tree, more: Tree) -> Tree:
 
 def scaler(**changes: float) -> ScalerPlan:
     fields = {"initial_scale": 2.0**16, "min_scale": 1.0, "growth_factor": 2.0, "backoff_factor": 0.5}
-    rest = {"growth_interval": 1000, "hysteresis": 2, "max_scale": 2.0**126}
+    rest = {"growth_interval": 1000, "hysteresis": 2, "max_scale": 2.0**126, "growth_delay": 1}
     return ScalerPlan(**{**fields, **rest, **changes})  # type: ignore[arg-type]
 
 
 def constant(scale: float) -> ScalerPlan:
-    return scaler(initial_scale=scale, min_scale=scale, max_scale=scale, hysteresis=1)
+    return scaler(initial_scale=scale, min_scale=scale, max_scale=scale, hysteresis=1, growth_delay=0)
 
 
 FP16 = {"param_dtype": torch.float16, "scaler": scaler()}

@@ -114,7 +114,7 @@ def disk(**changes: Any) -> DiskPlan:
 
 def scaler(**changes: float) -> ScalerPlan:
     fields = {"initial_scale": 2.0**16, "min_scale": 1.0, "growth_factor": 2.0, "backoff_factor": 0.5}
-    rest = {"growth_interval": 1000, "hysteresis": 2, "max_scale": 2.0**126}
+    rest = {"growth_interval": 1000, "hysteresis": 2, "max_scale": 2.0**126, "growth_delay": 1}
     return ScalerPlan(**{**fields, **rest, **changes})  # type: ignore[arg-type]
 
 
@@ -149,7 +149,7 @@ ROWS: list[tuple[str, Tree, str, Tree, Tree]] = [
     ("overlap_comm", {"overlap_comm": False}, "32-true", {}, {"overlap": False}),
     ("allgather_bucket_size", {"allgather_bucket_size": 1000}, "32-true", {}, {"packing": ByNumel(chunk_numel=1000, min_chunks=8)}),
     ("reduce_bucket_size", {"reduce_bucket_size": 2000}, "32-true", {}, {"packing": ByNumel(chunk_numel=2000, min_chunks=8)}),
-    ("loss_scale", {"loss_scale": 128}, "16-mixed", {}, {"scaler": scaler(initial_scale=128, min_scale=128, max_scale=128, hysteresis=1)}),
+    ("loss_scale", {"loss_scale": 128}, "16-mixed", {}, {"scaler": scaler(initial_scale=128, min_scale=128, max_scale=128, hysteresis=1, growth_delay=0)}),
     ("initial_scale_power", {"initial_scale_power": 4}, "16-mixed", {}, {"scaler": scaler(initial_scale=16.0)}),
     ("loss_scale_window", {"loss_scale_window": 5}, "16-mixed", {}, {"scaler": scaler(growth_interval=5)}),
     ("hysteresis", {"hysteresis": 3}, "16-mixed", {}, {"scaler": scaler(hysteresis=3)}),
@@ -193,8 +193,8 @@ PRECISIONS = {
     "64-true": (None, False, None),
     "16-mixed": (torch.float16, True, scaler()),
     "16-true": (torch.float16, True, scaler()),
-    "bf16-mixed": (torch.bfloat16, True, scaler(initial_scale=1.0, min_scale=1.0, max_scale=1.0, hysteresis=1)),
-    "bf16-true": (torch.bfloat16, True, scaler(initial_scale=1.0, min_scale=1.0, max_scale=1.0, hysteresis=1)),
+    "bf16-mixed": (torch.bfloat16, True, scaler(initial_scale=1.0, min_scale=1.0, max_scale=1.0, hysteresis=1, growth_delay=0)),
+    "bf16-true": (torch.bfloat16, True, scaler(initial_scale=1.0, min_scale=1.0, max_scale=1.0, hysteresis=1, growth_delay=0)),
 }
 
 

@@ -52,6 +52,22 @@ def test_overflow_restarts_the_growth_interval() -> None:
     assert scales(LossScaler(plan(hysteresis=9)), [0, 0, 0, 1, 0, 0, 0, 0]) == [1024] * 7 + [2048]
 
 
+@pytest.mark.parametrize("window", [1, 2, 3])
+def test_a_delay_counts_from_the_beginning_and_from_each_overflow(window: int) -> None:
+    """DeepSpeed's rule: iterations since the last overflow, of which a whole window and one more are the first."""
+    overflows = [0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0]
+    scale, last, wanted = 1024.0, -1, []
+    for iteration, overflow in enumerate(overflows):
+        if overflow:
+            scale, last = scale / 2, iteration
+        else:
+            since = iteration - last - 1
+            scale *= 2 if since > 0 and since % window == 0 else 1
+        wanted.append(scale)
+    assert scales(LossScaler(plan(growth_interval=window, hysteresis=1, growth_delay=1)), overflows) == wanted
+    assert scales(LossScaler(plan(growth_interval=window, hysteresis=1)), overflows) != wanted
+
+
 def model(overflows: Sequence[int], p: ScalerPlan) -> list[float]:
     """The contract in words, restated."""
     scale, hysteresis, growth, found = p.initial_scale, 0, 0, []
