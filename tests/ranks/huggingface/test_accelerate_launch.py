@@ -1,4 +1,4 @@
-"""``accelerate launch`` with a DeepSpeed configuration, of a program that knows nothing of us, against plain PyTorch."""
+"""``accelerate launch`` with a DeepSpeed configuration, of a program that does not know us, against plain PyTorch."""
 
 from __future__ import annotations
 
