@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
-from tests.foreign.upstream.run_deepspeed import CHOSEN, HERE, reasons, table
+import pytest
+
+from tests.foreign.upstream.run_deepspeed import CHOSEN, HERE, kept, main, reasons, table
 
 FOUND = [
     {"test": "unit/runtime/zero/test_a.py::Test::test[1]", "outcome": "passed", "why": ""},
@@ -30,6 +33,22 @@ def test_outcomes_are_counted_by_folder_and_errors_by_what_they_say() -> None:
         "      unit/utils/test_b.py",
     ]
     assert len(CHOSEN) == len(set(CHOSEN)) and (HERE / "beside" / "sitecustomize.py").is_file()
+
+
+def test_parts_are_put_together_and_the_last_run_of_a_test_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    again = {**FOUND[1], "outcome": "passed"}
+    (tmp_path / "old").write_text("".join(f"{json.dumps(each)}\n" for each in FOUND))
+    (tmp_path / "new").write_text(f'{json.dumps(again)}\n{{"test": "cut by a ki')
+    assert [each["outcome"] for each in kept([tmp_path / "old"])] == [each["outcome"] for each in FOUND]
+    monkeypatch.setattr(sys, "argv", ["run", "--kept", str(tmp_path / "old"), str(tmp_path / "new")])
+    assert main() == 0
+    assert "| all | 2 | 1 | 1 | 1 |" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["run"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "--checkout is missing" in capsys.readouterr().err
 
 
 def test_a_folder_that_is_no_checkout_is_named(tmp_path: Path) -> None:

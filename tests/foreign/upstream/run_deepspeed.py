@@ -3,6 +3,8 @@
 Each runs as it is, on one or two ranks of a CPU, while ``import deepspeed`` means ``shardwise.deepspeed``. A table of
 folders is printed, and below it every error with the number of tests that it ended.
 
+``--kept FILE ...`` runs nothing: the table is of outcomes that earlier runs kept (``--results``), each test's last one.
+
 It needs the folder ``tests`` of a checkout of DeepSpeed, and pytest before 8.4, of which fixtures may be classes as
 theirs are: ``--packages`` is a folder that pip installed it, hjson and py-cpuinfo into.
 """
@@ -60,11 +62,16 @@ def main() -> int:
     """Run, and print the table; 2 where nothing could be run."""
     parser = argparse.ArgumentParser(prog="python -m tests.foreign.upstream.run_deepspeed", description=__doc__)
     parser.add_argument("files", nargs="*", metavar="FILE", help="of tests/unit (default: all that concern us)")
-    parser.add_argument("--checkout", type=Path, required=True, help="of DeepSpeed")
+    parser.add_argument("--checkout", type=Path, help="of DeepSpeed")
     parser.add_argument("--packages", type=Path, help="a folder with pytest < 8.4, hjson and py-cpuinfo")
     parser.add_argument("--results", type=Path, help="where each test's outcome is kept, a line of JSON for each")
+    parser.add_argument("--kept", type=Path, nargs="+", help="run nothing: files that --results made, the oldest first")
     parser.add_argument("--seconds", type=float, default=120.0, help="that a test may take (default: %(default)s)")
     args = parser.parse_args()
+    if args.kept:
+        return _told(kept(args.kept))
+    if args.checkout is None:
+        parser.error("--checkout is missing: give DeepSpeed's repository, or --kept with files of earlier runs")
     tests = args.checkout.resolve() / "tests"
     if not (tests / "unit" / "common.py").is_file():
         parser.error(
@@ -74,7 +81,21 @@ def main() -> int:
         results = (args.results or Path(folder) / "results.jsonl").resolve()
         results.unlink(missing_ok=True)
         _run(tests, args.files or CHOSEN, args.packages, results, args.seconds)
-        found = [json.loads(line) for line in results.read_text("utf-8").splitlines()] if results.exists() else []
+        return _told(kept([results]) if results.exists() else [])
+
+
+def kept(files: Iterable[Path]) -> list[dict[str, Any]]:
+    """Outcomes of runs, the oldest first: of a test that several have, the last. A line that a kill cut is left out."""
+    found: dict[str, dict[str, Any]] = {}
+    for file in files:
+        for line in file.read_text("utf-8").splitlines():
+            if line.endswith("}"):
+                each = json.loads(line)
+                found[each["test"]] = each
+    return list(found.values())
+
+
+def _told(found: list[dict[str, Any]]) -> int:
     if not found:
         print("no test was run", file=sys.stderr)
         return 2
