@@ -11,6 +11,7 @@ import torch
 
 from shardwise.build import needs_whole_tensors
 from shardwise.deepspeed.config import Settings
+from shardwise.deepspeed.cpu_optimizers import FusedAdam
 from shardwise.deepspeed.lamb import FusedLamb
 from shardwise.deepspeed.schedules import check_parameters, make_schedule
 from shardwise.optim.lion import Lion
@@ -81,12 +82,15 @@ def _by_name(name: str) -> Any:
 def _adam(kind: str, parameters: Iterable[Any], params: dict[str, Any]) -> torch.optim.Optimizer:
     mode = params.pop("adam_w_mode", params.pop("adamw_mode", True))
     decoupled = kind == "adamw" or bool(mode)
-    cls = torch.optim.AdamW if decoupled else torch.optim.Adam
+    cls: type[torch.optim.Optimizer] = torch.optim.AdamW if decoupled else torch.optim.Adam
     if not params.pop("torch_adam", False):
         params.setdefault("weight_decay", 0.0)
-    for name in ("bias_correction", "fp32_optimizer_states"):
-        if not params.pop(name, True):
-            raise NotImplementedError(f"optimizer.params.{name}=False is not available; leave it out")
+        if not params.get("bias_correction", True):  # torch's always correct
+            cls, params["adam_w_mode"] = FusedAdam, decoupled
+        else:
+            params.pop("bias_correction", None)
+    if not params.pop("fp32_optimizer_states", True):
+        raise NotImplementedError("optimizer.params.fp32_optimizer_states=False is not available; leave it out")
     params.pop("set_grad_none", None)  # gradients are always dropped
     if "betas" in params:
         params["betas"] = tuple(params["betas"])

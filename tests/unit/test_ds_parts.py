@@ -59,7 +59,8 @@ def test_optimizers(name: str, params: Tree, make: Any) -> None:
         ("Adam", {"max_grad_norm": 1}, ValueError, "gradient_clipping"),
         ("Lamb", {"max_grad_norm": 1.0}, ValueError, "gradient_clipping"),
         ("Lamb", {"max_coef": 1.0}, ValueError, "did you mean 'max_coeff'"),
-        ("Adam", {"bias_correction": False}, NotImplementedError, "bias_correction=False"),
+        ("Adam", {"bias_correction": False, "torch_adam": True}, ValueError, "Adam.? has no such parameter"),
+        ("Adam", {"bias_correction": False, "amsgrad": True}, NotImplementedError, "amsgrad=True"),
     ],
 )
 def test_wrong_optimizers(name: str, params: Tree, error: type[Exception], message: str) -> None:
