@@ -27,7 +27,7 @@ class LossScaleView:
     def _own(self) -> Any:
         engine = self._engine()
         if engine is None:
-            raise RuntimeError("loss_scaler of an engine that is gone: read optimizer.loss_scale")
+            raise RuntimeError(f"{type(self).__name__} of an engine that is gone: read optimizer.loss_scale")
         return engine
 
     @property

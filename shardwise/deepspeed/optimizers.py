@@ -89,8 +89,8 @@ def _adam(kind: str, parameters: Iterable[Any], params: dict[str, Any]) -> torch
             cls, params["adam_w_mode"] = FusedAdam, decoupled
         else:
             params.pop("bias_correction", None)
-    if not params.pop("fp32_optimizer_states", True):
-        raise NotImplementedError("optimizer.params.fp32_optimizer_states=False is not available; leave it out")
+    if not (wide := params.pop("fp32_optimizer_states", True)):
+        raise NotImplementedError(f"optimizer.params.fp32_optimizer_states={wide!r} is not available; leave it out")
     params.pop("set_grad_none", None)  # gradients are always dropped
     if "betas" in params:
         params["betas"] = tuple(params["betas"])
