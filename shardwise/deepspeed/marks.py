@@ -40,10 +40,10 @@ class ZeroParamStatus(Enum):
 
 
 # [Note: The status of what autograd saved]
-# A function of a program's own that saves a parameter gets the parameter itself back in plain PyTorch, and here a tensor
-# with its whole value. What it then asks of a parameter under DeepSpeed, whether it has to be gathered, it asks of that
-# tensor. No attribute of one object reaches it: autograd makes the object anew. So the class answers, during backward
-# passes alone, and outside of them no tensor has the name that it was not given.
+# A function of a program's own that saves a parameter gets the parameter itself back in plain PyTorch. Here it gets a
+# tensor with its whole value. What it then asks of a parameter under DeepSpeed, whether it has to be gathered, it asks
+# of that tensor. No attribute of one object reaches it: autograd makes the object anew. So the class answers, during
+# backward passes alone, and outside of them no tensor has the name that it was not given.
 class _OfSaved:
     """``ds_status`` of tensors that have none of their own."""
 
