@@ -21,6 +21,7 @@ import torch
 
 from shardwise import plan_text
 from shardwise.checked import MOST_BYTES, MOST_NUMEL, as_mapping, number, require, share, shown, switch, whole
+from shardwise.comm_plan import CommPlan
 from shardwise.parallel_plan import PipelinePlan, SequencePlan, TensorPlan
 from shardwise.precision_plan import HALF_DTYPES, PrecisionPlan, ScalerPlan
 from shardwise.tier_plan import AutoPlan, DiskPlan, TierPlan, on_device
@@ -54,7 +55,6 @@ __all__ = [
 ELEMENTS = "a size in elements"
 MOST_SEARCHED = 2**20
 """Sizes that a chunk search tries at most: a few seconds for a model of a hundred parameters."""
-MOST_DIVISOR = 2.0**32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,40 +283,6 @@ class GradPlan:
             self.over_ranks == "mean" or self.average != "tokens",
             f"over_ranks={self.over_ranks!r} with average={self.average!r}: tokens are weights of a mean; give 'mean'",
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class CommPlan:
-    """How bytes travel.
-
-    Attributes:
-        overlap: reduce during backward and gather ahead; ``False`` does the same work in sequence.
-        shared_memory: exchange through shared memory between CPU ranks of one host; ``None`` chooses by itself.
-        same_order: the caller promises that all ranks run the same modules in the same order, and fail alike, so that
-            gathers and reductions need no agreement between ranks. ``False`` is always safe.
-        gather_on_use: after a step, parameters that stay gathered are renewed in the background and waited for at their
-            first use (until then they read as before; change them inside ``gathered()``). ``False``: by ``step()``.
-        sync_init: every rank starts from rank 0's parameters and buffers (DDP does the same).
-        predivide: gradients are divided by it before their sum over ranks, and by what is left of their number after.
-        compress: ``"fp8"``: parameters that are trained, gradients, and activations between ranks that hold one model
-            travel in 8 bits (:mod:`shardwise.comm.eight_bits`); masters are kept apart and never rounded so.
-    """
-
-    overlap: bool
-    shared_memory: bool | None
-    same_order: bool
-    gather_on_use: bool
-    sync_init: bool
-    predivide: float = 1.0
-    compress: Literal["fp8"] | None = None
-
-    def __post_init__(self) -> None:
-        number("predivide", self.predivide, f"[{1 / MOST_DIVISOR!r}, {MOST_DIVISOR!r}]", "a divisor > 0, at most 2**32")
-        for name in ("overlap", "same_order", "gather_on_use", "sync_init"):
-            switch(name, getattr(self, name))
-        if self.shared_memory is not None:
-            switch("shared_memory", self.shared_memory)
-        require(self.compress in (None, "fp8"), f"compress={self.compress!r}: give 'fp8' or None")
 
 
 PARTS = ("mesh", "shard", "precision", "grad", "comm", "tiers", "tensor", "pipeline", "sequence")

@@ -18,7 +18,7 @@ from tests.sources import PACKAGE, Definition, Source, around, bound_names, func
 ROWS: tuple[tuple[str, ...], ...] = (
     ("checked", "remarks", "worlds"),
     # The parts of a plan that are about memories, about dividing a model, and about numbers; and their text.
-    ("tier_plan", "parallel_plan", "precision_plan", "plan_text"),
+    ("tier_plan", "parallel_plan", "precision_plan", "comm_plan", "plan_text"),
     ("plan", "device", "torch_internals"),
     (
         "comm",

@@ -14,6 +14,7 @@ from shardwise.comm.eight_bits import BLOCK, GRADIENTS, VALUES, EightBits
 from shardwise.comm.errors import UNREACHED, PeerError
 from shardwise.comm.gloo import GlooGroup
 from shardwise.comm.group import DONE, NOBODY, Bounds, Buffer, Group, Handle, Party
+from shardwise.comm.hosts import HostsGroup
 from shardwise.comm.link import Sent, Wire
 from shardwise.comm.local import LocalGroup
 from shardwise.comm.meeting import Summary, ranks_text
@@ -40,6 +41,7 @@ __all__ = [
     "GroupMaker",
     "GroupRequest",
     "Handle",
+    "HostsGroup",
     "LocalGroup",
     "MakeGroup",
     "Members",

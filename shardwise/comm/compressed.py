@@ -76,6 +76,14 @@ class CompressedGroup(Group):
         """See :meth:`Group.reads_arrive`."""
         self._inner.reads_arrive()
 
+    def from_other_hosts(self) -> dict[str, int]:
+        """See :meth:`Group.from_other_hosts`."""
+        return self._inner.from_other_hosts()
+
+    def reset_traffic(self) -> None:
+        """See :meth:`Group.reset_traffic`."""
+        self._inner.reset_traffic()
+
     def _buffers(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Buffer]:
         return self._inner._buffers(specs)
 

@@ -7,144 +7,50 @@ at 64 MB, and lets the sum be made in fp32 with one rounding.
 
 from __future__ import annotations
 
-import queue
-import threading
-import weakref
 from collections import deque
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.comm.batch import Batch, Scratch, Watcher
 from shardwise.comm.control import Control
-from shardwise.comm.errors import PeerError
 from shardwise.comm.group import DONE, PHASES, Bounds, Buffer, Group, Handle
 from shardwise.comm.link import Link, Message
+from shardwise.comm.places import Places
 from shardwise.comm.serving import Serving
 from shardwise.comm.summing import RankSum
 
-__all__ = ["GlooGroup"]
+__all__ = ["Begun", "GlooGroup", "Reduction"]
 
 
 MOST_SERVED = 256
 """Ranks of a group in which each answers the others' gathers, with a thread for each; more agree before gathers."""
 
 
-class _Scratch:
-    """Receive buffers, kept between operations because fresh pages cost as much as the transfer."""
-
-    def __init__(self) -> None:
-        self._free: list[Tensor] = []
-
-    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """``numel`` elements of ``dtype``: the smallest kept buffer that is large enough, or a new one."""
-        nbytes = numel * dtype.itemsize
-        fitting = [index for index, kept in enumerate(self._free) if kept.numel() >= nbytes]
-        if fitting:
-            block = self._free.pop(min(fitting, key=lambda index: self._free[index].numel()))
-        else:
-            if self._free:
-                # Grow by replacing, so that mixed sizes do not pile up.
-                self._free.pop(min(range(len(self._free)), key=lambda index: self._free[index].numel()))
-            block = torch.empty(nbytes, dtype=torch.uint8)
-        return block[:nbytes].view(dtype)
-
-    def give(self, tensor: Tensor) -> None:
-        """Return what :meth:`take` gave."""
-        self._free.append(torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()))
-
-
-# [Note: Who waits for a message]
-# gloo tells whether a message is through only to who waits for it, and a wait holds up its thread. A rank in backward
-# wants to ask and go on. So the first question (``finished``) gives the batch to a thread that waits, and the answer is
-# an event from then on. A batch has one waiter: who comes first takes it, so a user that needs it now does not queue
-# behind others in the thread. Gathers and reductions have a thread each, since a reduction may be late for reasons that
-# gathers know nothing of. The threads touch messages and nothing else; sums are made in the thread that asks, in the
-# order in which reductions began.
-class _Watcher:
-    """One thread that waits for what it is given, one after the other, from the first time on.
-
-    A thread for each would have to be started, and torch keeps 150 bytes for every thread that ever waited.
-    """
-
-    def __init__(self) -> None:
-        self._batches: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self.close = weakref.finalize(self, self._batches.put, None)
-        """Ends the thread; so does the loss of the last reference to this."""
-        self.close.atexit = False
-
-    def watch(self, batch: _Batch) -> None:
-        """Wait for ``batch`` once the thread comes to it, unless somebody else does by then."""
-        self._batches.put(batch)
-        if self._thread is None:
-            self._thread = threading.Thread(target=_wait_for_each, args=[self._batches], daemon=True)
-            self._thread.name = "shardwise-gloo-watcher"
-        if self._thread.ident is None:  # also where an interrupt came before it was started
-            self._thread.start()
-
-
-def _wait_for_each(batches: queue.SimpleQueue[_Batch | None]) -> None:
-    while (batch := batches.get()) is not None:
-        batch.wait_unless_taken()
-        del batch  # the next may be long in coming
-
-
-class _Batch:
-    """Messages that are waited for together. As a handle, an all-gather is done when they are.
-
-    Whoever waits first takes it: its user in ``wait()``, or the watcher after the user has asked whether it is
-    finished. So no user waits for a batch that the watcher has not come to.
-    """
-
-    def __init__(self, messages: list[Message], watcher: _Watcher) -> None:
-        self._messages = messages
-        self._watcher: _Watcher | None = watcher
-        self._taker: dict[str, object] = {}
-        self._done = threading.Event()
-        self._error: PeerError | None = None
-
-    def wait(self) -> None:
-        if self._messages:
-            self.wait_unless_taken()
-            self._done.wait()
-        if self._error is not None:
-            raise self._error
-
-    def finished(self) -> bool:
-        """Whether all messages are through (or lost, which ``wait`` tells). A point-to-point operation of gloo knows
-        that only from its own ``wait``, so after the first question the watcher waits."""
-        if self._messages and self._watcher is not None:
-            self._watcher.watch(self)
-        self._watcher = None
-        return not self._messages or self._done.is_set()
+class Reading(Handle, Protocol):
+    """A gather that was asked for."""
 
     @property
     def through(self) -> bool:
-        """Whether somebody has waited for it."""
-        return self._done.is_set()
-
-    def wait_unless_taken(self) -> None:
-        """Wait for the messages, unless another thread does."""
-        me = object()
-        try:
-            # One operation of the dictionary, so that two threads cannot both be first.
-            if self._taker.setdefault("is", me) is not me:
-                return
-            for message in self._messages:
-                message.wait()
-            self._messages = []
-        except PeerError as error:
-            self._error = error
-        except BaseException:  # an interrupt: it can be waited for again
-            if self._taker.get("is") is me:
-                self._taker.clear()
-            raise
-        self._done.set()
+        """Whether it was waited for."""
 
 
-class _Reduction:
+class Begun(Protocol):
+    """A reduction of the queue in which all are finished."""
+
+    done: bool
+
+    def arrived(self) -> bool:
+        """Do what can be done without waiting; whether nothing is left to wait for."""
+
+    def finish(self) -> None:
+        """Wait for all that is left, and do it."""
+
+
+class Reduction:
     """A reduce-scatter, or the two phases of an all-reduce."""
 
     def __init__(self, group: GlooGroup, out: Tensor, buffer: Buffer, scale: float, spread: bool) -> None:
@@ -171,8 +77,8 @@ class _Reduction:
             if peer != rank:
                 messages.append(link.receive(part, peer, tag, self._what))
         messages += [link.send(group.part_of(buffer, peer), peer, tag, self._what) for peer in group.others()]
-        self._slices = _Batch(messages, group.watchers[1])
-        self._sums: _Batch | None = None
+        self._slices = Batch(messages, group.watchers[1])
+        self._sums: Batch | None = None
 
     def wait(self) -> None:
         self._group.finish_through(self)
@@ -189,7 +95,7 @@ class _Reduction:
         self._reduced().wait()
         self.done = True
 
-    def _reduced(self) -> _Batch:
+    def _reduced(self) -> Batch:
         """The messages that spread the sums, none for a reduce-scatter; sums first."""
         if self._sums is None:
             group = self._group
@@ -202,7 +108,7 @@ class _Reduction:
             spread: list[Message] = []
             if self._spread_tag is not None:
                 spread = group.start_spread(group.reduce_link, self._full, self._bounds, self._spread_tag, self._what)
-            self._sums = _Batch(spread, group.watchers[1])
+            self._sums = Batch(spread, group.watchers[1])
         return self._sums
 
 
@@ -218,19 +124,28 @@ class GlooGroup(Group):
     uneven = True
     disseminates = True
 
-    def __init__(self, name: str, control: Control, gather: dist.ProcessGroup, reduce: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        name: str,
+        control: Control,
+        gather: dist.ProcessGroup,
+        reduce: dist.ProcessGroup,
+        places: Places | None = None,
+    ) -> None:
+        """As many arguments as there are; ``places``: of the ranks, where that is known."""
         super().__init__(name, control.rank, control.size, torch.device("cpu"), control.activity)
+        self.places = places
         self._control = control
         self._gather_link = Link(gather, name)
-        self._reductions: deque[_Reduction] = deque()
+        self._reductions: deque[Begun] = deque()
         self._buffer_count = 0
         self.reduce_link = Link(reduce, name)
-        self.scratch = _Scratch()
+        self.scratch = Scratch()
         self.sum = RankSum()
-        self.watchers = _Watcher(), _Watcher()
+        self.watchers = Watcher(), Watcher()
         """Of gathers and of reductions, which do not wait for each other."""
         self._serving: Serving | None = None
-        self._reading: deque[_Batch] = deque()
+        self._reading: deque[Reading] = deque()
         """Gathers that read the peers' shards, oldest first; those at the front may be through."""
         self._updates = 0
         """Fences before an update so far."""
@@ -247,19 +162,31 @@ class GlooGroup(Group):
         received = [link.receive(self.slice_of(full, peer, bounds), peer, tag, what) for peer in self.others()]
         return received + [link.send(own, peer, tag, what) for peer in self.others()]
 
-    def finish_through(self, last: _Reduction) -> None:
+    def finish_through(self, last: Begun) -> None:
         """Finish the started reductions up to ``last`` in the order of their start, which is the same on all ranks."""
         while not last.done:
             # It leaves the queue when it is finished: who is interrupted in between finishes it again.
             self._reductions[0].finish()
             self._reductions.popleft()
 
-    def finished_through(self, last: _Reduction) -> bool:
+    def finished_through(self, last: Begun) -> bool:
         """Whether :meth:`finish_through` would not wait."""
         if last.done:
             return True
         started = list(self._reductions)
         return all(reduction.arrived() for reduction in started[: started.index(last) + 1])
+
+    def from_other_hosts(self) -> dict[str, int]:
+        """See :meth:`Group.from_other_hosts`."""
+        kinds = {"gather": self._gather_link, "reduce": self.reduce_link}
+        elsewhere = self.others() if self.places is None else self.places.elsewhere
+        return {kind: sum(link.received[peer] for peer in elsewhere) for kind, link in kinds.items()}
+
+    def reset_traffic(self) -> None:
+        """See :meth:`Group.reset_traffic`."""
+        super().reset_traffic()
+        self._gather_link.received.clear()
+        self.reduce_link.received.clear()
 
     def barrier(self) -> None:
         """Return when every rank has come here."""
@@ -276,7 +203,7 @@ class GlooGroup(Group):
                 self.summarize([float(PHASES.index(phase))], f"the fence {phase}")
             self._updates += 1
         else:
-            self._written = _Batch(self._serving.tell(self._updates), self.watchers[0])
+            self._written = Batch(self._serving.tell(self._updates), self.watchers[0])
 
     def reads_arrive(self) -> None:
         """See :meth:`Group.reads_arrive`."""
@@ -301,7 +228,7 @@ class GlooGroup(Group):
             self._serving.close()
         self._reading.clear()
         self._written = DONE
-        self.scratch = _Scratch()
+        self.scratch = Scratch()
         for watcher in self.watchers:
             watcher.close()
 
@@ -324,10 +251,12 @@ class GlooGroup(Group):
             self._reading.popleft()
         self._written.wait()
         self._written = DONE
-        what = f"all_gather of {out.numel()} x {out.dtype}, buffer {shard.number}"
-        asked = serving.ask(shard, lambda peer: self.slice_of(out, peer, shard.bounds), what)
-        self._reading.append(_Batch(asked, self.watchers[0]))
+        self._reading.append(self._asked(out, shard, serving))
         return self._reading[-1]
+
+    def _asked(self, out: Tensor, shard: Buffer, serving: Serving) -> Reading:
+        asked = serving.ask(shard, lambda peer: self.slice_of(out, peer, shard.bounds), asked_for(out, shard))
+        return Batch(asked, self.watchers[0])
 
     def _all_gather_in_place(self, full: Buffer) -> Handle:
         return self._spread(full.local, full)
@@ -337,7 +266,7 @@ class GlooGroup(Group):
             return DONE
         what, tag = f"all_gather of {full.numel()} x {full.dtype}, buffer {buffer.number}", buffer.number
         messages = self.start_spread(self._gather_link, full, buffer.bounds, self._gather_link.tag(tag), what)
-        return _Batch(messages, self.watchers[0])
+        return Batch(messages, self.watchers[0])
 
     def _reduce_scatter(self, out: Tensor, full: Buffer, scale: float) -> Handle:
         return self._start(out, full, scale, spread=False)
@@ -348,7 +277,7 @@ class GlooGroup(Group):
     def _start(self, out: Tensor, full: Buffer, scale: float, spread: bool) -> Handle:
         if not full.local.numel():
             return DONE
-        reduction = _Reduction(self, out, full, scale, spread)
+        reduction = Reduction(self, out, full, scale, spread)
         self._reductions.append(reduction)
         return reduction
 
@@ -359,7 +288,7 @@ class GlooGroup(Group):
         messages = [link.receive(self.slice_of(out, peer), peer, tag, what) for peer in self.others()]
         messages += [link.send(self.slice_of(local, peer), peer, tag, what) for peer in self.others()]
         self.slice_of(out, self.rank).copy_(self.slice_of(local, self.rank))
-        return _Batch(messages, self.watchers[1])
+        return Batch(messages, self.watchers[1])
 
     def _broadcast(self, tensor: Tensor, src: int) -> None:
         self._control.broadcast(tensor, src)
@@ -372,3 +301,8 @@ class GlooGroup(Group):
 
     def _most(self, values: Sequence[float], words: Sequence[int], purpose: str) -> tuple[list[float], list[int]]:
         return self._control.most(values, words, purpose)
+
+
+def asked_for(out: Tensor, shard: Buffer) -> str:
+    """A gather, for errors."""
+    return f"all_gather of {out.numel()} x {out.dtype}, buffer {shard.number}"

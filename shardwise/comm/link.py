@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -25,12 +26,17 @@ TAG_LIMIT = TAG_RANGE * BUFFER_RANGE
 
 
 class Link:
-    """One communicator: sends and receives with a tag per operation."""
+    """One communicator: sends and receives with a tag per operation.
+
+    Attributes:
+        received: bytes by peer, counted where a receive begins; not what is received aside.
+    """
 
     def __init__(self, process_group: dist.ProcessGroup, name: str) -> None:
         self._process_group = process_group
         self._name = name
         self._count = 0
+        self.received: Counter[int] = Counter()
 
     def tag(self, buffer: int) -> int:
         """A tag that no other operation in flight uses, for buffer number ``buffer``; the same on every rank."""
@@ -43,6 +49,7 @@ class Link:
 
     def receive(self, tensor: Tensor, peer: int, tag: int, what: str) -> Message:
         """Start to receive into ``tensor``."""
+        self.received[peer] += tensor.nbytes
         return self._start(dist.irecv, tensor, peer, tag, f"{what}: receiving from rank {peer}")
 
     def send_aside(self, tensor: Tensor, peer: int, tag: int, what: str) -> Message:

@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 
@@ -76,8 +76,16 @@ class Serving:
             end.forget_words()
         return Served(self._sets, self._ends)
 
-    def ask(self, shard: Buffer, part_of: Callable[[int], Tensor], what: str) -> list[Message]:
+    def ask(
+        self, shard: Buffer, part_of: Callable[[int], Tensor], what: str, of: Container[int] | None = None
+    ) -> list[Message]:
         """Each peer's part of what ``shard`` is a part of, into ``part_of(peer)``.
+
+        Args:
+            shard: this rank's part.
+            part_of: where what comes goes.
+            what: for errors.
+            of: which peers; ``None``: all.
 
         Raises:
             PeerError: a peer's process has ended.
@@ -86,6 +94,8 @@ class Serving:
         tag, asked = ASK + 1 + self._count, list[Message]()
         try:
             for end in self._ends:
+                if of is not None and end.peer not in of:
+                    continue
                 if end.gone:
                     raise PeerError(f"{what}: the process of rank {end.peer} has ended; look at what it said last")
                 part = self._link.receive(part_of(end.peer), end.peer, tag, what)

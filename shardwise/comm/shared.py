@@ -27,26 +27,30 @@ from shardwise.comm.mapping import (
     MappingError,
     Method,
     is_running,
+    map_common,
     map_joint,
     map_segments,
     start_time,
 )
 from shardwise.comm.release import leave_with
+from shardwise.comm.shared_buffer import (
+    ALL_REDUCE,
+    CONSUMED,
+    PUBLISHED,
+    REDUCE_SCATTER,
+    REDUCED,
+    REDUCTIONS,
+    SharedBuffer,
+)
 from shardwise.comm.summing import RankSum
 
-__all__ = ["SharedBuffer", "SharedGroup"]
+__all__ = ["SharedGroup"]
 
 # Waiting: first give the processor away, then sleep ever longer; now and then look whether the peers still live.
 SPINS = 100
 NAP_FIRST_S = 10e-6
 NAP_MAX_S = 200e-6
 CHECK_S = 0.2
-
-# A buffer's cache line, in words of 8 bytes: sequence numbers of the last operation that this rank published (its data
-# may be read), reduced (its own slice is summed in place) and consumed (it reads the peers' data no more).
-PUBLISHED, KIND, NUMEL, REDUCED, CONSUMED = range(5)
-REDUCE_SCATTER, ALL_REDUCE = range(2)
-REDUCTIONS = ("reduce_scatter", "all_reduce")
 
 # The control segment: line 1 holds the count of synchronisations and the state; two slots follow, used in turn. A rank
 # that writes slot s again has seen all peers arrive at s + 1, so nobody reads it then.
@@ -59,60 +63,6 @@ SLOTS = 2 * LINE_WORDS
 CONTROL_BYTES = 8 * (SLOTS + 2 * SLOT_WORDS)
 SYNCS = ("exchange", "fence", "barrier")
 EXCHANGE, FENCE, BARRIER = range(3)
-
-
-class SharedBuffer(Buffer):
-    """A buffer that all ranks map.
-
-    Attributes:
-        name: for messages.
-        sequence: number of the last operation published by this rank.
-    """
-
-    def __init__(
-        self, group: SharedGroup, name: str, line: int, segments: list[memoryview], peers: list[Tensor]
-    ) -> None:
-        super().__init__(peers[group.rank], tuple(peers))
-        self.group = group
-        self.name = name
-        self.sequence = 0
-        self.unfinished: _Reduction | None = None
-        self._base = line * LINE_WORDS
-        self._segments = segments
-
-    def writable(self) -> bool:
-        """Whether this rank's part is finished and no peer reads what was last published."""
-        return self.unfinished is None and not self.behind(CONSUMED, self.sequence)
-
-    def wait_writable(self) -> None:
-        """Block until no peer reads what was last published; finishes this rank's own part first."""
-        if self.unfinished is not None:
-            self.unfinished.wait()
-        sequence = self.sequence
-        if self.behind(CONSUMED, sequence):
-            self.group.wait_until(
-                lambda: self.behind(CONSUMED, sequence), f"wait_writable of {self.name}, sequence {sequence}"
-            )
-
-    def behind(self, cell: int, sequence: int) -> list[int]:
-        """Ranks whose counter has not come to ``sequence``."""
-        index = self._base + cell
-        return [rank for rank, words in enumerate(self._segments) if words[index] < sequence]
-
-    def published(self) -> list[tuple[int, int]]:
-        """Kind and number of elements of what each rank last published."""
-        return [(words[self._base + KIND], words[self._base + NUMEL]) for words in self._segments]
-
-    def tell(self, cell: int, value: int) -> None:
-        """Set one of this rank's counters; everything written before it is visible to whoever sees it."""
-        self._segments[self.group.rank][self._base + cell] = value
-
-    def release(self) -> None:
-        """Drop the memory; it is unmapped when nobody else holds a tensor of it."""
-        self.local = torch.empty(0, dtype=self.local.dtype)
-        self.peers = ()
-        self._whole = (self.local, ())
-        self._segments = []
 
 
 class _Reduction:
@@ -160,14 +110,7 @@ class _Reduction:
         return []
 
     def _sum(self) -> None:
-        published = self.buffer.published()
-        if any(other != published[0] for other in published):
-            self.group.fail()
-            told = (f"rank {rank}: {REDUCTIONS[kind]} of {numel}" for rank, (kind, numel) in enumerate(published))
-            raise PeerError(
-                f"{self} in group {self.group.name!r}: ranks run different operations on this buffer "
-                f"({', '.join(told)} elements); all ranks must start the same operations in the same order"
-            )
+        self.buffer.check_published(str(self))
         rank = self.group.rank
         bounds = self.buffer.bounds
         self.group.sum(self._out, [self.group.slice_of(peer, rank, bounds) for peer in self.buffer.peers], self._scale)
@@ -200,7 +143,7 @@ class SharedGroup(Group):
         self.sum = RankSum()
         self._control = control
         self._method = method
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         segments = map_segments(control, CONTROL_BYTES, method)
         self._words = [memoryview(segment).cast("B").cast("q") for segment in segments]
         self._values = [memoryview(segment).cast("B").cast("d") for segment in segments]
@@ -287,6 +230,14 @@ class SharedGroup(Group):
         if isinstance(shard, JointBuffer):
             shard.drop_private()
 
+    def common(self, nbytes: int) -> tuple[mmap.mmap, int]:
+        """Memory that all ranks map as one, its first cache line taken, and a descriptor to lock it by. Collective.
+
+        Raises:
+            MappingError: it cannot be had, on every rank.
+        """
+        return map_common(self._control, nbytes, self._method)
+
     def _agree_on(self, specs: Sequence[tuple[int | Bounds, torch.dtype]]) -> None:
         own = [[size if isinstance(size, int) else list(size), str(dtype)] for size, dtype in specs]
         given = self._meet_bytes(encode(own), "which buffers to make")
@@ -336,16 +287,7 @@ class SharedGroup(Group):
             raise RuntimeError(
                 f"{buffer.unfinished} is still under way; wait() for its handle before reducing this buffer again"
             )
-        readers = buffer.behind(CONSUMED, buffer.sequence)
-        if readers:
-            raise RuntimeError(
-                f"{buffer.name} is being reduced again while ranks {readers} still read sequence {buffer.sequence}; "
-                "call wait_writable() before writing to it"
-            )
-        buffer.sequence += 1
-        buffer.tell(KIND, kind)
-        buffer.tell(NUMEL, buffer.local.numel())
-        buffer.tell(PUBLISHED, buffer.sequence)
+        buffer.publish(kind)
         reduction = _Reduction(self, buffer, out, scale, kind)
         buffer.unfinished = reduction
         self._unfinished.append(reduction)
@@ -430,9 +372,9 @@ class SharedGroup(Group):
             reduction.advance()
 
     def _check(self, missing: Callable[[], list[int]], what: str, waited_s: float) -> None:
-        fate = {rank: self._fate(rank) for rank in missing()}
+        fate = {rank: self.fate(rank) for rank in missing()}
         lost = {rank: told for rank, told in fate.items() if told}
-        if not lost and waited_s < self._timeout_s:
+        if not lost and waited_s < self.timeout_s:
             return
         # A rank may have done its part just before it left.
         waited_for = missing()
@@ -442,11 +384,12 @@ class SharedGroup(Group):
         told = "; ".join(f"rank {rank} {fate.get(rank) or 'is running but has not come'}" for rank in waited_for)
         raise PeerError(
             f"{what} in group {self.name!r}: rank {self.rank} waited {waited_s:.1f} s for ranks {waited_for} of "
-            f"{self.size} ({told}). Look at the first error of those ranks; the time-out is {self._timeout_s:g} s"
+            f"{self.size} ({told}). Look at the first error of those ranks; the time-out is {self.timeout_s:g} s"
             + self._control.around(waited_for)
         )
 
-    def _fate(self, rank: int) -> str:
+    def fate(self, rank: int) -> str:
+        """What has become of a peer; empty while it lives and may still come."""
         pid, started = self._processes[rank]
         if not is_running(pid, started):
             return f"(process {pid}) died"

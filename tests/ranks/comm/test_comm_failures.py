@@ -81,9 +81,17 @@ def death_in_gloo_reduction() -> str:
     return _death("gloo", "all_reduce")
 
 
+def death_in_reduction_on_a_host() -> str:
+    return _death("hosts", "all_reduce")
+
+
 @pytest.mark.parametrize(
     ("fn", "words"),
     [
+        (
+            death_in_reduction_on_a_host,
+            ("all_reduce of 3000 x torch.float32", "on one host, of its ranks [0, 1]", "rank 1 (process", "died"),
+        ),
         (
             death_in_shared_reduction,
             ("all_reduce of buffer 0 (3000 x torch.float32), sequence 1", "rank 1 (process", "died"),

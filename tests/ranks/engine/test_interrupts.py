@@ -18,7 +18,7 @@ from tier_setup import OPTIMIZERS, batch, digest, make_net, small_tiles, with_ti
 
 from shardwise.build import Session, build
 from shardwise.checks import unfinished
-from shardwise.comm import gloo
+from shardwise.comm import batch as batches
 from shardwise.disk import buffers as disk_buffers
 from shardwise.disk import io as disk_io
 from shardwise.disk import store as disk
@@ -206,18 +206,18 @@ class Sent:
 
 @pytest.mark.parametrize("asks", [False, True], ids=["waits", "asks and waits"])
 def test_messages_are_waited_for_again_after_an_interrupt(asks: bool) -> None:
-    inside, watcher = Interrupts([gloo]), gloo._Watcher()
+    inside, watcher = Interrupts([batches]), batches.Watcher()
     messages: Any = [Sent(), Sent()]
 
-    def act(batch: gloo._Batch) -> None:
+    def act(batch: batches.Batch) -> None:
         if asks:
             batch.finished()
         batch.wait()
 
-    assert not inside.run(lambda: act(gloo._Batch(messages, watcher)))
+    assert not inside.run(lambda: act(batches.Batch(messages, watcher)))
     for at in range(inside.passed):
-        own = gloo._Watcher()
-        batch = gloo._Batch(messages, own)
+        own = batches.Watcher()
+        batch = batches.Batch(messages, own)
         inside.run(lambda: act(batch), at)  # noqa: B023
         again = threading.Thread(target=act, args=[batch], daemon=True)
         again.start()

@@ -9,10 +9,8 @@ import gc
 import random
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from itertools import pairwise
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -22,14 +20,14 @@ from engine_setup import adam, check, data, run_plain, run_sharded, seeded, shar
 from launching import SECONDS, forked, start
 from scope import Scope, values
 from torch import Tensor, nn
+from wander_setup import GLOO, Wanderer, counted, fails_and_goes_on, wander
 
 from shardwise.build import build
-from shardwise.comm import Buffer, GlooGroup, Group, gloo
+from shardwise.comm import Buffer, GlooGroup, gloo, hosts
 from shardwise.gather import policy
-from shardwise.plan import Plan, zero
-from shardwise.testing import assert_close, run_ranks
+from shardwise.plan import Plan
+from shardwise.testing import run_ranks
 
-GLOO = zero(3).but(shared_memory=False)
 NUMELS = (1, 40, 3000)
 EPOCHS = 4
 MEETINGS = ["which parameters had gradients", "the gradient norm"]
@@ -46,11 +44,11 @@ def whole(bounds: tuple[int, ...], epoch: int, index: int) -> Tensor:
     return torch.cat([values(rank, n, torch.float64, 10 * epoch + index) for rank, n in enumerate(lengths)])
 
 
-def each_its_own_way(seed: int, trials: int) -> int:
+def each_its_own_way(kind: str, seed: int, trials: int) -> int:
     """Ranks gather other shards, in another order, another number of them, with naps. How many in all."""
     made = 0
     for trial in range(trials):
-        with Scope("gloo") as group:
+        with Scope(kind) as group, mock.patch.object(hosts, "LANDING_BYTES", (1 << 20) * (trial % 2)):
             draw = random.Random(f"{seed} {trial} {group.rank}")
             parts = [
                 [(numel + rank * (index + trial) % 5) for rank in range(group.size)]
@@ -79,31 +77,35 @@ def each_its_own_way(seed: int, trials: int) -> int:
     return made
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_ranks_gather_what_they_like(size: int) -> None:
-    assert len(set(run_ranks(size, each_its_own_way, 1, 6))) == size, "all made the same number: nothing was tried"
+@pytest.mark.parametrize(("kind", "size"), [("gloo", 2), ("gloo", 3), ("hosts", 3), ("hosts", 4)])
+def test_ranks_gather_what_they_like(kind: str, size: int) -> None:
+    assert len(set(run_ranks(size, each_its_own_way, kind, 2, 6))) == size, (
+        "all made the same number: nothing was tried"
+    )
 
 
-def late_writer(fences: bool) -> bool:
+def late_writer(kind: str, fences: bool) -> bool:
     """Whether a rank that asks early gets what a slow one is about to write."""
     unfenced = mock.patch.object(GlooGroup, "fence", lambda *_: None)
-    with Scope("gloo") as group:
-        shards = group.shards([((0, 5, 10), torch.float64)], joint=False)
+    with Scope(kind) as group:
+        bounds = tuple(range(0, 5 * group.size + 1, 5))
+        shards = group.shards([(bounds, torch.float64)], joint=False)
         group.serve(shards)
         group.barrier()
         with nullcontext() if fences else unfenced:
             time.sleep(0.3 * group.rank)
             write(shards, group.rank, 1)
             group.fence("after an update")
-            out = torch.zeros(10, dtype=torch.float64)
+            out = torch.zeros(bounds[-1], dtype=torch.float64)
             group.all_gather(out, shards[0]).wait()
             group.barrier()
-        return torch.equal(out, whole((0, 5, 10), 1, 0))
+        return torch.equal(out, whole(bounds, 1, 0))
 
 
-def test_who_reads_early_reads_what_is_written() -> None:
-    assert run_ranks(2, late_writer, True) == [True, True]
-    assert run_ranks(2, late_writer, False) == [False, True], "the test cannot fail"
+@pytest.mark.parametrize(("kind", "size"), [("gloo", 2), ("hosts", 3)])
+def test_who_reads_early_reads_what_is_written(kind: str, size: int) -> None:
+    assert run_ranks(size, late_writer, kind, True) == [True] * size
+    assert run_ranks(size, late_writer, kind, False) != [True] * size, "the test cannot fail"
 
 
 def busy_peer() -> float:
@@ -130,24 +132,6 @@ def test_a_gather_needs_no_turn_of_the_peer() -> None:
 
 
 # ---- in training
-
-
-@contextmanager
-def counted() -> Iterator[list[str]]:
-    """What ranks meet for."""
-    purposes: list[str] = []
-
-    def telling(name: str) -> Any:
-        original = getattr(Group, name)
-
-        def tell(group: Group, given: Any, purpose: str = "", *args: Any, **named: Any) -> Any:
-            purposes.append(purpose)
-            return original(group, given, purpose, *args, **named)
-
-        return tell
-
-    with mock.patch.multiple(Group, exchange=telling("exchange"), summarize=telling("summarize")):
-        yield purposes
 
 
 def meetings(plan: Plan, layers: int, steps: int) -> list[list[str]]:
@@ -184,32 +168,6 @@ def among_many() -> list[list[str]]:
 def test_among_very_many_ranks_there_are_no_threads_but_rounds() -> None:
     for steps in run_ranks(2, among_many):
         assert steps[1].count("what to gather") > 5
-
-
-class Wanderer(nn.Module):
-    """Ranks take other layers, in another order, and make sums of their own among each other in between."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
-        self.extra = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
-
-    def forward(self, x: Tensor, draw: random.Random) -> Tensor:
-        for layer in self.trunk:
-            for each in draw.sample(range(4), draw.randrange(3)):
-                x = torch.tanh(self.extra[each](x))
-            nap = draw.random() / 100
-            if dist.is_initialized():
-                time.sleep(nap)
-                dist.all_reduce(torch.ones(1))  # as a normalization over all ranks does
-            x = x + torch.tanh(layer(x))
-        return x
-
-
-def wander(model: nn.Module, rank: int, step: int) -> Iterator[tuple[Tensor, bool]]:
-    draw = random.Random(f"{rank} {step}")
-    for index in range(2):
-        yield model(data(rank, step, index), draw).square().mean(), False
 
 
 def ends_early(closes: bool) -> Tensor:
@@ -267,33 +225,6 @@ def test_who_ends_early_leaves_the_others_what_they_need(closes: bool) -> None:
 def test_ranks_that_wander_train_as_in_plain_torch(size: int, prefetch: int) -> None:
     found = run_ranks(size, run_sharded, Wanderer, wander, GLOO.but(prefetch=prefetch, gathered_fraction=0.2), 4)
     check(found, run_plain(Wanderer, wander, size, 4), f"{size} ranks", 1e-9)
-
-
-def fails_and_goes_on() -> list[str]:
-    model, ends = seeded(lambda: nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)])), []
-    with sharded(model, adam(model), GLOO) as session:
-        assert session.optimizer is not None
-        for step in range(3):
-            while not ends or ends[-1] != f"made {step}":
-                try:
-                    session.optimizer.zero_grad()
-                    out = session.module(data(session.mesh.rank, step))
-                    if step == 1 and session.mesh.rank and "ArithmeticError" not in ends:
-                        raise ArithmeticError("broken on purpose")
-                    session.backward(out.square().mean())
-                    session.optimizer.step()
-                    ends.append(f"made {step}")
-                except (ArithmeticError, RuntimeError) as error:
-                    ends.append(type(error).__name__)
-                    assert len(ends) < 9, ends
-        state = session.module.state_dict()
-    plain = run_plain(lambda: nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)]), _plain_step, session.mesh.size, 3)
-    assert_close(state, plain, 1e-9, "after a failure")
-    return ends
-
-
-def _plain_step(model: nn.Module, rank: int, step: int) -> Iterator[tuple[Tensor, bool]]:
-    yield model(data(rank, step)).square().mean(), False
 
 
 def test_a_rank_that_fails_goes_on() -> None:

@@ -237,8 +237,8 @@ def two_hosts() -> list[str]:
     return names
 
 
-def test_shared_memory_only_within_a_host() -> None:
-    assert run_ranks(4, two_hosts) == [["SharedGroup", "GlooGroup", "GlooGroup"]] * 4
+def test_shared_memory_within_a_host_and_messages_between_them() -> None:
+    assert run_ranks(4, two_hosts) == [["SharedGroup", "GlooGroup", "HostsGroup"]] * 4
 
 
 def one_host_of_two_shares() -> list[str]:

@@ -1,0 +1,122 @@
+"""A buffer that all ranks of a host map, and what they tell each other about it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.errors import PeerError
+from shardwise.comm.group import Buffer, Handle
+from shardwise.comm.mapping import LINE_WORDS
+
+if TYPE_CHECKING:
+    from shardwise.comm.shared import SharedGroup
+
+__all__ = [
+    "ALL_REDUCE",
+    "BEGUN",
+    "BROUGHT",
+    "CONSUMED",
+    "PUBLISHED",
+    "REDUCED",
+    "REDUCE_SCATTER",
+    "REDUCTIONS",
+    "TAKEN",
+    "SharedBuffer",
+]
+
+# A buffer's cache line, in words of 8 bytes: sequence numbers of the last operation that this rank published (its data
+# may be read), reduced (its own slice is summed in place) and consumed (it reads the peers' data no more). Gathers in
+# place in which other hosts take part have three of their own: begun (its slice may be read), brought (slices of other
+# hosts that it takes are in place) and taken (it reads the peers' slices no more).
+PUBLISHED, KIND, NUMEL, REDUCED, CONSUMED, BEGUN, BROUGHT, TAKEN = range(LINE_WORDS)
+REDUCE_SCATTER, ALL_REDUCE = range(2)
+REDUCTIONS = ("reduce_scatter", "all_reduce")
+
+
+class SharedBuffer(Buffer):
+    """A buffer that all ranks map.
+
+    Attributes:
+        name: for messages.
+        sequence: number of the last operation published by this rank.
+    """
+
+    def __init__(
+        self, group: SharedGroup, name: str, line: int, segments: list[memoryview], peers: list[Tensor]
+    ) -> None:
+        super().__init__(peers[group.rank], tuple(peers))
+        self.group = group
+        self.name = name
+        self.sequence = 0
+        self.unfinished: Handle | None = None
+        self._base = line * LINE_WORDS
+        self._segments = segments
+
+    def writable(self) -> bool:
+        """Whether this rank's part is finished and no peer reads what was last published."""
+        return self.unfinished is None and not self.behind(CONSUMED, self.sequence)
+
+    def wait_writable(self) -> None:
+        """Block until no peer reads what was last published; finishes this rank's own part first."""
+        if self.unfinished is not None:
+            self.unfinished.wait()
+        sequence = self.sequence
+        if self.behind(CONSUMED, sequence):
+            self.group.wait_until(
+                lambda: self.behind(CONSUMED, sequence), f"wait_writable of {self.name}, sequence {sequence}"
+            )
+
+    def behind(self, cell: int, sequence: int) -> list[int]:
+        """Ranks whose counter has not come to ``sequence``."""
+        index = self._base + cell
+        return [rank for rank, words in enumerate(self._segments) if words[index] < sequence]
+
+    def publish(self, kind: int) -> None:
+        """The peers may read what is there, for a reduction of this ``kind``.
+
+        Raises:
+            RuntimeError: some still read what was published before.
+        """
+        readers = self.behind(CONSUMED, self.sequence)
+        if readers:
+            raise RuntimeError(
+                f"{self.name} is being reduced again while ranks {readers} still read sequence {self.sequence}; "
+                "call wait_writable() before writing to it"
+            )
+        self.sequence += 1
+        self.tell(KIND, kind)
+        self.tell(NUMEL, self.local.numel())
+        self.tell(PUBLISHED, self.sequence)
+
+    def check_published(self, what: str) -> None:
+        """All have published the same.
+
+        Raises:
+            PeerError: they have not; the peers are told that this rank will not come any more.
+        """
+        published = self.published()
+        if any(other != published[0] for other in published):
+            self.group.fail()
+            told = (f"rank {rank}: {REDUCTIONS[kind]} of {numel}" for rank, (kind, numel) in enumerate(published))
+            raise PeerError(
+                f"{what} in group {self.group.name!r}: ranks run different operations on this buffer "
+                f"({', '.join(told)} elements); all ranks must start the same operations in the same order"
+            )
+
+    def published(self) -> list[tuple[int, int]]:
+        """Kind and number of elements of what each rank last published."""
+        return [(words[self._base + KIND], words[self._base + NUMEL]) for words in self._segments]
+
+    def tell(self, cell: int, value: int) -> None:
+        """Set one of this rank's counters; everything written before it is visible to whoever sees it."""
+        self._segments[self.group.rank][self._base + cell] = value
+
+    def release(self) -> None:
+        """Drop the memory; it is unmapped when nobody else holds a tensor of it."""
+        self.local = torch.empty(0, dtype=self.local.dtype)
+        self.peers = ()
+        self._whole = (self.local, ())
+        self._segments = []

@@ -1,0 +1,49 @@
+"""How bytes travel: the part of a plan about the exchange between ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from shardwise.checked import number, require, switch
+
+__all__ = ["CommPlan"]
+
+MOST_DIVISOR = 2.0**32
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommPlan:
+    """How bytes travel.
+
+    Attributes:
+        overlap: reduce during backward and gather ahead; ``False`` does the same work in sequence.
+        shared_memory: exchange through shared memory between CPU ranks of one host; ``None`` chooses by itself.
+        same_order: the caller promises that all ranks run the same modules in the same order, and fail alike, so that
+            gathers and reductions need no agreement between ranks. ``False`` is always safe.
+        gather_on_use: after a step, parameters that stay gathered are renewed in the background and waited for at their
+            first use (until then they read as before; change them inside ``gathered()``). ``False``: by ``step()``.
+        sync_init: every rank starts from rank 0's parameters and buffers (DDP does the same).
+        predivide: gradients are divided by it before their sum over ranks, and by what is left of their number after.
+        by_hosts: between CPU ranks of several hosts, some with several ranks, what goes to a host goes there once and
+            is shared inside in memory; sums are made inside a host first. ``False``: from rank to rank.
+        compress: ``"fp8"``: parameters that are trained, gradients, and activations between ranks that hold one model
+            travel in 8 bits (:mod:`shardwise.comm.eight_bits`); masters are kept apart and never rounded so.
+    """
+
+    overlap: bool
+    shared_memory: bool | None
+    same_order: bool
+    gather_on_use: bool
+    sync_init: bool
+    predivide: float = 1.0
+    compress: Literal["fp8"] | None = None
+    by_hosts: bool = True
+
+    def __post_init__(self) -> None:
+        number("predivide", self.predivide, f"[{1 / MOST_DIVISOR!r}, {MOST_DIVISOR!r}]", "a divisor > 0, at most 2**32")
+        for name in ("overlap", "same_order", "gather_on_use", "sync_init", "by_hosts"):
+            switch(name, getattr(self, name))
+        if self.shared_memory is not None:
+            switch("shared_memory", self.shared_memory)
+        require(self.compress in (None, "fp8"), f"compress={self.compress!r}: give 'fp8' or None")
