@@ -10,6 +10,7 @@ from shardwise.checked import number, require, switch
 __all__ = ["CommPlan"]
 
 MOST_DIVISOR = 2.0**32
+BLOCKS = ("fp8", "int8", "int4")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +29,10 @@ class CommPlan:
         by_hosts: between CPU ranks of several hosts, some with several ranks, what goes to a host goes there once and
             is shared inside in memory; sums are made inside a host first. ``False``: from rank to rank.
         compress: ``"fp8"``: parameters that are trained, gradients, and activations between ranks that hold one model
-            travel in 8 bits (:mod:`shardwise.comm.eight_bits`); masters are kept apart and never rounded so.
+            travel in 8 bits (:mod:`shardwise.comm.block_formats`); masters are kept apart and never rounded so.
+        compress_weights: ``"fp8"``, ``"int8"`` or ``"int4"``, for parameters that are trained alone (qwZ of ZeRO++);
+            ``None``: as ``compress`` says.
+        compress_gradients: the same for gradients (qgZ), each of which is rounded once and summed in fp32.
     """
 
     overlap: bool
@@ -39,6 +43,8 @@ class CommPlan:
     predivide: float = 1.0
     compress: Literal["fp8"] | None = None
     by_hosts: bool = True
+    compress_weights: Literal["fp8", "int8", "int4"] | None = None
+    compress_gradients: Literal["fp8", "int8", "int4"] | None = None
 
     def __post_init__(self) -> None:
         number("predivide", self.predivide, f"[{1 / MOST_DIVISOR!r}, {MOST_DIVISOR!r}]", "a divisor > 0, at most 2**32")
@@ -47,3 +53,23 @@ class CommPlan:
         if self.shared_memory is not None:
             switch("shared_memory", self.shared_memory)
         require(self.compress in (None, "fp8"), f"compress={self.compress!r}: give 'fp8' or None")
+        for name in ("compress_weights", "compress_gradients"):
+            value = getattr(self, name)
+            require(value in (None, *BLOCKS), f"{name}={value!r}: give one of {', '.join(map(repr, BLOCKS))}, or None")
+
+    @property
+    def weights(self) -> str | None:
+        """In which numbers trained parameters travel; ``None``: in their own."""
+        return self.compress_weights or self.compress
+
+    @property
+    def gradients(self) -> str | None:
+        """The same of gradients."""
+        return self.compress_gradients or self.compress
+
+    @property
+    def compressed(self) -> str:
+        """What is said of that in messages; empty where everything travels as it is."""
+        fields = ("compress", "compress_weights", "compress_gradients")
+        told = [f"{name}={getattr(self, name)!r}" for name in fields if getattr(self, name) is not None]
+        return ", ".join(told)

@@ -71,7 +71,8 @@ class MeshPlan:
 
     Of the ``dp_shard`` ranks ``secondary`` neighbours (those of one host) share a second copy of the parameters, which
     they keep from the first gather after an update and of which later gathers are made (hpZ of ZeRO++). It has to
-    divide ``dp_shard``; ``None``, or ``dp_shard`` itself: no such copy.
+    divide ``dp_shard``; ``None``, or ``dp_shard`` itself: no such copy. ``"host"``: as many neighbours as there are on
+    each host, and none where that is one or all.
     """
 
     dp_shard: int
@@ -80,13 +81,13 @@ class MeshPlan:
     pp: int = 1
     dp_outside: bool = False
     sp: int = 1
-    secondary: int | None = None
+    secondary: int | Literal["host"] | None = None
 
     def __post_init__(self) -> None:
         for name, size in (("tp", self.tp), ("pp", self.pp), ("sp", self.sp)):
             whole(name, size, 1, what="a number of ranks,")
-        if self.secondary is not None:
-            whole("secondary", self.secondary, 1, what="a number of ranks, or None,")
+        if self.secondary not in (None, "host"):
+            whole("secondary", self.secondary, 1, what="a number of ranks, 'host', or None,")
         switch("dp_outside", self.dp_outside)
         for name, size in (("dp_shard", self.dp_shard), ("dp_replicate", self.dp_replicate)):
             whole(name, size, -1, what="a number of ranks, or -1 for all that remain,")
@@ -124,7 +125,7 @@ class MeshPlan:
             f"number that divides {among}",
         )
         require(
-            self.secondary is None or found["dp_shard"] % self.secondary == 0,
+            not isinstance(self.secondary, int) or found["dp_shard"] % self.secondary == 0,
             f"secondary={self.secondary} ranks with a second copy of the parameters, of dp_shard={found['dp_shard']} "
             f"that shard them: give a number that divides {found['dp_shard']}, or None",
         )
@@ -306,9 +307,9 @@ class Plan:
     def __post_init__(self) -> None:
         switch("verbose", self.verbose)
         require(
-            self.comm.compress is None or self.tiers.disk is None,
-            f"compress={self.comm.compress!r} (fp8_communication) with disk={self.tiers.disk!r:.80}: what travels in 8 "
-            "bits is rounded behind its update, which data on a disk is not; use the host, or leave compress None",
+            not self.comm.compressed or self.tiers.disk is None,
+            f"{self.comm.compressed} (fp8_communication) with disk={self.tiers.disk!r:.80}: what travels in 8 bits or "
+            "less is rounded behind its update, which data on a disk is not; use the host, or leave that None",
         )
         self._check_secondary()
 

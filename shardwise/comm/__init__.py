@@ -8,9 +8,9 @@ affair.
 from __future__ import annotations
 
 from shardwise.comm.activity import Activity
+from shardwise.comm.block_formats import BLOCK, FORMATS, GRADIENTS, INT4, INT8, VALUES, BlockFormat
 from shardwise.comm.choose import GroupMaker, GroupRequest, MakeGroup, register_backend
 from shardwise.comm.compressed import CompressedGroup, compressed
-from shardwise.comm.eight_bits import BLOCK, GRADIENTS, VALUES, EightBits
 from shardwise.comm.errors import UNREACHED, PeerError
 from shardwise.comm.gloo import GlooGroup
 from shardwise.comm.group import DONE, NOBODY, Bounds, Buffer, Group, Handle, Party
@@ -27,15 +27,18 @@ from shardwise.comm.traffic import Traffic
 __all__ = [
     "BLOCK",
     "DONE",
+    "FORMATS",
     "GRADIENTS",
+    "INT4",
+    "INT8",
     "NOBODY",
     "UNREACHED",
     "VALUES",
     "Activity",
+    "BlockFormat",
     "Bounds",
     "Buffer",
     "CompressedGroup",
-    "EightBits",
     "GlooGroup",
     "Group",
     "GroupMaker",

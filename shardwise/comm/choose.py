@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -242,6 +243,11 @@ class GroupMaker:
         if self.members is not None:
             return dict(zip(own, hosts if hosts and self.by_hosts else [""] * len(own), strict=True))
         return dict(enumerate(self.tell(hosts[request.control.rank] if hosts and self.by_hosts else "")))
+
+    def hosts(self) -> dict[int, str]:
+        """The host of each rank, by world rank. Collective, over the same ranks as :meth:`make`."""
+        told = self.tell(host_facts().get("host") or socket.gethostname())
+        return dict(zip(range(len(told)) if self.members is None else self.members.ranks, told, strict=True))
 
     def any_rank(self, mine: bool, rank_lists: list[list[int]]) -> bool:
         """Whether any rank that takes part in the next communicator says so; the ranks of one list all say the same.

@@ -1,4 +1,4 @@
-"""Another group's collectives in 8 bits."""
+"""Another group's collectives in 8 bits or less."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from shardwise.comm.eight_bits import EightBits
+from shardwise.comm.block_formats import BlockFormat
 from shardwise.comm.group import DONE, Buffer, Group, Handle
 from shardwise.device import Lent, behind_current, record_event, side_stream, wait_event
 
@@ -16,7 +16,7 @@ __all__ = ["CompressedGroup", "compressed"]
 Step = Callable[[], Handle | None]
 
 
-def compressed(group: Group, format_: EightBits) -> Group:
+def compressed(group: Group, format_: BlockFormat) -> Group:
     """``group``, with collectives in 8 bits; itself where there is nobody to send to."""
     return CompressedGroup(group, format_) if group.size > 1 else group
 
@@ -42,7 +42,7 @@ class CompressedGroup(Group):
         ValueError: of numbers that cannot be written in 8 bits.
     """
 
-    def __init__(self, group: Group, format_: EightBits) -> None:
+    def __init__(self, group: Group, format_: BlockFormat) -> None:
         super().__init__(group.name, group.rank, group.size, group.device, group.activity)
         self._inner, self.format = group, format_
         self.traffic, self.staging = group.traffic, group.staging
@@ -189,8 +189,8 @@ class CompressedGroup(Group):
     def _check(self, tensor: Tensor) -> None:
         if not self.format.takes(tensor.dtype):
             raise ValueError(
-                f"{tensor.numel()} x {tensor.dtype} in group {self.name!r}, which sends 8 bits: give fp32, bf16 or "
-                "fp16, or leave compress (fp8_communication) off"
+                f"{tensor.numel()} x {tensor.dtype} in group {self.name!r}, which sends {self.format.name}: give fp32, "
+                "bf16 or fp16, or leave compress (fp8_communication) off"
             )
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm.eight_bits import GRADIENTS, VALUES, EightBits
+from shardwise.comm.block_formats import GRADIENTS, VALUES, BlockFormat
 from shardwise.comm.errors import PeerError
 from shardwise.comm.traffic import Traffic
 
@@ -169,7 +169,7 @@ class Wire:
         self._links = [Link(lane, name) for lane in lanes]
         self._ways, self._rank = len(lanes) // 2, lanes[0].rank()
         self._under_way: list[Sent] = []
-        self._formats: tuple[EightBits, ...] = ()
+        self._formats: tuple[BlockFormat, ...] = ()
         self.device = device
         self.traffic = Traffic()
 
@@ -200,7 +200,7 @@ class Wire:
         self._start(sent, x if format_ is None else format_.write(x.view(1, -1)), peer, lane, tag, what)
         return sent
 
-    def _format(self, shape: torch.Size, dtype: torch.dtype, lane: int) -> EightBits | None:
+    def _format(self, shape: torch.Size, dtype: torch.dtype, lane: int) -> BlockFormat | None:
         fits = bool(self._formats) and self._formats[lane].takes(dtype) and shape.numel() > 0
         return self._formats[lane] if fits else None
 

@@ -14,6 +14,7 @@ from shardwise.deepspeed.optimizers import check_optimizer
 from shardwise.plan import (
     ByNumel,
     ByTensor,
+    CommPlan,
     DiskPlan,
     GradPlan,
     MeshPlan,
@@ -39,8 +40,12 @@ STAGE_3 = tuple(
         "stage3_max_reuse_distance",
         "zero_hpz_partition_size",
         "mics_shard_size",
+        "zero_quantized_weights",
+        "zero_quantized_gradients",
     )
 )
+QUANTIZED = (f"{ZERO}.zero_quantized_weights", "int8"), (f"{ZERO}.zero_quantized_gradients", "int4")
+"""qwZ and qgZ of ZeRO++, and the numbers that its paper sends."""
 HPZ, MICS = f"{ZERO}.zero_hpz_partition_size", f"{ZERO}.mics_shard_size"
 BUCKETS = (f"{ZERO}.reduce_bucket_size", f"{ZERO}.allgather_bucket_size")
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", None: "fp32"}
@@ -120,10 +125,21 @@ def plan_of(settings: Settings, world_size: int, numels: Sequence[int] | None = 
         grad=GradPlan(
             max_norm=s["gradient_clipping"], norm_type=2.0, average="sum", update="step", over_ranks=over_ranks
         ),
-        comm=replace(usual_exchange(), overlap=True if overlap is None else overlap),
+        comm=_comm(s, True if overlap is None else overlap, tiers),
         tiers=tiers,
         verbose=False,
     )
+
+
+def _comm(s: Settings, overlap: bool, tiers: TierPlan) -> CommPlan:
+    weights, gradients = (kind if s.stage == 3 and s[path] else None for path, kind in QUANTIZED)
+    asked = [path for path, _ in QUANTIZED if s.stage == 3 and s[path]]
+    if asked and tiers.disk is not None:
+        raise ValueError(
+            f"{asked[0]}=True with offloading to 'nvme': what travels in 8 bits or less is rounded behind its update, "
+            "which data on a disk is not; give device 'cpu' or 'none', or leave it False"
+        )
+    return replace(usual_exchange(), overlap=overlap, compress_weights=weights, compress_gradients=gradients)
 
 
 def _set_aside(s: Settings) -> None:

@@ -69,7 +69,7 @@ class Init:
         dtype: of the sharded parameters, as ``bf16.enabled`` or ``fp16.enabled`` says.
         mpu: an object with ``get_data_parallel_group()``, instead of that; give it to ``initialize`` as well.
         zero_param_parallel_group: the same group, or ``None``.
-        zero_quantized_weights: not available.
+        zero_quantized_weights: give it in the configuration.
         zero_quantized_nontrainable_weights: not available.
         sequence_data_parallel_group: the older name of ``data_parallel_group``.
 
@@ -102,7 +102,9 @@ class Init:
             raise ValueError(f"remote_device={remote_device!r}: give None, 'cpu' or 'nvme'")
         if zero_quantized_weights or zero_quantized_nontrainable_weights:
             raise NotImplementedError(
-                f"{zero_quantized_weights=}, {zero_quantized_nontrainable_weights=} is not available; leave them False"
+                f"{zero_quantized_weights=}, {zero_quantized_nontrainable_weights=} here: leave them False, "
+                "and give zero_optimization.zero_quantized_weights in the configuration; what nobody trains travels as "
+                "it is"
             )
         groups = {
             "data_parallel_group": data_parallel_group,

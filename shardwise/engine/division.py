@@ -82,10 +82,10 @@ class Division:
             self.cutting = cut_model(model, axis, plan.tensor)
             self.draws = SameDraws(model, axis, mesh.device)
         facts = parameter_facts(every, all_names(model), optimizers, plan, self.cutting)
-        wide = [fact.names[0] for fact in facts if compress and fact.dtype is torch.float64]
+        wide = [fact.names[0] for fact in facts if plan.comm.compressed and fact.dtype is torch.float64]
         if wide:
             raise ValueError(
-                f"compress={plan.comm.compress!r} (fp8_communication) with {len(wide)} parameters of torch.float64 (as "
+                f"{plan.comm.compressed} (fp8_communication) with {len(wide)} parameters of torch.float64 (as "
                 f"{wide[0]!r}): train them in fp32, bf16 or fp16, or leave it off"
             )
         packed = [fact.names[0] for fact in facts if fact.part is not None and not fact.dtype.is_floating_point]

@@ -14,7 +14,7 @@ from shardwise.checks.description import describe_build
 from shardwise.checks.guards import check_shardable
 from shardwise.checks.unfinished import Unfinished
 from shardwise.chunk.layout import Layout, make_layout, search_report
-from shardwise.comm import GRADIENTS
+from shardwise.comm import FORMATS
 from shardwise.engine.accounts import StateAccounts
 from shardwise.engine.aside import Aside
 from shardwise.engine.attachment import Attachment
@@ -87,7 +87,7 @@ class Engine:
             mesh.replicate.size,
             shard.kept,
             self.whole,
-            uneven=mesh.shard.uneven and plan.comm.compress is None and plan.mesh.secondary is None,
+            uneven=mesh.shard.uneven and not plan.comm.compressed and plan.mesh.secondary is None,
         )
         report = search_report(self.layout)
         if plan.verbose and report is not None and mesh.first:
@@ -108,7 +108,8 @@ class Engine:
         self.counts = StepCounts(each.spec.optimizer for each in self.grads.values())
         self.early = EarlyObserver(self.grads, self.counts, plan.grad.average)
         states = list(self.grads.values())
-        sums = mesh if plan.comm.compress is None else mesh.compressed(GRADIENTS)
+        gradients = plan.comm.gradients
+        sums = mesh if gradients is None else mesh.compressed(FORMATS[gradients][1])
         self.reducer = Reducer(states, sums, self.ledger, plan, self.party, self.counts, self.events, self.early)
         # See [Note: Why no wait inside a pass closes a cycle].
         if self.pool.agrees and mesh.shard.starts_together:

@@ -13,7 +13,7 @@ from shardwise.chunk.chunk import Chunk
 from shardwise.chunk.layout import ChunkSpec, Layout
 from shardwise.chunk.secondary import SecondarySource
 from shardwise.chunk.source import DiskSource, MemorySource, ReadAhead, ShardSource
-from shardwise.comm import VALUES, Buffer, Group, compressed
+from shardwise.comm import FORMATS, Buffer, Group, compressed
 from shardwise.device import side_stream, total_bytes
 from shardwise.disk.agreement import agreed
 from shardwise.disk.store import DiskStore
@@ -71,7 +71,8 @@ class Storage:
 
     def __init__(self, layout: Layout, params: Sequence[nn.Parameter], plan: Plan, mesh: Mesh, events: Events) -> None:
         self.layout, self.plan, self.mesh, self._events = layout, plan, mesh, events
-        self.gathers: Group = mesh.shard if plan.comm.compress is None else compressed(mesh.shard, VALUES)
+        weights = plan.comm.weights
+        self.gathers: Group = mesh.shard if weights is None else compressed(mesh.shard, FORMATS[weights][0])
         self._among = _secondary_group(plan, mesh)
         specs = layout.chunks
         sizes, fixed = [s.padded_bytes for s in specs], [s.persistent for s in specs]
@@ -79,10 +80,10 @@ class Storage:
         self.homes: list[Home] = assign_homes(sizes, fixed, plan.tiers, trainable)
         for missed in missed_shares(sizes, self.homes, plan.tiers, trainable) if mesh.first else ():
             warn_user(missed)
-        if self._among is not None and self._among.size > 1 and plan.comm.compress is not None and mesh.first:
+        if self._among is not None and self._among.size > 1 and weights is not None and mesh.first:
             warn_user(
-                f"compress={plan.comm.compress!r} with secondary={plan.mesh.secondary}: gathers of secondary shards, "
-                f"among {self._among.size} ranks, do not travel in 8 bits; the others do"
+                f"{plan.comm.compressed} with secondary={plan.mesh.secondary}: gathers of secondary shards, "
+                f"among {self._among.size} ranks, do not travel in 8 bits or less; the others do"
             )
         self.ledger = Ledger(mesh.device, _capacity(plan, mesh.device))
         self._own_disk = any(Tier.DISK in (home.param, home.state) for home in self.homes)
@@ -157,7 +158,7 @@ class Storage:
     # another scale is not what its master rounds to. States and files are made of masters. What no optimizer trains
     # has none, and so travels as it is.
     def rounds(self, spec: ChunkSpec) -> bool:
-        """Whether the chunk travels in 8 bits."""
+        """Whether the chunk travels in fewer bits."""
         return self._compresses and trained(spec)
 
     def round_(self, chunk: Chunk) -> None:
@@ -431,6 +432,8 @@ def _secondary_group(plan: Plan, mesh: Mesh) -> Group | None:
     wanted, group = plan.mesh.secondary, mesh.secondary
     if wanted is None or wanted == mesh.shard.size:
         return None
+    if wanted == "host":
+        return group
     if group is None or group.size != wanted:
         raise ValueError(
             f"secondary={wanted} with a mesh whose groups for secondary shards are of {group and group.size} ranks: "

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import (
-    EightBits,
+    BlockFormat,
     Group,
     GroupMaker,
     LocalGroup,
@@ -253,7 +253,7 @@ class Mesh:
         self._parties += 1
         return Party(self._parties, f"model {self._parties} of the mesh ({name})", PASSES)
 
-    def compressed(self, format_: EightBits) -> Mesh:
+    def compressed(self, format_: BlockFormat) -> Mesh:
         """As who moves gradients sees it: what goes over the axes of shards and replicas is in 8 bits."""
         twin = copy.copy(self)
         twin.shard, twin.replicate = compressed(self.shard, format_), compressed(self.replicate, format_)
@@ -401,11 +401,26 @@ def _axes(maker: GroupMaker, grid: torch.Tensor, sp: int) -> _Axes:
 
 def _secondary(maker: GroupMaker, grid: torch.Tensor, sizes: MeshPlan) -> Group | None:
     """The ranks that keep a second copy together. With all that shard, the first one would be as good."""
-    if sizes.secondary is None or sizes.secondary == sizes.dp_shard:
+    if sizes.secondary is None or sizes.dp_shard == 1:
+        return None
+    number = _on_each_host(maker, _along(grid, 2)) if sizes.secondary == "host" else sizes.secondary
+    if number is None or number == sizes.dp_shard:
         return None
     stages, replicas, shards, parts = grid.shape
-    neighbours = grid.reshape(stages, replicas, shards // sizes.secondary, sizes.secondary, parts)
+    neighbours = grid.reshape(stages, replicas, shards // number, number, parts)
     return maker.make(SECONDARY_AXIS, _along(neighbours, 3))
+
+
+def _on_each_host(maker: GroupMaker, lines: list[list[int]]) -> int | None:
+    """The most neighbours, of each line as many, that are on one host; ``None``: one. Collective."""
+    hosts, size = maker.hosts(), len(lines[0])
+
+    def fits(number: int) -> bool:
+        blocks = (line[at : at + number] for line in lines for at in range(0, size, number))
+        return size % number == 0 and all(len({hosts[rank] for rank in block}) == 1 for block in blocks)
+
+    number = next(number for number in range(size, 0, -1) if fits(number))
+    return number if number > 1 else None
 
 
 def _along(grid: torch.Tensor, *dims: int) -> list[list[int]]:

@@ -156,6 +156,8 @@ USED: list[tuple[str, Any, int, Tree, dict[str, Any]]] = [
     (ZERO + "zero_hpz_partition_size", 2, 3, {}, {"secondary": 2}),
     (ZERO + "zero_hpz_partition_size", 64, 3, {}, {"secondary": 4}),
     (ZERO + "zero_hpz_partition_size", 1, 3, {}, {}),
+    (ZERO + "zero_quantized_weights", True, 3, {}, {"compress_weights": "int8"}),
+    (ZERO + "zero_quantized_gradients", True, 3, {}, {"compress_gradients": "int4"}),
     (ZERO + "mics_shard_size", 1, 3, {}, {"mesh": MeshPlan(dp_shard=1, dp_replicate=-1)}),
     (ZERO + "mics_shard_size", 2, 3, {}, {"mesh": MeshPlan(dp_shard=2, dp_replicate=-1)}),
     (ZERO + "stage3_gather_16bit_weights_on_model_save", True, 3, {}, {}),
@@ -360,6 +362,10 @@ WRONG = [
     ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu", "ratio": 1.5}}}, "give a share"),
     ({"zero_optimization": {"stage": 3, "mics_shard_size": 3}}, "mics_shard_size=3.*divides the 4 ranks"),
     ({"zero_optimization": {"stage": 3, "mics_shard_size": 2, "zero_hpz_partition_size": 4}}, "=4 with .*=2: .*one"),
+    (
+        {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True, "offload_optimizer": {"device": "nvme", "nvme_path": "/f"}}},
+        "zero_quantized_gradients=True with offloading to 'nvme'",
+    ),
     ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}}, "partition_size=3.*divides the 4 ranks"),
     (
         {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2, "offload_param": {"device": "nvme", "nvme_path": "/f"}}},

@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.comm import BLOCK, GRADIENTS, VALUES, EightBits
+from shardwise.comm import BLOCK, GRADIENTS, INT4, INT8, VALUES, BlockFormat
 
 FORMATS = {"e4m3": (VALUES, 2.0**-4, 2.0**-17), "e5m2": (GRADIENTS, 2.0**-3, 2.0**-31)}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAGNITUDES = (1.0, 1e-6, 1e4, 1e38, 1e-30, 2.0**-140, 0.0)
 
 
-def rounded(row: Tensor, format_: EightBits) -> Tensor:
+def rounded(row: Tensor, format_: BlockFormat) -> Tensor:
     row = row.clone()
     format_.round_(row)
     return row
@@ -89,3 +89,39 @@ def test_rows_are_written_by_themselves() -> None:
     empty = torch.empty(0)
     VALUES.round_(empty)
     assert not VALUES.takes(torch.float64)
+
+
+@pytest.mark.parametrize(("format_", "most"), [(INT8, 127), (INT4, 7)], ids=["int8", "int4"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_whole_numbers_are_within_their_bound_and_rounded_once(
+    format_: BlockFormat, most: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    worst = 0.0
+    for numel in (1, 2, 5, BLOCK, BLOCK + 1, 1000, 20001):
+        for magnitude in MAGNITUDES:
+            x = spread(numel, magnitude, dtype)
+            y = rounded(x, format_)
+            blocks = torch.nn.functional.pad(x.double().abs(), (0, -numel % BLOCK)).view(-1, BLOCK)
+            bound = blocks.amax(1).repeat_interleave(BLOCK)[:numel] / most
+            error = (y.double() - x.double()).abs()
+            assert (error <= bound + 2.0**-127).all()
+            worst = max(worst, (error / bound.clamp(min=1e-300)).max().item() if magnitude == 1.0 else 0.0)
+            assert torch.equal(rounded(y, format_), y)
+            codes = format_.write(x.view(1, -1))
+            assert codes.numel() == format_.row_bytes(numel) == -(-numel * format_.bits // 8) + -(-numel // BLOCK)
+    assert 0.5 < worst <= 1.0  # it is no closer than is said
+
+
+def test_each_whole_number_is_read_as_it_was_written() -> None:
+    for format_, most in ((INT8, 127), (INT4, 7)):
+        numbers = torch.arange(-most, most + 1).float()
+        assert torch.equal(rounded(numbers, format_), numbers)
+        assert torch.equal(rounded(numbers * 2.0**-20, format_), numbers * 2.0**-20)
+        odd = torch.cat([numbers, numbers[:4]])[: 2 * most]  # a last half byte without a neighbour, and with one
+        assert torch.equal(rounded(odd, format_), odd)
+        bad = torch.ones(3 * BLOCK + 1)
+        bad[BLOCK + 3], bad[-1] = float("inf"), float("nan")
+        found = rounded(bad, format_)
+        assert found[BLOCK : 2 * BLOCK].isnan().all() and found[-1].isnan()
+        assert torch.equal(found[:BLOCK], bad[:BLOCK]) and torch.equal(found[2 * BLOCK : -1], bad[2 * BLOCK : -1])

@@ -7,16 +7,28 @@ import torch
 from scope import CPU, Scope, values
 from torch import Tensor
 
-from shardwise.comm import BLOCK, GRADIENTS, VALUES, EightBits, Group, GroupMaker, Wire, compressed
+from shardwise.comm import (
+    BLOCK,
+    FORMATS,
+    GRADIENTS,
+    INT4,
+    INT8,
+    VALUES,
+    BlockFormat,
+    Group,
+    GroupMaker,
+    Wire,
+    compressed,
+)
 from shardwise.testing import run_ranks
 
 SLICES = (0, 1, 7, BLOCK, 3 * BLOCK + 5)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-RELATIVE = {VALUES: 2.0**-4, GRADIENTS: 2.0**-3}
-ABSOLUTE = {VALUES: 2.0**-17, GRADIENTS: 2.0**-31}
+RELATIVE = {VALUES: 2.0**-4, GRADIENTS: 2.0**-3, INT8: 0.0, INT4: 0.0}
+ABSOLUTE = {VALUES: 2.0**-17, GRADIENTS: 2.0**-31, INT8: 1 / 127, INT4: 1 / 7}
 
 
-def rounded(row: Tensor, format_: EightBits) -> Tensor:
+def rounded(row: Tensor, format_: BlockFormat) -> Tensor:
     row = row.clone()
     format_.round_(row)
     return row
@@ -28,29 +40,34 @@ def given(rank: int, numel: int, dtype: torch.dtype, round_: int = 0) -> Tensor:
     return (values(rank, numel, torch.float32, round_) * torch.exp2(powers)).to(dtype)
 
 
-def by_slice(full: Tensor, size: int, format_: EightBits) -> Tensor:
+def by_slice(full: Tensor, size: int, format_: BlockFormat) -> Tensor:
     return torch.cat([rounded(part, format_) for part in full.view(size, -1)])
 
 
-def both(kind: str) -> None:
+def written(numel: int, format_: BlockFormat) -> int:
+    return -(-numel * format_.bits // 8) + -(-numel // BLOCK)
+
+
+def both(kind: str, name: str) -> None:
+    weights, gradients = FORMATS[name]
     with Scope(kind) as group:
-        sent = compressed(group, VALUES)
+        sent = compressed(group, weights)
         for dtype in DTYPES:
             for numel in SLICES:
-                gathers(sent, numel, dtype)
+                gathers(sent, numel, dtype, weights)
                 for scale in (1.0, 1.0 / group.size):
-                    reductions(compressed(group, GRADIENTS), numel, dtype, scale)
-        overflow(compressed(group, GRADIENTS))
+                    reductions(compressed(group, gradients), numel, dtype, scale, gradients)
+        overflow(compressed(group, gradients))
         with pytest.raises(ValueError, match=r"float64.*leave compress"):
             sent.all_reduce(sent.buffers([(group.size, torch.float64)])[0], 1.0)
         assert sent.exchange([float(group.rank)], "ranks") == [[float(r)] for r in range(group.size)]
         sent.barrier()
 
 
-def gathers(group: Group, numel: int, dtype: torch.dtype) -> None:
+def gathers(group: Group, numel: int, dtype: torch.dtype, format_: BlockFormat) -> None:
     size, rank = group.size, group.rank
     full, shard = group.buffers([(size * numel, dtype), (numel, dtype)])
-    expected = torch.cat([rounded(given(r, numel, dtype), VALUES) for r in range(size)])
+    expected = torch.cat([rounded(given(r, numel, dtype), format_) for r in range(size)])
     for own in (shard.local, group.slice_of(full.local, rank)):
         own.copy_(given(rank, numel, dtype))
         group.round_(own)
@@ -64,18 +81,18 @@ def gathers(group: Group, numel: int, dtype: torch.dtype) -> None:
     assert torch.equal(out, expected)
     group.fence()
     assert torch.equal(full.local, expected)
-    own_bytes = numel + -(-numel // BLOCK) if group.sends_slices else numel * dtype.itemsize
+    own_bytes = written(numel, format_) if group.sends_slices else numel * dtype.itemsize
     assert group.traffic.bytes["all_gather"] == 2 * (size - 1) * own_bytes
     group.fence()
 
 
-def reductions(group: Group, numel: int, dtype: torch.dtype, scale: float) -> None:
+def reductions(group: Group, numel: int, dtype: torch.dtype, scale: float, format_: BlockFormat) -> None:
     size, rank = group.size, group.rank
     (full,) = group.buffers([(size * numel, dtype)])
     everyone = [given(r, size * numel, dtype) for r in range(size)]
-    total = by_slice(everyone[0], size, GRADIENTS).float()
+    total = by_slice(everyone[0], size, format_).float()
     for each in everyone[1:]:
-        total = total + by_slice(each, size, GRADIENTS).float()
+        total = total + by_slice(each, size, format_).float()
     total *= scale
     own = slice(rank * numel, (rank + 1) * numel)
     group.traffic.reset()
@@ -92,20 +109,20 @@ def reductions(group: Group, numel: int, dtype: torch.dtype, scale: float) -> No
     while not handle.finished():
         pass
     handle.wait()
-    assert torch.equal(full.local, by_slice(total.to(dtype), size, GRADIENTS))
-    within(full.local, everyone, scale)
-    own_bytes = numel + -(-numel // BLOCK) if group.sends_slices else numel * dtype.itemsize
+    assert torch.equal(full.local, by_slice(total.to(dtype), size, format_))
+    within(full.local, everyone, scale, format_)
+    own_bytes = written(numel, format_) if group.sends_slices else numel * dtype.itemsize
     assert group.traffic.total() == (3 + 2) * (size - 1) * own_bytes
     full.wait_writable()
     group.barrier()
 
 
-def within(found: Tensor, everyone: list[Tensor], scale: float) -> None:
+def within(found: Tensor, everyone: list[Tensor], scale: float, format_: BlockFormat) -> None:
     """The bound that is stated, of the terms and of the sum."""
     terms = torch.stack([each.double().abs() for each in everyone]).sum(0) * scale
     exact = torch.stack([each.double() for each in everyone]).sum(0) * scale
     most = terms.max() if terms.numel() else 0.0
-    bound = (2 * RELATIVE[GRADIENTS] + RELATIVE[GRADIENTS] ** 2 + 2**-7) * terms + ABSOLUTE[GRADIENTS] * 4 * most
+    bound = (2 * RELATIVE[format_] + RELATIVE[format_] ** 2 + 2**-7) * terms + ABSOLUTE[format_] * 4 * most
     assert ((found.double() - exact).abs() <= bound).all()
 
 
@@ -123,9 +140,10 @@ def overflow(group: Group) -> None:
         full.wait_writable()
 
 
-@pytest.mark.parametrize(("kind", "size"), [("shared", 3), ("gloo", 3), ("native", 2)])
-def test_compressed_collectives_are_the_same_on_every_way(kind: str, size: int) -> None:
-    run_ranks(size, both, kind)
+@pytest.mark.parametrize(("kind", "size"), [("shared", 3), ("gloo", 3), ("hosts", 3), ("native", 2)])
+@pytest.mark.parametrize("name", FORMATS)
+def test_compressed_collectives_are_the_same_on_every_way(name: str, kind: str, size: int) -> None:
+    run_ranks(size, both, kind, name)
 
 
 def messages() -> None:
@@ -146,7 +164,7 @@ def messages() -> None:
         maker.close()
 
 
-def one_message(wire: Wire, rank: int, x: Tensor, lane: int, format_: EightBits, tag: int) -> None:
+def one_message(wire: Wire, rank: int, x: Tensor, lane: int, format_: BlockFormat, tag: int) -> None:
     described = lane == 1
     if rank == 0:
         wire.send(x.t() if x.dim() == 2 else x, 1, lane, tag, "x", described=described)

@@ -14,7 +14,7 @@ from engine_setup import one_mesh
 from torch import Tensor, nn
 
 from shardwise.build import Session, build
-from shardwise.comm import BLOCK, VALUES
+from shardwise.comm import BLOCK, FORMATS
 from shardwise.mesh import Mesh
 from shardwise.plan import ByNumel, Plan, on_device, replicated, zero
 from shardwise.testing import run_ranks
@@ -33,6 +33,13 @@ SHARDED: dict[str, Plan] = {
 }
 REPLICATED = {"zero2_hybrid": zero(2, HALF, dp_replicate=2), "zero3_hybrid": zero(3, dp_replicate=2)}
 """On four ranks: sums of slices, and then over replicas."""
+WHOLE: dict[str, Plan] = {
+    "int8": zero(3, HALF).but(compress_weights="int8", compress_gradients="int8"),
+    "int4": zero(2, HALF).but(compress_gradients="int4"),
+    "weights": zero(3).but(compress_weights="int8"),
+    "gradients": replicated().but(compress_gradients="int8"),
+}
+"""Blocks of whole numbers, for one of the two or both."""
 
 
 class Net(nn.Module):
@@ -97,7 +104,8 @@ def alike(session: Session) -> None:
             continue
         assert state.master is not None
         expected = state.master.to(chunk.spec.dtype, copy=True)
-        VALUES.round_(expected)
+        if engine.plan.comm.weights is not None:
+            FORMATS[engine.plan.comm.weights][0].round_(expected)
         with chunk.opened() as shard:
             assert torch.equal(shard, expected)
 
@@ -105,7 +113,7 @@ def alike(session: Session) -> None:
 def transports(names: list[str]) -> list[tuple[list[float], dict[str, Tensor]]]:
     results = []
     for name in names:
-        plan = (SHARDED | REPLICATED)[name].but(compress="fp8")
+        plan = WHOLE[name] if name in WHOLE else (SHARDED | REPLICATED)[name].but(compress="fp8")
         found = []
         with ExitStack() as stack:
             for shared in (True, False):
@@ -128,6 +136,12 @@ def test_the_same_bits_whatever_carries_them(size: int) -> None:
             if "still" in key:
                 exact = value.to(HALF) if (SHARDED | REPLICATED)[name].precision.param_dtype is HALF else value
                 assert torch.equal(state[key].to(exact.dtype), exact)  # frozen: travels as it is
+
+
+def test_whole_numbers_are_the_same_bits_whatever_carries_them() -> None:
+    results = run_ranks(2, transports, list(WHOLE))
+    for one, other in zip(results[0], results[1], strict=True):
+        assert all(torch.equal(value, other[1][key]) for key, value in one[1].items())
 
 
 def one_step(plan: Plan) -> dict[str, Any]:
@@ -265,7 +279,10 @@ def test_an_overflow_is_found(shared: bool) -> None:
 
 def curves() -> list[list[float]]:
     found = []
-    for plan in (zero(2, HALF), zero(2, HALF).but(compress="fp8"), zero(3, HALF).but(compress="fp8")):
+    narrow = [zero(2, HALF).but(compress="fp8"), zero(3, HALF).but(compress="fp8")]
+    quantized = zero(3, HALF).but(compress_weights="int8")
+    narrow += [quantized.but(compress_gradients="int8"), quantized.but(compress_gradients="int4")]
+    for plan in (zero(2, HALF), *narrow):
         with one_mesh(plan) as mesh:
             losses, _ = trained_for_curve(plan, mesh)
             found.append(losses)
@@ -286,10 +303,10 @@ def trained_for_curve(plan: Plan, mesh: Mesh) -> tuple[list[float], None]:
 
 
 def test_the_loss_falls_as_without() -> None:
-    plain, late, sharded = run_ranks(2, curves)[0]
+    plain, *narrow = run_ranks(2, curves)[0]
     mean = lambda losses: sum(losses[-6:]) / 6  # noqa: E731
     assert mean(plain) < 0.35 * plain[0]
-    for losses in (late, sharded):
+    for losses in narrow:
         assert abs(mean(losses) - mean(plain)) < 0.15 * mean(plain) + 0.005
         assert losses != plain
 
@@ -308,3 +325,7 @@ def test_what_cannot_be() -> None:
         zero(2).but(compress="fp8", tiers=disk)
     with pytest.raises(ValueError, match="compress='fp4'"):
         zero(2).but(compress="fp4")
+    with pytest.raises(ValueError, match="compress_gradients='int2': give one of 'fp8', 'int8', 'int4', or None"):
+        zero(2).but(compress_gradients="int2")
+    with pytest.raises(ValueError, match=r"compress_weights='int8' \(fp8_communication\) with disk=DiskPlan"):
+        zero(2).but(compress_weights="int8", tiers=disk)

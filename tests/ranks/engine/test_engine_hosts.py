@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from engine_setup import PLANS, adam, check, data, run_plain, run_sharded, seeded, sharded
+from engine_setup import PLANS, adam, check, data, one_mesh, run_plain, run_sharded, seeded, sharded
 from scope import PER_HOST, hosts_of
 from torch import Tensor, nn
 from wander_setup import Wanderer, counted, fails_and_goes_on, wander
@@ -120,3 +120,18 @@ def low(plan: Plan) -> dict[str, Tensor]:
 
 def layers_in_fp32() -> nn.Module:
     return seeded(layers).float()
+
+
+def on_its_host(per_host: int) -> tuple[str, dict[str, Tensor]]:
+    plan = zero(3).but(secondary="host")
+    with hosts_of(per_host), one_mesh(plan) as mesh:
+        return repr(mesh.secondary), run_sharded(layers, several, plan, 3, mesh)
+
+
+@pytest.mark.parametrize(
+    ("per_host", "group"), [(2, "SharedGroup('secondary', rank"), (4, "None"), (1, "None"), (3, "None")]
+)
+def test_secondary_shards_are_placed_inside_a_host_by_themselves(per_host: int, group: str) -> None:
+    found = run_ranks(4, on_its_host, per_host)
+    assert all(told.startswith(group) and ("of 2" in told) == (per_host == 2) for told, _ in found)
+    check([state for _, state in found], run_plain(layers, several, 4, 3), "secondary shards of each host")

@@ -1,12 +1,13 @@
-"""Numbers of 8 bits in blocks with a common scale: what travels instead of 16 or 32 bits, and what it is worth.
+"""Numbers of 8 or 4 bits in blocks with a common scale: what travels instead of 16 or 32 bits, and what it is worth.
 
 A block is :data:`BLOCK` neighbours, the last one of a row what is left. Its scale is a power of two, so it costs one
 byte and no rounding of its own (OCP Microscaling Formats 1.0, 2023): the smallest ``2**k`` with which the block's
 largest value fits the format. Rounding what was rounded changes nothing.
 
-Error of one rounding of x in a block whose largest absolute value is M: at most ``max(2**-4 |x|, 2**-17 M)`` in e4m3
-and ``max(2**-3 |x|, 2**-31 M)`` in e5m2; where M is below 2**-117 (e4m3) or 2**-110 (e5m2) at most ``2**-136``. A block
-with an infinity or a NaN becomes NaN altogether. What would round up beyond a dtype's largest number becomes that.
+Error of one rounding of x in a block whose largest absolute value is M: at most ``max(2**-4 |x|, 2**-17 M)`` in e4m3,
+``max(2**-3 |x|, 2**-31 M)`` in e5m2, ``M / 127`` in int8 and ``M / 7`` in int4 (half of that where M is just below a
+power of two times 127 or 7); where M is below 2**-110 at most ``2**-127``, in e4m3 and e5m2 ``2**-136``. A block with
+an infinity or a NaN becomes NaN altogether. What would round up beyond a dtype's largest number becomes that.
 """
 
 from __future__ import annotations
@@ -16,27 +17,33 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["BLOCK", "GRADIENTS", "VALUES", "EightBits"]
+__all__ = ["BLOCK", "FORMATS", "GRADIENTS", "INT4", "INT8", "VALUES", "BlockFormat"]
 
 BLOCK = 128
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""What can be written in 8 bits: fp64 has reasons to be exact."""
+"""What can be written so: fp64 has reasons to be exact."""
 NOT_FINITE = 255
 """The byte of the scale of a block that is not finite; others are the exponent plus :data:`BIAS`."""
 BIAS, SMALLEST = 127, -126
 
 
 @dataclass(frozen=True)
-class EightBits:
-    """A format and how rows of numbers are written in it: first a byte for each, then one for each block.
+class BlockFormat:
+    """A format and how rows of numbers are written in it: first their codes, then a byte for each block.
 
     Attributes:
-        dtype: of the format.
-        exponent: its largest number is 1.75 times two to it.
+        name: for messages.
+        dtype: of codes.
+        exponent: the largest number is ``mantissa`` times two to it.
+        mantissa: from 0.5 up to 1.
+        bits: of a code; 4 are two to a byte.
     """
 
+    name: str
     dtype: torch.dtype
     exponent: int
+    mantissa: float
+    bits: int = 8
 
     def takes(self, dtype: torch.dtype) -> bool:
         """Whether numbers of ``dtype`` can be written."""
@@ -44,21 +51,36 @@ class EightBits:
 
     def row_bytes(self, numel: int) -> int:
         """Of a row of ``numel`` numbers."""
-        return numel + -(-numel // BLOCK)
+        return self._code_bytes(numel) + -(-numel // BLOCK)
+
+    def _code_bytes(self, numel: int) -> int:
+        return -(-numel * self.bits // 8)
 
     def write(self, rows: Tensor) -> Tensor:
         """``rows`` (2-D, float) as bytes ``[rows, row_bytes(columns)]``, new and contiguous."""
         count, numel = rows.shape
         written = torch.empty(count, self.row_bytes(numel), dtype=torch.uint8, device=rows.device)
+        scales = written[:, self._code_bytes(numel) :]
+        codes = written if self.bits == 8 else torch.empty(count, numel, dtype=torch.uint8, device=rows.device)
         for start, end, blocks in _parts(numel):
-            self._write(rows[:, start:end], written[:, start:end], written[:, numel:][:, blocks])
+            self._write(rows[:, start:end], codes[:, start:end], scales[:, blocks])
+        if self.bits == 4:
+            low, high = codes[:, ::2] & 15, codes[:, 1::2] << 4
+            low[:, : high.shape[1]] |= high
+            written[:, : low.shape[1]] = low
         return written
 
     def read(self, written: Tensor, out: Tensor) -> None:
         """The numbers that :meth:`write` was given, rounded, into ``out`` (2-D, float)."""
         numel = out.shape[1]
+        scales, codes = written[:, self._code_bytes(numel) :], written
+        if self.bits == 4:
+            pairs = written[:, : self._code_bytes(numel)]
+            # Signed: a half byte is shifted up to the sign and down again.
+            codes = torch.stack([pairs << 4, pairs], 2).view(torch.int8).flatten(1).bitwise_right_shift(4)
+            codes = codes.view(torch.uint8)
         for start, end, blocks in _parts(numel):
-            self._read(written[:, start:end], written[:, numel:][:, blocks], out[:, start:end])
+            self._read(codes[:, start:end], scales[:, blocks], out[:, start:end])
 
     def round_(self, row: Tensor) -> None:
         """In place, what :meth:`read` gives of ``row`` (1-D, float)."""
@@ -69,10 +91,12 @@ class EightBits:
     def _write(self, numbers: Tensor, codes: Tensor, scales: Tensor) -> None:
         blocks = numbers.reshape(len(numbers), scales.shape[1], -1).float()
         largest = blocks.abs().amax(2)
-        mantissa, exponent = torch.frexp(largest)  # mantissa in [0.5, 1), so 1.75 * 2**e is 0.875 * 2**(e + 1)
-        k = (exponent - (self.exponent + 1) + (mantissa > 0.875)).clamp_(SMALLEST, BIAS)
+        mantissa, exponent = torch.frexp(largest)  # mantissa in [0.5, 1)
+        k = (exponent - self.exponent + (mantissa > self.mantissa)).clamp_(SMALLEST, BIAS)
         scales.copy_(torch.where(largest.isfinite(), k + BIAS, NOT_FINITE))
         blocks = blocks * _power_of_two(-k).unsqueeze(2)
+        if not self.dtype.is_floating_point:  # a block that is not finite has any codes
+            blocks = blocks.nan_to_num_(0.0, 0.0, 0.0).round_()
         codes.copy_(blocks.to(self.dtype).view(torch.uint8).flatten(1))
 
     def _read(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
@@ -94,6 +118,10 @@ def _power_of_two(exponent: Tensor) -> Tensor:
     return ((exponent + BIAS).to(torch.int32) << 23).view(torch.float32)
 
 
-VALUES = EightBits(torch.float8_e4m3fn, 8)
+VALUES = BlockFormat("e4m3", torch.float8_e4m3fn, 9, 0.875)
 """For parameters and activations."""
-GRADIENTS = EightBits(torch.float8_e5m2, 15)
+GRADIENTS = BlockFormat("e5m2", torch.float8_e5m2, 16, 0.875)
+INT8 = BlockFormat("int8", torch.int8, 7, 127 / 128)
+INT4 = BlockFormat("int4", torch.int8, 3, 7 / 8, bits=4)
+FORMATS = {"fp8": (VALUES, GRADIENTS), "int8": (INT8, INT8), "int4": (INT4, INT4)}
+"""Of parameters and of gradients, by their names in a plan."""
