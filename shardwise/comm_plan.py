@@ -7,7 +7,7 @@ from typing import Literal
 
 from shardwise.checked import number, require, switch
 
-__all__ = ["CommPlan"]
+__all__ = ["MOST_DIVISOR", "CommPlan"]
 
 MOST_DIVISOR = 2.0**32
 BLOCKS = ("fp8", "int8", "int4")

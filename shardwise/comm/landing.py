@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shardwise.comm.errors import PeerError
 from shardwise.comm.joint import tensor_in
 from shardwise.comm.mapping import LINE_BYTES, LINE_WORDS
 from shardwise.comm.shared import SharedGroup
@@ -20,6 +22,7 @@ from shardwise.comm.shared import SharedGroup
 __all__ = ["HERE", "LOST", "UNDER_WAY", "Entry", "Landing"]
 
 ENTRIES = 256
+NAP_FIRST_S, NAP_MAX_S = 20e-6, 200e-6
 UNDER_WAY, HERE, LOST = range(3)
 
 # Words of the table: how many entries were ever made, the oldest that is kept, and bytes ever given out; then, for each
@@ -51,8 +54,8 @@ class Entry:
 #   thread of the rank that asked (``bringer``), which waits for messages of threads that answer whatever their rank
 #   does ([Note: Gathers that nobody else takes part in]) and for nothing else; it marks the entry HERE or LOST. Who
 #   finds it LOST, or its fetcher gone before it was either, asks for itself. The table is changed under a lock that is
-#   held for a look at it, in which nothing is waited for; the system takes it back from a process that dies, and who
-#   waits for it looks whether the others live. So no wait of this kind is part of a circle.
+#   held for a look at it, in which nothing is waited for; the system takes it back from a process that dies. So no wait
+#   of this kind is part of a circle.
 # * Nothing is read too early: an entry is marked when all its parts have arrived; who asked had heard that all have
 #   written. Nothing is read too late: what an entry is of says between which two fences it was asked for ([Note:
 #   Fences]), all ranks count them alike, and older ones are not found. Before a rank comes to the next fence its own
@@ -148,9 +151,15 @@ class Landing:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        if not self._tries():
-            others = [rank for rank in range(self._inside.size) if rank != self._inside.rank]
-            self._inside.wait_until(lambda: [] if self._tries() else others, "a look at what has come to the host")
+        nap, began = NAP_FIRST_S, time.monotonic()
+        while not self._tries():
+            time.sleep(nap)
+            nap = min(2 * nap, NAP_MAX_S)
+            if time.monotonic() - began > self._inside.timeout_s:
+                raise PeerError(
+                    f"a look at what has come to the host, of group {self._inside.name!r}: another rank of it has held "
+                    f"the lock for {self._inside.timeout_s:g} s; is it stopped?"
+                )
         try:
             yield
         finally:

@@ -44,8 +44,7 @@ STAGE_3 = tuple(
         "zero_quantized_gradients",
     )
 )
-QUANTIZED = (f"{ZERO}.zero_quantized_weights", "int8"), (f"{ZERO}.zero_quantized_gradients", "int4")
-"""qwZ and qgZ of ZeRO++, and the numbers that its paper sends."""
+QUANTIZED = f"{ZERO}.zero_quantized_weights", f"{ZERO}.zero_quantized_gradients"
 HPZ, MICS = f"{ZERO}.zero_hpz_partition_size", f"{ZERO}.mics_shard_size"
 BUCKETS = (f"{ZERO}.reduce_bucket_size", f"{ZERO}.allgather_bucket_size")
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", None: "fp32"}
@@ -132,14 +131,19 @@ def plan_of(settings: Settings, world_size: int, numels: Sequence[int] | None = 
 
 
 def _comm(s: Settings, overlap: bool, tiers: TierPlan) -> CommPlan:
-    weights, gradients = (kind if s.stage == 3 and s[path] else None for path, kind in QUANTIZED)
-    asked = [path for path, _ in QUANTIZED if s.stage == 3 and s[path]]
+    asked = [path for path in QUANTIZED if s.stage == 3 and s[path]]
     if asked and tiers.disk is not None:
         raise ValueError(
             f"{asked[0]}=True with offloading to 'nvme': what travels in 8 bits or less is rounded behind its update, "
             "which data on a disk is not; give device 'cpu' or 'none', or leave it False"
         )
-    return replace(usual_exchange(), overlap=overlap, compress_weights=weights, compress_gradients=gradients)
+    weights, gradients = QUANTIZED  # qwZ and qgZ of ZeRO++, in the numbers that its paper sends
+    return replace(
+        usual_exchange(),
+        overlap=overlap,
+        compress_weights="int8" if weights in asked else None,
+        compress_gradients="int4" if gradients in asked else None,
+    )
 
 
 def _set_aside(s: Settings) -> None:

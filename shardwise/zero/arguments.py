@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from shardwise.checked import MOST_BYTES, number, share, switch
+from shardwise.comm_plan import MOST_DIVISOR
 from shardwise.loss_scale import PublishedDefault, ScalerArguments, scaler_plan
 from shardwise.plan import (
-    MOST_DIVISOR,
     AutoPlan,
     ByNumel,
     ByTensor,
