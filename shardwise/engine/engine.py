@@ -14,7 +14,6 @@ from shardwise.checks.description import describe_build
 from shardwise.checks.guards import check_shardable
 from shardwise.checks.unfinished import Unfinished
 from shardwise.chunk.layout import Layout, make_layout, search_report
-from shardwise.comm import FORMATS
 from shardwise.engine.accounts import StateAccounts
 from shardwise.engine.aside import Aside
 from shardwise.engine.attachment import Attachment
@@ -108,8 +107,7 @@ class Engine:
         self.counts = StepCounts(each.spec.optimizer for each in self.grads.values())
         self.early = EarlyObserver(self.grads, self.counts, plan.grad.average)
         states = list(self.grads.values())
-        gradients = plan.comm.gradients
-        sums = mesh if gradients is None else mesh.compressed(FORMATS[gradients][1])
+        sums = mesh.with_sums_in(plan.comm.gradients)
         self.reducer = Reducer(states, sums, self.ledger, plan, self.party, self.counts, self.events, self.early)
         # See [Note: Why no wait inside a pass closes a cycle].
         if self.pool.agrees and mesh.shard.starts_together:

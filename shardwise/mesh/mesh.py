@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import (
-    BlockFormat,
+    FORMATS,
     Group,
     GroupMaker,
     LocalGroup,
@@ -253,9 +253,12 @@ class Mesh:
         self._parties += 1
         return Party(self._parties, f"model {self._parties} of the mesh ({name})", PASSES)
 
-    def compressed(self, format_: BlockFormat) -> Mesh:
-        """As who moves gradients sees it: what goes over the axes of shards and replicas is in 8 bits."""
-        twin = copy.copy(self)
+    def with_sums_in(self, numbers: str | None) -> Mesh:
+        """As who moves gradients sees it: what goes over the axes of shards and replicas is in such ``numbers`` (of
+        :data:`FORMATS`); ``None``: this one."""
+        if numbers is None:
+            return self
+        twin, (_, format_) = copy.copy(self), FORMATS[numbers]
         twin.shard, twin.replicate = compressed(self.shard, format_), compressed(self.replicate, format_)
         return twin
 

@@ -362,10 +362,7 @@ WRONG = [
     ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu", "ratio": 1.5}}}, "give a share"),
     ({"zero_optimization": {"stage": 3, "mics_shard_size": 3}}, "mics_shard_size=3.*divides the 4 ranks"),
     ({"zero_optimization": {"stage": 3, "mics_shard_size": 2, "zero_hpz_partition_size": 4}}, "=4 with .*=2: .*one"),
-    (
-        {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True, "offload_optimizer": {"device": "nvme", "nvme_path": "/f"}}},
-        "zero_quantized_gradients=True with offloading to 'nvme'",
-    ),
+    (merged(NVME, {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}}), "_gradients=True with offload"),
     ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}}, "partition_size=3.*divides the 4 ranks"),
     (
         {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2, "offload_param": {"device": "nvme", "nvme_path": "/f"}}},
