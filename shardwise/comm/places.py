@@ -35,7 +35,10 @@ class Places:
         here = set(self.beside)
         self.elsewhere = [member for member in range(len(hosts)) if member not in here]
         self._seat = {member: seat for ranks in self.hosts for seat, member in enumerate(ranks)}
-        self.takes = [member for member in self.elsewhere if self.partner(self.own, member) == rank]
+        self._taken: dict[int, list[int]] = {member: [] for member in self.beside}
+        for member in self.elsewhere:
+            self._taken[self.partner(self.own, member)].append(member)
+        self.takes = self._taken[rank]
 
     def partner(self, host: int, member: int) -> int:
         """Which rank of ``host`` speaks for it with ``member``, a rank of another host."""
@@ -44,4 +47,4 @@ class Places:
 
     def taken_by(self, beside: int) -> list[int]:
         """The ranks of other hosts that ``beside``, a rank of this host, takes for it."""
-        return [member for member in self.elsewhere if self.partner(self.own, member) == beside]
+        return self._taken[beside]
