@@ -121,6 +121,7 @@ checkout:
 
 # Its programs and tests take transformers, peft and pytest; torchvision, timm, diffusers and galore_torch where they are.
 upstream-colossalai: checkout $(VENV)/.dev
+	$(BIN)/python -W ignore -m tests.foreign.upstream.names_colossalai "$(CHECKOUT)"
 	$(BIN)/python -W ignore -m tests.foreign.upstream.programs_colossalai "$(CHECKOUT)"
 	$(BIN)/python -W ignore -m tests.foreign.upstream.run_colossalai "$(CHECKOUT)" $(UPSTREAM)
 

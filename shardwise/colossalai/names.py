@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from shardwise.colossalai.defined_names import defined
 from shardwise.colossalai.entries import alike, same
 from shardwise.colossalai.missing_names import MISSING
 from shardwise.colossalai.older_names import OLDER
@@ -180,7 +181,6 @@ WORKING: dict[str, dict[str, Entry]] = {
         "set_accelerator": NO_CHOICE,
         "BaseAccelerator": Here("shardwise.device", "Accelerator"),
     },
-    "amp": {},
     "booster": {
         "Booster": Here("shardwise.booster"),
         **BASES,
@@ -377,6 +377,6 @@ WORLD = World(
     foreign="colossalai",
     home="shardwise.colossalai",
     version=VERSION,
-    names={**MISSING, **OLDER, **WORKING},
+    names=defined({**MISSING, **OLDER, **WORKING}),
     arguments=ARGUMENTS,
 )

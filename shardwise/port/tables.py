@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from shardwise.worlds import Absent, Here, Ignored, Renamed, World
+from shardwise.worlds.table import REST
 
 __all__ = ["markdown"]
 
@@ -74,12 +75,22 @@ def _arguments(world: World) -> Iterator[str]:
 def _absent(world: World) -> list[str]:
     by_text: dict[str, list[str]] = {}
     for path, name, entry in world.entries():
-        if isinstance(entry, Absent):
-            by_text.setdefault(entry.instead, []).append(f"`{world.full_name(path, name)}`")
+        if isinstance(entry, Absent) and (shown := _shown(world, path, name, entry)):
+            by_text.setdefault(entry.instead, []).append(shown)
     if not by_text:
         return []
     rows = sorted(f"| {_listed(names)} | {text} |" for text, names in by_text.items())
     return ["| can be imported, not used | what to do instead |", "|---|---|", *rows, ""]
+
+
+def _shown(world: World, path: str, name: str, entry: Absent) -> str:
+    """A name that cannot work; empty where the rest of its module, which has the same text, says so."""
+    among = world.names[path]
+    if isinstance(among, Absent) or REST not in among:
+        return f"`{world.full_name(path, name)}`"
+    if name == REST:
+        return f"`{world.full_name(path)}` (all other names)"
+    return "" if among[REST] == entry else f"`{world.full_name(path, name)}`"
 
 
 def _listed(names: Iterable[str]) -> str:

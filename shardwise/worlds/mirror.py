@@ -11,7 +11,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from shardwise.worlds.absent import refusing
-from shardwise.worlds.table import Absent, Entry, Here, World
+from shardwise.worlds.table import REST, Absent, Entry, Here, World
 
 __all__ = ["Mirror", "mirror"]
 
@@ -70,7 +70,7 @@ class Mirrored(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         if name == "__all__":
-            return sorted(_names(self._world, self._path))
+            return sorted({*_names(self._world, self._path)} - {REST})
         found = lookup(self._world, self._path, name)
         setattr(self, name, found)
         return found
@@ -141,7 +141,7 @@ def _listed(world: World, path: str) -> list[str]:
     """Names of the module and modules below it."""
     start = f"{path}." if path else ""
     below = {each.removeprefix(start).split(".")[0] for each in world.names if each.startswith(start) and each != path}
-    return sorted({*_names(world, path), *below} - {""})
+    return sorted({*_names(world, path), *below} - {"", REST})
 
 
 def _parted(below: str) -> tuple[str, str]:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["Absent", "Argument", "Entry", "Here", "Ignored", "Instead", "Renamed", "World"]
+__all__ = ["REST", "Absent", "Argument", "Entry", "Here", "Ignored", "Instead", "Renamed", "World"]
+
+REST = "*"
+"""Among the names of a module: all that are not in it, which cannot work either."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ class World:
         home: our package that takes its place, such as ``"shardwise.colossalai"``.
         version: the release that these are the names of.
         names: by module (its path below ``foreign``; the empty text is the top) the names in it, or :class:`Absent`
-            for a module of which nothing can work.
+            for a module of which nothing can work. :data:`REST` stands for names beside those that are told.
         arguments: by ``"module:name"`` or ``"module:Class.method"`` what differs in the arguments of that.
         values: by ``"module:name"`` and argument what to write in place of a value, by its text; ``"*"``: of any.
         also: other dotted names of what is below ``foreign``, such as those of a package that shows it again.
@@ -109,18 +112,20 @@ class World:
     def find(self, path: str, name: str) -> Entry | None:
         """What the table says of a name of the module ``path``; ``None``: nothing."""
         entries = self.names.get(path)
-        if isinstance(entries, Mapping) and name in entries:
-            return entries[name]
-        return self.gone(path)
+        if not isinstance(entries, Mapping):
+            return self.gone(path)
+        if name in entries or self.has_module(f"{path}.{name}".lstrip(".")):
+            return entries.get(name)
+        return entries.get(REST)
 
     def full_name(self, path: str, name: str = "") -> str:
         """Such as ``"colossalai.booster.Booster"``."""
         return ".".join(part for part in (self.foreign, path, name) if part)
 
     def entries(self) -> Iterator[tuple[str, str, Entry]]:
-        """``(module, name, entry)`` of every name; the name of a module that is absent whole is ``"*"``."""
+        """``(module, name, entry)`` of every name; of a module that is absent whole it is :data:`REST`."""
         for path, names in self.names.items():
             if isinstance(names, Absent):
-                yield path, "*", names
+                yield path, REST, names
             else:
                 yield from ((path, name, entry) for name, entry in names.items())

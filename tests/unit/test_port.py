@@ -17,6 +17,7 @@ from shardwise.cli.main import main
 from shardwise.port import Program, findings, markdown, rewritten, worlds
 from shardwise.strategies.names import OLDER
 from shardwise.worlds import Absent, Here, Ignored, Instead, Renamed, World
+from shardwise.worlds.table import REST
 
 WHOLE = World(
     foreign="foreignlib",
@@ -259,6 +260,26 @@ def test_each_name_is_judged(text: str, expected: list[tuple[str, str, str]]) ->
     for each, (_, _, start) in zip(got, expected, strict=True):
         assert each.text.startswith(start) and bool(each.text) == bool(start)
         assert each.lines and all(each.lines)
+
+
+def test_the_rest_of_a_module_is_judged_and_told_once() -> None:
+    odd = Absent("leave it out")
+    world = World(
+        foreign="foreignlib",
+        home="ours.foreignlib",
+        version="1",
+        names={"nn": {"Linear": Here("torch.nn"), "Odd": odd, "Other": Absent("use Linear"), REST: odd}},
+    )
+    text = markdown([world])
+    assert "| `foreignlib.nn` (all other names) | leave it out |" in text and "`foreignlib.nn.Odd`" not in text
+    assert "| `foreignlib.nn.Other` | use Linear |" in text
+    found = findings(Program("from foreignlib.nn import Linear, Odd, Other, Third\n", [world]))
+    assert [(each.name, each.verdict.value, each.text) for each in found] == [
+        ("foreignlib.nn.Linear", "same", ""),
+        ("foreignlib.nn.Odd", "missing", "leave it out"),
+        ("foreignlib.nn.Other", "missing", "use Linear"),
+        ("foreignlib.nn.Third", "missing", "leave it out"),
+    ]
 
 
 def test_the_table_of_a_page_has_every_name() -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from shardwise.worlds import Absent, Here, NotHere, World, impersonate, mirror
+from shardwise.worlds.table import REST
 
 WORLD = World(
     foreign="foreignlib",
@@ -28,6 +29,8 @@ WORLD = World(
         "nn": {"Module": Here("torch.nn"), "start": Absent("call it by hand")},
         "nn.start": {"Adam": Here("torch.optim")},
         "tracing": Absent("trace with torch.fx"),
+        "parts": {"ReLU": Here("torch.nn"), "Odd": Absent("use ReLU"), REST: Absent("leave it out")},
+        "parts.deep": {"GELU": Here("torch.nn")},
     },
 )
 
@@ -54,7 +57,18 @@ def test_names_are_ours(home: Any) -> None:
     assert home.zeros(2).shape == (2,)
     assert home.nn.layers is layers  # by attributes, as after a plain import of the top
     assert layers.__all__ == ["Linear", "Odd", "Wide"]
-    assert dir(home) == ["nn", "tracing", "zeros"] and {"layers", "Module"} <= set(dir(home.nn))
+    assert dir(home) == ["nn", "parts", "tracing", "zeros"] and {"layers", "Module"} <= set(dir(home.nn))
+
+
+def test_the_rest_of_a_module_cannot_work_either(home: Any) -> None:
+    parts = importlib.import_module(f"{WORLD.home}.parts")
+    assert parts.ReLU is nn.ReLU and parts.deep.GELU is nn.GELU and parts.deep is home.parts.deep
+    for name, said in (("Odd", "use ReLU"), ("Anything", "leave it out")):
+        with pytest.raises(NotHere, match=f"foreignlib.parts.{name}: {said}"):
+            getattr(parts, name)(3)
+    assert parts.__all__ == ["Odd", "ReLU"] and "deep" in dir(parts) and REST not in dir(parts)
+    with pytest.raises(ImportError, match="'Anything'"):
+        importlib.import_module(f"{WORLD.home}.parts.deep.Anything")
 
 
 def test_a_table_is_read_once(home: Any) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.foreign.upstream.names_colossalai import imported, missing, shown
 from tests.foreign.upstream.run_colossalai import kept, table
 
 REPOSITORY = Path(__file__).parents[3]
@@ -96,6 +97,13 @@ FILES = {
 }
 
 
+def write(checkout: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = checkout / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, "utf-8")
+
+
 def run(name: str, *arguments: str) -> tuple[int, str]:
     command = [sys.executable, "-W", "ignore", "-m", f"tests.foreign.upstream.{name}", *arguments]
     path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -106,10 +114,7 @@ def run(name: str, *arguments: str) -> tuple[int, str]:
 
 
 def test_what_runs_of_a_checkout_is_told_with_reasons(tmp_path: Path) -> None:
-    for name, text in FILES.items():
-        path = tmp_path / "checkout" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, "utf-8")
+    write(tmp_path / "checkout", FILES)
     checkout = str(tmp_path / "checkout")
     status, told = run("programs_colossalai", checkout)
     assert status == 0 and "2 of 3 get past their imports" in told, told
@@ -135,3 +140,29 @@ def test_what_runs_of_a_checkout_is_told_with_reasons(tmp_path: Path) -> None:
     assert lines[-1] == "| `test_zero/test_b.py::test` | slow | TimeoutError: 4 ranks |"
     status, told = run("run_colossalai", str(tmp_path))
     assert status == 2 and "tests/kit" in told
+
+
+def test_names_that_a_checkout_has_and_we_have_not_are_told(tmp_path: Path) -> None:
+    files = {
+        "colossalai/__init__.py": "from .initialize import launch\nfrom .initialize import *",
+        "colossalai/initialize.py": "import os\nclass Unheard: pass\ndef launch(): pass\ndef _own(): pass",
+        "colossalai/_private.py": "def hidden(): pass",
+        "colossalai/booster/__init__.py": "from colossalai.booster.booster import Booster\nfrom os import path",
+        "docs/source/en/page.md": "```python\nfrom colossalai.zero import GeminiDDP\n```\n```python\n...(\n```",
+        "examples/a.py": "from colossalai.nn import HybridAdam, Nothing\nfrom .colossalai import x\nimport colossalai",
+        "tests/data.json": "{}",
+    }
+    write(tmp_path, files)
+    assert shown(tmp_path) == {
+        ("colossalai", "launch"),
+        ("colossalai.initialize", "Unheard"),
+        ("colossalai.initialize", "launch"),
+        ("colossalai.booster", "Booster"),
+    }
+    used = {("colossalai.zero", "GeminiDDP"), ("colossalai.nn", "HybridAdam"), ("colossalai.nn", "Nothing")}
+    assert imported(tmp_path) == used
+    assert missing(shown(tmp_path) | used) == {("colossalai.initialize", "Unheard"), ("colossalai.nn", "Nothing")}
+    status, told = run("names_colossalai", str(tmp_path))
+    assert status == 1 and "1 missing of its own\n  colossalai.initialize.Unheard\n" in told, told
+    assert "colossalai.nn.Nothing\nof 4 public names, and 3 that programs and pages import" in told
+    assert run("names_colossalai", str(tmp_path / "docs"))[0] == 2
