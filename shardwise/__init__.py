@@ -6,6 +6,7 @@ Importing this package imports nothing else, so that the command line answers at
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -28,4 +29,6 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    """What it exports, and what of it has been imported."""
+    modules = [name for name in globals() if f"{__name__}.{name}" in sys.modules]
+    return sorted({*__all__, *modules, *(name for name in globals() if name.startswith("__"))})

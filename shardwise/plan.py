@@ -402,7 +402,8 @@ class Plan:
         """What ``other`` has otherwise, a line each: ``"grad.max_norm: 0.0 -> 1.0"``."""
         if not isinstance(other, Plan):
             raise TypeError(f"other={shown(other)}: give a Plan")
-        return list(plan_text.differences(self.to_dict(), other.to_dict()))
+        ours, theirs = (plan_text.to_tables(each, objects=True) for each in (self, other))
+        return list(plan_text.differences(ours, theirs))
 
 
 def _precision(param_dtype: torch.dtype | None, scaler: ScalerPlan | None) -> PrecisionPlan:

@@ -27,6 +27,13 @@ NONE = "none"
 P = TypeVar("P")
 
 
+@dataclasses.dataclass(frozen=True)
+class _Object:
+    """What is the program's own, shown as it prints and compared as itself."""
+
+    own: Any
+
+
 def to_tables(part: Any, objects: bool = False) -> dict[str, Any]:
     """A dataclass as a dictionary of plain values and of dictionaries.
 
@@ -57,7 +64,7 @@ def _plain(name: str, value: Any, objects: bool) -> Any:
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if objects:
-        return f"{value!r:.80}"
+        return _Object(value)
     raise ValueError(f"{name}={value!r:.80} is an object of the program: it has no text; give it there, by plan.but()")
 
 
@@ -167,6 +174,8 @@ def _toml(value: Any) -> str:
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, list):
         return f"[{', '.join(_toml(each) for each in value)}]"
+    if isinstance(value, _Object):
+        return _toml(f"{value.own!r:.80}")
     return repr(value)  # numbers; infinity is inf there, too
 
 

@@ -37,8 +37,8 @@ class ModelWrapper(nn.Module):
         super().__init__()
         self.module = module
 
-    def unwrap(self) -> nn.Module:
-        """The user's own module, through every wrapper."""
+    def unwrap(self, unwrap_peft: bool = True) -> nn.Module:
+        """The user's own module, through every wrapper; one of peft's stays one, whatever ``unwrap_peft`` is."""
         return self.module.unwrap() if isinstance(self.module, ModelWrapper) else self.module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

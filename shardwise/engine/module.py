@@ -79,9 +79,14 @@ class ShardedModule(TransparentModule):
             )
         return super().__getattr__(name)
 
-    def unwrap(self) -> nn.Module:
-        """The user's module."""
+    def unwrap(self, unwrap_peft: bool = True) -> nn.Module:
+        """The user's module; one of peft's stays one, whatever ``unwrap_peft`` is."""
         return self.__dict__["engine"].model  # type: ignore[no-any-return]
+
+    def _force_wait_all_gather(self) -> None:
+        """Return when parameters that a step has left under way are there (``gather_on_use``), to be read without a
+        forward pass: the name that programs for ColossalAI call before ``unwrap().state_dict()``."""
+        self._engine.pool.settle()
 
     def gathered(self, write_back: bool = False) -> AbstractContextManager[None]:
         """Full parameters in place inside the block, gathered once: for generation and inspection. Every rank enters.

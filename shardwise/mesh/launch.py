@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from shardwise.checked import as_kind
+from shardwise.checked import as_kind, shown
 from shardwise.comm import UNREACHED, PeerError
 from shardwise.device import gpu_identity, gpus_of_host, make_current, numbered, visible_gpus
 from shardwise.mesh.listeners import INTERFACE, Listener, check_listeners, own_listener
@@ -319,7 +319,7 @@ def _device(facts: LaunchFacts, device: torch.device | str | None) -> torch.devi
                 warn_user(f"no GPU is used: {reason}; give device='cpu' where that is meant")
             return torch.device("cpu")
         device = "cuda"
-    chosen = torch.device(device)
+    chosen = _named(device)
     if chosen.type != "cuda":
         return chosen
     if count == 0 or (chosen.index or 0) >= count:
@@ -328,6 +328,17 @@ def _device(facts: LaunchFacts, device: torch.device | str | None) -> torch.devi
             f"({VISIBLE}={os.environ.get(VISIBLE)!r}), numbered from 0: give 'cuda' for the rank's own, or 'cpu'"
         )
     return chosen if chosen.index is not None else torch.device("cuda", own_index(facts.local_rank, count))
+
+
+def _named(device: torch.device | str) -> torch.device:
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError):
+        chosen = None
+    if chosen is None or chosen.type not in ("cpu", "cuda"):
+        # A ValueError whatever it is: that is what the other ranks are told of.
+        raise ValueError(f"device={shown(device)}: give 'cpu', 'cuda' for the rank's own GPU, or one such as 'cuda:0'")
+    return chosen
 
 
 def _why_no_gpu(facts: LaunchFacts, count: int) -> str | None:

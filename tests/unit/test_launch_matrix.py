@@ -164,9 +164,12 @@ def test_a_host_without_gpus_among_others_is_an_error(monkeypatch: pytest.Monkey
         ("cuda:1", 1, "device cuda:1 was asked for, but 1 GPUs are visible to rank 0"),
         ("cuda:99", 8, "device cuda:99 was asked for, but 8 GPUs"),
         ("cuda", 0, "device cuda was asked for, but 0 GPUs"),
+        ("gpu", 1, "device='gpu': give 'cpu', 'cuda' for the rank's own GPU, or one such as 'cuda:0'"),
+        ("meta", 0, "device='meta': give 'cpu'"),
+        (["cuda"], 1, r"device=\['cuda'\]: give 'cpu'"),
     ],
 )
-def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, device: str, gpus: int, text: str) -> None:
+def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch, device: Any, gpus: int, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         started(monkeypatch, all_see(gpus, 1), device)
 

@@ -157,9 +157,11 @@ def test_one_process_trains_as_plain_torch() -> None:
 def test_the_package_imports_nothing_until_a_name_is_asked_for() -> None:
     program = (
         "import sys, shardwise\n"
-        "assert 'torch' not in sys.modules and 'shard' in dir(shardwise)\n"
+        "seen = {each for each in dir(shardwise) if not each.startswith('_')}\n"
+        "assert 'torch' not in sys.modules and seen == {'Plan', 'Session', 'shard'} < {*shardwise.__all__}, seen\n"
         "from shardwise import shard, Plan, Session\n"
         "assert 'torch' in sys.modules and shard.__module__ == 'shardwise.native'\n"
+        "assert {'native', 'plan'} < {*dir(shardwise)} and 'import_module' not in dir(shardwise)\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
     with pytest.raises(AttributeError, match="module 'shardwise' has no attribute 'chard'"):

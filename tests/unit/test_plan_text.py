@@ -87,6 +87,21 @@ def test_what_differs_is_listed() -> None:
     ]
 
 
+def test_objects_of_the_program_differ_as_themselves() -> None:
+    """Whatever they print."""
+
+    class Alike:
+        def __repr__(self) -> str:
+            return "mine " * 40
+
+    one, other = Alike(), Alike()
+    plan = zero(3).but(body=one)
+    assert plan.differences(zero(3).but(body=one)) == []
+    shown = f'"{repr(one)[:80]}"'
+    assert plan.differences(zero(3).but(body=other)) == [f"pipeline.body: {shown} -> {shown}"]
+    assert zero(3).differences(plan) == [f'pipeline.body: "none" -> {shown}']
+
+
 def test_print_shows_every_field() -> None:
     plan = zero(3).but(body=object())
     shown = str(plan)

@@ -79,7 +79,7 @@ class TorchDDPModel(ModelWrapper):
         if compress and isinstance(self.module, DistributedDataParallel):
             self.module.register_comm_hook(None, reduce_bucket)
 
-    def unwrap(self) -> nn.Module:
+    def unwrap(self, unwrap_peft: bool = True) -> nn.Module:
         inner = self.module
         return inner.module if isinstance(inner, DistributedDataParallel) else inner
 

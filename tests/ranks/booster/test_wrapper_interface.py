@@ -33,6 +33,7 @@ def _methods(name: str) -> dict[str, Any]:
     booster, model, wrapped, optimizer = _run(PLUGINS[name]())
     assert wrapped.optim is optimizer and wrapped.unwrap() is optimizer
     assert [id(p) for p in wrapped.parameters] == [id(p) for g in wrapped.param_groups for p in g["params"]] != []
+    assert model.unwrap(unwrap_peft=False) is model.unwrap(True) is model.unwrap()
     before = wrapped.get_grad_norm(2.0)
     wrapped.clip_grad_by_value(0.5)
     clipped = float(wrapped.clip_grad_by_norm(0.1, norm_type=2.0, error_if_nonfinite=True))
@@ -79,6 +80,25 @@ def _states(name: str) -> dict[str, Any]:
         model.state_dict(keep_vars=True)
     booster.close()
     return found
+
+
+def _read_without_a_pass() -> list[dict[str, torch.Tensor]]:
+    """What the user's own parameters are after a step that leaves gathers under way, and when these were waited for."""
+    booster, model, wrapped, _ = _run(LowLevelZeroPlugin(stage=1, precision="fp32", overlap_allgather=True))
+    wrapped.step()
+    found = []
+    for wait in (lambda: None, model._force_wait_all_gather):
+        wait()
+        found.append({name: each.detach().clone() for name, each in model.unwrap().named_parameters()})
+    whole = model.state_dict()
+    booster.close()
+    return [*found, {name: whole[name].clone() for name in found[0]}]
+
+
+def test_what_a_step_left_under_way_can_be_waited_for() -> None:
+    for before, found, expected in run_ranks(RANKS, _read_without_a_pass):
+        assert_close(found, expected, rtol=0.0, what="the user's own parameters")
+        assert any(not torch.equal(before[name], value) for name, value in found.items())
 
 
 def _tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
