@@ -192,17 +192,18 @@ _REPLACED = {
 }
 
 
-def mixed_precision_factory(name: str) -> MixedPrecision:
+def mixed_precision_factory(mixed_precision_type: str) -> MixedPrecision:
     """The mixed precision of that name: ``"fp16"`` or ``"bf16"``.
 
     Raises:
         NotImplementedError: ``"fp16_apex"``, ``"fp16_naive"`` or ``"fp8"``, naming what to use.
         ValueError: any other name.
     """
-    if name == "fp16":
+    if mixed_precision_type == "fp16":
         return FP16TorchMixedPrecision()
-    if name == "bf16":
+    if mixed_precision_type == "bf16":
         return BF16MixedPrecision()
-    if name in _REPLACED:
-        raise NotImplementedError(f"mixed_precision={name!r} is not available; {_REPLACED[name]}")
-    raise ValueError(f"mixed_precision={name!r}: give 'fp16', 'bf16' or a MixedPrecision")
+    if mixed_precision_type in _REPLACED:
+        advice = _REPLACED[mixed_precision_type]
+        raise NotImplementedError(f"mixed_precision={mixed_precision_type!r} is not available; {advice}")
+    raise ValueError(f"mixed_precision={mixed_precision_type!r}: give 'fp16', 'bf16' or a MixedPrecision")

@@ -126,12 +126,19 @@ CONFIGS = same(
     "GradientCheckpointConfig PipelineGradientCheckpointConfig ShardConfig ShardFormer",
 )
 DESCRIPTIONS = same("shardwise.shardformer", "ModulePolicyDescription Policy SubModuleReplacementDescription")
+IN_POLICIES = "in a policy; by itself it makes no layer"
+PADDED = "refused in a policy, too: leave it out, or cut it (VocabParallelEmbedding1D, VocabParallelLMHead1D)"
+OTHER_NORM = "refused in a policy, too: name LayerNorm or RMSNorm; enable_fused_normalization= changes kernels"
+CUTS = "shardwise.shardformer.layer"
 LAYERS: dict[str, Entry] = {
-    **same("shardwise.shardformer.layer", "DropoutForParallelInput DropoutForReplicatedInput FusedLayerNorm"),
-    **same("shardwise.shardformer.layer", "FusedLinear1D_Col FusedLinear1D_Row FusedRMSNorm LayerNorm"),
-    **same("shardwise.shardformer.layer", "GPT2FusedLinearConv1D_Col GPT2FusedLinearConv1D_Row Linear1D_Col"),
-    **same("shardwise.shardformer.layer", "Linear1D_Row PaddingEmbedding PaddingLMHead ParallelModule"),
-    **same("shardwise.shardformer.layer", "RMSNorm VocabParallelEmbedding1D VocabParallelLMHead1D"),
+    **same(CUTS, "DropoutForParallelInput DropoutForReplicatedInput LayerNorm ParallelModule RMSNorm"),
+    **alike(
+        "FusedLinear1D_Col FusedLinear1D_Row GPT2FusedLinearConv1D_Col GPT2FusedLinearConv1D_Row Linear1D_Col "
+        "Linear1D_Row VocabParallelEmbedding1D VocabParallelLMHead1D",
+        Here(CUTS, note=IN_POLICIES),
+    ),
+    **alike("FusedLayerNorm FusedRMSNorm", Here(CUTS, note=OTHER_NORM)),
+    **alike("PaddingEmbedding PaddingLMHead", Here(CUTS, note=PADDED)),
     **dict.fromkeys(
         (
             *("AttnMaskType", "ColoAttention", "Embedding1D", "FusedLinear", "GPT2FusedLinearConv"),

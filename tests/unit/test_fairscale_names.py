@@ -6,6 +6,8 @@ import inspect
 from importlib import import_module
 
 import pytest
+from shardwise.fairscale.nn import auto_wrap, config_auto_wrap_policy, enable_wrap
+from torch import nn
 
 from shardwise.fairscale import WORLD
 from shardwise.port.known import worlds
@@ -81,3 +83,19 @@ def test_programs_can_be_ported() -> None:
     assert WORLD in worlds()
     for place, said in WORLD.arguments.items():
         assert said.keys() <= inspect.signature(named(*place.split(":"))).parameters.keys()  # type: ignore[arg-type]
+
+
+def test_modules_may_say_how_they_are_wrapped() -> None:
+    """And those that say nothing are not."""
+
+    class Wrapper(nn.Module):
+        def __init__(self, module: nn.Module, **kwargs: object) -> None:
+            super().__init__()
+            self.module, self.given = module, kwargs
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].wrapper_config = {"bucket_cap_mb": 3}  # type: ignore[assignment]
+    with enable_wrap(config_auto_wrap_policy, wrapper_cls=Wrapper, bucket_cap_mb=1, verbose=True):
+        wrapped = auto_wrap(model)
+    assert wrapped is model and isinstance(model[0], nn.Linear)
+    assert isinstance(model[1], Wrapper) and model[1].given == {"bucket_cap_mb": 3, "verbose": True}

@@ -1,0 +1,60 @@
+"""Every name of a table that works has a test that uses it, beyond those that look at the tables themselves."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from shardwise.port import worlds
+from shardwise.worlds import Here, World
+
+TESTS = Path(__file__).parents[1]
+OF_TABLES = ("test_colossalai_names.py", "test_positions.py", "test_port.py", "test_worlds.py", Path(__file__).name)
+"""These import, list and inspect names, which is no use of them."""
+TRIED = [world for world in worlds() if world.foreign != "deepspeed"]  # most of whose names are keys of a configuration
+
+
+def read(text: str) -> Iterator[str]:
+    """What a program reads, calls or asks for by name: never what it only imports or makes.
+
+    A text that is one word counts, too: many tests have what they try in a table of names.
+    """
+    tree = ast.parse(text)
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    own = {alias.asname or alias.name: alias.name for node in imports for alias in node.names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            yield own.get(node.id, node.id)
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
+            yield node.value
+
+
+@cache
+def used() -> frozenset[str]:
+    files = [path for path in TESTS.rglob("*.py") if path.name not in OF_TABLES and "upstream" not in path.parts]
+    return frozenset(name for path in files for name in read(path.read_text("utf-8")))
+
+
+def unused(world: World) -> set[str]:
+    """Names of the table, under none of which a test uses what they stand for."""
+    called: dict[tuple[str, str], set[str]] = {}
+    for _, name, entry in world.entries():
+        if isinstance(entry, Here):
+            called.setdefault((entry.module, entry.name or name), {entry.name or name}).add(name)
+    return {min(names) for names in called.values() if not names & used()}
+
+
+def test_an_import_is_no_use() -> None:
+    text = "from a import b as c, d\nimport e\nf = c(g.h, 'i', 'two words')\n__all__ = ['j']\n"
+    assert set(read(text)) == {"b", "g", "h", "i", "j"}
+
+
+@pytest.mark.parametrize("world", TRIED, ids=[world.foreign for world in TRIED])
+def test_each_name_that_works_is_used(world: World) -> None:
+    assert unused(world) == set(), f"write tests that use these names of {world.foreign}"
