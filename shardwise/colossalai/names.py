@@ -180,7 +180,7 @@ SPAWNING = same(
 FLAG = same(f"{HERE}spawning", "run_on_environment_flag")
 
 WORKING: dict[str, dict[str, Entry]] = {
-    "": {**LAUNCH},
+    "": {**LAUNCH, "__version__": Here("shardwise.colossalai")},
     "initialize": {**LAUNCH},
     "accelerator": {
         **ACCELERATOR,

@@ -49,6 +49,7 @@ WORLD = World(
     home="shardwise.fairscale",
     version="0.4.13",
     names={
+        "": {"__version__": Here("shardwise.fairscale")},
         "nn": {
             "FullyShardedDataParallel": FSDP,
             "ShardedDataParallel": SHARDED_DDP,

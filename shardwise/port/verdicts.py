@@ -69,6 +69,10 @@ def _shown(use: Use) -> str:
     return f"{name}().{use.attribute}" if use.attribute else name
 
 
+OF_MODULES = frozenset(("__dict__", "__doc__", "__name__", "__package__", "__path__", "__spec__"))
+"""What every module has, one of a table as well."""
+
+
 def _judged(use: Use) -> tuple[Verdict, str] | None:
     """``None``: of a module that works, and of a name that stays where it is, there is nothing to say."""
     if use.name == "*":
@@ -83,9 +87,8 @@ def _judged(use: Use) -> tuple[Verdict, str] | None:
     if use.quoted and use.world.partial and isinstance(entry, Here) and not use.argument:
         return Verdict.MISSING, f"the name is in quotes; take {entry.module}.{entry.name or use.name}"
     if entry is None:
-        return (
-            None if use.world.partial or use.attribute else (Verdict.MISSING, _nearest(use.world, use.module, use.name))
-        )
+        nothing = use.world.partial or use.attribute or use.name in OF_MODULES
+        return None if nothing else (Verdict.MISSING, _nearest(use.world, use.module, use.name))
     if isinstance(entry, Absent):
         return None if use.argument or use.attribute else (Verdict.MISSING, entry.instead)
     if use.argument:

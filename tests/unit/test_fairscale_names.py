@@ -9,11 +9,12 @@ import pytest
 from shardwise.fairscale.nn import auto_wrap, config_auto_wrap_policy, enable_wrap
 from torch import nn
 
+from shardwise import fairscale
 from shardwise.fairscale import WORLD
 from shardwise.port.known import worlds
 from shardwise.worlds import Absent, Here, NotHere
 
-HERE = [(path, name) for path, name, entry in WORLD.entries() if isinstance(entry, Here)]
+HERE = [(path, name) for path, name, entry in WORLD.entries() if isinstance(entry, Here) and path]
 ABSENT = [(path, name) for path, name, entry in WORLD.entries() if isinstance(entry, Absent)]
 PUBLISHED = {
     "nn:FullyShardedDataParallel": (
@@ -83,6 +84,10 @@ def test_programs_can_be_ported() -> None:
     assert WORLD in worlds()
     for place, said in WORLD.arguments.items():
         assert said.keys() <= inspect.signature(named(*place.split(":"))).parameters.keys()  # type: ignore[arg-type]
+
+
+def test_the_version_is_that_of_the_names() -> None:
+    assert fairscale.__version__ == WORLD.version
 
 
 def test_modules_may_say_how_they_are_wrapped() -> None:

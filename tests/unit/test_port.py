@@ -165,6 +165,8 @@ JUDGED = [
     ("from stays.inner.strategies import Other, Gone", [("stays.inner.strategies.Gone", "missing", "use Deep")]),
     ("from ours.foreignlib.nn import Linear", [("foreignlib.nn.Linear", "same", "")]),
     ("import os\nos.path.join('a')\nfrom . import x", []),
+    ("import foreignlib.nn\nforeignlib.nn.__name__, foreignlib.__path__, foreignlib.__file__",
+     [("foreignlib.__file__", "missing", "nothing of that name here")]),
     # Names that are reached in other ways.
     (
         "from importlib import import_module as load\nm = load('foreignlib.nn')\nm.Linear(1, fast=True)\nm.old.Odd",
@@ -411,6 +413,14 @@ def test_bad_input_changes_nothing(
     assert main(["port", *(each.format(tmp=tmp_path) for each in arguments)]) == 2
     assert message in capsys.readouterr().err
     assert (tmp_path / "good.py").read_text() == "import foreignlib\n"
+
+
+def test_every_library_has_its_version() -> None:
+    names = ("colossalai", "deepspeed", "fairscale")
+    text = "".join(f"import {name}\nprint({name}.__version__)\n" for name in names)
+    assert [(each.name, each.verdict.value) for each in findings(Program(text, worlds()))] == [
+        (f"{name}.__version__", "same") for name in names
+    ]
 
 
 def test_tables_point_at_what_is_there() -> None:

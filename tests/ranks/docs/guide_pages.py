@@ -15,7 +15,8 @@ __all__ = ["GUIDE"]
 
 Names = dict[str, Any]
 AN_ERROR = "what an error looks like; tests/ranks/memory/test_capacity.py asks for its parts"
-CLUSTER = "it needs a cluster; tests/unit/test_site.py reads what can be read of it"
+CLUSTER = "it needs a cluster; test_cluster_page.py runs it, with stand-ins for what only a cluster has"
+MANIFEST = "it needs a cluster; tests/unit/test_site.py reads what can be read of it"
 
 
 def _layer() -> nn.Module:
@@ -60,7 +61,7 @@ GUIDE: dict[str, list[Block]] = {
         Block(first="export GLOO_SOCKET_IFNAME", how="shown", why="tests/ranks/mesh/test_hosts_meet.py sets it"),
         Block(first="#!/bin/bash", how="shown", why=CLUSTER),
         Block(first="#!/bin/bash", how="shown", why=CLUSTER),
-        Block(first="apiVersion: v1", how="shown", why=CLUSTER),
+        Block(first="apiVersion: v1", how="shown", why=MANIFEST),
         Block(first="mpirun -np 16", how="shown", why=CLUSTER),
     ],
     "docs/index.md": [
