@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from shardwise.booster.checkpoint_io import CheckpointIO
 from shardwise.booster.dataloader import is_dataloader
 from shardwise.booster.interface import OptimizerWrapper, unwrap_model
-from shardwise.booster.lora import ENABLED, adapter_writer, add_lora_parameters, check_quantization, with_adapter
+from shardwise.booster.lora import ENABLED, adapter_writer, add_lora_parameters, with_adapter
 from shardwise.booster.mixed_precision import MixedPrecision, mixed_precision_factory
 from shardwise.booster.options import FitOptions, SaveOptions
 from shardwise.booster.pipelined import pipeline_step
@@ -196,18 +196,18 @@ class Booster:
             model: a plain module.
             pretrained_dir: load a saved adapter (trainable) instead of a new one.
             lora_config: a ``peft.LoraConfig`` for a new one.
-            bnb_quantization_config: refused, as ``quantize=True`` is.
-            quantize: see above.
+            bnb_quantization_config: accelerate's, of how weights are packed; ``None``: 4 bits (nf4, twice), computed
+                with in bf16.
+            quantize: pack the weights of linear layers by bitsandbytes, but that of the head (QLoRA).
 
         Raises:
-            ImportError: peft is not installed.
-            NotImplementedError: quantized base weights.
-            ValueError: neither directory nor configuration, or a boosted model.
+            ImportError: peft is not installed, or bitsandbytes where it is to pack.
+            TypeError: a configuration of another kind.
+            ValueError: neither directory nor configuration, a boosted model, or one without values to pack.
         """
-        check_quantization(bnb_quantization_config, quantize)
         if self.plugin is not None and not self.plugin.support_lora():
             raise ValueError(f"{type(self.plugin).__name__} does not support LoRA; train the whole model")
-        return with_adapter(model, pretrained_dir, lora_config)
+        return with_adapter(model, pretrained_dir, lora_config, bnb_quantization_config, quantize)
 
     def save_lora_as_pretrained(self, model: nn.Module, checkpoint: str | Path, use_safetensors: bool = False) -> None:
         """Write the adapter so that ``PeftModel.from_pretrained`` and ``enable_lora(pretrained_dir=...)`` load it.

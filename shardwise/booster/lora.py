@@ -14,13 +14,14 @@ import torch
 from torch import nn
 
 from shardwise.booster.interface import ModelWrapper, OptimizerWrapper
+from shardwise.booster.packing import pack, packing
 from shardwise.build import ShardedModule, ShardedOptimizer
 from shardwise.checkpoint import CheckpointSource
 from shardwise.checkpoint.formats import write_peft
 from shardwise.checkpoint.settings import adapter_settings
 from shardwise.remarks import warn_user
 
-__all__ = ["ENABLED", "adapter_writer", "add_lora_parameters", "check_quantization", "with_adapter"]
+__all__ = ["ENABLED", "adapter_writer", "add_lora_parameters", "with_adapter"]
 
 ENABLED = "_shardwise_lora"
 """Marks a model of :func:`with_adapter`, so that boost completes its optimizer."""
@@ -37,25 +38,15 @@ def _peft() -> Any:
     return peft
 
 
-def check_quantization(bnb_quantization_config: Any, quantize: bool) -> None:
-    """Raises:
-    NotImplementedError: either asks for base weights to be packed here.
-    """
-    if quantize or bnb_quantization_config is not None:
-        raise NotImplementedError(
-            f"quantize={quantize}, bnb_quantization_config={bnb_quantization_config!r:.80}: leave both out, and give a "
-            "model that is packed already: from_pretrained(folder, quantization_config=BitsAndBytesConfig(...)), see "
-            "docs/huggingface.md (QLoRA)"
-        )
-
-
-def with_adapter(model: nn.Module, pretrained_dir: str | None, lora_config: Any) -> nn.Module:
-    """``model`` with a trainable adapter: a new one, or one that was saved.
+def with_adapter(
+    model: nn.Module, pretrained_dir: str | None, lora_config: Any, bnb_quantization_config: Any, quantize: bool
+) -> nn.Module:
+    """``model`` with a trainable adapter: a new one, or one that was saved. Its base is packed where that is asked for.
 
     Raises:
-        ImportError: peft is not installed.
-        ValueError: neither is given, or the model was boosted already.
-        TypeError: ``lora_config`` is something else than a ``peft.LoraConfig``.
+        ImportError: peft is not installed, or what packs.
+        ValueError: neither is given, the model was boosted already, or there is nothing to pack.
+        TypeError: ``lora_config`` is something else than a ``peft.LoraConfig``; see :func:`packing`.
     """
     peft = _peft()
     if isinstance(model, ModelWrapper | ShardedModule):
@@ -64,6 +55,9 @@ def with_adapter(model: nn.Module, pretrained_dir: str | None, lora_config: Any)
         raise ValueError(f"pretrained_dir={pretrained_dir}, lora_config={lora_config}: give one of the two")
     if lora_config is not None and not isinstance(lora_config, peft.LoraConfig):
         raise TypeError(f"lora_config={lora_config!r:.80}: give a peft.LoraConfig")
+    config = packing(bnb_quantization_config, quantize)
+    if config is not None:
+        pack(model, config)
     if pretrained_dir is None:
         adapted = peft.get_peft_model(model, lora_config)
     else:

@@ -141,8 +141,6 @@ def test_what_is_not_there_says_so() -> None:
     model, optimizer, _, criterion = parts()
     with pytest.raises(NotImplementedError, match="HybridParallelPlugin"):
         booster.execute_pipeline(iter([]), model, criterion)
-    with pytest.raises(NotImplementedError, match="quantize=True"):
-        booster.enable_lora(model, quantize=True)
     with pytest.raises(NotImplementedError, match="gather_dtensor"):
         booster.save_optimizer(optimizer, "o.safetensors", gather_dtensor=False)
     with pytest.raises(ValueError, match="enable_lora first"):

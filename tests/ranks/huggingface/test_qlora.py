@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from engine_setup import told
 from huggingface_setup import launched
-from packed_setup import HIDDEN, INNER, LAYERS, LENGTH, VOCABULARY, adamw, adapted, base, packed, silent, train
+from packed_setup import HIDDEN, INNER, LAYERS, LENGTH, TARGETS, VOCABULARY, adamw, adapted, base, packed, silent, train
 from torch import Tensor, nn
 
 import shardwise
+from shardwise.booster import Booster
+from shardwise.booster.plugin import LowLevelZeroPlugin
 from shardwise.build import Session
+from shardwise.deferred import deferred_init
 from shardwise.testing import run_ranks
 
 for needed in ("bitsandbytes", "peft", "transformers"):
@@ -222,3 +225,80 @@ def test_biases_are_what_their_first_pass_would_make_of_them() -> None:
     assert "0.weight (Params4bit, (64, 64)) is torch.float32 still" in told(
         lambda: shardwise.shard(waits, stage=3), ValueError
     )
+
+
+def boosted(where: str, bits: int) -> None:
+    """Packed by the Booster: the weights are those that ``from_pretrained`` packs, and it trains as these do."""
+    from accelerate.utils import BnbQuantizationConfig
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaForCausalLM
+
+    how: dict[str, Any] = {"load_in_8bit": True}
+    if bits == 4:
+        how = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+        how["bnb_4bit_compute_dtype"] = torch.float32
+    lora = LoraConfig(r=4, target_modules=TARGETS, init_lora_weights=False, task_type="CAUSAL_LM")
+    plain = LlamaForCausalLM.from_pretrained(where, dtype=torch.float32)
+    booster = Booster(plugin=LowLevelZeroPlugin(stage=2, precision="fp32"))
+    models = []
+    for make in (
+        lambda: get_peft_model(packed(where, bits), lora),
+        lambda: booster.enable_lora(plain, None, lora, BnbQuantizationConfig(**how), quantize=True),
+    ):
+        torch.manual_seed(1)
+        models.append(make().train())
+    theirs, own = (dict(each.named_parameters()) for each in models)
+    assert list(theirs) == list(own)
+    codes = 0
+    for name, value in theirs.items():
+        codes += value.dtype in (torch.uint8, torch.int8)
+        assert type(own[name]) is type(value) and torch.equal(own[name].data, value.data), name
+        assert own[name].requires_grad == value.requires_grad == ("lora_" in name), name
+    assert codes == 7 * LAYERS
+    expected = adamw(models[0])
+    model, optimizer, *_ = booster.boost(models[1], adamw(models[1]))
+    for seed in range(3):
+        rows = torch.randint(VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(seed))
+        losses = [each(input_ids=rows, labels=rows).loss for each in (models[0], model)]
+        losses[0].backward()
+        booster.backward(losses[1], optimizer)
+        for each in (expected, optimizer):
+            each.step()
+            each.zero_grad()
+        torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=0.0)
+    booster.close()
+
+
+def told_by_the_booster(where: str) -> None:
+    from accelerate.utils import BnbQuantizationConfig
+    from peft import LoraConfig
+    from transformers import AutoConfig, LlamaForCausalLM
+
+    booster, lora = Booster(plugin=LowLevelZeroPlugin(precision="fp32")), LoraConfig(target_modules=TARGETS)
+    with deferred_init():
+        lazy = LlamaForCausalLM(AutoConfig.from_pretrained(where))
+    wrong: list[tuple[nn.Module, Any, Any, type[Exception], str]] = [
+        (lazy, None, True, ValueError, "quantize=True of a model without values: load them"),
+        (nn.Sequential(nn.Conv1d(1, 1, 1)), None, True, ValueError, "Sequential has no linear layer to pack"),
+        (nn.Linear(2, 2), {"load_in_4bit": True}, True, TypeError, "bnb_quantization_config={'load_in_4bit': True}"),
+        (nn.Linear(2, 2), None, "nf4", TypeError, "quantize='nf4': give True or False"),
+    ]
+    for model, config, quantize, error, said in wrong:
+        with pytest.raises(error, match=said):
+            booster.enable_lora(model, None, lora, config, quantize)
+    own = LlamaForCausalLM.from_pretrained(where)
+    with pytest.warns(UserWarning, match="no effect without quantize=True"):
+        adapted = booster.enable_lora(own, None, lora, BnbQuantizationConfig(load_in_8bit=True))
+    assert all(each.is_floating_point() for each in adapted.parameters())
+    kept = LlamaForCausalLM.from_pretrained(where)
+    config = BnbQuantizationConfig(load_in_4bit=True, skip_modules=["lm_head", "self_attn"])
+    booster.enable_lora(kept, None, lora, config, quantize=True)
+    names = [name for name, each in kept.named_parameters() if each.dtype is torch.uint8]
+    assert len(names) == 3 * LAYERS and all("mlp" in name for name in names)
+
+
+def test_the_booster_packs(tmp_path: Path) -> None:
+    where = base(str(tmp_path))
+    for bits in (4, 8):
+        run_ranks(2, boosted, where, bits, timeout=200.0)
+    run_ranks(1, told_by_the_booster, where, timeout=200.0)
