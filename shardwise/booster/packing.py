@@ -5,6 +5,7 @@ Source: Dettmers et al., arXiv 2305.14314; accelerate's ``BnbQuantizationConfig`
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -33,14 +34,14 @@ def packing(bnb_quantization_config: Any, quantize: bool) -> Any:
             warn_user("bnb_quantization_config has no effect without quantize=True: the weights stay as they are")
         return None
     try:
-        import bitsandbytes  # noqa: F401
-        from accelerate.utils import BnbQuantizationConfig
+        import_module("bitsandbytes")
+        kind: Any = import_module("accelerate.utils").BnbQuantizationConfig
     except ImportError as error:
         raise ImportError(f"{NEEDS} ({error}); install both: pip install 'shardwise[qlora]'") from error
     if bnb_quantization_config is None:
         double = {"bnb_4bit_use_double_quant": True, "bnb_4bit_quant_type": "nf4"}
-        return BnbQuantizationConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16, **double)
-    if not isinstance(bnb_quantization_config, BnbQuantizationConfig):
+        return kind(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16, **double)
+    if not isinstance(bnb_quantization_config, kind):
         raise TypeError(
             f"bnb_quantization_config={shown(bnb_quantization_config)}: give accelerate's "
             "BnbQuantizationConfig(load_in_4bit=True), or leave it out"
@@ -59,15 +60,13 @@ def pack(model: nn.Module, config: Any) -> nn.Module:
     Raises:
         ValueError: there are no values to pack yet, or no linear layer.
     """
-    from accelerate.utils.bnb import get_keys_to_not_convert
-
     if is_deferred(model) or any(param.is_meta for param in model.parameters()):
         raise ValueError(
-            "quantize=True of a model without values: load them before enable_lora, or give one that is packed, "
-            "from_pretrained(folder, quantization_config=BitsAndBytesConfig(...))"
+            f"quantize=True of a {type(model).__name__} without values: load them before enable_lora, or give one that "
+            "is packed, from_pretrained(folder, quantization_config=BitsAndBytesConfig(...))"
         )
-    left = get_keys_to_not_convert(model) if config.skip_modules is None else config.skip_modules
-    left = [*left, *(config.keep_in_fp32_modules or ())]
+    whole = import_module("accelerate.utils.bnb").get_keys_to_not_convert(model)
+    left = [*(whole if config.skip_modules is None else config.skip_modules), *(config.keep_in_fp32_modules or ())]
     device, packed = default_device(), 0
     for path, layer in list(model.named_modules()):
         # One of a derived class may read its weight elsewhere, as torch's attention does.
@@ -83,8 +82,7 @@ def pack(model: nn.Module, config: Any) -> nn.Module:
 
 def _packed(layer: nn.Linear, config: Any) -> Any:
     """The layer that takes its place: its weight is packed on its way to a device."""
-    from bitsandbytes import nn as kinds
-
+    kinds: Any = import_module("bitsandbytes.nn")
     common = {"bias": layer.bias is not None, "device": "meta"}
     if config.load_in_4bit:
         how = {"compress_statistics": config.bnb_4bit_use_double_quant, "quant_type": config.bnb_4bit_quant_type}

@@ -278,7 +278,7 @@ def told_by_the_booster(where: str) -> None:
     with deferred_init():
         lazy = LlamaForCausalLM(AutoConfig.from_pretrained(where))
     wrong: list[tuple[nn.Module, Any, Any, type[Exception], str]] = [
-        (lazy, None, True, ValueError, "quantize=True of a model without values: load them"),
+        (lazy, None, True, ValueError, "quantize=True of a LlamaForCausalLM without values: load them"),
         (nn.Sequential(nn.Conv1d(1, 1, 1)), None, True, ValueError, "Sequential has no linear layer to pack"),
         (nn.Linear(2, 2), {"load_in_4bit": True}, True, TypeError, "bnb_quantization_config={'load_in_4bit': True}"),
         (nn.Linear(2, 2), None, "nf4", TypeError, "quantize='nf4': give True or False"),
