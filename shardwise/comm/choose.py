@@ -274,7 +274,9 @@ def _native(maker: GroupMaker, request: GroupRequest) -> Group:
     backend = "gloo" if maker.backend == "gloo" else dist.get_default_backend_for_device(maker.device)
     gather = maker.process_group(f"{request.name}_gather", request.rank_lists, backend)
     reduce = maker.process_group(f"{request.name}_reduce", request.rank_lists, backend)
-    return NativeGroup(request.called, maker.device, request.control, gather, reduce)
+    # What one rank alone needs comes over the hosts. Where these wait for collectives ranks agree on all gathers.
+    ask = maker.process_group(f"{request.name}_ask", request.rank_lists, "gloo") if backend != "gloo" else None
+    return NativeGroup(request.called, maker.device, request.control, gather, reduce, ask)
 
 
 def _on_cpu(maker: GroupMaker, request: GroupRequest) -> Group:

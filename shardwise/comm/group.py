@@ -32,10 +32,12 @@ class Buffer:
         number: among the group's, the same on every rank; 0 where the group needs none.
         bounds: of the array that it is, or is a rank's part of, where parts differ in length; ``None``: equal parts.
         served: what is held while gathers of it need no peer's taking part; see :meth:`Group.serve`.
+        answered: what is held while a rank may ask for it alone; see :meth:`Group.ask`.
     """
 
     number = 0
     served: object = None
+    answered: object = None
     bounds: Bounds | None = None
     checked: tuple[Bounds, int] | None = None
     """Bounds that were found to be right, and for how many elements: to look at them takes a look at each rank."""
@@ -126,10 +128,12 @@ class Group(Meeting):
             is gathered except between two calls of :meth:`fence`.
         starts_together: an operation that this rank has started and a peer has not may hold up more than itself (what
             is queued behind it, or the host): where ranks may differ they agree before they start one.
-        waits_in_queue: ``wait()`` of a handle returns at once, and has the device's current stream wait.
+        waits_in_queue: ``wait()`` of a handle returns at once, and has the device's current stream wait. All-gathers
+            are made one after the other, in the order of their start.
         uneven: ranks' parts of an array may differ in length (:attr:`Buffer.bounds`), in the collectives between such.
         sends_slices: a rank's slices for the others can travel to each by itself (:meth:`_all_to_all`).
         staging: buffers that a user of the group keeps in it, by dtype.
+        agreeing: models whose ranks agree on gathers of it, so far.
         activity: what this rank is doing, for messages.
     """
 
@@ -147,6 +151,7 @@ class Group(Meeting):
         self.activity = activity or Activity()
         self.traffic = Traffic()
         self.staging: dict[torch.dtype, Buffer] = {}
+        self.agreeing = 0
 
     # Buffers
 
@@ -178,8 +183,13 @@ class Group(Meeting):
     def serve(self, shards: Sequence[Buffer]) -> None:
         """Where the group can, all-gathers of these shards read the peers' memory without their taking part from here
         on (:attr:`Buffer.served`), in any order, as in a ``one_sided_gather`` group: they may be written between the
-        fences before and after an update. Every rank gives the same."""
+        fences before and after an update. Every rank gives the same. Where all-gathers are collectives all the same,
+        a rank can at least get them alone (:meth:`ask`, :attr:`Buffer.answered`)."""
         return
+
+    def ask(self, out: Tensor, shard: Buffer) -> Handle:
+        """As :meth:`all_gather`, of a shard that peers answer for (:attr:`Buffer.answered`): they take no part."""
+        raise NotImplementedError(f"a gather by one rank alone in {self!r}, of a shard with {shard.answered}")
 
     def joined(self, shard: Buffer) -> Tensor | None:
         """The shards of all ranks in rank order, without a copy; ``None`` where that is not possible.

@@ -25,6 +25,8 @@ ANSWERS = 1 << 20  # tags of answers; no two gathers that are so many apart are 
 TOLD = ASK + 2 * ANSWERS
 # What a request has where others have a buffer's number.
 RELEASES, LEAVES, LEAVES_LAST, ENDS, FAREWELL = -1, -2, -3, -4, -5
+MOST_BUFFERS = 1 << 24
+Fetch = Callable[[Tensor, int], Tensor]
 IDLE = timedelta(days=3650)
 """A peer that asks for nothing is no failure; that it is gone shows by its connection."""
 END_S = 2.0
@@ -58,11 +60,13 @@ class Serving:
     Args:
         link: over which requests and answers travel.
         peers: the other ranks.
+        fetch: gives the values of a shard in the host's memory, for who asks behind so many updates; called by the
+            threads that answer.
     """
 
-    def __init__(self, link: Link, peers: Iterable[int]) -> None:
+    def __init__(self, link: Link, peers: Iterable[int], fetch: Fetch = lambda shard, _: shard) -> None:
         self._link, self._count, self._sets = link, 0, 0
-        self._ends = [_End(link, peer) for peer in peers]
+        self._ends = [_End(link, peer, fetch) for peer in peers]
         self._leave = weakref.finalize(self, _leave_all, self._ends)
         self._leave.atexit = False
         _at_exit(self._ends)
@@ -77,7 +81,12 @@ class Serving:
         return Served(self._sets, self._ends)
 
     def ask(
-        self, shard: Buffer, part_of: Callable[[int], Tensor], what: str, of: Container[int] | None = None
+        self,
+        shard: Buffer,
+        part_of: Callable[[int], Tensor],
+        what: str,
+        of: Container[int] | None = None,
+        behind: int = 0,
     ) -> list[Message]:
         """Each peer's part of what ``shard`` is a part of, into ``part_of(peer)``.
 
@@ -86,6 +95,7 @@ class Serving:
             part_of: where what comes goes.
             what: for errors.
             of: which peers; ``None``: all.
+            behind: so many updates, where what answers has to know.
 
         Raises:
             PeerError: a peer's process has ended.
@@ -99,7 +109,7 @@ class Serving:
                 if end.gone:
                     raise PeerError(f"{what}: the process of rank {end.peer} has ended; look at what it said last")
                 part = self._link.receive(part_of(end.peer), end.peer, tag, what)
-                request = torch.tensor([shard.number, tag])
+                request = torch.tensor([shard.number + behind * MOST_BUFFERS, tag])
                 asked += [self._link.send(request, end.peer, ASK, what), part]
         except BaseException:  # what was asked for comes, and must not be written into an array with another use
             for message in asked:
@@ -139,8 +149,8 @@ class _End:
         asked_at: when it last asked, in seconds of the monotonic clock.
     """
 
-    def __init__(self, link: Link, peer: int) -> None:
-        self.link, self.peer = link, peer
+    def __init__(self, link: Link, peer: int, fetch: Fetch) -> None:
+        self.link, self.peer, self.fetch = link, peer, fetch
         self.served: dict[int, dict[int, Tensor]] = {}
         self.gone, self.asked_at = False, 0.0
         self._left: dict[str, object] = {}
@@ -199,10 +209,12 @@ def _answer(end: _End) -> None:
     end.served.clear()
 
 
-def _send(end: _End, buffer: int, tag: int) -> None:
+def _send(end: _End, word: int, tag: int) -> None:
+    updates, buffer = divmod(word, MOST_BUFFERS)
     for memory in list(end.served.values()):
         if buffer in memory:
-            end.link.send_aside(memory[buffer], end.peer, tag, f"the shard of buffer {buffer}").wait()
+            shard = end.fetch(memory[buffer], updates)
+            end.link.send_aside(shard, end.peer, tag, f"the shard of buffer {buffer}").wait()
 
 
 def _release(number: int, ends: Sequence[_End]) -> None:

@@ -163,7 +163,7 @@ class Values:
         for chunk in engine.chunks if everything else updated:
             chunk.source.forget()  # what was read ahead, or is kept of a gather, is the version before
         self._renew_resident(updated)
-        engine.pool.invalidate(everything)
+        engine.pool.invalidate(everything, optimizer)
         if engine.meter is not None:
             engine.meter.end_step(engine.pool.followed)
         self._refuse_graphs(engine.chunks if everything else updated)

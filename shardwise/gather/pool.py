@@ -21,6 +21,7 @@ from shardwise.comm import DONE, NOBODY, Group, Handle, Party, PeerError
 from shardwise.events import Events
 from shardwise.gather.policy import AHEAD_BYTES, GatherLimits, Trace, choose_victim, next_units
 from shardwise.gather.rounds import Rounds
+from shardwise.gather.taking_part import TakingPart
 from shardwise.gather.turns import in_turn
 from shardwise.memory.ledger import KEPT, DeviceMemoryError, Ledger
 from shardwise.sizes import size_text
@@ -43,6 +44,8 @@ class ChunkPool:
 
     Attributes:
         agrees: the ranks agree on gathers, in :attr:`rounds`.
+        followed: the last step used the units in the order of the one before.
+        moved_bytes: of gathered chunks that acquires had to fetch so far.
         lock: held by the thread that changes residency.
     """
 
@@ -57,14 +60,12 @@ class ChunkPool:
         party: Party = NOBODY,
     ) -> None:
         self._party, self._events, prefetch = party, events, limits.prefetch
-        self.rounds = Rounds(
-            group, ledger, 1 + max((u.index for u in units), default=-1), party, [c.source for c in chunks]
-        )
+        count = 1 + max((u.index for u in units), default=-1)
+        self.rounds = Rounds(group, ledger, count, party, [c.source for c in chunks])
         self.units, self.chunks, self.group, self.ledger = units, chunks, group, ledger
         self.budget_bytes, self.prefetch = limits.budget_bytes, prefetch
         self._training, self._evaluation = Trace(), Trace()
         self.trace = self._training
-        self.by_storage: dict[int, Chunk] = {}
         self.gathered_bytes = self.peak_gathered_bytes = 0
         self.copied_bytes = self.peak_copied_bytes = 0  # of memory of its own, not the ranks' shards seen as one array
         self._transient = {u.index: [chunks[c] for c in u.chunks if not chunks[c].resident] for u in units}
@@ -79,12 +80,12 @@ class ChunkPool:
         largest, ahead = max(self._bytes.values(), default=0), AHEAD_BYTES if self._asks and prefetch else 0
         self.arrays = ArrayPool(group.device, 2 * largest + max(prefetch * largest, ahead))
         self.lock = threading.RLock()
+        self.taking_part = TakingPart(self.rounds, self._transient, self.arrays, self.agrees, self.lock)
         self._pins: dict[int, set[int]] = {unit: set() for unit in self._transient}
-        self._held, self._renewing = set[int](), dict[int, list[Chunk]]()
+        self.by_storage, self._held, self._renewing = dict[int, Chunk](), set[int](), dict[int, list[Chunk]]()
         self._joins, self._looked = True, 0  # uses so far when what comes next was last looked at
         self._blocks = WeakKeyDictionary[object, bool]()  # ``gathered()`` that are open, and whether all is here
-        self.followed = False  # whether the last step used the units in the order of the one before
-        self.moved_bytes = 0  # of gathered chunks that acquires had to fetch so far
+        self.followed, self.moved_bytes = False, 0
         ledger.watch("gathered parameters", lambda: self.copied_bytes)
         ledger.watch(KEPT, self.arrays.idle_bytes)
         ledger.watch("arrays still read", self.arrays.read_bytes)
@@ -148,6 +149,8 @@ class ChunkPool:
             if unit in self._renewing:
                 self._renew(unit)
             self.trace.use(unit)
+            if self._playing and not self.trace.followed:
+                self.taking_part.stray()
             self._events.unit_wanted(unit)
             if self._transient[unit]:
                 self._bring(unit)
@@ -167,11 +170,8 @@ class ChunkPool:
             chunk.in_transform = True
 
     def tell(self, error: DeviceMemoryError) -> None:
-        """This rank cannot go on with its pass: the others, which would wait for it, raise as well.
-
-        Waits until they come to what they would gather next, or to the end of the pass.
-        """
-        if self.agrees and not error.told:
+        """This rank cannot go on with its pass: the others raise as well, at their next gather or their pass's end."""
+        if self.agrees and not error.told and not self._playing:
             error.told = True
             with suppress(PeerError):  # they failed, too
                 self.rounds.give_up()
@@ -281,8 +281,10 @@ class ChunkPool:
         return bool(self._pins[unit] or self._blocks)
 
     @in_turn
-    def invalidate(self, everything: bool = False) -> None:
-        """After an update: gathered copies of trainable chunks (or of all) are stale. Ends the trace's step."""
+    def invalidate(self, everything: bool = False, optimizer: int | None = None) -> None:
+        """After an update of an optimizer's chunks (``None``: of all): gathered copies of trainable chunks, or of all,
+        are stale. Ends the trace's step."""
+        self.rounds.scripts.updated(optimizer)
         for unit in list(self._held):
             if everything or [c for c in self._transient[unit] if c.spec.trainable]:
                 self._evict_all_the_same(unit)
@@ -293,14 +295,28 @@ class ChunkPool:
         self.arrays.trim()
 
     @in_turn
-    def finish_phase(self) -> None:
-        """At the end of a forward or backward pass: take part in the gathers of ranks that use more than this one."""
+    def finish_phase(self, last: bool = False) -> None:
+        """At the end of a forward or backward pass: take part in the gathers of ranks that use more than this one.
+        With ``last`` the ranks meet at its end: what is left of the script begins."""
         while self.agrees and not self.all_held and self._round(None):
             pass
+        if last and self._playing and self.rounds.scripts.rest:
+            self.taking_part.stray()
+
+    @property
+    def _playing(self) -> bool:
+        """Gathers go by a script, and not in rounds; see [Note: Scripts instead of rounds]."""
+        return self.rounds.scripts.playing and self._scripted
+
+    @property
+    def _scripted(self) -> bool:
+        return self.taking_part.may_play and self.in_training and self._joins
 
     def abandon_phase(self) -> None:
         """This rank's pass failed: PeerError here and where ranks wait for its next gather, unless all come here."""
-        if self.agrees:
+        if self._playing:
+            self.taking_part.stray()  # a peer that waits for it comes to its pass's end, where the ranks meet
+        elif self.agrees:
             self.group.exchange([], "how far a failed backward pass came", self._party)
 
     def _make_room(self, unit: int | None) -> None:
@@ -359,16 +375,26 @@ class ChunkPool:
 
     def _round(self, wanted: list[int] | None) -> bool:
         """Gather what any rank wants (``None``: this one's pass is over). False when the passes of all are over."""
-        met, own = self.rounds.meet(wanted), wanted or []
+        own = wanted or []
+        if self._playing:
+            for unit in () if self.taking_part.play(wanted, self._all_gather) else own:
+                self._start(unit, alone=True)
+            return False
+        met = self.rounds.meet(wanted)
+        if self._scripted:
+            self.rounds.scripts.note(met.units, met.reductions, wanted is None, met.alike)
         if self.ledger.capacity_bytes is not None and not met.alike:
-            self.rounds.all_fit(self._others_fit(set(met.units) - set(own), own))
-        for unit in met.units:
+            self.rounds.all_fit(self.taking_part.fits(set(met.units) - set(own), lambda u: self._arrays([*own, u])))
+        self._all_gather(met.units, own)
+        self.rounds.begin(met.reductions)
+        return met.running
+
+    def _all_gather(self, units: Sequence[int], own: Sequence[int]) -> None:
+        for unit in units:
             if unit in own:
                 self._start(unit)
             else:
-                self._take_part(unit)
-        self.rounds.begin(met)
-        return met.running
+                self.taking_part.now(unit, self._require)
 
     def _with_room(self, needed: list[int], ahead: list[int]) -> list[int]:
         """``needed`` units, and of those that are fetched ahead what there is room for.
@@ -377,44 +403,16 @@ class ChunkPool:
             DeviceMemoryError: there is none for the first. Before the others count on this rank.
         """
         wanted = [*needed, *ahead]
-        if self.ledger.capacity_bytes is None:
-            return wanted
         while len(wanted) > len(needed) and not self.ledger.fits(self.arrays.missing_bytes(self._arrays(wanted))):
             wanted = wanted[:-1]
         for unit in needed:
             self._require(self._transient[unit], unit)
         return wanted
 
-    def _others_fit(self, others: Iterable[int], wanted: Sequence[int]) -> bool:
-        """Whether there is room to take part in gathering each of ``others``, one at a time, beside ``wanted``."""
-        units = [[*wanted, other] for other in others]
-
-        def missing() -> int:
-            return max((self.arrays.missing_bytes(self._arrays(each)) for each in units), default=0)
-
-        if not self.ledger.fits(missing()):
-            self.arrays.drop()
-        return self.ledger.make_room(missing()) and self.ledger.fits(missing())
-
     def _arrays(self, units: Iterable[int]) -> list[tuple[int, torch.dtype]]:
         """Sizes of what is to be allocated for them."""
         chunks = [chunk for unit in units if unit not in self._held for chunk in self._transient[unit]]
         return [(chunk.spec.padded_numel, chunk.spec.dtype) for chunk in chunks]
-
-    def _take_part(self, unit: int) -> None:
-        """Gather for the others' sake; the array is dropped at once, or overwritten with the same values if held."""
-        for chunk in self._transient[unit]:
-            held = chunk.full
-            if chunk.joined:
-                continue  # the others read by themselves
-            if held is None:
-                self._require([chunk], unit)
-            out = held if held is not None else self.arrays.take(chunk.spec.padded_numel, chunk.spec.dtype)
-            if held is None:
-                self.ledger.claim(out)
-            chunk.source.gather(self.group, out).wait()
-            if held is None:
-                self.arrays.give(out)
 
     def _require(self, chunks: Sequence[Chunk], unit: int) -> None:
         if self.ledger.capacity_bytes is None:
@@ -427,9 +425,10 @@ class ChunkPool:
             missing = self.arrays.missing_bytes(arrays)
         self.ledger.require(missing, f"gathering unit {self._name(unit)}")
 
-    def _start(self, unit: int) -> None:
+    def _start(self, unit: int, alone: bool = False) -> None:
         if unit in self._held:
-            self._take_part(unit)
+            if not alone:
+                self.taking_part.now(unit, self._require)
             return
         self._require(self._transient[unit], unit)
         self._events.gather_began(unit)
@@ -449,7 +448,7 @@ class ChunkPool:
                 else:
                     self.copied_bytes += chunk.spec.padded_bytes
                     self.ledger.claim(full)
-                    chunk.pending = chunk.source.gather(self.group, full)
+                    chunk.pending = self.taking_part.begin(chunk, full, alone)
             self.peak_copied_bytes = max(self.peak_copied_bytes, self.copied_bytes)
         except BaseException:
             self._evict(unit)  # half of a unit must not pass for the whole

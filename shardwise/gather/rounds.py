@@ -21,6 +21,7 @@ from shardwise.chunk.secondary import SecondaryShards
 from shardwise.chunk.source import ShardSource
 from shardwise.comm import Group, Party
 from shardwise.comm.meeting import Summary
+from shardwise.gather.script import Scripts
 from shardwise.memory.ledger import Ledger
 
 __all__ = ["Met", "Reductions", "Rounds"]
@@ -36,7 +37,7 @@ class Met:
 
     Attributes:
         units: that any rank wants, in the order in which all gather them.
-        alike: every rank wants the same.
+        alike: every rank wants the same, and none is at the end of its pass where others are not.
         running: the pass of some rank goes on.
         reductions: how many of this pass every rank can begin.
     """
@@ -86,9 +87,10 @@ class Rounds:
     """
 
     def __init__(self, group: Group, ledger: Ledger, units: int, party: Party, sources: Sequence[ShardSource]) -> None:
-        self._group, self._ledger, self._units, self._party = group, ledger, units, party
+        self.group, self.ledger, self._units, self._party = group, ledger, units, party
         self._secondary = SecondaryShards(sources)
         self._reductions: Reductions | None = None
+        self.scripts = Scripts()
 
     def carry(self, reductions: Reductions) -> None:
         """Have reductions begin in rounds."""
@@ -105,20 +107,24 @@ class Rounds:
             DeviceMemoryError: a rank has said that it cannot go on (:meth:`give_up`).
             PeerError: the ranks came here for different things, or one is gone.
         """
-        ready = self._reductions.ready if self._reductions is not None else 0
         kept = self._secondary.digest()
-        found = self._say(wanted or (), [float(wanted is not None), float(ready), kept])
+        found = self._say(wanted or (), [float(wanted is not None), float(self.ready), kept])
         if found.anywhere[self._units]:
             self._raise_for_short(False)
         if found.least[2] != found.most[2]:
             self._secondary.forget()
         # By number, so that all gather the union in one order, whatever each of them asked for first.
         units = [unit for unit in range(self._units) if found.anywhere[unit]]
-        return Met(units, found.flags_alike, bool(found.most[0]), int(found.least[1]))
+        alike = found.flags_alike and found.least[0] == found.most[0]
+        return Met(units, alike, bool(found.most[0]), int(found.least[1]))
 
     def _say(self, wanted: Collection[int], values: list[float], failed: bool = False) -> Summary:
         flags = [unit in wanted for unit in range(self._units)]
-        return self._group.summarize(values, WANTS, self._party, [*flags, failed])
+        return self.group.summarize(values, WANTS, self._party, [*flags, failed])
+
+    def furthest(self, at: int) -> int:
+        """How far any rank came in the script of a pass that all have dropped."""
+        return int(self.group.summarize([float(at)], "how far the gathers of a failed pass came", self._party).most[0])
 
     def all_fit(self, fits: bool) -> None:
         """Every rank says whether it has room to take part in what others gather.
@@ -126,19 +132,24 @@ class Rounds:
         Raises:
             DeviceMemoryError: one has not.
         """
-        if not self._group.summarize([float(fits)], FITS, self._party).least[0]:
+        if not self.group.summarize([float(fits)], FITS, self._party).least[0]:
             self._raise_for_short(not fits)
 
-    def begin(self, met: Met) -> None:
-        """Begin the reductions that every rank can; on every rank in the same place among gathers."""
+    @property
+    def ready(self) -> int:
+        """How many reductions of this pass have begun, or could."""
+        return self._reductions.ready if self._reductions is not None else 0
+
+    def begin(self, reductions: int) -> None:
+        """Begin those that every rank can; on every rank in the same place among gathers."""
         if self._reductions is not None:
-            self._reductions.begin(met.reductions)
+            self._reductions.begin(reductions)
 
     def give_up(self) -> None:
         """This rank has too little memory to go on. Waits until the others come to what they would gather next."""
         self._say((), [0.0, 0.0, 0.0], failed=True)
-        self._group.exchange([1.0], SHORT, self._party)
+        self.group.exchange([1.0], SHORT, self._party)
 
     def _raise_for_short(self, own: bool) -> NoReturn:
-        posts = self._group.exchange([float(own)], SHORT, self._party)
-        raise self._ledger.short_elsewhere(self._group.name, [rank for rank, post in enumerate(posts) if post[0]])
+        posts = self.group.exchange([float(own)], SHORT, self._party)
+        raise self.ledger.short_elsewhere(self.group.name, [rank for rank, post in enumerate(posts) if post[0]])

@@ -155,6 +155,7 @@ class BackwardPasses:
                 self._pool.abandon_phase()
                 self._gathering = False
             self._reducer.abort()
+            self._pool.taking_part.realign()
             self.forget_tokens(None)
             self._failed = self.unreduced = False
             self._expected = None
@@ -191,9 +192,10 @@ class BackwardPasses:
     def _finish(self) -> None:
         with torch.no_grad():
             self._failed = True  # whatever comes in between
-            self._pool.finish_phase()
+            self._pool.finish_phase(last=self.sync)
             self._gathering = False
             self._reducer.finish(self.sync)
+            self._pool.taking_part.take_back()
             self._failed = False
         self.unreduced = not self.sync
         self._expected = None

@@ -19,6 +19,7 @@ from shardwise.comm import Buffer, Party
 from shardwise.device import side_stream
 from shardwise.events import Events
 from shardwise.gather.rounds import Rounds
+from shardwise.gather.script import Scripts
 from shardwise.memory.ledger import Ledger
 from shardwise.memory.tier import Tier
 from shardwise.mesh import Mesh
@@ -77,11 +78,9 @@ class Reducer:
         self._cursor = 0
         self._reduces = False
         """Whether the running pass is a reduced one."""
-        self._in_rounds = False
-        self._patience = Patience()
-        self._arrivals: list[ChunkGrads] = []
-        self._in_flight: list[ChunkGrads] = []
-        self._landings = Landings()
+        self._in_rounds, self._scripts = False, Scripts()
+        self._patience, self._landings = Patience(), Landings()
+        self._arrivals, self._in_flight = list[ChunkGrads](), list[ChunkGrads]()
         self._dropping = False
         """Results that come now are dropped at once."""
         self._slots = SlotPool([] if self.keep_whole else self.states, depth=2 if self.overlap else 1)
@@ -111,7 +110,7 @@ class Reducer:
 
     def begin_in(self, rounds: Rounds) -> None:
         """Reductions begin where the ranks agree on gathers, and at the end of a pass; see :mod:`~.gather.rounds`."""
-        self._in_rounds = self.overlap
+        self._in_rounds, self._scripts = self.overlap, rounds.scripts
         rounds.carry(self)
 
     @property
@@ -349,6 +348,7 @@ class Reducer:
         self.counts.pass_reached({state.spec.optimizer for state in self.states if state.fired})
         self._patience.end_backward()
         if sync:
+            self.begin(self._scripts.owed)
             used, late = self._agree()
             for state, anyone in zip(self._order, used, strict=True):
                 if anyone and not state.launched:
@@ -391,12 +391,12 @@ class Reducer:
             PeerError: some rank has not; nothing is forgotten.
         """
         self._count_launched()
-        # Whoever reads gradients beside this thread is done with them first.
-        reached = [float(self._cursor), *self._observer.catch_up()]
-        # Also where all use the same parameters: how many reductions each has started depends on its patience.
-        found = self._summarize(reached, "how far a failed backward pass came")
         self._dropping = True
         try:
+            self.begin(self._scripts.owed)
+            # Whoever reads gradients beside this thread is done first. How many have begun depends on each's patience.
+            reached = [float(self._cursor), *self._observer.catch_up()]
+            found = self._summarize(reached, "how far a failed backward pass came")
             self.begin(int(found.most[0]))
             self._complete_all()
         finally:
@@ -449,7 +449,7 @@ class Reducer:
         for state in self._order:
             marks += [state.state is not Reduction.EMPTY, bool(state.late_filled)]
             marks += [i in state.seen for i in range(len(state.spec.slots))]
-        counts = [float(count) for count in self.counts.unreduced()]
+        counts = [*map(float, self.counts.unreduced()), float(self._scripts.strayed)]
         if self._agrees:
             riding = [word for rider in self.riders for word in rider.beside_marks()]
             found = self._summarize(riding + counts, "which parameters had gradients", flags=marks)
@@ -459,6 +459,7 @@ class Reducer:
                     rider.explain()
             self._patience.compared(found.flags_alike)
             counts, marks = found.most[first:], found.anywhere
+        self._scripts.end_span(bool(counts.pop()))
         self.counts.were_reduced([int(count) for count in counts])
         used, late, at = [], [], 0
         for state in self._order:

@@ -83,7 +83,16 @@ class QueuedGroup(NativeGroup):
         return _Queued(self, name, run)
 
     def _start_gather(self, out: Tensor, shard: Tensor) -> Handle:
-        return self._queue("gather", super()._start_gather(out, shard).wait)
+        # Those of a communicator end in their order on a GPU; gloo makes several at a time, and a ring passes on what
+        # the output has by then.
+        arrived = torch.empty_like(out)
+        start = super()._start_gather(arrived, shard)
+
+        def end() -> None:
+            start.wait()
+            out.copy_(arrived)
+
+        return self._queue("gather", end)
 
     def _reduce_scatter(self, out: Tensor, full: Buffer, scale: float) -> Handle:
         given, start = Buffer(full.local.clone()), super()._reduce_scatter
@@ -100,6 +109,9 @@ class QueuedGroup(NativeGroup):
         return super()._exchange(values, purpose)
 
 
+PARTS = ("control", "gather", "reduce", "ask")
+
+
 @contextlib.contextmanager
 def groups_of(kind: type[NativeGroup], timeout_s: float = 60.0) -> Iterator[None]:
     """Inside, meshes of CPU ranks are made of ``kind``, over gloo."""
@@ -109,7 +121,7 @@ def groups_of(kind: type[NativeGroup], timeout_s: float = 60.0) -> Iterator[None
         if all(len(ranks) == 1 for ranks in rank_lists):
             return make(maker, name, rank_lists)
         maker.timeout_s = timeout_s
-        over = [maker.process_group(f"{name}_{part}", rank_lists, "gloo") for part in ("control", "gather", "reduce")]
+        over = [maker.process_group(f"{name}_{part}", rank_lists, "gloo") for part in PARTS]
         return kind(name, CPU, Control(name, over[0], maker.activity), *over[1:])
 
     with mock.patch.object(GroupMaker, "make", native):

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.comm import Group, GroupMaker, GroupRequest, register_backend
+from shardwise.comm.link import Link
 from shardwise.comm.native import NativeGroup
 from shardwise.testing.late.device import LateDevice
 from shardwise.testing.late.streams import Event, Stream
@@ -165,6 +166,7 @@ class _LateGroup(NativeGroup):
             _Communicator(device, maker.process_group(f"{request.name}_{kind}", request.rank_lists, "gloo"))
             for kind in ("gather", "reduce")
         )
+        self._link = Link(maker.process_group(f"{request.name}_ask", request.rank_lists, "gloo"), request.called)
         self.waits_in_queue = True
 
 

@@ -1,0 +1,149 @@
+"""What a rank begins for its peers' sake: gathers that they want and it does not, now or later."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+
+from shardwise.chunk.arrays import ArrayPool
+from shardwise.chunk.chunk import Chunk
+from shardwise.comm import Handle
+from shardwise.gather.rounds import Rounds
+from shardwise.gather.turns import in_turn
+
+__all__ = ["TakingPart"]
+
+
+# See [Note: Scripts instead of rounds].
+class TakingPart:
+    """Of one model over one shard group.
+
+    Args:
+        rounds: what the ranks agree on.
+        chunks: by unit, those that are gathered and evicted.
+        arrays: memory for them.
+        agrees: the ranks agree on gathers.
+        lock: that of the pool.
+    """
+
+    def __init__(
+        self,
+        rounds: Rounds,
+        chunks: Mapping[int, Sequence[Chunk]],
+        arrays: ArrayPool,
+        agrees: bool,
+        lock: threading.RLock,
+    ) -> None:
+        self._rounds, self._chunks, self._arrays, self.lock = rounds, chunks, arrays, lock
+        self._group, self._ledger = group, ledger = rounds.group, rounds.ledger
+        group.agreeing += agrees
+        sources = [chunk.source for each in chunks.values() for chunk in each]
+        able = agrees and group.waits_in_queue and ledger.capacity_bytes is None
+        self._able = able and all(not s.peers_take_part and s.exchange.answered is not None for s in sources)
+        self._lent: list[tuple[Handle, torch.Tensor]] = []
+
+    @property
+    def may_play(self) -> bool:
+        """Gathers may go by scripts: nothing waits for a collective but the device, a rank can get alone what is in
+        none, and no other model's passes come between."""
+        return self._able and self._group.agreeing == 1
+
+    def begin(self, chunk: Chunk, out: torch.Tensor, alone: bool) -> Handle:
+        """The gather of ``chunk`` into ``out``, with all ranks or ``alone``."""
+        return self._group.ask(out, chunk.exchange) if alone else chunk.source.gather(self._group, out)
+
+    def now(self, unit: int, require: Callable[[Sequence[Chunk], int], None]) -> None:
+        """Gather ``unit``; the array is dropped at once, or overwritten with the same values if held."""
+        for chunk in self._chunks[unit]:
+            held = chunk.full
+            if chunk.joined:
+                continue  # the others read by themselves
+            if held is None:
+                require([chunk], unit)
+            out = held if held is not None else self._arrays.take(chunk.spec.padded_numel, chunk.spec.dtype)
+            if held is None:
+                self._ledger.claim(out)
+            chunk.source.gather(self._group, out).wait()
+            if held is None:
+                self._arrays.give(out)
+
+    def fits(self, others: Iterable[int], arrays: Callable[[int], Sequence[tuple[int, torch.dtype]]]) -> bool:
+        """Whether there is room for the ``arrays`` that gathering each of ``others`` takes, one at a time."""
+        units = list(others)
+
+        def missing() -> int:
+            return max((self._arrays.missing_bytes(arrays(unit)) for unit in units), default=0)
+
+        if not self._ledger.fits(missing()):
+            self._arrays.drop()
+        return self._ledger.make_room(missing()) and self._ledger.fits(missing())
+
+    def play(self, wanted: Sequence[int] | None, gather: Callable[[Sequence[int], Sequence[int]], None]) -> bool:
+        """What the script has until ``wanted`` units (``None``: the pass is over). Where it has not, this rank strays.
+
+        Args:
+            wanted: units of which none is held.
+            gather: begins gathers, in their order, of all units and of this rank's own among them.
+
+        Returns:
+            Whether ``wanted`` are under way.
+        """
+        scripts = self._rounds.scripts
+        if scripts.strayed:
+            return False
+        entries = scripts.until(wanted, self._rounds.ready)
+        for entry in entries or ():
+            scripts.at += 1
+            gather(entry.units, wanted or ())
+            self._rounds.begin(entry.reductions)
+        if entries is None:
+            self.stray()
+        return entries is not None
+
+    @in_turn
+    def stray(self) -> None:
+        """Begin all gathers that are left of the script, into memory that nobody reads. Again is as good as once."""
+        scripts = self._rounds.scripts
+        scripts.strayed = True
+        self._lend(len(scripts.rest))
+
+    def _lend(self, count: int) -> None:
+        """The gathers of so many entries; nothing waits for them."""
+        scripts = self._rounds.scripts
+        for entry in scripts.rest[:count]:
+            scripts.at += 1
+            for chunk in [chunk for unit in entry.units for chunk in self._chunks[unit]]:
+                array = self._array(chunk)
+                handle = chunk.source.gather(self._group, array[: chunk.spec.padded_numel])
+                self._lent.append((handle, array))
+
+    # One array for all, since the gathers of a communicator are made one after the other.
+    def _array(self, chunk: Chunk) -> torch.Tensor:
+        size, dtype = chunk.spec.padded_numel, chunk.spec.dtype
+        if chunk.spec.uneven is not None:
+            # This rank's part is sent from there, and no gather of another may write it meanwhile.
+            return self._arrays.take(size, dtype)
+        sizes = [c.spec.padded_numel for each in self._chunks.values() for c in each if c.spec.dtype is dtype]
+        lent = [array for _, array in self._lent if array.dtype is dtype and array.numel() == max(sizes)]
+        return lent[0] if lent else self._arrays.take(max(sizes), dtype)
+
+    @in_turn
+    def take_back(self) -> None:
+        """The ranks have met behind the pass: this memory is the device's again when these gathers have ended."""
+        while self._lent:
+            handle, array = self._lent[-1]
+            handle.wait()
+            self._lent.pop()
+            if not any(other is array for _, other in self._lent):
+                self._arrays.give(array)
+
+    @in_turn
+    def realign(self) -> None:
+        """All ranks have dropped a pass: each begins the gathers of the script that any of them has begun."""
+        scripts = self._rounds.scripts
+        if scripts.playing:
+            self._lend(self._rounds.furthest(scripts.at) - scripts.at)
+        self.take_back()
+        scripts.failed()

@@ -1,0 +1,76 @@
+"""Gathers that are played, on the late device, and ranks that leave the script; every function is run on ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import torch
+import torch.distributed as dist
+from engine_setup import data
+from late_setup import GPU, TOLERANCE, Found, differing
+from stream_setup import LAYERS, Branching
+from torch import nn
+
+from shardwise.build import build
+from shardwise.plan import zero
+from shardwise.testing.late import late_collectives, late_device
+
+STEPS, STRAYS_AT = 7, 5
+USUAL = tuple(range(LAYERS))
+
+
+def way(rank: int, step: int) -> Sequence[int]:
+    """Rank 1 takes fewer layers once, in another order."""
+    return (4, 1, 6) if (rank, step) == (1, STRAYS_AT) else USUAL
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(3)
+    return Branching().float()
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def _batch(rank: int, step: int) -> torch.Tensor:
+    return data(rank, step).float()
+
+
+def play(seed: int, prefetch: int) -> tuple[Found, list[bool], bool]:
+    """What is wrong, which steps were played, and whether this rank has strayed."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    with late_device(seed + 4 * rank, check=False) as device, ExitStack() as undo:
+        undo.callback(late_collectives(device))
+        module = _model()
+        session = build(module, _sgd(module), zero(3).but(prefetch=prefetch), device=GPU)
+        scripts, played, strayed = session.engine.pool.rounds.scripts, list[bool](), False
+        try:
+            assert session.optimizer is not None
+            for step in range(STEPS):
+                played.append(scripts.playing)
+                loss = session.module(_batch(rank, step).to(GPU), way(rank, step)).square().mean()
+                strayed |= scripts.strayed
+                session.backward(loss)
+                session.optimizer.step()
+                session.optimizer.zero_grad()
+                del loss
+            kept = {key: value.cpu() for key, value in session.module.state_dict().items()}
+            expected = _plain(ranks)
+        finally:
+            session.close()
+            session.mesh.close()
+    wrong = differing(kept, expected, TOLERANCE)
+    return Found(wrong=wrong, races=[str(race) for race in device.races]), played, strayed
+
+
+def _plain(ranks: int) -> dict[str, torch.Tensor]:
+    model = _model()
+    optimizer = _sgd(model)
+    for step in range(STEPS):
+        for rank in range(ranks):
+            (model(_batch(rank, step), way(rank, step)).square().mean() / ranks).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(model.state_dict())

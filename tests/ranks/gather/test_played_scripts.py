@@ -1,0 +1,268 @@
+"""Ranks that play what they gathered a step before, and ranks that leave it; see [Note: Scripts instead of rounds]."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from engine_setup import data, one_mesh, seeded, sharded
+from stream_setup import LAYERS, Branching, Program, QueuedGroup, queued, stuck
+from torch import Tensor, nn
+
+from shardwise.build import Session
+from shardwise.comm import PeerError
+from shardwise.gather.script import Scripts
+from shardwise.gather.taking_part import TakingPart
+from shardwise.plan import Plan, zero
+from shardwise.testing import assert_close, run_ranks
+
+USUAL = tuple(range(LAYERS))
+Ways = Callable[[int, int], Sequence[int]]
+"""Of a rank and a step: which layers it takes."""
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """Not Adam, which makes steps of one size of gradients that are nothing but rounding."""
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+@contextlib.contextmanager
+def alike_for(steps: int) -> Any:
+    """After so many steps that were the same they are played, also where a rank has strayed."""
+    with mock.patch("shardwise.gather.script.MOST_PATIENCE", steps):
+        yield
+
+
+@contextlib.contextmanager
+def counted() -> Any:
+    """Spans that were played, and times that this rank strayed."""
+    found = {"played": 0, "strayed": 0}
+    end, stray = Scripts.end_span, TakingPart.stray
+
+    def ends(scripts: Scripts, strayed: bool) -> None:
+        found["played"] += scripts.playing
+        end(scripts, strayed)
+
+    def strays(part: TakingPart) -> None:
+        found["strayed"] += 1
+        stray(part)
+
+    with mock.patch.object(Scripts, "end_span", ends), mock.patch.object(TakingPart, "stray", strays):
+        yield found
+
+
+def loss_of(model: nn.Module, rank: int, step: int, way: Sequence[int]) -> Tensor:
+    return model(data(rank, step), way).square().mean()
+
+
+def train(session: Session, ways: Ways, steps: int) -> list[int]:
+    """How many exchanges each step took."""
+    assert session.optimizer is not None
+    meetings, rank = [], session.mesh.rank
+    for step in range(steps):
+        before = QueuedGroup.program.meetings
+        session.backward(loss_of(session.module, rank, step, ways(rank, step)))
+        session.optimizer.step()
+        session.optimizer.zero_grad()
+        meetings.append(QueuedGroup.program.meetings - before)
+    return meetings
+
+
+def run(plan: Plan, ways: Ways, steps: int) -> tuple[dict[str, Tensor], Program, list[int], dict[str, int]]:
+    with queued() as program, alike_for(2), counted() as found:
+        model = seeded(Branching)
+        with one_mesh(plan) as mesh, sharded(model, sgd(model), plan, mesh) as session:
+            meetings = train(session, ways, steps)
+            return session.module.state_dict(), program, meetings, found
+
+
+def plain(size: int, ways: Ways, steps: int) -> dict[str, Tensor]:
+    model = seeded(Branching)
+    optimizer = sgd(model)
+    for step in range(steps):
+        for rank in range(size):
+            (loss_of(model, rank, step, ways(rank, step)) / size).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(model.state_dict())
+
+
+def usual(_rank: int, _step: int) -> Sequence[int]:
+    return USUAL
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_step_like_the_last_ones_takes_two_exchanges(size: int, prefetch: int) -> None:
+    ranks = run_ranks(size, run, zero(3).but(prefetch=prefetch), usual, 8)
+    expected = plain(size, usual, 8)
+    assert stuck([program for _, program, _, _ in ranks]) == []
+    for rank, (state, _, meetings, found) in enumerate(ranks):
+        assert meetings[-3:] == [2, 2, 2] and meetings[0] > 2 * LAYERS, meetings
+        assert found["strayed"] == 0 and found["played"] >= 3
+        assert_close(state, expected, 1e-9, f"rank {rank} of {size}")
+
+
+def now_and_then(seed: int, often: float) -> Ways:
+    return Strays(seed, often)
+
+
+class Strays:
+    """Mostly all layers in order; now and then a rank takes fewer, in any order, or one twice."""
+
+    def __init__(self, seed: int, often: float) -> None:
+        self.seed, self.often = seed, often
+
+    def __call__(self, rank: int, step: int) -> Sequence[int]:
+        draw = random.Random(f"{self.seed} {rank} {step}")
+        if step < 4 or draw.random() > self.often:
+            return USUAL
+        kind = draw.randrange(4)
+        if kind == 0:  # less, in order
+            return sorted(draw.sample(USUAL, draw.randrange(1, LAYERS)))
+        if kind == 1:
+            return draw.sample(USUAL, draw.randrange(1, LAYERS + 1))
+        if kind == 2:
+            return [*USUAL, draw.randrange(LAYERS)]
+        return [draw.randrange(LAYERS)]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("size", "prefetch"), [(2, 1), (3, 0), (3, 2)])
+def test_ranks_that_stray_are_right_and_close_no_cycle(size: int, prefetch: int, seed: int) -> None:
+    ways = now_and_then(seed, 0.1)
+    ranks = run_ranks(size, run, zero(3).but(prefetch=prefetch), ways, 40)
+    assert stuck([program for _, program, _, _ in ranks]) == []
+    expected = plain(size, ways, 40)
+    for rank, (state, *_) in enumerate(ranks):
+        assert_close(state, expected, 1e-9, f"rank {rank} of {size}, seed {seed}")
+    assert ranks[0][3]["played"] > 5
+    assert sum(found["strayed"] for *_, found in ranks) > 0
+
+
+# ---- collectives of the program inside its passes
+
+
+class AlwaysThere(torch.autograd.Function):
+    """Adds nothing, and has all ranks meet in forward and backward passes, as a batch normalization over them does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        dist.all_reduce(torch.ones(2))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        dist.all_reduce(torch.ones(2))
+        return grad.clone()
+
+
+class Meeting(Branching):
+    """Its ranks meet behind every layer of a place, whichever they take there, and are late as it happens."""
+
+    def forward(self, x: Tensor, way: Sequence[int]) -> Tensor:
+        for index in way:
+            time.sleep(random.random() * 0.002)
+            x = AlwaysThere.apply(torch.tanh(self.layers[index](x)))
+        return x
+
+
+class Elsewhere:
+    """As many layers on each rank, so that all meet as often; now and then others, when the usual ones are played."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def __call__(self, rank: int, step: int) -> Sequence[int]:
+        draw = random.Random(f"{self.seed} {rank} {step}")
+        if step % 8 != 7 or draw.random() > 0.7:
+            return USUAL
+        if draw.random() < 0.5:
+            return draw.sample(USUAL, LAYERS)
+        first, second = draw.sample(USUAL, 2)
+        return [first, second] * (LAYERS // 2) + [first]
+
+
+def meet_inside(ways: Ways, steps: int) -> tuple[dict[str, Tensor], dict[str, int]]:
+    plan = zero(3).but(prefetch=0)
+    with queued(), alike_for(2), counted() as found:
+        model = seeded(Meeting)
+        with one_mesh(plan) as mesh, sharded(model, sgd(model), plan, mesh) as session:
+            train(session, ways, steps)
+            return session.module.state_dict(), found
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("size", [2, 3])
+def test_nobody_waits_inside_the_programs_own_collectives(size: int, seed: int) -> None:
+    ways = Elsewhere(seed)
+    ranks = run_ranks(size, meet_inside, ways, 32, timeout=90.0)
+    expected = plain(size, ways, 32)
+    for rank, (state, _) in enumerate(ranks):
+        assert_close(state, expected, 1e-9, f"rank {rank} of {size}, seed {seed}")
+    assert sum(found["strayed"] for _, found in ranks) > 0 and ranks[0][1]["played"] > 3
+
+
+# ---- failures
+
+
+class Fails(Branching):
+    """Raises where it is told to."""
+
+    where: tuple[str, int] | None = None
+
+    def forward(self, x: Tensor, way: Sequence[int]) -> Tensor:
+        for position, index in enumerate(way):
+            if self.where == ("forward", position):
+                raise ArithmeticError("in forward")
+            x = torch.tanh(self.layers[index](x))
+            if self.where == ("backward", position):
+                x.register_hook(self._fail)
+        return x
+
+    def _fail(self, _: Tensor) -> None:
+        raise ArithmeticError("in backward")
+
+
+def fails_once(where: tuple[str, int], who: int) -> tuple[dict[str, Tensor], list[str], dict[str, int]]:
+    said = []
+    with queued(), alike_for(2), counted() as found:
+        model = seeded(Fails)
+        plan = zero(3).but(prefetch=1)
+        with one_mesh(plan) as mesh, sharded(model, sgd(model), plan, mesh) as session:
+            assert session.optimizer is not None
+            for step in range(16):
+                for attempt in range(3):
+                    model.where = where if (step, mesh.rank, attempt) == (7, who, 0) else None
+                    try:
+                        loss = loss_of(session.module, mesh.rank, step, USUAL)
+                        if attempt:  # all have dropped the pass by now, and what it summed
+                            QueuedGroup.later.clear()
+                        session.backward(loss)
+                        break
+                    except (ArithmeticError, PeerError) as error:
+                        said.append(type(error).__name__)
+                        with contextlib.suppress(PeerError):
+                            session.optimizer.zero_grad()
+                session.optimizer.step()
+                session.optimizer.zero_grad()
+            return session.module.state_dict(), said, found
+
+
+@pytest.mark.parametrize("position", [0, 3, 6])
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+def test_a_pass_that_fails_on_one_rank_is_made_again(kind: str, position: int) -> None:
+    ranks = run_ranks(3, fails_once, (kind, position), 1, timeout=90.0)
+    expected = plain(3, usual, 16)
+    assert ranks[1][1][0] == "ArithmeticError"
+    for rank, (state, _, found) in enumerate(ranks):
+        assert_close(state, expected, 1e-9, f"rank {rank}")
+        assert found["played"] > 3
+

@@ -1,0 +1,26 @@
+"""On a device that is late gathers that are played are right, and so are those that a rank gets alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import late_scripts
+import pytest
+
+from shardwise.testing import RankPool
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[RankPool]:
+    """Two ranks that had no backward pass before."""
+    with RankPool(2) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize(("seed", "prefetch"), [(0, 0), (1, 1), (2, 2), (3, 1)])
+def test_gathers_that_are_played(two: RankPool, seed: int, prefetch: int) -> None:
+    ranks = two.run(late_scripts.play, seed, prefetch)
+    for found, played, _ in ranks:
+        assert found.right, found
+        assert played[late_scripts.STRAYS_AT] and not played[0] and not played[-1]
+    assert [strayed for _, _, strayed in ranks] == [False, True]
