@@ -42,6 +42,7 @@ __all__ = [
     "as_on_cpu",
     "at_end_of_backward",
     "can_share_object",
+    "compiles_frames",
     "copy_each",
     "cpu_flash_attention",
     "cpu_flash_attention_backward",
@@ -80,6 +81,7 @@ __all__ = [
     "tensor_holders",
     "top_saved_hooks",
     "version_of",
+    "versions_of",
     "with_negative_bit",
     "without_global_step_hooks",
     "without_modes",
@@ -111,6 +113,14 @@ def tensor_holders(tensor: Tensor) -> int:
 def version_of(tensor: Tensor) -> int:
     """A number that grows with every in-place change of ``tensor`` (0 for inference tensors, which have none)."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def versions_of(tensors: Sequence[Tensor]) -> list[int]:
+    """:func:`version_of` each, in a quarter of the time."""
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:  # an inference tensor is among them
+        return [version_of(tensor) for tensor in tensors]
 
 
 def point(tensor: Tensor, values: Tensor) -> None:
@@ -258,6 +268,16 @@ def push_saved_hooks(pack: Callable[..., Any], unpack: Callable[..., Any]) -> No
 def pop_saved_hooks() -> None:
     """The innermost pair ends."""
     torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+# ---- torch.compile
+
+_frame_callback: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
+
+
+def compiles_frames() -> bool:
+    """Whether what is called now is traced, or may be compiled: a compiled function is on the stack."""
+    return torch.compiler.is_compiling() or _frame_callback() is not None
 
 
 # ---- torch.func

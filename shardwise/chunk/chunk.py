@@ -22,13 +22,15 @@ from shardwise.chunk.source import ShardSource
 from shardwise.comm import Buffer, Group, Handle
 from shardwise.memory.tier import Tier
 from shardwise.states import Table
-from shardwise.torch_internals import point, version_of
+from shardwise.torch_internals import point, version_of, versions_of
 
 __all__ = ["RESIDENCY", "Chunk", "Residency"]
 
 
 class Residency(Enum):
     """What of a chunk is here, and what its parameters show."""
+
+    __hash__ = object.__hash__  # Enum's own is a Python function, and each change is looked up
 
     UNPLACED = auto()
     """The parameters are still where the user's model had them."""
@@ -120,6 +122,8 @@ class Chunk:
         nothing = torch.full((), absent_value(spec.dtype), dtype=spec.dtype, device=device)
         self.absent = tuple(nothing.expand(slot.shape) for slot in spec.slots)
         """By slot, what its parameter shows while it is not gathered."""
+        self._absent_at = [each.data_ptr() for each in self.absent]
+        self._offsets = [slot.start * spec.dtype.itemsize for slot in spec.slots]
         self._followers: dict[int, Sequence[torch.Tensor]] = {}
         self._state = Residency.UNPLACED
         self._holders: list[int] | None = None
@@ -272,16 +276,17 @@ class Chunk:
     def use_absent(self, values: torch.Tensor) -> None:
         """Let ``values`` (1-D, one :func:`absent_value` a slot) stand for absent parameters: writes show there."""
         self.absent = tuple(one.expand(slot.shape) for one, slot in zip(values, self.spec.slots, strict=True))
+        self._absent_at = [each.data_ptr() for each in self.absent]
         if self._shown is None:
             self.put_back()
 
     def note_versions(self) -> None:
         """The parameters are as they should be: what is written to them from here on shows in :meth:`written`."""
-        self._versions = [version_of(param) for param in self.params]
+        self._versions = versions_of(self.params)
 
     def written(self) -> int | None:
         """Index of the first parameter that was written to through itself (not its ``.data``) since they were noted."""
-        if self._versions is None or self._versions == [version_of(p) for p in self.params]:
+        if self._versions is None or self._versions == versions_of(self.params):
             return None
         pairs = zip(self.params, self._versions, strict=True)
         return next((i for i, (p, noted) in enumerate(pairs) if not p.is_inference() and version_of(p) != noted), None)
@@ -315,14 +320,16 @@ class Chunk:
 
     def misplaced(self) -> int | None:
         """Index of the first parameter that no longer lies where this chunk put it (its storage was replaced)."""
-        itemsize = self.spec.dtype.itemsize
         if self._state in (Residency.UNPLACED, Residency.PLACING, Residency.EVICTING):
             return None
-        shown = self._shown
+        shown, dtype = self._shown, self.spec.dtype
         base = None if shown is None else shown.data_ptr()
-        for index, (slot, param, absent) in enumerate(zip(self.spec.slots, self.params, self.absent, strict=True)):
-            expected = absent.data_ptr() if base is None else base + slot.start * itemsize
-            if slot.numel and (param.dtype != self.spec.dtype or param.data_ptr() != expected):
+        expected = self._absent_at if base is None else [base + offset for offset in self._offsets]
+        found = [param.data_ptr() for param in self.params]
+        if found == expected and not [param for param in self.params if param.dtype is not dtype]:
+            return None
+        for index, (slot, param, address) in enumerate(zip(self.spec.slots, self.params, expected, strict=True)):
+            if slot.numel and (param.dtype != dtype or found[index] != address):
                 return index
         return None
 
@@ -344,7 +351,7 @@ class Chunk:
 
     def views(self, full: torch.Tensor) -> list[torch.Tensor]:
         """Each parameter's part of ``full`` (a 1-D array in chunk coordinates), in its shape."""
-        return [full[slot.start : slot.end].view(slot.shape) for slot in self.spec.slots]
+        return [slot.view(full) for slot in self.spec.slots]
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor, every: bool = False) -> bool:

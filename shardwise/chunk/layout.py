@@ -13,6 +13,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
+from operator import mul
 
 import torch
 from torch import nn
@@ -65,9 +66,21 @@ class Slot:
     numel: int
     shape: torch.Size
 
-    @property
+    @cached_property
     def end(self) -> int:
         return self.start + self.numel
+
+    @cached_property
+    def _strides(self) -> tuple[int, ...]:
+        if not self.shape:
+            return ()
+        # Rows behind each other; as torch has it, a dimension of no element counts as one of one.
+        return tuple(accumulate((max(size, 1) for size in reversed(self.shape[1:])), mul, initial=1))[::-1]
+
+    def view(self, array: torch.Tensor) -> torch.Tensor:
+        """The parameter's part of ``array`` (1-D, in chunk coordinates, contiguous), in its shape."""
+        # One call to torch where a slice and a view are two: every parameter is pointed twice a gather.
+        return array.as_strided(self.shape, self._strides, array.storage_offset() + self.start)
 
 
 @dataclass(frozen=True)

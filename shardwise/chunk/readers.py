@@ -39,13 +39,10 @@ def _added_by_torch() -> int:
 _ADDED = _added_by_torch()
 
 
-def _holders(param: nn.Parameter) -> int:
-    return sys.getrefcount(param) - (_ADDED if tensor_holders(param) > 1 else 0)
-
-
 def python_holders(params: Sequence[nn.Parameter]) -> list[int]:
     """Python's references to each, to be compared by :func:`is_read` with those at a later time."""
-    return [_holders(param) for param in params]
+    # Counted here, where one more name holds each, whoever asks.
+    return [sys.getrefcount(param) - (_ADDED if tensor_holders(param) > 1 else 0) for param in params]
 
 
 def is_read(params: Sequence[nn.Parameter], holders: Sequence[int], in_transform: bool) -> bool:
@@ -57,15 +54,17 @@ def is_read(params: Sequence[nn.Parameter], holders: Sequence[int], in_transform
         in_transform: a ``torch.func`` transform uses them, whose wrappers hold a parameter without a graph.
     """
     # Nothing but the comprehensions may name a parameter here, which would count as a holder.
-    return any(_saved(param, in_transform) for param in params) or any(
-        now > before for now, before in zip(python_holders(params), holders, strict=True)
-    )
+    if in_transform:
+        saved = True in [_saved_in_transform(param) for param in params]
+    else:
+        # Beside its Python object, the node that accumulates its gradient holds it as long as any graph leads there.
+        saved = True in [tensor_holders(param) > 1 + param.requires_grad for param in params]
+    now = python_holders(params)
+    return saved or (now != holders and any(each > before for each, before in zip(now, holders, strict=True)))
 
 
-def _saved(param: nn.Parameter, in_transform: bool) -> bool:
-    # Beside its Python object, the node that accumulates its gradient holds it as long as any graph leads there.
-    owners = 1 + param.requires_grad
-    if in_transform and param.requires_grad:
-        edge = get_gradient_edge(param)  # makes that node if there is none: two owners for certain
-        return bool(edge is not None and tensor_holders(param) > owners)
-    return bool(tensor_holders(param) > owners)
+def _saved_in_transform(param: nn.Parameter) -> bool:
+    if not param.requires_grad:
+        return tensor_holders(param) > 1
+    edge = get_gradient_edge(param)  # makes that node if there is none: two owners for certain
+    return edge is not None and tensor_holders(param) > 2

@@ -189,8 +189,14 @@ class Attachment:
         if torch.is_grad_enabled():
             self._engine.events.update_expected()
 
-    @torch.no_grad()
     def _on_grad(self, chunk: int, index: int, param: torch.Tensor) -> None:
+        if torch.is_grad_enabled():  # in passes that make a graph; elsewhere it is off, and to say so again takes time
+            with torch.no_grad():
+                self._take_grad(chunk, index, param)
+        else:
+            self._take_grad(chunk, index, param)
+
+    def _take_grad(self, chunk: int, index: int, param: torch.Tensor) -> None:
         engine = self._engine
         state = engine.grads[chunk]
         # Taken first, whatever is refused below: it must not stand there at the next pass.
@@ -199,7 +205,8 @@ class Attachment:
         engine.passes.note()
         if grad is None:
             return
-        grad = grad.detach()
+        if grad.requires_grad:
+            grad = grad.detach()
         grad = grad.to_dense() if grad.is_sparse else grad
         if self._kept is not None:
             self._kept.append((chunk, index, grad))

@@ -23,6 +23,7 @@ from shardwise.chunk.chunk import Chunk
 from shardwise.gather.pool import ChunkPool
 from shardwise.gather.transforms import outside_transforms
 from shardwise.torch_internals import (
+    compiles_frames,
     current_graph_task,
     in_transform,
     is_transformed,
@@ -43,9 +44,16 @@ def in_backward() -> bool:
 
 
 def _outside_compile(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Run outside any compiled graph: the hooks make a graph break before and after the module."""
+    """Run outside any compiled graph: the hooks make a graph break before and after the module.
+
+    Where nothing is compiled it is called as it is: to switch the compiler off takes longer than most hooks.
+    """
     disabled: Callable[..., Any] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
-    return disabled
+
+    def outside(*args: Any) -> Any:
+        return disabled(*args) if compiles_frames() else hook(*args)
+
+    return outside
 
 
 # [Note: Saved tensors become notes]
@@ -209,7 +217,8 @@ class GatherHooks:
 
     def _install(self, module: nn.Module, units: list[int], covered: bool) -> None:
         def before(module: nn.Module, _args: object) -> None:
-            self._enter(module, units)
+            if not (covered and self._holds_all(module, units)):
+                self._enter(module, units)
 
         def after(module: nn.Module, _args: object, _output: object) -> None:
             self._leave(module)
@@ -221,6 +230,17 @@ class GatherHooks:
         self._handles.append(module.register_forward_pre_hook(before, prepend=True))
         # Also after an exception; after an interrupt torch calls no hooks, see unwind().
         self._handles.append(module.register_forward_hook(after, always_call=True))
+
+    def _holds_all(self, module: nn.Module, units: list[int]) -> bool:
+        """Whether the module around ``module`` has pinned its ``units`` until after it, and our saved-tensor hooks are
+        on top: it needs no frame. It leaves none then (:meth:`_leave`)."""
+        running = self._running
+        if not running.frames or not running.packs or in_transform() or self.pool.ledger.capacity_bytes is not None:
+            return False  # under a capacity each use is measured
+        pins, top = running.frames[-1].pins, top_saved_hooks()
+        if top is None or top[0] is not running.packs[-1] or [u for u in units if u not in pins]:
+            return False
+        return module not in [frame.module for frame in running.frames]  # one that calls itself
 
     def _enter(self, module: nn.Module, units: list[int]) -> None:
         frames = self._running.frames
@@ -236,7 +256,7 @@ class GatherHooks:
     def _leave(self, module: nn.Module) -> None:
         frames = self._running.frames
         # After an exception the hooks of modules that were never entered run too.
-        if not any(frame.module is module for frame in frames):
+        if module not in [frame.module for frame in frames]:
             return
         left = False
         while frames and not left:

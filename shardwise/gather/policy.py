@@ -71,6 +71,8 @@ class Trace:
 # bounds what is idle. What is pinned counts against it and is never refused for it.
 def choose_victim(trace: Trace, candidates: Collection[int]) -> int:
     """Which of the evictable ``candidates`` (not empty) goes first."""
+    if len(candidates) == 1:  # as nearly always: the unit before the one that is used
+        return next(iter(candidates))
     upcoming = trace.upcoming()
     if upcoming:
         position: dict[int, int] = {}

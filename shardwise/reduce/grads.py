@@ -20,6 +20,8 @@ __all__ = ["REDUCTION", "ChunkGrads", "Reduction", "SlotPool", "exchange_sizes",
 class Reduction(Enum):
     """How far the gradients are on their way from backward into a reduced shard."""
 
+    __hash__ = object.__hash__  # Enum's own is a Python function, and each change is looked up
+
     EMPTY = auto()
     """None is in the array since it was last reduced."""
     FILLING = auto()
@@ -219,7 +221,7 @@ class ChunkGrads:
         if array is None:
             raise RuntimeError(f"chunk {self.spec.index}: array={array} for the gradient of slot {index}; report this")
         slot = self.spec.slots[index]
-        view = array[slot.start : slot.end].view(slot.shape)
+        view = slot.view(array)
         if index in filled:
             view.add_(grad)
         else:

@@ -145,6 +145,7 @@ class TileStepper:
             pieces[tile.group] += [piece.value for piece in tile.pieces]
         self.param_groups = ParamGroups(optimizer, pieces)
         self._bare, self._step_before = BareStep(optimizer), optimizer.step
+        self._foreign = is_foreign(optimizer)
         optimizer.step = self._refuse  # type: ignore[assignment, method-assign]
         optimizer.add_param_group = self._refuse_group  # type: ignore[method-assign]
 
@@ -238,12 +239,12 @@ class TileStepper:
         if group.get("fused"):
             self._move_steps(live)
         before = {key: value for key, value in group.items() if key != "params"}
-        held = self._bytes_of(live)
+        held = self._extent(live)
         # One group, of what is live in this tile: the optimizer's own loop steps nothing else.
         for alike in self._alike(live) if group.get("fused") else (live,):
             group["params"] = [piece.value for piece in alike]
             self._bare.step(group)
-        if self._bytes_of(live) != held:
+        if self._extent(live) != held:
             self.state_changed()
         changed = [key for key, value in group.items() if key != "params" and before.get(key) is not value]
         if changed:
@@ -312,6 +313,14 @@ class TileStepper:
     def scratch_bytes(self, tier: Tier) -> int:
         """Memory for gradients in the update's dtype, kept between steps, by the tier of the state they update."""
         return sum(scratch.nbytes for (_, where), scratch in self._scratch.items() if where is tier)
+
+    def _extent(self, live: Sequence[Piece]) -> int:
+        """A number that changes with the amount of state: torch's optimizers and ours make it at a piece's first step,
+        and keep its size."""
+        if self._foreign:
+            return self._bytes_of(live)
+        state = self.optimizer.state
+        return sum([len(state.get(piece.value, ())) for piece in live])
 
     def _bytes_of(self, pieces: Sequence[Piece]) -> int:
         state = self.optimizer.state
