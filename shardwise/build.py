@@ -154,7 +154,7 @@ class Session:
     @property
     def has_gradients(self) -> bool:
         """Whether this rank holds the gradient of a pass that no step has used."""
-        return any(state.held is not None for state in self.engine.grads.values())
+        return any(state.present for state in self.engine.grads.values())
 
     @collective("full_gradients()")
     def full_gradients(self) -> dict[str, torch.Tensor]:

@@ -22,6 +22,7 @@ from shardwise.engine.scaled import Scaled
 from shardwise.engine.updates import TileUpdates
 from shardwise.memory.tier import Tier
 from shardwise.precision_plan import HALF_DTYPES
+from shardwise.reduce.kept import TileNorm
 from shardwise.reduce.norm import LateNorm, clip_factor, global_norm
 from shardwise.reduce.scaler import LossScaler
 
@@ -56,7 +57,7 @@ class ShardedOptimizer(Scaled, torch.optim.Optimizer):
             engine.early.by_optimizer[index] = self._early
         self._margin_used = False
         self._norm: Callable[[], float] | None = None
-        self._late_norm = LateNorm(engine.mesh.shard) if self._norm_may_wait() else None
+        self._late_norm = self._make_late_norm()
         asked = lambda: engine.visible.asked.get(index, ())  # noqa: E731
         self._settings = HyperParameters(optimizer, self._updates.param_groups, index, engine.mesh, asked)
         engine.reducer.riders.append(self._settings)
@@ -186,7 +187,7 @@ class ShardedOptimizer(Scaled, torch.optim.Optimizer):
         return self.engine.visible.divisor(self.index)
 
     def _reduced(self) -> list[torch.Tensor]:
-        return [s.reduced for s in self._states if s.reduced is not None]
+        return [g for s in self._states if s.present for g in s.apart() or [s.reduced] if g is not None]
 
     def _global_norm(self, p: float, inverse: float, known: Sequence[float] = ()) -> float:
         others = self._counting.others(self._settings) if self._counting is not None else None
@@ -224,10 +225,8 @@ class ShardedOptimizer(Scaled, torch.optim.Optimizer):
             raise RuntimeError(
                 f"step() of {type(self.optimizer).__name__}, which was closed: build it again, load a state"
             )
-        value = None
-        if closure is not None:
-            with torch.enable_grad():
-                value = closure()
+        with torch.enable_grad():
+            value = closure() if closure is not None else None
         if self.engine.attachment.hooks is not None:
             self.engine.attachment.hooks.unwind()
         self.engine.unfinished.check("step()")
@@ -242,7 +241,7 @@ class ShardedOptimizer(Scaled, torch.optim.Optimizer):
         failure = self._settle_early()
         clip = self._clip
         if self._late_norm is not None:
-            # The norm stays on the device; what rides along with it is compared all the same.
+            # The norm is not needed here; what rides along with it is compared all the same.
             self._ask(0.0)
             self._norm = self._late_norm.note(self._reduced(), grad_plan.norm_type, inverse * clip)
             factor = inverse * clip
@@ -265,12 +264,13 @@ class ShardedOptimizer(Scaled, torch.optim.Optimizer):
         self.engine.unfinished.end(*self._updates.parts)  # last: all is of one step from here on
         return value
 
-    def _norm_may_wait(self) -> bool:
-        """Whether a step does not depend on the norm of its gradients, and to know it would hold up the host."""
+    def _make_late_norm(self) -> LateNorm | TileNorm | None:
+        """Where a step does not depend on the norm of its gradients, and to know it before would cost something."""
         engine, plan = self.engine, self.engine.plan
         wanted = self.scaler is not None or plan.grad.max_norm > 0.0 or self._early is not None
-        on_device = runs_ahead(engine.mesh.device) and plan.tiers.all_on_device
-        return on_device and not wanted and engine.mesh.model_parallel is None
+        if wanted or engine.mesh.model_parallel is not None or not plan.tiers.all_on_device:
+            return None
+        return LateNorm(engine.mesh.shard) if runs_ahead(engine.mesh.device) else self._updates.norm_of_kept()
 
     def _settle_early(self) -> Exception | None:
         """What an update during backward raised, where the ranks will meet once more to agree on what a disk did."""

@@ -165,6 +165,23 @@ class ChunkGrads:
         """The memory of the reduced gradient, which may be on its way there."""
         return self._reduced
 
+    @property
+    def present(self) -> bool:
+        """Whether there is a reduced gradient."""
+        return self._reduced is not None
+
+    def apart(self) -> list[torch.Tensor]:
+        """Those that lie each by itself: of all that are here, or none. See :class:`~.kept.KeptGrads`."""
+        return []
+
+    def part(self, slot: int, offset: int, numel: int) -> torch.Tensor:
+        """So many elements of a slot's, where they are :meth:`apart`, 1-D."""
+        raise RuntimeError(f"chunk {self.spec.index} has no gradient of slot {slot} apart; report this")
+
+    def all_live(self) -> list[torch.Tensor]:
+        """Every tensor that holds one, where it is."""
+        return [each for each in (self.array, self.late, self._reduced) if each is not None]
+
     def lands(self, memory: torch.Tensor | None, land: Callable[[], None]) -> None:
         """``memory`` is the reduced gradient once ``land`` has returned; it is called again after an interrupt."""
         self.land()
@@ -398,7 +415,6 @@ def gradient_bytes(states: Sequence[ChunkGrads], exchanged: Sequence[torch.Tenso
     elsewhere = {id(state.kept_memory) for state in states if state.home is not tier}
     arrays = [*kept, *exchanged]
     for state in states:
-        live = (state.array, state.late, state.held)
-        arrays += [t for t in live if t is not None and id(t) not in elsewhere]
+        arrays += [each for each in state.all_live() if id(each) not in elsewhere]
     storages = {storage_id(t.untyped_storage()): t.untyped_storage().nbytes() for t in arrays}
     return idle + sum(storages.values())

@@ -25,7 +25,7 @@ from shardwise.memory.tier import Tier
 from shardwise.mesh import Mesh
 from shardwise.plan import Plan
 from shardwise.reduce.counts import StepCounts
-from shardwise.reduce.grads import ChunkGrads, Reduction, SlotPool, exchange_sizes, gradient_bytes
+from shardwise.reduce.grads import ChunkGrads, Reduction, Sizes, SlotPool, exchange_sizes, gradient_bytes
 from shardwise.reduce.landing import Landings
 from shardwise.reduce.patience import Patience
 from shardwise.reduce.reductions import Observer, ThenReplicas
@@ -75,21 +75,23 @@ class Reducer:
         self._group = mesh.shard if mesh.shard.size > 1 else mesh.replicate
         self._order = list(reversed(self.states))
         self._ordered_for: list[bool] | None = None
-        self._cursor = 0
-        self._reduces = False
-        """Whether the running pass is a reduced one."""
+        self._cursor, self._reduces = 0, False
+        """Of the order, and whether the running pass is a reduced one."""
         self._in_rounds, self._scripts = False, Scripts()
         self._patience, self._landings = Patience(), Landings()
         self._arrivals, self._in_flight = list[ChunkGrads](), list[ChunkGrads]()
         self._dropping = False
         """Results that come now are dropped at once."""
-        self._slots = SlotPool([] if self.keep_whole else self.states, depth=2 if self.overlap else 1)
         self._replica: dict[int, Buffer] = {}
-        two_groups = mesh.shard.size > 1 < mesh.replicate.size
-        self._sizes = exchange_sizes(self.states, self._slots, self.keep_whole, two_groups)
+        self._slots, self._sizes = self._exchange_memory()
         self._beside = side_stream(mesh.device) if self._sizes[1] else None
         self._announced_bytes = sum(numel * dtype.itemsize for sizes in self._sizes for numel, dtype in sizes)
         ledger.watch("gradients", lambda: self.bytes(Tier.DEVICE))
+
+    def _exchange_memory(self) -> tuple[SlotPool, tuple[Sizes, Sizes]]:
+        """What :meth:`allocate` will make."""
+        slots, mesh = SlotPool([] if self.keep_whole else self.states, depth=2 if self.overlap else 1), self.mesh
+        return slots, exchange_sizes(self.states, slots, self.keep_whole, mesh.shard.size > 1 < mesh.replicate.size)
 
     def allocate(self) -> None:
         """Make the exchange memory, which is accounted for from the beginning. Collective."""
@@ -102,8 +104,8 @@ class Reducer:
         else:
             self._slots.fill(buffers)
         if shards:
-            indices = [state.spec.index for state in self.states]
-            self._replica = dict(zip(indices, self.mesh.replicate.buffers(shards), strict=True))
+            made = zip(self.states, self.mesh.replicate.buffers(shards), strict=True)
+            self._replica = {state.spec.index: buffer for state, buffer in made}
         self._announced_bytes = 0
 
     # ---- during backward
@@ -481,8 +483,7 @@ class Reducer:
         mine = arrived + [position[s.spec.index] for s in self._order if position[s.spec.index] not in seen]
         order = self._exchange([float(i) for i in mine], "the order of reduction")[0] if self._agrees else mine
         in_use = dict(zip([s.spec.index for s in self._order], used, strict=True))
-        ranked = [self.states[int(i)] for i in order]
-        self._order = sorted(ranked, key=lambda s: not in_use[s.spec.index])
+        self._order = sorted((self.states[int(i)] for i in order), key=lambda s: not in_use[s.spec.index])
         self._ordered_for = by_chunk
 
     def clear(self, optimizer: int | None = None) -> None:

@@ -24,6 +24,8 @@ from shardwise.optim.nested_state import tensors_of
 from shardwise.optim.state_form import constructed_state
 from shardwise.precision_plan import HALF_DTYPES
 from shardwise.reduce.grads import ChunkGrads
+from shardwise.reduce.kept import TileNorm
+from shardwise.torch_internals import copy_each
 from shardwise.update.states import ChunkState
 from shardwise.update.step_hooks import BareStep, run_post_hooks, run_pre_hooks
 from shardwise.update.tile_plan import PieceRange, TileRange
@@ -146,6 +148,8 @@ class TileStepper:
         self.param_groups = ParamGroups(optimizer, pieces)
         self._bare, self._step_before = BareStep(optimizer), optimizer.step
         self._foreign = is_foreign(optimizer)
+        self.norm: TileNorm | None = None
+        """Is told of gradients that are read, where it wants to be."""
         optimizer.step = self._refuse  # type: ignore[assignment, method-assign]
         optimizer.add_param_group = self._refuse_group  # type: ignore[method-assign]
 
@@ -176,43 +180,57 @@ class TileStepper:
         Every piece that has a gradient is updated with ``factor`` times it. Values and state of the tile must be in
         memory. The user's step hooks are not run; see :meth:`before_step`.
         """
-        with self.groups() as groups:
+        with torch.no_grad(), self.groups() as groups:
 
             def update(tile: Tile, shard: torch.Tensor) -> None:
-                live, reduced = self.live(tile), tile.grads.reduced
-                if live and reduced is not None:
-                    self.step_tile(tile, live, reduced, shard, factor, groups)
+                live, kept = self.live(tile), tile.grads.apart()
+                if live:
+                    self.step_tile(tile, live, None if kept else tile.grads.reduced, shard, factor, groups)
 
             yield update
 
     @staticmethod
     def live(tile: Tile) -> list[Piece]:
         """The pieces of a tile that have a gradient."""
-        return [p for p in tile.pieces if p.slot in tile.grads.touched] if tile.grads.reduced is not None else []
+        return [p for p in tile.pieces if p.slot in tile.grads.touched] if tile.grads.present else []
 
-    @torch.no_grad()
     def step_tile(
         self,
         tile: Tile,
         live: list[Piece],
-        reduced: torch.Tensor,
+        reduced: torch.Tensor | None,
         shard: torch.Tensor | None,
         factor: float,
         groups: list[dict[str, Any]],
     ) -> None:
-        """Update the ``live`` pieces with ``factor`` times their part of ``reduced``, and ``shard`` if it is given."""
+        """Update the ``live`` pieces with ``factor`` times their part of ``reduced``, and ``shard`` if it is given.
+
+        Without ``reduced`` each slot's gradient is by itself (:meth:`ChunkGrads.part`). Called without gradients.
+        """
         value = live[0].value
         first, last = live[0].start, live[-1].end
-        grad = reduced[first:last]
-        elsewhere = grad.dtype != value.dtype or grad.device != value.device
-        if elsewhere or factor != 1.0 or not self._only_reads(groups[tile.group]):
+        if reduced is None:
+            parts = [tile.grads.part(piece.slot, piece.offset, piece.end - piece.start) for piece in live]
+        else:
+            parts = [reduced[first:last]]
+        elsewhere = parts[0].dtype != value.dtype or parts[0].device != value.device
+        copied = elsewhere or factor != 1.0 or not self._only_reads(groups[tile.group])
+        if copied:
             # Not in place: peers may still read exchange memory, and the update may be made again. The cast comes
             # first: scaling in 16 bits would round the gradient twice.
-            grad = self._scratch_for(last - first, value, tile.state.tier).copy_(grad)
+            numels = [each.numel() for each in parts]
+            scratch = self._scratch_for(sum(numels), value, tile.state.tier)
+            copies = list(torch.split(scratch, numels))
+            copy_each(copies, parts)
+            parts = copies
+        if self.norm is not None and self.norm.collects:
+            self.norm.add([scratch] if copied else parts)
         if factor != 1.0:
-            grad.mul_(factor)
-        for piece in live:
-            piece.value.grad = grad[piece.start - first : piece.end - first].view(piece.value.shape)
+            scratch.mul_(factor)
+        if reduced is not None:
+            parts = [parts[0][piece.start - first : piece.end - first] for piece in live]
+        for piece, grad in zip(live, parts, strict=True):
+            piece.value.grad = grad.view(piece.value.shape)
         self._call(groups[tile.group], live)
         for piece in live:
             piece.value.grad = None
@@ -220,9 +238,8 @@ class TileStepper:
             self.round_tile(tile, live, shard)
 
     @staticmethod
-    @torch.no_grad()
     def round_tile(tile: Tile, live: list[Piece], shard: torch.Tensor) -> None:
-        """Take updated masters over into the shard."""
+        """Take updated masters over into the shard. Called without gradients."""
         first, last = live[0].start, live[-1].end
         if tile.state.master is not None:
             shard[first:last].copy_(tile.state.master[first:last])

@@ -1,0 +1,156 @@
+"""Gradients of one rank alone stay where autograd made them, and train as plain torch does, to the last bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+from shardwise.build import Session, build
+from shardwise.plan import Plan, replicated, zero
+from shardwise.reduce.kept import KeptGrads, TileNorm
+from shardwise.testing import live_tensor_bytes
+
+PASSES, STEPS = 2, 3
+
+
+def made() -> nn.Module:
+    """With a parameter that one pass of a step leaves out, and one that none uses."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.LayerNorm(40), nn.Linear(40, 3))
+    model.register_parameter("now_and_then", nn.Parameter(torch.ones(3)))
+    model.register_parameter("never", nn.Parameter(torch.ones(5)))
+    return model
+
+
+def loss(model: nn.Module, x: torch.Tensor, apart: bool, run: object = None) -> torch.Tensor:
+    out = (run or model)(x)  # type: ignore[operator]
+    return (out * model.now_and_then if apart else out).float().square().mean()
+
+
+def batches() -> list[list[torch.Tensor]]:
+    torch.manual_seed(1)
+    return [[torch.randn(4, 6) for _ in range(PASSES)] for _ in range(STEPS)]
+
+
+def adam(params: object) -> torch.optim.AdamW:
+    return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1, fused=True)  # type: ignore[arg-type]
+
+
+def plain(half: torch.dtype | None, passes: int) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """By hand: 16-bit gradients that add up as torch adds them, and fp32 masters."""
+    model = made()
+    masters = [param.detach().clone() for param in model.parameters()]
+    model.to(half) if half is not None else None
+    optimizer, norms = adam(masters), []
+    for step in batches():
+        for number, x in enumerate(step[:passes]):
+            loss(model, x.to(half) if half is not None else x, number == 0).backward()
+        grads = [param.grad for param in model.parameters()]
+        for master, grad in zip(masters, grads, strict=True):
+            master.grad = None if grad is None else grad.float()
+        total = torch.cat([m.grad.flatten() for m in masters if m.grad is not None]).double()
+        norms.append(total.norm().item())
+        optimizer.step()
+        with torch.no_grad():
+            for param, master in zip(model.parameters(), masters, strict=True):
+                param.copy_(master)
+        model.zero_grad()
+    return {name: param.detach() for name, param in model.named_parameters()}, norms
+
+
+@contextmanager
+def session_of(plan: Plan) -> Iterator[Session]:
+    model = made()
+    session = build(model, adam(model.parameters()), plan, device=torch.device("cpu"))
+    try:
+        yield session
+    finally:
+        session.close()
+
+
+def kept(session: Session) -> list[KeptGrads]:
+    found = list(session.engine.grads.values())
+    assert all(isinstance(each, KeptGrads) for each in found)
+    return found  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("half", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("how", ["one pass", "two passes", "no_sync", "read between", "changed"])
+def test_bits_are_those_of_a_plain_loop(half: torch.dtype | None, stage: int, how: str) -> None:
+    passes = 1 if how == "one pass" else 2
+    if how == "no_sync" and stage > 1:
+        pytest.skip("these reduce in every pass")
+    expected, norms = plain(half, passes)
+    with session_of(zero(stage, half) if stage else replicated(half)) as session:  # type: ignore[arg-type]
+        model, optimizer = session.engine.model, session.optimizer
+        assert optimizer is not None
+        for step, norm in zip(batches(), norms, strict=True):
+            for number, x in enumerate(step[:passes]):
+                last = number == passes - 1
+                with session.engine.no_sync() if how == "no_sync" and not last else nullcontext():
+                    session.backward(loss(model, x, number == 0, session.module))
+                if how == "read between":  # which puts all of a chunk together
+                    assert model[0].weight.grad is not None and float(model[0].weight.grad.norm()) > 0
+            if how == "changed":
+                model[0].weight.grad.mul_(1.0)
+            optimizer.step()
+            assert optimizer.get_grad_norm() == pytest.approx(norm, rel=1e-5)
+            optimizer.zero_grad()
+            assert not any(each.all_live() for each in kept(session)) or how in ("read between", "changed")
+        with session.engine.values.gathered():
+            for name, param in model.named_parameters():
+                assert torch.equal(param, expected[name]), name
+
+
+def test_gradients_are_autograds_own_tensors() -> None:
+    with session_of(zero(3)) as session:
+        x = batches()[0][0]
+        before = live_tensor_bytes()
+        session.backward(loss(session.engine.model, x, True, session.module))
+        states = kept(session)
+        assert sum(len(each.apart()) for each in states) == 7, "one of eight parameters has no gradient"
+        assert live_tensor_bytes() - before <= sum(g.nbytes for each in states for g in each.apart()) + 4096
+        assert isinstance(session.optimizer._late_norm, TileNorm)  # type: ignore[union-attr]
+
+
+def test_a_pass_that_failed_leaves_nothing() -> None:
+    expected, _ = plain(None, 1)
+    with session_of(zero(2)) as session:
+        model, optimizer = session.engine.model, session.optimizer
+        assert optimizer is not None
+
+        def fail(_grad: torch.Tensor) -> None:
+            raise ValueError("in the midst of backward")
+
+        out = session.module(batches()[0][1])
+        hidden = out.sum() + model.now_and_then.sum()
+        handle = model[0].weight.register_hook(fail)
+        with pytest.raises(ValueError, match="in the midst"):
+            session.backward(hidden)
+        handle.remove()
+        optimizer.zero_grad()
+        assert not any(each.all_live() for each in kept(session))
+        for step in batches():
+            session.backward(loss(model, step[0], True, session.module))
+            optimizer.step()
+            optimizer.zero_grad()
+        with session.engine.values.gathered():
+            for name, param in model.named_parameters():
+                assert torch.equal(param, expected[name]), name
+
+
+@pytest.mark.parametrize("large", [1e25, float("nan")])
+def test_the_norm_of_large_gradients(large: float) -> None:
+    """Whose squares are no fp32 numbers."""
+    with session_of(zero(2)) as session:
+        optimizer = session.optimizer
+        assert optimizer is not None
+        session.backward(loss(session.engine.model, batches()[0][0], True, session.module) * large)
+        expected = torch.cat([g.flatten() for each in kept(session) for g in each.apart()]).double().norm().item()
+        optimizer.step()
+        assert optimizer.get_grad_norm() == pytest.approx(expected, rel=1e-6, nan_ok=True)
