@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -11,7 +12,7 @@ from shardwise.reduce.grads import ChunkGrads, Reduction, Sizes, SlotPool
 from shardwise.reduce.norm import shard_norm
 from shardwise.reduce.reducer import Reducer
 
-__all__ = ["KeptGrads", "TileNorm", "reducer_for"]
+__all__ = ["KeptGrads", "TileNorm", "make_reducer"]
 
 
 # [Note: Gradients that stay]
@@ -25,8 +26,8 @@ __all__ = ["KeptGrads", "TileNorm", "reducer_for"]
 class KeptGrads(ChunkGrads):
     """As :class:`ChunkGrads`, of a rank alone."""
 
-    def __init__(self, *args: object, **rest: object) -> None:
-        super().__init__(*args, **rest)  # type: ignore[arg-type]
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self._arrived: dict[int, torch.Tensor] = {}
         """By slot, since the last reduced pass."""
         self._apart: dict[int, torch.Tensor] = {}
@@ -121,9 +122,10 @@ class KeptReducer(Reducer):
         """It has no buffer."""
 
 
-def reducer_for(states: Sequence[ChunkGrads]) -> type[Reducer]:
-    """What gradients of this kind need."""
-    return KeptReducer if states and all(isinstance(each, KeptGrads) for each in states) else Reducer
+def make_reducer(states: Sequence[ChunkGrads], *rest: Any) -> Reducer:
+    """What gradients of this kind need; the arguments are those of :class:`Reducer`."""
+    kind = KeptReducer if states and all(isinstance(each, KeptGrads) for each in states) else Reducer
+    return kind(states, *rest)
 
 
 class TileNorm:
