@@ -187,7 +187,7 @@ class ShardedOptimizer(Scaled, torch.optim.Optimizer):
         return self.engine.visible.divisor(self.index)
 
     def _reduced(self) -> list[torch.Tensor]:
-        return [g for s in self._states if s.present for g in s.apart() or [s.reduced] if g is not None]
+        return [grad for state in self._states for grad in state.apart() or state.together()]
 
     def _global_norm(self, p: float, inverse: float, known: Sequence[float] = ()) -> float:
         others = self._counting.others(self._settings) if self._counting is not None else None

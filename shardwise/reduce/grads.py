@@ -174,6 +174,11 @@ class ChunkGrads:
         """Those that lie each by itself: of all that are here, or none. See :class:`~.kept.KeptGrads`."""
         return []
 
+    def together(self) -> list[torch.Tensor]:
+        """The reduced gradient, if there is one."""
+        reduced = self.reduced
+        return [] if reduced is None else [reduced]
+
     def part(self, slot: int, offset: int, numel: int) -> torch.Tensor:
         """So many elements of a slot's, where they are :meth:`apart`, 1-D."""
         raise RuntimeError(f"chunk {self.spec.index} has no gradient of slot {slot} apart; report this")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -26,7 +27,7 @@ class Leaf(nn.Linear):
         if self.again:
             self.again = False
             x = self(x)
-        return super().forward(x)
+        return nn.functional.linear(x, self.weight, self.bias)
 
 
 class Block(nn.Module):
@@ -41,9 +42,9 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.one(x)
         if not self.others:
-            return self.two(x)
+            return self.two(x)  # type: ignore[no-any-return]
         with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
-            return self.two(x)
+            return self.two(x)  # type: ignore[no-any-return]
 
 
 class Model(nn.Module):
@@ -81,7 +82,7 @@ def built() -> Iterator[tuple[Session, list[str]]]:
 @pytest.mark.parametrize("case", ["plain", "calls itself", "other hooks", "leaf alone", "leaf alone calls itself"])
 def test_who_gets_a_frame(case: str) -> None:
     with built() as (session, entered):
-        model = session.engine.model
+        model: Any = session.engine.model
         block = model.blocks[1]
         block.one.again, block.others = case.endswith("calls itself"), case == "other hooks"
         if case.startswith("leaf alone"):

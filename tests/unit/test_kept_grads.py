@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ def made() -> nn.Module:
 
 def loss(model: nn.Module, x: torch.Tensor, apart: bool, run: object = None) -> torch.Tensor:
     out = (run or model)(x)  # type: ignore[operator]
-    return (out * model.now_and_then if apart else out).float().square().mean()
+    return (out * model.now_and_then if apart else out).float().square().mean()  # type: ignore[no-any-return]
 
 
 def batches() -> list[list[torch.Tensor]]:
@@ -48,7 +49,7 @@ def plain(half: torch.dtype | None, passes: int) -> tuple[dict[str, torch.Tensor
     optimizer, norms = adam(masters), []
     for step in batches():
         for number, x in enumerate(step[:passes]):
-            loss(model, x.to(half) if half is not None else x, number == 0).backward()
+            loss(model, x.to(half) if half is not None else x, number == 0).backward()  # type: ignore[no-untyped-call]
         grads = [param.grad for param in model.parameters()]
         for master, grad in zip(masters, grads, strict=True):
             master.grad = None if grad is None else grad.float()
@@ -87,7 +88,8 @@ def test_bits_are_those_of_a_plain_loop(half: torch.dtype | None, stage: int, ho
         pytest.skip("these reduce in every pass")
     expected, norms = plain(half, passes)
     with session_of(zero(stage, half) if stage else replicated(half)) as session:  # type: ignore[arg-type]
-        model, optimizer = session.engine.model, session.optimizer
+        model: Any = session.engine.model
+        optimizer = session.optimizer
         assert optimizer is not None
         for step, norm in zip(batches(), norms, strict=True):
             for number, x in enumerate(step[:passes]):
@@ -121,7 +123,8 @@ def test_gradients_are_autograds_own_tensors() -> None:
 def test_a_pass_that_failed_leaves_nothing() -> None:
     expected, _ = plain(None, 1)
     with session_of(zero(2)) as session:
-        model, optimizer = session.engine.model, session.optimizer
+        model: Any = session.engine.model
+        optimizer = session.optimizer
         assert optimizer is not None
 
         def fail(_grad: torch.Tensor) -> None:
