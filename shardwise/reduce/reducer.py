@@ -80,9 +80,8 @@ class Reducer:
         self._in_rounds, self._scripts = False, Scripts()
         self._patience, self._landings = Patience(), Landings()
         self._arrivals, self._in_flight = list[ChunkGrads](), list[ChunkGrads]()
-        self._dropping = False
-        """Results that come now are dropped at once."""
-        self._replica: dict[int, Buffer] = {}
+        self._dropping, self._replica = False, dict[int, Buffer]()
+        """Results that come now are dropped at once; of the replicas, their buffers by chunk."""
         self._slots, self._sizes = self._exchange_memory()
         self._beside = side_stream(mesh.device) if self._sizes[1] else None
         self._announced_bytes = sum(numel * dtype.itemsize for sizes in self._sizes for numel, dtype in sizes)
