@@ -10,23 +10,23 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import secrets
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwise.checkpoint.file_system import DISK
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.foreign import settle, take_along
 from shardwise.checkpoint.format import MANIFEST, Head, has_pieces, is_file_name, read_files, read_head
-from shardwise.checkpoint.owners import Owners, Writer
+from shardwise.checkpoint.owners import Owners, Writer, this_process
+from shardwise.checkpoint.parts import DAMAGED, HIDDEN, OTHERS, Part, Version, list_parts
 from shardwise.checkpoint.source import CheckpointDamage
 from shardwise.disk.errors import explain
 
 __all__ = ["LATEST", "CheckpointRoot", "Found", "check_tag", "describe", "scan"]
 
 LATEST = "latest"
-_HIDDEN = re.compile(r"\.(?P<tag>.+)\.(?P<kind>saving|replaced|purged)-[0-9a-f]{16}")
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def scan(root: str) -> list[Found]:
         return []
     places = {n: n for n in names if not n.startswith(".")}
     for name in names:  # a kill between two renames: the one that stepped aside is still the checkpoint
-        match = _HIDDEN.fullmatch(name)
+        match = HIDDEN.fullmatch(name)
         if match and match["kind"] == "replaced":
             places.setdefault(match["tag"], name)
     found = []
@@ -92,6 +92,12 @@ def _is_own_file(path: str) -> bool:
     return is_file_name(os.path.basename(path)) and (os.path.islink(path) or not os.path.isdir(path))
 
 
+def _is_newer(part: Part, there: Part | None, shown: Sequence[Version]) -> bool:
+    """Whether a hidden part is of a save that some host shows, and newer than what this host shows."""
+    known = any(part.digest and each.digest == part.digest for version in shown for each in version.parts.values())
+    return known and (there is None or there.serial < part.serial)
+
+
 class CheckpointRoot:
     """Changes one directory of checkpoints; only one process of a run (rank 0) does.
 
@@ -119,40 +125,70 @@ class CheckpointRoot:
         self._lock: int | None = None
         self._replaced: str | None = None
         """Where the checkpoint is now that the last commit replaced."""
+        self._taken: tuple[str, str | None] | None = None
+        """Where the last commit had its directory from, and where it put what was replaced."""
+        self._there: list[Found] = []
 
     def _hidden(self, tag: str, kind: str) -> str:
         return os.path.join(self.root, f".{tag}.{kind}-{secrets.token_hex(8)}")
 
     def prepare(self, tag: str) -> tuple[str, int]:
-        """A fresh hidden directory for ``tag``, and the serial number of the save.
+        """A fresh hidden directory for ``tag``, and the serial number of the save, where all of it is written here.
 
         Raises:
             OSError: it cannot be made.
             ValueError: something that is not a checkpoint has that name, or another job saves under it now.
         """
+        hidden = self.begin(tag)
+        try:
+            serial = self.ready(tag, hidden)
+            self.look(tag, serial, this_process())
+        except BaseException:
+            self.discard(hidden)
+            raise
+        return hidden, serial
+
+    def begin(self, tag: str) -> str:
+        """A fresh hidden directory for ``tag``; call :meth:`ready` before anything is in it. Raises OSError."""
         os.makedirs(self.root, exist_ok=True)
-        self.recover()
-        final = os.path.join(self.root, check_tag(tag))
+        hidden = self._hidden(check_tag(tag), "saving")
+        self._files.make_directory(hidden)
+        # The lock tells others that this is no leftover; the system drops it when the process ends.
+        self._lock = self._files.lock_directory(hidden)
+        return hidden
+
+    def ready(self, tag: str, hidden: str, shown: Sequence[Version] = ()) -> int:
+        """Finish or undo what killed processes left beside ``hidden``. Returns the serial number of the next save.
+
+        Args:
+            tag: what will be written.
+            hidden: what :meth:`begin` made.
+            shown: where hosts write into directories of their own, the saves that some of them shows.
+
+        Raises:
+            ValueError: something that is not a checkpoint has that name.
+        """
+        self.recover(shown, hidden)
+        final = os.path.join(self.root, tag)
         if os.path.lexists(final) and not _is_ours(final):
             raise ValueError(f"{final} exists and is not a checkpoint; choose another tag, or move it away")
         if os.path.isdir(os.path.join(final, MANIFEST)):
             raise ValueError(f"{os.path.join(final, MANIFEST)} is a folder where the checkpoint has a file: rename it")
-        there = scan(self.root)
-        serials = [each.head.serial for each in there if each.head is not None]
-        unknown = len(there) - len(serials)  # a manifest that cannot be read today may be tomorrow, and is older then
-        serial = max(serials, default=0) + unknown + 1
-        self._others = self._owners.look(self.root, there, tag, serial)
-        hidden = self._hidden(tag, "saving")
-        self._files.make_directory(hidden)
-        # The lock tells others that this is no leftover; the system drops it when the process ends.
-        self._lock = self._files.lock_directory(hidden)
-        return hidden, serial
+        self._there = scan(self.root)
+        serials = [each.head.serial for each in self._there if each.head is not None]
+        unknown = len(self._there) - len(serials)  # a manifest that cannot be read today may be tomorrow
+        return max(serials, default=0) + unknown + 1
 
-    def recover(self) -> None:
-        """Finish or undo what a killed process left."""
+    def look(self, tag: str, serial: int, writer: Writer) -> None:
+        """Which other jobs save here; ``writer`` is this run's first process. See :meth:`Owners.look`."""
+        self._others = self._owners.look(self.root, self._there, tag, serial, writer)
+
+    def recover(self, shown: Sequence[Version] = (), mine: str = "") -> None:
+        """Finish or undo what a killed process left, but for what is ``mine``; see :meth:`ready`."""
+        parts = {part.name: part for part in list_parts(self.root)} if shown else {}
         for name in sorted(os.listdir(self.root)):
-            match = _HIDDEN.fullmatch(name)
-            if match is None:
+            match = HIDDEN.fullmatch(name)
+            if match is None or os.path.join(self.root, name) == mine:
                 continue
             path, final = os.path.join(self.root, name), os.path.join(self.root, match["tag"])
             if match["kind"] == "replaced" and not os.path.lexists(final):
@@ -162,6 +198,8 @@ class CheckpointRoot:
                 with contextlib.suppress(OSError):
                     lock = self._files.lock_directory(path)
                     if lock is not None:
+                        if name in parts and _is_newer(parts[name], parts.get(match["tag"]), shown):
+                            self._show(path, match["tag"])
                         self._clear(path, final)
                         self._files.close(lock)
             elif match["kind"] == "replaced":
@@ -189,8 +227,8 @@ class CheckpointRoot:
         else:  # never in any place: it has only further links to such files
             self._files.remove_tree(hidden)
 
-    def commit(self, hidden: str, tag: str, manifest: bytes) -> None:
-        """Write the manifest and give the directory its name, in one step; then call :meth:`finish`.
+    def seal(self, hidden: str, tag: str, manifest: bytes) -> None:
+        """Write the manifest: all that belongs to the checkpoint is on the disk; then call :meth:`commit`.
 
         Files of another origin in a checkpoint that is replaced are in its successor too.
 
@@ -202,6 +240,29 @@ class CheckpointRoot:
             take_along(self._files, os.path.join(self.root, tag), hidden, _is_own_file)
         self._files.write_file(os.path.join(hidden, MANIFEST), manifest)
         self._files.sync_directory(hidden)
+
+    def commit(self, hidden: str, tag: str) -> None:
+        """Give the directory its name, in one step; then call :meth:`finish`, or :meth:`take_back`.
+
+        Raises:
+            OSError: nothing is visible; call :meth:`discard`.
+        """
+        self._taken = None
+        self._replaced = self._show(hidden, tag)
+        self._taken = (hidden, self._replaced)
+        self._unlock()
+        self._damaged.discard(os.path.realpath(os.path.join(self.root, tag)))
+
+    def take_back(self, tag: str) -> None:
+        """What the last commit replaced is there again, if there was one. Raises OSError."""
+        taken, self._taken = self._taken, None
+        if taken is not None:
+            self._take_back(taken[0], os.path.join(self.root, tag), taken[1])
+            self._replaced = None
+            self._files.sync_directory(self.root)
+
+    def _show(self, hidden: str, tag: str) -> str | None:
+        """Returns where that is which had the name before."""
         final = os.path.join(self.root, tag)
         old: str | None = None
         if not os.path.lexists(final):
@@ -221,9 +282,7 @@ class CheckpointRoot:
         except BaseException:
             self._take_back(hidden, final, old)
             raise
-        self._unlock()
-        self._damaged.discard(os.path.realpath(final))
-        self._replaced = old
+        return old
 
     def finish(self, tag: str) -> None:
         """Remove what the last commit replaced.
@@ -231,7 +290,7 @@ class CheckpointRoot:
         Raises:
             CheckpointError: something in it that is not ours could not be moved over; it is still there.
         """
-        old, self._replaced = self._replaced, None
+        old, self._replaced, self._taken = self._replaced, None, None
         if old is not None:
             self._clear(old, os.path.join(self.root, tag))
 
@@ -260,7 +319,7 @@ class CheckpointRoot:
         that a load found damaged do not count either. Those of other jobs that save here do not count and stay. Returns
         the tags of what was removed.
         """
-        removed: list[tuple[str, str]] = []
+        removed: list[Part] = []
         whole = 0
         for each in scan(self.root):
             if each.head is None:  # it may be the newest of all: somebody should look at it
@@ -270,20 +329,37 @@ class CheckpointRoot:
             if whole < keep:
                 whole += self._is_whole(each)
                 continue
-            gone = self._hidden(each.tag, "purged")
-            self._files.rename(each.path, gone)
-            removed.append((each.tag, gone))
+            removed.append(Part(each.tag, os.path.basename(each.path), True))
+        self.remove(removed)
+        return [part.tag for part in removed]
+
+    def parts(self) -> list[Part]:
+        """What is here of saves that hosts wrote into directories of their own; see :meth:`remove`."""
+        others = {each.tag for each in scan(self.root) if each.head is not None and each.head.writer in self._others}
+        found = []
+        for part in list_parts(self.root):
+            damaged = os.path.realpath(os.path.join(self.root, part.name)) in self._damaged
+            spared = OTHERS if part.tag in others else DAMAGED if damaged else ""
+            found.append(replace(part, spared=spared))
+        return found
+
+    def remove(self, doomed: Sequence[Part]) -> None:
+        """Remove what is here of saves, each by one rename before it is deleted."""
+        removed = []
+        for part in doomed:
+            gone = self._hidden(part.tag, "purged")
+            self._files.rename(os.path.join(self.root, part.name), gone)
+            removed.append(gone)
         if removed:
             self._files.sync_directory(self.root)
-        for _, gone in removed:
+        for gone in removed:
             self._files.remove_tree(gone)
-        return [tag for tag, _ in removed]
 
     def _is_whole(self, found: Found) -> bool:
         if os.path.realpath(found.path) in self._damaged:
             return False
         try:
-            facts = read_files(found.path)
+            _, facts = read_files(found.path)
             return all(os.stat(os.path.join(found.path, fact.name)).st_size == fact.nbytes for fact in facts)
         except (CheckpointDamage, FileNotFoundError, NotADirectoryError):
             return False
@@ -291,6 +367,10 @@ class CheckpointRoot:
     def discard(self, hidden: str) -> None:
         """Remove what :meth:`prepare` made."""
         self._files.remove_tree(hidden)
+        self._unlock()
+
+    def leave(self) -> None:
+        """Nobody knows how far the others got: what is hidden stays for the next save to finish or to remove."""
         self._unlock()
 
     def _unlock(self) -> None:

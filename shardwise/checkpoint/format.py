@@ -39,11 +39,13 @@ __all__ = [
     "Manifest",
     "PieceFact",
     "decode_manifest",
+    "digest_of",
     "encode_manifest",
     "has_pieces",
     "hexadecimal",
     "is_file_name",
     "merge_pieces",
+    "read_content",
     "read_files",
     "read_head",
     "read_manifest",
@@ -55,6 +57,7 @@ VERSION_OF_CUTS = 2
 MOST_RANGES = 1 << 14
 """Of a cut: a read asks for something of each."""
 MANIFEST = "manifest.json"
+MOST_NAME = 255  # bytes of a host's name, as the system has it
 MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 PIECE_BYTES = 4 << 20
 """Largest piece. Each has a checksum of its own; so reading a range of a tensor reads at most two pieces too many."""
@@ -88,22 +91,28 @@ def hexadecimal(data: bytes | memoryview) -> str:
 
 @dataclass(frozen=True)
 class Head:
-    """The first line: enough to choose among checkpoints. ``serial`` counts the saves into one root directory."""
+    """The first line: enough to choose among checkpoints. ``serial`` counts the saves into one root directory.
+
+    ``hosts``: where hosts wrote into directories of their own, the name of each; see [Note: A checkpoint in parts].
+    """
 
     tag: str
     serial: int
     step: int
     writer: Writer | None = None
+    hosts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class FileFact:
-    """One safetensors file: its size, and the checksum of its first ``header_bytes`` bytes."""
+    """One safetensors file: its size, the checksum of its first ``header_bytes`` bytes, and which of the head's hosts
+    wrote it."""
 
     name: str
     nbytes: int
     header_bytes: int
     header_checksum: str
+    host: int = 0
 
 
 @dataclass(frozen=True)
@@ -157,6 +166,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
     manifest.check()
     head = {"format": FORMAT, "version": VERSION_OF_CUTS if manifest.cuts else VERSION, **vars(manifest.head)}
     head["writer"] = None if manifest.head.writer is None else manifest.head.writer.fields()
+    if not head["hosts"]:
+        del head["hosts"]
     tensors = {
         name: {
             "dtype": str(fact.dtype).removeprefix("torch."),
@@ -167,7 +178,9 @@ def encode_manifest(manifest: Manifest) -> bytes:
         for name, fact in manifest.tensors.items()
     }
     files = [[f.name, f.nbytes, f.header_bytes, f.header_checksum] for f in manifest.files]
-    body = {"files": files, "tensors": tensors, "state": manifest.state}
+    body: dict[str, Any] = {"files": files, "tensors": tensors, "state": manifest.state}
+    if manifest.head.hosts:
+        body = {"file_hosts": [fact.host for fact in manifest.files], **body}
     text = json.dumps(head)[:-1] + ",\n" + json.dumps(body, allow_nan=False)[1:-1] + ",\n"
     content = text.encode()
     return content + _last_line(content)
@@ -208,7 +221,11 @@ def _manifest(data: dict[str, Any], path: str) -> Manifest:
 
 
 def _head(data: dict[str, Any]) -> Head:
-    return Head(str(data["tag"]), _count(data["serial"]), _count(data["step"]), Writer.read(data.get("writer")))
+    hosts = data.get("hosts", [])
+    if not isinstance(hosts, list) or any(type(name) is not str or len(name) > MOST_NAME for name in hosts):
+        raise ValueError(f"hosts {hosts!r:.80} where a list of names belongs")
+    writer = Writer.read(data.get("writer"))
+    return Head(str(data["tag"]), _count(data["serial"]), _count(data["step"]), writer, tuple(hosts))
 
 
 def _count(number: object) -> int:
@@ -223,13 +240,26 @@ def _piece(fields: list[Any]) -> PieceFact:
 
 
 def _files(data: dict[str, Any], path: str) -> tuple[FileFact, ...]:
-    facts = []
-    for name, nbytes, header_bytes, digits in data["files"]:
-        fact = FileFact(checked_name(name, path), _count(nbytes), _count(header_bytes), str(digits))
+    facts, hosts = [], max(len(data.get("hosts", [])), 1)
+    by_file = data.get("file_hosts", [0] * len(data["files"]))
+    for (name, nbytes, header_bytes, digits), host in zip(data["files"], by_file, strict=True):
+        fact = FileFact(checked_name(name, path), _count(nbytes), _count(header_bytes), str(digits), _count(host))
+        if not 0 <= fact.host < hosts:
+            raise ValueError(f"host number {fact.host} of {hosts}")
         if not 0 <= fact.header_bytes <= min(fact.nbytes, MAX_HEADER_BYTES):
             raise ValueError(f"a header of {fact.header_bytes} bytes in {fact.nbytes}")
         facts.append(fact)
     return tuple(facts)
+
+
+def digest_of(path: str) -> str:
+    """What the last line of a manifest says, unchecked: equal ones are of one save; empty where that cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(-min(len(_last_line(b"")), os.fstat(file.fileno()).st_size), os.SEEK_END)
+            return file.read().decode("ascii", "replace").strip()
+    except OSError:
+        return ""
 
 
 def _check_last_line(content: bytes, path: str) -> None:
@@ -254,7 +284,8 @@ def has_pieces(directory: str) -> bool:
         return False
 
 
-def _read(directory: str) -> tuple[bytes, str]:
+def read_content(directory: str) -> tuple[bytes, str]:
+    """The bytes of its manifest, unchecked, and their path. Raises as :func:`read_manifest` does."""
     path = os.path.join(directory, MANIFEST)
     try:
         with reading(path):
@@ -278,19 +309,20 @@ def read_manifest(directory: str) -> Manifest:
         FileNotFoundError: there is none.
         CheckpointDamage: it is damaged, missing beside the files that it describes, or cannot be read.
     """
-    return decode_manifest(*_read(directory))
+    return decode_manifest(*read_content(directory))
 
 
-def read_files(directory: str) -> tuple[FileFact, ...]:
-    """The files that its manifest names.
+def read_files(directory: str) -> tuple[Head, tuple[FileFact, ...]]:
+    """What the first line of its manifest says, and the files that it names.
 
     Raises:
         FileNotFoundError, CheckpointDamage: as :func:`read_manifest` does.
     """
-    content, path = _read(directory)
+    content, path = read_content(directory)
     _check_last_line(content, path)
     with reading(path):
-        return _files(json.loads(content), path)
+        data = json.loads(content)
+        return _head(data), _files(data, path)
 
 
 def read_head(directory: str) -> Head:
@@ -299,7 +331,7 @@ def read_head(directory: str) -> Head:
     Raises:
         FileNotFoundError, CheckpointDamage: as :func:`read_manifest` does.
     """
-    content, path = _read(directory)
+    content, path = read_content(directory)
     _check_last_line(content, path)
     with reading(f"the first line of {path}"):
         data = json.loads(content.split(b"\n", 1)[0].rstrip(b",") + b"}")

@@ -90,15 +90,20 @@ class Owners:
         self._last: dict[str, int] = {}
         self._others: dict[str, set[Writer]] = {}
 
-    def look(self, root: str, there: Sequence[Found], tag: str, serial: int) -> frozenset[Writer]:
+    def look(self, root: str, there: Sequence[Found], tag: str, serial: int, mine: Writer) -> frozenset[Writer]:
         """The other jobs, before the save number ``serial`` of this run becomes ``tag``. Warns of each once.
+
+        Args:
+            root: a directory of checkpoints.
+            there: the checkpoints in it.
+            tag, serial: of the save.
+            mine: this run's first process.
 
         Raises:
             ValueError: one of them has saved ``tag`` since this run's last save.
         """
         root = os.path.realpath(root)
         last, known = self._last.get(root), self._others.setdefault(root, set())
-        mine = this_process()
         found = set()
         for each in there:
             writer = None if each.head is None else each.head.writer

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 
 from shardwise.checkpoint.files import CheckpointError
+from shardwise.checkpoint.find import opening_at
 from shardwise.checkpoint.fitting import Fit
 from shardwise.checkpoint.formats.detect import detect_format, open_checkpoint
 from shardwise.checkpoint.formats.lazy import LazySource, entries_of
@@ -19,6 +20,7 @@ from shardwise.checkpoint.gathered import Portion, stream
 from shardwise.checkpoint.match import Match
 from shardwise.checkpoint.numbered import with_names
 from shardwise.checkpoint.options import Options
+from shardwise.checkpoint.peers import Peers
 from shardwise.checkpoint.pieces import PieceLayout
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.restore import REPLACED, put_back, read_others
@@ -101,20 +103,18 @@ class PortableFiles:
     def _load(self, run: Run, path: str, part: Part, strict: bool, fit: Fit) -> Match:
         self.wait_for_saves()
         run.settle()
-        opened: list[CheckpointSource] = []
 
         def look() -> tuple[Match, dict[str, Any], Options | None]:
-            source: CheckpointSource = open_checkpoint(path, detect_format(path, part))
-            opened.append(source)
             held = run.held()
-            source = _of_part(fit.apply(source, held), held, part, path, strict)
+            source = _of_part(fit.apply(open_it(), held), held, part, path, strict)
             match = Match(source, held, strict, part)
             if part == "model":
                 return match, read_others(run, match), None
             return match, {}, Options(run, match)
 
         world = self._world
-        try:
+        peers = Peers(run)
+        with opening_at(peers, path, lambda: open_checkpoint(path, detect_format(path, part))) as open_it:
             what = f"load the {part} from {path}"
             (match, others, options), _ = agree(world.gather, world.rank, what, look, share=False)
             put_back(run, match, f"the {part} from {path}")
@@ -126,9 +126,7 @@ class PortableFiles:
                     options.put_back()
 
             agree(world.gather, world.rank, f"load the rest of the {part} from {path}, {REPLACED}", rest, share=False)
-        finally:
-            for source in opened:
-                source.close()
+        peers.close()
         return match
 
     def on_rank_zero(self, action: Callable[[], object], what: str) -> None:

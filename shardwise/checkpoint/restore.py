@@ -6,27 +6,24 @@ import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint import tree
 from shardwise.checkpoint.bounds import reading
-from shardwise.checkpoint.directory import scan
 from shardwise.checkpoint.files import CheckpointError
+from shardwise.checkpoint.find import Candidate, find_checkpoints, opening
 from shardwise.checkpoint.fitting import Fit
-from shardwise.checkpoint.format import MANIFEST, has_pieces
-from shardwise.checkpoint.formats.detect import detect_format, located, open_checkpoint
-from shardwise.checkpoint.formats.trainer import kind_of
+from shardwise.checkpoint.formats.detect import detect_format
 from shardwise.checkpoint.match import Match
 from shardwise.checkpoint.match_optimizers import shortened
 from shardwise.checkpoint.match_schedulers import SchedulerMatch, saved_schedulers
 from shardwise.checkpoint.options import Options
+from shardwise.checkpoint.peers import Peers
 from shardwise.checkpoint.randomness import check_generators, restore_generators, spread_generators
 from shardwise.checkpoint.read import NativeSource
 from shardwise.checkpoint.run import Run, as_run
 from shardwise.checkpoint.source import CheckpointDamage, CheckpointSource, StateTensors
 from shardwise.checkpoint.write import agree
-from shardwise.printable import printable
 
 __all__ = ["REPLACED", "Check", "Restored", "put_back", "read_others", "restore"]
 
@@ -70,57 +67,18 @@ class Restored:
         return len(self.data_positions)
 
 
-def _candidates(root: str, tag: str | None) -> list[str]:
-    """Directories to try, in order. Raises FileNotFoundError, CheckpointDamage (unreadable heads without "auto")."""
-    if os.path.exists(os.path.join(root, MANIFEST)) or has_pieces(root):
-        if tag in (None, "auto"):
-            return [root]
-        raise ValueError(f"{root} is a checkpoint itself, and tag={tag!r} was given: leave the tag out")
-    found = scan(root)
-    if tag == "auto":
-        return [each.path for each in found]
-    if tag is not None:
-        chosen = [each.path for each in found if each.tag == tag]
-        place = Path(root, tag)
-        if not chosen and place.is_dir() and kind_of(place) is not None:
-            return [str(place)]  # a Trainer's checkpoint-N
-        if not chosen:
-            known = ", ".join(each.tag for each in found) or "none"
-            raise FileNotFoundError(f"no checkpoint {tag!r} in {root}; there: {known}")
-        return chosen
-    if not found:
-        try:
-            if tag is None and detect_format(root):
-                return [str(located(Path(root)))]  # of a format of others
-        except FileNotFoundError as error:
-            advice = "give the directory that was saved into, or tag='auto'"
-            raise FileNotFoundError(f"no checkpoint in {root}; {advice} ({error})") from error
-    broken = [each for each in found if each.head is None]
-    if broken:
-        raise CheckpointDamage(f"{broken[0].damage}; name another tag, or use tag='auto' to skip it")
-    return [found[0].path]
-
-
 def restore(
-    run: Run, root: str, tag: str | None, strict: bool, lr_schedulers: Sequence[Any], fit: Fit, check: Check = None
+    peers: Peers, root: str, tag: str | None, strict: bool, lr_schedulers: Sequence[Any], fit: Fit, check: Check = None
 ) -> Restored | None:
     """See :meth:`shardwise.checkpoint.session.Checkpointer.load`."""
-    rank, gather = run.rank, run.gather
-
-    def choose() -> list[str]:
-        try:
-            return _candidates(root, tag) if rank == 0 else []
-        except FileNotFoundError as error:
-            return ["", str(error)]
-
-    paths = agree(gather, rank, f"find a checkpoint in {root}", choose)[1][0]
-    if paths and not paths[0]:
-        raise FileNotFoundError(printable(paths[1]))
+    rank = peers.run.rank
+    found = find_checkpoints(peers, root, tag)
     skipped: list[str] = []
     begun: list[str] = []
-    for path in paths:
+    for candidate in found:
+        path = candidate.path
         try:
-            return _restore_one(run, path, strict, lr_schedulers, fit, check, skipped, begun)
+            return _restore_one(peers, candidate, strict, lr_schedulers, fit, check, skipped, begun)
         except CheckpointDamage as error:
             if tag != "auto":
                 raise
@@ -132,10 +90,10 @@ def restore(
                 raise
             # It says that nothing was loaded, which is true of this checkpoint alone.
             raise CheckpointError(f"{error}\n{_taken_from(begun)}") from error
-    if not paths and rank == 0:
+    if not found and rank == 0:
         with contextlib.suppress(CheckpointError, OSError, ValueError):
-            found = detect_format(root)
-            print(f"not resumed: {root} holds a checkpoint of format {found}; leave 'auto' out to load it", flush=True)
+            format = detect_format(root)
+            print(f"not resumed: {root} holds a checkpoint of format {format}; leave 'auto' out to load it", flush=True)
     if skipped:
         listed = ", ".join(skipped)
         told = f"; {_taken_from(begun)}" if begun else ""
@@ -148,8 +106,8 @@ def _taken_from(begun: Sequence[str]) -> str:
 
 
 def _restore_one(
-    run: Run,
-    path: str,
+    peers: Peers,
+    candidate: Candidate,
     strict: bool,
     lr_schedulers: Sequence[Any],
     fit: Fit,
@@ -157,13 +115,12 @@ def _restore_one(
     skipped: Sequence[str],
     begun: list[str],
 ) -> Restored:
-    """Restore the checkpoint at ``path``, which joins ``begun`` before the first value is replaced."""
-    rank, gather = run.rank, run.gather
+    """Restore a checkpoint, which joins ``begun`` before the first value is replaced."""
+    run, path = peers.run, candidate.path
     opened: list[CheckpointSource] = []
 
     def look() -> tuple[Match, _Rest]:
-        native = os.path.exists(os.path.join(path, MANIFEST))
-        opened.append(NativeSource(path) if native else open_checkpoint(path))
+        opened.append(open_it())
         held = run.held()
         match = Match(fit.apply(opened[0], held), held, strict)
         if begun and match.staying:  # a value is checked where it goes, so they may hold anything
@@ -175,14 +132,11 @@ def _restore_one(
             check(rest.user_state)
         return match, rest
 
-    try:
-        (match, rest), _ = agree(gather, rank, f"load {path}", look, share=False)
+    with opening(peers, candidate) as open_it:
+        (match, rest), _ = agree(run.gather, run.rank, f"load {path}", look, share=False)
         begun.append(path)
         put_back(run, match, path)
-        agree(gather, rank, f"load the rest of {path}, {REPLACED}", rest.put_back, share=False)
-    finally:
-        for source in opened:
-            source.close()
+        agree(run.gather, run.rank, f"load the rest of {path}, {REPLACED}", rest.put_back, share=False)
     head = opened[0].manifest.head if isinstance(opened[0], NativeSource) else None
     return Restored(
         path,

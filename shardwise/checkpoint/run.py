@@ -110,6 +110,10 @@ class Run(Protocol):
         """Which of the ranks that see different data this is; those that hold one model together see the same."""
 
     @property
+    def spreads(self) -> bool:
+        """Whether hosts may keep their parts of a checkpoint in directories of their own."""
+
+    @property
     def members(self) -> Members | None: ...
     @property
     def device(self) -> torch.device: ...
@@ -148,6 +152,11 @@ class EngineRun:
             mesh.members,
         )
         self.data_rank = mesh.rank
+
+    @property
+    def spreads(self) -> bool:
+        """Its ranks are those that hold the whole model."""
+        return True
 
     @property
     def optimizers(self) -> tuple[ShardedOptimizer, ...]:

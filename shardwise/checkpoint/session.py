@@ -9,17 +9,20 @@ from typing import Any
 import torch
 
 from shardwise.checked import MOST_STEP, as_path, switch, whole
-from shardwise.checkpoint.contents import Contents, Given, Scheduler, buffer_digests
+from shardwise.checkpoint.contents import Contents, Given, Scheduler
 from shardwise.checkpoint.directory import CheckpointRoot, check_tag
 from shardwise.checkpoint.file_system import DISK
 from shardwise.checkpoint.fitting import Fit, Rows
+from shardwise.checkpoint.folders import Folder, Folders
 from shardwise.checkpoint.format import Head
 from shardwise.checkpoint.owners import Owners, this_process
+from shardwise.checkpoint.peers import Peers
 from shardwise.checkpoint.pieces import as_bytes
 from shardwise.checkpoint.restore import Check, Restored, restore
 from shardwise.checkpoint.run import Run, Trained, as_run
 from shardwise.checkpoint.snapshot import Lane
-from shardwise.checkpoint.write import SaveJob, agree
+from shardwise.checkpoint.write import SaveJob
+from shardwise.remarks import warn_user
 
 __all__ = ["Checkpointer"]
 
@@ -37,10 +40,15 @@ class Checkpointer:
         self._lane = Lane(self._run.members)
         self._damaged: set[str] = set()
         self._owners = Owners()
+        self._peers = Peers(self._run)
+        self._told: set[str] = set()
         self.steps = 0
         """Updates so far, those before a restored checkpoint included."""
         self.latest = True
         """Whether saving leaves a file ``latest`` beside the checkpoints, which names the newest."""
+        self.apart: bool | None = None
+        """Whether hosts may keep their parts in directories of their own, where they do not share one: ``None`` warns
+        where that is so, ``True`` does not, ``False`` makes it an error."""
         if self._run.optimizers:
             self._run.optimizers[0].optimizer.register_step_post_hook(self._count)
 
@@ -66,7 +74,8 @@ class Checkpointer:
         The checkpoint is ``root/tag``: not there, or complete. A tag that exists is replaced in one step.
 
         Args:
-            root: a directory of checkpoints that all ranks share; made where it is missing.
+            root: a directory of checkpoints; made where it is missing. Where hosts do not share it, each keeps its
+                part: see :attr:`apart`.
             tag: name of this one; ``step-<step>`` if not given.
             step: how far training is; by default the number of updates.
             lr_schedulers: anything with ``state_dict``.
@@ -98,12 +107,11 @@ class Checkpointer:
             run = self._run
             run.settle()
             given = Given(step, self.steps, lr_schedulers, data_position, user_state)
-            owner = self._root(os.fspath(root)) if run.rank == 0 else None
-            hidden, serial, first_digests = self._prepare(owner, os.fspath(root), tag)
+            folder = self._folder(os.fspath(root), tag)
             contents: Contents | None = None
             failure: Exception | None = None
             try:
-                contents = Contents(run, given, first_digests)
+                contents = Contents(run, given, folder.digests)
             except Exception as error:  # the others learn of it when they agree on what was written
                 failure = error
 
@@ -112,41 +120,34 @@ class Checkpointer:
                     raise failure or RuntimeError(f"no contents ({contents}); report this")
                 return contents.values()
 
-            job = SaveJob(run.rank, owner, self._files, hidden, Head(tag, serial, step, this_process()), contents, keep)
+            head = Head(tag, folder.serial, step, this_process(), folder.hosts)
+            job = SaveJob(run.rank, folder.owner, self._files, folder.hidden, head, contents, keep, folder.of)
             if use_async:
                 self._lane.start(
                     self._run.device.type == "cuda",
                     lambda image: image.take(job.layout, values()),
-                    lambda ranks, copied: job.run(lambda: copied()(), ranks.gather),
+                    lambda ranks, copied: job.run(lambda: copied()(), ranks.gather, ranks if folder.of else None),
                 )
             else:
-                job.run(lambda: map(as_bytes, values()), run.gather)
+                job.run(lambda: map(as_bytes, values()), run.gather, self._peers.messages() if folder.of else None)
             return os.path.join(os.fspath(root), tag)
 
-    def _root(self, root: str) -> CheckpointRoot:
-        return CheckpointRoot(root, self._files, self.latest, self._damaged, self._owners)
-
-    def _prepare(self, owner: CheckpointRoot | None, root: str, tag: str) -> tuple[str, int, dict[str, int]]:
-        """The hidden directory, the save's number, and what rank 0's buffers are. Collective."""
+    def _folder(self, root: str, tag: str) -> Folder:
+        """What the next save is written into. Collective."""
         run = self._run
-        hidden: list[str] = []
 
-        def prepare() -> list[Any]:
-            digests = buffer_digests(run.held())
-            if owner is None:
-                return []
-            path, serial = owner.prepare(tag)
-            hidden.append(path)
-            return [path, serial, digests]
+        def make() -> CheckpointRoot:
+            return CheckpointRoot(root, self._files, self.latest, self._damaged, self._owners)
 
-        try:
-            _, posts = agree(run.gather, run.rank, f"prepare checkpoint {tag!r} in {root}", prepare)
-        except BaseException:
-            if owner is not None and hidden:
-                owner.discard(hidden[0])
-            raise
-        path, serial, digests = posts[0]
-        return path, serial, digests
+        folder = Folders(run, self._peers.hosts(), make, root, tag).prepare(self.apart)
+        if folder.hosts and self.apart is None and run.rank == 0 and root not in self._told:
+            warn_user(
+                f"{root} is not one directory on all hosts: each of {', '.join(folder.hosts)} keeps its part of the "
+                "checkpoints there, and a load needs all of them. To say that this is meant set "
+                "session.checkpoints.apart=True, or False to have an error instead"
+            )
+            self._told.add(root)
+        return folder
 
     @property
     def saving(self) -> bool:
@@ -162,8 +163,11 @@ class Checkpointer:
         self._lane.wait_for_saves()
 
     def close(self) -> None:
-        """Wait, and give back memory and communicator. Raises as :meth:`wait_for_saves` does."""
-        self._lane.close()
+        """Wait, and give back memory and communicators. Raises as :meth:`wait_for_saves` does."""
+        try:
+            self._lane.close()
+        finally:
+            self._peers.close()
 
     # ---- restoring
 
@@ -212,7 +216,7 @@ class Checkpointer:
         root = as_path("root", root, "the directory of checkpoints")
         self.wait_for_saves()
         with self._run.doing(f"loading checkpoint {tag!r} of {root}"):
-            restored = restore(self._run, root, tag, strict, lr_schedulers, Fit(rename, rows), check)
+            restored = restore(self._peers, root, tag, strict, lr_schedulers, Fit(rename, rows), check)
         if restored is not None:
             self.steps = restored.updates
             self._damaged.discard(os.path.realpath(restored.path))

@@ -97,6 +97,11 @@ class TorchRun:
         self._activity = Activity()
 
     @property
+    def spreads(self) -> bool:
+        """Its ranks are all of them."""
+        return True
+
+    @property
     def members(self) -> None:
         """All ranks."""
         return None

@@ -1,10 +1,10 @@
-"""Saving: every rank writes its pieces, all agree, rank 0 writes the manifest and makes the directory visible."""
+"""Saving: every rank writes its pieces, all agree, the manifest is written and the directory made visible."""
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -14,12 +14,14 @@ from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.directory import CheckpointRoot, describe
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.format import FileFact, Head, Manifest, PieceFact, encode_manifest, merge_pieces
+from shardwise.checkpoint.parts import DAMAGED, OTHERS, Part, Version, versions_of
 from shardwise.checkpoint.pieces import Bytes, PieceFile, PieceLayout
+from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.source import CheckpointDamage, TensorFact
 from shardwise.printable import printable
 from shardwise.tensor.order import StoredCut
 
-__all__ = ["Gather", "SaveJob", "agree"]
+__all__ = ["Gather", "SaveJob", "agree", "saves_in"]
 
 T = TypeVar("T")
 Gather = Callable[[object], list[Any]]
@@ -70,11 +72,14 @@ class SaveJob:
 
     Attributes:
         rank: of this process.
-        root: on rank 0 the directory of checkpoints, elsewhere ``None``.
+        root: the directory of checkpoints, on the rank that makes it visible (rank 0; where hosts have their own, one
+            of each); elsewhere ``None``.
         hidden: the directory to write into.
         head: of the manifest.
         contents: what this rank writes; ``None`` where it could not be put together.
         keep: how many checkpoints remain; ``None``: all.
+        of: where hosts write into directories of their own, the number of its host by rank; see
+            [Note: A checkpoint in parts].
     """
 
     rank: int
@@ -84,31 +89,64 @@ class SaveJob:
     head: Head
     contents: Contents | None
     keep: int | None
+    of: tuple[int, ...] = ()
 
     @property
     def layout(self) -> PieceLayout:
         """Of this rank's file."""
         return self.contents.layout if self.contents is not None else PieceLayout([])
 
-    def run(self, values: Callable[[], Iterable[Bytes]], gather: Gather) -> None:
+    def run(self, values: Callable[[], Iterable[Bytes]], gather: Gather, ranks: Ranks | None = None) -> None:
         """Write, agree, commit. Collective.
 
         Args:
             values: gives the bytes of each fragment of the layout, in order.
             gather: among all ranks.
+            ranks: sends to them; where hosts write into directories of their own.
 
         Raises:
             CheckpointError: on every rank; earlier checkpoints are as they were.
         """
-        tag = self.head.tag
+        tag, manifest = self.head.tag, b""
         try:
             _, parts = agree(gather, self.rank, f"write its part of checkpoint {tag!r}", lambda: self._write(values()))
-            agree(gather, self.rank, f"commit checkpoint {tag!r}", lambda: self._commit(parts))
+            if ranks is not None:
+                what = f"describe checkpoint {tag!r}"
+                manifest = self._spread(ranks, agree(gather, self.rank, what, lambda: self._describe(parts), False)[0])
+        except BaseException:
+            self._discard()
+            raise
+        if self.of:
+            what = f"write what checkpoint {tag!r} is"
+            self._together(gather, what, lambda: self._seal(manifest), self._discard)
+        self._together(gather, f"commit checkpoint {tag!r}", lambda: self._commit(parts), lambda: self._undo(gather))
+        agree(gather, self.rank, f"finish: {tag!r} is saved and complete, but what follows it", self._tidy)
+        if self.of and self.keep is not None:
+            self._purge(gather, self.keep)
+
+    def _together(self, gather: Gather, what: str, action: Callable[[], None], undo: Callable[[], None]) -> None:
+        """Agree. Where a rank could not, all ``undo``; where one is lost, nobody knows what it has done."""
+        try:
+            agree(gather, self.rank, what, action)
+        except (CheckpointError, ValueError, FileNotFoundError):
+            undo()
+            raise
         except BaseException:
             if self.root is not None:
-                self.root.discard(self.hidden)
+                self.root.leave() if self.of else self.root.discard(self.hidden)
             raise
-        agree(gather, self.rank, f"finish: {tag!r} is saved and complete, but what follows it", self._tidy)
+
+    def _discard(self) -> None:
+        if self.root is not None:
+            self.root.discard(self.hidden)
+
+    def _undo(self, gather: Gather) -> None:
+        """What was there before is there again, on all hosts; where that fails on one, nothing is removed."""
+        root = self.root
+        if self.of:
+            back = (lambda: None) if root is None else (lambda: root.take_back(self.head.tag))
+            agree(gather, self.rank, f"take back its part of checkpoint {self.head.tag!r}", back)
+        self._discard()
 
     def _write(self, values: Iterable[Bytes]) -> dict[str, Any]:
         if self.contents is None:
@@ -137,31 +175,75 @@ class SaveJob:
         facts = [fact.name, fact.nbytes, fact.header_bytes, fact.header_checksum]
         return {"file": facts, "pieces": pieces, "shapes": shapes, "cuts": cuts, "own": own}
 
-    def _commit(self, parts: list[dict[str, Any]]) -> None:
-        if self.root is None or self.contents is None:
-            return
+    def _describe(self, parts: list[dict[str, Any]]) -> bytes:
+        """The manifest, on rank 0."""
+        if self.rank != 0 or self.contents is None:
+            return b""
         files: list[FileFact] = []
         pieces: list[dict[str, list[PieceFact]]] = []
         tensors: dict[str, TensorFact] = {}
-        for part in parts:
+        for rank, part in enumerate(parts):
             tensors |= {n: TensorFact(tuple(shape), getattr(torch, dt)) for n, (dt, shape) in part["shapes"].items()}
             if part["file"] is not None:
                 number = len(files)
-                files.append(FileFact(*part["file"]))
+                files.append(FileFact(*part["file"], self.of[rank] if self.of else 0))
                 found = part["pieces"].items()
                 pieces.append({name: [PieceFact(number, *piece) for piece in each] for name, each in found})
         state = self.contents.assemble([part["own"] for part in parts])
         ordered = {name: tensors[name] for name in sorted(tensors)}
         cuts = {name: StoredCut.read(fields) for part in parts for name, fields in part["cuts"].items()}
-        content = encode_manifest(Manifest(self.head, tuple(files), ordered, merge_pieces(pieces), state, cuts))
-        self.root.commit(self.hidden, self.head.tag, content)
+        return encode_manifest(Manifest(self.head, tuple(files), ordered, merge_pieces(pieces), state, cuts))
+
+    def _spread(self, ranks: Ranks, manifest: bytes) -> bytes:
+        """Rank 0's manifest, on the ranks that write one. Collective."""
+        owners = [self.of.index(host) for host in range(1, len(self.head.hosts))]
+        if self.rank == 0:
+            for owner in owners:
+                ranks.send(torch.tensor([len(manifest)]), owner)
+                ranks.send(torch.frombuffer(bytearray(manifest), dtype=torch.uint8), owner)
+        elif self.rank in owners:
+            size = int(ranks.receive(torch.empty(1, dtype=torch.int64), 0))
+            manifest = ranks.receive(torch.empty(size, dtype=torch.uint8), 0).numpy().tobytes()
+        return manifest
+
+    def _seal(self, manifest: bytes) -> None:
+        if self.root is not None:
+            self.root.seal(self.hidden, self.head.tag, manifest)
+
+    def _commit(self, parts: list[dict[str, Any]]) -> None:
+        if self.root is not None:
+            if not self.of:
+                self._seal(self._describe(parts))
+            self.root.commit(self.hidden, self.head.tag)
 
     def _tidy(self) -> None:
         if self.root is not None:
             self.root.point_latest(self.head.tag)
             self.root.finish(self.head.tag)
-            if self.keep is not None:
+            if self.keep is not None and not self.of:
                 self.root.purge(self.keep)
+
+    def _purge(self, gather: Gather, keep: int) -> None:
+        """What :meth:`CheckpointRoot.purge` does, on all hosts: whole is what they have together."""
+        tag, mine = self.head.tag, self.of[self.rank]
+        what = f"finish: {tag!r} is saved and complete, but what is older"
+        whole, doomed = 0, []
+        for save in saves_in(gather, self.rank, self.root, self.head.hosts, what):
+            spared = {part.spared for part in save.parts.values()}
+            if save.damage or spared & {OTHERS}:
+                continue
+            if whole < keep:
+                whole += not save.problem(self.head.hosts) and not spared & {DAMAGED}
+            elif mine in save.parts and save.parts[mine].shown:
+                doomed.append(save.parts[mine])
+        root = self.root
+        agree(gather, self.rank, what, (lambda: None) if root is None else (lambda: root.remove(doomed)))
+
+
+def saves_in(gather: Gather, rank: int, owner: CheckpointRoot | None, hosts: Sequence[str], what: str) -> list[Version]:
+    """The saves in the directories of several hosts, newest first. Collective; ``what`` completes "could not ..."."""
+    _, rows = agree(gather, rank, what, lambda: None if owner is None else [vars(part) for part in owner.parts()])
+    return versions_of([[Part.read(each) for each in row] for row in rows if row is not None], hosts)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -60,7 +60,8 @@ class DeepSpeedEngine(Facts):
         self._batch = batch
         session.divide_own_passes(batch.accumulation)
         take_passes_of_module(session)
-        self._saving = Saving(session, settings["checkpoint.load_universal"])
+        apart = settings["checkpoint.use_node_local_storage"] or settings["use_node_local_storage"] or None
+        self._saving = Saving(session, settings["checkpoint.load_universal"], apart)
         self._autocast = Autocast(settings, self.module, self.device, self.global_rank == 0)
         self.collate_fn: Any = None
         self.training_dataloader: Any = None

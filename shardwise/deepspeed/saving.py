@@ -14,6 +14,7 @@ from shardwise.checked import as_mapping, as_path
 from shardwise.checkpoint import tree
 from shardwise.checkpoint.bounds import reading
 from shardwise.checkpoint.directory import LATEST
+from shardwise.checkpoint.find import opening_at
 from shardwise.checkpoint.format import MANIFEST
 from shardwise.checkpoint.formats.deepspeed import CLIENT_STATE
 from shardwise.checkpoint.formats.deepspeed_universal import LATEST_UNIVERSAL
@@ -23,11 +24,12 @@ from shardwise.checkpoint.formats.param_groups import group_options
 from shardwise.checkpoint.match import Match, Wanted
 from shardwise.checkpoint.match_schedulers import SchedulerMatch, saved_schedulers
 from shardwise.checkpoint.options import fitting
+from shardwise.checkpoint.peers import Peers
 from shardwise.checkpoint.read import NativeSource
 from shardwise.checkpoint.restore import REPLACED, put_back, read_others
 from shardwise.checkpoint.schedulers import SavedScheduler
 from shardwise.checkpoint.session import Checkpointer
-from shardwise.checkpoint.source import CheckpointSource, StateTensors
+from shardwise.checkpoint.source import StateTensors
 from shardwise.checkpoint.write import agree
 from shardwise.deepspeed.frozen import WithoutFrozen, frozen_ones_are_missing
 from shardwise.deepspeed.parts import PartRun
@@ -52,13 +54,15 @@ class Saving:
     Args:
         session: what is saved, and loaded into.
         universal: what is loaded without a tag is what ``latest_universal`` names, or without one the newest save.
+        apart: see :attr:`shardwise.checkpoint.session.Checkpointer.apart`.
     """
 
-    def __init__(self, session: Session, universal: bool = False) -> None:
+    def __init__(self, session: Session, universal: bool = False, apart: bool | None = None) -> None:
         self._session = session
         self._run = PartRun(session)
         self._latest = LATEST_UNIVERSAL if universal else LATEST
         self._native = Checkpointer(self._run)  # from the start: it counts the updates
+        self._native.apart = apart
         self._trained: Checkpointer | None = None
 
     def agreed_tag(self, tag: str, mode: str) -> str:
@@ -101,6 +105,7 @@ class Saving:
     def _without_frozen(self) -> Checkpointer:
         if self._trained is None:
             self._trained = Checkpointer(WithoutFrozen(self._session))
+            self._trained.apart = self._native.apart
         self._trained.steps = self._native.steps
         return self._trained
 
@@ -115,8 +120,11 @@ class Saving:
                 named = "" if tag is None else f" with tag {tag!r}"
                 warn_user(f"no checkpoint{named} in {root}: nothing was loaded")
             return None
-        if (Path(path) / MANIFEST).is_file() and optimizer_states:
-            strict = strict and not frozen_ones_are_missing(self._session, path)
+        # What a host sees of the path is its own where hosts keep their parts apart: all go one way.
+        lacking = bool(optimizer_states and strict and frozen_ones_are_missing(self._session, path))
+        there = self._run.everybody([(Path(path) / MANIFEST).is_file(), lacking])
+        if optimizer_states and any(native for native, _ in there):
+            strict = strict and not any(lacks for _, lacks in there)
             restored = self._native.load(path, strict=strict, lr_schedulers=schedules)
             state = restored.user_state if restored is not None else None
             state = state if isinstance(state, Mapping) else {}
@@ -164,26 +172,23 @@ def take_over(
     """Values from a checkpoint of DeepSpeed, or those of the model alone from our own. Collective. ``check`` is called
     with the client state before anything is changed, and what it raises on one rank is raised on all."""
     run = PartRun(session)
-    opened: list[CheckpointSource] = []
+    peers = Peers(run)
     wanted: Wanted = "all" if optimizer_states else "model"
-    strict = strict and not frozen_ones_are_missing(session, path, wanted)
+    strict = strict and not any(run.everybody(frozen_ones_are_missing(session, path, wanted)))
 
     def look() -> tuple[Match, _Rest]:
-        opened.append(open_checkpoint(path))
-        match = Match(opened[0], run.held(), strict, wanted)
+        match = Match(open_it(), run.held(), strict, wanted)
         rest = _Rest(run, session, match, schedules, path, strict)
         if check is not None:
             check(rest.found.client_state)
         return match, rest
 
-    try:
+    with opening_at(peers, path, lambda: open_checkpoint(path)) as open_it:
         (match, rest), _ = agree(run.gather, run.rank, f"load {path}", look, share=False)
         put_back(run, match, path)
         agree(run.gather, run.rank, f"load the rest of {path}, {REPLACED}", rest.put_back, share=False)
-        return rest.found
-    finally:
-        for source in opened:
-            source.close()
+    peers.close()
+    return rest.found
 
 
 def _saved_schedules(match: Match, wanted: int) -> list[SavedScheduler]:

@@ -106,7 +106,7 @@ _TOP = {
     "log_level": _skip("text", None, "use Python's warnings filters"),
     "vocabulary_size": _skip("int", None, "it serves a warning of DeepSpeed only"),
     "use_data_before_expert_parallelism": _skip("bool", False, "there is no expert parallelism here", False),
-    "use_node_local_storage": _refuse("bool", False, "leave it false and give all ranks one shared directory"),
+    "use_node_local_storage": _use("bool", False),
 }
 
 _FP16 = {
@@ -214,7 +214,7 @@ _SCHEDULER = {"type": _use("text", None), "params": _use("map", None)}
 _CHECKPOINT = {
     "tag_validation": _use("text", "WARN", choices=("IGNORE", "WARN", "FAIL")),
     "load_universal": _use("bool", False),
-    "use_node_local_storage": _refuse("bool", False, "leave it false and give all ranks one shared directory"),
+    "use_node_local_storage": _use("bool", False),
     "parallel_write": _skip("map", None, "every rank always writes its own part"),
     "writer": _skip("map", None, "every rank always writes its own part"),
     "checkpoint_serialization": _skip("bool", None, "checkpoints have one format"),

@@ -257,7 +257,7 @@ def _read_file(path: str, weights_only: bool | None, one_file: Callable[..., dic
 def _has_optimizers(path: str) -> bool:
     """Whether there is state of optimizers; also true of what cannot be read, of which loading tells more."""
     try:
-        source = open_checkpoint(path)
+        source = open_checkpoint(path, partly=True)
     except (OSError, ValueError, CheckpointError):
         return True
     try:

@@ -76,6 +76,7 @@ def open_checkpoint(
     optimizer: str | Path | None = None,
     parameter_names: Sequence[str] | None = None,
     rename: Mapping[str, str] | None = None,
+    partly: bool = False,
 ) -> OpenSource:
     """Open a checkpoint of any format for reading. Nothing in it is executed. The end of a ``with`` block closes it.
 
@@ -87,6 +88,7 @@ def open_checkpoint(
         parameter_names: names of an optimizer's parameters in its own order, for files that only number them.
         rename: names in it, or regular expressions, and what they become; see
             :func:`~shardwise.checkpoint.formats.renamed.renamed`.
+        partly: open what a host keeps of a native checkpoint without what other hosts keep; reading that is damage.
 
     Raises:
         FileNotFoundError: nothing is there.
@@ -98,7 +100,7 @@ def open_checkpoint(
     names = [each.name for each in known_formats()]
     if format is not None and format not in names:
         raise ValueError(f"format={format!r}: known are {', '.join(names)}")
-    source = _opened(path, format, optimizer, parameter_names)
+    source = _opened(path, format, Given(optimizer, parameter_names, partly))
     if not rename:
         return source
     try:
@@ -108,24 +110,23 @@ def open_checkpoint(
         raise
 
 
-def _opened(
-    path: str | Path, format: str | None, optimizer: str | Path | None, parameter_names: Sequence[str] | None
-) -> OpenSource:
+def _opened(path: str | Path, format: str | None, given: Given) -> OpenSource:
+    optimizer = given.optimizer
     place = located(Path(path))
     name = format or detect_format(place)
     if place.is_file() and place.name.endswith(".json") and name != "colossalai":
         place = place.parent
     known = next(each for each in known_formats() if each.name == name)
     if name == "native":
-        return known.open(place, Given())
+        return known.open(place, Given(partly=given.partly))
     if optimizer is not None and "optimizer" not in known.takes:
         raise ValueError(f"optimizer={str(optimizer)!r}: {place} is of format {name}, which keeps it with the model")
-    if parameter_names is not None and "parameter_names" not in known.takes:
+    if given.parameter_names is not None and "parameter_names" not in known.takes:
         raise ValueError(f"parameter_names given, but {place} is of format {name}, which has names")
     if name == "single":
         place = loose_files(place)[0] if place.is_dir() else place
     with reading(place):
-        return _checked(known.open(place, Given(optimizer, parameter_names)), (place, optimizer))
+        return _checked(known.open(place, given), (place, optimizer))
 
 
 def _checked(source: OpenSource, places: Sequence[str | Path | None]) -> OpenSource:

@@ -30,10 +30,12 @@ class Given:
     Attributes:
         optimizer: the optimizer's own directory.
         parameter_names: names of an optimizer's parameters in its own order, for files that only number them.
+        partly: a host's part of a native checkpoint will do; see :class:`~shardwise.checkpoint.read.NativeSource`.
     """
 
     optimizer: str | Path | None = None
     parameter_names: Sequence[str] | None = None
+    partly: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,10 @@ def _native_directory(path: Path) -> Path:
     return Path(newest.path)
 
 
+def _open_native(path: Path, given: Given) -> OpenSource:
+    return NativeSource(_native_directory(path), given.partly)
+
+
 def _open_run(path: Path, given: Given) -> OpenSource:
     return open_trainer(path, given.parameter_names)
 
@@ -114,7 +120,7 @@ NUMBERED = frozenset({"parameter_names"})
 _FORMATS: dict[str, Format] = {
     each.name: each
     for each in (
-        Format("native", _is_native, lambda path, given: NativeSource(_native_directory(path)), needs=MANIFEST),
+        Format("native", _is_native, _open_native, needs=MANIFEST),
         Format("dcp", _is_dcp, lambda path, given: open_dcp(path), needs=".metadata"),
         Format("peft", lambda path: (path / CONFIG).is_file(), lambda path, given: open_peft(path), needs=CONFIG),
         Format(

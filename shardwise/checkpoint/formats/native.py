@@ -73,7 +73,8 @@ def write_native(source: CheckpointSource, path: str | Path, dtype: torch.dtype 
         facts = {name: entries[name].fact for name in sorted(entries)}
         pieces: dict[str, tuple[PieceFact, ...]] = merge_pieces([file.pieces(0)])
         head = Head(target.name, serial, int(state["step"]), this_process())
-        root.commit(hidden, target.name, encode_manifest(Manifest(head, (fact,), facts, pieces, state)))
+        root.seal(hidden, target.name, encode_manifest(Manifest(head, (fact,), facts, pieces, state)))
+        root.commit(hidden, target.name)
     except BaseException:
         root.discard(hidden)
         raise

@@ -81,8 +81,9 @@ def test_a_kill_between_two_renames_loses_nothing(tmp_path: Path) -> None:
     owner._files.renames = 0
     hidden, _ = owner.prepare("same")
     (Path(hidden) / "x").write_text("x")
+    owner.seal(hidden, "same", b"{}")
     with pytest.raises(KeyboardInterrupt):
-        owner.commit(hidden, "same", b"{}")
+        owner.commit(hidden, "same")
     assert not (tmp_path / "same").exists()
     (found,) = scan(root)
     assert found.tag == "same" and verify(found.path) == []

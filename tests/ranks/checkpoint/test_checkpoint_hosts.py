@@ -1,4 +1,4 @@
-"""Two hosts: a folder that only one of them has, and a host that is lost while both train."""
+"""Two hosts: a folder that they do not share, through every front-end, kills during saves into it, and a lost host."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.testing.hosts import ADDRESSES, TwoHosts
+from tests.faults import kills_apart
 
 TRAINS = """
 import datetime, os, sys, time
@@ -29,6 +30,7 @@ def step():
     session.optimizer.zero_grad()
 """
 SAVES = """
+session.checkpoints.apart = False
 step()
 for act in (session.checkpoints.save, session.checkpoints.load):
     try:
@@ -39,6 +41,91 @@ for act in (session.checkpoints.save, session.checkpoints.load):
         print("done", flush=True)
 step()
 print("trains on", sorted(os.listdir(sys.argv[1])), flush=True)
+"""
+KEEPS_PARTS = """
+import lightning.fabric, warnings
+import shardwise.fabric
+from shardwise import deepspeed
+from shardwise.booster import Booster
+from shardwise.booster.plugin import LowLevelZeroPlugin
+
+warnings.simplefilter("ignore")
+os.chdir(sys.argv[1])
+
+def fresh(seed):
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(4)])
+    return model, torch.optim.AdamW(model.parameters())
+
+def trained(update, seed):
+    kept = update(seed)
+    kept["step"]()
+    return kept
+
+def own(seed):
+    model, optimizer = fresh(seed)
+    session = shardwise.shard(model, optimizer, stage=3)
+    def step():
+        session.backward(session.module(torch.ones(2, 8) * (rank + 1)).square().mean())
+        session.optimizer.step()
+        session.optimizer.zero_grad()
+    return {"step": step, "save": lambda: session.checkpoints.save("own"),
+            "load": lambda: session.checkpoints.load("own", "auto"), "state": session.module.state_dict}
+
+def booster(seed):
+    model, optimizer = fresh(seed)
+    booster = Booster(plugin=LowLevelZeroPlugin(stage=2, precision="fp32"))
+    model, optimizer, *_ = booster.boost(model, optimizer)
+    def step():
+        booster.backward(model(torch.ones(2, 8) * (rank + 1)).square().mean(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    def load():
+        booster.load_model(model, "booster/one")
+        booster.load_checkpoint("booster", model, optimizer)
+    return {"step": step, "save": lambda: booster.save_checkpoint("booster", model, optimizer, tag="one"),
+            "load": load, "state": model.state_dict}
+
+def speed(seed, all_of_it=True):
+    model, optimizer = fresh(seed)
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3},
+              "checkpoint": {"use_node_local_storage": True}}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    def step():
+        engine.backward(engine(torch.ones(2, 8) * (rank + 1)).square().mean())
+        engine.step()
+    return {"step": step, "save": lambda: engine.save_checkpoint("speed"),
+            "load": lambda: engine.load_checkpoint("speed", load_optimizer_states=all_of_it),
+            "state": engine.session.module.state_dict}
+
+def fabric(seed):
+    fabric = lightning.fabric.Fabric(accelerator="cpu", strategy=shardwise.fabric.DDPFullyShardedStrategy(), devices=1,
+                                     num_nodes=2)
+    fabric.launch()
+    model, optimizer = fabric.setup(*fresh(seed))
+    def step():
+        fabric.backward(model(torch.ones(2, 8) * (rank + 1)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    kept = {"model": model, "optimizer": optimizer}
+    return {"step": step, "save": lambda: fabric.save("fabric/one", kept),
+            "load": lambda: fabric.load("fabric/one", kept), "state": model.state_dict}
+
+for begin in (own, booster, speed, lambda seed: speed(seed, False), fabric):
+    first = trained(begin, 0)
+    first["save"]()
+    saved = {name: value.clone() for name, value in first["state"]().items()}
+    first["step"]()
+    after = {name: value.clone() for name, value in first["state"]().items()}
+    second = trained(begin, 1)
+    second["load"]()
+    loaded = second["state"]()
+    same = all(torch.equal(loaded[name], value) for name, value in saved.items())
+    second["step"]()
+    went_on = all(torch.equal(second["state"]()[name], value) for name, value in after.items())
+    print("front-end", same, went_on, flush=True)
+files = sorted(str(path) for path in __import__("pathlib").Path(".").rglob("pieces-*"))
+print("files", *files, flush=True)
 """
 GOES_ON = """
 step()
@@ -67,12 +154,30 @@ def started(hosts: TwoHosts, program: str, *arguments: str) -> list[subprocess.P
     return runs
 
 
-def test_a_folder_that_only_one_host_has_is_named_and_training_goes_on(tmp_path: Path) -> None:
+def test_every_front_end_keeps_the_parts_of_hosts_and_brings_them_together(tmp_path: Path) -> None:
+    with TwoHosts(apart=tmp_path) as hosts:
+        said = [run.communicate(timeout=400)[0] for run in started(hosts, KEEPS_PARTS, str(tmp_path), "300")]
+    for rank, text in enumerate(said):
+        told = [line.split()[1:] for line in text.splitlines() if line.startswith("front-end")]
+        # Without its state an optimizer does not go on as it would have.
+        assert told == [["True", str(number != 3)] for number in range(5)], text
+        (files,) = (line.split()[1:] for line in text.splitlines() if line.startswith("files"))
+        assert len(files) == 4 and all(file.endswith(f"/pieces-{rank}.safetensors") for file in files), text
+
+
+@pytest.mark.parametrize("count", [5, pytest.param(100, marks=pytest.mark.campaign)])
+def test_kills_of_either_host_lose_nothing(tmp_path: Path, count: int) -> None:
+    found = kills_apart.campaign(count, 20, str(tmp_path))
+    assert found.lost == [], found
+    assert found.counts["kills"] == count and found.counts["saves"] > 0 and found.counts["inside a save"] > 0, found
+
+
+def test_a_folder_that_only_one_host_has_is_named_where_one_is_wanted_and_training_goes_on(tmp_path: Path) -> None:
     with TwoHosts(apart=tmp_path) as hosts:
         said = [run.communicate(timeout=200)[0] for run in started(hosts, SAVES, str(tmp_path), "120")]
     for text in said:
         assert "CheckpointError rank 1 could not write its part" in text, text
-        assert "is not there on this rank's host (host-b): give a directory on storage that all hosts share" in text
+        assert "is not there on that rank's host (host-b): give a directory on storage that all hosts share" in text
         assert "FileNotFoundError" in text and "no checkpoint in" in text
         assert "trains on []" in text
 

@@ -74,6 +74,14 @@ def _other_names(names: Names) -> None:
     names["session"] = build(model, torch.optim.AdamW(model.parameters()), zero(2))
 
 
+def _session(names: Names) -> None:
+    from shardwise.build import build
+    from shardwise.plan import zero
+
+    _training(names)
+    names["session"] = build(names["model"], names["optimizer"], zero(2))
+
+
 def _renamed(names: Names) -> None:
     state, then = names["session"].module.state_dict(), names["rows then"]
     torch.testing.assert_close(state["embed.weight"][:8], then)
@@ -331,6 +339,7 @@ PAGES: dict[str, list[Block]] = {
             before=_training,
             after=_restored,
         ),
+        Block(first="session.checkpoints.apart", before=_session, after=_exists("local/step-0/manifest.json")),
         Block(first="session.checkpoints.load(", before=_other_names, after=_renamed),
         Block(
             first='booster.save_checkpoint("runs/generator"',

@@ -1,0 +1,60 @@
+"""Which ranks are on one host, and see one file system under a path."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.comm.mapping import host_facts
+
+__all__ = ["Hosts", "here"]
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The hosts of a run, in the order of their first ranks.
+
+    Attributes:
+        of: by rank, the number of its host.
+        names: by host, what it calls itself.
+    """
+
+    of: tuple[int, ...]
+    names: tuple[str, ...]
+
+    @classmethod
+    def meet(cls, gather: Callable[[object], list[Any]]) -> Hosts:
+        """Those of all ranks. Collective."""
+        return cls.sorted([tuple(row) for row in gather(here())])
+
+    @classmethod
+    def sorted(cls, views: list[tuple[str, str]]) -> Hosts:
+        """From each rank's name of its host, and what tells its file systems."""
+        places = list(dict.fromkeys(views))
+        return cls(tuple(places.index(view) for view in views), tuple(name for name, _ in places))
+
+    def ranks(self, host: int) -> list[int]:
+        """Of a host."""
+        return [rank for rank, number in enumerate(self.of) if number == host]
+
+    def leads(self, rank: int) -> bool:
+        """Whether ``rank`` is the first of its host."""
+        return self.of.index(self.of[rank]) == rank
+
+    @property
+    def leaders(self) -> list[int]:
+        """By host, its first rank."""
+        return [self.of.index(host) for host in range(len(self.names))]
+
+
+def here() -> tuple[str, str]:
+    """What this host calls itself, and what is equal where processes see the same files under a path: of one machine,
+    and of one container there."""
+    facts, name = host_facts(), socket.gethostname()
+    with contextlib.suppress(OSError):
+        facts["mounts"] = os.readlink("/proc/self/ns/mnt")
+    return name, "/".join([name, *facts.values()])
