@@ -205,6 +205,8 @@ BY_ENGINE: dict[str, tuple[Any, Any]] = {
     "wall_clock_breakdown": ("true", True),
     "dataloader_drop_last": (True, True),
     "checkpoint.load_universal": (True, True),
+    "checkpoint.use_node_local_storage": (True, True),
+    "use_node_local_storage": (True, True),
     "fp16.consecutive_hysteresis": (True, True),
     "torch_autocast.enabled": (True, True),
     "torch_autocast.dtype": ("bf16", torch.bfloat16),
