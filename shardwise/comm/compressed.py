@@ -102,6 +102,9 @@ class CompressedGroup(Group):
     def _most(self, values: Sequence[float], words: Sequence[int], purpose: str) -> tuple[list[float], list[int]]:
         return self._inner._most(values, words, purpose)
 
+    def _total(self, words: Sequence[int], purpose: str) -> list[int]:
+        return self._inner._total(words, purpose)
+
     # Gathers, of rounded shards
 
     def _all_gather(self, out: Tensor, shard: Buffer) -> Handle:

@@ -302,6 +302,9 @@ class GlooGroup(Group):
     def _most(self, values: Sequence[float], words: Sequence[int], purpose: str) -> tuple[list[float], list[int]]:
         return self._control.most(values, words, purpose)
 
+    def _total(self, words: Sequence[int], purpose: str) -> list[int]:
+        return self._control.total(words, purpose)
+
 
 def asked_for(out: Tensor, shard: Buffer) -> str:
     """A gather, for errors."""

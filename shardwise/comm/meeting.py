@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from typing import Any
 from shardwise.comm.activity import Activity
 from shardwise.comm.control import decode, encode
 from shardwise.comm.errors import PeerError
+from shardwise.comm.exact import WORDS, rounded, together, words_of
 from shardwise.comm.traffic import Traffic
 
 __all__ = ["NOBODY", "Meeting", "Party", "Summary", "ranks_text"]
@@ -67,14 +69,15 @@ class Summary:
 # first learn the least and the most of each number: in round k a rank hears from the one 2^k before it, so that is as
 # many messages as the number of ranks has digits, each of a kilobyte at most. What all have alike needs nothing more,
 # and an agreement is nearly always about what should be alike; flags and counts need nothing more either (summarize).
-# Only where ranks ask for each other's numbers and these differ does each get all of them. The first message has one
+# A sum is exact in whole numbers (total), in at most twice as many messages of half a kilobyte. Only where ranks ask
+# for each other's numbers and these differ does each get all of them. The first message has one
 # size whatever it is about: ranks that came for different things meet in it, see that they differ, and tell each other
 # in words.
 class Meeting(ABC):
     """The part of a group that is about the host's agreement; see :class:`~shardwise.comm.group.Group`.
 
     Attributes:
-        disseminates: numbers can be summed up by messages from rank to rank (:meth:`_most`).
+        disseminates: numbers can be summed up by messages from rank to rank (:meth:`_most`, :meth:`_total`).
         rows_up_to: ranks among which each gets all numbers at once; see [Note: How many ranks an agreement takes].
     """
 
@@ -139,6 +142,42 @@ class Meeting(ABC):
             alike and all(row[:count] == rows[0][:count] for row in rows),
             alike,
         )
+
+    def total(
+        self,
+        value: float,
+        purpose: str,
+        whose: Party = NOBODY,
+        beside: Sequence[float] = (),
+        largest: bool = False,
+    ) -> tuple[float, list[bool]]:
+        """All ranks' values made one: their sum, exact and then rounded once, so that it is the same whatever the order
+        of the ranks; or the largest of them. And of each number ``beside`` it, whether all ranks have the same.
+
+        Args:
+            value: of this rank, not minus infinity. One that is NaN makes all NaN, otherwise one that is infinite
+                makes all infinite.
+            purpose, whose: as in :meth:`exchange`.
+            beside: other numbers of this rank.
+            largest: whether the largest is wanted.
+
+        Raises:
+            PeerError: as :meth:`exchange`.
+        """
+        if self._by_rows:
+            rows = self.exchange([value, *beside], purpose, whose)
+            same = [all(row[at] == rows[0][at] for row in rows) for at in range(1, len(beside) + 1)]
+            return together([row[0] for row in rows], largest), same
+        found = self._summed_up([float(value), *map(float, beside)], purpose, whose, ())
+        (least, *lower), (most, *upper) = found.least, found.most
+        same = [one == other for one, other in zip(lower, upper, strict=True)]
+        if math.isnan(most) or largest or most == math.inf:
+            return most, same
+        if least == most:
+            return most * self.size, same
+        messages = self.size.bit_length() + self.size.bit_count() - 2
+        self.traffic.add("exchange", messages * 8 * WORDS)
+        return rounded(self._total(words_of(value), purpose)), same
 
     @property
     def _by_rows(self) -> bool:
@@ -237,6 +276,10 @@ class Meeting(ABC):
     def _most(self, values: Sequence[float], words: Sequence[int], purpose: str) -> tuple[list[float], list[int]]:
         """Of each of the values the most that any rank has, and of each word the bits that any rank has."""
         raise NotImplementedError(f"numbers summed up in {self!r} (disseminates={self.disseminates})")
+
+    def _total(self, words: Sequence[int], purpose: str) -> list[int]:
+        """Of each word the sum over all ranks."""
+        raise NotImplementedError(f"sums of words in {self!r} (disseminates={self.disseminates})")
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

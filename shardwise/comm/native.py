@@ -177,6 +177,9 @@ class NativeGroup(Group):
     def _most(self, values: Sequence[float], words: Sequence[int], purpose: str) -> tuple[list[float], list[int]]:
         return self._control.most(values, words, purpose)
 
+    def _total(self, words: Sequence[int], purpose: str) -> list[int]:
+        return self._control.total(words, purpose)
+
     def _factor(self, scale: float) -> float:
         return 1.0 if scale == 1.0 / self.size else scale * self.size
 

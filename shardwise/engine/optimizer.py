@@ -193,8 +193,9 @@ class ShardedOptimizer(Scaled, torch.optim.Optimizer):
         others = self._counting.others(self._settings) if self._counting is not None else None
         return global_norm(self._reduced(), p, self._ask, inverse, known, others)
 
-    def _ask(self, mine: float) -> list[float]:
-        """Every rank's share of the norm. What the ranks are about to update with rides along.
+    def _ask(self, mine: float, largest: bool) -> float:
+        """The sum of all ranks' shares of the norm, or the largest of them. What the ranks are about to update with
+        rides along.
 
         Raises:
             RuntimeError: on every rank, where they have changed other gradients by hand.
@@ -203,12 +204,12 @@ class ShardedOptimizer(Scaled, torch.optim.Optimizer):
         engine, settings = self.engine, self._settings
         engine.mesh.shard.reads_arrive()  # so that this is a fence before the update as well
         riding = [engine.visible.mark(self.index), *settings.beside_norm()]
-        posts = engine.mesh.shard.exchange([mine, *riding], "the gradient norm", engine.party)
-        if any(post[1] != riding[0] for post in posts):
+        found, same = engine.mesh.shard.total(mine, "the gradient norm", engine.party, riding, largest)
+        if not same[0]:
             raise engine.visible.differing(self.index)
-        if any(post[1:] != riding for post in posts):
+        if not all(same):
             settings.explain()
-        return [post[0] for post in posts]
+        return found
 
     @property
     def _clip(self) -> float:
@@ -242,7 +243,7 @@ class ShardedOptimizer(Scaled, torch.optim.Optimizer):
         clip = self._clip
         if self._late_norm is not None:
             # The norm is not needed here; what rides along with it is compared all the same.
-            self._ask(0.0)
+            self._ask(0.0, False)
             self._norm = self._late_norm.note(self._reduced(), grad_plan.norm_type, inverse * clip)
             factor = inverse * clip
         else:

@@ -8,7 +8,6 @@ or step was put there by hand: it replaces what the engine holds, as it does in 
 from __future__ import annotations
 
 import json
-import math
 import sys
 import weakref
 import zlib
@@ -368,10 +367,8 @@ class VisibleGrads:
             if engine.plan.grad.average == "mean":
                 divisor *= max(engine.counts.so_far(optimizer), 1)
             elif engine.plan.grad.average == "tokens":
-                posts = engine.mesh.world.exchange(
-                    [engine.passes.tokens(optimizer)], "tokens of the step", engine.party
-                )
-                total = math.fsum(post[0] for post in posts)
+                own = engine.passes.tokens(optimizer)
+                total, _ = engine.mesh.world.total(own, "tokens of the step", engine.party)
                 # The reduction took the mean over ranks; what is wanted is the sum over the tokens of all ranks.
                 divisor *= total / engine.mesh.world.size if total else 1.0
             self._divisors[optimizer] = divisor

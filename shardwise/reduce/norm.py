@@ -13,6 +13,7 @@ from functools import partial
 import torch
 
 from shardwise.comm import DONE, Group, Handle
+from shardwise.comm.exact import together
 
 __all__ = ["LateNorm", "OtherParts", "clip_factor", "each_norm", "global_norm", "shard_norm"]
 
@@ -39,22 +40,12 @@ def shard_norm(tensor: torch.Tensor, p: float) -> float:
     return norm if math.isfinite(norm) else _partial([tensor], p, torch.float64) ** (1.0 / p if p != math.inf else 1.0)
 
 
-def _column(shares: Sequence[float], p: float) -> float:
-    """The ranks' shares of one norm made one."""
-    if any(math.isnan(value) for value in shares):
-        return math.nan
-    if p == math.inf:
-        return max(shares)
-    # Exactly, so that the order of the ranks makes no difference.
-    return math.fsum(shares) if all(map(math.isfinite, shares)) else math.inf
+Ask = Callable[[float, bool], float]
+"""All ranks' numbers made one: their sum, or the largest of them. Collective."""
 
 
-Gather = Callable[[float], list[float]]
-"""Every rank's number, by rank."""
-
-
-def _asking(group: Group) -> Gather:
-    return lambda mine: [post[0] for post in group.exchange([mine], "the gradient norm")]
+def _asking(group: Group) -> Ask:
+    return lambda mine, largest: group.total(mine, "the gradient norm", largest=largest)[0]
 
 
 @dataclass(frozen=True)
@@ -73,32 +64,32 @@ class OtherParts:
     words: tuple[float, ...] = ()
     differ: Callable[[], None] | None = None
 
-    def ask(self, mine: float) -> list[float]:
-        """Every rank's number, by rank."""
-        posts = self.group.exchange([mine, *self.words], "the gradient norm")
-        if self.differ is not None and any(post[1:] != posts[0][1:] for post in posts):
+    def ask(self, mine: float, largest: bool) -> float:
+        """All ranks' numbers made one."""
+        found, same = self.group.total(mine, "the gradient norm", beside=self.words, largest=largest)
+        if self.differ is not None and not all(same):
             self.differ()
-        return [post[0] for post in posts]
+        return found
 
 
 def _combined(
-    tensors: Sequence[torch.Tensor], p: float, wide: torch.dtype, gather: Gather, others: OtherParts | None
+    tensors: Sequence[torch.Tensor], p: float, wide: torch.dtype, ask: Ask, others: OtherParts | None
 ) -> float:
-    share = _partial(tensors, p, wide)
+    share, largest = _partial(tensors, p, wide), p == math.inf
     if others is not None:
         # What does not count must be finite all the same.
         if others.counted is not None and math.isfinite(share):
             share = _partial(others.counted, p, wide)
-        share = _column(others.ask(_column(gather(share), p)), p)
+        share = others.ask(ask(share, largest), largest)
     else:
-        share = _column(gather(share), p)
+        share = ask(share, largest)
     return share if p == math.inf else float(share ** (1.0 / p))
 
 
 def global_norm(
     tensors: Sequence[torch.Tensor],
     p: float,
-    group: Group | Gather,
+    group: Group | Ask,
     inverse_scale: float,
     known: Sequence[float] = (),
     others: OtherParts | None = None,
@@ -116,14 +107,14 @@ def global_norm(
     Returns:
         The same value on every rank; NaN or infinite if any gradient is.
     """
-    gather = _asking(group) if isinstance(group, Group) else group
+    ask = _asking(group) if isinstance(group, Group) else group
     extra = [torch.tensor(known, dtype=torch.float64)] if known else []
     everything = [*tensors, *extra]  # the norm of norms is the norm
-    norm = _combined(everything, p, torch.float32, gather, others)
+    norm = _combined(everything, p, torch.float32, ask, others)
     # The same on all ranks, so all of them ask again.
     if norm == math.inf and p != math.inf:
         # The powers of large finite gradients overflow in fp32; then they are summed again in fp64.
-        norm = _combined(everything, p, torch.float64, gather, others)
+        norm = _combined(everything, p, torch.float64, ask, others)
     return norm * inverse_scale
 
 
@@ -157,8 +148,8 @@ class LateNorm:
         gather.wait()
         norms = self._shares.local.tolist()
         if p == math.inf:
-            return _column(norms, p) * factor
-        return float(_column([norm**p for norm in norms], p) ** (1.0 / p)) * factor
+            return together(norms, True) * factor
+        return float(together([norm**p for norm in norms], False) ** (1.0 / p)) * factor
 
 
 def _shares(parts: Sequence[torch.Tensor | None], p: float, wide: torch.dtype) -> list[float]:
@@ -192,10 +183,10 @@ def each_norm(
     for wide in (torch.float32, torch.float64):
         shares = _shares(parts, p, wide)
         columns = zip(*group.exchange(shares, "the norms that .grad is asked for"), strict=True)
-        shares = [_column(column, p) for column in columns]
+        shares = [together(column, p == math.inf) for column in columns]
         if others is not None:
             columns = zip(*others.exchange(shares, "the norms that .grad is asked for"), strict=True)
-            whole = [_column(column, p) for column in columns]
+            whole = [together(column, p == math.inf) for column in columns]
             shares = [w if cut else own for w, own, cut in zip(whole, shares, divided, strict=True)]
         norms = [share if p == math.inf else float(share ** (1.0 / p)) for share in shares]
         if p == math.inf or math.inf not in norms:

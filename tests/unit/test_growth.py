@@ -13,17 +13,13 @@ import pytest
 from alike_setup import PLANS, made, train
 
 from shardwise.chunk.layout import make_layout
+from shardwise.comm.exact import WORDS, words_of
 from shardwise.plan import Plan, zero
 from shardwise.testing import alike_mesh
 
 FEW, SOME, MANY = 64, 512, 4096
 BLOCKS = 4
 STEADY: dict[str, Plan] = {"zero1": zero(1), "zero2": zero(2), "zero3": zero(3)}
-# Functions that look at each rank's numbers in a step, and why they still do. Add nothing without a reason.
-KNOWN = {
-    "shardwise/engine/optimizer.py ShardedOptimizer._ask": "the norm is an exact sum of all ranks' shares",
-    "shardwise/reduce/norm.py _column": "that sum",
-}
 
 
 def work(step: Callable[[], None]) -> Counter[str]:
@@ -81,8 +77,22 @@ def growing(few: Mapping[str, int], some: Mapping[str, int], many: Mapping[str, 
 def test_a_step_grows_with_the_logarithm(name: str) -> None:
     few, some, many = (counted(STEADY[name], ranks) for ranks in (FEW, SOME, MANY))
     assert growing(few[1], some[1], many[1]) == []
-    complaints = growing(few[0], some[0], many[0])
-    assert [line for line in complaints if not any(known in line for known in KNOWN)] == []
+    assert growing(few[0], some[0], many[0]) == []
+
+
+def test_a_sum_over_ranks_grows_with_the_logarithm() -> None:
+    """Peers that are alike have one share of the norm; those of a run differ, and are summed up in words."""
+
+    def counts(ranks: int) -> tuple[Counter[str], dict[str, int]]:
+        with alike_mesh(STEADY["zero1"], 1, ranks) as (mesh, asked):
+            asked.reset()
+            instructions = work(lambda: mesh.shard._total(words_of(0.3), "a test") and None)
+            return instructions, {**asked.calls, "bytes": sum(asked.received_bytes.values())}
+
+    few, some, many = (counts(ranks - 1) for ranks in (FEW, SOME, MANY))  # of which every digit is a one, the worst
+    assert growing(few[0], some[0], many[0]) == []
+    assert [each[1]["send"] for each in (few, some, many)] == [2 * 5, 2 * 8, 2 * 11]
+    assert many[1]["bytes"] == 2 * 11 * 8 * WORDS
 
 
 def test_a_few_ranks_ask_for_no_more_than_that() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shardwise.comm import LocalGroup
+from shardwise.comm.meeting import NOBODY, Party
 from shardwise.reduce.norm import clip_factor, each_norm, global_norm
 
 NAN, INF = math.nan, math.inf
@@ -25,7 +26,7 @@ class Ranks(LocalGroup):
         super().__init__("ranks", torch.device("cpu"))
         self.others = list(others)
 
-    def exchange(self, values: Sequence[float], purpose: str = "") -> list[list[float]]:
+    def exchange(self, values: Sequence[float], purpose: str = "", whose: Party = NOBODY) -> list[list[float]]:
         return [[float(v) for v in values], *([value, *map(float, values[1:])] for value in self.others)]
 
 
@@ -116,7 +117,7 @@ def test_each_norm(p: float) -> None:
             super().__init__("peers", torch.device("cpu"))
             self.shares = list(shares)
 
-        def exchange(self, values: Sequence[float], purpose: str = "") -> list[list[float]]:
+        def exchange(self, values: Sequence[float], purpose: str = "", whose: Party = NOBODY) -> list[list[float]]:
             assert len(values) == len(self.shares) == 4
             return [list(values), self.shares]
 

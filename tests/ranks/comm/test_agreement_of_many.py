@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from typing import Any
 from unittest import mock
 
@@ -14,6 +15,7 @@ from scope import Scope
 from torch import Tensor
 
 from shardwise.comm import Group, PeerError, Summary, register_backend
+from shardwise.comm.exact import WORDS, rounded, words_of
 from shardwise.mesh import Mesh
 from shardwise.testing import run_ranks
 
@@ -66,6 +68,68 @@ def test_the_answers_are_the_same(ranks: int, kind: str) -> None:
     assert many[0]["rows"] == every
     assert many[0]["objects"] == [{"rank": rank} for rank in range(ranks)]
     assert many[0]["nan"] == [False, *[True] * (ranks - 1)]
+
+
+def shares(seed: int, ranks: int) -> list[float]:
+    """One a rank: of all sizes, so that sums in another order differ, or all alike, or small."""
+    chooser = random.Random(seed)
+    if seed % 5 == 4:
+        return [chooser.random()] * ranks
+    scale = [1.0, 1e-310, 1e300, 1e16][seed % 5]
+    return [chooser.random() * scale * 10.0 ** chooser.randint(-12, 0) for _ in range(ranks)]
+
+
+SPECIAL = [
+    [math.nan, 1.0, math.inf],
+    [1.0, math.inf, 2.0],
+    [1.7e308, 1.7e308, 1.7e308],
+    [0.0, 0.0, 5e-324],
+    [0.0, 0.0, 0.0],
+    [-1.5, 1e-30, 1.5],
+]
+
+
+def totals(kind: str, rows_up_to: int) -> list[Any]:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    found: list[Any] = []
+    with mock.patch.object(Group, "rows_up_to", rows_up_to), Scope(kind) as group:
+        for seed in range(40):
+            own = shares(seed, ranks)[rank]
+            beside = [1.0, float(rank == 1 and seed % 2)]
+            found.append(group.total(own, "a test", beside=beside))
+            found.append(group.total(own, "a test", largest=True))
+        for special in SPECIAL:
+            found += [str(group.total(special[rank % 3], "a test", largest=large)[0]) for large in (False, True)]
+        before = group.traffic.bytes["exchange"]
+        group.total(float(rank), "a test")
+        found.append(group.traffic.bytes["exchange"] - before)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["gloo", "native"])
+@pytest.mark.parametrize("ranks", [3, 4, 7])
+def test_a_sum_is_exact_whatever_the_number_of_ranks(ranks: int, kind: str) -> None:
+    many, few = run_ranks(ranks, totals, kind, 1), run_ranks(ranks, totals, kind, 16)
+    assert all(rows[:-1] == few[0][:-1] for rows in (*many, *few))
+    for seed in range(40):
+        own = shares(seed, ranks)
+        assert many[0][2 * seed] == (math.fsum(own), [True, seed % 2 == 0])
+        assert many[0][2 * seed + 1] == (max(own), [])
+    texts = many[0][80:-1]
+    assert texts[:6] == ["nan", "nan", "inf", "inf", "inf", "1.7e+308"] and texts[8:10] == ["0.0", "0.0"]
+    # Least and most of 32 numbers, then 66 words, as many times as there are digits, and ones beside the first.
+    digits, ones = (ranks - 1).bit_length(), ranks.bit_count() - 1
+    assert {rows[-1] for rows in many} == {8 * (2 * 32 * digits + 66 * (ranks.bit_length() - 1 + ones))}
+
+
+def test_words_are_the_number_and_nothing_else() -> None:
+    chooser = random.Random(3)
+    for _ in range(300):
+        values = [chooser.uniform(-1, 1) * 2.0 ** chooser.randint(-1074, 1000) for _ in range(9)]
+        words = [sum(column) for column in zip(*map(words_of, values), strict=True)]
+        assert rounded(words) == math.fsum(values) and len(words) == WORDS
+        assert all(rounded(words_of(value)) == value for value in values)
+    assert rounded([2**33] * WORDS) == math.inf
 
 
 def astray(kind: str) -> tuple[str, str]:
