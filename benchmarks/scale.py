@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -50,7 +50,7 @@ class Row:
     """One rank of so many.
 
     Attributes:
-        build_s: to build.
+        build_s: to build; of times NaN where none were taken.
         table_bytes: of the tables that it keeps: layout, ranks.
         step_s: host time of a step, median; with it the model's own few microseconds a layer.
         calls: of Python and C functions in a step, which no clock disturbs.
@@ -110,25 +110,27 @@ def size_of(thing: Any, seen: set[int]) -> int:
 
 
 class _Agreement:
-    """Time and bytes of what ranks tell each other, inside :meth:`watched`."""
+    """Time that ranks take to tell each other things, inside :meth:`watched`."""
 
     def __init__(self) -> None:
-        self.seconds, self.received = 0.0, 0
+        self.seconds, self._inside = 0.0, False
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            for name in ("exchange", "summarize"):
-                if hasattr(Group, name):
-                    stack.enter_context(mock.patch.object(Group, name, self._timed(getattr(Group, name))))
+            for name in ("exchange", "summarize", "total"):
+                stack.enter_context(mock.patch.object(Group, name, self._timed(getattr(Group, name))))
             yield
 
     def _timed(self, whole: Any) -> Any:
         def call(group: Group, *args: Any, **rest: Any) -> Any:
-            start = time.perf_counter()
+            if self._inside:
+                return whole(group, *args, **rest)
+            start, self._inside = time.perf_counter(), True
             try:
                 return whole(group, *args, **rest)
             finally:
+                self._inside = False
                 self.seconds += time.perf_counter() - start
 
         return call
@@ -156,8 +158,8 @@ def _calls(session: Session, x: Tensor) -> int:
     return count
 
 
-def measure(name: str, blocks: int, ranks: int, transport: str) -> Row:
-    """A rank in the middle."""
+def measure(name: str, blocks: int, ranks: int, transport: str, times: bool = True) -> Row:
+    """A rank in the middle. Without ``times`` only what is counted, in one step."""
     torch.manual_seed(0)
     plan, x = plan_of(name, ranks), torch.randn(2, WIDTH)
     with alike_mesh(plan, ranks // 2, ranks, transport) as (mesh, asked):
@@ -168,33 +170,33 @@ def measure(name: str, blocks: int, ranks: int, transport: str) -> Row:
         build_s = time.perf_counter() - start
         for _ in range(2):  # the order of reductions is found in the first
             _step(session, x)
-        agreement, times = _Agreement(), []
-        session.reset_traffic()
-        asked.reset()
-        with agreement.watched():
-            for _ in range(STEPS):
+        agreement, taken = _Agreement(), [math.nan] if not times else []
+        with agreement.watched() if times else contextlib.nullcontext():
+            for _ in range(STEPS if times else 0):
                 start = time.perf_counter()
                 _step(session, x)
-                times.append(time.perf_counter() - start)
+                taken.append(time.perf_counter() - start)
+        session.reset_traffic()
+        asked.reset()
+        calls = _calls(session, x)
         sent, kinds = session.traffic(), ("all_gather", "reduce_scatter", "all_reduce")
         payload = sum(sent[kind] for kind in kinds)
         operations = sum(asked.calls.values())
         received = sum(asked.received_bytes.get(kind, 0) for kind in ("all_gather", "receive"))
-        calls = _calls(session, x)
         kept = [session.engine.layout, mesh.ranks, [each.source.exchange.bounds for each in session.engine.chunks]]
         found = Row(
             name,
             blocks,
             ranks,
-            build_s,
+            build_s if times else math.nan,
             size_of(kept, set()),
-            statistics.median(times),
+            statistics.median(taken),
             calls,
-            operations // STEPS,
-            agreement.seconds / STEPS,
-            sent["exchange"] // STEPS,
-            (received - (payload if transport == "gloo" else sent["all_gather"])) // STEPS,
-            payload // STEPS,
+            operations,
+            agreement.seconds / STEPS if times else math.nan,
+            sent["exchange"],
+            received - (payload if transport == "gloo" else sent["all_gather"]),
+            payload,
         )
         session.close()
     return found
@@ -228,6 +230,11 @@ def grows(rows: Sequence[Row]) -> list[str]:
     return [f"{MEANT[name]}: N to the power of {', '.join(where)}" for name, where in found.items()]
 
 
+def told(value: float, digits: int) -> str:
+    """A time, or that none was taken."""
+    return "–" if math.isnan(value) else f"{value:.{digits}f}"
+
+
 def table(rows: Sequence[Row]) -> str:
     """Markdown: a line a plan, number of blocks and number of ranks."""
     lines = [
@@ -237,8 +244,8 @@ def table(rows: Sequence[Row]) -> str:
     ]
     for r in rows:
         lines.append(
-            f"| {r.plan} | {r.blocks} | {r.ranks} | {r.build_s * 1e3:.0f} | {r.table_bytes / 1024:.0f} "
-            f"| {r.step_s * 1e3:.1f} | {r.calls} | {r.operations} | {r.agreement_s * 1e3:.2f} "
+            f"| {r.plan} | {r.blocks} | {r.ranks} | {told(r.build_s * 1e3, 0)} | {r.table_bytes / 1024:.0f} "
+            f"| {told(r.step_s * 1e3, 1)} | {r.calls} | {r.operations} | {told(r.agreement_s * 1e3, 2)} "
             f"| {r.agreement_bytes / 1024:.1f} | {r.received_bytes / 1024:.1f} | {r.payload_bytes / 1024:.0f} |"
         )
     return "\n".join(lines)
@@ -254,8 +261,8 @@ def files_table(found: Sequence[Files]) -> str:
     for f in found:
         lines.append(
             f"| {f.ranks} | {f.pieces} | {f.part_bytes / 1024:.1f} | {f.part_bytes * f.ranks / 2**20:.1f} "
-            f"| {f.manifest_bytes / 2**20:.1f} | {f.assemble_s:.2f} | {f.read_s:.2f} | {f.wanted} "
-            f"| {f.find_s * 1e3:.2f} |"
+            f"| {f.manifest_bytes / 2**20:.1f} | {told(f.assemble_s, 2)} | {told(f.read_s, 2)} | {f.wanted} "
+            f"| {told(f.find_s * 1e3, 2)} |"
         )
     return "\n".join(lines)
 
@@ -267,42 +274,81 @@ def _options(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--plans", default=",".join(PLANS), help=f"of {', '.join(PLANS)}")
     parser.add_argument("--transport", default="native", choices=("native", "gloo"), help="library calls, or messages")
     parser.add_argument("--files", default=",".join(map(str, RANKS)), help="numbers of ranks of checkpoints ('' none)")
-    parser.add_argument("--json", type=Path, help="write what was measured")
+    parser.add_argument("--no-times", action="store_true", help="only what is counted, which no other work disturbs")
+    parser.add_argument("--json", type=Path, help="where what was measured is kept, row by row; it goes on there")
     parser.add_argument("--svg", type=Path, help="draw it")
     parser.add_argument("--write", action="store_true", help="rewrite the tables and the picture of docs")
     return parser.parse_args(given)
+
+
+def _kept(options: argparse.Namespace) -> tuple[list[Row], list[Files]]:
+    """What an earlier call has measured and kept."""
+    if options.json is None or not options.json.exists():
+        return [], []
+    kept = json.loads(options.json.read_text())
+    nan = {None: math.nan}
+    rows, files = ([{k: nan.get(v, v) for k, v in each.items()} for each in kept[key]] for key in ("rows", "files"))
+    return [Row(**each) for each in rows], [Files(**each) for each in files]
+
+
+def _keep(options: argparse.Namespace, rows: Sequence[Row], files: Sequence[Files]) -> None:
+    if options.json is None:
+        return
+
+    def plain(each: Any) -> dict[str, Any]:
+        return {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in asdict(each).items()}
+
+    measured: dict[str, Any] = {"rows": [plain(row) for row in rows], "files": [plain(each) for each in files]}
+    measured["slopes"] = [{"plan": p, "blocks": b, **each} for (p, b), each in slopes(rows).items()]
+    options.json.write_text(json.dumps(measured, indent=1))
+
+
+def _measured(options: argparse.Namespace) -> tuple[list[Row], list[Files]]:
+    """All rows, those that were kept as they are."""
+    rows, files = _kept(options)
+    wanted = [
+        (name, int(blocks), int(ranks))
+        for name in options.plans.split(",")
+        for blocks in options.blocks.split(",")
+        for ranks in options.ranks.split(",")
+    ]
+    for key in wanted:
+        if key not in [(row.plan, row.blocks, row.ranks) for row in rows]:
+            rows.append(measure(*key, options.transport, not options.no_times))
+            print(table(rows[-1:]).splitlines()[-1], flush=True)
+            _keep(options, rows, files)
+    for ranks in map(int, filter(None, options.files.split(","))):
+        if ranks not in [each.ranks for each in files]:
+            with tempfile.TemporaryDirectory() as folder:
+                found = files_of(ranks, BLOCKS[0], Path(folder))
+            if options.no_times:
+                found = replace(found, assemble_s=math.nan, read_s=math.nan, find_s=math.nan)
+            files.append(found)
+            print(files_table(files[-1:]).splitlines()[-1], flush=True)
+            _keep(options, rows, files)
+    order = {key: place for place, key in enumerate(wanted)}
+    chosen = [row for row in rows if (row.plan, row.blocks, row.ranks) in order]
+    return sorted(chosen, key=lambda row: order[row.plan, row.blocks, row.ranks]), sorted(files, key=lambda f: f.ranks)
 
 
 def main(given: Sequence[str] | None = None) -> None:
     """Measure, print, write."""
     options = _options(given)
     torch.set_num_threads(1)
-    rows, files = list[Row](), list[Files]()
-    for name in options.plans.split(","):
-        for blocks in map(int, options.blocks.split(",")):
-            for ranks in map(int, options.ranks.split(",")):
-                rows.append(measure(name, blocks, ranks, options.transport))
-                print(table(rows[-1:]).splitlines()[-1], flush=True)
-    for ranks in map(int, filter(None, options.files.split(","))):
-        with tempfile.TemporaryDirectory() as folder:
-            files.append(files_of(ranks, BLOCKS[0], Path(folder)))
-        print(files_table(files[-1:]).splitlines()[-1], flush=True)
+    rows, files = _measured(options)
     growth = [f"* {line}" for line in grows(rows)] or ["* nothing"]
     day = time.strftime("%Y-%m-%d", time.gmtime())
+    untimed = any(math.isnan(row.step_s) for row in rows)
     head = f"Machine: {machine()}. Peers are alike; transport: {options.transport}. {day}."
     parts = [
-        head,
+        head + (" No times were taken: other work had the machine." if untimed else ""),
         table(rows),
-        "Grows faster than a logarithm (exponent over the upper three numbers):",
+        "Grows faster than a logarithm (exponent over the upper three numbers of ranks; plan/blocks):",
         "\n".join(growth),
     ]
-    parts += [files_table(files)] if files else []
+    parts += ["Checkpoints of 24 larger blocks at stage 3 with Adam:", files_table(files)] if files else []
     text = "\n\n".join(parts)
     print(text)
-    if options.json is not None:
-        measured = {"rows": [asdict(row) for row in rows], "files": [asdict(each) for each in files]}
-        measured["slopes"] = [{"plan": p, "blocks": b, **each} for (p, b), each in slopes(rows).items()]
-        options.json.write_text(json.dumps(measured, indent=1))
     if options.svg is not None or options.write:
         (options.svg or PICTURE).write_text(picture([asdict(row) for row in rows]))
     if options.write:

@@ -16,6 +16,8 @@ PANELS = (
     ("received_bytes", "agreement a step, bytes received"),
     ("table_bytes", "tables that a rank keeps, bytes"),
 )
+COUNTED = ("operations", "collectives a step")
+"""In the place of the first, where no times were taken."""
 INK, SOFT, LINE = "#263238", "#546e7a", "#cfd8dc"
 WIDE, HIGH, LEFT, TOP, GAP = 400, 240, 70, 70, 90
 
@@ -61,7 +63,8 @@ def picture(rows: Sequence[Mapping[str, Any]]) -> str:
     """SVG of rows as :class:`benchmarks.scale.Row` has them."""
     width, height = 2 * (WIDE + LEFT) + 60, TOP + 2 * (HIGH + GAP)
     parts = [_text(width / 2, 28, "One rank's work by the number of ranks", 18, INK)]
-    for number, (name, title) in enumerate(PANELS):
+    panels = PANELS if any(row[PANELS[0][0]] > 0 for row in rows) else (COUNTED, *PANELS[1:])
+    for number, (name, title) in enumerate(panels):
         x, y = LEFT + number % 2 * (WIDE + LEFT + 20), TOP + number // 2 * (HIGH + GAP)
         parts += _panel(rows, name, title, x, y)
     blocks = sorted({row["blocks"] for row in rows})

@@ -186,7 +186,9 @@ class SaveJob:
             tensors |= {n: TensorFact(tuple(shape), getattr(torch, dt)) for n, (dt, shape) in part["shapes"].items()}
             if part["file"] is not None:
                 number = len(files)
-                files.append(FileFact(*part["file"], self.of[rank] if self.of else 0))
+                name, nbytes, header_bytes, digits = part["file"]
+                host = self.of[rank] if self.of else 0
+                files.append(FileFact(name, nbytes, header_bytes, digits, host))
                 found = part["pieces"].items()
                 pieces.append({name: [PieceFact(number, *piece) for piece in each] for name, each in found})
         state = self.contents.assemble([part["own"] for part in parts])
