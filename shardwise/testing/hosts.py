@@ -60,10 +60,7 @@ class TwoHosts:
             return str(error)
 
     def __init__(self, delay_s: float = 0.0, bits_per_s: float | None = None, apart: Path | None = None) -> None:
-        if not 0.0 <= delay_s < 60.0:
-            raise ValueError(f"delay_s={delay_s}: give seconds from 0 to 60")
-        if bits_per_s is not None and not bits_per_s > 0.0:
-            raise ValueError(f"bits_per_s={bits_per_s}: give a number above 0, or None")
+        _check(delay_s, bits_per_s)
         if apart is not None and not Path(apart).is_dir():
             raise ValueError(f"apart={str(apart)!r}: give a folder that is there")
         self._delay_s, self._bits_per_s = delay_s, bits_per_s or 0.0
@@ -116,6 +113,23 @@ class TwoHosts:
         for holder in self._holders[:2]:
             _done(["nsenter", "-t", str(holder.pid), "-n", "ip", "link", "set", WIRE, "down"])
 
+    def change(self, delay_s: float, bits_per_s: float | None) -> None:
+        """Another delay and rate of the wire, under what runs on the hosts.
+
+        Raises:
+            ValueError: one that is none; or hosts that were joined without either, whose wire has none.
+            OSError: the wire is gone.
+        """
+        _check(delay_s, bits_per_s)
+        if len(self._holders) < 3:
+            raise ValueError("change() of a wire without a delay or a rate: give TwoHosts one of them")
+        wire = self._holders[2]
+        assert wire.stdin is not None and wire.stdout is not None
+        wire.stdin.write(f"{delay_s} {bits_per_s or 0.0}\n")
+        wire.stdin.flush()
+        if wire.stdout.readline().strip() != "ready":
+            raise OSError("the wire between the hosts is gone")
+
     def close(self) -> None:
         """The hosts are gone, but for what still runs on them."""
         for holder in self._holders:
@@ -134,6 +148,13 @@ class TwoHosts:
 
     def _held(self, hosts: str, name: str) -> subprocess.Popen[str]:
         return _ready(["unshare", *NAMESPACES, "sh", "-c", HOLDS, "sh", hosts, name, self._apart], "no namespaces")
+
+
+def _check(delay_s: float, bits_per_s: float | None) -> None:
+    if not 0.0 <= delay_s < 60.0:
+        raise ValueError(f"delay_s={delay_s}: give seconds from 0 to 60")
+    if bits_per_s is not None and not bits_per_s > 0.0:
+        raise ValueError(f"bits_per_s={bits_per_s}: give a number above 0, or None")
 
 
 def _ready(command: Sequence[str], otherwise: str) -> subprocess.Popen[str]:

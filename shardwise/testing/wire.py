@@ -4,7 +4,8 @@ Each namespace gets a tun device; packets wait here, in user space, until they m
 netem. Segments cross in the form in which the kernel would give them to a network card (up to 64 KiB behind a header
 that says how to cut them), so few packets carry much.
 
-The program says ``ready`` and ends with its standard input. It imports nothing of the library, to start at once.
+The program says ``ready`` and ends with its standard input. A line there, ``DELAY RATE``, changes the wire, and it says
+``ready`` again. It imports nothing of the library, to start at once.
 """
 
 from __future__ import annotations
@@ -55,10 +56,14 @@ class Direction:
     """
 
     def __init__(self, source: int, target: int, delay_s: float, bits_per_s: float) -> None:
-        self.source, self._target, self._delay_s = source, target, delay_s
-        self._s_per_byte = 8 / bits_per_s if bits_per_s else 0.0
+        self.source, self._target = source, target
+        self.change(delay_s, bits_per_s)
         self._under_way: deque[tuple[float, bytes]] = deque()
         self._idle_at = 0.0
+
+    def change(self, delay_s: float, bits_per_s: float) -> None:
+        """From the next packet on."""
+        self._delay_s, self._s_per_byte = delay_s, 8 / bits_per_s if bits_per_s else 0.0
 
     def take(self, now: float) -> None:
         """What has come since; some of it, so that the other direction has its turn, too."""
@@ -89,7 +94,12 @@ def relay(ends: tuple[int, int], delay_s: float, bits_per_s: float) -> None:
         wait = min(way.deliver(time.perf_counter()) for way in ways)
         ready, _, _ = select.select([*ends, sys.stdin], [], [], None if wait == float("inf") else wait)
         if sys.stdin in ready:
-            return
+            line = sys.stdin.readline()
+            if not line:
+                return
+            for way in ways:
+                way.change(*map(float, line.split()))
+            print("ready", flush=True)
         for way in ways:
             if way.source in ready:
                 way.take(time.perf_counter())

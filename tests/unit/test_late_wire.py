@@ -63,14 +63,21 @@ def test_packets_take_their_time_both_ways_and_bytes_theirs() -> None:
     """A wire may be later than it is asked to be, on a busy machine, and never earlier."""
     with TwoHosts(delay_s=0.05, bits_per_s=64e6) as hosts:
         trip, carried = timed(hosts)
+        hosts.change(0.2, None)
+        later, sooner = timed(hosts)
+        with pytest.raises(ValueError, match="delay_s=-1"):
+            hosts.change(-1.0, None)
     assert 0.1 <= trip < 1.0
     assert 0.1 + 4e6 * 8 / 64e6 <= carried < 10.0
+    assert 0.4 <= later < 4.0 and sooner >= 0.4, "another wire under the same hosts"
 
 
 @needs(late=False)
 def test_a_wire_without_a_delay_has_none() -> None:
     with TwoHosts() as hosts:
         trip, _ = timed(hosts)
+        with pytest.raises(ValueError, match="a wire without a delay or a rate"):
+            hosts.change(0.1, None)
     assert trip < 0.1
 
 
