@@ -5,11 +5,14 @@ A host is a folder here, in which its ranks stand; what only real hosts show is 
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +24,12 @@ from shardwise.build import build
 from shardwise.checkpoint import hosts
 from shardwise.checkpoint.file_system import FileSystem
 from shardwise.checkpoint.find import Candidate, find_checkpoints, opening
-from shardwise.checkpoint.format import read_manifest
+from shardwise.checkpoint.format import encode_manifest, read_manifest
+from shardwise.checkpoint.parts import list_parts
 from shardwise.checkpoint.read import NativeSource, verify
 from shardwise.checkpoint.session import Checkpointer
+from shardwise.checkpoint.source import CheckpointDamage
+from shardwise.cli.main import main
 from shardwise.mesh import Mesh
 from shardwise.testing import run_ranks
 
@@ -194,6 +200,47 @@ def remote_damage(folder: str) -> str:
             mesh.everyone.exchange_object(0)
         stop(run)
         return "\n".join(problems)
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
+    code = main(["checkpoint", *map(str, arguments)])
+    told = capsys.readouterr()
+    return code, told.out + told.err
+
+
+def test_the_commands_say_what_is_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved_by_four(tmp_path)
+    part = tmp_path / "host-0" / ROOT / "new"
+    code, told = run(capsys, "inspect", part)
+    assert code == 0 and "host-0 wrote pieces-0.safetensors, pieces-1.safetensors (" in told, told
+    assert re.search(r"host-1 wrote pieces-2.safetensors, pieces-3.safetensors \(.*\), not here", told), told
+    code, told = run(capsys, "inspect", part, "--json")
+    assert [(each["host"], each["here"]) for each in json.loads(told)["hosts"]] == [("host-0", True), ("host-1", False)]
+    code, told = run(capsys, "verify", part)
+    assert code == 1 and "pieces-2.safetensors is missing" in told and "host-1 wrote it" in told
+    code, told = run(capsys, "verify", "--part", part)
+    assert code == 0 and "every byte is as written of what is here; host-1 wrote the rest, and has it" in told
+    flip(part, "pieces-1.safetensors")
+    code, told = run(capsys, "verify", "--part", part)
+    assert code == 1 and "pieces-1.safetensors" in told and "are not what was written" in told
+    code, told = run(capsys, "convert", part, tmp_path / "out", "--to", "huggingface")
+    assert code == 2 and "host-1 wrote it" in told and not (tmp_path / "out").exists()
+    shutil.copytree(tmp_path / "host-1" / ROOT / "old", tmp_path / "host-0" / ROOT / "old", dirs_exist_ok=True)
+    code, told = run(capsys, "verify", tmp_path / "host-0" / ROOT / "old")
+    assert code == 0 and "wrote the rest" not in told, "brought together it is an ordinary one"
+
+
+def test_hosts_in_a_manifest_are_checked(tmp_path: Path) -> None:
+    saved_by_four(tmp_path)
+    part = tmp_path / "host-0" / ROOT / "new"
+    manifest = read_manifest(str(part))
+    for hosts_, numbers in ((("a", "b"), [0, 0, 1, 2]), (("a", "b"), [0, 0, 1, -1]), (("a", "b" * 300), [0, 0, 1, 1])):
+        files = tuple(replace(fact, host=number) for fact, number in zip(manifest.files, numbers, strict=True))
+        changed = replace(manifest, head=replace(manifest.head, hosts=hosts_), files=files)
+        (part / "manifest.json").write_bytes(encode_manifest(changed))
+        with pytest.raises(CheckpointDamage, match=r"manifest\.json"):
+            read_manifest(str(part))
+        assert list_parts(str(part.parent), "new")[0].damage
 
 
 def test_a_piece_that_another_host_sends_is_checked_here(tmp_path: Path) -> None:
