@@ -310,6 +310,43 @@ def test_what_is_older_goes_on_all_hosts(tmp_path: Path) -> None:
         assert row["there"] == ["latest", "v4", "v5"] and row["note"] is None, row
 
 
+def saves_twice(folder: str) -> None:
+    """``same`` of two versions; the first is beside it as ``first``."""
+    with one_mesh(PLANS["zero3"]) as mesh, on_host(folder, mesh.rank):
+        run = begin(mesh, 7)
+        run.saver.save(ROOT, "same", user_state="first")
+        shutil.copytree(Path(ROOT, "same"), "first")
+        run.saver.save(ROOT, "same", user_state="second")
+        stop(run)
+
+
+def saves_again(folder: str) -> list[Any]:
+    with one_mesh(PLANS["zero3"]) as mesh, on_host(folder, mesh.rank):
+        run = begin(mesh, 7)
+        run.saver.save(ROOT, "third", user_state="third")
+        restored = run.saver.load(ROOT, "same")
+        assert restored is not None
+        stop(run)
+        return [restored.user_state, sorted(os.listdir(ROOT))]
+
+
+@pytest.mark.parametrize("renamed", [0, 1])
+def test_a_kill_between_the_renames_of_two_hosts_loses_neither_save(tmp_path: Path, renamed: int) -> None:
+    """One host shows the new one and has the old one hidden, the other the reverse; the next save finishes that."""
+    run_ranks(2, saves_twice, str(tmp_path))
+    for host in (0, 1):
+        root = tmp_path / f"host-{host}" / ROOT
+        hidden = root / ".same.saving-0123456789abcdef"
+        if host == renamed:
+            (root.parent / "first").rename(hidden)
+        else:
+            (root / "same").rename(hidden)
+            (root.parent / "first").rename(root / "same")
+    loaded = run_ranks(2, loads, str(tmp_path), [0, 1], ROOT, "auto")
+    assert [row.get("restored") for row in loaded] == ["second", "second"], loaded[0].get("error")
+    assert run_ranks(2, saves_again, str(tmp_path)) == [["second", ["latest", "same", "third"]]] * 2
+
+
 def refused(folder: str) -> list[str]:
     with one_mesh(PLANS["zero3"]) as mesh, on_host(folder, mesh.rank):
         run = begin(mesh, 7)
