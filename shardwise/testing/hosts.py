@@ -122,7 +122,7 @@ class TwoHosts:
         """
         _check(delay_s, bits_per_s)
         if len(self._holders) < 3:
-            raise ValueError("change() of a wire without a delay or a rate: give TwoHosts one of them")
+            raise ValueError(f"change({delay_s}, {bits_per_s}) of a wire without a delay or a rate: give TwoHosts one")
         wire = self._holders[2]
         assert wire.stdin is not None and wire.stdout is not None
         wire.stdin.write(f"{delay_s} {bits_per_s or 0.0}\n")
