@@ -13,7 +13,7 @@ from engine_setup import one_mesh
 from torch import nn
 
 from shardwise.build import build
-from shardwise.checkpoint import restore
+from shardwise.checkpoint import find
 from shardwise.checkpoint.file_system import FileSystem
 from shardwise.checkpoint.files import CheckpointError
 from shardwise.checkpoint.format import PIECE_BYTES
@@ -144,7 +144,7 @@ def large(root: str, load: bool) -> tuple[int, int, int]:
                 super().__init__(path)
                 sources.append(self)
 
-        restore.NativeSource = Counting  # type: ignore[misc]
+        find.NativeSource = Counting  # type: ignore[misc]
         try:
             with open("/proc/self/clear_refs", "w") as file:
                 file.write("5")
@@ -152,7 +152,7 @@ def large(root: str, load: bool) -> tuple[int, int, int]:
             saver.load(root)
             rise = _resident("VmHWM") - before
         finally:
-            restore.NativeSource = NativeSource  # type: ignore[misc]
+            find.NativeSource = NativeSource  # type: ignore[misc]
         session.close()
         return sources[0].bytes_read, rise, own
 
