@@ -6,7 +6,7 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,9 @@ from shardwise.comm.places import Places
 from shardwise.comm.release import destroy, let_go_with
 from shardwise.comm.shared import SharedGroup
 
-__all__ = ["GroupMaker", "GroupRequest", "MakeGroup", "register_backend"]
+__all__ = ["GroupMaker", "GroupRequest", "MakeGroup", "MakeLane", "register_backend"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -47,13 +49,22 @@ class GroupRequest:
 
 MakeGroup = Callable[["GroupMaker", GroupRequest], Group]
 """Makes the group that a request asks for. Collective over all ranks of its lists."""
+MakeLane = Callable[[dist.ProcessGroup], dist.ProcessGroup]
+"""Makes a communicator for a wire's messages out of gloo's of the same ranks."""
 _REGISTERED: dict[str, MakeGroup] = {}
+_LANES: dict[str, MakeLane] = {}
 
 
-def register_backend(device_type: str, make: MakeGroup) -> Callable[[], None]:
+def register_backend(device_type: str, make: MakeGroup, lane: MakeLane | None = None) -> Callable[[], None]:
     """Have groups of ranks whose device is a ``device_type`` (such as ``"xpu"``) made by ``make`` from now on.
 
     Every rank registers the same, before a mesh is made. A group of one rank never asks.
+
+    Args:
+        device_type: of the ranks.
+        make: makes the groups.
+        lane: makes what messages from rank to rank travel over, in the order in which they are begun; ``None``: torch's
+            communicators for such devices.
 
     Returns:
         What puts back the one that was there before.
@@ -63,15 +74,22 @@ def register_backend(device_type: str, make: MakeGroup) -> Callable[[], None]:
     """
     if not callable(make):
         raise TypeError(f"make={make!r:.80}: give a function of a GroupMaker and a GroupRequest that returns a Group")
-    before = _REGISTERED.get(device_type)
-    _REGISTERED[device_type] = make
+    before, lane_before = _REGISTERED.get(device_type), _LANES.get(device_type)
+    _put(_REGISTERED, device_type, make)
+    _put(_LANES, device_type, lane)
 
     def put_back() -> None:
-        _REGISTERED.pop(device_type, None)
-        if before is not None:
-            _REGISTERED[device_type] = before
+        _put(_REGISTERED, device_type, before)
+        _put(_LANES, device_type, lane_before)
 
     return put_back
+
+
+def _put(entries: dict[str, T], key: str, entry: T | None) -> None:
+    """The entry, or none."""
+    entries.pop(key, None)
+    if entry is not None:
+        entries[key] = entry
 
 
 class GroupMaker:
@@ -126,11 +144,14 @@ class GroupMaker:
 
     def make_wire(self, name: str, rank_lists: list[list[int]]) -> Wire:
         """From rank to rank of this rank's list. Collective as :meth:`make`."""
-        backend = "gloo" if self.backend == "gloo" else dist.get_default_backend_for_device(self.device)
+        made = _LANES.get(self.device.type)
+        over_gloo = made is not None or self.backend == "gloo"
+        backend = "gloo" if over_gloo else dist.get_default_backend_for_device(self.device)
         # gloo has tags; see [Note: Messages that do not wait for each other].
-        ways = ("",) if backend == "gloo" else ("_down", "_up")
-        lanes = [f"{name}_{lane}{way}" for lane in ("forward", "backward") for way in ways]
-        return Wire(name, [self.process_group(lane, rank_lists, backend) for lane in lanes], self.device)
+        ways = ("",) if over_gloo and made is None else ("_down", "_up")
+        names = [f"{name}_{lane}{way}" for lane in ("forward", "backward") for way in ways]
+        lanes = [self.process_group(each, rank_lists, backend) for each in names]
+        return Wire(name, lanes if made is None else [made(lane) for lane in lanes], self.device)
 
     @property
     def backend(self) -> str:

@@ -179,8 +179,7 @@ class Values:
 
     def _renew_resident(self, updated: Sequence[Chunk]) -> None:
         engine = self._engine
-        group, storage = engine.mesh.shard, engine.storage
-        engine.pool.settle()
+        group, storage = engine.mesh.shard, engine.storage  # no renewal is under way: before_update() saw to that
         for chunk in updated:
             storage.round_(chunk)
         group.fence("after an update")

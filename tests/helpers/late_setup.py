@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -183,12 +183,11 @@ def differing(found: dict[str, Tensor], expected: dict[str, Tensor], far: float)
     ]
 
 
-def train_and_save(name: str, seed: int, directory: str) -> Found:
+def train_and_save(name: str, seed: int) -> Found:
     """An asynchronous checkpoint after each step; what the first one loads at the end must be of its time."""
     saves: list[Checkpointer] = []
 
     def then(session: Session, index: int, run: PlainRun | None) -> list[str]:
-        where = str(Path(directory) / f"{name}-{seed}")
         if not saves:
             saves.append(Checkpointer(session))
         if run is None:
@@ -198,9 +197,11 @@ def train_and_save(name: str, seed: int, directory: str) -> Found:
         saves[0].load(where, tag="step0")
         found = {key: value.cpu() for key, value in session.module.state_dict().items()}
         saves[0].close()
+        saves[0].close()
         return [f"saved {each}" for each in differing(found, run.parameters[0], TOLERANCE)]
 
-    return train(name, seed, "mlp", then=then)
+    with tempfile.TemporaryDirectory() as where:
+        return train(name, seed, "mlp", then=then)
 
 
 def written_after_forward(name: str, seed: int) -> Found:

@@ -1,242 +1,201 @@
 """Takes one wait, event or ``record_stream`` out of the library at a time, and has the late device find it.
 
-``python -m tests.late.mutations`` prints the table of docs/inside/late-device.md; with words, for the places that have
-one of them in their names. A place is found by itself: whatever calls one of :data:`CALLS` in :data:`FILES`.
+``python -m tests.late.mutations`` looks at all places and writes the table of docs/inside/late-device.md; with words,
+at those that have one of them in their names. First every scenario is run as it is, to learn where it comes. A place is
+then taken out in those that come there, the quickest first. What was found is kept in :data:`KEPT` as long as the
+library's sources are the same, so a run that was cut off goes on.
 """
 
 from __future__ import annotations
 
-import ast
-import importlib
+import hashlib
+import json
+import re
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from datetime import date
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
-import shardwise
+import torch
+
 from shardwise.testing import RankError, RankPool
+from tests.late.places import ROOT, Place, noted, places, taken_out
+from tests.late.scenarios import Found, Scenario, scenarios
 
-HERE = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(HERE / "helpers"))
-import late_setup  # noqa: E402
-from late_setup import Found  # noqa: E402
+__all__ = ["Kept", "reach", "run_noted", "run_without", "verdict"]
 
-__all__ = ["FILES", "NOT_OF_STREAMS", "Site", "scenarios", "sites", "verdict"]
-
-ROOT = Path(shardwise.__file__).parent
-FILES = (
-    "device/streams.py",
-    "device/ahead.py",
-    "chunk/chunk.py",
-    "chunk/secondary.py",
-    "chunk/source.py",
-    "gather/pool.py",
-    "reduce/landing.py",
-    "reduce/norm.py",
-    "reduce/reducer.py",
-    "reduce/reductions.py",
-    "comm/compressed.py",
-    "comm/native.py",
-    "engine/staging.py",
-    "engine/values.py",
-    "deepspeed/activations.py",
-)
-CALLS = {"wait", "wait_stream", "wait_event", "record_event", "recorded", "synchronize", "wait_for_first", "drop"}
-ALONE = (
-    "written_after_forward",
-    "side_copies",
-    "lent_memory",
-    "later_values",
-    "activations",
-    "locked_memory",
-)
-RECEIVERS = {"drop": "self._lent"}
-"""A name that others have too counts on this object alone."""
-NOT_OF_STREAMS = {
-    ("chunk/source.py", "DiskSource"): "the host waits for a disk",
-    ("chunk/source.py", "_FromDisk"): "the host waits for a disk",
-    ("engine/staging.py", "WhenAsked"): "of groups in shared memory, which have no device but the CPU",
-    ("device/streams.py", "synchronize"): "is the host's wait itself; its calls are taken out one by one",
-}
+REPOSITORY = Path(__file__).resolve().parents[2]
+KEPT = REPOSITORY / "build" / "late-mutations.json"
+PAGE = REPOSITORY / "docs" / "inside" / "late-device.md"
+BEGIN, END = "<!-- mutations:start -->\n", "<!-- mutations:end -->"
+SEEDS = range(4)
+"""One of each kind of order."""
+FEW = 6
+"""Scenarios that are run with further seeds: what is not ordered is found with any of them."""
+PATIENCE_S, ERRORS = 60.0, 2
+"""How long a run may take before it counts as one without an end; errors after which no better reason is looked for."""
 
 
-@dataclass(frozen=True)
-class Site:
-    """One call that is taken out.
+def run_without(place: Place | None, scenario: Scenario, seed: int) -> Found:
+    """A scenario on this rank, with one place taken out (``None``: as it is)."""
+    if place is None:
+        return scenario.on_rank(seed)
+    with taken_out(place):
+        return scenario.on_rank(seed)
 
-    Attributes:
-        file: below the package.
-        inside: the function or method, dotted.
-        line, column: of the call.
-        text: of it.
+
+def run_noted(chosen: Sequence[Place], scenario: Scenario, seed: int) -> tuple[Found, set[int], float]:
+    """A scenario on this rank, the numbers of the places that it comes to, and its seconds of the processor."""
+    with noted(chosen) as numbers:
+        start = time.process_time()
+        found = scenario.on_rank(seed)
+        return found, set(numbers), time.process_time() - start
+
+
+class Pools:
+    """Of ranks, each made when it is asked for first."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+        self._pools: dict[int, RankPool] = {}
+
+    def __enter__(self) -> Pools:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def of(self, ranks: int) -> RankPool:
+        """Of so many."""
+        if ranks not in self._pools:
+            self._pools[ranks] = self._stack.enter_context(RankPool(ranks))
+        return self._pools[ranks]
+
+
+def reach(pool: RankPool, scenario: Scenario, chosen: Sequence[Place]) -> tuple[list[str], float]:
+    """The places that a scenario comes to on any rank, and its seconds.
+
+    Raises:
+        RuntimeError: it is wrong as it is.
     """
-
-    file: str
-    inside: str
-    line: int
-    column: int
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.file} {self.inside}: {self.text}"
+    found = pool.run(run_noted, chosen, scenario, 0, timeout=4 * PATIENCE_S)
+    wrong = [each for each, _, _ in found if not each.right]
+    if wrong:
+        raise RuntimeError(f"{scenario} with nothing taken out: {wrong}")
+    numbers = sorted({number for _, own, _ in found for number in own})
+    return [str(chosen[number]) for number in numbers], sum(seconds for _, _, seconds in found)
 
 
-def _called(node: ast.AST) -> str:
-    if not isinstance(node, ast.Call):
-        return ""
-    function = node.func
-    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
-    if name in RECEIVERS and not (
-        isinstance(function, ast.Attribute) and ast.unparse(function.value) == RECEIVERS[name]
-    ):
-        return ""
-    return str(name)
-
-
-def _functions(tree: ast.AST, above: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.ClassDef):
-            yield from _functions(node, f"{above}{node.name}.")
-        elif isinstance(node, ast.FunctionDef):
-            yield f"{above}{node.name}", node
-
-
-def sites() -> list[Site]:
-    """All of them, in order."""
-    found = []
-    for file in FILES:
-        for inside, function in _functions(ast.parse((ROOT / file).read_text())):
-            if (file, inside.split(".")[0]) in NOT_OF_STREAMS:
-                continue
-            for node in ast.walk(function):
-                if _called(node) in CALLS or (_called(node) == "behind_current" and inside != "behind_current"):
-                    found.append(Site(file, inside, node.lineno, node.col_offset, ast.unparse(node)))
-    return found
-
-
-class _Without(ast.NodeTransformer):
-    """The tree without one call: the statement, or, where its value is used, an event that has long happened."""
-
-    def __init__(self, site: Site) -> None:
-        self._site, self.changes = site, 0
-
-    def _is(self, node: ast.AST) -> bool:
-        return _called(node) != "" and (node.lineno, node.col_offset) == (self._site.line, self._site.column)  # type: ignore[attr-defined]
-
-    def visit_Expr(self, node: ast.Expr) -> ast.AST:
-        if self._is(node.value):
-            self.changes += 1
-            function = node.value.func if isinstance(node.value, ast.Call) else None
-            if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Call):
-                return ast.copy_location(ast.Expr(function.value), node)  # begun, and not waited for
-            return ast.copy_location(ast.Pass(), node)
-        return self.generic_visit(node)
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        if not self._is(node) or node.func is None:
-            return self.generic_visit(node)
-        self.changes += 1
-        if _called(node) == "behind_current":  # on the same stream, behind nothing
-            made = ast.parse(f"__import__('shardwise.device').device.on_stream({ast.unparse(node.args[1])})").body[0]
-        else:
-            made = ast.parse("__import__('shardwise.testing.late').testing.late.long_ago()").body[0]
-        assert isinstance(made, ast.Expr)
-        return ast.fix_missing_locations(ast.copy_location(made.value, node))
-
-
-def _code_in(code: CodeType, path: Sequence[str]) -> CodeType:
-    for name in path:
-        code = next(c for c in code.co_consts if isinstance(c, CodeType) and c.co_name == name)
-    return code
-
-
-@contextmanager
-def _taken_out(site: Site) -> Iterator[None]:
-    """Inside the block the library is without it, in this process."""
-    path = ROOT / site.file
-    without = _Without(site)
-    tree = ast.fix_missing_locations(without.visit(ast.parse(path.read_text())))
-    if without.changes != 1:
-        raise RuntimeError(f"{site}: {without.changes} calls were taken out; look at the script")
-    module = importlib.import_module("shardwise." + site.file.removesuffix(".py").replace("/", "."))
-    function: Any = module
-    for name in site.inside.split("."):
-        function = function.__dict__[name]
-    while hasattr(function, "__wrapped__"):
-        function = function.__wrapped__
-    before = function.__code__
-    function.__code__ = _code_in(compile(tree, str(path), "exec"), site.inside.split("."))
-    try:
-        yield
-    finally:
-        function.__code__ = before
-
-
-def run_without(site: Site | None, name: str, arguments: tuple[Any, ...]) -> Found:
-    """A function of ``late_setup`` on this rank, with one call taken out (``None``: as it is)."""
-    function: Callable[..., Found] = getattr(late_setup, name)
-    if site is None:
-        return function(*arguments)
-    with _taken_out(site):
-        return function(*arguments)
-
-
-def scenarios(directory: str, seeds: Sequence[int]) -> list[tuple[int, str, tuple[Any, ...]]]:
-    """Ranks, function and arguments of what is run until something is found."""
-    one = ["host", "early_host", "mixed", "clipped", "zero2_state_host", "zero3"]
-    two = ["host", "ahead", "zero1", "zero2", "eight_bits", "early_host", "mixed", "ddp", "on_use"]
-    four = ["replicas", "replicas_host", "secondary", "replicas_eight_bits"]
-    found: list[tuple[int, str, tuple[Any, ...]]] = []
-    for seed in seeds:
-        found += [(1, name, ("alone", seed)) for name in ALONE]
-        found += [(1, "train", (name, seed)) for name in one]
-        found += [(1, "train", (name, seed, "mlp", True)) for name in ("host", "mixed")]
-        found += [(1, "train_and_save", ("host", seed, directory))]
-    found += [(2, "late_norm", ("alone", seed)) for seed in seeds]
-    found += [(2, "train", (name, seed)) for seed in seeds for name in two]
-    found += [(2, "train", ("ahead", seed, "mlp", True)) for seed in seeds]
-    found += [(2, "train", ("zero3", seed, "mixture")) for seed in seeds]
-    found += [(4, "train", (name, seed)) for seed in seeds for name in four]
-    found += [(4, "train", ("replicas", seed, "gpt")) for seed in seeds]
-    found += [(4, "secondary_twice", ("alone", seed)) for seed in seeds]
-    return found
-
-
-def verdict(site: Site, pools: dict[int, RankPool], seeds: Sequence[int]) -> str:
-    """What found it, or the empty text."""
-    with tempfile.TemporaryDirectory() as directory:
-        for ranks, name, arguments in scenarios(directory, seeds):
-            where = " ".join(str(each) for each in (name, *arguments[:2])).replace("train ", "") + f", {ranks} ranks"
+def verdict(place: Place, quickest: Sequence[Scenario], pools: Pools) -> str:
+    """What found it, of scenarios that come to it, or the empty text."""
+    errors: list[str] = []
+    for seed in SEEDS:
+        for scenario in quickest[: None if seed == SEEDS[0] else FEW]:
+            where = f"{scenario}, seed {seed}" if seed else str(scenario)
             try:
-                found = pools[ranks].run(run_without, site, name, arguments, timeout=40.0)
+                found = pools.of(scenario.ranks).run(run_without, place, scenario, seed, timeout=PATIENCE_S)
             except RankError as error:
-                return f"{'no end' if 'did not finish' in str(error) else 'an error'}: {where}"
-            kinds = [
-                kind
-                for kind, has in (("order", any(f.races for f in found)), ("values", any(f.wrong for f in found)))
-                if has
-            ]
+                kind = "no end" if "did not finish" in str(error) else f"an error ({_kind_of(error)})"
+                errors.append(f"{kind}: {where}")
+                if len(errors) > ERRORS:
+                    return errors[0]
+                continue
+            kinds = [k for k, has in (("order", [f for f in found if f.races]), ("values", _wrong(found))) if has]
             if kinds:
                 return f"{' and '.join(kinds)}: {where}"
-    return ""
+    return errors[0] if errors else ""
+
+
+def _wrong(found: Sequence[Found]) -> list[Found]:
+    return [each for each in found if each.wrong]
+
+
+def _kind_of(error: RankError) -> str:
+    names = re.findall(r"^(?:\w+\.)*(\w+(?:Error|Exception|Interrupt))\b", str(error), re.MULTILINE)
+    return str(names[-1]) if names else "RankError"
+
+
+# ---- what is known so far
+
+
+def _digest() -> str:
+    found = hashlib.sha256()
+    for path in sorted(ROOT.rglob("*.py")):
+        if "testing" not in path.parts:
+            found.update(path.read_bytes())
+    return found.hexdigest()
+
+
+class Kept:
+    """What found which place, and where scenarios come, in a file.
+
+    Args:
+        path: of it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, sources = path, _digest()
+        known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        fresh: dict[str, Any] = {"sources": sources, "found": {}, "reach": {}}
+        self._known = known if known.get("sources") == sources else fresh
+        self.found: dict[str, str] = self._known["found"]
+        """By place."""
+        self.reach: dict[str, tuple[list[str], float]] = self._known["reach"]
+        """By scenario: :func:`reach`."""
+
+    def write(self) -> None:
+        """Keep it."""
+        self._path.parent.mkdir(exist_ok=True)
+        self._path.write_text(json.dumps(self._known, indent=1))
+
+    def quickest(self, place: Place) -> list[Scenario]:
+        """The scenarios that come to it."""
+        mine = [s for s in scenarios() if str(place) in self.reach.get(str(s), ([], 0.0))[0]]
+        return sorted(mine, key=lambda scenario: self.reach[str(scenario)][1])
+
+
+def table(kept: Kept) -> str:
+    """For the page."""
+    chosen, left_out = places(), places(counted=False)
+    lines = [
+        f"| `{place.file}` `{place.inside}`: `{_short(place)}` | {kept.found.get(str(place), '**not found**')} |"
+        for place in chosen
+    ]
+    found = sum(str(place) in kept.found for place in chosen)
+    reasons = dict.fromkeys(place.why_not for place in left_out)
+    counts = [f"{sum(p.why_not == why for p in left_out)} ({why})" for why in reasons]
+    head = f"{date.today():%-d %B %Y}, torch {torch.__version__.split('+')[0]}: {found} of {len(chosen)} places found."
+    others = f"Calls of the same names that are no places of a device: {'; '.join(counts)}."
+    return f"{head}\n\n| Taken out | Found by |\n|---|---|\n" + "\n".join(lines) + f"\n\n{others}\n"
+
+
+def _short(place: Place) -> str:
+    again = "" if place.number == 1 else f" ({place.number})"
+    return (place.text if len(place.text) < 70 else place.text[:66] + "...") + again
 
 
 def main(words: Sequence[str]) -> int:
-    """Print the table; 1 where something was not found."""
-    missed = 0
-    with RankPool(1) as one, RankPool(2) as two, RankPool(4) as four:
-        print("| Taken out | Found by |\n|---|---|", flush=True)
-        for site in sites():
-            if words and not any(word in str(site) for word in words):
-                continue
-            found = verdict(site, {1: one, 2: two, 4: four}, (0, 1))
-            missed += not found
-            print(f"| `{site.file}` `{site.inside}`: `{site.text}` | {found or '**not found**'} |", flush=True)
-    return min(missed, 1)
+    """Look, and write the table; 1 where something was not found."""
+    kept, every = Kept(KEPT), places()
+    chosen = [place for place in every if not words or any(word in str(place) for word in words)]
+    with Pools() as pools:
+        if any(str(place) not in kept.found for place in chosen):
+            for scenario in scenarios():
+                if str(scenario) not in kept.reach:
+                    kept.reach[str(scenario)] = reach(pools.of(scenario.ranks), scenario, every)
+                    kept.write()
+        for place in chosen:
+            if str(place) not in kept.found and (found := verdict(place, kept.quickest(place), pools)):
+                kept.found[str(place)] = found
+                kept.write()
+            print(f"{place} | {kept.found.get(str(place), 'NOT FOUND')}", flush=True)
+    if not words:
+        before, rest = PAGE.read_text().split(BEGIN)
+        PAGE.write_text(before + BEGIN + table(kept) + END + rest.split(END)[1])
+    return int(any(str(place) not in kept.found for place in chosen))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -150,6 +151,52 @@ class _Communicator(_ProcessGroup):  # type: ignore[misc]
 
     all_to_all_single = alltoall_base
 
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
+        """To one rank. There are no tags: messages between two ranks come in the order in which both begin them."""
+        own = self._same(tensors[0])
+        return self._message("a send", tensors[0], False, lambda: self._over.send([own], peer, 0), lambda: None)
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
+        """From one rank; see :meth:`send`."""
+        target = self._same(tensors[0])
+        found = torch.empty(target.shape, dtype=target.dtype)
+        begin = partial(self._over.recv, [found], peer, 0)
+        return self._message("a receive", tensors[0], True, begin, lambda: target.copy_(found))
+
+    def _message(
+        self, what: str, tensor: Tensor, write: bool, begin: Callable[[], Any], use: Callable[[], object]
+    ) -> _Work:
+        device = self._device
+        with device.schedule.lock:
+            device.memory.collect()
+            self._stream.wait_stream(device.current)
+            under_way, lost = list[threading.Thread](), list[RuntimeError]()
+
+            def wait(work: Any) -> None:
+                try:
+                    work.wait()
+                except RuntimeError as error:
+                    lost.append(error)
+
+            def run() -> None:  # gloo knows of a message that it is through when somebody waits for it
+                thread = threading.Thread(target=wait, args=[begin()], daemon=True)
+                thread.start()
+                under_way.append(thread)
+
+            def poll() -> bool:
+                if under_way and under_way[0].is_alive():
+                    return False
+                if lost:
+                    raise lost.pop()
+                with torch.no_grad():
+                    use()
+                return True
+
+            self._stream.give(run, what, [device.memory.block_of(tensor).access(tensor, write)], poll)
+            done = self._stream.record_event()
+            device.schedule.after_giving()
+            return _Work(device, done, [tensor])
+
 
 def _mean(parts: list[Tensor]) -> Tensor:
     return torch.stack([part.double() for part in parts]).mean(0).to(parts[0].dtype)
@@ -171,15 +218,19 @@ class _LateGroup(NativeGroup):
 
 
 def late_collectives(device: LateDevice) -> Callable[[], None]:
-    """Groups of ranks with ``cuda`` devices are of late devices from here on; returns what undoes that."""
+    """Groups of ranks with ``cuda`` devices, and wires between them, are of late devices from here on; returns what
+    undoes that."""
 
     def make(maker: GroupMaker, request: GroupRequest) -> Group:
         return _LateGroup(device, maker, request)
 
+    def lane(over: dist.ProcessGroup) -> dist.ProcessGroup:
+        return _Communicator(device, over)
+
     device.schedule.idle = _Impatience(device)
     end = threading.Event()
     threading.Thread(target=_go_on, args=(weakref.ref(device), end), daemon=True, name="late device").start()
-    put_back = register_backend("cuda", make)
+    put_back = register_backend("cuda", make, lane)
 
     def undo() -> None:
         end.set()

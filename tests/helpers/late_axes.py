@@ -1,0 +1,137 @@
+"""Activations that ranks send each other, on the late device: tensor and sequence parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+import torch.distributed as dist
+from late_places import found_by, on_ranks
+from late_setup import GPU, TOLERANCE, Found, there
+from torch import Tensor
+from torch.nn import functional
+
+from shardwise.comm import GRADIENTS, Group, GroupMaker, Wire, compressed
+from shardwise.device import on_stream, side_stream
+from shardwise.sequence import SequenceAxis
+from shardwise.sequence.heads import attend_by_heads
+from shardwise.sequence.mask import SequenceMask
+from shardwise.sequence.parts import Parts
+from shardwise.sequence.ring import Rotation, ring_attention
+from shardwise.tensor import Axis
+from shardwise.tensor.ring import Ring, columns_of_pieces, pieces_of_rows
+from shardwise.testing.late import LateDevice
+
+
+@contextmanager
+def _joined(seed: int) -> Iterator[tuple[LateDevice, Group, Wire]]:
+    """This rank's late device, a group of all and a wire between them."""
+    with on_ranks(seed) as device, ExitStack() as undo:
+        maker = GroupMaker(GPU, None, 60.0)
+        undo.callback(maker.close)
+        ranks = [list(range(dist.get_world_size()))]
+        yield device, maker.make("axis", ranks), maker.make_wire("axis", ranks)
+
+
+def _numbers(*shape: int, of: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(of))
+
+
+def off(name: str, found: Tensor, expected: Tensor) -> list[str]:
+    close = torch.allclose(found.detach().cpu(), expected.detach(), TOLERANCE, TOLERANCE)
+    return [] if close else [f"{name}: {found.flatten()[:3]} for {expected.flatten()[:3]}"]
+
+
+def axis_of_parts(name: str, seed: int) -> Found:
+    """Sums, gathers and divided sums of activations, each of memory that the one before used."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    with _joined(seed) as (device, group, _):
+        axis, found, expected = Axis(group), list[Tensor](), list[Tensor]()
+        for turn in range(3):
+            by_rank = [_numbers(4, 6, of=10 * turn + other) for other in range(ranks)]
+            x, total = there(by_rank[rank]), sum(by_rank[1:], by_rank[0])
+            sizes = [1, 4 - 1] if ranks == 2 else [1] * ranks
+            found += [axis.total(x), axis.collect(x), axis.total_part(x, 0, sizes)]
+            expected += [total, torch.stack(by_rank), total.split(sizes)[rank]]
+        wrong = [text for pair in zip(found, expected, strict=True) for text in off(name, *pair)]
+    return found_by(device, wrong)
+
+
+def waited_elsewhere(name: str, seed: int) -> Found:
+    """A sum in 8 bits that is begun on one stream and waited for on another, and whose memory the first uses again."""
+    ranks, rank, numel = dist.get_world_size(), dist.get_rank(), 4096
+    with _joined(seed) as (device, plain, _):
+        group, wrong = compressed(plain, GRADIENTS), list[str]()
+        (full,) = group.buffers([(ranks * numel, torch.float32)])
+        for turn in range(3):
+            full.local.fill_(float(turn + rank))
+            out, other = torch.empty(numel, device=GPU), side_stream(GPU)
+            handle = group.reduce_scatter(out, full, 1.0)
+            with on_stream(other):
+                handle.wait()
+                found = out + 0
+            del handle
+            again = [
+                torch.full((ranks * GRADIENTS.row_bytes(numel),), 9, dtype=torch.uint8, device=GPU) for _ in range(2)
+            ]
+            with on_stream(other):
+                wrong += off(name, found, torch.full((numel,), sum(float(turn + each) for each in range(ranks))))
+            assert len(again) == 2
+    return found_by(device, wrong)
+
+
+def ring_of_products(name: str, seed: int) -> Found:
+    """Tokens go round while they are multiplied; what was passed in is written to afterwards."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    with _joined(seed) as (device, _, wire):
+        ring, sizes, wrong = Ring(wire, rank, ranks), [3] * ranks, list[str]()
+        tokens = [_numbers(3, 8, of=other) for other in range(ranks)]
+        whole = torch.cat(tokens).requires_grad_()
+        columns = [_numbers(6, 8, of=20 + other) for other in range(ranks)]
+        rows = [_numbers(8, 6, of=40 + other) for other in range(ranks)]
+        x = there(tokens[rank]).requires_grad_()
+        wide, y = columns_of_pieces(ring, x, 0, sizes, [(there(columns[rank]), None, False)])
+        z = pieces_of_rows(ring, y, 0, sizes, there(rows[rank]), False)
+        wide.retain_grad()
+        x.data.mul_(0.0)
+        (z.square().sum() + (wide * 2.0).sum()).backward()
+        assert wide.grad is not None and x.grad is not None
+        wide.grad.zero_()
+        expected = sum((whole @ a.T @ b.T for a, b in zip(columns, rows, strict=True)), torch.zeros(()))
+        (expected.square().sum() + 2.0 * ranks * whole.sum()).backward()
+        assert whole.grad is not None
+        wrong += off(name, z, expected.split(3)[rank]) + off(f"{name}, gradient", x.grad, whole.grad.split(3)[rank])
+        alone = columns_of_pieces(ring, x, 0, sizes, [(there(columns[rank]), None, False)])[0]
+        backs = [_numbers(3 * ranks, 8, of=60 + other) for other in range(ranks)]
+        given = there(backs[rank])
+        (back,) = torch.autograd.grad(alone, x, given)
+        given.zero_()
+        wrong += off(f"{name}, of tokens alone", back, torch.stack(backs).sum(0).split(3)[rank])
+    return found_by(device, wrong)
+
+
+def parts_of_sequences(name: str, seed: int) -> Found:
+    """Attention of parts of a sequence, by a ring or by heads, with its gradients."""
+    ranks, rank, length = dist.get_world_size(), dist.get_rank(), 12
+    with _joined(seed) as (device, group, wire):
+        axis, parts = SequenceAxis(group, wire), Parts(length, ranks, zigzag=name == "ring")
+        whole = [_numbers(2, 4, length, 8, of=at).requires_grad_() for at in range(3)]
+        weight = _numbers(2, 4, length, 8, of=9)
+        q, k, v = (there(parts.take(x.detach(), 2, rank)).requires_grad_() for x in whole)
+        if name == "ring":
+            found = ring_attention(Rotation(axis, parts, ranks), (q, k, v), SequenceMask(length, True), 0.4)
+        else:
+
+            def attend(q: Tensor, k: Tensor, v: Tensor, _: slice) -> Tensor:
+                return functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.4).transpose(1, 2)
+
+            found = attend_by_heads((q, k, v), attend, parts, axis).transpose(1, 2)
+        (found * there(parts.take(weight, 2, rank))).sum().backward()
+        expected = functional.scaled_dot_product_attention(*whole, is_causal=True, scale=0.4)
+        (expected * weight).sum().backward()
+        wrong = off(name, found, parts.take(expected.detach(), 2, rank))
+        for own, other in zip((q, k, v), whole, strict=True):
+            assert own.grad is not None and other.grad is not None
+            wrong += off(f"{name}, gradient", own.grad, parts.take(other.grad, 2, rank))
+    return found_by(device, wrong)

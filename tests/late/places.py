@@ -1,0 +1,323 @@
+"""Where the library waits: found in its sources, taken out one at a time, and noted when a program comes there."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any
+
+import shardwise
+
+__all__ = ["ELSEWHERE", "Place", "elsewhere", "noted", "places", "reached", "taken_out"]
+
+ROOT = Path(shardwise.__file__).parent
+CALLS = {
+    "Lent",
+    "behind_current",
+    "land",
+    "record_event",
+    "record_stream",
+    "recorded",
+    "settle",
+    "synchronize",
+    "wait",
+    "wait_event",
+    "wait_for_first",
+    "wait_stream",
+}
+"""Who waits, is waited for, or keeps memory meanwhile; a call of one of these names is a place, in any file."""
+RECEIVERS = {"drop": "self._lent"}
+"""A name that others have too counts on this object alone."""
+
+DISK = "the host waits for a disk"
+PROGRAM = "the host waits for processes, threads or files"
+BEGINS = "begins a second operation, which begins later without it"
+TAKES_BACK = "takes back what passes have left; the update that follows waits for gathers itself"
+SENT = "what was sent is the wire's until it is through, and nobody writes to it: memory is let go of, losses are told"
+SEEN = "the host has seen that it is done, and is told here what was lost"
+MESSAGES = "of groups of CPU ranks, and of the host's own small messages"
+CLOCK = "for a clock: without it times are wrong, and no value"
+ELSEWHERE: tuple[tuple[str, str, str, str], ...] = (
+    ("testing/", "", "", "the late device itself, and pools of ranks"),
+    ("device/runtime.py", "CudaRuntime.", "", "torch's device itself; the late device stands in its place"),
+    ("device/streams.py", "synchronize", "", "is the host's wait itself; its calls are taken out one by one"),
+    ("device/streams.py", "recorded", "", "is record_stream itself; its calls are taken out one by one"),
+    ("cli/", "", "", PROGRAM),
+    ("mesh/launch.py", "", "", PROGRAM),
+    ("checkpoint/directory.py", "", "settle(self._files", PROGRAM),
+    ("checkpoint/foreign.py", "", "settle(files", PROGRAM),
+    ("checkpoint/formats/", "", "settle(DISK", PROGRAM),
+    ("booster/checkpoint_io.py", "", "", PROGRAM),
+    ("checkpoint/portable.py", "PortableFiles._load", "", TAKES_BACK),
+    ("disk/", "", "", DISK),
+    ("optim/disk.py", "", "", DISK),
+    ("update/states.py", "", "", DISK),
+    ("update/disk_tiles.py", "", "", DISK),
+    ("chunk/source.py", "DiskSource.", "reading.wait", DISK),
+    ("chunk/source.py", "DiskSource.", "self.store.write", DISK),
+    ("chunk/source.py", "_FromDisk.", "", DISK),
+    ("update/early.py", "", "", "the host waits for its own thread"),
+    ("engine/optimizer.py", "ShardedOptimizer._settle_early", "", "the host waits for its own thread"),
+    ("comm/compressed.py", "CompressedGroup._reduce", "steps.wait_for_first() (1)", MESSAGES),
+    ("comm/compressed.py", "CompressedGroup._reduce", "steps.wait_for_first() (2)", BEGINS),
+    ("comm/compressed.py", "_Steps.finished", "", SEEN),
+    ("comm/control.py", "", "", MESSAGES),
+    ("comm/gloo.py", "", "", MESSAGES),
+    ("comm/serving.py", "", "", MESSAGES),
+    ("comm/shared.py", "", "", MESSAGES),
+    ("comm/link.py", "Message.wait", "at_most)", MESSAGES),
+    ("pipeline/run.py", "StageRun.step", "self._wire.settle", SENT),
+    ("pipeline/run.py", "_Step._settle", "", SENT),
+    ("pipeline/shared.py", "SharedGradients.summed", "self._wire.settle", SENT),
+    ("sequence/axis.py", "_Exchange.forward", "wire.settle", SENT),
+    ("sequence/ring.py", "Rotation.around", "axis.wire.settle", SENT),
+    ("sequence/ring.py", "_Homeward.home", "wire.settle", SENT),
+    ("engine/staging.py", "WhenAsked.", "", "of groups in shared memory, which have no device but the CPU"),
+    ("colossalai/timers.py", "", "", CLOCK),
+    ("deepspeed/checkpointing.py", "_Call._watched", "", CLOCK),
+    ("deepspeed/clock.py", "", "", CLOCK),
+    ("deepspeed/flops.py", "", "", CLOCK),
+)
+"""What is no place: beginnings of file and function, a part of the text, and why."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """One call.
+
+    Attributes:
+        file: below the package.
+        inside: the function or method, dotted.
+        begins: the line where that begins, with what decorates it.
+        line, column: of the call.
+        text: of it.
+        number: among those of the same text in the function, from 1.
+    """
+
+    file: str
+    inside: str
+    begins: int
+    line: int
+    column: int
+    text: str
+    number: int
+
+    def __str__(self) -> str:
+        again = "" if self.number == 1 else f" ({self.number})"
+        return f"{self.file} {self.inside}: {self.text}{again}"
+
+    @property
+    def called(self) -> str:
+        """The name."""
+        return _called(ast.parse(self.text, mode="eval").body)
+
+    @property
+    def why_not(self) -> str:
+        """Why it does not count; empty where it does."""
+        for entry in ELSEWHERE:
+            if elsewhere(self, entry):
+                return entry[-1]
+        return ""
+
+
+def elsewhere(place: Place, entry: tuple[str, str, str, str]) -> bool:
+    """Whether an entry of :data:`ELSEWHERE` is about ``place``."""
+    file, inside, text, _ = entry
+    below = not inside or inside[-1] == "."
+    where = place.inside.startswith(inside) if below else place.inside == inside
+    return place.file.startswith(file) and where and text in f"{place.text} ({place.number})"
+
+
+def _called(node: ast.AST) -> str:
+    """The name that is called, where it is one that counts."""
+    if not isinstance(node, ast.Call):
+        return ""
+    function = node.func
+    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    on = ast.unparse(function.value) if isinstance(function, ast.Attribute) else ""
+    return str(name) if name in CALLS or RECEIVERS.get(name) == on else ""
+
+
+def _functions(tree: ast.AST, above: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.ClassDef):
+            yield from _functions(node, f"{above}{node.name}.")
+        elif isinstance(node, ast.FunctionDef):
+            yield f"{above}{node.name}", node
+        elif isinstance(node, ast.stmt):
+            yield from _functions(node, above)
+
+
+def _in_file(path: Path) -> Iterator[Place]:
+    source, texts = path.read_text(), list[tuple[str, str]]()
+    if not any(f"{name}(" in source for name in (*CALLS, *RECEIVERS)):
+        return  # to read all of the package as a tree takes seconds
+    for inside, function in _functions(ast.parse(source)):
+        begins = min([function.lineno, *(each.lineno for each in function.decorator_list)])
+        calls = [node for node in ast.walk(function) if isinstance(node, ast.Call) and _called(node)]
+        for node in sorted(calls, key=lambda call: (call.lineno, call.col_offset)):
+            text, where = ast.unparse(node), path.relative_to(ROOT).as_posix()
+            texts.append((inside, text))
+            yield Place(where, inside, begins, node.lineno, node.col_offset, text, texts.count((inside, text)))
+
+
+def places(counted: bool = True) -> list[Place]:
+    """All that count, in the order of files; or (``counted=False``) those that do not."""
+    found = [place for path in sorted(ROOT.rglob("*.py")) for place in _in_file(path)]
+    return [place for place in found if bool(place.why_not) != counted]
+
+
+# ---- changing a function
+
+
+class _Without(ast.NodeTransformer):
+    """The tree without one call: the statement, or, where its value is used, something that nobody waits for."""
+
+    def __init__(self, place: Place) -> None:
+        self._place, self.changes = place, 0
+
+    def _is(self, node: ast.AST) -> bool:
+        if not isinstance(node, ast.Call) or not _called(node):
+            return False
+        # Two calls of one chain begin together; they differ in their texts.
+        at = (node.lineno, node.col_offset) == (self._place.line, self._place.column)
+        return at and ast.unparse(node) == self._place.text
+
+    def visit_Expr(self, node: ast.Expr) -> ast.AST:
+        if not self._is(node.value):
+            return self.generic_visit(node)
+        self.changes += 1
+        function = node.value.func if isinstance(node.value, ast.Call) else None
+        if isinstance(function, ast.Attribute) and any(isinstance(each, ast.Call) for each in ast.walk(function.value)):
+            return ast.copy_location(ast.Expr(function.value), node)  # begun, and not waited for
+        return ast.copy_location(ast.Pass(), node)
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        if not self._is(node):
+            return self.generic_visit(node)
+        self.changes += 1
+        if _called(node) == "behind_current":  # on the same stream, behind nothing
+            made = f"__import__('shardwise.device').device.on_stream({ast.unparse(node.args[1])})"
+        elif _called(node) == "Lent":
+            made = "__import__('tests.late.places').late.places.NothingLent()"
+        else:
+            made = "__import__('shardwise.testing.late').testing.late.long_ago()"
+        return _expression(made, node)
+
+
+class _Noted(ast.NodeTransformer):
+    """The tree with a note before each call of those that are given."""
+
+    def __init__(self, numbered: dict[tuple[int, int], dict[str, int]]) -> None:
+        self._numbered = numbered
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        here = self._numbered.get((node.lineno, node.col_offset))
+        number = here.get(ast.unparse(node)) if here is not None else None
+        node = self.generic_visit(node)  # type: ignore[assignment]
+        if number is None:
+            return node
+        note = _expression(f"__import__('tests.late.places').late.places.reached({number})", node)
+        both = ast.Tuple([note, node], ast.Load())
+        chosen = ast.Subscript(both, ast.Constant(1), ast.Load())
+        return ast.fix_missing_locations(ast.copy_location(chosen, node))
+
+
+class NothingLent:
+    """In the place of lent memory: nobody keeps it."""
+
+    def drop(self) -> None:
+        """There is nothing."""
+
+
+def _expression(text: str, at: ast.AST) -> ast.expr:
+    made = ast.parse(text, mode="eval").body
+    for node in ast.walk(made):
+        ast.copy_location(node, at)
+    return made
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from _codes(each)
+
+
+def _function(place: Place) -> FunctionType:
+    """The function that runs, behind what wraps it."""
+    found: Any = importlib.import_module("shardwise." + place.file.removesuffix(".py").replace("/", "."))
+    for name in place.inside.split("."):
+        found = found.__dict__[name]
+    ways = [found.fget, found.fset, found.fdel] if isinstance(found, property) else [found]
+    for each in ways:
+        each = getattr(each, "__func__", each)
+        while hasattr(each, "__wrapped__"):
+            each = each.__wrapped__
+        if isinstance(each, FunctionType) and each.__code__.co_firstlineno == place.begins:
+            return each
+    raise RuntimeError(f"{place}: no function begins in line {place.begins}; look at the script")
+
+
+@contextmanager
+def _changed(codes: dict[FunctionType, CodeType]) -> Iterator[None]:
+    """Inside the block functions are others, in this process."""
+    before = {function: function.__code__ for function in codes}
+    try:
+        for function, code in codes.items():
+            function.__code__ = code
+        yield
+    finally:
+        for function, code in before.items():
+            function.__code__ = code
+
+
+def _compiled(file: str, tree: ast.AST, inside: Sequence[Place]) -> dict[FunctionType, CodeType]:
+    """The functions that hold those places, as in the tree of their file."""
+    module = compile(ast.fix_missing_locations(tree), str(ROOT / file), "exec")  # type: ignore[arg-type]
+    known = {(code.co_qualname, code.co_firstlineno): code for code in _codes(module)}
+    functions = {_function(place) for place in inside}
+    return {each: known[each.__code__.co_qualname, each.__code__.co_firstlineno] for each in functions}
+
+
+@contextmanager
+def taken_out(place: Place) -> Iterator[None]:
+    """Inside the block the library is without it, in this process."""
+    without = _Without(place)
+    tree = without.visit(ast.parse((ROOT / place.file).read_text()))
+    if without.changes != 1:
+        raise RuntimeError(f"{place}: {without.changes} calls were taken out; look at the script")
+    with _changed(_compiled(place.file, tree, [place])):
+        yield
+
+
+class _Notes:
+    """Where this process came, and its functions with what notes that."""
+
+    def __init__(self) -> None:
+        self.numbers: set[int] = set()
+        self.codes: dict[FunctionType, CodeType] = {}
+
+
+_NOTES = _Notes()
+reached: Callable[[int], None] = _NOTES.numbers.add
+
+
+@contextmanager
+def noted(chosen: Sequence[Place]) -> Iterator[set[int]]:
+    """Inside the block: which of ``chosen`` (always the same of a process) it came to, by number."""
+    _NOTES.numbers.clear()
+    for file in {place.file for place in chosen if not _NOTES.codes}:
+        here, own = dict[tuple[int, int], dict[str, int]](), [place for place in chosen if place.file == file]
+        for number, place in enumerate(chosen):
+            if place.file == file:
+                here.setdefault((place.line, place.column), {})[place.text] = number
+        tree = _Noted(here).visit(ast.parse((ROOT / file).read_text()))
+        _NOTES.codes.update(_compiled(file, tree, own))
+    with _changed(_NOTES.codes):
+        yield _NOTES.numbers

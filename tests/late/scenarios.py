@@ -1,0 +1,105 @@
+"""What is run on the late device for each place that is taken out; see ``late_*.py`` in ``tests/helpers``."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
+from late_setup import Found
+
+__all__ = ["ALONE", "Scenario", "scenarios"]
+
+HOMES = {
+    "late_axes": ("axis_of_parts", "parts_of_sequences", "ring_of_products", "waited_elsewhere"),
+    "late_places": (
+        "disk",
+        "failed_gather",
+        "loaded_over",
+        "program_waits",
+        "renewed",
+        "several_collectives",
+        "traced_graph",
+    ),
+    "late_stages": ("stages",),
+}
+"""Functions by the module that has them, where it is not ``late_setup``; each is imported when it is needed."""
+READS = (
+    "state",
+    "state in the compute dtype",
+    "gathered",
+    "one by one",
+    "own state",
+    "unsharded",
+    "as in a trace",
+    "saved apart",
+    "loaded apart",
+)
+ALONE = (
+    "written_after_forward",
+    "side_copies",
+    "lent_memory",
+    "later_values",
+    "activations",
+    "locked_memory",
+    "program_waits",
+    "failed_gather",
+)
+"""Functions of one rank that take a name for messages and a seed."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A function on ranks.
+
+    Attributes:
+        ranks: how many.
+        function: of one of the modules.
+        plan: the name that it takes first; of a plan, or its own.
+        more: further arguments, behind the seed.
+    """
+
+    ranks: int
+    function: str
+    plan: str = "alone"
+    more: tuple[Any, ...] = ()
+
+    def __str__(self) -> str:
+        words = [self.function.replace("_", " ")]
+        if self.plan != "alone":
+            words = ([] if self.function == "train" else words) + [self.plan]
+        words += [str(each) if each is not True else "changing streams" for each in self.more]
+        return f"{', '.join(words)} ({self.ranks} {'rank' if self.ranks == 1 else 'ranks'})"
+
+    def on_rank(self, seed: int) -> Found:
+        """On this rank's late device."""
+        home = next((home for home, functions in HOMES.items() if self.function in functions), "late_setup")
+        function: Callable[..., Found] = getattr(importlib.import_module(home), self.function)
+        return function(self.plan, seed, *self.more)
+
+
+def scenarios() -> list[Scenario]:
+    """All of them."""
+    one = ["host", "early_host", "mixed", "clipped", "zero2_state_host", "zero3"]
+    two = ["host", "ahead", "zero1", "zero2", "eight_bits", "early_host", "mixed", "ddp", "on_use"]
+    four = ["replicas", "replicas_host", "secondary", "replicas_eight_bits"]
+    found = [Scenario(1, name) for name in ALONE]
+    found += [Scenario(1, "train", name) for name in one]
+    found += [Scenario(1, "train", name, ("mlp", True)) for name in ("host", "mixed")]
+    found += [Scenario(1, "train_and_save", "host")]
+    found += [Scenario(2, name) for name in ("late_norm", "several_collectives", "axis_of_parts", "ring_of_products")]
+    found += [Scenario(2, "renewed", name) for name in READS]
+    found += [Scenario(2, "parts_of_sequences", name) for name in ("ring", "heads")]
+    found += [Scenario(2, "loaded_over"), Scenario(2, "traced_graph"), Scenario(2, "train_and_save", "on_use")]
+    found += [Scenario(2, "waited_elsewhere"), Scenario(2, "disk", "p_disk")]
+    found += [Scenario(2, "stages", name) for name in ("1f1b", "zbv", "described")]
+    found += [Scenario(2, "train", name) for name in two]
+    found += [Scenario(2, "train", name, ("mlp", True)) for name in ("ahead", "eight_bits")]
+    found += [Scenario(2, "train", name, ("mixture",)) for name in ("zero3", "on_use")]
+    found += [Scenario(4, "train", name) for name in four]
+    found += [Scenario(4, "train", "replicas", ("gpt",)), Scenario(4, "secondary_twice")]
+    return found

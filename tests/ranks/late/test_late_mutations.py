@@ -1,0 +1,83 @@
+"""Where the library waits is found in its sources; a few places that are taken out are found on the late device."""
+
+from __future__ import annotations
+
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shardwise.testing import RankPool
+from tests.late.mutations import run_without
+from tests.late.places import CALLS, ELSEWHERE, ROOT, elsewhere, noted, places, taken_out
+from tests.late.scenarios import Scenario, scenarios
+
+
+def _calls_of(path: Path) -> Iterator[str]:
+    """Names of calls, by tokens: what a search in the text would find, but for strings and comments."""
+    with tokenize.open(path) as file:
+        tokens = [t for t in tokenize.generate_tokens(file.readline) if t.type in (tokenize.NAME, tokenize.OP)]
+    for before, name, behind in zip(tokens, tokens[1:], tokens[2:], strict=False):
+        if name.string in CALLS and behind.string == "(" and before.string not in ("def", "class"):
+            yield name.string
+
+
+def test_no_call_is_overlooked() -> None:
+    """Each call of such a name stands in a function that is looked at, or in the body of a file."""
+    every = [*places(), *places(counted=False)]
+    for path in sorted(ROOT.rglob("*.py")):
+        file = path.relative_to(ROOT).as_posix()
+        found = sorted(place.called for place in every if place.file == file and place.called in CALLS)
+        assert found == sorted(_calls_of(path)), file
+
+
+@pytest.mark.parametrize("entry", ELSEWHERE, ids=lambda entry: " ".join(entry[:3]))
+def test_what_is_left_out_is_there(entry: tuple[str, str, str, str]) -> None:
+    assert any(elsewhere(place, entry) for place in places(counted=False))
+
+
+def test_each_place_can_be_taken_out_and_noted() -> None:
+    chosen = places()
+    with noted(chosen) as numbers:
+        assert not numbers and len({str(place) for place in chosen}) == len(chosen)
+    for place in chosen:
+        with taken_out(place):
+            pass
+
+
+def _named(text: str) -> Scenario:
+    return next(scenario for scenario in scenarios() if str(scenario) == text)
+
+
+FOUND = {
+    "chunk/chunk.py Chunk.arrive: self.pending.wait()": "written after forward (1 rank)",
+    "chunk/source.py MemorySource.gather: behind_current(out.device, self._uploads)": "early_host (2 ranks)",
+    "comm/compressed.py CompressedGroup._reduce: Lent(found, sent.local)": "eight_bits (2 ranks)",
+    "comm/link.py Message.wait: self._work.wait()": "ring of products (2 ranks)",
+    "comm/native.py _Launched.wait: work.wait()": "axis of parts (2 ranks)",
+    "deepspeed/activations.py Kept.restore: wait_event(self.device, self._copied)": "activations (1 rank)",
+    "device/ahead.py Later.__init__: record_event(value.device)": "later values (1 rank)",
+    "device/streams.py Lent.drop: recorded(tensor, current)": "lent memory (1 rank)",
+    "device/streams.py SideCopy.__init__: stream.wait_stream(self._owner)": "side copies (1 rank)",
+    "device/streams.py SideCopy.__init__: stream.record_event()": "side copies (1 rank)",
+    "device/streams.py SideCopy.wait: recorded(self._out, reader)": "side copies (1 rank)",
+    "device/streams.py _unlock: locked_by.synchronize(device)": "locked memory (1 rank)",
+    "engine/module.py ShardedModule.full_state: engine.pool.settle()": "renewed, state in the compute dtype (2 ranks)",
+    "gather/pool.py ChunkPool._evict: pending.wait()": "failed gather (1 rank)",
+}
+"""Places, and the quickest scenario that finds each: one of every kind."""
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[dict[int, RankPool]]:
+    with RankPool(1) as one, RankPool(2) as two:
+        yield {1: one, 2: two}
+
+
+@pytest.mark.parametrize("place", FOUND)
+def test_a_wait_that_is_taken_out_is_found(pools: dict[int, RankPool], place: str) -> None:
+    (chosen,) = (each for each in places() if str(each) == place)
+    scenario = _named(FOUND[place])
+    found = [each for seed in (0, 1) for each in pools[scenario.ranks].run(run_without, chosen, scenario, seed)]
+    assert any(each.wrong or each.races for each in found)
