@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from shardwise.comm.activity import Activity
 from shardwise.comm.block_formats import BLOCK, FORMATS, GRADIENTS, INT4, INT8, VALUES, BlockFormat
-from shardwise.comm.choose import GroupMaker, GroupRequest, MakeGroup, register_backend
+from shardwise.comm.choose import GroupMaker, GroupRequest, MakeGroup, MakeLane, register_backend
 from shardwise.comm.compressed import CompressedGroup, compressed
 from shardwise.comm.errors import UNREACHED, PeerError
 from shardwise.comm.gloo import GlooGroup
@@ -47,6 +47,7 @@ __all__ = [
     "HostsGroup",
     "LocalGroup",
     "MakeGroup",
+    "MakeLane",
     "Members",
     "NativeGroup",
     "Party",

@@ -189,7 +189,7 @@ class ChunkGrads:
 
     def lands(self, memory: torch.Tensor | None, land: Callable[[], None]) -> None:
         """``memory`` is the reduced gradient once ``land`` has returned; it is called again after an interrupt."""
-        self.land()
+        # What was there before has landed: it has been read, or dropped.
         self._reduced, self._landing = memory, land
 
     def land(self) -> None:

@@ -92,9 +92,9 @@ def ring_of_products(name: str, seed: int) -> Found:
         rows = [_numbers(8, 6, of=40 + other) for other in range(ranks)]
         x = there(tokens[rank]).requires_grad_()
         wide, y = columns_of_pieces(ring, x, 0, sizes, [(there(columns[rank]), None, False)])
+        x.data.mul_(0.0)  # nothing waits for what was sent but the call itself
         z = pieces_of_rows(ring, y, 0, sizes, there(rows[rank]), False)
         wide.retain_grad()
-        x.data.mul_(0.0)
         (z.square().sum() + (wide * 2.0).sum()).backward()
         assert wide.grad is not None and x.grad is not None
         wide.grad.zero_()

@@ -239,6 +239,24 @@ def traced_graph(name: str, seed: int) -> Found:
     return found_by(device, wrong)
 
 
+def discarded(name: str, seed: int) -> Found:
+    """Gradients are dropped while they are on their way to the host, and the next ones go into the same memory."""
+    chosen, case, ranks, rank = PLANS["host"], MODELS["mlp"], dist.get_world_size(), dist.get_rank()
+    module = case.factory()
+    with on_ranks(seed) as device, _session(chosen, module) as session:
+        assert session.optimizer is not None
+        first, again = late_setup._batches(chosen, "mlp", ranks)[:2]
+        for micro in again:
+            session.backward(case.loss(session.module, there(micro[rank])))
+        session.optimizer.zero_grad()
+        for micro in first:
+            session.backward(case.loss(session.module, there(micro[rank])))
+        session.optimizer.step()
+        expected = reference(chosen, "mlp", ranks).parameters[0]
+        wrong = differing(_state(session), expected, TOLERANCE)
+    return found_by(device, [f"{name}: {each}" for each in wrong])
+
+
 def disk(name: str, seed: int) -> Found:
     """Training with parameters and state on a disk."""
     with tempfile.TemporaryDirectory() as directory:

@@ -31,7 +31,7 @@ from shardwise.device import (
 )
 from shardwise.memory.host import host_block
 from shardwise.mesh import Mesh
-from shardwise.plan import Plan, on_device, replicated, zero
+from shardwise.plan import ByNumel, Plan, on_device, replicated, zero
 from shardwise.reduce.norm import LateNorm
 from shardwise.testing import MODELS, PlainRecipe, PlainRun, make_batches, train_plain
 from shardwise.testing.late import late_collectives, late_device
@@ -65,6 +65,7 @@ PLANS: dict[str, Plan] = {
     "secondary": zero(3).but(secondary=2),
     "on_use": zero(2).but(gather_on_use=True),
     "replicas": zero(3, None, 2),
+    "replicas_in_pieces": zero(3, None, 2).but(packing=ByNumel(chunk_numel=50)),
     "replicas_eight_bits": zero(2, None, 2).but(compress="fp8"),
     "replicas_host": zero(3, None, 2).but(tiers=_tiers(1.0, 1.0), prefetch=2),
 }

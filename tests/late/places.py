@@ -39,6 +39,9 @@ PROGRAM = "the host waits for processes, threads or files"
 BEGINS = "begins a second operation, which begins later without it"
 TAKES_BACK = "takes back what passes have left; the update that follows waits for gathers itself"
 SENT = "what was sent is the wire's until it is through, and nobody writes to it: memory is let go of, losses are told"
+BOUND = (
+    "bounds memory: the block of what is on its way serves nobody else before it has landed, which who reads waits for"
+)
 SEEN = "the host has seen that it is done, and is told here what was lost"
 MESSAGES = "of groups of CPU ranks, and of the host's own small messages"
 CLOCK = "for a clock: without it times are wrong, and no value"
@@ -77,6 +80,9 @@ ELSEWHERE: tuple[tuple[str, str, str, str], ...] = (
     ("sequence/axis.py", "_Exchange.forward", "wire.settle", SENT),
     ("sequence/ring.py", "Rotation.around", "axis.wire.settle", SENT),
     ("sequence/ring.py", "_Homeward.home", "wire.settle", SENT),
+    ("reduce/grads.py", "ChunkGrads.reduced", "self.land() (2)", BOUND),
+    ("reduce/landing.py", "Landings.begin", "popleft().land", BOUND),
+    ("reduce/reductions.py", "ThenReplicas.wait_for_first", "self._first.wait", MESSAGES),
     ("engine/staging.py", "WhenAsked.", "", "of groups in shared memory, which have no device but the CPU"),
     ("colossalai/timers.py", "", "", CLOCK),
     ("deepspeed/checkpointing.py", "_Call._watched", "", CLOCK),

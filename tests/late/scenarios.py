@@ -17,6 +17,7 @@ __all__ = ["ALONE", "Scenario", "scenarios"]
 HOMES = {
     "late_axes": ("axis_of_parts", "parts_of_sequences", "ring_of_products", "waited_elsewhere"),
     "late_places": (
+        "discarded",
         "disk",
         "failed_gather",
         "loaded_over",
@@ -48,6 +49,7 @@ ALONE = (
     "locked_memory",
     "program_waits",
     "failed_gather",
+    "discarded",
 )
 """Functions of one rank that take a name for messages and a seed."""
 
@@ -101,5 +103,6 @@ def scenarios() -> list[Scenario]:
     found += [Scenario(2, "train", name, ("mlp", True)) for name in ("ahead", "eight_bits")]
     found += [Scenario(2, "train", name, ("mixture",)) for name in ("zero3", "on_use")]
     found += [Scenario(4, "train", name) for name in four]
-    found += [Scenario(4, "train", "replicas", ("gpt",)), Scenario(4, "secondary_twice")]
+    found += [Scenario(4, "train", name, ("gpt",)) for name in ("replicas", "replicas_in_pieces")]
+    found += [Scenario(4, "secondary_twice")]
     return found
