@@ -166,10 +166,13 @@ def table(kept: Kept) -> str:
     ]
     found = sum(str(place) in kept.found for place in chosen)
     reasons = dict.fromkeys(place.why_not for place in left_out)
-    counts = [f"{sum(p.why_not == why for p in left_out)} ({why})" for why in reasons]
+    others = "Calls of the same names that are no places of a device, by reason:\n\n"
+    for why in reasons:
+        own = [place for place in left_out if place.why_not == why]
+        files = ", ".join(f"`{file}`" for file in dict.fromkeys(place.file for place in own))
+        others += f"* {len(own)}: {why} ({files}).\n"
     head = f"{date.today():%-d %B %Y}, torch {torch.__version__.split('+')[0]}: {found} of {len(chosen)} places found."
-    others = f"Calls of the same names that are no places of a device: {'; '.join(counts)}."
-    return f"{head}\n\n| Taken out | Found by |\n|---|---|\n" + "\n".join(lines) + f"\n\n{others}\n"
+    return f"{head}\n\n| Taken out | Found by |\n|---|---|\n" + "\n".join(lines) + f"\n\n{others}"
 
 
 def _short(place: Place) -> str:
