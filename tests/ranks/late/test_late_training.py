@@ -106,6 +106,12 @@ def test_what_is_done_beside_training(alone: RankPool, two: RankPool, scenario: 
     _assert_right({1: alone, 2: two}[scenario.ranks].run(run_without, None, scenario, seed))
 
 
+@pytest.mark.parametrize("name", ["zero3", "on_use"])
+def test_ranks_that_use_different_units(two: RankPool, name: str) -> None:
+    for seed in SEEDS:
+        _assert_right(two.run(late_setup.train, name, seed, "mixture"))
+
+
 # ---- many seeds
 
 
