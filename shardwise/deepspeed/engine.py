@@ -56,8 +56,7 @@ class DeepSpeedEngine(Facts):
         self.module: nn.Module = session.model
         self.session, self.lr_scheduler, self.optimizer = session, lr_scheduler, session.optimizer
         self.report: Report = settings.findings.report()
-        self.settings = settings
-        self._batch = batch
+        self.settings, self._batch = settings, batch
         session.divide_own_passes(batch.accumulation)
         take_passes_of_module(session)
         apart = settings["checkpoint.use_node_local_storage"] or settings["use_node_local_storage"] or None
