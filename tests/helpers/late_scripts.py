@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from stream_setup import LAYERS, Branching
 from torch import nn
 
 from shardwise.build import build
+from shardwise.comm import PeerError
 from shardwise.plan import zero
 from shardwise.testing.late import late_collectives, late_device
 
@@ -57,7 +58,7 @@ def play(seed: int, prefetch: int) -> tuple[Found, list[bool], bool]:
                 session.optimizer.zero_grad()
                 del loss
             kept = {key: value.cpu() for key, value in session.module.state_dict().items()}
-            expected = _plain(ranks)
+            expected = _plain(ranks, True)
         finally:
             session.close()
             session.mesh.close()
@@ -65,12 +66,47 @@ def play(seed: int, prefetch: int) -> tuple[Found, list[bool], bool]:
     return Found(wrong=wrong, races=[str(race) for race in device.races]), played, strayed
 
 
-def _plain(ranks: int) -> dict[str, torch.Tensor]:
+def evaluates_alone(seed: int) -> tuple[Found, list[str]]:
+    """Rank 0 evaluates where the others play a step; all drop that, and go on. What each was told."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    with late_device(seed + 4 * rank, check=False) as device, ExitStack() as undo:
+        undo.callback(late_collectives(device))
+        module = _model()
+        session = build(module, _sgd(module), zero(3), device=GPU)
+        said = list[str]()
+        try:
+            assert session.optimizer is not None
+            for step in range(STEPS):
+                for attempt in range(4):
+                    try:
+                        x = _batch(rank, step).to(GPU)
+                        if (rank, step, attempt) == (0, STRAYS_AT, 0):
+                            assert session.engine.pool.rounds.scripts.playing
+                            with torch.no_grad():
+                                session.module(x, USUAL)
+                        session.backward(session.module(x, way(0, step)).square().mean())
+                        break
+                    except PeerError as error:
+                        said.append(str(error))
+                        with suppress(PeerError):
+                            session.optimizer.zero_grad()
+                session.optimizer.step()
+                session.optimizer.zero_grad()
+            kept = {key: value.cpu() for key, value in session.module.state_dict().items()}
+            expected = _plain(ranks, False)
+        finally:
+            session.close()
+            session.mesh.close()
+    wrong = differing(kept, expected, TOLERANCE)
+    return Found(wrong=wrong, races=[str(race) for race in device.races]), said
+
+
+def _plain(ranks: int, strays: bool) -> dict[str, torch.Tensor]:
     model = _model()
     optimizer = _sgd(model)
     for step in range(STEPS):
         for rank in range(ranks):
-            (model(_batch(rank, step), way(rank, step)).square().mean() / ranks).backward()
+            (model(_batch(rank, step), way(rank if strays else 0, step)).square().mean() / ranks).backward()
         optimizer.step()
         optimizer.zero_grad()
     return dict(model.state_dict())

@@ -24,3 +24,9 @@ def test_gathers_that_are_played(two: RankPool, seed: int, prefetch: int) -> Non
         assert found.right, found
         assert played[late_scripts.STRAYS_AT] and not played[0] and not played[-1]
     assert [strayed for _, _, strayed in ranks] == [False, True]
+
+
+def test_a_rank_that_evaluates_alone_is_told_at_once(two: RankPool) -> None:
+    for found, said in two.run(late_scripts.evaluates_alone, 1):
+        assert found.right, found
+        assert "rank 0: what to gather of model 1" in said[0] and "rank 1: which parameters had gradients" in said[0]
