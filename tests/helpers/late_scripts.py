@@ -10,7 +10,7 @@ import torch.distributed as dist
 from engine_setup import data
 from late_setup import GPU, TOLERANCE, Found, differing
 from stream_setup import LAYERS, Branching
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise.build import build
 from shardwise.comm import PeerError
@@ -26,9 +26,23 @@ def way(rank: int, step: int) -> Sequence[int]:
     return (4, 1, 6) if (rank, step) == (1, STRAYS_AT) else USUAL
 
 
-def _model() -> nn.Module:
+class Reading(Branching):
+    """The host waits for the device at each layer, in forward and backward passes."""
+
+    def forward(self, x: Tensor, way: Sequence[int]) -> Tensor:
+        for index in way:
+            x = torch.tanh(self.layers[index](x))
+            assert x.sum().item() < 1e9
+            x.register_hook(self._read)
+        return x
+
+    def _read(self, grad: Tensor) -> None:
+        assert grad.sum().item() < 1e9
+
+
+def _model(reads: bool = False) -> nn.Module:
     torch.manual_seed(3)
-    return Branching().float()
+    return (Reading() if reads else Branching()).float()
 
 
 def _sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -39,12 +53,12 @@ def _batch(rank: int, step: int) -> torch.Tensor:
     return data(rank, step).float()
 
 
-def play(seed: int, prefetch: int) -> tuple[Found, list[bool], bool]:
-    """What is wrong, which steps were played, and whether this rank has strayed."""
+def play(seed: int, prefetch: int, reads: bool = False) -> tuple[Found, list[bool], bool]:
+    """What is wrong, which steps were played, and whether this rank has strayed; ``reads``: :class:`Reading`."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     with late_device(seed + 4 * rank, check=False) as device, ExitStack() as undo:
         undo.callback(late_collectives(device))
-        module = _model()
+        module = _model(reads)
         session = build(module, _sgd(module), zero(3).but(prefetch=prefetch), device=GPU)
         scripts, played, strayed = session.engine.pool.rounds.scripts, list[bool](), False
         try:

@@ -244,6 +244,8 @@ class _Impatience:
 
     def __init__(self, device: LateDevice) -> None:
         self._device, self._since = device, 0.0
+        # A host that waits for its device keeps no other thread from it: a peer may wait for that one.
+        self._others = threading.Condition(device.schedule.lock)
 
     def __call__(self) -> None:
         now = time.monotonic()
@@ -251,7 +253,7 @@ class _Impatience:
             self._since = now
         if now - self._since > QUIET_S / 4:
             self._device.schedule.go_on()
-        time.sleep(0.0002)
+        self._others.wait(0.0002)
 
 
 def _go_on(device: weakref.ref[LateDevice], end: threading.Event) -> None:

@@ -17,9 +17,11 @@ def two() -> Iterator[RankPool]:
         yield pool
 
 
+@pytest.mark.parametrize("reads", [False, True])
 @pytest.mark.parametrize(("seed", "prefetch"), [(0, 0), (1, 1), (2, 2), (3, 1)])
-def test_gathers_that_are_played(two: RankPool, seed: int, prefetch: int) -> None:
-    ranks = two.run(late_scripts.play, seed, prefetch)
+def test_gathers_that_are_played(two: RankPool, seed: int, prefetch: int, reads: bool) -> None:
+    """Also where a host waits for what its device does: for reductions of the rank that strays, too."""
+    ranks = two.run(late_scripts.play, seed, prefetch, reads)
     for found, played, _ in ranks:
         assert found.right, found
         assert played[late_scripts.STRAYS_AT] and not played[0] and not played[-1]
