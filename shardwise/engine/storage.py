@@ -383,6 +383,8 @@ class Storage:
         plain = plan.grad.update == "step" and plan.comm.compress is None and plan.comm.predivide == 1.0
         here = self.ledger.capacity_bytes is None and not runs_ahead(mesh.device)
         at_home = all(self.homes[spec.index].grad is Tier.DEVICE for spec in specs)
+        # Where a step depends on the norm, its bits are those of every other home of the same gradients.
+        plain = plain and plan.grad.max_norm == 0.0 and plan.precision.scaler is None
         as_made = all(dtype == spec.dtype for spec in specs for dtype in self.grad_dtypes(spec))
         return alone and plain and here and at_home and as_made
 

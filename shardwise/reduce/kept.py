@@ -22,7 +22,9 @@ __all__ = ["KeptGrads", "TileNorm", "make_reducer"]
 # together, and from then on it is that; gradients of later passes are added to what there is. A tensor is written to
 # (sums, a loss scale that moved) under the same conditions as torch's own accumulation does: nobody else had it.
 # Not for gradients that have another dtype when they add up, another home than the device, a share in a declared
-# capacity, or an update in the midst of backward; see Storage.make_grads.
+# capacity, or an update in the midst of backward, and not where a step depends on their norm (clipping, a loss scale):
+# parts are summed up in another order than whole shards, whose bits have to be those of any other home. See
+# Storage.make_grads.
 class KeptGrads(ChunkGrads):
     """As :class:`ChunkGrads`, of a rank alone."""
 

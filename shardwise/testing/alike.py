@@ -228,8 +228,11 @@ class _AlikeMaker(GroupMaker):
     def agree(self, argument: str, wanted: object) -> None:
         return
 
+    def _own(self, rank_lists: list[list[int]]) -> list[int]:
+        return next(ranks for ranks in rank_lists if self._rank in ranks)
+
     def process_group(self, name: str, rank_lists: list[list[int]], backend: str) -> dist.ProcessGroup:
-        own = next(ranks for ranks in rank_lists if self._rank in ranks)
+        own = self._own(rank_lists)
         return AlikeProcessGroup(own.index(self._rank), len(own), self._asked)
 
     def _everyone(self) -> Control:

@@ -102,10 +102,10 @@ def _norm_of_each_rank() -> _Patch:
     """Every rank clips by the norm of its own shards."""
 
     def make(real: Any) -> Any:
-        def norm(tensors: Any, p: float, gather: Callable[[float], list[float]], *others: Any) -> float:
-            def alone(share: float) -> list[float]:
-                gather(share)  # the others wait for it
-                return [share]
+        def norm(tensors: Any, p: float, ask: Callable[[float, bool], float], *others: Any) -> float:
+            def alone(share: float, largest: bool) -> float:
+                ask(share, largest)  # the others wait for it
+                return share
 
             return float(real(tensors, p, alone, *others))
 

@@ -236,9 +236,8 @@ def test_sixteen_bits(name: str, tmp_path: Path) -> None:
 
 def _refused() -> None:
     booster = Booster(plugin=PLUGINS["zero2"]())
-    for how in ({"quantize": True}, {"bnb_quantization_config": {"load_in_4bit": True}}):
-        with pytest.raises(NotImplementedError, match="packed already"):
-            booster.enable_lora(net(), lora_config=config(), **how)
+    with pytest.raises(TypeError, match=r"bnb_quantization_config=.* give accelerate's"):
+        booster.enable_lora(net(), lora_config=config(), quantize=True, bnb_quantization_config={"load_in_4bit": True})
     with pytest.raises(ValueError, match="give one of the two"):
         booster.enable_lora(net())
     with pytest.raises(TypeError, match=r"peft\.LoraConfig"):
