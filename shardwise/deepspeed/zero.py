@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -156,9 +157,15 @@ def _settings_of_construction(given: Any) -> Settings:
     return read_config({key: value for key, value in tree.items() if key not in ("optimizer", "scheduler")})
 
 
-def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], *target: Any) -> Callable[..., Any]:
-    """``fn`` itself: inside :class:`Init` tensors keep the dtypes that the model gives them."""
-    return fn
+def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], target_fp_dtype: torch.dtype) -> Callable[..., Any]:
+    """``fn``, which makes a tensor: one of floating-point numbers comes in ``target_fp_dtype``, whatever was asked."""
+
+    @functools.wraps(fn)
+    def made(*args: Any, **kwargs: Any) -> Any:
+        value = fn(*args, **kwargs)
+        return value.to(target_fp_dtype) if value.is_floating_point() else value
+
+    return made
 
 
 def _the_group(groups: Mapping[str, Any]) -> dist.ProcessGroup | None:

@@ -15,7 +15,6 @@ from shardwise.worlds import Here, World
 TESTS = Path(__file__).parents[1]
 OF_TABLES = ("test_colossalai_names.py", "test_positions.py", "test_port.py", "test_worlds.py", Path(__file__).name)
 """These import, list and inspect names, which is no use of them."""
-TRIED = [world for world in worlds() if world.foreign != "deepspeed"]  # most of whose names are keys of a configuration
 
 
 def read(text: str) -> Iterator[str]:
@@ -55,6 +54,6 @@ def test_an_import_is_no_use() -> None:
     assert set(read(text)) == {"b", "g", "h", "i", "j"}
 
 
-@pytest.mark.parametrize("world", TRIED, ids=[world.foreign for world in TRIED])
+@pytest.mark.parametrize("world", worlds(), ids=lambda world: world.foreign)
 def test_each_name_that_works_is_used(world: World) -> None:
     assert unused(world) == set(), f"write tests that use these names of {world.foreign}"

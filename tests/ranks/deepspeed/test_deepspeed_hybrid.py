@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import shardwise.deepspeed as deepspeed
+from shardwise.deepspeed import process_groups as groups
 from shardwise.testing import assert_close, run_ranks
 
 RANKS, BATCH, TP = 4, 2, 2
@@ -41,6 +42,9 @@ def _initialized(stage: int, directory: Path, keys: dict[str, Any], mesh_param: 
     # Over parts of sequences transformers' loss, which is in fp32, adds up in another order.
     most = 1e-9 if mesh.tensor.size == TP else 1e-6
     assert mesh.tensor.size * mesh.sequence.size == TP
+    shares, rank = mesh.sequence.size == TP, dist.get_rank()
+    assert groups.get_sequence_parallel_rank() == (rank % TP if shares else 0)
+    assert groups.get_tensor_model_parallel_src_rank() == (rank if shares else rank - rank % TP)
     loader = DataLoader(loader.dataset, BATCH, sampler=engine.deepspeed_io(loader.dataset, route="test").sampler)
     for (loss, norm, values), inputs in zip(
         plain("llama", RANKS // TP, BATCH, mesh.tensor.size == TP), loader, strict=True

@@ -1,0 +1,438 @@
+"""Keys of a DeepSpeed configuration that the engine acts on, not the plan: what a run is without each and with it."""
+
+from __future__ import annotations
+
+import re
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_ds_config import USED, Tree, merged
+from test_ds_monitors import Calls
+from torch import nn
+
+import shardwise.deepspeed as deepspeed
+from shardwise.deepspeed import checkpointing
+from shardwise.deepspeed.config import batch_of, read_config
+from shardwise.deepspeed.plan import to_plan
+from shardwise.deepspeed.schema import KEYS
+
+BASE: Tree = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_clipping": 0.0,
+    "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+}
+Probe = Callable[[Tree, Path, Callable[[], str]], Any]
+"""Of a configuration, a directory of its own, and what was printed since the last call: what there is to see."""
+
+
+def tree_at(path: str, value: Any) -> Tree:
+    for name in reversed(path.split(".")):
+        value = {name: value}
+    tree: Tree = value
+    return tree
+
+
+class Inner(nn.Sequential):
+    """A level of modules."""
+
+
+class Started:
+    """An engine of a tree, which ends with the block."""
+
+    def __init__(self, tree: Tree) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 4), Inner(nn.Linear(4, 3), nn.Tanh()))
+        self.engine = deepspeed.initialize(model=self.model, config=tree)[0]
+
+    def __enter__(self) -> deepspeed.DeepSpeedEngine:
+        return self.engine
+
+    def __exit__(self, *_: object) -> None:
+        self.engine.destroy()
+        self.engine.session.mesh.close()
+
+
+def steps(tree: Tree, passes: int) -> None:
+    with Started(tree) as engine:
+        for _ in range(passes):
+            step(engine)
+
+
+def step(engine: deepspeed.DeepSpeedEngine, factor: float = 1.0) -> torch.Tensor:
+    found: torch.Tensor = engine(torch.ones(2, 4, dtype=next(engine.parameters()).dtype))
+    engine.backward(found.float().square().mean() * factor)
+    engine.step()
+    return found
+
+
+def sizes(tree: Tree, *_: Any) -> Any:
+    batch = batch_of(read_config(tree), 1)
+    assert batch is not None
+    return batch.train, batch.micro, batch.accumulation
+
+
+def updates(tree: Tree, *_: Any) -> int:
+    with Started(tree) as engine:
+        step(engine)
+        return engine.global_steps
+
+
+def progress(tree: Tree, _: Path, printed: Callable[[], str]) -> int:
+    steps(tree, 2)
+    return printed().count("step=")
+
+
+def times(tree: Tree, _: Path, printed: Callable[[], str]) -> int:
+    steps(tree, 2)
+    return printed().count("time of step")
+
+
+def batches(tree: Tree, *_: Any) -> int:
+    with Started(tree) as engine:
+        return len(engine.deepspeed_io([1, 2, 3]))  # type: ignore[arg-type]
+
+
+def loaded(tree: Tree, root: Path, _: Any) -> str:
+    with Started(tree) as engine:
+        for tag in ("first", "second"):
+            engine.save_checkpoint(str(root), tag=tag)
+        (root / "latest_universal").write_text("first")
+        found = engine.load_checkpoint(str(root))[0]
+        return Path(str(found)).name
+
+
+def differing_tags(tree: Tree, root: Path, _: Any) -> str:
+    with Started(tree) as engine, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine._saving._run.everybody = lambda tag: [tag, "other"]  # type: ignore[method-assign]
+        try:
+            engine.save_checkpoint(str(root), tag="mine")
+        except ValueError as error:
+            return f"error: {str(error)[:10]}"
+        told = [str(each.message) for each in caught]
+        return f"warning: {told[0][:10]}" if told else "nothing"
+
+
+def last_scale(tree: Tree, *_: Any) -> float:
+    with Started(tree) as engine:
+        for factor in (float("inf"), 1e-3, float("inf")):
+            step(engine, factor)
+        return float(engine.optimizer.cur_scale)
+
+
+def dtype_of_outputs(tree: Tree, *_: Any) -> torch.dtype:
+    with Started(tree) as engine:
+        return step(engine).dtype
+
+
+def optimizer(tree: Tree, *_: Any) -> Any:
+    with Started(tree) as engine:
+        return None if engine.optimizer is None else ("betas" in engine.optimizer.param_groups[0], engine.get_lr())
+
+
+def schedule(tree: Tree, *_: Any) -> Any:
+    with Started(tree) as engine:
+        step(engine)
+        step(engine)
+        return type(engine.lr_scheduler).__name__, engine.get_lr()
+
+
+def kept(tree: Tree, _: Path, printed: Callable[[], str]) -> Any:
+    """Of activations: bytes on the host, tensors in a buffer, calls that wait for the device, lines, warnings."""
+    waited: list[Any] = []
+    with Started(tree), pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        patch.setattr(checkpointing, "synchronize", waited.append)
+        checkpointing._PRESENT.warned.clear()  # initialize has told it
+        checkpointing.use_settings(read_config(tree))
+        x = torch.ones(2, 4, requires_grad=True)
+        value = deepspeed.checkpointing.checkpoint(torch.sin, x)
+        held, buffers = checkpointing.held_bytes(), getattr(checkpointing._PRESENT.keeper, "_buffers", None)
+        value.sum().backward()
+        assert torch.equal(x.grad, torch.cos(x.detach()))  # type: ignore[arg-type]
+    checkpointing.use_settings(read_config({}))
+    assert not checkpointing.is_configured()
+    told = sum("activations are kept whole" in str(each.message) for each in caught)
+    number = buffers and buffers._number
+    return held["host"], buffers is not None, number, len(waited), printed().count("recomputation of"), told
+
+
+def written(tree: Tree, root: Path, _: Any) -> list[str]:
+    """Files and what the packages of monitors were called with."""
+    calls: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        for package in ("tensorboard", "torch.utils.tensorboard", "wandb", "comet_ml"):
+            patch.setitem(sys.modules, package, Calls(package, calls))
+        steps(tree, 2)
+    files = sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_dir() or path.suffix == ".csv")
+    rates = [f"{name} at {kw['step']}" for name, _, kw in calls if kw.get("name") == "Train/Samples/lr"]
+    begun = [
+        f"{name} {kw or args}" for name, args, kw in calls if name in ("SummaryWriter", "init", "start", "set_name")
+    ]
+    return [*files, *begun, *rates]
+
+
+def profile(tree: Tree, root: Path, printed: Callable[[], str]) -> dict[str, Any]:
+    printed()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        steps(tree, 3)
+    text = printed()
+    files = [path.name for path in root.iterdir()]
+    text += "".join((root / name).read_text() for name in files)
+    return {
+        "steps": re.findall(r"at step (\d+)", text),
+        "backward": re.findall(r"operations, backward, this rank: +(.*)", text),
+        "levels": len(re.findall(r"^ +\d: params", text, re.M)),
+        "first of level 1": len(re.findall(r"^ +1: params +.*Linear.*Inner", text, re.M)),
+        "tree": text.count("(in_features"),
+        "files": files,
+    }
+
+
+def told(tree: Tree, *_: Any) -> tuple[str, ...]:
+    return to_plan(tree, 1)[1].notes
+
+
+def refusal(tree: Tree, *_: Any) -> str:
+    try:
+        to_plan(tree, 4)
+    except ValueError as error:
+        return str(error).partition(":")[0]
+    return "none"
+
+
+def parts(tree: Tree, *_: Any) -> int:
+    return to_plan(tree, 4)[0].mesh.tp
+
+
+def on_disk(tree: Tree, *_: Any) -> float:
+    return to_plan(tree, 1, numels=[100, 100])[0].tiers.param_disk_fraction
+
+
+def saved_16bit(tree: Tree, root: Path, _: Any) -> bool:
+    with Started(tree) as engine:
+        return engine.save_16bit_model(str(root)) and (root / "pytorch_model.bin").is_file()
+
+
+TB, CSV, WANDB, COMET = ({name: {"enabled": True}} for name in ("tensorboard", "csv_monitor", "wandb", "comet"))
+NO_COMET: Tree = dict.fromkeys(("api_key", "project", "workspace", "experiment_key", "mode", "online"))
+FLOPS: Tree = {"flops_profiler": {"enabled": True}}
+SEEN = {"steps": ["2"], "backward": ["224 "], "levels": 3, "first of level 1": 0, "tree": 2, "files": []}
+ACTIVATIONS = "activation_checkpointing."
+
+
+def start(**given: Any) -> str:
+    return f"start {NO_COMET | given}"
+
+
+def of_file(name: str) -> list[str]:
+    """A directory, and the lines of two steps in it."""
+    return [name, *(f"{name}/Train_Samples_{each}.csv" for each in ("lr", "train_loss"))]
+
+
+HOST, PLAIN = (32, False, None, 0, 0, 0), (0, False, None, 0, 0, 0)
+MB, ALL = "train_micro_batch_size_per_gpu", "train_batch_size"
+# By key: what looks, what else is configured, the value, what is seen without the key and with it.
+EFFECTS: dict[str, tuple[Probe, Tree, Any, Any, Any]] = {
+    ALL: (sizes, {}, 8, (2, 2, 1), (8, 2, 4)),
+    MB: (sizes, {ALL: 8, MB: None}, 4, (8, 8, 1), (8, 4, 2)),
+    "gradient_accumulation_steps": (updates, {}, 2, 1, 0),
+    "managed_gradient_accumulation": (updates, {"gradient_accumulation_steps": 2}, False, 0, 1),
+    "steps_per_print": (progress, {}, 2, 0, 1),
+    "wall_clock_breakdown": (times, {}, True, 0, 2),
+    "dataloader_drop_last": (batches, {}, True, 2, 1),
+    "checkpoint.load_universal": (loaded, {}, True, "second", "first"),
+    "checkpoint.tag_validation": (differing_tags, {}, "fail", "warning: tag='mine'", "error: tag='mine'"),
+    "fp16.consecutive_hysteresis": (last_scale, {"fp16": {"enabled": True, "initial_scale_power": 4}}, True, 8.0, 16.0),
+    "torch_autocast.enabled": (
+        dtype_of_outputs,
+        {"torch_autocast": {"dtype": "bf16"}},
+        True,
+        torch.float32,
+        torch.bfloat16,
+    ),
+    "torch_autocast.dtype": (
+        dtype_of_outputs,
+        {"torch_autocast": {"enabled": True, "dtype": "bf16"}},
+        "fp16",
+        torch.bfloat16,
+        torch.float16,
+    ),
+    "optimizer.type": (optimizer, {"optimizer": {"type": None, "params": None}}, "AdamW", None, (True, [0.001])),
+    "optimizer.params": (optimizer, {}, {"lr": 0.25}, (False, [0.5]), (False, [0.25])),
+    "scheduler.type": (schedule, {}, "WarmupLR", ("NoneType", [0.5]), ("WarmupLR", [pytest.approx(0.05017, rel=1e-3)])),
+    "scheduler.params": (
+        schedule,
+        {"scheduler": {"type": "WarmupLR"}},
+        {"warmup_num_steps": 4, "warmup_type": "linear"},
+        ("WarmupLR", [pytest.approx(0.05017, rel=1e-3)]),
+        ("WarmupLR", [0.125]),
+    ),
+    ACTIVATIONS + "partition_activations": (kept, {}, True, PLAIN, (0, False, None, 0, 0, 1)),
+    ACTIVATIONS + "cpu_checkpointing": (kept, {}, True, PLAIN, HOST),
+    ACTIVATIONS + "contiguous_memory_optimization": (kept, {}, True, PLAIN, (0, True, None, 0, 0, 0)),
+    ACTIVATIONS + "number_checkpoints": (
+        kept,
+        tree_at(ACTIVATIONS + "contiguous_memory_optimization", True),
+        6,
+        (0, True, None, 0, 0, 0),
+        (0, True, 6, 0, 0, 0),
+    ),
+    ACTIVATIONS + "synchronize_checkpoint_boundary": (kept, {}, True, PLAIN, (0, False, None, 4, 0, 0)),
+    ACTIVATIONS + "profile": (kept, {}, True, PLAIN, (0, False, None, 0, 1, 0)),
+    "tensorboard.enabled": (
+        written,
+        {},
+        True,
+        [],
+        ["DeepSpeedJobName", "SummaryWriter {'log_dir': 'DeepSpeedJobName'}"],
+    ),
+    "tensorboard.output_path": (
+        written,
+        TB,
+        "x",
+        ["DeepSpeedJobName", "SummaryWriter {'log_dir': 'DeepSpeedJobName'}"],
+        ["x", "x/DeepSpeedJobName", "SummaryWriter {'log_dir': 'x/DeepSpeedJobName'}"],
+    ),
+    "tensorboard.job_name": (
+        written,
+        TB,
+        "x",
+        ["DeepSpeedJobName", "SummaryWriter {'log_dir': 'DeepSpeedJobName'}"],
+        ["x", "SummaryWriter {'log_dir': 'x'}"],
+    ),
+    "csv_monitor.enabled": (written, {}, True, [], of_file("DeepSpeedJobName")),
+    "csv_monitor.output_path": (written, CSV, "x", of_file("DeepSpeedJobName"), ["x", *of_file("x/DeepSpeedJobName")]),
+    "csv_monitor.job_name": (written, CSV, "x", of_file("DeepSpeedJobName"), of_file("x")),
+    "wandb.enabled": (written, {}, True, [], ["init {'project': 'deepspeed', 'group': None, 'entity': None}"]),
+    **{
+        f"wandb.{key}": (
+            written,
+            WANDB,
+            "x",
+            ["init {'project': 'deepspeed', 'group': None, 'entity': None}"],
+            [f"init { {'project': 'deepspeed', 'group': None, 'entity': None} | {name: 'x'} }"],
+        )
+        for key, name in (("project", "project"), ("group", "group"), ("team", "entity"))
+    },
+    "comet.enabled": (written, {}, True, [], [start(), "log_metric at 2"]),
+    "comet.samples_log_interval": (
+        written,
+        COMET,
+        2,
+        [start(), "log_metric at 2"],
+        [start(), "log_metric at 2", "log_metric at 4"],
+    ),
+    "comet.experiment_name": (
+        written,
+        COMET,
+        "x",
+        [start(), "log_metric at 2"],
+        [start(), "set_name ('x',)", "log_metric at 2"],
+    ),
+    **{
+        f"comet.{key}": (
+            written,
+            COMET,
+            value,
+            [start(), "log_metric at 2"],
+            [start(**{key: value}), "log_metric at 2"],
+        )
+        for key, value in {
+            **dict.fromkeys(("project", "workspace", "api_key", "experiment_key"), "x"),
+            "online": False,
+            "mode": "get",
+        }.items()
+    },
+    "flops_profiler.enabled": (
+        profile,
+        {},
+        True,
+        {"steps": [], "backward": [], "levels": 0, "first of level 1": 0, "tree": 0, "files": []},
+        SEEN,
+    ),
+    "flops_profiler.recompute_fwd_factor": (profile, FLOPS, 1, SEEN, SEEN | {"backward": ["336 "]}),
+    "flops_profiler.profile_step": (profile, FLOPS, 2, SEEN, SEEN | {"steps": ["3"]}),
+    "flops_profiler.module_depth": (profile, FLOPS, 1, SEEN, SEEN | {"levels": 2}),
+    "flops_profiler.top_modules": (profile, FLOPS, 2, SEEN, SEEN | {"first of level 1": 1}),
+    "flops_profiler.detailed": (profile, FLOPS, False, SEEN, SEEN | {"tree": 0}),
+    "flops_profiler.output_file": (profile, FLOPS, "x.txt", SEEN, SEEN | {"files": ["x.txt"]}),
+    "bf16.bf16_optimizer_states": (
+        told,
+        {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+        True,
+        ("bf16.bf16_master_weights_and_grads: optimizer state has the masters' dtype, bf16, as well",),
+        (),
+    ),
+    "data_types.param_dtype": (
+        refusal,
+        {},
+        "bf16",
+        "none",
+        "data_types.param_dtype=torch.bfloat16 with fp32 parameters",
+    ),
+    "data_parallel_size": (refusal, {}, 3, "none", "data_parallel_size=3"),
+    "tensor_parallel.tp.tp_size": (parts, {}, 2, 1, 2),
+    "zero_optimization.offload_param.max_in_cpu": (
+        on_disk,
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/fast"}}},
+        50,
+        0.0,
+        0.75,
+    ),
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": (
+        saved_16bit,
+        {"zero_optimization": {"stage": 3}},
+        True,
+        False,
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("path", EFFECTS)
+def test_a_key_changes_what_a_run_does(path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    probe, more, value, without, expected = EFFECTS[path]
+    tree, key = merged(BASE, more), tree_at(path, value)
+    assert without != expected
+    for number, (given, seen) in enumerate(((tree, without), (merged(tree, key), expected))):
+        root = tmp_path / str(number)
+        root.mkdir()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert probe(given, root, lambda: capsys.readouterr().out) == seen
+    settings = read_config(merged(tree, key))
+    assert path in settings.findings.used and path not in settings.findings.ignored
+
+
+def without_key(tree: Tree, path: str) -> Tree:
+    first, _, rest = path.partition(".")
+    if not rest:
+        return {name: value for name, value in tree.items() if name != first}
+    return {name: without_key(value, rest) if name == first else value for name, value in tree.items()}
+
+
+def test_every_key_that_is_used_has_an_effect() -> None:
+    """In a row here, or in one of the rows of plans whose plan is another one without the key."""
+    changed = set()
+    for path, value, stage, more, _ in USED:
+        around = {"fp16": {"enabled": True}, "bf16": {"enabled": True}}
+        tree = merged(
+            BASE | {"zero_optimization": {"stage": stage}}, {k: v for k, v in around.items() if k in path[:4]}
+        )
+        tree = merged(merged(tree, more), tree_at(path, value))
+        try:
+            if to_plan(without_key(tree, path), 4)[0] == to_plan(tree, 4)[0]:
+                continue
+        except ValueError as error:
+            assert path.endswith("nvme_path") and "nvme_path=None" in str(error)
+        changed.add(path)
+    of_use = {path for path, key in KEYS.items() if key.role == "used"}
+    assert of_use == (changed & of_use) | set(EFFECTS), "give a key that is used a row"
