@@ -337,12 +337,7 @@ def test_schedules_by_their_words() -> None:
             [0.25, 0.5, 0.75],
         ),
         s.WARMUP_LR: (
-            {
-                s.WARMUP_MIN_LR: 0.0,
-                s.WARMUP_MAX_LR: 1.0,
-                s.WARMUP_NUM_STEPS: 4,
-                s.WARMUP_TYPE: s.WARMUP_LINEAR_RATE,
-            },
+            {s.WARMUP_MIN_LR: 0.0, s.WARMUP_MAX_LR: 1.0, s.WARMUP_NUM_STEPS: 4, s.WARMUP_TYPE: s.WARMUP_LINEAR_RATE},
             [0.0, 0.0, 0.25],
         ),
         s.WARMUP_DECAY_LR: (
