@@ -80,6 +80,11 @@ def play(seed: int, prefetch: int, reads: bool = False) -> tuple[Found, list[boo
     return Found(wrong=wrong, races=[str(race) for race in device.races]), played, strayed
 
 
+def strayed(_name: str, seed: int) -> Found:
+    """As :func:`play`, where hosts read values meanwhile."""
+    return play(seed, 1, True)[0]
+
+
 def evaluates_alone(seed: int) -> tuple[Found, list[str]]:
     """Rank 0 evaluates where the others play a step; all drop that, and go on. What each was told."""
     ranks, rank = dist.get_world_size(), dist.get_rank()

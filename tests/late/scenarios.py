@@ -26,6 +26,7 @@ HOMES = {
         "several_collectives",
         "traced_graph",
     ),
+    "late_scripts": ("strayed",),
     "late_stages": ("stages",),
 }
 """Functions by the module that has them, where it is not ``late_setup``; each is imported when it is needed."""
@@ -104,5 +105,5 @@ def scenarios() -> list[Scenario]:
     found += [Scenario(2, "train", name, ("mixture",)) for name in ("zero3", "on_use")]
     found += [Scenario(4, "train", name) for name in four]
     found += [Scenario(4, "train", name, ("gpt",)) for name in ("replicas", "replicas_in_pieces")]
-    found += [Scenario(4, "secondary_twice")]
+    found += [Scenario(4, "secondary_twice"), Scenario(2, "strayed")]
     return found
