@@ -80,9 +80,9 @@ def play(seed: int, prefetch: int, reads: bool = False) -> tuple[Found, list[boo
     return Found(wrong=wrong, races=[str(race) for race in device.races]), played, strayed
 
 
-def strayed(_name: str, seed: int) -> Found:
-    """As :func:`play`, where hosts read values meanwhile."""
-    return play(seed, 1, True)[0]
+def strayed(name: str, seed: int) -> Found:
+    """As :func:`play`, where hosts read values meanwhile, or are ``running ahead``."""
+    return play(seed, 1, name != "running ahead")[0]
 
 
 def evaluates_alone(seed: int) -> tuple[Found, list[str]]:

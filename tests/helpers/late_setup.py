@@ -201,8 +201,13 @@ def train_and_save(name: str, seed: int) -> Found:
         saves[0].close()
         return [f"saved {each}" for each in differing(found, run.parameters[0], TOLERANCE)]
 
-    with tempfile.TemporaryDirectory() as where:
-        return train(name, seed, "mlp", then=then)
+    with tempfile.TemporaryDirectory() as own:
+        told = [own]
+        dist.broadcast_object_list(told, 0)
+        where = told[0]
+        found = train(name, seed, "mlp", then=then)
+        dist.barrier()
+        return found
 
 
 def written_after_forward(name: str, seed: int) -> Found:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 from late_setup import Found
 
@@ -106,4 +107,5 @@ def scenarios() -> list[Scenario]:
     found += [Scenario(4, "train", name) for name in four]
     found += [Scenario(4, "train", name, ("gpt",)) for name in ("replicas", "replicas_in_pieces")]
     found += [Scenario(4, "secondary_twice"), Scenario(2, "strayed")]
+    found += [Scenario(2, "strayed", "running ahead")]
     return found
