@@ -296,8 +296,7 @@ class ChunkPool:
 
     @in_turn
     def finish_phase(self, last: bool = False) -> None:
-        """At the end of a forward or backward pass: take part in the gathers of ranks that use more than this one.
-        With ``last`` the ranks meet at its end: what is left of the script begins."""
+        """A pass ends: gather what others still use; and if the ranks meet at its end (``last``), all of the script."""
         while self.agrees and not self.all_held and self._round(None):
             pass
         if last and self._playing and self.rounds.scripts.rest:
@@ -403,6 +402,8 @@ class ChunkPool:
             DeviceMemoryError: there is none for the first. Before the others count on this rank.
         """
         wanted = [*needed, *ahead]
+        if self.ledger.capacity_bytes is None:
+            return wanted
         while len(wanted) > len(needed) and not self.ledger.fits(self.arrays.missing_bytes(self._arrays(wanted))):
             wanted = wanted[:-1]
         for unit in needed:
