@@ -43,15 +43,14 @@ class ZeroParamStatus(Enum):
 # A function of a program's own that saves a parameter gets the parameter itself back in plain PyTorch. Here it gets a
 # tensor with its whole value. What it then asks of a parameter under DeepSpeed, whether it has to be gathered, it asks
 # of that tensor. No attribute of one object reaches it: autograd makes the object anew. So the class answers, during
-# backward passes alone, and outside of them no tensor has the name that it was not given. The class has it for whoever
-# goes through its names, as torch's compiler does.
+# backward passes alone, and outside of them no tensor has the name that it was not given. Asked for by whoever goes
+# through the names of the class, as torch's compiler does, it is a plain value: what has `__get__` has to have
+# `__set__` there, and with `__set__` no parameter could have a status of its own.
 class _OfSaved:
     """``ds_status`` of tensors that have none of their own."""
 
-    def __get__(self, tensor: object, kind: type) -> ZeroParamStatus | _OfSaved:
-        if tensor is None:
-            return self
-        if current_graph_task() == -1:
+    def __get__(self, tensor: object, kind: type) -> ZeroParamStatus:
+        if tensor is not None and current_graph_task() == -1:
             raise AttributeError(f"{kind.__name__!r} object has no attribute 'ds_status'")
         return ZeroParamStatus.AVAILABLE
 
