@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from shardwise.checked import number, require, switch
+from shardwise.checked import MOST_BYTES, number, require, switch, whole
 
 __all__ = ["MOST_DIVISOR", "CommPlan"]
 
@@ -33,6 +33,9 @@ class CommPlan:
         compress_weights: ``"fp8"``, ``"int8"`` or ``"int4"``, for parameters that are trained alone (qwZ of ZeRO++);
             ``None``: as ``compress`` says.
         compress_gradients: the same for gradients (qgZ), each of which is rounded once and summed in fp32.
+        exchange_bytes: what exchange buffers of gradients may take beyond two for each class of chunk sizes, so that
+            more reductions are under way; ``None``: 16 MiB between hosts without GPUs and without a declared capacity,
+            where a reduction is a trip of the wire, and none elsewhere.
     """
 
     overlap: bool
@@ -45,6 +48,7 @@ class CommPlan:
     by_hosts: bool = True
     compress_weights: Literal["fp8", "int8", "int4"] | None = None
     compress_gradients: Literal["fp8", "int8", "int4"] | None = None
+    exchange_bytes: int | None = None
 
     def __post_init__(self) -> None:
         number("predivide", self.predivide, f"[{1 / MOST_DIVISOR!r}, {MOST_DIVISOR!r}]", "a divisor > 0, at most 2**32")
@@ -52,6 +56,8 @@ class CommPlan:
             switch(name, getattr(self, name))
         if self.shared_memory is not None:
             switch("shared_memory", self.shared_memory)
+        if self.exchange_bytes is not None:
+            whole("exchange_bytes", self.exchange_bytes, 0, MOST_BYTES, "bytes, or None,")
         require(self.compress in (None, "fp8"), f"compress={self.compress!r}: give 'fp8' or None")
         for name in ("compress_weights", "compress_gradients"):
             value = getattr(self, name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from shardwise.comm.errors import PeerError
 from shardwise.comm.group import Buffer, Group, Handle
 from shardwise.comm.link import Link, Message
-from shardwise.comm.serving import Served, Serving
+from shardwise.comm.serving import Served, Serving, Written
 from shardwise.device import copy_ahead, on_device, on_stream, page_locked, record_event, side_stream, wait_event
 
 __all__ = ["Asking"]
@@ -29,7 +28,7 @@ class Asking:
     def __init__(self, group: Group, link: Link) -> None:
         self._reader = _Reader(group.device)
         peers = [(group.rank + step) % group.size for step in range(1, group.size)]
-        self._serving = Serving(link, peers, self._reader.read)
+        self._serving = Serving(link, peers, self._reader.times, self._reader.read)
         self._count = 0  # of buffers
 
     def serve(self, shards: Sequence[Buffer]) -> Served:
@@ -62,7 +61,7 @@ class Asking:
 
     def _ask(self, shard: Buffer, parts: dict[int, Tensor], out: Tensor) -> list[Message]:
         what = f"a gather by one rank of {out.numel()} x {out.dtype}, buffer {shard.number}"
-        return self._serving.ask(shard, parts.__getitem__, what, behind=self._reader.updates)
+        return self._serving.ask(shard, parts.__getitem__, what, behind=self._reader.times.updates)
 
     def close(self) -> None:
         """See :meth:`Serving.close`."""
@@ -75,27 +74,22 @@ class _Reader:
     """What the threads that answer know: where the device's shards are, and since when they have their values.
 
     Attributes:
-        updates: how often shards have been written.
+        times: how often shards have been written.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, side_stream(device)
         self._written: torch.cuda.Event | None = None
-        self._changed = threading.Condition()
-        self.updates = 0
+        self.times = Written()
 
     def written(self) -> None:
         """They have been, by what the current stream has been given."""
-        with self._changed:
-            if self._stream is not None:
-                self._written = record_event(self._device)
-            self.updates += 1
-            self._changed.notify_all()
+        if self._stream is not None:
+            self._written = record_event(self._device)
+        self.times.through(self.times.updates + 1)
 
-    def read(self, shard: Tensor, updates: int) -> Tensor:
-        """Its values in the host's memory, as that update has left them, whatever the device is doing now."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.updates >= updates)
+    def read(self, shard: Tensor) -> Tensor:
+        """Its values in the host's memory, as the last update has left them, whatever the device is doing now."""
         if shard.device.type == "cpu" or self._stream is None:
             return shard
         with on_device(self._device), on_stream(self._stream):

@@ -20,7 +20,7 @@ from shardwise.comm.control import Control
 from shardwise.comm.group import DONE, PHASES, Bounds, Buffer, Group, Handle
 from shardwise.comm.link import Link, Message
 from shardwise.comm.places import Places
-from shardwise.comm.serving import Serving
+from shardwise.comm.serving import Serving, Written
 from shardwise.comm.summing import RankSum
 
 __all__ = ["Begun", "GlooGroup", "Reduction"]
@@ -147,10 +147,8 @@ class GlooGroup(Group):
         self._serving: Serving | None = None
         self._reading: deque[Reading] = deque()
         """Gathers that read the peers' shards, oldest first; those at the front may be through."""
-        self._updates = 0
-        """Fences before an update so far."""
-        self._written: Handle = DONE
-        """That the peers have written their shards, where an update was the last that happened."""
+        self._updates, self._written = 0, Written()
+        """Times that shards were to be written, and how far this rank is through with that."""
 
     def others(self) -> list[int]:
         """The other ranks, starting with the next one, so that not all ranks send to the same one first."""
@@ -194,7 +192,7 @@ class GlooGroup(Group):
 
     def fence(self, phase: str = "", met: bool = False) -> None:
         """See :meth:`Group.fence`. Around updates it has something to do where shards are served: before one the ranks
-        meet, after one each tells the others, and who gathers waits for what they tell."""
+        meet; after one this rank's threads answer those who are as far."""
         if self._serving is None or not phase:
             return
         if phase == "before an update":
@@ -203,7 +201,9 @@ class GlooGroup(Group):
                 self.summarize([float(PHASES.index(phase))], f"the fence {phase}")
             self._updates += 1
         else:
-            self._written = Batch(self._serving.tell(self._updates), self.watchers[0])
+            # Counted where it began, so that a rank whose update failed counts as the others again with the next one.
+            self._updates += self._updates == self._written.updates  # values that were there from the beginning
+            self._written.through(self._updates)
 
     def reads_arrive(self) -> None:
         """See :meth:`Group.reads_arrive`."""
@@ -216,7 +216,7 @@ class GlooGroup(Group):
         if self.size > MOST_SERVED:
             return
         if self._serving is None and shards:
-            self._serving = Serving(self._gather_link, self.others())
+            self._serving = Serving(self._gather_link, self.others(), self._written)
         if self._serving is not None and shards:
             served = self._serving.serve(shards)
             for shard in shards:
@@ -227,7 +227,6 @@ class GlooGroup(Group):
         if self._serving is not None:
             self._serving.close()
         self._reading.clear()
-        self._written = DONE
         self.scratch = Scratch()
         for watcher in self.watchers:
             watcher.close()
@@ -249,13 +248,12 @@ class GlooGroup(Group):
             return DONE
         while self._reading and self._reading[0].through:
             self._reading.popleft()
-        self._written.wait()
-        self._written = DONE
         self._reading.append(self._asked(out, shard, serving))
         return self._reading[-1]
 
     def _asked(self, out: Tensor, shard: Buffer, serving: Serving) -> Reading:
-        asked = serving.ask(shard, lambda peer: self.slice_of(out, peer, shard.bounds), asked_for(out, shard))
+        what, behind = asked_for(out, shard), self._written.updates
+        asked = serving.ask(shard, lambda peer: self.slice_of(out, peer, shard.bounds), what, behind=behind)
         return Batch(asked, self.watchers[0])
 
     def _all_gather_in_place(self, full: Buffer) -> Handle:

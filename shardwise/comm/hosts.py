@@ -122,6 +122,8 @@ class HostsGroup(GlooGroup):
         """Threads: for sums of the host; for gathers in which all take part; for what is asked for."""
         self._landing: Landing | None = None
         self._fences = 0
+        self._beside: Handle = DONE
+        """That the ranks of this host have written their shards, where an update was the last that happened."""
 
     # Buffers
 
@@ -152,7 +154,7 @@ class HostsGroup(GlooGroup):
         super().close()
         for thread in (self.summer, self.carrier, self.bringer):
             thread.close()
-        self._landing = None
+        self._landing, self._beside = None, DONE
         self.inside.close()
 
     # Gathers that are asked for
@@ -162,6 +164,8 @@ class HostsGroup(GlooGroup):
         super().fence(phase, met)
         if phase:
             self._fences += 1
+        if self._serving is not None and phase and phase != "before an update":
+            self._beside = Batch(self._serving.tell(self._written.updates, self.places.beside), self.watchers[0])
 
     def reads_arrive(self) -> None:
         """See :meth:`Group.reads_arrive`."""
@@ -199,11 +203,14 @@ class HostsGroup(GlooGroup):
     def _asked(self, out: Tensor, shard: Buffer, serving: Serving) -> Reading:
         if not isinstance(shard, HostBuffer):
             return super()._asked(out, shard, serving)
+        self._beside.wait()
+        self._beside = DONE
         for member, part in zip(self.places.beside, shard.inside.peers, strict=True):
             if member != self.rank:
                 self.slice_of(out, member, shard.bounds).copy_(part)
         slices = {member: self.slice_of(out, member, shard.bounds) for member in self.places.elsewhere}
-        ask = partial(serving.ask, shard, what=asked_for(out, shard), of=slices)
+        what, behind = asked_for(out, shard), self._written.updates
+        ask = partial(serving.ask, shard, what=what, of=slices, behind=behind)
         if self._landing is None:
             return Batch(ask(slices.__getitem__), self.watchers[0])
         return Landed(self, slices, self._landing, self._fences * EPOCH + shard.number, ask)

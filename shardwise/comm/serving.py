@@ -17,7 +17,7 @@ from shardwise.comm.errors import PeerError
 from shardwise.comm.group import Buffer
 from shardwise.comm.link import TAG_LIMIT, Link, Message
 
-__all__ = ["ASK", "TOLD", "Served", "Serving", "leave_at_exit"]
+__all__ = ["ASK", "TOLD", "Served", "Serving", "Written", "leave_at_exit"]
 
 # Above the tags of operations that all ranks start in one order.
 ASK = TAG_LIMIT
@@ -26,12 +26,38 @@ TOLD = ASK + 2 * ANSWERS
 # What a request has where others have a buffer's number.
 RELEASES, LEAVES, LEAVES_LAST, ENDS, FAREWELL = -1, -2, -3, -4, -5
 MOST_BUFFERS = 1 << 24
-Fetch = Callable[[Tensor, int], Tensor]
+OPEN, MOST_OPEN, LEAST_OPEN = 64, 4096, 4
+"""Requests that a peer can send before it hears that one was taken: so many, fewer where there are many peers (so many
+of all together), but not fewer than the last."""
+Fetch = Callable[[Tensor], Tensor]
 IDLE = timedelta(days=3650)
 """A peer that asks for nothing is no failure; that it is gone shows by its connection."""
 END_S = 2.0
 """Seconds that a process which ends stays for peers that have not left: from then on, or from what one last asked."""
 KEPT_WORDS = 32  # so many that were sent without waiting are kept until they have surely arrived
+
+
+class Written:
+    """How many updates of what is served this rank is through with; threads that answer wait for one."""
+
+    def __init__(self) -> None:
+        self._updates, self._changed = 0, threading.Condition()
+
+    @property
+    def updates(self) -> int:
+        """So far."""
+        return self._updates
+
+    def through(self, updates: int) -> None:
+        """With so many."""
+        with self._changed:
+            self._updates = updates
+            self._changed.notify_all()
+
+    def wait_for(self, updates: int) -> None:
+        """Return when it is through with so many."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._updates >= updates)
 
 
 # [Note: Gathers that nobody else takes part in]
@@ -43,9 +69,14 @@ KEPT_WORDS = 32  # so many that were sent without waiting are kept until they ha
 # * Nothing closes a cycle: who gathers waits for threads that wait for messages alone, whatever their rank is doing,
 #   and take no lock of the engine ([Note: Which thread touches what]). A peer that has failed, left its pass or has not
 #   come to it answers too; that the ranks have lost each other shows where they meet, as over mapped memory.
-# * Values are those of the step: shards are written between two fences only ([Note: Fences]). Before the first this
-#   rank's gathers have arrived (GlooGroup.fence), and behind the second every rank has written. These are real meetings
-#   here, however many units there are.
+# * Values are those of the step: shards are written between two fences only ([Note: Fences]). Before the first, a real
+#   meeting however many units there are, this rank's gathers have arrived (GlooGroup.fence). Behind the second nobody
+#   waits: a request says how many updates its rank is through with, and who answers does so behind as many of its own,
+#   which it comes to by itself, since all have met before any began.
+# * Requests do not wait for each other: gloo sends a message when it has heard that there is a place for it. So there
+#   are places for many requests (OPEN). With one, each would wait until word of the next place has come, and no two be
+#   on the wire. What is left of them when a thread ends is dropped then, and nothing may come for it any more: who has
+#   said that it leaves says nothing after that but FAREWELL.
 # * Nobody is left without a part: mapped memory stays as long as one rank maps it, and so does what is served. A rank
 #   that is through with a model (close(), the collector) tells the peers that it will not ask any more (RELEASES); the
 #   memory goes when all of them have said so. A rank that is through with the group tells that too (LEAVES), and its
@@ -60,13 +91,17 @@ class Serving:
     Args:
         link: over which requests and answers travel.
         peers: the other ranks.
-        fetch: gives the values of a shard in the host's memory, for who asks behind so many updates; called by the
-            threads that answer.
+        written: what those who ask "behind" so many updates wait for.
+        fetch: gives the values of a shard in the host's memory; called by the threads that answer.
     """
 
-    def __init__(self, link: Link, peers: Iterable[int], fetch: Fetch = lambda shard, _: shard) -> None:
+    def __init__(
+        self, link: Link, peers: Iterable[int], written: Written, fetch: Fetch = lambda shard: shard
+    ) -> None:
         self._link, self._count, self._sets = link, 0, 0
-        self._ends = [_End(link, peer, fetch) for peer in peers]
+        peers = list(peers)
+        places = max(min(OPEN, MOST_OPEN // max(len(peers), 1)), LEAST_OPEN)
+        self._ends = [_End(link, peer, written, fetch, places) for peer in peers]
         self._leave = weakref.finalize(self, _leave_all, self._ends)
         self._leave.atexit = False
         _at_exit(self._ends)
@@ -95,7 +130,7 @@ class Serving:
             part_of: where what comes goes.
             what: for errors.
             of: which peers; ``None``: all.
-            behind: so many updates, where what answers has to know.
+            behind: so many updates of the peer.
 
         Raises:
             PeerError: a peer's process has ended.
@@ -118,11 +153,11 @@ class Serving:
             raise
         return asked
 
-    def tell(self, number: int) -> list[Message]:
-        """Tell the peers that this rank is through with its ``number``-th update; their word for the same."""
+    def tell(self, number: int, peers: Container[int]) -> list[Message]:
+        """Tell ``peers`` that this rank is through with its ``number``-th update; their word for the same."""
         what, heard = f"the end of update {number}", list[Message]()
         for end in self._ends:
-            if end.thread.is_alive():
+            if end.peer in peers and end.thread.is_alive():
                 heard.append(end.hear(TOLD + number % ANSWERS, what))
                 end.say(number, 0, TOLD + number % ANSWERS)
         return heard
@@ -143,14 +178,18 @@ class Served:
 class _End:
     """The thread that answers one peer.
 
+    Args:
+        link, peer, written, fetch: see :class:`Serving`.
+        places: for requests.
+
     Attributes:
         served: what the peer may still ask for, by the number of its set and of the buffer.
         gone: the peer's process has ended.
         asked_at: when it last asked, in seconds of the monotonic clock.
     """
 
-    def __init__(self, link: Link, peer: int, fetch: Fetch) -> None:
-        self.link, self.peer, self.fetch = link, peer, fetch
+    def __init__(self, link: Link, peer: int, written: Written, fetch: Fetch, places: int) -> None:
+        self.link, self.peer, self.written, self.fetch, self.places = link, peer, written, fetch, places
         self.served: dict[int, dict[int, Tensor]] = {}
         self.gone, self.asked_at = False, 0.0
         self._left: dict[str, object] = {}
@@ -164,6 +203,11 @@ class _End:
         mine = object()
         if self._left.setdefault("told", mine) is mine and self.thread.is_alive():
             self.say(LEAVES if self.leaves_first("own") else LEAVES_LAST)
+
+    @property
+    def has_left(self) -> bool:
+        """Whether this rank has said that it asks for nothing any more."""
+        return "told" in self._left
 
     def leaves_first(self, who: str) -> bool:
         """Whether ``who`` ("own", "peer") leaves first; one operation of a dictionary, since two threads ask."""
@@ -189,10 +233,14 @@ class _End:
 
 
 def _answer(end: _End) -> None:
-    asked, what = torch.zeros(2, dtype=torch.int64), "a request for a shard"
+    places = deque[tuple[Tensor, Message]]()
     with suppress(Exception):  # the peer or the communicator is gone: who needs them is told
         while True:
-            end.link.receive_aside(asked, end.peer, ASK, what).wait(IDLE)
+            while len(places) < end.places:
+                asked = torch.zeros(2, dtype=torch.int64)
+                places.append((asked, end.link.receive_aside(asked, end.peer, ASK, "a request for a shard")))
+            asked, message = places.popleft()
+            message.wait(IDLE)
             word, number = asked.tolist()
             if word >= 0:
                 end.asked_at = time.monotonic()
@@ -211,15 +259,16 @@ def _answer(end: _End) -> None:
 
 def _send(end: _End, word: int, tag: int) -> None:
     updates, buffer = divmod(word, MOST_BUFFERS)
+    end.written.wait_for(updates)  # before that it may not be served yet
     for memory in list(end.served.values()):
         if buffer in memory:
-            shard = end.fetch(memory[buffer], updates)
+            shard = end.fetch(memory[buffer])
             end.link.send_aside(shard, end.peer, tag, f"the shard of buffer {buffer}").wait()
 
 
 def _release(number: int, ends: Sequence[_End]) -> None:
     for end in ends:
-        if end.thread.is_alive():  # which no thread is in a forked child
+        if end.thread.is_alive() and not end.has_left:  # alive is no thread in a forked child
             end.say(RELEASES, number)
 
 

@@ -8,13 +8,14 @@ from enum import Enum, auto
 import torch
 
 from shardwise.chunk.chunk import Chunk
-from shardwise.comm import Buffer, Handle
+from shardwise.comm import Buffer, Group, Handle
 from shardwise.memory.host import host_block
+from shardwise.memory.ledger import Ledger
 from shardwise.memory.tier import Tier
 from shardwise.states import Table
 from shardwise.torch_internals import storage_id
 
-__all__ = ["REDUCTION", "ChunkGrads", "Reduction", "SlotPool", "exchange_sizes", "gradient_bytes"]
+__all__ = ["REDUCTION", "ChunkGrads", "Reduction", "SlotPool", "exchange_sizes", "further_bytes", "gradient_bytes"]
 
 
 class Reduction(Enum):
@@ -342,11 +343,12 @@ class SlotPool:
     """Exchange buffers that whole gradients pass through on their way to a shard, shared by chunks of similar size.
 
     Chunks whose padded sizes lie within a factor of two share a class; a class has at most ``depth`` buffers, which its
-    chunks use in turn. So the total is at most ``2 * depth`` times the largest chunk, however many there are. Which
-    buffer a chunk uses is fixed, because peers that map each other's memory must agree on it.
+    chunks use in turn, and as many more as ``more_bytes`` have room for, larger classes first. So the total is at most
+    ``2 * depth`` times the largest chunk and ``more_bytes``, however many there are. Which buffer a chunk uses is
+    fixed, because peers that map each other's memory must agree on it.
     """
 
-    def __init__(self, states: Sequence[ChunkGrads], depth: int) -> None:
+    def __init__(self, states: Sequence[ChunkGrads], depth: int, more_bytes: int = 0) -> None:
         classes: list[tuple[int, torch.dtype, list[int]]] = []
         for state in sorted(states, key=lambda s: (str(s.dtype), -s.spec.padded_numel, -s.spec.index)):
             if not classes or classes[-1][1] != state.dtype or 2 * state.spec.padded_numel <= classes[-1][0]:
@@ -355,7 +357,10 @@ class SlotPool:
         self.specs: list[tuple[int, torch.dtype]] = []
         self._slot: dict[int, int] = {}
         for capacity, dtype, members in classes:
-            first, count = len(self.specs), min(depth, len(members))
+            nbytes = capacity * dtype.itemsize
+            more = min(more_bytes // nbytes if nbytes else 0, max(len(members) - depth, 0))
+            more_bytes -= more * nbytes
+            first, count = len(self.specs), min(depth + more, len(members))
             self.specs += [(capacity, dtype)] * count
             # Neighbours in the layout finish one after the other, so they alternate.
             self._slot.update({chunk: first + turn % count for turn, chunk in enumerate(sorted(members))})
@@ -391,6 +396,18 @@ class SlotPool:
     def give(self, state: ChunkGrads) -> None:
         """The chunk needs its buffer no longer."""
         self._user[self._slot[state.spec.index]] = None
+
+
+# Where each reduction is a trip between hosts, two buffers let two of them be on the wire. As much as is fetched ahead.
+FURTHER_BYTES = 16 << 20
+
+
+def further_bytes(planned: int | None, group: Group, ledger: Ledger) -> int:
+    """What buffers beyond two a class may take: as ``planned``, or by how gradients travel."""
+    if planned is not None:
+        return planned
+    far = group.sends_slices and not group.waits_in_queue and ledger.capacity_bytes is None
+    return FURTHER_BYTES if far else 0
 
 
 Sizes = list[tuple[int, torch.dtype]]

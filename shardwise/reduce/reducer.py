@@ -25,7 +25,7 @@ from shardwise.memory.tier import Tier
 from shardwise.mesh import Mesh
 from shardwise.plan import Plan
 from shardwise.reduce.counts import StepCounts
-from shardwise.reduce.grads import ChunkGrads, Reduction, Sizes, SlotPool, exchange_sizes, gradient_bytes
+from shardwise.reduce.grads import ChunkGrads, Reduction, Sizes, SlotPool, exchange_sizes, further_bytes, gradient_bytes
 from shardwise.reduce.landing import Landings
 from shardwise.reduce.patience import Patience
 from shardwise.reduce.reductions import Observer, ThenReplicas
@@ -70,15 +70,14 @@ class Reducer:
         self.states, self.mesh, self._ledger = list(states), mesh, ledger
         self.keep_whole, self.overlap = plan.shard.reduce == "last", plan.comm.overlap
         self._agrees = mesh.size > 1 and not plan.comm.same_order
-        self._predivide = plan.comm.predivide
+        self._predivide, self._exchange_bytes = plan.comm.predivide, plan.comm.exchange_bytes
         self._scale = self._predivide / (mesh.size if plan.grad.over_ranks == "mean" else mesh.sequence.size)
         self._group = mesh.shard if mesh.shard.size > 1 else mesh.replicate
         self._order = list(reversed(self.states))
         self._ordered_for: list[bool] | None = None
         self._cursor, self._reduces = 0, False
         """Of the order, and whether the running pass is a reduced one."""
-        self._in_rounds, self._scripts = False, Scripts()
-        self._patience, self._landings = Patience(), Landings()
+        self._in_rounds, self._scripts, self._patience, self._landings = False, Scripts(), Patience(), Landings()
         self._arrivals, self._in_flight = list[ChunkGrads](), list[ChunkGrads]()
         self._dropping, self._replica = False, dict[int, Buffer]()
         """Results that come now are dropped at once; of the replicas, their buffers by chunk."""
@@ -89,7 +88,8 @@ class Reducer:
 
     def _exchange_memory(self) -> tuple[SlotPool, tuple[Sizes, Sizes]]:
         """What :meth:`allocate` will make."""
-        slots, mesh = SlotPool([] if self.keep_whole else self.states, depth=2 if self.overlap else 1), self.mesh
+        mesh, more = self.mesh, further_bytes(self._exchange_bytes, self._group, self._ledger) if self.overlap else 0
+        slots = SlotPool([] if self.keep_whole else self.states, 2 if self.overlap else 1, more)
         return slots, exchange_sizes(self.states, slots, self.keep_whole, mesh.shard.size > 1 < mesh.replicate.size)
 
     def allocate(self) -> None:
@@ -215,8 +215,7 @@ class Reducer:
             self._complete(self._in_flight[0])
 
     def _oldest_finished(self) -> bool:
-        handle = self._in_flight[0].handle
-        return handle is None or handle.finished()
+        return (handle := self._in_flight[0].handle) is None or handle.finished()
 
     def _place(self, state: ChunkGrads, buffer: Buffer) -> None:
         buffer.wait_writable()

@@ -59,7 +59,8 @@ class Mix:
             state_disk_fraction=DISK_SHARE[self.state],
             disk=DiskPlan(directory=directory, block_bytes=4096, queue_depth=4, threads=1),
         )
-        return zero(3).but(update=self.update, shared_memory=None if self.shared else False, tiers=tiers)
+        shared = None if self.shared else False
+        return zero(3).but(update=self.update, shared_memory=shared, exchange_bytes=0, tiers=tiers)
 
 
 VARIANTS = list(product(("step", "backward"), (True, False)))

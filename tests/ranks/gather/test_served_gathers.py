@@ -11,6 +11,7 @@ import threading
 import time
 from contextlib import nullcontext
 from itertools import pairwise
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -24,6 +25,8 @@ from wander_setup import GLOO, Wanderer, counted, fails_and_goes_on, wander
 
 from shardwise.build import build
 from shardwise.comm import Buffer, GlooGroup, gloo, hosts
+from shardwise.comm import serving as served
+from shardwise.comm.link import Link, Message
 from shardwise.gather import policy
 from shardwise.plan import Plan, zero
 from shardwise.testing import run_ranks
@@ -235,6 +238,40 @@ def test_a_rank_that_fails_goes_on() -> None:
 
 
 # ---- the end
+
+
+def places_and_words() -> tuple[int, int, list[int]]:
+    """Places for a peer's requests at the beginning, those that there should be, and this rank's words in order."""
+    posted, words = [], []
+    receive, say = Link.receive_aside, served._End.say
+
+    def receiving(link: Link, tensor: Tensor, peer: int, tag: int, what: str) -> Message:
+        posted.append(tag)
+        return receive(link, tensor, peer, tag, what)
+
+    def saying(end: Any, word: int, number: int = 0, tag: int = served.ASK) -> None:
+        words.append(word)
+        say(end, word, number, tag)
+
+    with mock.patch.object(Link, "receive_aside", receiving), mock.patch.object(served._End, "say", saying):
+        with Scope("gloo") as group:
+            shards = group.shards([((0, 5, 10), torch.float64)], joint=False)
+            group.serve(shards)
+            until = time.monotonic() + SECONDS
+            while posted.count(served.ASK) < served.OPEN and time.monotonic() < until:
+                time.sleep(0.01)
+            found = posted.count(served.ASK)
+            group.barrier()
+        del shards  # what is dropped behind the end is said to nobody: nothing waits for it any more
+        gc.collect()
+    return found, served.OPEN, [word for word in words if word not in (served.LEAVES_LAST, served.FAREWELL)]
+
+
+def test_a_peer_has_places_for_many_requests() -> None:
+    """gloo sends a message when it has heard of a place for it: with one, each request would wait for a trip."""
+    for found, wanted, words in run_ranks(2, places_and_words):
+        assert found == wanted
+        assert words in ([], [served.LEAVES])
 
 
 def serving() -> list[str]:

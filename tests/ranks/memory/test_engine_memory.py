@@ -5,11 +5,13 @@ With Psi parameters in bf16, an fp32 master and Adam: weights 2, gradients 2, ma
 * stage 2: 2 Psi + 14 Psi / N + slots
 * stage 3: 16 Psi / N + max(budget, what is in use) + slots
 Slots are the exchange buffers that whole gradients pass through: at most two for all chunks whose sizes lie within a
-factor of two. On top comes scratch that does not grow with the model, at most three times the shard of the largest
-chunk in fp32: two tiles of the sum over ranks (bounded by their own size on large models) and one tile of the update.
+factor of two, and over messages as many more as ``exchange_bytes`` have room for. On top comes scratch that does not
+grow with the model, at most three times the shard of the largest chunk in fp32: two tiles of the sum over ranks
+(bounded by their own size on large models) and one tile of the update.
 
-Over gloo each reduction under way also has receive buffers, the (N-1) other slices of its chunk: for two chunks where
-slots bound them (stages 2 and 3), and for all chunks, 2 Psi (N-1)/N, where whole gradients are kept (stage 1).
+Over gloo each reduction under way also has receive buffers, the (N-1) other slices of its chunk: for as many chunks as
+there are slots where these bound them (stages 2 and 3), and for all chunks, 2 Psi (N-1)/N, where whole gradients are
+kept (stage 1).
 """
 
 from __future__ import annotations
@@ -75,23 +77,29 @@ def padded(unit_numel: int, ranks: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "shared"),
+    ("world_size", "shared", "more"),
     [
-        pytest.param(2, None, id="2-shared"),
-        pytest.param(3, False, id="3-gloo"),
-        pytest.param(3, None, id="3-shared", marks=pytest.mark.campaign),
-        pytest.param(2, False, id="2-gloo", marks=pytest.mark.campaign),
+        pytest.param(2, None, None, id="2-shared"),
+        pytest.param(3, False, 0, id="3-gloo"),
+        pytest.param(3, False, 3, id="3-gloo-more"),
+        pytest.param(2, None, 1, id="2-shared-more"),
+        pytest.param(3, None, None, id="3-shared", marks=pytest.mark.campaign),
+        pytest.param(2, False, None, id="2-gloo", marks=pytest.mark.campaign),
     ],
 )
-def test_formulas(world_size: int, shared: bool | None) -> None:
+def test_formulas(world_size: int, shared: bool | None, more: int | None) -> None:
+    """``more``: so many buffers beside two; what is not said is none over mapped memory, and all over messages."""
     unit = padded(UNIT, world_size)
+    count = 2 + more if more is not None else (2 if shared is None else DEPTH)
+    exchange_bytes = None if more is None else 2 * unit * more
     psi = unit * DEPTH
     share = psi // world_size
     scratch = 3 * 4 * unit // world_size
     for stage in (1, 2, 3):
         plan = zero(stage, torch.bfloat16).but(packing=ByModule(unit_classes=()), prefetch=0, shared_memory=shared)
-        slots = 2 * 2 * unit
-        receive = 0 if shared is None else (world_size - 1) * 2 * (psi if stage == 1 else 2 * unit) // world_size
+        plan = plan.but(exchange_bytes=exchange_bytes)
+        slots = count * 2 * unit
+        receive = 0 if shared is None else (world_size - 1) * 2 * (psi if stage == 1 else count * unit) // world_size
         whole = {
             1: 2 * psi + 2 * psi + 12 * share,
             2: 2 * psi + 14 * share + slots,

@@ -175,7 +175,7 @@ def plans(shared: bool | None, directory: Path) -> dict[str, Plan]:
         "p_disk": with_tiers(zero(3), "p_disk", str(directory)),
         "all_disk": with_tiers(zero(3).but(**guessed), "all_disk", str(directory)),  # type: ignore[arg-type]
     }
-    return {name: plan.but(shared_memory=shared) for name, plan in found.items()}
+    return {name: plan.but(shared_memory=shared, exchange_bytes=0) for name, plan in found.items()}
 
 
 def one_fails(size: int, who: int, trial: Trial) -> list[list[Trial]]:
@@ -207,7 +207,7 @@ def test_one_rank_fails(shared: bool | None, every: bool, tmp_path: Path) -> Non
 @TRANSPORTS
 def test_one_of_four_fails_where_there_are_replicas(shared: bool | None) -> None:
     """Ranks that gather from the failed one wait elsewhere than those that only reduce with it."""
-    hybrid = PLANS["hybrid"].but(shared_memory=shared)
+    hybrid = PLANS["hybrid"].but(shared_memory=shared, exchange_bytes=0)
     trials = one_fails(4, 2, Trial(fails_at=2))
     check([Run(hybrid, trials, direct, True, f"direct={direct}") for direct in (True, False)], 4)
 
@@ -215,7 +215,7 @@ def test_one_of_four_fails_where_there_are_replicas(shared: bool | None) -> None
 @TRANSPORTS
 def test_secondary_shards_outlive_a_pass_that_failed(shared: bool | None) -> None:
     """Each kept what it had gathered by then, in forward and in backward, which is still what the others have."""
-    plan = zero(3).but(secondary=2, shared_memory=shared, prefetch=2 if shared is False else 0)
+    plan = zero(3).but(secondary=2, shared_memory=shared, exchange_bytes=0, prefetch=2 if shared is False else 0)
     trials = [Trial(fails_at=2), Trial(fails_in_forward=1), Trial(fails_in_forward=4)]
     runs = [Run(plan, one_fails(4, who, trial), what=f"{trial} on {who}") for who, trial in enumerate(trials)]
     apart = [[Trial(fails_in_forward=(rank + step) % LAYERS) for step in range(STEPS)] for rank in range(4)]
@@ -314,7 +314,7 @@ def at_random(seed: int, size: int, shared: bool | None, directory: Path) -> Run
     draw = random.Random(seed)
     choices = plans(shared, directory)
     if size == 4:
-        choices["hybrid"] = PLANS["hybrid"].but(shared_memory=shared)
+        choices["hybrid"] = PLANS["hybrid"].but(shared_memory=shared, exchange_bytes=0)
     name, plan = draw.choice(list(choices.items()))
     promised = draw.random() < 0.2
     kinds = ["none", "alike"] if promised else ["none", "one", "some", "alike", "apart", "forward"]
