@@ -109,8 +109,8 @@ DONE: Handle = _Done()
 # have written. In between shards are written and read by their owners alone (engine/values.py). A third one, without a
 # phase, frees memory that is used again and again (staging). A fence waits for no reduction: reductions have counters
 # of their own, and ranks that have begun different ones may meet here. Where a gather needs its peers a fence does
-# nothing, since who takes part has written. Where their threads answer it (:meth:`Group.serve`) the fences around
-# updates are meetings, and before the first a rank's own gathers arrive.
+# nothing, since who takes part has written. Where their threads answer it (:meth:`Group.serve`) the first is a meeting,
+# before which a rank's own gathers arrive, and behind the second threads answer whoever is as far.
 class Group(Meeting):
     """The ranks of one mesh axis and the collectives among them.
 

@@ -56,8 +56,8 @@ class Entry:
 #   finds it LOST, or its fetcher gone before it was either, asks for itself. The table is changed under a lock that is
 #   held for a look at it, in which nothing is waited for; the system takes it back from a process that dies. So no wait
 #   of this kind is part of a circle.
-# * Nothing is read too early: an entry is marked when all its parts have arrived; who asked had heard that all have
-#   written. Nothing is read too late: what an entry is of says between which two fences it was asked for ([Note:
+# * Nothing is read too early: an entry is marked when all its parts have arrived; who brings it asks behind the
+#   update. Nothing is read too late: what an entry is of says between which two fences it was asked for ([Note:
 #   Fences]), all ranks count them alike, and older ones are not found. Before a rank comes to the next fence its own
 #   gathers have arrived and are copied (reads_arrive), so none writes there later.
 # * Memory is used again from its oldest end, and nobody waits for that either: what a rank still has to copy it has

@@ -66,13 +66,14 @@ class Written:
 # unit that something still holds) would wait for peers that wait for it, in whatever collective the user's own modules
 # make. So a rank asks: it posts where each peer's part goes, and sends each a request; a thread of the peer sends that
 # part. What is asked and sent has tags of its own, which the one who asks chooses.
-# * Nothing closes a cycle: who gathers waits for threads that wait for messages alone, whatever their rank is doing,
-#   and take no lock of the engine ([Note: Which thread touches what]). A peer that has failed, left its pass or has not
-#   come to it answers too; that the ranks have lost each other shows where they meet, as over mapped memory.
+# * Nothing closes a cycle: who gathers waits for threads that wait for messages, whatever their rank is doing, and for
+#   the end of an update that it is in the midst of, and take no lock of the engine ([Note: Which thread touches what]).
+#   A peer that has failed, left its pass or has not come to it answers too; that the ranks have lost each other shows
+#   where they meet, as over mapped memory.
 # * Values are those of the step: shards are written between two fences only ([Note: Fences]). Before the first, a real
 #   meeting however many units there are, this rank's gathers have arrived (GlooGroup.fence). Behind the second nobody
-#   waits: a request says how many updates its rank is through with, and who answers does so behind as many of its own,
-#   which it comes to by itself, since all have met before any began.
+#   waits: a request says how many updates its rank is through with, and who answers does so behind as many of its own.
+#   It comes to that by itself: all have met before any began, and who asks has taken part in what they met for since.
 # * Requests do not wait for each other: gloo sends a message when it has heard that there is a place for it. So there
 #   are places for many requests (OPEN). With one, each would wait until word of the next place has come, and no two be
 #   on the wire. What is left of them when a thread ends is dropped then, and nothing may come for it any more: who has

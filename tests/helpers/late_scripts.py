@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 
@@ -17,7 +18,7 @@ from shardwise.comm import PeerError
 from shardwise.plan import zero
 from shardwise.testing.late import late_collectives, late_device
 
-STEPS, STRAYS_AT = 7, 5
+STEPS, STRAYS_AT, LATE_S = 7, 5, 0.3
 USUAL = tuple(range(LAYERS))
 
 
@@ -63,9 +64,12 @@ def play(seed: int, prefetch: int, reads: bool = False) -> tuple[Found, list[boo
         scripts, played, strayed = session.engine.pool.rounds.scripts, list[bool](), False
         try:
             assert session.optimizer is not None
-            for step in range(STEPS):
+            batches = [_batch(rank, step).to(GPU) for step in range(STEPS)]  # a copy would wait for the last update
+            for step, batch in enumerate(batches):
                 played.append(scripts.playing)
-                loss = session.module(_batch(rank, step).to(GPU), way(rank, step)).square().mean()
+                if (rank, step, reads) == (0, STRAYS_AT, False):
+                    time.sleep(LATE_S)  # what rank 1 asks for is answered before the host comes to wait for anything
+                loss = session.module(batch, way(rank, step)).square().mean()
                 strayed |= scripts.strayed
                 session.backward(loss)
                 session.optimizer.step()
