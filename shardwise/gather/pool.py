@@ -189,10 +189,9 @@ class ChunkPool:
         self._gather([unit] if absent else [], self._fitting(unit) if absent or looks else [])
         self._complete(unit)
         self._trim_idle()
-        for soon in self._soon():
-            if soon not in self._held:
-                for chunk in self._transient[soon]:
-                    chunk.source.prepare()
+        for soon in [u for u in self._soon() if u not in self._held]:
+            for chunk in self._transient[soon]:
+                chunk.source.prepare()
 
     def _soon(self) -> list[int]:
         """Units that are to be there, or on their way, beside the one that is used."""
@@ -212,8 +211,7 @@ class ChunkPool:
 
     def _fitting(self, unit: int) -> list[int]:
         """Units to fetch ahead while ``unit`` is brought in: under a declared capacity only what it leaves room for."""
-        ahead = self._soon() if self._ahead_pays else []
-        ahead = [u for u in ahead if u not in self._held]
+        ahead = [u for u in self._soon() if u not in self._held] if self._ahead_pays else []
         free = self.ledger.free_bytes() if ahead else None
         if free is None:
             return ahead
@@ -238,10 +236,12 @@ class ChunkPool:
         chunk.renew(pending)
 
     @in_turn
-    def settle(self) -> None:
-        """Wait for all such gathers."""
+    def settle(self, ahead: bool = False) -> None:
+        """Wait for all such gathers; ``ahead``: for what nothing has used yet as well, since shards will be written."""
         for unit in list(self._renewing):
             self._renew(unit)
+        for unit in list(self._held) if ahead else ():
+            self._complete(unit)
 
     def _renew(self, unit: int) -> None:
         for chunk in self._renewing[unit]:
