@@ -47,8 +47,7 @@ def _model(reads: bool = False) -> nn.Module:
 
 
 def _sgd(model: nn.Module) -> torch.optim.Optimizer:
-    # Fused ones the late device does at once, as it does whatever it does not know.
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, fused=False, foreach=False)
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
 def _batch(rank: int, step: int) -> torch.Tensor:

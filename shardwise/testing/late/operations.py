@@ -101,6 +101,10 @@ def _poison_of(dtype: torch.dtype) -> float | int | bool:
     return float("nan") if dtype.is_floating_point else 255 if dtype is torch.uint8 else -1
 
 
+def _nothing(*_args: Any, **_kwargs: Any) -> None:
+    """In place of an operation that returns nothing."""
+
+
 def _quietly(run: Callable[[], Any]) -> None:
     with torch.no_grad(), without_modes():
         run()
@@ -125,7 +129,9 @@ class _Call:
         metas = {key: self._meta(tensor) for key, tensor in self._tensors.items()}
         back = {id(meta): self._tensors[key] for key, meta in metas.items()}
         try:
-            likes = self._op(*self._put(self._args, metas), **self._put(self._kwargs, metas, "meta"))
+            # What returns nothing has no shapes to tell, and not always a way to tell them (fused optimizers).
+            call = self._op if self._op._schema.returns else _nothing
+            likes = call(*self._put(self._args, metas), **self._put(self._kwargs, metas, "meta"))
         except (RuntimeError, NotImplementedError):
             return self._now()
         for key, meta in metas.items():
