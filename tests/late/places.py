@@ -69,6 +69,7 @@ ELSEWHERE: tuple[tuple[str, str, str, str], ...] = (
     ("comm/compressed.py", "CompressedGroup._reduce", "steps.wait_for_first() (1)", MESSAGES),
     ("comm/compressed.py", "CompressedGroup._reduce", "steps.wait_for_first() (2)", BEGINS),
     ("comm/compressed.py", "_Steps.finished", "", SEEN),
+    ("checkpoint/exchange.py", "", "", MESSAGES),
     ("comm/control.py", "", "", MESSAGES),
     ("comm/gloo.py", "", "", MESSAGES),
     ("comm/serving.py", "", "", MESSAGES),
