@@ -128,6 +128,11 @@ def _as_in_a_trace(session: Session) -> dict[str, Tensor]:
     return {key: value.detach().cpu() for key, value in session.engine.model.named_parameters()}
 
 
+def _waited_for(session: Session) -> dict[str, Tensor]:
+    session.module._force_wait_all_gather()
+    return {key: value.detach().cpu() for key, value in session.engine.model.named_parameters()}
+
+
 def _save_apart(session: Session, directory: str) -> str:
     """The model alone, as others read it, where every rank finds it."""
     (where, *_) = session.mesh.everyone.exchange_object(f"{directory}/model.bin")
@@ -165,6 +170,7 @@ READS: dict[str, Callable[[Session], dict[str, Tensor]]] = {
     "own state": _own,
     "unsharded": _unsharded,
     "as in a trace": _as_in_a_trace,
+    "waited for": _waited_for,
     "saved apart": _saved_apart,
     "loaded apart": _loaded_apart,
 }

@@ -39,6 +39,7 @@ READS = (
     "own state",
     "unsharded",
     "as in a trace",
+    "waited for",
     "saved apart",
     "loaded apart",
 )
