@@ -33,9 +33,9 @@ class CommPlan:
         compress_weights: ``"fp8"``, ``"int8"`` or ``"int4"``, for parameters that are trained alone (qwZ of ZeRO++);
             ``None``: as ``compress`` says.
         compress_gradients: the same for gradients (qgZ), each of which is rounded once and summed in fp32.
-        exchange_bytes: what exchange buffers of gradients may take beyond two for each class of chunk sizes, so that
-            more reductions are under way; ``None``: 16 MiB between hosts without GPUs and without a declared capacity,
-            where a reduction is a trip of the wire, and none elsewhere.
+        exchange_bytes: what exchange buffers of gradients may take at stages 2 and 3 beyond two for each class of chunk
+            sizes, so that more reductions are under way; ``None``: 16 MiB between hosts without GPUs and without a
+            declared capacity, where a reduction is a trip of the wire, and none elsewhere.
     """
 
     overlap: bool

@@ -311,6 +311,12 @@ class Plan:
             f"{self.comm.compressed} (fp8_communication) with disk={self.tiers.disk!r:.80}: what travels in 8 bits or "
             "less is rounded behind its update, which data on a disk is not; use the host, or leave that None",
         )
+        comm, reduce = self.comm, self.shard.reduce
+        require(
+            not comm.exchange_bytes or (reduce == "every" and comm.overlap),
+            f"exchange_bytes={comm.exchange_bytes} with reduce={reduce!r} and overlap={comm.overlap}: gradients share "
+            "exchange buffers at stages 2 and 3, and only what is reduced beside backward needs more; leave it None",
+        )
         self._check_secondary()
 
     def _check_secondary(self) -> None:

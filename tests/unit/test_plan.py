@@ -134,6 +134,9 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: _shard(gathered_fraction=math.nan), "gathered_fraction=nan"),
     (lambda: _shard(gathered_budget_bytes=-1), "gathered_budget_bytes=-1"),
     (lambda: _shard(prefetch=-1), "prefetch=-1"),
+    (lambda: zero(3).but(exchange_bytes=-1), "exchange_bytes=-1"),
+    (lambda: zero(1).but(exchange_bytes=4096), "exchange_bytes=4096 with reduce='last'"),
+    (lambda: zero(2).but(exchange_bytes=4096, overlap=False), "reduce='every' and overlap=False"),
     (lambda: _shard(reduce="often"), "reduce='often'"),
     (lambda: _grad(max_norm=-1.0), "max_norm=-1.0"),
     (lambda: _grad(max_norm=math.nan), "max_norm=nan"),
@@ -162,6 +165,7 @@ def test_wrong_values_are_shown(make: Callable[[], object], shown: str) -> None:
 
 def test_edges_are_allowed() -> None:
     _shard(gathered_fraction=1.0, gathered_budget_bytes=0, prefetch=0)
+    zero(1).but(exchange_bytes=0)
     _grad(max_norm=0.0, norm_type=math.inf)
     _scaler(hysteresis=0, min_scale=2.0**16, max_scale=2.0**16)
     ByModule(unit_classes=())
