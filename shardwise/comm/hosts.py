@@ -164,7 +164,7 @@ class HostsGroup(GlooGroup):
         super().fence(phase, met)
         if phase:
             self._fences += 1
-        if self._serving is not None and phase and phase != "before an update":
+        if self._serving is not None and phase == "after an update":
             self._beside = Batch(self._serving.tell(self._written.updates, self.places.beside), self.watchers[0])
 
     def reads_arrive(self) -> None:

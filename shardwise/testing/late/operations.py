@@ -101,10 +101,6 @@ def _poison_of(dtype: torch.dtype) -> float | int | bool:
     return float("nan") if dtype.is_floating_point else 255 if dtype is torch.uint8 else -1
 
 
-def _nothing(*_args: Any, **_kwargs: Any) -> None:
-    """In place of an operation that returns nothing."""
-
-
 def _quietly(run: Callable[[], Any]) -> None:
     with torch.no_grad(), without_modes():
         run()
@@ -130,8 +126,8 @@ class _Call:
         back = {id(meta): self._tensors[key] for key, meta in metas.items()}
         try:
             # What returns nothing has no shapes to tell, and not always a way to tell them (fused optimizers).
-            call = self._op if self._op._schema.returns else _nothing
-            likes = call(*self._put(self._args, metas), **self._put(self._kwargs, metas, "meta"))
+            args, kwargs = self._put(self._args, metas), self._put(self._kwargs, metas, "meta")
+            likes = self._op(*args, **kwargs) if self._op._schema.returns else None
         except (RuntimeError, NotImplementedError):
             return self._now()
         for key, meta in metas.items():
