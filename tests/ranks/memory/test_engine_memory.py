@@ -84,7 +84,7 @@ def padded(unit_numel: int, ranks: int) -> int:
         pytest.param(3, False, 3, id="3-gloo-more"),
         pytest.param(2, None, 1, id="2-shared-more"),
         pytest.param(3, None, None, id="3-shared", marks=pytest.mark.campaign),
-        pytest.param(2, False, None, id="2-gloo", marks=pytest.mark.campaign),
+        pytest.param(2, False, None, id="2-gloo"),
     ],
 )
 def test_formulas(world_size: int, shared: bool | None, more: int | None) -> None:
