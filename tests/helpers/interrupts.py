@@ -117,10 +117,23 @@ class Interrupts:
 
 
 def _after_calls(code: CodeType) -> frozenset[int]:
-    """Where Python looks for signals: after calls, and where a loop has jumped back to."""
+    """Where Python looks for signals: after calls, and where a loop has jumped back to.
+
+    A signal is raised as of the call itself, here as of what follows it. Where the two have different handlers, as at
+    the end of ``with lock: return f()``, raising would skip the end of a block, which no signal can: no point.
+    """
     found = {each.argval for each in dis.get_instructions(code) if each.opname == "JUMP_BACKWARD"}
     pairs = itertools.pairwise(dis.get_instructions(code))
-    return frozenset(found | {after.offset for one, after in pairs if one.opname in CALLS})
+    table: Any = dis.Bytecode(code)
+    handlers = [(one.start, one.end, one.target) for one in table.exception_entries]
+
+    def handler(offset: int) -> int | None:
+        return next((target for start, end, target in handlers if start <= offset < end), None)
+
+    after_calls = {
+        after.offset for one, after in pairs if one.opname in CALLS and handler(one.offset) == handler(after.offset)
+    }
+    return frozenset(found | after_calls)
 
 
 def _codes_of(values: Iterable[Any], file: str | None) -> Iterator[CodeType]:

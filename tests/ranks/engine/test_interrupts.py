@@ -262,3 +262,29 @@ def test_all_points_are_found_in_the_first_run(tmp_path: Path, monkeypatch: pyte
     assert lines == SIGNALS
     inside.run(toy.act)
     assert inside.passed == points
+
+
+LOCKED = """
+import threading
+
+LOCK = threading.Lock()
+
+def own(x):
+    return x
+
+def act():
+    with LOCK:
+        return own(1)
+"""
+
+
+def test_no_point_is_where_a_signal_cannot_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "locked_toy_of_interrupts.py").write_text(LOCKED)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    toy = importlib.import_module("locked_toy_of_interrupts")
+    inside = Interrupts([toy])
+    assert not inside.run(toy.act) and inside.passed
+    for at in range(inside.passed):
+        assert inside.run(toy.act, at)
+        # Python leaves no lock held: between a block's last call and its end it does not look for signals.
+        assert not toy.LOCK.locked(), inside.where
