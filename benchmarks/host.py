@@ -106,7 +106,7 @@ def measure(ranks: int, blocks: int, rounds: int, bf16: bool = False) -> list[Ro
     plan, x = zero(3, half), torch.randn(2, WIDTH)
     models = [Blocks(blocks, WIDTH) for _ in range(3)]
     with contextlib.ExitStack() as stack:
-        mesh, _ = stack.enter_context(alike_mesh(plan, 0, ranks))
+        mesh, _ = stack.enter_context(alike_mesh(plan, 0, ranks, "queued"))
         session = build(models[1], adamw(models[1].parameters()), plan, mesh)
         stack.callback(session.close)
         stack.enter_context(_fake_group(ranks))

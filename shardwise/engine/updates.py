@@ -35,11 +35,12 @@ from shardwise.torch_internals import point
 from shardwise.update.disk_tiles import BufferSizes, DiskTile, TileVisits
 from shardwise.update.early import EarlyUpdates
 from shardwise.update.early_disk import EarlyDisk
+from shardwise.update.runs import chunks_at_once, runs
 from shardwise.update.tiles import Piece, Tile, TileStepper, is_foreign, make_tiles
 
 __all__ = ["TileUpdates"]
 
-Update = Callable[[Tile, torch.Tensor], None]
+Update = Callable[[Sequence[tuple[Tile, torch.Tensor]]], None]
 DOING = "the optimizer updated"
 INTACT = (
     "Everything is as it was after the previous step and the gradients are kept: save a checkpoint, or repair the disk "
@@ -293,11 +294,15 @@ class TileUpdates:
         rest = [t for i, t in enumerate(self.tiles) if i not in self._disk and t.chunk.source.tier is not Tier.DISK]
         for tile in rest:
             if tile.chunk.spec.index in updated:
-                self._stepper.round_tile(tile, list(tile.pieces), tile.chunk.shard)
-        for chunk, tiles in self._live([tile for tile in rest if tile.chunk.spec.index not in updated]):
-            with chunk.opened(write=True) as shard:
-                for tile in tiles:
-                    update(tile, shard)
+                self._stepper.round_tile(tile, tile.chunk.shard)
+        live = [tile for tile in rest if tile.chunk.spec.index not in updated and self._stepper.live(tile)]
+        together = not self._stepper.foreign
+        for tiles in chunks_at_once(live):
+            with ExitStack() as stack:
+                chunks = dict.fromkeys(tile.chunk for tile in tiles)
+                shards = {chunk: stack.enter_context(chunk.opened(write=True)) for chunk in chunks}
+                for run in runs(tiles, together):
+                    update([(tile, shards[tile.chunk]) for tile in run])
 
     def _tell(self, failure: Exception | None, left: str) -> None:
         """Every rank says how its update went, where that is not known of the class. ``left``: what a failure leaves.
@@ -367,7 +372,7 @@ class TileUpdates:
             if isinstance(chunk.source, DiskSource):
                 with chunk.source.scratch() as shard:
                     for tile in tiles:
-                        update(tile, shard)
+                        update([(tile, shard)])
         for chunk in dict.fromkeys(each.tile.chunk for each in live):
             if self._early_disk is not None and chunk.spec.index in updated:
                 self._early_disk.take_over(chunk)
@@ -408,7 +413,7 @@ class TileUpdates:
                 point(piece.value, values.clone())
                 if entry is not None:
                     state[piece.value] = {key: _copy(value) for key, value in entry.items()}
-            update(tile, shard)
+            update([(tile, shard)])
             with torch.no_grad():
                 for piece in self._stepper.live(tile):
                     shard[piece.start : piece.end].copy_(piece.value.view(-1))
@@ -464,7 +469,7 @@ def _step_disk_tile(
 ) -> None:
     # Before the first value: an interrupt within the update must find it among the changed.
     changed.append(each)
-    update(each.tile, shard_of(each.tile))
+    update([(each.tile, shard_of(each.tile))])
 
 
 def _for_update(chunk: Chunk, grads: ChunkGrads) -> AbstractContextManager[torch.Tensor]:

@@ -46,7 +46,8 @@ class KeptGrads(ChunkGrads):
         return [*super().all_live(), *self._arrived.values(), *self._apart.values()]
 
     def part(self, slot: int, offset: int, numel: int) -> torch.Tensor:
-        return self._apart[slot].view(-1)[offset : offset + numel]
+        whole = self._apart[slot].view(-1)
+        return whole if numel == whole.numel() else whole[offset : offset + numel]
 
     def land(self) -> None:
         """Put them together."""
@@ -62,7 +63,8 @@ class KeptGrads(ChunkGrads):
         if held is not None:
             held.add_(grad)
         else:
-            self._arrived[index] = grad.to(self.dtype).contiguous()
+            own = grad.dtype == self.dtype and grad.is_contiguous()
+            self._arrived[index] = grad if own else grad.to(self.dtype).contiguous()
         self.fired.add(index)
         self.seen.add(index)
         if self._state is Reduction.EMPTY:
@@ -153,10 +155,10 @@ class TileNorm:
         return lambda: self._read(factor)
 
     def add(self, gradients: Sequence[torch.Tensor]) -> None:
-        """An update has read these (1-D, the update's dtype)."""
-        for each in gradients:
-            wide = torch.float64 if each.dtype == torch.float64 else torch.float32
-            norm = float(torch.linalg.vector_norm(each, self._p, dtype=wide))
+        """An update has read these (1-D, the update's dtype; one at least)."""
+        wide = torch.float64 if gradients[0].dtype == torch.float64 else torch.float32
+        norms = torch.stack(torch._foreach_norm(list(gradients), self._p, dtype=wide)).tolist()
+        for each, norm in zip(gradients, norms, strict=True):
             self._shares.append(norm if math.isfinite(norm) else shard_norm(each, self._p))
 
     def _read(self, factor: float) -> float:

@@ -21,7 +21,6 @@ from torch import Tensor
 from shardwise.comm import GroupMaker, register_backend
 from shardwise.comm.choose import GroupRequest
 from shardwise.comm.control import Control
-from shardwise.comm.group import Group
 from shardwise.comm.native import NativeGroup
 from shardwise.comm.serving import ASK, TOLD
 from shardwise.mesh.mesh import Mesh
@@ -30,7 +29,7 @@ from shardwise.plan import Plan
 __all__ = ["AlikeProcessGroup", "Asked", "alike_mesh"]
 
 CPU = torch.device("cpu")
-Transport = Literal["native", "gloo"]
+Transport = Literal["native", "queued", "gloo"]
 # Their signatures differ between versions of torch.
 _ProcessGroup: Any = dist.ProcessGroup
 _Work: Any = dist.Work
@@ -253,8 +252,8 @@ def alike_mesh(plan: Plan, rank: int, ranks: int, transport: Transport = "native
         plan: how the ranks are divided (``plan.mesh``).
         rank: this process.
         ranks: how many there are.
-        transport: ``"native"``, the library calls that GPUs have; ``"gloo"``, the messages of CPU ranks on several
-            hosts.
+        transport: ``"native"``, the library calls that GPUs have, for each of which the host waits; ``"queued"``, the
+            same, for which only the device does, as with NCCL; ``"gloo"``, the messages of CPU ranks on several hosts.
 
     Raises:
         ValueError: the plan does not fit the number of ranks, or divides layers or sequences: peers would not be alike.
@@ -268,7 +267,8 @@ def alike_mesh(plan: Plan, rank: int, ranks: int, transport: Transport = "native
     if not 0 <= rank < ranks:
         raise ValueError(f"alike_mesh() for rank {rank} of {ranks}: give 0..{ranks - 1}")
     asked = Asked()
-    put_back = register_backend("cpu", _native) if transport == "native" else lambda: None
+    maker = {"native": _native, "queued": _queued}.get(transport)
+    put_back = register_backend("cpu", maker) if maker is not None else lambda: None
     try:
         mesh = Mesh.among(tuple(range(ranks)), sizes, _AlikeMaker(rank, ranks, asked))
     finally:
@@ -280,7 +280,15 @@ def alike_mesh(plan: Plan, rank: int, ranks: int, transport: Transport = "native
         mesh.close()
 
 
-def _native(maker: GroupMaker, request: GroupRequest) -> Group:
+def _native(maker: GroupMaker, request: GroupRequest) -> NativeGroup:
     lists = request.rank_lists
     gather, reduce = (maker.process_group(f"{request.name}_{each}", lists, "") for each in ("gather", "reduce"))
     return NativeGroup(request.called, maker.device, request.control, gather, reduce)
+
+
+def _queued(maker: GroupMaker, request: GroupRequest) -> NativeGroup:
+    lists = request.rank_lists
+    of = (maker.process_group(f"{request.name}_{each}", lists, "") for each in ("gather", "reduce", "ask"))
+    group = NativeGroup(request.called, maker.device, request.control, *of)
+    group.waits_in_queue = True
+    return group

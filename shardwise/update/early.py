@@ -29,7 +29,7 @@ from shardwise.reduce.counts import StepCounts
 from shardwise.reduce.grads import ChunkGrads
 from shardwise.reduce.norm import shard_norm
 from shardwise.update.early_disk import EarlyDisk
-from shardwise.update.tiles import Tile, TileStepper
+from shardwise.update.tiles import Due, Tile, TileStepper
 
 __all__ = ["EarlyObserver", "EarlyUpdates"]
 
@@ -201,7 +201,7 @@ class EarlyUpdates:
         with self._stepper.groups() as groups:
 
             def step(tile: Tile, shard: torch.Tensor | None) -> None:
-                self._stepper.step_tile(tile, list(tile.pieces), reduced, shard, factor, groups)
+                self._stepper.step_tiles([Due(tile, tile.pieces, reduced, shard)], factor, groups)
 
             if self._disk is not None and self._disk.holds(state.spec.index):
                 self._disk.update(state.chunk, step)

@@ -8,10 +8,12 @@ gradient, the unscaling and clipping, and the cast of the result done while the 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -30,7 +32,7 @@ from shardwise.update.states import ChunkState
 from shardwise.update.step_hooks import BareStep, run_post_hooks, run_pre_hooks
 from shardwise.update.tile_plan import PieceRange, TileRange
 
-__all__ = ["Piece", "Tile", "TileStepper", "is_foreign", "make_tiles", "needs_whole_tensors"]
+__all__ = ["Due", "Piece", "Tile", "TileStepper", "is_foreign", "make_tiles", "needs_whole_tensors"]
 
 NEVER = ("lbfgs", "sparseadam")
 """Names of optimizers whose update of a parameter needs the others, or gradients that are not arrays."""
@@ -60,13 +62,52 @@ class Tile:
     group: int
     pieces: tuple[Piece, ...]
 
-    @property
+    @cached_property
     def start(self) -> int:
         return self.pieces[0].start
 
-    @property
+    @cached_property
     def end(self) -> int:
         return self.pieces[-1].end
+
+    @property
+    def numel(self) -> int:
+        """Elements of the shard that it spans."""
+        return self.end - self.start
+
+
+class Due(NamedTuple):
+    """A tile to be updated.
+
+    Attributes:
+        live: the pieces that are; one at least.
+        reduced: the gradient of the shard; ``None``: each slot's is by itself (:meth:`ChunkGrads.part`).
+        shard: what takes the result over (1-D, in memory); ``None``: it is left as it is.
+    """
+
+    tile: Tile
+    live: Sequence[Piece]
+    reduced: torch.Tensor | None
+    shard: torch.Tensor | None
+
+    def gradients(self) -> list[torch.Tensor]:
+        """One for all live pieces and what lies between them, or one for each."""
+        if self.reduced is not None:
+            return [self.reduced[self.live[0].start : self.live[-1].end]]
+        part = self.tile.grads.part
+        return [part(piece.slot, piece.offset, piece.end - piece.start) for piece in self.live]
+
+
+def _by_piece(due: Sequence[Due], parts: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The gradient of each live piece, of what :meth:`Due.gradients` gave."""
+    given = iter(parts)
+    for each in due:
+        if each.reduced is None:
+            yield from itertools.islice(given, len(each.live))
+            continue
+        whole, first = next(given), each.live[0].start
+        for piece in each.live:
+            yield whole[piece.start - first : piece.end - first]
 
 
 def needs_whole_tensors(optimizer: torch.optim.Optimizer) -> bool:
@@ -147,7 +188,7 @@ class TileStepper:
             pieces[tile.group] += [piece.value for piece in tile.pieces]
         self.param_groups = ParamGroups(optimizer, pieces)
         self._bare, self._step_before = BareStep(optimizer), optimizer.step
-        self._foreign = is_foreign(optimizer)
+        self.foreign = is_foreign(optimizer)
         self.norm: TileNorm | None = None
         """Is told of gradients that are read, where it wants to be."""
         optimizer.step = self._refuse  # type: ignore[assignment, method-assign]
@@ -174,18 +215,24 @@ class TileStepper:
         vars(self.optimizer).pop("add_param_group", None)
 
     @contextmanager
-    def stepping(self, factor: float) -> Iterator[Callable[[Tile, torch.Tensor], None]]:
-        """A function that updates a tile and the shard (1-D, in memory) that it belongs to, for one step.
+    def stepping(self, factor: float) -> Iterator[Callable[[Sequence[tuple[Tile, torch.Tensor]]], None]]:
+        """A function that updates tiles, each with the shard (1-D, in memory) that it belongs to, for one step.
 
-        Every piece that has a gradient is updated with ``factor`` times it. Values and state of the tile must be in
-        memory. The user's step hooks are not run; see :meth:`before_step`.
+        Every piece that has a gradient is updated with ``factor`` times it. Values and state of the tiles must be in
+        memory, and they be alike as :meth:`step_tiles` says. The user's step hooks are not run; see
+        :meth:`before_step`.
         """
         with torch.no_grad(), self.groups() as groups:
 
-            def update(tile: Tile, shard: torch.Tensor) -> None:
-                live, kept = self.live(tile), tile.grads.apart()
-                if live:
-                    self.step_tile(tile, live, None if kept else tile.grads.reduced, shard, factor, groups)
+            def update(given: Sequence[tuple[Tile, torch.Tensor]]) -> None:
+                live = ((tile, shard, self.live(tile)) for tile, shard in given)
+                due = [
+                    Due(tile, pieces, None if tile.grads.apart() else tile.grads.reduced, shard)
+                    for tile, shard, pieces in live
+                    if pieces
+                ]
+                if due:
+                    self.step_tiles(due, factor, groups)
 
             yield update
 
@@ -194,32 +241,21 @@ class TileStepper:
         """The pieces of a tile that have a gradient."""
         return [p for p in tile.pieces if p.slot in tile.grads.touched] if tile.grads.present else []
 
-    def step_tile(
-        self,
-        tile: Tile,
-        live: list[Piece],
-        reduced: torch.Tensor | None,
-        shard: torch.Tensor | None,
-        factor: float,
-        groups: list[dict[str, Any]],
-    ) -> None:
-        """Update the ``live`` pieces with ``factor`` times their part of ``reduced``, and ``shard`` if it is given.
+    def step_tiles(self, due: Sequence[Due], factor: float, groups: list[dict[str, Any]]) -> None:
+        """Update each with ``factor`` times its gradient, in one call of the optimizer, and its shard if it is given.
 
-        Without ``reduced`` each slot's gradient is by itself (:meth:`ChunkGrads.part`). Called without gradients.
+        They are of one param group and tier, and alike in the dtypes of values and gradients. Called without gradients.
         """
-        value = live[0].value
-        first, last = live[0].start, live[-1].end
-        if reduced is None:
-            parts = [tile.grads.part(piece.slot, piece.offset, piece.end - piece.start) for piece in live]
-        else:
-            parts = [reduced[first:last]]
+        first, group = due[0].tile, groups[due[0].tile.group]
+        value = due[0].live[0].value
+        parts = [part for each in due for part in each.gradients()]
         elsewhere = parts[0].dtype != value.dtype or parts[0].device != value.device
-        copied = elsewhere or factor != 1.0 or not self._only_reads(groups[tile.group])
+        copied = elsewhere or factor != 1.0 or not self._only_reads(group)
         if copied:
             # Not in place: peers may still read exchange memory, and the update may be made again. The cast comes
             # first: scaling in 16 bits would round the gradient twice.
             numels = [each.numel() for each in parts]
-            scratch = self._scratch_for(sum(numels), value, tile.state.tier)
+            scratch = self._scratch_for(sum(numels), value, first.state.tier)
             copies = list(torch.split(scratch, numels))
             copy_each(copies, parts)
             parts = copies
@@ -227,37 +263,43 @@ class TileStepper:
             self.norm.add([scratch] if copied else parts)
         if factor != 1.0:
             scratch.mul_(factor)
-        if reduced is not None:
-            parts = [parts[0][piece.start - first : piece.end - first] for piece in live]
-        for piece, grad in zip(live, parts, strict=True):
-            piece.value.grad = grad.view(piece.value.shape)
-        self._call(groups[tile.group], live)
+        live = [piece for each in due for piece in each.live]
+        for piece, grad in zip(live, _by_piece(due, parts), strict=True):
+            piece.value.grad = grad if grad.shape == piece.value.shape else grad.view(piece.value.shape)
+        self._call(group, live)
         for piece in live:
             piece.value.grad = None
-        if shard is not None:
-            self.round_tile(tile, live, shard)
+        self._round([each for each in due if each.shard is not None])
 
     @staticmethod
-    def round_tile(tile: Tile, live: list[Piece], shard: torch.Tensor) -> None:
-        """Take updated masters over into the shard. Called without gradients."""
-        first, last = live[0].start, live[-1].end
-        if tile.state.master is not None:
-            shard[first:last].copy_(tile.state.master[first:last])
-        elif tile.state.dtype is not None:
-            for piece in live:
-                shard[piece.start : piece.end].copy_(piece.value.view(-1))
+    def _round(due: Sequence[Due]) -> None:
+        """Take updated masters over into the shards."""
+        to, values = list[torch.Tensor](), list[torch.Tensor]()
+        for tile, live, _, shard in due:
+            assert shard is not None
+            if tile.state.master is not None:
+                first, last = live[0].start, live[-1].end
+                to.append(shard[first:last])
+                values.append(tile.state.master[first:last])
+            elif tile.state.dtype is not None:
+                to += [shard[piece.start : piece.end] for piece in live]
+                values += [piece.value.view(-1) for piece in live]
+        if to:
+            copy_each(to, values)
+
+    def round_tile(self, tile: Tile, shard: torch.Tensor) -> None:
+        """Take all of its updated masters over into the shard. Called without gradients."""
+        self._round([Due(tile, tile.pieces, None, shard)])
 
     def _only_reads(self, group: dict[str, Any]) -> bool:
         """Whether the optimizer is known to leave the gradients of ``group`` as they are."""
         module = type(self.optimizer).__module__
         return module.startswith(OURS) or (bool(group.get("fused")) and not is_foreign(self.optimizer))
 
-    def _call(self, group: dict[str, Any], live: list[Piece]) -> None:
-        if group.get("fused"):
-            self._move_steps(live)
+    def _call(self, group: dict[str, Any], live: Sequence[Piece]) -> None:
         before = {key: value for key, value in group.items() if key != "params"}
         held = self._extent(live)
-        # One group, of what is live in this tile: the optimizer's own loop steps nothing else.
+        # One group, of what is live in these tiles: the optimizer's own loop steps nothing else.
         for alike in self._alike(live) if group.get("fused") else (live,):
             group["params"] = [piece.value for piece in alike]
             self._bare.step(group)
@@ -271,11 +313,18 @@ class TileStepper:
             )
 
     def _alike(self, live: Sequence[Piece]) -> Iterable[list[Piece]]:
-        """Pieces that have state under the same keys: a fused kernel takes momentum of all or of none."""
+        """Pieces that have state under the same keys: a fused kernel takes momentum of all or of none.
+
+        On a GPU it wants the step count there; a loaded state, or Adagrad's, has it elsewhere.
+        """
         state, by_keys = self.optimizer.state, dict[frozenset[str], list[Piece]]()
+        device = live[0].value.device
         for piece in live:
-            held = state.get(piece.value, {}).items()
-            by_keys.setdefault(frozenset(key for key, value in held if value is not None), []).append(piece)
+            held = state.get(piece.value, {})
+            step = held.get("step")
+            if isinstance(step, torch.Tensor) and step.device != device:
+                held["step"] = step.to(device, torch.float32)
+            by_keys.setdefault(frozenset([key for key, value in held.items() if value is not None]), []).append(piece)
         return by_keys.values()
 
     def element_bytes(self, like: torch.Tensor) -> int:
@@ -313,13 +362,6 @@ class TileStepper:
             self._kept_dtypes[like.dtype] = self.element_dtypes(like)
         return self._kept_dtypes[like.dtype].get(key, like.dtype)
 
-    def _move_steps(self, live: Sequence[Piece]) -> None:
-        """Fused kernels on a GPU want the step count there; a loaded state, or Adagrad's, has it elsewhere."""
-        for piece in live:
-            step = self.optimizer.state.get(piece.value, {}).get("step")
-            if isinstance(step, torch.Tensor) and step.device != piece.value.device:
-                self.optimizer.state[piece.value]["step"] = step.to(piece.value.device, torch.float32)
-
     def _scratch_for(self, numel: int, like: torch.Tensor, tier: Tier) -> torch.Tensor:
         key = (like.dtype, tier)
         have = self._scratch.get(key)
@@ -334,7 +376,7 @@ class TileStepper:
     def _extent(self, live: Sequence[Piece]) -> int:
         """A number that changes with the amount of state: torch's optimizers and ours make it at a piece's first step,
         and keep its size."""
-        if self._foreign:
+        if self.foreign:
             return self._bytes_of(live)
         state = self.optimizer.state
         return sum([len(state.get(piece.value, ())) for piece in live])

@@ -185,13 +185,13 @@ def _groups_mixed_up() -> _Patch:
     """Every parameter is updated as its optimizer's first group says."""
 
     def make(real: Any) -> Any:
-        def step_tile(self: TileStepper, *args: Any) -> None:
+        def step_tiles(self: TileStepper, *args: Any) -> None:
             *others, groups = args
             real(self, *others, [groups[0]] * len(groups))
 
-        return step_tile
+        return step_tiles
 
-    return _wrap(TileStepper, "step_tile", make)
+    return _wrap(TileStepper, "step_tiles", make)
 
 
 def _reads_not_noticed() -> _Patch:

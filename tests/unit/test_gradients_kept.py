@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shardwise.build import build
 from shardwise.optim import CPUAdam, FusedAdam, HybridAdam
 from shardwise.plan import zero
-from shardwise.update.tiles import NEVER, WHOLE, TileStepper
+from shardwise.update.tiles import NEVER, WHOLE, Due, TileStepper
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "maximize": (False, True),
@@ -55,17 +55,17 @@ def options_of(kind: type[torch.optim.Optimizer]) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def looking_at_gradients() -> Iterator[list[bool]]:
-    """For every tile that is stepped inside, whether its gradient is afterwards what it was before."""
+    """For every call that steps tiles inside, whether their gradients are afterwards what they were before."""
     kept: list[bool] = []
-    real = TileStepper.step_tile
+    real = TileStepper.step_tiles
 
-    def step_tile(self: TileStepper, tile: Any, live: Any, reduced: Tensor | None, *rest: Any) -> None:
-        held = tile.grads.apart() if reduced is None else [reduced]
+    def step_tiles(self: TileStepper, due: Sequence[Due], *rest: Any) -> None:
+        held = [grad for each in due for grad in (each.tile.grads.apart() if each.reduced is None else [each.reduced])]
         before = [each.clone() for each in held]
-        real(self, tile, live, reduced, *rest)
+        real(self, due, *rest)
         kept.append(bool(held) and all(map(torch.equal, held, before)))
 
-    with mock.patch.object(TileStepper, "step_tile", step_tile):
+    with mock.patch.object(TileStepper, "step_tiles", step_tiles):
         yield kept
 
 

@@ -48,7 +48,7 @@ def chunk_of(rank: int, whole: Tensor) -> Chunk:
 def step_all(stepper: TileStepper, factor: float) -> None:
     with stepper.stepping(factor) as update:
         for tile in stepper.tiles:
-            update(tile, tile.chunk.shard)
+            update([(tile, tile.chunk.shard)])
 
 
 def whole_values(seed: int) -> Tensor:

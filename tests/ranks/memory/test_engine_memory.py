@@ -29,6 +29,7 @@ from shardwise.mesh import Mesh
 from shardwise.plan import ByModule, ByNumel, Plan, zero
 from shardwise.testing import MODELS, live_tensor_bytes, run_ranks
 from shardwise.testing.counters import live_tensors
+from shardwise.update.tile_plan import TILE_NUMEL
 
 WIDTH, DEPTH = 64, 12
 UNIT = WIDTH * WIDTH + WIDTH
@@ -94,7 +95,9 @@ def test_formulas(world_size: int, shared: bool | None, more: int | None) -> Non
     exchange_bytes = None if more is None else 2 * unit * more
     psi = unit * DEPTH
     share = psi // world_size
-    scratch = 3 * 4 * unit // world_size
+    # The fp32 gradient of what one call of the optimizer steps: here all, since a tile may have more.
+    assert share < TILE_NUMEL["cpu"]
+    scratch = 4 * share + 2 * 4 * unit // world_size
     for stage in (1, 2, 3):
         plan = zero(stage, torch.bfloat16).but(packing=ByModule(unit_classes=()), prefetch=0, shared_memory=shared)
         plan = plan.but(exchange_bytes=exchange_bytes if stage > 1 else None)
