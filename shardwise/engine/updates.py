@@ -295,9 +295,9 @@ class TileUpdates:
         for tile in rest:
             if tile.chunk.spec.index in updated:
                 self._stepper.round_tile(tile, tile.chunk.shard)
-        live = [tile for tile in rest if tile.chunk.spec.index not in updated and self._stepper.live(tile)]
+        due = [tile for tile in rest if tile.chunk.spec.index not in updated and tile.grads.present]
         together = not self._stepper.foreign
-        for tiles in chunks_at_once(live):
+        for tiles in chunks_at_once(due):
             with ExitStack() as stack:
                 chunks = dict.fromkeys(tile.chunk for tile in tiles)
                 shards = {chunk: stack.enter_context(chunk.opened(write=True)) for chunk in chunks}

@@ -158,8 +158,9 @@ class TileNorm:
         """An update has read these (1-D, the update's dtype; one at least)."""
         wide = torch.float64 if gradients[0].dtype == torch.float64 else torch.float32
         norms = torch.stack(torch._foreach_norm(list(gradients), self._p, dtype=wide)).tolist()
-        for each, norm in zip(gradients, norms, strict=True):
-            self._shares.append(norm if math.isfinite(norm) else shard_norm(each, self._p))
+        if not math.isfinite(sum(norms)):  # an infinite one may have overflown
+            norms = [shard_norm(each, self._p) for each in gradients]
+        self._shares += norms
 
     def _read(self, factor: float) -> float:
         waits = self.collects and not self._shares  # the update has not been made

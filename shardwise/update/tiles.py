@@ -41,6 +41,8 @@ WHOLE = ("muon", "adafactor", "shampoo", "soap", "lamb", "lars", "novograd", "ca
 OURS = ("shardwise.optim", "shardwise.nn")
 OF_TORCH_OR_OURS = ("torch.optim", *OURS)
 """Modules whose optimizers, but for those above and those that say otherwise, are known to be element-wise."""
+NOTHING: dict[str, Any] = {}
+"""What an optimizer keeps of a piece that it has not stepped."""
 HAS_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 """Their fused kernels only read gradients; others may not (``SGD(nesterov=True, foreach=True)`` writes into them)."""
 
@@ -96,6 +98,26 @@ class Due(NamedTuple):
             return [self.reduced[self.live[0].start : self.live[-1].end]]
         part = self.tile.grads.part
         return [part(piece.slot, piece.offset, piece.end - piece.start) for piece in self.live]
+
+
+def _bytes_of(entries: Sequence[dict[str, Any]]) -> int:
+    # Another thread may be updating.
+    return sum(value.nbytes for value in tensors_of([list(entry.values()) for entry in entries]))
+
+
+def _alike(live: Sequence[Piece], entries: Sequence[dict[str, Any]]) -> Iterable[list[Piece]]:
+    """Pieces that have state under the same keys: a fused kernel takes momentum of all or of none.
+
+    On a GPU it wants the step count there; a loaded state, or Adagrad's, has it elsewhere.
+    """
+    by_keys = dict[frozenset[str], list[Piece]]()
+    device = live[0].value.device
+    for piece, held in zip(live, entries, strict=True):
+        step = held.get("step") if device.type != "cpu" else None
+        if isinstance(step, torch.Tensor) and step.device != device:
+            held["step"] = step.to(device, torch.float32)
+        by_keys.setdefault(frozenset([key for key, value in held.items() if value is not None]), []).append(piece)
+    return by_keys.values()
 
 
 def _by_piece(due: Sequence[Due], parts: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -298,12 +320,13 @@ class TileStepper:
 
     def _call(self, group: dict[str, Any], live: Sequence[Piece]) -> None:
         before = {key: value for key, value in group.items() if key != "params"}
-        held = self._extent(live)
+        entries = self._entries(live)
+        held = self._extent(entries)
         # One group, of what is live in these tiles: the optimizer's own loop steps nothing else.
-        for alike in self._alike(live) if group.get("fused") else (live,):
+        for alike in _alike(live, entries) if group.get("fused") else (live,):
             group["params"] = [piece.value for piece in alike]
             self._bare.step(group)
-        if self._extent(live) != held:
+        if self._extent(self._entries(live) if self.foreign or NOTHING in entries else entries) != held:
             self.state_changed()
         changed = [key for key, value in group.items() if key != "params" and before.get(key) is not value]
         if changed:
@@ -311,21 +334,6 @@ class TileStepper:
                 f"{type(self.optimizer).__name__}.step() changes its param group ({changed}), and would do so once a "
                 "tile, so it cannot be sharded; use an optimizer whose state belongs to parameters"
             )
-
-    def _alike(self, live: Sequence[Piece]) -> Iterable[list[Piece]]:
-        """Pieces that have state under the same keys: a fused kernel takes momentum of all or of none.
-
-        On a GPU it wants the step count there; a loaded state, or Adagrad's, has it elsewhere.
-        """
-        state, by_keys = self.optimizer.state, dict[frozenset[str], list[Piece]]()
-        device = live[0].value.device
-        for piece in live:
-            held = state.get(piece.value, {})
-            step = held.get("step")
-            if isinstance(step, torch.Tensor) and step.device != device:
-                held["step"] = step.to(device, torch.float32)
-            by_keys.setdefault(frozenset([key for key, value in held.items() if value is not None]), []).append(piece)
-        return by_keys.values()
 
     def element_bytes(self, like: torch.Tensor) -> int:
         """Bytes of state that the optimizer keeps for each element of a parameter like ``like``."""
@@ -373,19 +381,14 @@ class TileStepper:
         """Memory for gradients in the update's dtype, kept between steps, by the tier of the state they update."""
         return sum(scratch.nbytes for (_, where), scratch in self._scratch.items() if where is tier)
 
-    def _extent(self, live: Sequence[Piece]) -> int:
+    def _entries(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+        state = self.optimizer.state
+        return [state.get(piece.value, NOTHING) for piece in pieces]
+
+    def _extent(self, entries: Sequence[dict[str, Any]]) -> int:
         """A number that changes with the amount of state: torch's optimizers and ours make it at a piece's first step,
         and keep its size."""
-        if self.foreign:
-            return self._bytes_of(live)
-        state = self.optimizer.state
-        return sum([len(state.get(piece.value, ())) for piece in live])
-
-    def _bytes_of(self, pieces: Sequence[Piece]) -> int:
-        state = self.optimizer.state
-        # Another thread may be updating.
-        held = [list(state.get(piece.value, {}).values()) for piece in pieces]
-        return sum(value.nbytes for value in tensors_of(held))
+        return _bytes_of(entries) if self.foreign else sum(map(len, entries))
 
     def state_changed(self) -> None:
         """State was made, dropped or replaced, or has another home: it is counted again when it is asked for."""
@@ -403,7 +406,7 @@ class TileStepper:
     def _count_state(self) -> dict[Tier, int]:
         counted: dict[Tier, int] = {}
         for tile in self.tiles:
-            counted[tile.state.tier] = counted.get(tile.state.tier, 0) + self._bytes_of(tile.pieces)
+            counted[tile.state.tier] = counted.get(tile.state.tier, 0) + _bytes_of(self._entries(tile.pieces))
         return counted
 
     @contextmanager
