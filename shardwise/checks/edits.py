@@ -24,8 +24,9 @@ __all__ = ["Edits"]
 # * In place, through the parameter: its version counter, which views of it share (Chunk.written).
 # * Through ``.data`` of an absent parameter: its NaN is a number then. Each has one of its own, in one tensor for all
 #   of a dtype, so that a single look tells.
-# * Through ``.data`` of a gathered one: no counter tells. On a CPU this rank's part of the copy is compared with its
-#   shard when the copy ends (Chunk.overwritten), a sample of the long ones; on a GPU it is not.
+# * Through ``.data`` of a gathered one: no counter tells. Where the ranks' shards are seen as one array the system
+#   knows of every page that was written to, and those are compared (Chunk.overwritten). Elsewhere on a CPU this rank's
+#   part of the copy is compared with its shard when the copy ends, a sample of the long ones; on a GPU it is not.
 # This is looked at in passes, steps and states. A write that is found is dropped, and with it all gathered copies, so
 # that no half of it stays. While the engine itself writes shards comparisons are off (allow).
 class Edits:

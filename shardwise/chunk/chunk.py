@@ -8,7 +8,7 @@ themselves are held (:attr:`Chunk.is_read`) is not evicted before an update.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum, auto
 
@@ -301,21 +301,35 @@ class Chunk:
                 self.lost = self.overwritten()
 
     def overwritten(self) -> int | None:
-        """Index of the first parameter whose own part of a gathered array is not what the shard is.
+        """Index of the first parameter whose part of a gathered array is not what the shards are.
 
-        That tells writes through ``.data``, each rank those to its part. On a GPU, where it would have to wait for the
-        answer, and for shards elsewhere it is not known.
+        That tells writes through ``.data``: of shards that are seen as one array all that this rank has made, where
+        the system says whether it has made any; otherwise those to its own part, of long ones by a sample. On a GPU,
+        where it would have to wait for the answer, and for shards elsewhere it is not known.
         """
         full, source = self._shown, self.source
         if full is None or self.resident or not self.comparable or source.tier is Tier.DISK:
             return None
-        shard, own = source.exchange.local, full[self.shard_start : self.shard_end]
-        if shard.device.type != "cpu" or own.device.type != "cpu" or same_bits(own, shard):
+        exchange = source.exchange
+        shard, own = exchange.local, full[self.shard_start : self.shard_end]
+        if shard.device.type != "cpu" or own.device.type != "cpu":
             return None
-        for index, slot in enumerate(self.spec.slots):
-            start, end = (bound - self.shard_start for bound in self.overlap(slot))
-            if start < end and not same_bits(own[start:end], shard[start:end], every=True):
-                return index
+        written = exchange.written() if self.joined else None
+        if written:
+            bounds = self.spec.bounds
+            return self._differing(full, zip(bounds, exchange.peers, strict=False))
+        if written is False or same_bits(own, shard):
+            return None
+        return self._differing(full, [(self.shard_start, shard)])
+
+    def _differing(self, full: torch.Tensor, shards: Iterable[tuple[int, torch.Tensor]]) -> int | None:
+        """Index of the first parameter of which ``full`` has something else than ``shards``, each with its start."""
+        for first, shard in shards:
+            end = first + shard.numel()
+            for index, slot in enumerate(self.spec.slots):
+                at, to = max(slot.start, first), min(slot.end, end)
+                if at < to and not same_bits(full[at:to], shard[at - first : to - first], every=True):
+                    return index
         return None
 
     def misplaced(self) -> int | None:

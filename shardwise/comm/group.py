@@ -69,6 +69,10 @@ class Buffer:
         self.local = next(own for own in self.peers if own.data_ptr() == self.local.data_ptr())
         self._whole = (self.local, self.peers)
 
+    def written(self) -> bool | None:
+        """Whether this rank has written to what :meth:`Group.joined` gave, since it was given; ``None``: not known."""
+        return None
+
     def writable(self) -> bool:
         """Whether :meth:`wait_writable` would return at once."""
         return True

@@ -96,7 +96,9 @@ class Serving:
         fetch: gives the values of a shard in the host's memory; called by the threads that answer.
     """
 
-    def __init__(self, link: Link, peers: Iterable[int], written: Written, fetch: Fetch = lambda shard: shard) -> None:
+    def __init__(
+        self, link: Link, peers: Iterable[int], written: Written, fetch: Fetch = lambda shard: shard
+    ) -> None:
         self._link, self._count, self._sets = link, 0, 0
         peers = list(peers)
         places = max(min(OPEN, MOST_OPEN // max(len(peers), 1)), LEAST_OPEN)

@@ -193,16 +193,8 @@ PRECISIONS = {
     "64-true": (None, False, None),
     "16-mixed": (torch.float16, True, scaler()),
     "16-true": (torch.float16, True, scaler()),
-    "bf16-mixed": (
-        torch.bfloat16,
-        True,
-        scaler(initial_scale=1.0, min_scale=1.0, max_scale=1.0, hysteresis=1, growth_delay=0),
-    ),
-    "bf16-true": (
-        torch.bfloat16,
-        True,
-        scaler(initial_scale=1.0, min_scale=1.0, max_scale=1.0, hysteresis=1, growth_delay=0),
-    ),
+    "bf16-mixed": (torch.bfloat16, True, scaler(initial_scale=1.0, min_scale=1.0, max_scale=1.0, hysteresis=1, growth_delay=0)),
+    "bf16-true": (torch.bfloat16, True, scaler(initial_scale=1.0, min_scale=1.0, max_scale=1.0, hysteresis=1, growth_delay=0)),
 }
 
 

@@ -253,6 +253,36 @@ def test_what_it_writes_through_data_is_refused_by_the_step(name: str) -> None:
         assert_close(state, want, 0.0, name)
 
 
+class OneNumberOfMany(nn.Module):
+    """Writes one element of a long parameter, where no counter tells; in another rank's part, for one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.randn(600, 200), requires_grad=False)
+        self.at = (0, 0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.codes.data[self.at] += 1.0
+        return x + self.codes.mean()
+
+
+def write_one_number(plan: Plan) -> list[str]:
+    messages = []
+    with one_mesh(plan) as mesh:
+        for at in ((0, 1), (17, 3), (450, 77), (599, 198)):
+            model = writing(OneNumberOfMany)
+            model[1].at = at
+            with sharded(model, sgd(model), plan, mesh) as session:
+                messages.append(told(lambda: train(session)))
+    return messages
+
+
+def test_one_number_written_through_data_is_seen_by_every_rank_that_sees_the_shards_themselves() -> None:
+    for messages in run_ranks(2, write_one_number, PLANS["zero3"]):
+        assert all("1.codes" in message and "write was dropped" in message for message in messages), messages
+
+
 def write_by_data_never(plan: Plan) -> State:
     model = writing(ByData).eval()
     with sharded(model, sgd(model), plan) as session:

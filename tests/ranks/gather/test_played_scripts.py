@@ -266,3 +266,4 @@ def test_a_pass_that_fails_on_one_rank_is_made_again(kind: str, position: int) -
     for rank, (state, _, found) in enumerate(ranks):
         assert_close(state, expected, 1e-9, f"rank {rank}")
         assert found["played"] > 3
+
