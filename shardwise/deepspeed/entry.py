@@ -159,7 +159,7 @@ def _optimizer(
         return None
     held = [p for p in model.parameters() if p.requires_grad] if parameters is None else list(parameters)
     if given is None:
-        return make_optimizer(name, held, settings["optimizer.params"] or {})
+        return make_optimizer(name, held, settings["optimizer.params"] or {}, model)
     for path in ("optimizer.type", "optimizer.params"):
         if settings.given(path):
             findings.ignore(path, "an optimizer was given to initialize")

@@ -8,17 +8,19 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import nn
 
 from shardwise.build import needs_whole_tensors
 from shardwise.deepspeed.config import Settings
 from shardwise.deepspeed.cpu_optimizers import FusedAdam
 from shardwise.deepspeed.lamb import FusedLamb
+from shardwise.deepspeed.muon import make_muon, mark_matrices
 from shardwise.deepspeed.schedules import check_parameters, make_schedule
 from shardwise.optim.lion import Lion
 
 __all__ = ["check_optimizer", "make_optimizer"]
 
-_UNAVAILABLE = ("muon", "muadam", "muadamw", "musgd", "onebitadam", "onebitlamb", "zerooneadam")
+_UNAVAILABLE = ("muadam", "muadamw", "musgd", "onebitadam", "onebitlamb", "zerooneadam")
 
 
 def check_optimizer(settings: Settings) -> None:
@@ -32,19 +34,25 @@ def check_optimizer(settings: Settings) -> None:
     params = settings["scheduler.params"] or {}
     # Where a scheduler has a number for each param group, there are so many.
     count = max([1, *(len(each) for each in params.values() if isinstance(each, list))])
-    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))]} for _ in range(count)]
+    groups: list[Any] = [{"params": [nn.Parameter(torch.zeros(1))]} for _ in range(count)]
     optimizer: torch.optim.Optimizer = torch.optim.SGD(groups, lr=1.0)  # where the program brings its own
     if name is not None:
-        optimizer = make_optimizer(name, groups, settings["optimizer.params"] or {})
+        model = nn.Linear(1, 1) if name.lower() == "muon" else None  # a matrix and a vector: its two groups
+        held = list(model.parameters()) if model is not None else groups
+        optimizer = make_optimizer(name, held, settings["optimizer.params"] or {}, model)
         needs_whole_tensors(optimizer)
     if schedule is not None:
         make_schedule(schedule, optimizer, params)
 
 
-def make_optimizer(name: str, parameters: Iterable[Any], params: dict[str, Any]) -> torch.optim.Optimizer:
-    """``Adam``, ``AdamW`` and ``Lamb`` as DeepSpeed means them, ``Adagrad``, ``Lion``, or any of ``torch.optim``.
+def make_optimizer(
+    name: str, parameters: Iterable[Any], params: dict[str, Any], model: nn.Module | None = None
+) -> torch.optim.Optimizer:
+    """``Adam``, ``AdamW``, ``Lamb`` and ``Muon`` as DeepSpeed means them, ``Adagrad``, ``Lion``, or any of
+    ``torch.optim``.
 
     ``Adam`` is AdamW unless ``adam_w_mode`` is false. The default ``weight_decay`` is 0, torch's with ``torch_adam``.
+    ``model`` has the names by which parameters without a mark ``use_muon`` get one.
 
     Raises:
         ValueError: an unknown name or parameter; the nearest one is named.
@@ -57,6 +65,9 @@ def make_optimizer(name: str, parameters: Iterable[Any], params: dict[str, Any])
         raise NotImplementedError(f"optimizer.type={name!r} is not available; pass an optimizer to initialize instead")
     if kind in ("adam", "adamw"):
         return _adam(kind, parameters, params)
+    if kind == "muon":
+        mark_matrices(model)
+        return make_muon(parameters, params)
     own: dict[str, type[torch.optim.Optimizer]] = {"adagrad": torch.optim.Adagrad, "lamb": FusedLamb, "lion": Lion}
     cls: type[torch.optim.Optimizer] = own.get(kind) or _by_name(name)
     if kind in ("lamb", "lion") and "betas" in params:

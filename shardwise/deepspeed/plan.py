@@ -103,6 +103,11 @@ def plan_of(settings: Settings, world_size: int, numels: Sequence[int] | None = 
             f"gradient_clipping is not given: gradients are clipped to norm {s['gradient_clipping']:g}, DeepSpeed's "
             "documented default (what releases before 0.19.8 did not do); 0.0 is off"
         )
+    if str(s["optimizer.type"]).lower() == "muon" and s["gradient_clipping"] > 0.0:
+        s.findings.note(
+            f"gradient_clipping={s['gradient_clipping']:g} with Muon: gradients are clipped before Muon makes steps of "
+            "them. DeepSpeed clips the steps, which are smaller then: choose the learning rate anew"
+        )
     tiers = _tiers(s, shard_ranks, numels)
     if mesh.secondary is not None and tiers.param_disk_fraction > 0.0:
         raise ValueError(

@@ -74,3 +74,12 @@ def test_a_scale_that_stays(half: dict[str, Any], scale: float) -> None:
         gc.collect()
     with pytest.raises(RuntimeError, match=r"read optimizer\.loss_scale"):
         _ = scaler.loss_scale
+
+
+@pytest.mark.parametrize("more", [{"enabled": True, "loss_scale": 128}, {"enabled": False}, {}])
+@pytest.mark.parametrize(("key", "value"), [("loss_scale_window", 0), ("min_loss_scale", -1)])
+def test_what_only_a_dynamic_scale_uses_counts_with_one(more: dict[str, Any], key: str, value: int) -> None:
+    found, report = deepspeed.to_plan({"fp16": {key: value, **more}}, 4)
+    assert found == deepspeed.to_plan({"fp16": more}, 4)[0] and f"fp16.{key}" in report.ignored
+    with pytest.raises(ValueError, match=f"{key}={value}.* with a dynamic loss scale: give a"):
+        deepspeed.to_plan({"fp16": {"enabled": True, key: value}}, 4)
