@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from shardwise.deepspeed.flops import FlopsProfiler
 from shardwise.deepspeed.monitors import MonitorMaster
 from shardwise.deepspeed.recording import StepRecorder
 from shardwise.deepspeed.saving import Saving
-from shardwise.deepspeed.stepping import scaled_passes, take_passes_of_module, unreduced, watched_step
+from shardwise.deepspeed.stepping import PassesApart, scaled_passes, take_passes_of_module, watched_step
 from shardwise.precision_plan import HALF_DTYPES
 
 __all__ = ["DeepSpeedEngine"]
@@ -59,6 +59,7 @@ class DeepSpeedEngine(Facts):
         self.settings, self._batch = settings, batch
         session.divide_own_passes(batch.accumulation)
         take_passes_of_module(session)
+        self._apart = PassesApart(session, settings.stage)
         apart = settings["checkpoint.use_node_local_storage"] or settings["use_node_local_storage"] or None
         self._saving = Saving(session, settings["checkpoint.load_universal"], apart)
         self._autocast = Autocast(settings, self.module, self.device, self.global_rank == 0)
@@ -226,8 +227,10 @@ class DeepSpeedEngine(Facts):
 
         Raises:
             RuntimeError: there is no optimizer; a gradient was not finite at the lowest loss scale.
+            NoSyncError: inside of :meth:`no_sync` or :meth:`coalesce_grad_reduction`.
         """
         self._required("step")
+        self._apart.check_step()
         self._stepping, self._applied = True, False
         try:
             self._passes += 1
@@ -286,12 +289,9 @@ class DeepSpeedEngine(Facts):
         """
         self.session.reduce_rest()
 
-    @contextmanager
-    def coalesce_grad_reduction(self) -> Iterator[None]:
+    def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
         """Passes inside exchange nothing until its end; at stages 2 and 3 each its shards. The sums are the same."""
-        with self.session.no_sync() if self.session.plan.shard.reduce == "last" else nullcontext():
-            yield
-        self.allreduce_gradients()
+        return self._apart.coalesced()
 
     def empty_partition_cache(self) -> None:
         """Drop gathered parameters that nothing reads, and give their memory back (stage 3)."""
@@ -320,8 +320,8 @@ class DeepSpeedEngine(Facts):
             self.is_compiled = True
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes inside exchange nothing (stages 0 and 1); see :meth:`Session.no_sync`."""
-        return unreduced(self.session, self.settings.stage)
+        """Backward passes inside exchange nothing (stages 0 and 1); see :meth:`Session.no_sync`. No step is in it."""
+        return self._apart.no_sync()
 
     def was_step_applied(self) -> bool:
         """Whether the last :meth:`step` changed the parameters."""

@@ -5,35 +5,97 @@ And what it raises where passes cannot be left unreduced.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from shardwise.build import Session
 from shardwise.deepspeed.config import Settings
 
-__all__ = ["NoSyncError", "scaled_passes", "take_passes_of_module", "unreduced", "watched_step"]
+__all__ = ["NoSyncError", "PassesApart", "scaled_passes", "take_passes_of_module", "watched_step"]
 
 
 class NoSyncError(ValueError, AssertionError):
-    """``no_sync()`` at a stage that has none. (DeepSpeed asserts it, and programs catch that.)"""
+    """``no_sync()`` at a stage that has none, or what may not be in it. (DeepSpeed asserts it: programs catch that.)"""
 
 
-def unreduced(session: Session, stage: int) -> AbstractContextManager[None]:
-    """``session.no_sync()``.
+class PassesApart:
+    """Blocks of passes that exchange nothing, one at a time; no step is made in one.
 
-    Raises:
-        NoSyncError: stages 2 and 3 keep no whole gradients.
+    Args:
+        session: of the engine.
+        stage: of the configuration.
     """
-    try:
-        return session.no_sync()
-    except ValueError as error:
-        raise NoSyncError(
-            f"no_sync context manager is incompatible with gradient partitioning logic of ZeRO stage {stage}: {error}"
-        ) from error
+
+    _inside: ClassVar[weakref.WeakSet[Session]] = weakref.WeakSet()
+
+    def __init__(self, session: Session, stage: int) -> None:
+        self._session, self._stage, self._open = session, stage, ""
+
+    @classmethod
+    def has(cls, session: Session) -> bool:
+        """Whether the program is in such a block of ``session``, where gradients are this rank's own."""
+        return session in cls._inside
+
+    def check_step(self) -> None:
+        """Raises:
+        NoSyncError: a step inside of a block.
+        """
+        if self._open:
+            raise NoSyncError(
+                f"It is illegal to call Engine.step() inside no_sync context manager: leave {self._open}() first"
+            )
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """``session.no_sync()``.
+
+        Raises:
+            NoSyncError: stages 2 and 3 keep no whole gradients; or the program is in a block already.
+        """
+        try:
+            block = self._session.no_sync()
+        except ValueError as error:
+            raise NoSyncError(
+                f"no_sync context manager is incompatible with gradient partitioning logic of ZeRO stage {self._stage}: "
+                f"{error}"
+            ) from error
+        if self._open:
+            raise NoSyncError(f"no_sync context manager reentry is unsupported: leave {self._open}() first")
+        with self._entered("no_sync"), block:
+            self._inside.add(self._session)
+            try:
+                yield
+            finally:
+                self._inside.discard(self._session)
+
+    @contextmanager
+    def coalesced(self) -> Iterator[None]:
+        """Passes whose gradients are reduced together at its end, where whole ones are kept. Collective.
+
+        Raises:
+            NoSyncError: the program is in a block already.
+        """
+        if self._open:
+            raise NoSyncError(
+                f"coalesce_grad_reduction() nested in a block that exchanges nothing: leave {self._open}() first"
+            )
+        kept = self._session.plan.shard.reduce == "last"
+        with self._entered("coalesce_grad_reduction"), self._session.no_sync() if kept else nullcontext():
+            yield
+        self._session.reduce_rest()
+
+    @contextmanager
+    def _entered(self, name: str) -> Iterator[None]:
+        self._open = name
+        try:
+            yield
+        finally:
+            self._open = ""
 
 
 def take_passes_of_module(session: Session) -> None:

@@ -141,6 +141,18 @@ class OneParameter:
         return full.reshape(-1)[self._first : self._first + self._numel].clone() if own else full
 
     @torch.no_grad()
+    def unreduced(self) -> torch.Tensor | None:
+        """A copy of what this rank's passes under ``no_sync()`` have added up, unscaled, at least fp32; ``None``: nothing.
+        Not collective."""
+        grads = self.engine.grads.get(self._chunk.spec.index)
+        at = self._chunk.spec.slots.index(self._slot)
+        if grads is None or grads.array is None or at not in grads.seen or not self.engine.passes.unreduced:
+            return None
+        view = self._slot.view(grads.array)
+        wide = torch.float64 if view.dtype == torch.float64 else torch.float32
+        return view.to(wide, copy=True).div_(self.engine.counts.loss_scale)
+
+    @torch.no_grad()
     def set_gradient(self, value: torch.Tensor, own: bool = False) -> None:
         """Replace it, as assigning ``.grad`` does in one process.
 

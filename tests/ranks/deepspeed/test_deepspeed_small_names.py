@@ -115,3 +115,66 @@ def test_processes_of_a_host_are_its_devices_without_gpus(monkeypatch: pytest.Mo
     for name, value in (("RANK", "5"), ("WORLD_SIZE", "8"), ("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "4")):
         monkeypatch.setenv(name, value)
     assert accelerator.device_count() == 4
+
+
+def input_of(rank: int, micro: int) -> Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * micro + rank))
+
+
+def passes_apart(stage: int, half: str) -> list[Tensor]:
+    """This rank's own gradients inside of a block, and the weights after a step behind it."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    config = {
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage},
+        **({} if half == "fp32" else {half: {"enabled": True, **({"loss_scale": 4.0} if half == "fp16" else {})}}),
+    }
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    rank, found = torch.distributed.get_rank(), []
+    get = deepspeed.utils.safe_get_full_grad
+    with engine.no_sync():
+        assert get(model.weight) is None
+        for micro in range(2):
+            engine.backward(engine(input_of(rank, micro).to(model.weight.dtype)).float().square().mean())
+            found.append(get(model.weight))
+        with pytest.raises(AssertionError, match=r"illegal to call Engine.step\(\) inside no_sync context manager: leave no"):
+            engine.step()
+        with pytest.raises(AssertionError, match="no_sync context manager reentry is unsupported"), engine.no_sync():
+            pass
+        with pytest.raises(AssertionError, match=r"nested .*: leave no_sync\(\) first"), engine.coalesce_grad_reduction():
+            pass
+    with engine.coalesce_grad_reduction():
+        with pytest.raises(AssertionError, match=r"leave coalesce_grad_reduction\(\) first"), engine.no_sync():
+            pass
+        engine.backward(engine(input_of(rank, 2).to(model.weight.dtype)).float().square().mean())
+        with pytest.raises(AssertionError, match=r"leave coalesce_grad_reduction\(\) first"):
+            engine.step()
+    averaged = get(model.weight)
+    assert engine.global_steps == engine.micro_steps == 0
+    engine.step()
+    assert engine.global_steps == 1
+    return [*found, averaged, engine.state_dict()["weight"]]
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("half", ["fp32", "fp16", "bf16"])
+def test_gradients_of_passes_that_exchange_nothing_are_the_ranks_own(stage: int, half: str) -> None:
+    every = run_ranks(2, passes_apart, stage, half)
+    limit = 1e-6 if half == "fp32" else 3e-2
+    sums = []
+    for rank, found in enumerate(every):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+        for micro in range(3):
+            model(input_of(rank, micro)).square().mean().backward()
+            if micro < 2:
+                assert torch.allclose(found[micro], model.weight.grad, rtol=limit, atol=limit)  # type: ignore[arg-type]
+        sums.append(model.weight.grad)
+    mean = (sums[0] + sums[1]) / 2  # type: ignore[operator]
+    for _, _, averaged, weight in every:
+        assert torch.allclose(averaged, mean, rtol=limit, atol=limit)
+        assert torch.allclose(weight, model.weight - 0.1 * mean, rtol=limit, atol=limit)
+    assert not torch.allclose(every[0][1], every[1][1], rtol=limit, atol=limit)
