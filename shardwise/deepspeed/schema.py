@@ -277,11 +277,7 @@ _COMET = {
 _AUTOCAST = {
     "enabled": _use("bool", False),
     "dtype": _use("dtype", None),
-    "lower_precision_safe_modules": _skip(
-        "list",
-        None,
-        "gradients travel unrounded, or all in communication_data_type; torch.autocast says what is rounded",
-    ),
+    "lower_precision_safe_modules": _use("list", None),
 }
 _FLOPS = {
     "enabled": _use("bool", False),

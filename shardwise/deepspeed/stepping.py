@@ -61,8 +61,8 @@ class PassesApart:
             block = self._session.no_sync()
         except ValueError as error:
             raise NoSyncError(
-                f"no_sync context manager is incompatible with gradient partitioning logic of ZeRO stage {self._stage}: "
-                f"{error}"
+                "no_sync context manager is incompatible with gradient partitioning logic of ZeRO stage "
+                f"{self._stage}: {error}"
             ) from error
         if self._open:
             raise NoSyncError(f"no_sync context manager reentry is unsupported: leave {self._open}() first")

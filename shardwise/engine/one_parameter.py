@@ -142,15 +142,14 @@ class OneParameter:
 
     @torch.no_grad()
     def unreduced(self) -> torch.Tensor | None:
-        """A copy of what this rank's passes under ``no_sync()`` have added up, unscaled, at least fp32; ``None``: nothing.
-        Not collective."""
+        """A copy of what this rank's passes under ``no_sync()`` have added up, unscaled, at least fp32. Not collective;
+        ``None``: there is nothing."""
         grads = self.engine.grads.get(self._chunk.spec.index)
-        at = self._chunk.spec.slots.index(self._slot)
-        if grads is None or grads.array is None or at not in grads.seen or not self.engine.passes.unreduced:
+        found = None if grads is None else grads.arrived(self._chunk.spec.slots.index(self._slot))
+        if found is None or not self.engine.passes.unreduced:
             return None
-        view = self._slot.view(grads.array)
-        wide = torch.float64 if view.dtype == torch.float64 else torch.float32
-        return view.to(wide, copy=True).div_(self.engine.counts.loss_scale)
+        wide = torch.float64 if found.dtype == torch.float64 else torch.float32
+        return found.to(wide, copy=True).div_(self.engine.counts.loss_scale)
 
     @torch.no_grad()
     def set_gradient(self, value: torch.Tensor, own: bool = False) -> None:

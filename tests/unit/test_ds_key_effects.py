@@ -222,6 +222,12 @@ def on_disk(tree: Tree, *_: Any) -> float:
     return to_plan(tree, 1, numels=[100, 100])[0].tiers.param_disk_fraction
 
 
+def travelling(tree: Tree, _: Path, __: Any) -> list[torch.dtype]:
+    """What gradients travel in."""
+    with Started(tree) as engine:
+        return sorted({state.dtype for state in engine.session.engine.grads.values()}, key=str)
+
+
 def saved_16bit(tree: Tree, root: Path, _: Any) -> bool:
     with Started(tree) as engine:
         return engine.save_16bit_model(str(root)) and (root / "pytorch_model.bin").is_file()
@@ -272,6 +278,13 @@ EFFECTS: dict[str, tuple[Probe, Tree, Any, Any, Any]] = {
         "fp16",
         torch.bfloat16,
         torch.float16,
+    ),
+    "torch_autocast.lower_precision_safe_modules": (
+        travelling,
+        {"torch_autocast": {"enabled": True, "dtype": "bf16"}},
+        [],
+        [torch.bfloat16],
+        [torch.float32],
     ),
     "optimizer.type": (optimizer, {"optimizer": {"type": None, "params": None}}, "AdamW", None, (True, [0.001])),
     "optimizer.params": (optimizer, {}, {"lr": 0.25}, (False, [0.5]), (False, [0.25])),
