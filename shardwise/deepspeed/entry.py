@@ -24,10 +24,11 @@ from shardwise.deepspeed.groups import groups_of, mesh_of
 from shardwise.deepspeed.loss_scaler import show_loss_scale
 from shardwise.deepspeed.marks import mark_session
 from shardwise.deepspeed.monitors import MonitorMaster
-from shardwise.deepspeed.optimizers import make_optimizer
+from shardwise.deepspeed.optimizers import make_optimizer, wide_states
 from shardwise.deepspeed.plan import data_ranks, parallel_sizes, plan_of
 from shardwise.deepspeed.process_groups import remember_groups
 from shardwise.deepspeed.schedules import make_schedule
+from shardwise.deepspeed.stepping import AssertedError
 from shardwise.deepspeed.zero import remember
 from shardwise.deferred.construction import paused
 from shardwise.mesh import default_device, init_distributed
@@ -159,13 +160,18 @@ def _optimizer(
         return None
     held = [p for p in model.parameters() if p.requires_grad] if parameters is None else list(parameters)
     if given is None:
-        return make_optimizer(name, held, settings["optimizer.params"] or {}, model)
+        return make_optimizer(name, held, settings["optimizer.params"] or {}, model, wide_states(settings))
     for path in ("optimizer.type", "optimizer.params"):
         if settings.given(path):
             findings.ignore(path, "an optimizer was given to initialize")
     if not isinstance(given, torch.optim.Optimizer) and not callable(given):
         raise TypeError(f"optimizer={shown(given)}: give a torch.optim.Optimizer, or what makes one of parameters")
     made = given if isinstance(given, torch.optim.Optimizer) else given(held)
+    if wide_states(settings) is False and getattr(made, "fp32_optimizer_states", False):
+        raise AssertedError(
+            f"bf16.bf16_optimizer_states={settings['bf16.bf16_optimizer_states']} with a {type(made).__name__} whose "
+            "moments are fp32: give it fp32_optimizer_states=False"
+        )
     fraction = getattr(made, "nvme_offload_fraction", 0.0)
     if fraction:
         raise ValueError(

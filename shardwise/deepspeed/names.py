@@ -428,7 +428,6 @@ WORLD = World(
         "zero:GatheredParameters": {"fwd_module": Ignored("what another module reads is gathered by the read")},
         "ops.adam:DeepSpeedCPUAdam": {
             "amsgrad": Absent("use torch.optim.AdamW(amsgrad=True)"),
-            "fp32_optimizer_states": Absent("leave it True: state has the dtype of the masters"),
         },
         "ops.adam:FusedAdam": {
             "amsgrad": Absent("use torch.optim.AdamW(amsgrad=True)"),

@@ -293,7 +293,8 @@ def _precision(s: Settings) -> PrecisionPlan:
                 f"bf16.bf16_optimizer_states={s['bf16.bf16_optimizer_states']} without bf16_master_weights_and_grads: "
                 "state has the dtype of the masters; enable both, or neither"
             )
-        if half_masters and not s["bf16.bf16_optimizer_states"]:
+        by_adam = str(s["optimizer.type"]).lower() in ("adam", "adamw")  # whose moments are fp32 then
+        if half_masters and not s["bf16.bf16_optimizer_states"] and not by_adam:
             s.findings.note("bf16.bf16_master_weights_and_grads: optimizer state has the masters' dtype, bf16, as well")
     return PrecisionPlan(
         param_dtype=dtype,

@@ -16,10 +16,14 @@ import torch
 from shardwise.build import Session
 from shardwise.deepspeed.config import Settings
 
-__all__ = ["NoSyncError", "PassesApart", "scaled_passes", "take_passes_of_module", "watched_step"]
+__all__ = ["AssertedError", "NoSyncError", "PassesApart", "scaled_passes", "take_passes_of_module", "watched_step"]
 
 
-class NoSyncError(ValueError, AssertionError):
+class AssertedError(ValueError, AssertionError):
+    """What DeepSpeed asserts, and programs catch."""
+
+
+class NoSyncError(AssertedError):
     """``no_sync()`` at a stage that has none, or what may not be in it. (DeepSpeed asserts it: programs catch that.)"""
 
 

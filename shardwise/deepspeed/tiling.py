@@ -114,12 +114,16 @@ class TiledLinear(nn.Module):
         """Of a tensor (..., in_features), or of its parts: (..., out_features), or a list of parts."""
         outputs = []
         inputs = self._inputs(input_)
-        for out_id, row in enumerate(self.linears):
+        for out_id, row in enumerate(self._rows()):
             current: Any = None
-            for in_id, (tile, part) in enumerate(zip(row, inputs, strict=True)):  # type: ignore[arg-type]
+            for in_id, (tile, part) in enumerate(zip(row, inputs, strict=True)):
                 current = self._reduce_local_output(in_id, out_id, current, tile(part))
             outputs.append(current)
         return self._combine_output_splits(outputs) if self.combine_out_splits else outputs
+
+    def _rows(self) -> list[list[Any]]:
+        """The tiles of each part of the output."""
+        return [list(row.children()) for row in self.linears]
 
     def _inputs(self, input_: Any) -> Sequence[Any]:
         if self.in_splits == 1:
@@ -157,8 +161,8 @@ class TiledLinear(nn.Module):
         wanted = (self.out_features, self.in_features), (self.out_features,) if self.use_bias else None
         if given != wanted:
             raise ValueError(f"a layer with weight and bias of {given}, where this has {wanted}: give one of the same")
-        for row, (start, end) in zip(self.linears, pairwise(self.out_parts), strict=True):
-            for tile, (first, last) in zip(row, pairwise(self.in_parts), strict=True):  # type: ignore[arg-type]
+        for row, (start, end) in zip(self._rows(), pairwise(self.out_parts), strict=True):
+            for tile, (first, last) in zip(row, pairwise(self.in_parts), strict=True):
                 with GatheredParameters(list(tile.parameters()), modifier_rank=0):
                     tile.weight.copy_(other.weight[start:end, first:last])
                     if tile.bias is not None:

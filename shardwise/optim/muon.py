@@ -133,7 +133,8 @@ class MuonWithAuxAdam(WholeTensorOptimizer):
         state["exp_avg"].lerp_(grad, 1 - first)
         state["exp_avg_sq"].lerp_(grad.square(), 1 - second)
         root = (state["exp_avg_sq"] / (1 - second ** state["step"])).sqrt_().add_(group["eps"])
-        return state["exp_avg"] / (1 - first ** state["step"]) / root
+        step: Tensor = state["exp_avg"] / (1 - first ** state["step"]) / root
+        return step
 
 
 def _check(group: dict[str, Any]) -> None:

@@ -222,6 +222,15 @@ def on_disk(tree: Tree, *_: Any) -> float:
     return to_plan(tree, 1, numels=[100, 100])[0].tiers.param_disk_fraction
 
 
+def moments(tree: Tree, _: Path, __: Any) -> torch.dtype:
+    """In what Adam keeps them."""
+    with Started(tree) as engine:
+        engine.backward(engine(torch.ones(2, 4, dtype=torch.bfloat16)).float().sum())
+        engine.step()
+        (found,) = {state["exp_avg_sq"].dtype for state in engine.optimizer.state.values()}
+        return found
+
+
 def travelling(tree: Tree, _: Path, __: Any) -> list[torch.dtype]:
     """What gradients travel in."""
     with Started(tree) as engine:
@@ -386,11 +395,11 @@ EFFECTS: dict[str, tuple[Probe, Tree, Any, Any, Any]] = {
     "flops_profiler.detailed": (profile, FLOPS, False, SEEN, SEEN | {"tree": 0}),
     "flops_profiler.output_file": (profile, FLOPS, "x.txt", SEEN, SEEN | {"files": ["x.txt"]}),
     "bf16.bf16_optimizer_states": (
-        told,
-        {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+        moments,
+        {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}, "optimizer": {"type": "Adam"}},
         True,
-        ("bf16.bf16_master_weights_and_grads: optimizer state has the masters' dtype, bf16, as well",),
-        (),
+        torch.float32,
+        torch.bfloat16,
     ),
     "data_types.param_dtype": (
         refusal,

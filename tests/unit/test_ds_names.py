@@ -220,9 +220,6 @@ def test_optimizers_are_what_their_names_say() -> None:
     for cls in (adam.DeepSpeedCPUAdam, adam.FusedAdam, adagrad):
         with pytest.raises(NotImplementedError, match="amsgrad=True"):
             cls([one()], amsgrad=True)
-    for cls in (adam.DeepSpeedCPUAdam, adagrad, lion):
-        with pytest.raises(NotImplementedError, match="fp32_optimizer_states=False"):
-            cls([one()], fp32_optimizer_states=False)
     with pytest.raises(ValueError, match="betas"):
         lion([one()], betas=(0.9, 1.0))
 
