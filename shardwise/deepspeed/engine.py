@@ -227,7 +227,7 @@ class DeepSpeedEngine(Facts):
 
         Raises:
             RuntimeError: there is no optimizer; a gradient was not finite at the lowest loss scale.
-            NoSyncError: inside of :meth:`no_sync` or :meth:`coalesce_grad_reduction`.
+            AssertedError: inside of :meth:`no_sync`; or an unused parameter without ``ignore_unused_parameters``.
         """
         self._required("step")
         self._apart.check_step()
@@ -252,7 +252,7 @@ class DeepSpeedEngine(Facts):
 
     def _take_step(self, lr_kwargs: dict[str, Any]) -> None:
         optimizer = self._required("step")
-        with watched_step(optimizer, self.settings):
+        with watched_step(self.session, self.settings):
             optimizer.step()
             self._count_step(optimizer)
         self._drop_gradients()  # of .grad nothing is left, as under DeepSpeed

@@ -116,12 +116,16 @@ def scaled_passes(session: Session) -> None:
 
 
 @contextmanager
-def watched_step(optimizer: Any, settings: Settings) -> Iterator[None]:
-    """Around ``optimizer.step()``.
+def watched_step(session: Session, settings: Settings) -> Iterator[None]:
+    """Around a step of the session's optimizer. Collective.
 
     Raises:
         RuntimeError: the step was skipped for overflow at the lowest loss scale.
+        AssertedError: a parameter has no gradient, and ``ignore_unused_parameters`` is false; nothing was updated.
     """
+    if not settings["zero_optimization.ignore_unused_parameters"]:
+        _check_all_used(session)
+    optimizer: Any = session.optimizer
     scaler = optimizer.scaler
     if scaler is None:
         yield
@@ -135,4 +139,18 @@ def watched_step(optimizer: Any, settings: Settings) -> Iterator[None]:
         raise RuntimeError(
             f"{optimizer.skipped_because}, and the loss scale {scaler.scale:g} is at its minimum already - it cannot "
             "decrease any more; lower the learning rate, or train in bf16"
+        )
+
+
+def _check_all_used(session: Session) -> None:
+    session.reduce_rest()
+    unused = [
+        names[0]
+        for param, names, holder in zip(session.params, session.names(), session.holders(), strict=True)
+        if param.requires_grad and holder >= 0 and (one := session.one(param)) is not None and not one.has_gradient
+    ]
+    if unused:
+        raise AssertedError(
+            f"{len(unused)} parameters have no gradient on any rank, {', '.join(unused[:5])} among them, with "
+            "ignore_unused_parameters=False: use them in the model's forward pass, or leave that key out"
         )
