@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from shardwise.attributes import attribute_of
 from shardwise.build import Session
 from shardwise.checked import as_mapping, as_tensor, whole
+from shardwise.deepspeed.asserted import AssertedError
 from shardwise.deepspeed.autocast import Autocast
 from shardwise.deepspeed.clock import StepClock
 from shardwise.deepspeed.config import Batch, Report, Settings
@@ -183,9 +184,9 @@ class DeepSpeedEngine(Facts):
     def _check_loss(self, what: str, loss: Tensor) -> None:
         as_tensor(f"{what}(loss)", loss, "the scalar that a forward pass of the engine returned")
         if loss.numel() != 1 or not loss.requires_grad:
-            raise ValueError(
-                f"{what}(loss of shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}): give the "
-                "scalar that a forward pass of the engine returned"
+            raise AssertedError(
+                f"{what}(loss of shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}): give the scalar "
+                "tensor that a forward pass of the engine returned"
             )
 
     @contextmanager
@@ -210,12 +211,11 @@ class DeepSpeedEngine(Facts):
         """Decide :meth:`is_gradient_accumulation_boundary` from here on, before the pass that it is about.
 
         Raises:
-            RuntimeError: with ``managed_gradient_accumulation=false``, where every step is one.
+            AssertedError: with ``managed_gradient_accumulation=false``, where every step is one.
         """
         if not self.settings["managed_gradient_accumulation"]:
-            raise RuntimeError(
-                f"set_gradient_accumulation_boundary({is_boundary}) with managed_gradient_accumulation=False: call "
-                "step() where the parameters are to be updated"
+            raise AssertedError(
+                f"set_gradient_accumulation_boundary({is_boundary}) without managed_gradient_accumulation: leave it out"
             )
         self._boundary = is_boundary
 

@@ -16,6 +16,7 @@ from shardwise.build import agreed_build, build
 from shardwise.checked import shown
 from shardwise.comm import ranks_of
 from shardwise.deepspeed.again import take_back
+from shardwise.deepspeed.asserted import AssertedError
 from shardwise.deepspeed.checkpointing import use_settings
 from shardwise.deepspeed.config import Settings, load_config, read_config
 from shardwise.deepspeed.config_object import DeepSpeedMonitorConfig, required_batch
@@ -28,7 +29,6 @@ from shardwise.deepspeed.optimizers import make_optimizer, wide_states
 from shardwise.deepspeed.plan import data_ranks, parallel_sizes, plan_of
 from shardwise.deepspeed.process_groups import remember_groups
 from shardwise.deepspeed.schedules import make_schedule
-from shardwise.deepspeed.stepping import AssertedError
 from shardwise.deepspeed.zero import remember
 from shardwise.deferred.construction import paused
 from shardwise.mesh import default_device, init_distributed
@@ -87,7 +87,7 @@ def initialize(
         NotImplementedError: something in it or in ``mpu`` that is not available.
     """
     if model is None:
-        raise ValueError(f"model={model}: give the module to train")
+        raise AssertedError(f"model={model}: give the module to train")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={shown(model)}: give the module to train, a torch.nn.Module")
     if dist_init_required is not False:

@@ -14,17 +14,14 @@ from typing import Any, ClassVar
 import torch
 
 from shardwise.build import Session
+from shardwise.deepspeed.asserted import AssertedError
 from shardwise.deepspeed.config import Settings
 
-__all__ = ["AssertedError", "NoSyncError", "PassesApart", "scaled_passes", "take_passes_of_module", "watched_step"]
-
-
-class AssertedError(ValueError, AssertionError):
-    """What DeepSpeed asserts, and programs catch."""
+__all__ = ["NoSyncError", "PassesApart", "scaled_passes", "take_passes_of_module", "watched_step"]
 
 
 class NoSyncError(AssertedError):
-    """``no_sync()`` at a stage that has none, or what may not be in it. (DeepSpeed asserts it: programs catch that.)"""
+    """``no_sync()`` at a stage that has none, or what may not be in it."""
 
 
 class PassesApart:

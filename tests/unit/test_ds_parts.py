@@ -18,6 +18,7 @@ from torch import nn
 
 import shardwise.deepspeed as deepspeed
 from shardwise.checkpoint import CheckpointDamage
+from shardwise.deepspeed.asserted import AssertedError
 from shardwise.deepspeed.lamb import FusedLamb
 from shardwise.deepspeed.optimizers import make_optimizer
 from shardwise.deepspeed.saving import good_steps
@@ -213,7 +214,7 @@ MINIMAL = {"train_batch_size": 1, "gradient_clipping": 0.0, "optimizer": {"type"
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"config": MINIMAL, "model": None}, ValueError, "model=None"),
+        ({"config": MINIMAL, "model": None}, AssertedError, "model=None"),
         ({}, ValueError, "configurations given: \\[\\]"),
         ({"config": {}}, ValueError, "give at least one of them"),
         ({"config": MINIMAL, "mpu": 1}, ValueError, "mpu=1 has no get_data_parallel_group"),
@@ -229,6 +230,19 @@ MINIMAL = {"train_batch_size": 1, "gradient_clipping": 0.0, "optimizer": {"type"
 def test_initialize_refuses(arguments: Tree, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         deepspeed.initialize(**{"model": nn.Linear(2, 1), **arguments})
+
+
+def test_wrong_calls_of_an_engine_are_what_deepspeed_asserts() -> None:
+    engine = deepspeed.initialize(model=nn.Linear(2, 1), config={**MINIMAL, "managed_gradient_accumulation": False})[0]
+    for call, message in (
+        (lambda: engine.scale(engine(torch.ones(2, 2))), r"scale\(loss of shape \(2, 1\).*: give the scalar tensor that"),
+        (lambda: engine.backward(torch.ones(())), r"backward\(loss of shape \(\), requires_grad=False\)"),
+        (lambda: engine.set_gradient_accumulation_boundary(True), r"set_gradient_accumulation_boundary\(True\) without"),
+    ):
+        for kind in (AssertionError, ValueError):
+            with pytest.raises(kind, match=message):
+                call()
+    engine.destroy()
 
 
 def test_one_process_without_a_launcher(capsys: pytest.CaptureFixture[str]) -> None:
