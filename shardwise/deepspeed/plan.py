@@ -171,6 +171,10 @@ def _set_aside(s: Settings) -> None:
         ignore(BUCKETS, "at stage 3 each parameter is reduced and gathered by itself")
     if stage == 0:
         ignore([p for p in s.values if p.startswith(OPTIM)], "offloading is for stages 1 to 3, and this is stage 0")
+        ignore(
+            ["fp16.hysteresis", "fp16.consecutive_hysteresis"],
+            "at stage 0 every overflow lowers the loss scale, as under DeepSpeed",
+        )
     for name in ("fp16", "bf16"):
         if not s[f"{name}.enabled"]:
             inner = [p for p in s.values if p.startswith(f"{name}.") and p != f"{name}.enabled"]
@@ -340,7 +344,7 @@ def _scaler(s: Settings) -> ScalerPlan | None:
         growth_factor=2.0,
         backoff_factor=0.5,
         growth_interval=s["fp16.loss_scale_window"] if not constant else 1000,
-        hysteresis=s["fp16.hysteresis"] if not constant else 1,
+        hysteresis=s["fp16.hysteresis"] if not constant and s.stage > 0 else 1,
         max_scale=constant or MOST_SCALE,
         growth_delay=0 if constant else 1,  # its first doubling is in the step after a whole window
     )

@@ -117,7 +117,7 @@ def watched_step(session: Session, settings: Settings) -> Iterator[None]:
     """Around a step of the session's optimizer. Collective.
 
     Raises:
-        RuntimeError: the step was skipped for overflow at the lowest loss scale.
+        RuntimeError: the step was skipped for overflow at the lowest loss scale; not at stage 0, as under DeepSpeed.
         AssertedError: a parameter has no gradient, and ``ignore_unused_parameters`` is false; nothing was updated.
     """
     if not settings["zero_optimization.ignore_unused_parameters"]:
@@ -132,7 +132,7 @@ def watched_step(session: Session, settings: Settings) -> Iterator[None]:
     if not optimizer.last_step_skipped:
         if settings["fp16.consecutive_hysteresis"]:
             scaler.overflows = 0
-    elif at_floor and scaler.overflows >= scaler.plan.hysteresis:
+    elif at_floor and settings.stage > 0 and scaler.overflows >= scaler.plan.hysteresis:
         raise RuntimeError(
             f"{optimizer.skipped_because}, and the loss scale {scaler.scale:g} is at its minimum already - it cannot "
             "decrease any more; lower the learning rate, or train in bf16"

@@ -285,7 +285,13 @@ EFFECTS: dict[str, tuple[Probe, Tree, Any, Any, Any]] = {
     "checkpoint.use_node_local_storage": (apart, {}, True, None, True),
     "use_node_local_storage": (apart, {}, True, None, True),
     "checkpoint.tag_validation": (differing_tags, {}, "fail", "warning: tag='mine'", "error: tag='mine'"),
-    "fp16.consecutive_hysteresis": (last_scale, {"fp16": {"enabled": True, "initial_scale_power": 4}}, True, 8.0, 16.0),
+    "fp16.consecutive_hysteresis": (
+        last_scale,
+        {"fp16": {"enabled": True, "initial_scale_power": 4}, "zero_optimization": {"stage": 1}},
+        True,
+        8.0,
+        16.0,
+    ),
     "torch_autocast.enabled": (
         dtype_of_outputs,
         {"torch_autocast": {"dtype": "bf16"}},

@@ -50,6 +50,20 @@ def test_it_doubles_in_the_step_after_a_window(stage: int) -> None:
     engine.destroy()
 
 
+def test_at_stage_0_every_overflow_counts_and_the_lowest_scale_is_no_error() -> None:
+    half = {"enabled": True, "initial_scale_power": 2, "hysteresis": 3, "loss_scale_window": 2}
+    engine = engine_of(0, fp16=half)
+    assert "every overflow" in engine.report.ignored["fp16.hysteresis"]
+    assert steps(engine, [float("inf")] * 4 + [0.1] * 3) == [2.0, 1.0, 1.0, 1.0, 1.0, 1.0, 2.0]
+    assert engine.skipped_steps == 4
+    engine.destroy()
+    engine = engine_of(1, fp16=half)
+    assert steps(engine, [float("inf")] * 4) == [4.0, 4.0, 2.0, 1.0]
+    with pytest.raises(RuntimeError, match="at its minimum already"):
+        steps(engine, [float("inf")])
+    engine.destroy()
+
+
 def test_overflows_that_are_left() -> None:
     engine = engine_of(1, fp16={"enabled": True, "initial_scale_power": 8, "hysteresis": 3})
     scaler = engine.optimizer.loss_scaler
