@@ -153,9 +153,9 @@ class AdamTiles:
         limit = self._tile_numel or _tile_numel(param.device)
         for start in range(0, param.numel(), limit):
             part = slice(start, start + limit)
-            wide = [moment[part].to(moment_dtype(param)) for moment in moments]
+            first, second = wide = [moment[part].to(moment_dtype(param)) for moment in moments]
             rounded = None if out is None else out[part]
-            self.update([AdamSlot(param[part], grad[part], *wide, step, rounded)], rule, scale)
+            self.update([AdamSlot(param[part], grad[part], first, second, step, rounded)], rule, scale)
             copy_each([moment[part] for moment in moments], wide)
         for target, source in copies:
             target.copy_(source)
