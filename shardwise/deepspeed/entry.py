@@ -29,6 +29,7 @@ from shardwise.deepspeed.optimizers import make_optimizer, wide_states
 from shardwise.deepspeed.plan import data_ranks, parallel_sizes, plan_of
 from shardwise.deepspeed.process_groups import remember_groups
 from shardwise.deepspeed.schedules import make_schedule
+from shardwise.deepspeed.stepping import drop_after_passes
 from shardwise.deepspeed.zero import remember
 from shardwise.deferred.construction import paused
 from shardwise.mesh import default_device, init_distributed
@@ -115,6 +116,7 @@ def initialize(
     remember(session)
     remember_groups(session, mpu)
     mark_session(session, settings.stage)
+    drop_after_passes(session, settings)
     use_settings(settings)
     engine = DeepSpeedEngine(session, settings, batch, schedule, monitor)
     show_loss_scale(engine)

@@ -17,7 +17,7 @@ from shardwise.build import Session
 from shardwise.deepspeed.asserted import AssertedError
 from shardwise.deepspeed.config import Settings
 
-__all__ = ["NoSyncError", "PassesApart", "scaled_passes", "take_passes_of_module", "watched_step"]
+__all__ = ["NoSyncError", "PassesApart", "drop_after_passes", "scaled_passes", "take_passes_of_module", "watched_step"]
 
 
 class NoSyncError(AssertedError):
@@ -104,6 +104,13 @@ def take_passes_of_module(session: Session) -> None:
     engines has no scale of its own."""
     session.take_unscaled(True)
     session.events.backward_ended.listen(partial(session.take_unscaled, True))
+
+
+def drop_after_passes(session: Session, settings: Settings) -> None:
+    """Where no parameter may stay gathered, none does behind a backward pass, be it fetched ahead."""
+    limits = [settings[f"zero_optimization.stage3_{name}"] for name in ("max_live_parameters", "max_reuse_distance")]
+    if settings.stage == 3 and min(limits) == 0:
+        session.events.backward_ended.listen(session.engine.pool.drop_idle)
 
 
 def scaled_passes(session: Session) -> None:

@@ -219,3 +219,38 @@ def unused(stage: int) -> tuple[str, float]:
 def test_parameters_that_no_rank_uses_are_an_error_where_that_is_asked_for(stage: int) -> None:
     for told, moved in run_ranks(2, unused, stage):
         assert "ignore_unused_parameters=False: use them" in told and moved == 0.0
+
+
+def kept(live: int, ahead: int) -> tuple[list[int], list[int], Tensor]:
+    """Bytes that are gathered, and parameters that can be read, behind each backward pass; and the weights."""
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {
+            "stage": 3,
+            "stage3_param_persistence_threshold": 0,
+            "stage3_max_live_parameters": live,
+            "stage3_prefetch_bucket_size": ahead,
+        },
+    }
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)))
+    model[2].requires_grad_(False)
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    held, shown = [], []
+    for micro in range(6):
+        engine.backward(engine(input_of(torch.distributed.get_rank(), micro)).square().mean())
+        held.append(engine.session.memory().gathered_bytes)
+        shown.append(sum(param.ds_status == deepspeed.zero.ZeroParamStatus.AVAILABLE for param in model.parameters()))
+        engine.step()
+    return held, shown, engine.state_dict()["4.weight"]
+
+
+@pytest.mark.parametrize("ahead", [0, 50_000_000])
+def test_nothing_is_gathered_behind_a_pass_where_nothing_may_stay(ahead: int) -> None:
+    none, some = run_ranks(2, kept, 0, ahead), run_ranks(2, kept, 1000, ahead)
+    for (held, shown, weight), (most, _, other) in zip(none, some, strict=True):
+        assert held == shown == [0] * 6 and all(most)
+        assert torch.equal(weight, other)
