@@ -27,13 +27,13 @@ def _orthogonal(matrix: Tensor, steps: int, method: str) -> Tensor:
     ``"standard"`` multiplies in bf16, as torch's Muon. ``"gram"`` iterates on the Gram matrix of the short side, in
     fp16 on a GPU and in fp32 on a CPU. Where the sides are equal that saves nothing, and it goes the standard way.
     """
-    half = torch.bfloat16 if method == "standard" else torch.float16
-    wide = method == "gram" and matrix.device.type == "cpu"
-    x = matrix.to(torch.float32 if wide else half)
+    x = matrix.to(torch.bfloat16 if method == "standard" else torch.float32)
     x = x if x.dim() == 2 else x.flatten(0, -3)
     tall = x.size(-2) > x.size(-1)
     x = x.mT if tall else x
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=LEAST_NORM)
+    if method == "gram" and x.device.type != "cpu":
+        x = x.half()  # only now: as they are, gradients may be too large or too small for it
     by_gram = method == "gram" and x.size(-2) < x.size(-1)
     spans = (min(RESTART, steps), max(0, steps - RESTART)) if by_gram else (1,) * steps
     for span in spans:
