@@ -22,7 +22,7 @@ from shardwise.deepspeed.flops import FlopsProfiler
 from shardwise.deepspeed.monitors import MonitorMaster
 from shardwise.deepspeed.recording import StepRecorder
 from shardwise.deepspeed.saving import Saving
-from shardwise.deepspeed.stepping import PassesApart, scaled_passes, take_passes_of_module, watched_step
+from shardwise.deepspeed.stepping import PassesApart, check_all_used, scaled_passes, take_passes_of_module, watched_step
 from shardwise.precision_plan import HALF_DTYPES
 
 __all__ = ["DeepSpeedEngine"]
@@ -252,7 +252,8 @@ class DeepSpeedEngine(Facts):
 
     def _take_step(self, lr_kwargs: dict[str, Any]) -> None:
         optimizer = self._required("step")
-        with watched_step(self.session, self.settings):
+        check_all_used(self.session, self.settings)
+        with watched_step(optimizer, self.settings):
             optimizer.step()
             self._count_step(optimizer)
         self._drop_gradients()  # of .grad nothing is left, as under DeepSpeed
@@ -263,8 +264,7 @@ class DeepSpeedEngine(Facts):
         self._applied = not optimizer.last_step_skipped
         # What was accumulated is used up, whatever happens next.
         passes = self._passes if self.settings["managed_gradient_accumulation"] else self._unmanaged
-        self._passes = 0
-        self.global_steps += 1
+        self._passes, self.global_steps = 0, self.global_steps + 1
         self.skipped_steps += optimizer.last_step_skipped
         self._samples = self._batch.micro * self.dp_world_size * passes
         self.global_samples += self._samples

@@ -17,7 +17,15 @@ from shardwise.build import Session
 from shardwise.deepspeed.asserted import AssertedError
 from shardwise.deepspeed.config import Settings
 
-__all__ = ["NoSyncError", "PassesApart", "drop_after_passes", "scaled_passes", "take_passes_of_module", "watched_step"]
+__all__ = [
+    "NoSyncError",
+    "PassesApart",
+    "check_all_used",
+    "drop_after_passes",
+    "scaled_passes",
+    "take_passes_of_module",
+    "watched_step",
+]
 
 
 class NoSyncError(AssertedError):
@@ -120,16 +128,12 @@ def scaled_passes(session: Session) -> None:
 
 
 @contextmanager
-def watched_step(session: Session, settings: Settings) -> Iterator[None]:
-    """Around a step of the session's optimizer. Collective.
+def watched_step(optimizer: Any, settings: Settings) -> Iterator[None]:
+    """Around ``optimizer.step()``.
 
     Raises:
         RuntimeError: the step was skipped for overflow at the lowest loss scale; not at stage 0, as under DeepSpeed.
-        AssertedError: a parameter has no gradient, and ``ignore_unused_parameters`` is false; nothing was updated.
     """
-    if not settings["zero_optimization.ignore_unused_parameters"]:
-        _check_all_used(session)
-    optimizer: Any = session.optimizer
     scaler = optimizer.scaler
     if scaler is None:
         yield
@@ -146,7 +150,14 @@ def watched_step(session: Session, settings: Settings) -> Iterator[None]:
         )
 
 
-def _check_all_used(session: Session) -> None:
+def check_all_used(session: Session, settings: Settings) -> None:
+    """Before a step. Collective.
+
+    Raises:
+        AssertedError: a parameter has no gradient, and ``ignore_unused_parameters`` is false.
+    """
+    if settings["zero_optimization.ignore_unused_parameters"]:
+        return
     session.reduce_rest()
     unused = [
         names[0]
