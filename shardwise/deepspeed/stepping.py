@@ -118,7 +118,7 @@ def drop_after_passes(session: Session, settings: Settings) -> None:
     """Where no parameter may stay gathered, none does behind a backward pass, be it fetched ahead."""
     limits = [settings[f"zero_optimization.stage3_{name}"] for name in ("max_live_parameters", "max_reuse_distance")]
     if settings.stage == 3 and min(limits) == 0:
-        session.events.backward_ended.listen(session.engine.pool.drop_idle)
+        session.events.backward_ended.listen(partial(session.drop_gathered, to_system=False))
 
 
 def scaled_passes(session: Session) -> None:
