@@ -103,10 +103,15 @@ class Session:
         """Reduce now what passes under :meth:`no_sync` kept, which the step would. Collective."""
         self.engine.passes.reduce_rest()
 
-    def drop_gathered(self) -> None:
-        """Give back the memory of gathered parameters that nothing reads. For this rank alone, between passes."""
+    def drop_gathered(self, to_system: bool = True) -> None:
+        """Give back the memory of gathered parameters that nothing reads. For this rank alone, between passes.
+
+        Args:
+            to_system: also what the allocator of the device keeps.
+        """
         self.engine.pool.drop_idle()
-        give_back(self.mesh.device)
+        if to_system:
+            give_back(self.mesh.device)
 
     def set_aside(self, pin_memory: bool = False) -> int:
         """Move masters and optimizer state from the device to host memory, until :meth:`bring_back`.

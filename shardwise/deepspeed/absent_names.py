@@ -26,7 +26,6 @@ _SEED = "seed the program's own random numbers; there is no tracker of model-par
 _SCHEDULE = "name the schedule and its parameters in the configuration's block scheduler, or make it in the program"
 _ONEBIT = "compressed exchange of optimizers is not available: use Adam, with communication_data_type for 16 bits"
 _SPARSE = "use an attention of the model's own"
-_TILED = "use torch.nn.Linear: sharded weights are gathered for one layer at a time"
 _ULYSSES = "give sequence_parallel_size in the configuration: the model exchanges heads by itself, on whole batches"
 _COMPILE = "call torch.compile on the model's blocks before deepspeed.initialize"
 _HYBRID = "generate with engine.module.generate inside engine.session.module.gathered()"
@@ -93,14 +92,12 @@ ABSENT: dict[str, Mapping[str, Absent]] = {
     ),
     "runtime.torch_autocast": _all(_INTERNAL, "get_all_comm_dtypes", "init_autocast_params", "sort_dtypes"),
     "runtime.utils": {
-        **_all("session.optimizer.clip_grad_by_norm, or gradient_clipping in the configuration", "clip_grad_norm_"),
-        **_all("engine.get_global_grad_norm() is the norm of the last step", "get_global_norm", "get_grad_norm"),
+        **_all("engine.get_global_grad_norm() is the norm of the last step", "get_grad_norm"),
         **_all("engine.session.memory() says what is held where", "memory_status"),
-        **_all(_PIPE, "PartitionedTensor", "partition_balanced", "partition_uniform", "prefix_sum_inc"),
+        **_all("cut it by torch.tensor_split, and gather parts by deepspeed.comm.all_gather", "PartitionedTensor"),
         **_all(_INTERNAL, "CheckOverflow", "DummyOptim", "get_inactive_params", "required_torch_version"),
     },
     "runtime.zero": {
-        **_all(_TILED, "TiledLinear", "TiledLinearReturnBias"),
         **_all(
             _INTERNAL,
             "AllGatherHandle",
@@ -127,6 +124,10 @@ ABSENT: dict[str, Mapping[str, Absent]] = {
         "get_allgather_dtype",
         "partitioned_param_data_shape",
     ),
+    "runtime.zero.muon.original_muon": {
+        **_all("use MuonWithAuxAdam, or torch.optim.Muon", "Muon", "SingleDeviceMuon", "adam_update"),
+        **_all(_INTERNAL, "zeropower_via_gram_newtonschulz", "zeropower_via_newtonschulz5"),
+    },
     "runtime.zero.stage3": _all(_INTERNAL, "DeepSpeedZeroOptimizer_Stage3", "print_rank_0"),
     "runtime.zero.stage_1_and_2": _all(_INTERNAL, "DeepSpeedZeroOptimizer", "print_rank_msg"),
     "runtime.zero.config": _all(_CONFIG, "get_zero_config"),
@@ -203,9 +204,7 @@ ABSENT_MODULES: dict[str, Absent] = {
     "runtime.zenflow": Absent("give offload_optimizer device cpu"),
     "runtime.zero.mics": Absent("give mics_shard_size in the configuration, and use deepspeed.zero.Init"),
     "runtime.zero.offload_states": Absent("engine.session.memory() says what is held where"),
-    "runtime.zero.muon": Absent("Muon needs whole matrices"),
     "runtime.zero.parameter_offload": Absent(_INTERNAL),
-    "runtime.zero.tiling": Absent(_TILED),
     "sequence": Absent(_ULYSSES),
     "utils.comms_logging": Absent("engine.session.traffic() counts what was sent"),
     "utils.numa": Absent("start ranks with `shardwise run`, numactl around it"),

@@ -1,13 +1,14 @@
 """The block ``torch_autocast``: forward passes under ``torch.autocast``, and what an autocast around them means.
 
-Parameters keep their own dtype, which is what gradients and gathered parameters travel in: ``torch.autocast`` alone
-decides what is computed in 16 bits, so that numbers are those of plain torch. (DeepSpeed sends gradients of modules
-that are safe in 16 bits rounded to these, under ZeRO-3 their weights, too.)
+Parameters keep their own dtype. Gradients of modules that are safe in 16 bits travel rounded to these, and add up in
+the parameter's dtype; with ``communication_data_type`` all travel in that. Parameters are gathered as they are.
+(DeepSpeed gathers those of safe modules in 16 bits at stage 3, which is what ``torch.autocast`` makes of them anyway.)
 """
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ __all__ = [
     "get_default_autocast_lower_precision_modules",
     "has_comm_dtype",
     "is_autocast_initialized",
+    "safe_classes",
 ]
 
 LOWER_PRECISION_SAFE_MODULES = [nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d]
@@ -75,17 +77,43 @@ def autocast_if_enabled(engine: Any) -> AbstractContextManager[Any]:
     return Autocast(engine.settings, engine.module, engine.device, engine.global_rank == 0)()
 
 
+def safe_classes(settings: Settings) -> tuple[str, ...]:
+    """Full names of the classes of modules that are safe in 16 bits, under whatever names the configuration has them.
+
+    Raises:
+        ValueError: it names something that is no class of modules.
+    """
+    path = "torch_autocast.lower_precision_safe_modules"
+    given = settings[path]
+    if given is None:
+        return tuple(get_default_autocast_lower_precision_modules())
+    if not isinstance(given, list) or not all(isinstance(name, str) for name in given):
+        raise ValueError(f"{path}={given!r:.80}: give a list of classes, such as ['torch.nn.Linear']")
+    return tuple(dict.fromkeys(_full_name(path, name) for name in given))
+
+
+def _full_name(path: str, name: str) -> str:
+    package, _, last = name.rpartition(".")
+    try:
+        kind = getattr(import_module(package), last)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{path}: {name!r} cannot be imported ({error}); give a class's full name") from error
+    if not isinstance(kind, type) or not issubclass(kind, nn.Module):
+        raise ValueError(f"{path}: {name!r} is {kind!r:.60}; give a class of modules")
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
 def _mark(model: nn.Module, settings: Settings, dtype: torch.dtype | None) -> None:
     """Give parameters of modules that are safe in 16 bits the attribute ``comm_dtype``, where it is so."""
-    safe = settings["torch_autocast.lower_precision_safe_modules"] or get_default_autocast_lower_precision_modules()
-    travels = settings["communication_data_type"]
+    for param in model.parameters():
+        vars(param).pop(PARAM_COMM_DTYPE_ATTR_NAME, None)
+    if dtype is None or settings["communication_data_type"] not in (None, dtype):
+        return
+    safe = safe_classes(settings)
     for module in model.modules():
-        listed = f"{type(module).__module__}.{type(module).__name__}" in safe
-        for param in module.parameters(recurse=False):
-            if listed and dtype is not None and (travels or param.dtype) == dtype:
+        if f"{type(module).__module__}.{type(module).__qualname__}" in safe:
+            for param in module.parameters(recurse=False):
                 setattr(param, PARAM_COMM_DTYPE_ATTR_NAME, dtype)
-            else:
-                vars(param).pop(PARAM_COMM_DTYPE_ATTR_NAME, None)
 
 
 def has_comm_dtype(param: nn.Parameter) -> bool:
@@ -111,4 +139,4 @@ def get_autocast_dtype() -> torch.dtype | None:
 
 def get_default_autocast_lower_precision_modules() -> list[str]:
     """Names of :data:`LOWER_PRECISION_SAFE_MODULES`, as configurations have them."""
-    return [f"{kind.__module__}.{kind.__name__}" for kind in LOWER_PRECISION_SAFE_MODULES]
+    return [f"{kind.__module__}.{kind.__qualname__}" for kind in LOWER_PRECISION_SAFE_MODULES]

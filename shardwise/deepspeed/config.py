@@ -191,7 +191,18 @@ def read_config(config: Source, known: Mapping[str, Any] | None = None) -> Setti
     values = reader.values
     if values.get("fp16.enabled") and values.get("bf16.enabled"):
         raise ValueError(f"fp16.enabled={values['fp16.enabled']} and bf16.enabled=True: enable one of them")
-    return Settings(values, frozenset(reader.sections), reader.findings)
+    settings = Settings(values, frozenset(reader.sections), reader.findings)
+    _check_dynamic_scale(settings)
+    return settings
+
+
+def _check_dynamic_scale(settings: Settings) -> None:
+    """What only a loss scale that moves uses is not looked at without one."""
+    if not settings["fp16.enabled"] or settings["fp16.loss_scale"] != 0.0:
+        return
+    for path, what in (("fp16.loss_scale_window", "a whole number >= 1"), ("fp16.min_loss_scale", "a number > 0")):
+        if settings[path] <= 0:
+            raise ValueError(f"{path}={settings[path]} with a dynamic loss scale: give {what}")
 
 
 class _Reader:

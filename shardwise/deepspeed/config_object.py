@@ -11,6 +11,7 @@ from shardwise.deepspeed.config import Batch, Settings, Source, batch_of, load_c
 from shardwise.deepspeed.groups import data_parallel_group
 from shardwise.deepspeed.plan import data_ranks
 from shardwise.deepspeed.schema import ALIASES, BLOCKS, KEYS, SECTIONS
+from shardwise.deepspeed.validation import validation_error
 
 __all__ = [
     "MONITORS",
@@ -106,6 +107,21 @@ class Section:
         return {name: getattr(self, name) for name in SECTIONS[self._path]}
 
 
+def _block(path: str, keys: Mapping[str, Any]) -> Settings:
+    """A configuration of nothing but the block at ``path``.
+
+    Raises:
+        ValueError: as pydantic's, see :func:`~shardwise.deepspeed.validation.validation_error`.
+    """
+    tree: dict[str, Any] = dict(keys)
+    for name in reversed(path.split(".")):
+        tree = {name: tree}
+    try:
+        return read_config(tree)
+    except ValueError as error:
+        raise validation_error(path, error) from error
+
+
 class DeepSpeedZeroConfig(Section):
     """The block ``zero_optimization``, of its keys: ``DeepSpeedZeroConfig(stage=2, reduce_bucket_size=10)``.
 
@@ -114,7 +130,7 @@ class DeepSpeedZeroConfig(Section):
     """
 
     def __init__(self, **keys: Any) -> None:
-        super().__init__(read_config({"zero_optimization": keys}), "zero_optimization")
+        super().__init__(_block("zero_optimization", keys), "zero_optimization")
 
     @property
     def overlap_comm(self) -> bool:
@@ -127,7 +143,8 @@ class DeepSpeedZeroOffloadParamConfig(Section):
     """The block ``offload_param``, of its keys."""
 
     def __init__(self, **keys: Any) -> None:
-        super().__init__(read_config({"zero_optimization": {"offload_param": keys}}), "zero_optimization.offload_param")
+        path = "zero_optimization.offload_param"
+        super().__init__(_block(path, keys), path)
 
 
 class DeepSpeedZeroOffloadOptimizerConfig(Section):
@@ -135,7 +152,7 @@ class DeepSpeedZeroOffloadOptimizerConfig(Section):
 
     def __init__(self, **keys: Any) -> None:
         path = "zero_optimization.offload_optimizer"
-        super().__init__(read_config({"zero_optimization": {"offload_optimizer": keys}}), path)
+        super().__init__(_block(path, keys), path)
 
     @property
     def pipeline(self) -> bool:
@@ -147,7 +164,7 @@ class DeepSpeedFP16Config(Section):
     """The block ``fp16``, of its keys."""
 
     def __init__(self, **keys: Any) -> None:
-        super().__init__(read_config({"fp16": keys}), "fp16")
+        super().__init__(_block("fp16", keys), "fp16")
 
     def initial_dynamic_scale(self) -> float:
         """The first loss scale, where none is given."""
@@ -158,7 +175,7 @@ class DeepSpeedBF16Config(Section):
     """The block ``bf16``, of its keys."""
 
     def __init__(self, **keys: Any) -> None:
-        super().__init__(read_config({"bf16": keys}), "bf16")
+        super().__init__(_block("bf16", keys), "bf16")
 
 
 def get_float16_config(param_dict: Mapping[str, Any]) -> DeepSpeedFP16Config:

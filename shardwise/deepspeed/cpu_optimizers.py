@@ -21,10 +21,13 @@ def _only(cls: type, name: str, value: Any, wanted: Any, instead: str) -> None:
 
 
 class DeepSpeedCPUAdam(CPUAdam):
-    """AdamW, or Adam with ``adamw_mode=False``. Its state has the dtype of the masters, fp32 in mixed precision.
+    """AdamW, or Adam with ``adamw_mode=False``. Steps are made in fp32 (fp64 of such parameters) and rounded once.
+
+    Moments are fp32 as well. With ``fp32_optimizer_states=False`` they have the dtype of what is updated: of the
+    parameters, or of their masters, which are fp32 unless the configuration has 16-bit ones.
 
     Raises:
-        NotImplementedError: ``amsgrad``, or state in 16 bits.
+        NotImplementedError: ``amsgrad``.
     """
 
     def __init__(
@@ -40,8 +43,13 @@ class DeepSpeedCPUAdam(CPUAdam):
         fp32_optimizer_states: bool = True,
     ) -> None:
         _only(type(self), "amsgrad", amsgrad, False, "use torch.optim.AdamW(amsgrad=True)")
-        _only(type(self), "fp32_optimizer_states", fp32_optimizer_states, True, "leave it True")
         super().__init__(model_params, lr, bias_correction, betas, eps, weight_decay, adamw_mode)
+        self.wide_moments = bool(fp32_optimizer_states)
+
+    @property
+    def fp32_optimizer_states(self) -> bool:
+        """Whether moments are fp32 whatever is updated."""
+        return self.wide_moments
 
 
 class FusedAdam(CPUAdam):
@@ -72,8 +80,11 @@ class FusedAdam(CPUAdam):
 class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
     """torch's Adagrad with DeepSpeed's defaults.
 
+    State has the dtype of what is updated, whatever ``fp32_optimizer_states`` says: of fp32 masters, where there are
+    some.
+
     Raises:
-        NotImplementedError: ``amsgrad``, or state in 16 bits.
+        NotImplementedError: ``amsgrad``.
     """
 
     def __init__(
@@ -86,16 +97,12 @@ class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
         fp32_optimizer_states: bool = True,
     ) -> None:
         _only(type(self), "amsgrad", amsgrad, False, "leave it False")
-        _only(type(self), "fp32_optimizer_states", fp32_optimizer_states, True, "leave it True")
         super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
 
 
 class DeepSpeedCPULion(Lion):
-    """:class:`~shardwise.optim.lion.Lion` with DeepSpeed's arguments.
-
-    Raises:
-        NotImplementedError: state in 16 bits.
-    """
+    """:class:`~shardwise.optim.lion.Lion` with DeepSpeed's arguments; state is as
+    :class:`DeepSpeedCPUAdagrad`'s."""
 
     def __init__(
         self,
@@ -105,7 +112,6 @@ class DeepSpeedCPULion(Lion):
         weight_decay: float = 0,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        _only(type(self), "fp32_optimizer_states", fp32_optimizer_states, True, "leave it True")
         super().__init__(model_params, lr, betas, weight_decay)
 
 

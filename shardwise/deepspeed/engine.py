@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from shardwise.attributes import attribute_of
 from shardwise.build import Session
 from shardwise.checked import as_mapping, as_tensor, whole
+from shardwise.deepspeed.asserted import AssertedError
 from shardwise.deepspeed.autocast import Autocast
 from shardwise.deepspeed.clock import StepClock
 from shardwise.deepspeed.config import Batch, Report, Settings
@@ -21,7 +22,7 @@ from shardwise.deepspeed.flops import FlopsProfiler
 from shardwise.deepspeed.monitors import MonitorMaster
 from shardwise.deepspeed.recording import StepRecorder
 from shardwise.deepspeed.saving import Saving
-from shardwise.deepspeed.stepping import scaled_passes, take_passes_of_module, unreduced, watched_step
+from shardwise.deepspeed.stepping import PassesApart, check_all_used, scaled_passes, take_passes_of_module, watched_step
 from shardwise.precision_plan import HALF_DTYPES
 
 __all__ = ["DeepSpeedEngine"]
@@ -59,6 +60,7 @@ class DeepSpeedEngine(Facts):
         self.settings, self._batch = settings, batch
         session.divide_own_passes(batch.accumulation)
         take_passes_of_module(session)
+        self._apart = PassesApart(session, settings.stage)
         apart = settings["checkpoint.use_node_local_storage"] or settings["use_node_local_storage"] or None
         self._saving = Saving(session, settings["checkpoint.load_universal"], apart)
         self._autocast = Autocast(settings, self.module, self.device, self.global_rank == 0)
@@ -182,9 +184,9 @@ class DeepSpeedEngine(Facts):
     def _check_loss(self, what: str, loss: Tensor) -> None:
         as_tensor(f"{what}(loss)", loss, "the scalar that a forward pass of the engine returned")
         if loss.numel() != 1 or not loss.requires_grad:
-            raise ValueError(
-                f"{what}(loss of shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}): give the "
-                "scalar that a forward pass of the engine returned"
+            raise AssertedError(
+                f"{what}(loss of shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}): give the scalar "
+                "tensor that a forward pass of the engine returned"
             )
 
     @contextmanager
@@ -209,12 +211,11 @@ class DeepSpeedEngine(Facts):
         """Decide :meth:`is_gradient_accumulation_boundary` from here on, before the pass that it is about.
 
         Raises:
-            RuntimeError: with ``managed_gradient_accumulation=false``, where every step is one.
+            AssertedError: with ``managed_gradient_accumulation=false``, where every step is one.
         """
         if not self.settings["managed_gradient_accumulation"]:
-            raise RuntimeError(
-                f"set_gradient_accumulation_boundary({is_boundary}) with managed_gradient_accumulation=False: call "
-                "step() where the parameters are to be updated"
+            raise AssertedError(
+                f"set_gradient_accumulation_boundary({is_boundary}) without managed_gradient_accumulation: leave it out"
             )
         self._boundary = is_boundary
 
@@ -226,8 +227,10 @@ class DeepSpeedEngine(Facts):
 
         Raises:
             RuntimeError: there is no optimizer; a gradient was not finite at the lowest loss scale.
+            AssertedError: inside of :meth:`no_sync`; or an unused parameter without ``ignore_unused_parameters``.
         """
         self._required("step")
+        self._apart.check_step()
         self._stepping, self._applied = True, False
         try:
             self._passes += 1
@@ -249,6 +252,7 @@ class DeepSpeedEngine(Facts):
 
     def _take_step(self, lr_kwargs: dict[str, Any]) -> None:
         optimizer = self._required("step")
+        check_all_used(self.session, self.settings)
         with watched_step(optimizer, self.settings):
             optimizer.step()
             self._count_step(optimizer)
@@ -260,8 +264,7 @@ class DeepSpeedEngine(Facts):
         self._applied = not optimizer.last_step_skipped
         # What was accumulated is used up, whatever happens next.
         passes = self._passes if self.settings["managed_gradient_accumulation"] else self._unmanaged
-        self._passes = 0
-        self.global_steps += 1
+        self._passes, self.global_steps = 0, self.global_steps + 1
         self.skipped_steps += optimizer.last_step_skipped
         self._samples = self._batch.micro * self.dp_world_size * passes
         self.global_samples += self._samples
@@ -286,12 +289,9 @@ class DeepSpeedEngine(Facts):
         """
         self.session.reduce_rest()
 
-    @contextmanager
-    def coalesce_grad_reduction(self) -> Iterator[None]:
+    def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
         """Passes inside exchange nothing until its end; at stages 2 and 3 each its shards. The sums are the same."""
-        with self.session.no_sync() if self.session.plan.shard.reduce == "last" else nullcontext():
-            yield
-        self.allreduce_gradients()
+        return self._apart.coalesced()
 
     def empty_partition_cache(self) -> None:
         """Drop gathered parameters that nothing reads, and give their memory back (stage 3)."""
@@ -320,8 +320,8 @@ class DeepSpeedEngine(Facts):
             self.is_compiled = True
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes inside exchange nothing (stages 0 and 1); see :meth:`Session.no_sync`."""
-        return unreduced(self.session, self.settings.stage)
+        """Backward passes inside exchange nothing (stages 0 and 1); see :meth:`Session.no_sync`. No step is in it."""
+        return self._apart.no_sync()
 
     def was_step_applied(self) -> bool:
         """Whether the last :meth:`step` changed the parameters."""

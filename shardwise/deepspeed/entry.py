@@ -16,6 +16,7 @@ from shardwise.build import agreed_build, build
 from shardwise.checked import shown
 from shardwise.comm import ranks_of
 from shardwise.deepspeed.again import take_back
+from shardwise.deepspeed.asserted import AssertedError
 from shardwise.deepspeed.checkpointing import use_settings
 from shardwise.deepspeed.config import Settings, load_config, read_config
 from shardwise.deepspeed.config_object import DeepSpeedMonitorConfig, required_batch
@@ -24,10 +25,11 @@ from shardwise.deepspeed.groups import groups_of, mesh_of
 from shardwise.deepspeed.loss_scaler import show_loss_scale
 from shardwise.deepspeed.marks import mark_session
 from shardwise.deepspeed.monitors import MonitorMaster
-from shardwise.deepspeed.optimizers import make_optimizer
+from shardwise.deepspeed.optimizers import make_optimizer, wide_states
 from shardwise.deepspeed.plan import data_ranks, parallel_sizes, plan_of
 from shardwise.deepspeed.process_groups import remember_groups
 from shardwise.deepspeed.schedules import make_schedule
+from shardwise.deepspeed.stepping import drop_after_passes
 from shardwise.deepspeed.zero import remember
 from shardwise.deferred.construction import paused
 from shardwise.mesh import default_device, init_distributed
@@ -86,7 +88,7 @@ def initialize(
         NotImplementedError: something in it or in ``mpu`` that is not available.
     """
     if model is None:
-        raise ValueError(f"model={model}: give the module to train")
+        raise AssertedError(f"model={model}: give the module to train")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={shown(model)}: give the module to train, a torch.nn.Module")
     if dist_init_required is not False:
@@ -114,6 +116,7 @@ def initialize(
     remember(session)
     remember_groups(session, mpu)
     mark_session(session, settings.stage)
+    drop_after_passes(session, settings)
     use_settings(settings)
     engine = DeepSpeedEngine(session, settings, batch, schedule, monitor)
     show_loss_scale(engine)
@@ -159,13 +162,18 @@ def _optimizer(
         return None
     held = [p for p in model.parameters() if p.requires_grad] if parameters is None else list(parameters)
     if given is None:
-        return make_optimizer(name, held, settings["optimizer.params"] or {})
+        return make_optimizer(name, held, settings["optimizer.params"] or {}, model, wide_states(settings))
     for path in ("optimizer.type", "optimizer.params"):
         if settings.given(path):
             findings.ignore(path, "an optimizer was given to initialize")
     if not isinstance(given, torch.optim.Optimizer) and not callable(given):
         raise TypeError(f"optimizer={shown(given)}: give a torch.optim.Optimizer, or what makes one of parameters")
     made = given if isinstance(given, torch.optim.Optimizer) else given(held)
+    if wide_states(settings) is False and getattr(made, "fp32_optimizer_states", False):
+        raise AssertedError(
+            f"bf16.bf16_optimizer_states={settings['bf16.bf16_optimizer_states']} with a {type(made).__name__} whose "
+            "moments are fp32: give it fp32_optimizer_states=False"
+        )
     fraction = getattr(made, "nvme_offload_fraction", 0.0)
     if fraction:
         raise ValueError(

@@ -141,6 +141,7 @@ _ZERO: Names = {
     **_in("zero", ("GatheredParameters", "Init", "register_external_parameter", "unregister_external_parameter")),
     **_in("marks", ("ZeroParamStatus", "ZeroParamType")),
     "MiCS_Init": Here(f"{HOME}.zero", "Init", "mics_shard_size in the configuration says over how many ranks"),
+    **_in("tiling", ("TiledLinear", "TiledLinearReturnBias")),
     "unwrap_model_for_generation": Here(f"{HOME}.zero"),
     "zero_wrapper_for_fp_tensor_constructor": Here(f"{HOME}.zero"),
     **ABSENT["runtime.zero"],
@@ -339,6 +340,8 @@ NAMES: dict[str, Mapping[str, Here | Absent] | Absent] = {
     },
     "runtime.utils": {
         "is_model_parallel_parameter": Here("shardwise.engine.other_parts", "is_divided"),
+        **_in("tiling", ("partition_balanced", "partition_uniform", "prefix_sum_inc")),
+        **_in("clipping", ("clip_grad_norm_", "get_global_norm")),
         "move_to_device": Here(f"{HOME}.loaders"),
         "see_memory_usage": Here(f"{HOME}.hardware"),
         **ABSENT["runtime.utils"],
@@ -358,6 +361,14 @@ NAMES: dict[str, Mapping[str, Here | Absent] | Absent] = {
         "zero3_linear_wrap": _LINEAR["zero3_linear_wrap"],
         **ABSENT["runtime.zero.partition_parameters"],
     },
+    "runtime.zero.muon.muon_optimizer": {"MuonWithAuxAdam": Here("shardwise.optim.muon")},
+    "runtime.zero.muon.original_muon": {
+        "MuonWithAuxAdam": Here("shardwise.optim.muon"),
+        "SingleDeviceMuonWithAuxAdam": Here("shardwise.optim.muon", "MuonWithAuxAdam"),
+        "muon_update": Here("shardwise.optim.muon"),
+        **ABSENT["runtime.zero.muon.original_muon"],
+    },
+    "runtime.zero.tiling": _in("tiling", ("TiledLinear", "TiledLinearReturnBias", "split_tensor_along_last_dim")),
     "runtime.zero.utils": {
         "ZeRORuntimeException": Here("builtins", "RuntimeError"),
         "is_zero_param": Here(f"{HOME}.marks"),
@@ -417,7 +428,6 @@ WORLD = World(
         "zero:GatheredParameters": {"fwd_module": Ignored("what another module reads is gathered by the read")},
         "ops.adam:DeepSpeedCPUAdam": {
             "amsgrad": Absent("use torch.optim.AdamW(amsgrad=True)"),
-            "fp32_optimizer_states": Absent("leave it True: state has the dtype of the masters"),
         },
         "ops.adam:FusedAdam": {
             "amsgrad": Absent("use torch.optim.AdamW(amsgrad=True)"),

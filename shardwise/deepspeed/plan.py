@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from shardwise.checked import MOST_NUMEL, MOST_SCALE
+from shardwise.deepspeed.autocast import safe_classes
 from shardwise.deepspeed.config import Report, Settings, Source, batch_of, read_config
 from shardwise.deepspeed.optimizers import check_optimizer
 from shardwise.plan import (
@@ -25,7 +26,7 @@ from shardwise.plan import (
     TierPlan,
     usual_exchange,
 )
-from shardwise.precision_plan import HALF_DTYPES
+from shardwise.precision_plan import HALF_DTYPES, ReduceModules
 
 __all__ = ["data_parallel", "data_ranks", "home_of_parameters", "number_format", "parallel_sizes", "plan_of", "to_plan"]
 
@@ -103,6 +104,11 @@ def plan_of(settings: Settings, world_size: int, numels: Sequence[int] | None = 
             f"gradient_clipping is not given: gradients are clipped to norm {s['gradient_clipping']:g}, DeepSpeed's "
             "documented default (what releases before 0.19.8 did not do); 0.0 is off"
         )
+    if str(s["optimizer.type"]).lower() == "muon" and s["gradient_clipping"] > 0.0:
+        s.findings.note(
+            f"gradient_clipping={s['gradient_clipping']:g} with Muon: gradients are clipped before Muon makes steps of "
+            "them. DeepSpeed clips the steps, which are smaller then: choose the learning rate anew"
+        )
     tiers = _tiers(s, shard_ranks, numels)
     if mesh.secondary is not None and tiers.param_disk_fraction > 0.0:
         raise ValueError(
@@ -165,12 +171,22 @@ def _set_aside(s: Settings) -> None:
         ignore(BUCKETS, "at stage 3 each parameter is reduced and gathered by itself")
     if stage == 0:
         ignore([p for p in s.values if p.startswith(OPTIM)], "offloading is for stages 1 to 3, and this is stage 0")
+        ignore(
+            ["fp16.hysteresis", "fp16.consecutive_hysteresis"],
+            "at stage 0 every overflow lowers the loss scale, as under DeepSpeed",
+        )
     for name in ("fp16", "bf16"):
         if not s[f"{name}.enabled"]:
             inner = [p for p in s.values if p.startswith(f"{name}.") and p != f"{name}.enabled"]
             ignore(inner, f"{name} is not enabled")
     if not s["torch_autocast.enabled"]:
-        ignore(["torch_autocast.dtype"], "torch_autocast is not enabled")
+        inner = ["torch_autocast.dtype", "torch_autocast.lower_precision_safe_modules"]
+        ignore(inner, "torch_autocast is not enabled")
+    elif s["communication_data_type"] is not None:
+        ignore(
+            ["torch_autocast.lower_precision_safe_modules"],
+            f"all gradients travel in communication_data_type, {s['communication_data_type']}",
+        )
     if s["fp16.loss_scale"] > 0:
         dynamic = ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale")
         ignore([f"fp16.{name}" for name in dynamic], f"the loss scale is constant ({s['fp16.loss_scale']:g})")
@@ -281,7 +297,8 @@ def _precision(s: Settings) -> PrecisionPlan:
                 f"bf16.bf16_optimizer_states={s['bf16.bf16_optimizer_states']} without bf16_master_weights_and_grads: "
                 "state has the dtype of the masters; enable both, or neither"
             )
-        if half_masters and not s["bf16.bf16_optimizer_states"]:
+        by_adam = str(s["optimizer.type"]).lower() in ("adam", "adamw")  # whose moments are fp32 then
+        if half_masters and not s["bf16.bf16_optimizer_states"] and not by_adam:
             s.findings.note("bf16.bf16_master_weights_and_grads: optimizer state has the masters' dtype, bf16, as well")
     return PrecisionPlan(
         param_dtype=dtype,
@@ -292,7 +309,17 @@ def _precision(s: Settings) -> PrecisionPlan:
         cast_inputs=dtype is torch.float16 and s["fp16.auto_cast"],
         output_dtype=None,
         scaler=_scaler(s),
+        reduce_modules=_safe_modules(s),
     )
+
+
+def _safe_modules(s: Settings) -> ReduceModules | None:
+    """Whose gradients travel in autocast's dtype."""
+    dtype = _autocast(s)
+    if dtype is None or s["communication_data_type"] is not None:
+        return None
+    classes = safe_classes(s)
+    return ReduceModules(classes=classes, dtype=dtype) if classes else None
 
 
 def _scaler(s: Settings) -> ScalerPlan | None:
@@ -317,7 +344,7 @@ def _scaler(s: Settings) -> ScalerPlan | None:
         growth_factor=2.0,
         backoff_factor=0.5,
         growth_interval=s["fp16.loss_scale_window"] if not constant else 1000,
-        hysteresis=s["fp16.hysteresis"] if not constant else 1,
+        hysteresis=s["fp16.hysteresis"] if not constant and s.stage > 0 else 1,
         max_scale=constant or MOST_SCALE,
         growth_delay=0 if constant else 1,  # its first doubling is in the step after a whole window
     )

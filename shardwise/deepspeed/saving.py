@@ -31,6 +31,7 @@ from shardwise.checkpoint.schedulers import SavedScheduler
 from shardwise.checkpoint.session import Checkpointer
 from shardwise.checkpoint.source import StateTensors
 from shardwise.checkpoint.write import agree
+from shardwise.deepspeed.asserted import AssertedError
 from shardwise.deepspeed.frozen import WithoutFrozen, frozen_ones_are_missing
 from shardwise.deepspeed.parts import PartRun
 from shardwise.deepspeed.zero_to_fp32 import FROZEN, write_program
@@ -71,7 +72,7 @@ class Saving:
         if len(set(tags)) > 1 and mode != "IGNORE":
             message = f"tag={tag!r}, but the ranks' tags are {tags}: give the same on every rank"
             if mode == "FAIL":
-                raise ValueError(message)
+                raise AssertedError(message)
             warn_user(message)
         return tags[0]
 

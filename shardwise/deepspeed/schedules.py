@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from shardwise.remarks import warn_user
+
 __all__ = ["LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR", "make_schedule"]
 
 
@@ -68,10 +70,12 @@ class _Schedule(LRScheduler):
         self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
 
 
-def _check_rate(warmup_type: str) -> str:
-    if warmup_type not in ("log", "linear"):
-        raise ValueError(f"warmup_type={warmup_type!r}: give 'log' or 'linear'")
-    return warmup_type
+def _known_rate(warmup_type: str) -> str:
+    """One that is not known is ``"log"``, with a warning, as under DeepSpeed."""
+    if warmup_type in ("log", "linear"):
+        return warmup_type
+    warn_user(f"warmup_type={warmup_type!r:.80} is not known, and 'log' is taken: give 'log' or 'linear'")
+    return "log"
 
 
 def _warm(iteration: int, steps: int, warmup_type: str) -> float:
@@ -95,7 +99,7 @@ class WarmupLR(_Schedule):
         self.min_lrs = _each(optimizer, warmup_min_lr, "warmup_min_lr")
         self.max_lrs = own if warmup_max_lr is None else _each(optimizer, warmup_max_lr, "warmup_max_lr")
         self.warmup_num_steps = max(2, _positive(warmup_num_steps, "warmup_num_steps"))
-        self.warmup_type = _check_rate(warmup_type)
+        self.warmup_type = _known_rate(warmup_type)
         super().__init__(optimizer, last_batch_iteration)
 
     def _after(self, iteration: int) -> float:
@@ -147,7 +151,7 @@ class WarmupCosineLR(_Schedule):
         self.total_num_steps = _positive(total_num_steps, "total_num_steps")
         self.warmup_num_steps = max(2, _positive(warmup_num_steps, "warmup_num_steps"))
         self.warmup_min_ratio, self.cos_min_ratio = warmup_min_ratio, cos_min_ratio
-        self.warmup_type = _check_rate(warmup_type)
+        self.warmup_type = _known_rate(warmup_type)
         super().__init__(optimizer, last_batch_iteration)
 
     def _ratio(self, iteration: int) -> float:
@@ -197,6 +201,10 @@ class OneCycle(_Schedule):
     """One cycle of learning rate (up, then down) and, inversely, of Adam's first beta; then decay (arXiv 1803.09820).
 
     As documented, cycling the momentum sets the second beta to 0.99.
+
+    Attributes:
+        total_size: steps of the cycle.
+        step_ratio: the share of them in which the rate grows.
     """
 
     def __init__(
@@ -220,6 +228,8 @@ class OneCycle(_Schedule):
         self.second = self.first if cycle_second_step_size is None else cycle_second_step_size
         if self.second < 0:
             raise ValueError(f"cycle_second_step_size={cycle_second_step_size}: give a number of steps >= 0")
+        self.total_size = self.first + self.second
+        self.step_ratio = self.first / self.total_size
         stairs = cycle_first_stair_count
         self.stairs = (stairs, stairs if cycle_second_stair_count is None else cycle_second_stair_count)
         self.min_lrs = _each(optimizer, cycle_min_lr, "cycle_min_lr")
@@ -232,7 +242,7 @@ class OneCycle(_Schedule):
 
     def _share(self, count: int) -> float:
         """How far up the cycle is at its step ``count``."""
-        total = self.first + self.second
+        total = self.total_size
         at = count % total
         rising = at <= self.first
         stairs = self.stairs[0 if rising else 1]
@@ -243,12 +253,12 @@ class OneCycle(_Schedule):
         """Factor after the cycle: ``1 + rate * intervals``."""
         if not self.decay_step_size or not rate:
             return 1.0
-        since = self.last_batch_iteration - (self.first + self.second) + 1
+        since = self.last_batch_iteration - self.total_size + 1
         return 1.0 + rate * since / self.decay_step_size
 
     @property
     def _cycling(self) -> bool:
-        return self.last_batch_iteration < self.first + self.second
+        return self.last_batch_iteration < self.total_size
 
     def get_lr(self) -> list[Any]:
         self._set_momentum()

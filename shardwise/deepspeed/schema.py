@@ -114,10 +114,10 @@ _FP16 = {
     "auto_cast": _use("bool", False),
     "loss_scale": _use("float", 0.0, 0.0, MOST_SCALE),
     "initial_scale_power": _use("int", 16, 0, 126),
-    "loss_scale_window": _use("int", 1000, 1, MOST_COUNT),
+    "loss_scale_window": _use("int", 1000, None, MOST_COUNT),
     "hysteresis": _use("int", 2, 1, MOST_COUNT),
     "consecutive_hysteresis": _use("bool", False),
-    "min_loss_scale": _use("float", 1.0, 0.0, MOST_SCALE),
+    "min_loss_scale": _use("float", 1.0, None, MOST_SCALE),
     "fp16_master_weights_and_grads": _use("bool", False),
 }
 _BF16 = {
@@ -156,7 +156,7 @@ _ZERO = {
     "stage3_module_granularity_threshold": _skip("int", 0, "each parameter is gathered by itself", 0),
     "stage3_use_all_reduce_for_fetch_params": _skip("bool", False, "parameters travel by all-gather", False),
     "stage3_allgather_sequential": _skip("bool", False, "each parameter is gathered by itself anyway"),
-    "ignore_unused_parameters": _skip("bool", True, "a parameter that no rank used is left alone, as in torch", True),
+    "ignore_unused_parameters": _use("bool", True),
     "legacy_stage1": _skip("bool", False, "there is one implementation of stage 1", False),
     "round_robin_gradients": _skip("bool", False, "every rank copies its shard of each chunk, which is even already"),
     "parameter_alignment": _skip("bool", False, "every parameter starts at a multiple of 64 bytes anyway"),
@@ -175,7 +175,9 @@ _ZERO = {
     "override_module_apply": _skip("bool", True, "apply() outside zero.Init meets whole parameters", True),
     "log_trace_cache_warnings": _skip("bool", False, "a changed order of modules is no fault here", False),
     "enable_sanity_checks": _skip("bool", False, "the checks that there are always run"),
-    "save_muon_momentum_buffer_in_memory": _skip("bool", False, "Muon is not available", False),
+    "save_muon_momentum_buffer_in_memory": _skip(
+        "bool", False, "it is state of the optimizer, and lies where offload_optimizer puts that", False
+    ),
 }
 _OFFLOAD_PARAM = {
     "device": _use("text", "none", choices=("none", "cpu", "nvme")),
@@ -209,6 +211,7 @@ _OPTIMIZER = {
     "type": _use("text", None),
     "params": _use("map", None),
     "legacy_fusion": _skip("bool", False, "there is one implementation", False),
+    "torch_adam": _skip("bool", False, "DeepSpeed reads it inside of params; give it there", False),
 }
 _SCHEDULER = {"type": _use("text", None), "params": _use("map", None)}
 _CHECKPOINT = {
@@ -274,11 +277,7 @@ _COMET = {
 _AUTOCAST = {
     "enabled": _use("bool", False),
     "dtype": _use("dtype", None),
-    "lower_precision_safe_modules": _skip(
-        "list",
-        None,
-        "gradients travel unrounded, or all in communication_data_type; torch.autocast says what is rounded",
-    ),
+    "lower_precision_safe_modules": _use("list", None),
 }
 _FLOPS = {
     "enabled": _use("bool", False),

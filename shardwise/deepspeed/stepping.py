@@ -5,35 +5,106 @@ And what it raises where passes cannot be left unreduced.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from shardwise.build import Session
+from shardwise.deepspeed.asserted import AssertedError
 from shardwise.deepspeed.config import Settings
 
-__all__ = ["NoSyncError", "scaled_passes", "take_passes_of_module", "unreduced", "watched_step"]
+__all__ = [
+    "NoSyncError",
+    "PassesApart",
+    "check_all_used",
+    "drop_after_passes",
+    "scaled_passes",
+    "take_passes_of_module",
+    "watched_step",
+]
 
 
-class NoSyncError(ValueError, AssertionError):
-    """``no_sync()`` at a stage that has none. (DeepSpeed asserts it, and programs catch that.)"""
+class NoSyncError(AssertedError):
+    """``no_sync()`` at a stage that has none, or what may not be in it."""
 
 
-def unreduced(session: Session, stage: int) -> AbstractContextManager[None]:
-    """``session.no_sync()``.
+class PassesApart:
+    """Blocks of passes that exchange nothing, one at a time; no step is made in one.
 
-    Raises:
-        NoSyncError: stages 2 and 3 keep no whole gradients.
+    Args:
+        session: of the engine.
+        stage: of the configuration.
     """
-    try:
-        return session.no_sync()
-    except ValueError as error:
-        raise NoSyncError(
-            f"no_sync context manager is incompatible with gradient partitioning logic of ZeRO stage {stage}: {error}"
-        ) from error
+
+    _inside: ClassVar[weakref.WeakSet[Session]] = weakref.WeakSet()
+
+    def __init__(self, session: Session, stage: int) -> None:
+        self._session, self._stage, self._open = session, stage, ""
+
+    @classmethod
+    def has(cls, session: Session) -> bool:
+        """Whether the program is in such a block of ``session``, where gradients are this rank's own."""
+        return session in cls._inside
+
+    def check_step(self) -> None:
+        """Raises:
+        NoSyncError: a step inside of a block.
+        """
+        if self._open:
+            raise NoSyncError(
+                f"It is illegal to call Engine.step() inside no_sync context manager: leave {self._open}() first"
+            )
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """``session.no_sync()``.
+
+        Raises:
+            NoSyncError: stages 2 and 3 keep no whole gradients; or the program is in a block already.
+        """
+        try:
+            block = self._session.no_sync()
+        except ValueError as error:
+            raise NoSyncError(
+                "no_sync context manager is incompatible with gradient partitioning logic of ZeRO stage "
+                f"{self._stage}: {error}"
+            ) from error
+        if self._open:
+            raise NoSyncError(f"no_sync context manager reentry is unsupported: leave {self._open}() first")
+        with self._entered("no_sync"), block:
+            self._inside.add(self._session)
+            try:
+                yield
+            finally:
+                self._inside.discard(self._session)
+
+    @contextmanager
+    def coalesced(self) -> Iterator[None]:
+        """Passes whose gradients are reduced together at its end, where whole ones are kept. Collective.
+
+        Raises:
+            NoSyncError: the program is in a block already.
+        """
+        if self._open:
+            raise NoSyncError(
+                f"coalesce_grad_reduction() nested in a block that exchanges nothing: leave {self._open}() first"
+            )
+        kept = self._session.plan.shard.reduce == "last"
+        with self._entered("coalesce_grad_reduction"), self._session.no_sync() if kept else nullcontext():
+            yield
+        self._session.reduce_rest()
+
+    @contextmanager
+    def _entered(self, name: str) -> Iterator[None]:
+        self._open = name
+        try:
+            yield
+        finally:
+            self._open = ""
 
 
 def take_passes_of_module(session: Session) -> None:
@@ -41,6 +112,13 @@ def take_passes_of_module(session: Session) -> None:
     engines has no scale of its own."""
     session.take_unscaled(True)
     session.events.backward_ended.listen(partial(session.take_unscaled, True))
+
+
+def drop_after_passes(session: Session, settings: Settings) -> None:
+    """Where no parameter may stay gathered, none does behind a backward pass, be it fetched ahead."""
+    limits = [settings[f"zero_optimization.stage3_{name}"] for name in ("max_live_parameters", "max_reuse_distance")]
+    if settings.stage == 3 and min(limits) == 0:
+        session.events.backward_ended.listen(partial(session.drop_gathered, to_system=False))
 
 
 def scaled_passes(session: Session) -> None:
@@ -54,7 +132,7 @@ def watched_step(optimizer: Any, settings: Settings) -> Iterator[None]:
     """Around ``optimizer.step()``.
 
     Raises:
-        RuntimeError: the step was skipped for overflow at the lowest loss scale.
+        RuntimeError: the step was skipped for overflow at the lowest loss scale; not at stage 0, as under DeepSpeed.
     """
     scaler = optimizer.scaler
     if scaler is None:
@@ -65,8 +143,29 @@ def watched_step(optimizer: Any, settings: Settings) -> Iterator[None]:
     if not optimizer.last_step_skipped:
         if settings["fp16.consecutive_hysteresis"]:
             scaler.overflows = 0
-    elif at_floor and scaler.overflows >= scaler.plan.hysteresis:
+    elif at_floor and settings.stage > 0 and scaler.overflows >= scaler.plan.hysteresis:
         raise RuntimeError(
             f"{optimizer.skipped_because}, and the loss scale {scaler.scale:g} is at its minimum already - it cannot "
             "decrease any more; lower the learning rate, or train in bf16"
+        )
+
+
+def check_all_used(session: Session, settings: Settings) -> None:
+    """Before a step. Collective.
+
+    Raises:
+        AssertedError: a parameter has no gradient, and ``ignore_unused_parameters`` is false.
+    """
+    if settings["zero_optimization.ignore_unused_parameters"]:
+        return
+    session.reduce_rest()
+    unused = [
+        names[0]
+        for param, names, holder in zip(session.params, session.names(), session.holders(), strict=True)
+        if param.requires_grad and holder >= 0 and (one := session.one(param)) is not None and not one.has_gradient
+    ]
+    if unused:
+        raise AssertedError(
+            f"{len(unused)} parameters have no gradient on any rank, {', '.join(unused[:5])} among them, with "
+            "ignore_unused_parameters=False: use them in the model's forward pass, or leave that key out"
         )

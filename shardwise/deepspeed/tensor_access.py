@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.build import OneParameter
+from shardwise.deepspeed.stepping import PassesApart
 from shardwise.deepspeed.zero import session_of
 
 __all__ = [
@@ -80,13 +81,16 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     """What the next step would apply before clipping, averaged over the ranks and unscaled, at least fp32; ``None``:
-    there is none.
+    there is none. Inside of ``engine.no_sync()`` what this rank's own passes in it have added up, unscaled.
 
     Raises:
         RuntimeError: between the passes of an accumulation at stages 0 and 1, where it is not averaged yet.
     """
-    found = _one(param)
-    return None if found is None else found.gradient()
+    session = session_of(param) if param.requires_grad else None
+    found = None if session is None else session.one(param)
+    if session is None or found is None:
+        return None
+    return found.unreduced() if PassesApart.has(session) else found.gradient()
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:

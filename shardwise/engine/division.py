@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardwise.chunk.layout import ParamFact
-from shardwise.engine.facts import all_names, parameter_facts
+from shardwise.engine.facts import all_names, parameter_facts, travelling
 from shardwise.mesh import Mesh
 from shardwise.names import StateNames
 from shardwise.pipeline import SharedGradients, Staging, stage_model
@@ -81,7 +81,7 @@ class Division:
             axis = Axis(mesh.tensor, compress)
             self.cutting = cut_model(model, axis, plan.tensor)
             self.draws = SameDraws(model, axis, mesh.device)
-        facts = parameter_facts(every, all_names(model), optimizers, plan, self.cutting)
+        facts = parameter_facts(every, all_names(model), optimizers, plan, self.cutting, travelling(model, plan))
         wide = [fact.names[0] for fact in facts if plan.comm.compressed and fact.dtype is torch.float64]
         if wide:
             raise ValueError(

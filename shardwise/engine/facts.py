@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -11,7 +12,18 @@ from shardwise.chunk.layout import ParamFact
 from shardwise.plan import Plan
 from shardwise.tensor import Cutting
 
-__all__ = ["all_names", "parameter_facts"]
+__all__ = ["all_names", "parameter_facts", "travelling"]
+
+
+def travelling(model: nn.Module, plan: Plan) -> dict[int, torch.dtype]:
+    """By ``id`` of parameter: what its gradient travels in, where its module is one of ``reduce_modules``."""
+    told = plan.precision.reduce_modules
+    found: dict[int, torch.dtype] = {}
+    for module in model.modules() if told is not None else ():
+        kind = type(module)
+        if told is not None and f"{kind.__module__}.{kind.__qualname__}" in told.classes:
+            found |= {id(param): told.dtype for param in module.parameters(recurse=False)}
+    return found
 
 
 def all_names(model: nn.Module) -> dict[int, tuple[str, ...]]:
@@ -28,8 +40,10 @@ def parameter_facts(
     optimizers: Sequence[torch.optim.Optimizer],
     plan: Plan,
     cutting: Cutting | None = None,
+    travels: Mapping[int, torch.dtype] = MappingProxyType({}),
 ) -> list[ParamFact]:
-    """Name, shape, dtype, optimizer and group of each of ``params``, and which part of it ``cutting`` leaves here.
+    """Name, shape, dtype, optimizer and group of each of ``params``, and which part of it ``cutting`` leaves here;
+    ``travels`` is what gradients travel in, by ``id`` of parameter.
 
     Raises:
         ValueError: an optimizer holds a tensor that is not a parameter of the model, or two hold the same one.
@@ -52,5 +66,7 @@ def parameter_facts(
         dtype = (plan.precision.param_dtype if param.is_floating_point() else None) or param.dtype
         part = cutting.part_of(param) if cutting is not None else None
         shape = param.shape if part is None else part.shape
-        facts.append(ParamFact(names[id(param)], shape, dtype, param.requires_grad, optimizer_index, group_index, part))
+        own = travels.get(id(param)) if param.requires_grad else None
+        known = (names[id(param)], shape, dtype, param.requires_grad, optimizer_index, group_index)
+        facts.append(ParamFact(*known, part=part, travels=None if own == dtype else own))
     return facts

@@ -141,6 +141,17 @@ class OneParameter:
         return full.reshape(-1)[self._first : self._first + self._numel].clone() if own else full
 
     @torch.no_grad()
+    def unreduced(self) -> torch.Tensor | None:
+        """A copy of what this rank's passes under ``no_sync()`` have added up, unscaled, at least fp32. Not collective;
+        ``None``: there is nothing."""
+        grads = self.engine.grads.get(self._chunk.spec.index)
+        found = None if grads is None else grads.arrived(self._chunk.spec.slots.index(self._slot))
+        if found is None or not self.engine.passes.unreduced:
+            return None
+        wide = torch.float64 if found.dtype == torch.float64 else torch.float32
+        return found.to(wide, copy=True).div_(self.engine.counts.loss_scale)
+
+    @torch.no_grad()
     def set_gradient(self, value: torch.Tensor, own: bool = False) -> None:
         """Replace it, as assigning ``.grad`` does in one process.
 

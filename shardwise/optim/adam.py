@@ -63,7 +63,9 @@ class _Adam(torch.optim.Optimizer):
     """fp32 values for each parameter where masters are kept: master, gradient and two moments."""
     make_store: ClassVar[Callable[[str | None], MomentStore]] = staticmethod(open_disk_moments)
     """Opens what holds offloaded moments, given ``nvme_offload_dir``."""
-    _kept: tuple[str, ...] = ("adamw_mode", "nvme_offload_fraction", "nvme_offload_dir")
+    wide_moments: bool = True
+    """Moments of 16-bit parameters are fp32; otherwise in the parameter's dtype, and rounded to it after each step."""
+    _kept: tuple[str, ...] = ("adamw_mode", "wide_moments", "nvme_offload_fraction", "nvme_offload_dir")
 
     def __init__(
         self, params: Any, defaults: dict[str, Any], adamw_mode: bool, offload: tuple[float, str | None]
@@ -154,6 +156,9 @@ class _Adam(torch.optim.Optimizer):
             maximize=bool(group.get("maximize", False)),
         )
 
+    def _moment_dtype(self, param: Tensor) -> torch.dtype:
+        return moment_dtype(param) if self.wide_moments else param.dtype
+
     def _step_group(self, params: list[Tensor], rule: AdamRule, scale: float) -> None:
         states = [self._state_of(param) for param in params]
         _count_step([state["step"] for state in states])
@@ -215,7 +220,7 @@ class _Adam(torch.optim.Optimizer):
             state["step"] = step.to(param.device, torch.float32)
         if self._offload is not None and self._offload.holds(param):
             return state
-        dtype = moment_dtype(param)
+        dtype = self._moment_dtype(param)
         for key in MOMENTS:
             have = state.get(key)
             if have is None:
@@ -298,8 +303,8 @@ class _Adam(torch.optim.Optimizer):
             if not state:
                 continue
             for key in MOMENTS:
-                if key in state and self.state[param][key].dtype != moment_dtype(param):
-                    self.state[param][key] = state[key].to(param.device, moment_dtype(param))
+                if key in state and self.state[param][key].dtype != self._moment_dtype(param):
+                    self.state[param][key] = state[key].to(param.device, self._moment_dtype(param))
             if self._offload is not None and self._offload.holds(param):
                 moving.append((param, self._state_of(param)))
         if self._offload is not None:

@@ -19,6 +19,8 @@ from shardwise.torch_internals import copy_each, fused_adam
 
 __all__ = ["AdamRule", "AdamSlot", "AdamTiles", "adam_reference", "moment_dtype"]
 
+NARROW = (torch.float16, torch.bfloat16)
+"""Dtypes of moments that steps are not made in."""
 TILE_NUMEL = {"cpu": 1 << 18, "cuda": 1 << 24}
 """Elements a tile by kind of device; on a CPU for each thread. There a thread's part of the fp32 gradient (1 MiB) stays
 in cache and a call still costs little beside the data; on a GPU it only bounds the scratch memory (64 MiB)."""
@@ -51,7 +53,7 @@ class AdamSlot(NamedTuple):
     Attributes:
         param: fp32 or fp64; or 16-bit, which is updated in fp32 and rounded once.
         grad: any floating dtype; never written.
-        exp_avg: first moment, fp32 (fp64 for an fp64 parameter).
+        exp_avg: first moment, fp32 (fp64 for an fp64 parameter); or in 16 bits, to which it is rounded after the step.
         exp_avg_sq: second moment, as the first.
         step: 0-dim fp32 tensor on the parameter's device (or on the host for a parameter there), counting this step.
         out: where the new values are also written, rounded to its dtype: the 16-bit weights of an fp32 master.
@@ -128,6 +130,9 @@ class AdamTiles:
         whole: dict[tuple[torch.device, torch.dtype], list[AdamSlot]] = {}
         cut: dict[tuple[torch.device, torch.dtype], list[AdamSlot]] = {}
         for slot in slots:
+            if slot.exp_avg.dtype in NARROW:
+                self._update_narrow(slot, rule, scale)
+                continue
             plain = scale == 1.0 and slot.out is None and _fits_kernel(slot)
             (whole if plain else cut).setdefault((slot.param.device, slot.exp_avg.dtype), []).append(slot)
         for batch in whole.values():
@@ -140,6 +145,20 @@ class AdamTiles:
                 self._step_tile(tile, rule, scale)
             for target, source in copies:
                 target.copy_(source)
+
+    def _update_narrow(self, slot: AdamSlot, rule: AdamRule, scale: float) -> None:
+        """Wide copies of moments in 16 bits are stepped and rounded, a part at a time."""
+        copies: list[tuple[Tensor, Tensor]] = []
+        param, grad, *moments, step, out = _flattened(slot, copies)
+        limit = self._tile_numel or _tile_numel(param.device)
+        for start in range(0, param.numel(), limit):
+            part = slice(start, start + limit)
+            first, second = wide = [moment[part].to(moment_dtype(param)) for moment in moments]
+            rounded = None if out is None else out[part]
+            self.update([AdamSlot(param[part], grad[part], first, second, step, rounded)], rule, scale)
+            copy_each([moment[part] for moment in moments], wide)
+        for target, source in copies:
+            target.copy_(source)
 
     def _step_tile(self, tile: list[AdamSlot], rule: AdamRule, scale: float) -> None:
         params = [slot.param for slot in tile]

@@ -84,6 +84,7 @@ class ChunkGrads:
 
     Attributes:
         dtype: gradients travel in it.
+        summed: whole gradients add up in it, where they are kept.
         buffer: exchange memory that holds this chunk's whole gradient now, or ``None``.
         array: where backward writes: ``buffer.local``, or private memory while no buffer is free.
         fired: slots whose gradient arrived in the running backward pass.
@@ -110,6 +111,7 @@ class ChunkGrads:
         self.home, self._take_memory, self.ring = home, take_memory, ring
         self.spec = chunk.spec
         self.dtype, self.accumulate_dtype = dtype, accumulate_dtype
+        self.summed = dtype if self.spec.travels is None else accumulate_dtype
         self.buffer: Buffer | None = None
         self.array: torch.Tensor | None = None
         self.fired: set[int] = set()
@@ -255,6 +257,10 @@ class ChunkGrads:
         if self._state is Reduction.EMPTY:
             self.become(Reduction.FILLING)
 
+    def arrived(self, index: int) -> torch.Tensor | None:
+        """What passes under ``no_sync`` have added up for slot ``index`` on this rank, where it is; or ``None``."""
+        return self.spec.slots[index].view(self.array) if index in self.seen and self.array is not None else None
+
     def deposit(self) -> bool:
         """In a reduced pass, after a gradient: whether all that are expected are here and none is on its way."""
         if self._state is Reduction.FILLING and self.fired >= self.expected:
@@ -272,6 +278,20 @@ class ChunkGrads:
         self.seen.discard(index)
         if not self.seen and self.waiting:
             self.become(Reduction.EMPTY)
+
+    def keep_whole(self, buffer: Buffer, ledger: Ledger) -> None:
+        """Whole gradients stay in ``buffer``; or beside it, where they add up in other numbers than they travel in."""
+        self.buffer = buffer
+        self.array = buffer.local
+        if self.summed != self.dtype:
+            self.array = torch.empty(self.spec.padded_numel, dtype=self.summed, device=self.chunk.device)
+            ledger.claim(self.array)
+
+    def hand_over(self, whole: Buffer, filled: Collection[int]) -> None:
+        """Have all that is to be reduced in ``whole``: the slots ``filled``, and zero for the rest."""
+        self.zero_unfilled(filled)
+        if self.array is not None and self.array.dtype != whole.local.dtype:
+            whole.local.copy_(self.array)
 
     def zero_unfilled(self, filled: Collection[int]) -> None:
         """Parameters without a gradient on this rank (all but ``filled``), and padding, contribute zero."""

@@ -70,6 +70,9 @@ class KeptGrads(ChunkGrads):
         if self._state is Reduction.EMPTY:
             self.become(Reduction.FILLING)
 
+    def arrived(self, index: int) -> torch.Tensor | None:
+        return self._arrived.get(index)
+
     def merge(self) -> None:
         """What has arrived is the step's."""
         for index, grad in self._arrived.items():

@@ -99,7 +99,7 @@ class Reducer:
         if self.keep_whole:
             for state, buffer in zip(self.states, buffers, strict=True):
                 buffer.bounds = state.spec.uneven
-                state.buffer, state.array = buffer, buffer.local
+                state.keep_whole(buffer, self._ledger)
         else:
             self._slots.fill(buffers)
         if shards:
@@ -277,7 +277,7 @@ class Reducer:
     def _reduce(self, state: ChunkGrads, filled: Collection[int]) -> None:
         """The slots ``filled`` of the array, and zero for the rest."""
         whole = self._into_buffer(state)
-        state.zero_unfilled(filled)
+        state.hand_over(whole, filled)
         if self._predivide != 1.0:
             whole.local.div_(self._predivide)
         self._in_flight.append(state)

@@ -193,7 +193,7 @@ class DeepSpeed(ConfiguredByDeepSpeed, ShardedStrategy):
             if self.is_global_zero:
                 LOG.info("configure_optimizers is not called: the DeepSpeed config has an optimizer, %s", name)
             held = [param for param in self.lightning_module.parameters() if param.requires_grad]
-            self.optimizers = [make_optimizer(name, held, settings["optimizer.params"] or {})]
+            self.optimizers = [make_optimizer(name, held, settings["optimizer.params"] or {}, self.lightning_module)]
             self.lr_scheduler_configs = []
         if schedule is None:
             return

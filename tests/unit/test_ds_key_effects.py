@@ -222,6 +222,33 @@ def on_disk(tree: Tree, *_: Any) -> float:
     return to_plan(tree, 1, numels=[100, 100])[0].tiers.param_disk_fraction
 
 
+def unused(tree: Tree, _: Path, __: Any) -> str:
+    """What a step says where a layer got no gradient."""
+    with Started(tree) as engine:
+        engine.backward(engine.module[0](torch.ones(2, 4)).sum())
+        try:
+            engine.step()
+        except AssertionError as error:
+            assert isinstance(error, ValueError) and engine.global_steps == 0
+            return str(error).partition(", with ignore_unused_parameters=False")[0]
+    return "none"
+
+
+def moments(tree: Tree, _: Path, __: Any) -> torch.dtype:
+    """In what Adam keeps them."""
+    with Started(tree) as engine:
+        engine.backward(engine(torch.ones(2, 4, dtype=torch.bfloat16)).float().sum())
+        engine.step()
+        (found,) = {state["exp_avg_sq"].dtype for state in engine.optimizer.state.values()}
+        return found
+
+
+def travelling(tree: Tree, _: Path, __: Any) -> list[torch.dtype]:
+    """What gradients travel in."""
+    with Started(tree) as engine:
+        return sorted({state.dtype for state in engine.session.engine.grads.values()}, key=str)
+
+
 def saved_16bit(tree: Tree, root: Path, _: Any) -> bool:
     with Started(tree) as engine:
         return engine.save_16bit_model(str(root)) and (root / "pytorch_model.bin").is_file()
@@ -258,7 +285,13 @@ EFFECTS: dict[str, tuple[Probe, Tree, Any, Any, Any]] = {
     "checkpoint.use_node_local_storage": (apart, {}, True, None, True),
     "use_node_local_storage": (apart, {}, True, None, True),
     "checkpoint.tag_validation": (differing_tags, {}, "fail", "warning: tag='mine'", "error: tag='mine'"),
-    "fp16.consecutive_hysteresis": (last_scale, {"fp16": {"enabled": True, "initial_scale_power": 4}}, True, 8.0, 16.0),
+    "fp16.consecutive_hysteresis": (
+        last_scale,
+        {"fp16": {"enabled": True, "initial_scale_power": 4}, "zero_optimization": {"stage": 1}},
+        True,
+        8.0,
+        16.0,
+    ),
     "torch_autocast.enabled": (
         dtype_of_outputs,
         {"torch_autocast": {"dtype": "bf16"}},
@@ -272,6 +305,20 @@ EFFECTS: dict[str, tuple[Probe, Tree, Any, Any, Any]] = {
         "fp16",
         torch.bfloat16,
         torch.float16,
+    ),
+    "zero_optimization.ignore_unused_parameters": (
+        unused,
+        {"zero_optimization": {"stage": 1}},
+        False,
+        "none",
+        "2 parameters have no gradient on any rank, 1.0.weight, 1.0.bias among them",
+    ),
+    "torch_autocast.lower_precision_safe_modules": (
+        travelling,
+        {"torch_autocast": {"enabled": True, "dtype": "bf16"}},
+        [],
+        [torch.bfloat16],
+        [torch.float32],
     ),
     "optimizer.type": (optimizer, {"optimizer": {"type": None, "params": None}}, "AdamW", None, (True, [0.001])),
     "optimizer.params": (optimizer, {}, {"lr": 0.25}, (False, [0.5]), (False, [0.25])),
@@ -373,11 +420,11 @@ EFFECTS: dict[str, tuple[Probe, Tree, Any, Any, Any]] = {
     "flops_profiler.detailed": (profile, FLOPS, False, SEEN, SEEN | {"tree": 0}),
     "flops_profiler.output_file": (profile, FLOPS, "x.txt", SEEN, SEEN | {"files": ["x.txt"]}),
     "bf16.bf16_optimizer_states": (
-        told,
-        {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+        moments,
+        {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}, "optimizer": {"type": "Adam"}},
         True,
-        ("bf16.bf16_master_weights_and_grads: optimizer state has the masters' dtype, bf16, as well",),
-        (),
+        torch.float32,
+        torch.bfloat16,
     ),
     "data_types.param_dtype": (
         refusal,

@@ -50,6 +50,20 @@ def test_it_doubles_in_the_step_after_a_window(stage: int) -> None:
     engine.destroy()
 
 
+def test_at_stage_0_every_overflow_counts_and_the_lowest_scale_is_no_error() -> None:
+    half = {"enabled": True, "initial_scale_power": 2, "hysteresis": 3, "loss_scale_window": 2}
+    engine = engine_of(0, fp16=half)
+    assert "every overflow" in engine.report.ignored["fp16.hysteresis"]
+    assert steps(engine, [float("inf")] * 4 + [0.1] * 3) == [2.0, 1.0, 1.0, 1.0, 1.0, 1.0, 2.0]
+    assert engine.skipped_steps == 4
+    engine.destroy()
+    engine = engine_of(1, fp16=half)
+    assert steps(engine, [float("inf")] * 4) == [4.0, 4.0, 2.0, 1.0]
+    with pytest.raises(RuntimeError, match="at its minimum already"):
+        steps(engine, [float("inf")])
+    engine.destroy()
+
+
 def test_overflows_that_are_left() -> None:
     engine = engine_of(1, fp16={"enabled": True, "initial_scale_power": 8, "hysteresis": 3})
     scaler = engine.optimizer.loss_scaler
@@ -74,3 +88,12 @@ def test_a_scale_that_stays(half: dict[str, Any], scale: float) -> None:
         gc.collect()
     with pytest.raises(RuntimeError, match=r"read optimizer\.loss_scale"):
         _ = scaler.loss_scale
+
+
+@pytest.mark.parametrize("more", [{"enabled": True, "loss_scale": 128}, {"enabled": False}, {}])
+@pytest.mark.parametrize(("key", "value"), [("loss_scale_window", 0), ("min_loss_scale", -1)])
+def test_what_only_a_dynamic_scale_uses_counts_with_one(more: dict[str, Any], key: str, value: int) -> None:
+    found, report = deepspeed.to_plan({"fp16": {key: value, **more}}, 4)
+    assert found == deepspeed.to_plan({"fp16": more}, 4)[0] and f"fp16.{key}" in report.ignored
+    with pytest.raises(ValueError, match=f"{key}={value}.* with a dynamic loss scale: give a"):
+        deepspeed.to_plan({"fp16": {"enabled": True, key: value}}, 4)

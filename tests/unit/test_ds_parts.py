@@ -18,6 +18,7 @@ from torch import nn
 
 import shardwise.deepspeed as deepspeed
 from shardwise.checkpoint import CheckpointDamage
+from shardwise.deepspeed.asserted import AssertedError
 from shardwise.deepspeed.lamb import FusedLamb
 from shardwise.deepspeed.optimizers import make_optimizer
 from shardwise.deepspeed.saving import good_steps
@@ -73,7 +74,8 @@ def test_wrong_optimizers(name: str, params: Tree, error: type[Exception], messa
     [
         ({"optimizer": {"type": "OneBitAdam"}}, NotImplementedError, "optimizer.type='OneBitAdam'"),
         ({"optimizer": {"type": "Lamb", "params": {"min_coeff": 2, "max_coeff": 1}}}, ValueError, "max_coeff=1"),
-        ({"optimizer": {"type": "Muon"}}, NotImplementedError, "optimizer.type='Muon'"),
+        ({"optimizer": {"type": "Muon", "params": {"moon_lr": 1}}}, ValueError, "did you mean 'muon_lr'"),
+        ({"optimizer": {"type": "Muon", "params": {"ns_method": "x"}}}, ValueError, "give one of 'gram', 'standard'"),
         ({"optimizer": {"type": "LBFGS"}}, ValueError, "LBFGS works on all parameters"),
         ({"optimizer": {"type": "SparseAdam"}}, ValueError, "SparseAdam works on all parameters"),
         ({"optimizer": {"type": "AdemW"}}, ValueError, "did you mean 'AdamW'"),
@@ -174,7 +176,6 @@ def test_one_cycle_tells_its_momentum() -> None:
         ("WarmupLR", {"warmup_num_steps": 0}, "warmup_num_steps=0"),
         ("WarmupLR", {"warmup_num_steps": None}, "warmup_num_steps=None"),
         ("WarmupLR", {"warmup_num_steps": math.inf}, "warmup_num_steps=inf"),
-        ("WarmupLR", {"warmup_type": "steep"}, "give 'log' or 'linear'"),
         ("WarmupLR", {"warmup_max_lr": [1.0, 2.0]}, "for 1 param groups"),
     ],
 )
@@ -183,13 +184,37 @@ def test_wrong_schedules(name: str, params: Tree, message: str) -> None:
         make_schedule(name, torch.optim.SGD([_parameter()], lr=0.1), params)
 
 
+@pytest.mark.parametrize("name", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])
+def test_a_warm_up_that_is_not_known_is_logarithmic_with_a_warning(name: str) -> None:
+    def rates(**more: Any) -> list[float]:
+        optimizer = torch.optim.SGD([_parameter()], lr=0.1)
+        params = {"warmup_num_steps": 5, **({} if name == "WarmupLR" else {"total_num_steps": 9}), **more}
+        schedule = make_schedule(name, optimizer, params)
+        found = []
+        for _ in range(8):
+            found.append(optimizer.param_groups[0]["lr"])
+            schedule.step()
+        return found
+
+    with pytest.warns(UserWarning, match="warmup_type='steep' is not known, and 'log' is taken"):
+        found = rates(warmup_type="steep")
+    assert found == rates(warmup_type="log") != rates(warmup_type="linear")
+
+
+@pytest.mark.parametrize(("first", "second", "ratio"), [(100, 0, 1.0), (100, None, 0.5), (30, 70, 0.3)])
+def test_how_much_of_a_cycle_grows(first: int, second: int | None, ratio: float) -> None:
+    params = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.9, "cycle_first_step_size": first, "cycle_second_step_size": second}
+    schedule: Any = make_schedule("OneCycle", torch.optim.SGD([_parameter()], lr=0.1), params)
+    assert schedule.step_ratio == ratio and schedule.total_size == first / ratio
+
+
 MINIMAL = {"train_batch_size": 1, "gradient_clipping": 0.0, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
 
 
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"config": MINIMAL, "model": None}, ValueError, "model=None"),
+        ({"config": MINIMAL, "model": None}, AssertedError, "model=None"),
         ({}, ValueError, "configurations given: \\[\\]"),
         ({"config": {}}, ValueError, "give at least one of them"),
         ({"config": MINIMAL, "mpu": 1}, ValueError, "mpu=1 has no get_data_parallel_group"),
@@ -205,6 +230,19 @@ MINIMAL = {"train_batch_size": 1, "gradient_clipping": 0.0, "optimizer": {"type"
 def test_initialize_refuses(arguments: Tree, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         deepspeed.initialize(**{"model": nn.Linear(2, 1), **arguments})
+
+
+def test_wrong_calls_of_an_engine_are_what_deepspeed_asserts() -> None:
+    engine = deepspeed.initialize(model=nn.Linear(2, 1), config={**MINIMAL, "managed_gradient_accumulation": False})[0]
+    for call, message in (
+        (lambda: engine.scale(engine(torch.ones(2, 2))), r"scale\(loss of shape \(2, 1\).*: give the scalar tensor that"),
+        (lambda: engine.backward(torch.ones(())), r"backward\(loss of shape \(\), requires_grad=False\)"),
+        (lambda: engine.set_gradient_accumulation_boundary(True), r"set_gradient_accumulation_boundary\(True\) without"),
+    ):
+        for kind in (AssertionError, ValueError):
+            with pytest.raises(kind, match=message):
+                call()
+    engine.destroy()
 
 
 def test_one_process_without_a_launcher(capsys: pytest.CaptureFixture[str]) -> None:

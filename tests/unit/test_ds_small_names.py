@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -191,3 +192,48 @@ def test_a_table_of_memory_for_a_model_that_is_not_there(capsys: pytest.CaptureF
     live = capsys.readouterr().out
     stage3.estimate_zero3_model_states_mem_needs_all_cold(150, 100)
     assert capsys.readouterr().out == live
+
+
+@pytest.mark.parametrize(
+    ("weights", "parts", "expected"),
+    [
+        ([1] * 8, 4, [0, 2, 4, 6, 8]),
+        ([0, 1, 2, 3, 3, 3], 4, [0, 3, 4, 5, 6]),
+        ([0.0, 1.1, 30, 3.0], 3, [0, 2, 3, 4]),
+        ([1, 2, 1], 4, [0, 1, 2, 3, 3]),
+        ([5, 1, 1, 1, 1, 1], 2, [0, 1, 6]),
+    ],
+)
+def test_parts_of_a_row(weights: list[float], parts: int, expected: list[int]) -> None:
+    assert found("runtime.utils", "partition_balanced")(weights, parts) == expected
+
+
+def test_no_other_parts_are_better() -> None:
+    generator = torch.Generator().manual_seed(0)
+    balanced = found("runtime.utils", "partition_balanced")
+    for _ in range(30):
+        weights = torch.randint(0, 9, (7,), generator=generator).tolist()
+        bounds = balanced(weights, 3)
+        largest = max(sum(weights[a:b]) for a, b in pairwise(bounds))
+        every = [[0, a, b, 7] for a in range(1, 6) for b in range(a + 1, 7)]
+        assert largest == min(max(sum(weights[a:b]) for a, b in pairwise(other)) for other in every)
+
+
+def test_even_parts_and_sums() -> None:
+    uniform = found("runtime.utils", "partition_uniform")
+    assert uniform(10, 3) == [0, 4, 7, 10] and uniform(2, 4) == [0, 1, 2, 2, 2]
+    assert found("runtime.utils", "prefix_sum_inc")([3, 4, 5]) == [3, 7, 12]
+
+
+def test_gradients_are_clipped_as_torchs() -> None:
+    clip, norm = found("runtime.utils", "clip_grad_norm_"), found("runtime.utils", "get_global_norm")
+    ours, theirs = [[nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))] for _ in range(2)]
+    for params in (ours, theirs):
+        for param in params:
+            param.grad = torch.ones_like(param)
+    assert clip(ours, 0.1) == torch.nn.utils.clip_grad_norm_(theirs, 0.1) == pytest.approx(5**0.5)
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
+    assert norm([3.0, 4.0]) == 5.0
+    with pytest.raises(NotImplementedError, match="give the mpu to initialize"):
+        clip(ours, 0.1, mpu=object())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -136,3 +137,24 @@ def test_releases_of_what_is_below_are_told() -> None:
     assert info["bf16_support"] is True
     assert all(info[f"{each}_version"].replace(".", "").isdigit() for each in ("cuda", "nccl", "hip"))
     assert (deepspeed.__git_hash__, deepspeed.__git_branch__) == ("", "")  # type: ignore[attr-defined]
+
+
+BLOCKS_OF_CONFIGURATIONS = [
+    ("runtime.precision_config", "DeepSpeedFP16Config", {"loss_scale": -1}, "fp16.loss_scale=-1: give a finite number"),
+    ("runtime.precision_config", "DeepSpeedBF16Config", {"enabled": "perhaps"}, "bf16.enabled='perhaps': give true"),
+    ("runtime.zero.config", "DeepSpeedZeroConfig", {"stagge": 2}, "did you mean 'stage'"),
+    ("runtime.zero.offload_config", "DeepSpeedZeroOffloadParamConfig", {"device": "disk"}, "give one of 'none', 'cpu'"),
+]
+
+
+@pytest.mark.parametrize(("path", "name", "keys", "message"), BLOCKS_OF_CONFIGURATIONS)
+def test_wrong_blocks_are_errors_of_pydantic_where_that_is_installed(
+    path: str, name: str, keys: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pydantic, make = pytest.importorskip("pydantic"), found(path, name)
+    with pytest.raises(pydantic.ValidationError, match=message):
+        make(**keys)
+    monkeypatch.setitem(sys.modules, "pydantic_core", None)
+    with pytest.raises(ValueError, match=message) as caught:
+        make(**keys)
+    assert type(caught.value) is ValueError

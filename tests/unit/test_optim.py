@@ -461,3 +461,22 @@ def test_fused_adam_zero_grad_and_removed_arguments() -> None:
     assert param.grad is None
     with pytest.raises(RuntimeError, match="scale"):
         FusedAdam([param]).step(scale=2.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tile", [None, 5])
+@pytest.mark.parametrize("turned", [False, True])
+def test_moments_in_16_bits_are_rounded_after_each_step(dtype: torch.dtype, tile: int | None, turned: bool) -> None:
+    """Steps are made in fp32; in parts, and of tensors that no flat view has."""
+    generator, tiles = torch.Generator().manual_seed(0), AdamTiles(tile)
+    param, grad = (torch.randn(7, 3, generator=generator).to(dtype) for _ in range(2))
+    first, second = torch.zeros(3, 7, dtype=dtype), torch.zeros(7, 3, dtype=dtype)
+    moments = [first.T if turned else first.view(7, 3), second]
+    expected, wide = param.clone(), [torch.zeros(7, 3), torch.zeros(7, 3)]
+    for step in range(1, 5):
+        count = torch.tensor(float(step))
+        tiles.update([AdamSlot(param, grad * step, *moments, count)], rule(lr=0.1), 0.5)  # type: ignore[misc]
+        wide = [moment.to(dtype).float() for moment in wide]
+        adam_reference(AdamSlot(expected, grad * step, *wide, count), rule(lr=0.1), 0.5)  # type: ignore[misc]
+        assert_close([param], [expected], 1e-6)
+        assert_close([moment.float() for moment in moments], [moment.to(dtype).float() for moment in wide], 1e-6)

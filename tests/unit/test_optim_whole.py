@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.nn import optimizer as own
+from shardwise.optim.muon import MuonWithAuxAdam, muon_update
 
 SHAPES = [(6, 4), (3, 5), (5,), (2, 3, 4), (1, 4), (4, 1), ()]
 
@@ -285,3 +286,56 @@ def test_sparse_gradients_are_refused_before_anything_changes() -> None:
     with pytest.raises(RuntimeError, match=r"shape \(3, 2\)"):
         optimizer.step()
     assert torch.equal(dense, torch.ones(2)) and not optimizer.state
+
+
+def test_muon_is_torchs_and_its_other_half_is_adamw() -> None:
+    matrices, rest = params(torch.float32, 2), params(torch.float32, 1)
+    groups = [
+        {"params": matrices, "use_muon": True, "lr": 0.1, "weight_decay": 0.1, "ns_method": "standard"},
+        {"params": rest, "use_muon": False, "lr": 0.1, "weight_decay": 0.1},
+    ]
+    found = walk(MuonWithAuxAdam(groups))
+    muon = torch.optim.Muon(params(torch.float32, 2), lr=0.1, weight_decay=0.1, momentum=0.95)
+    adam = torch.optim.AdamW(params(torch.float32, 1), lr=0.1, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.1)
+    check(found, walk(muon) + walk(adam), 1e-6)
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (3, 5), (7, 2, 5), (4, 3, 2, 2), (6, 6)])
+@pytest.mark.parametrize("method", ["gram", "standard"])
+def test_muon_of_every_shape_is_its_formula(shape: tuple[int, ...], method: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    grad, before = torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+    momentum, kept = before.clone(), grad.clone()
+    found = muon_update(grad, momentum, 0.9, ns_method=method)
+    assert torch.equal(grad, kept) and found.shape == grad.shape and found.dtype == grad.dtype
+    torch.testing.assert_close(momentum, 0.9 * before + 0.1 * grad)
+    ahead = (0.1 * grad + 0.9 * momentum).double()
+    several = ahead.reshape(1, shape[0], -1) if len(shape) != 3 else ahead
+    expected = []
+    for each in several:
+        x = each.T if each.size(0) > each.size(1) else each
+        x = x / x.norm()
+        for _ in range(5):
+            inner = x @ x.T
+            x = 3.4445 * x + (-4.7750 * inner + 2.0315 * inner @ inner) @ x
+        expected.append(x.T if each.size(0) > each.size(1) else x)
+    tall = max(1.0, shape[-2] / shape[-1]) ** 0.5
+    limit = 1e-5 if method == "gram" else 5e-2
+    torch.testing.assert_close(found.double(), tall * torch.stack(expected).reshape(shape), rtol=limit, atol=limit)
+
+
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [
+        ({}, "use_muon=None of group 0: give True or False"),
+        ({"use_muon": True, "momentum": 1.0}, "momentum=1.0"),
+        ({"use_muon": True, "ns_method": "exact"}, "ns_method='exact': give one of 'gram', 'standard'"),
+        ({"use_muon": False, "betas": (0.9, 1.0)}, "betas=1.0"),
+        ({"use_muon": False, "eps": -1.0}, "eps=-1.0"),
+    ],
+)
+def test_wrong_groups_of_muon(group: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MuonWithAuxAdam([{"params": params(dims=2), **group}])
+    with pytest.raises(ValueError, match="give False for what is no matrix"):
+        MuonWithAuxAdam([{"params": params(dims=1), "use_muon": True}])

@@ -33,6 +33,17 @@ def _wrap_anywhere(self: Any, module: Any, device_ids: Any = None, output_device
 
 torch.nn.parallel.DistributedDataParallel.__init__ = _wrap_anywhere  # type: ignore[method-assign]
 
+_scale = torch.amp.GradScaler.__init__
+
+
+@functools.wraps(_scale)
+def _scale_here(self: Any, device: str = "cpu", *args: Any, **others: Any) -> None:
+    """torch's scaler, what is compared with, is for CUDA where nothing is said, and scales nothing without it."""
+    _scale(self, device, *args, **others)
+
+
+torch.amp.GradScaler.__init__ = _scale_here  # type: ignore[method-assign]
+
 # Most tests import these, and what they import is most of the time that a small test takes.
 import unit.common  # noqa: E402
 import unit.simple_model  # noqa: E402, F401

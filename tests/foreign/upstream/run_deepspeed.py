@@ -50,6 +50,7 @@ CHOSEN = (
     "ops/adagrad",
     "ops/adam",
     "ops/lion",
+    "ops/muon",
     "monitor",
     "profiling",
     "utils",

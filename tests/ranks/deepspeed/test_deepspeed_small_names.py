@@ -115,3 +115,142 @@ def test_processes_of_a_host_are_its_devices_without_gpus(monkeypatch: pytest.Mo
     for name, value in (("RANK", "5"), ("WORLD_SIZE", "8"), ("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "4")):
         monkeypatch.setenv(name, value)
     assert accelerator.device_count() == 4
+
+
+def input_of(rank: int, micro: int) -> Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * micro + rank))
+
+
+def passes_apart(stage: int, half: str) -> list[Tensor]:
+    """This rank's own gradients inside of a block, and the weights after a step behind it."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    config = {
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage},
+        **({} if half == "fp32" else {half: {"enabled": True, **({"loss_scale": 4.0} if half == "fp16" else {})}}),
+    }
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    rank, found = torch.distributed.get_rank(), []
+    get = deepspeed.utils.safe_get_full_grad
+    with engine.no_sync():
+        assert get(model.weight) is None
+        for micro in range(2):
+            engine.backward(engine(input_of(rank, micro).to(model.weight.dtype)).float().square().mean())
+            found.append(get(model.weight))
+        with pytest.raises(AssertionError, match=r"illegal to call Engine.step\(\) inside no_sync .*: leave no_sync"):
+            engine.step()
+        with pytest.raises(AssertionError, match="no_sync context manager reentry is unsupported"), engine.no_sync():
+            pass
+        with pytest.raises(AssertionError, match=r"nested .*: leave no_sync"), engine.coalesce_grad_reduction():
+            pass
+    with engine.coalesce_grad_reduction():
+        with pytest.raises(AssertionError, match=r"leave coalesce_grad_reduction\(\) first"), engine.no_sync():
+            pass
+        engine.backward(engine(input_of(rank, 2).to(model.weight.dtype)).float().square().mean())
+        with pytest.raises(AssertionError, match=r"leave coalesce_grad_reduction\(\) first"):
+            engine.step()
+    averaged = get(model.weight)
+    assert engine.global_steps == engine.micro_steps == 0
+    engine.step()
+    assert engine.global_steps == 1
+    return [*found, averaged, engine.state_dict()["weight"]]
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("half", ["fp32", "fp16", "bf16"])
+def test_gradients_of_passes_that_exchange_nothing_are_the_ranks_own(stage: int, half: str) -> None:
+    every, alone = run_ranks(2, passes_apart, stage, half), run_ranks(1, passes_apart, stage, half)[0]
+    limit = 1e-6 if half == "fp32" else 3e-2
+    sums = []
+    for rank, found in enumerate(every):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+        for micro in range(3):
+            model(input_of(rank, micro)).square().mean().backward()
+            if micro < 2:
+                assert torch.allclose(found[micro], model.weight.grad, rtol=limit, atol=limit)  # type: ignore[arg-type]
+        sums.append(model.weight.grad)
+    mean = (sums[0] + sums[1]) / 2  # type: ignore[operator]
+    for _, _, averaged, weight in every:
+        assert torch.allclose(averaged, mean, rtol=limit, atol=limit)
+        assert torch.allclose(weight, model.weight - 0.1 * mean, rtol=limit, atol=limit)
+    for one, other in zip(alone, [*every[0][:2], sums[0]], strict=False):
+        assert torch.allclose(one, other, rtol=limit, atol=limit)  # type: ignore[arg-type]
+    assert not torch.allclose(every[0][1], every[1][1], rtol=limit, atol=limit)
+
+
+class Branch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.seldom = nn.Linear(4, 2), nn.Linear(4, 2)
+        self.frozen = nn.Linear(4, 2).requires_grad_(False)
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        return (self.always(x) + (self.seldom(x) if both else 0.0)).square().mean()
+
+
+def unused(stage: int) -> tuple[str, float]:
+    config = {
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage, "ignore_unused_parameters": False},
+    }
+    engine = deepspeed.initialize(model=Branch(), config=config)[0]
+    assert not engine.report.ignored
+    rank = torch.distributed.get_rank()
+    for micro in range(2):  # one rank, in one pass, is enough
+        engine.backward(engine(input_of(rank, micro), rank == 1 and micro == 0))
+        engine.step()
+    before = engine.state_dict()["always.weight"]
+    with pytest.raises(AssertionError, match=r"2 parameters have no gradient on any rank, seldom.weight,") as caught:
+        for micro in range(2):
+            engine.backward(engine(input_of(rank, micro), False))
+            engine.step()
+    same = float((engine.state_dict()["always.weight"] - before).abs().max())
+    return str(caught.value), same + engine.global_steps - 1
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_parameters_that_no_rank_uses_are_an_error_where_that_is_asked_for(stage: int) -> None:
+    for told, moved in run_ranks(2, unused, stage):
+        assert "ignore_unused_parameters=False: use them" in told and moved == 0.0
+
+
+def kept(live: int, ahead: int) -> tuple[list[int], list[int], Tensor]:
+    """Bytes that are gathered, and parameters that can be read, behind each backward pass; and the weights."""
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {
+            "stage": 3,
+            "stage3_param_persistence_threshold": 0,
+            "stage3_max_live_parameters": live,
+            "stage3_prefetch_bucket_size": ahead,
+        },
+    }
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)))
+    model[2].requires_grad_(False)
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    held, shown = [], []
+    for micro in range(6):
+        engine.backward(engine(input_of(torch.distributed.get_rank(), micro)).square().mean())
+        held.append(engine.session.memory().gathered_bytes)
+        shown.append(sum(param.ds_status == deepspeed.zero.ZeroParamStatus.AVAILABLE for param in model.parameters()))
+        engine.step()
+    return held, shown, engine.state_dict()["4.weight"]
+
+
+@pytest.mark.parametrize("ahead", [0, 50_000_000])
+def test_nothing_is_gathered_behind_a_pass_where_nothing_may_stay(ahead: int) -> None:
+    none, some = run_ranks(2, kept, 0, ahead), run_ranks(2, kept, 1000, ahead)
+    for (held, shown, weight), (most, _, other) in zip(none, some, strict=True):
+        assert held == shown == [0] * 6 and all(most)
+        assert torch.equal(weight, other)

@@ -235,6 +235,14 @@ def _configuration(names: Names) -> None:
     dist.barrier()
 
 
+def _muon_trains(names: Names) -> None:
+    engine, optimizer, _, _ = names["deepspeed"].initialize(model=nn.Linear(WIDTH, WIDTH), config=names["config"])
+    engine.backward(engine(torch.ones(1, WIDTH)).sum())
+    engine.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [0.02, 3e-4]
+    engine.destroy()
+
+
 def _activations(names: Names) -> None:
     layer = nn.Linear(WIDTH, WIDTH)
     x = torch.ones(2, WIDTH, requires_grad=True)
@@ -373,6 +381,11 @@ PAGES: dict[str, list[Block]] = {
         Block(
             first="plan, report = deepspeed.to_plan(",
             after=lambda names: _is("zero_optimization.stage" in names["report"].used, True),
+        ),
+        Block(
+            first='config["optimizer"] = {"type": "Muon"',
+            before=lambda names: names.update(config={"train_batch_size": 2}),
+            after=_muon_trains,
         ),
         Block(first="from shardwise.deepspeed.utils import safe_get_full_fp32_param"),
         Block(

@@ -1,0 +1,114 @@
+"""16-bit masters: Adam's steps are made in fp32 and rounded once, with moments in fp32 or in the masters' dtype."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shardwise.deepspeed as deepspeed
+from shardwise.optim import AdamRule, AdamSlot, adam_reference
+from shardwise.testing import assert_close, run_ranks
+
+RANKS, STEPS, LR, DECAY = 2, 6, 3e-2, 0.1
+BLOCKS: dict[str, tuple[dict[str, Any], torch.dtype, torch.dtype]] = {
+    "bf16": ({"bf16": {"bf16_master_weights_and_grads": True}}, torch.bfloat16, torch.float32),
+    "bf16 moments": (
+        {"bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
+        torch.bfloat16,
+        torch.bfloat16,
+    ),
+    "fp16": ({"fp16": {"fp16_master_weights_and_grads": True, "loss_scale": 8.0}}, torch.float16, torch.float32),
+}
+"""The configuration, and the dtypes of masters and moments."""
+
+
+class Net(nn.Module):
+    """A product of its weights with inputs: gradients are exact sums of halves, whatever the kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.weight, self.bias = nn.Parameter(torch.randn(5, 7)), nn.Parameter(torch.randn(9))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.weight * x).float().sum() + (self.bias * y).float().sum()
+
+
+def batch(step: int, rank: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return tuple(torch.randn(shape, generator=generator).to(dtype) for shape in ((5, 7), (9,)))  # type: ignore[return-value]
+
+
+def plain(master: torch.dtype, moments: torch.dtype) -> dict[str, Tensor]:
+    values = {name: param.detach().to(master) for name, param in Net().named_parameters()}
+    states = {name: [torch.zeros(value.shape, dtype=moments) for _ in range(2)] for name, value in values.items()}
+    rule = AdamRule(lr=LR, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=DECAY)
+    for step in range(STEPS):
+        batches = [batch(step, rank, master) for rank in range(RANKS)]
+        for place, (name, value) in enumerate(values.items()):
+            mean = (sum(each[place].float() for each in batches) / RANKS).to(master)
+            wide, count = [moment.float() for moment in states[name]], torch.tensor(float(step + 1))
+            adam_reference(AdamSlot(value, mean, *wide, count), rule)  # type: ignore[misc]
+            for moment, new in zip(states[name], wide, strict=True):
+                moment.copy_(new)
+    return values
+
+
+def trained(stage: int, block: str, offload: bool, given: bool) -> tuple[dict[str, Tensor], set[torch.dtype]]:
+    more, dtype, moments = BLOCKS[block]
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "Adam", "params": {"lr": LR, "weight_decay": DECAY}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        **{name: {"enabled": True, **inner} for name, inner in more.items()},
+    }
+    if offload:
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    model, optimizer = Net(), None
+    if given:
+        cls, narrow = deepspeed.ops.adam.DeepSpeedCPUAdam, moments != torch.float32
+        optimizer = cls(model.parameters(), lr=LR, weight_decay=DECAY, fp32_optimizer_states=not narrow)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    for step in range(STEPS):
+        if step == 3:  # moments keep their dtype and their bits
+            state = engine.optimizer.state_dict()
+            engine.optimizer.load_state_dict(state)
+        engine.backward(engine(*batch(step, dist.get_rank(), dtype)))
+        engine.step()
+    kinds = {each[key].dtype for each in engine.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")}
+    found = engine.state_dict()
+    engine.destroy()
+    return found, kinds
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("block", BLOCKS)
+def test_as_a_step_in_fp32_that_is_rounded_once(stage: int, block: str) -> None:
+    _, dtype, moments = BLOCKS[block]
+    expected = plain(dtype, moments)
+    for rank, (found, kinds) in enumerate(run_ranks(RANKS, trained, stage, block, stage % 2 == 1, stage > 1)):
+        assert kinds <= {moments}
+        wide = {name: value.float() for name, value in expected.items()}
+        assert_close({name: value.float() for name, value in found.items()}, wide, 1e-6, f"{block}, rank {rank}")
+    other = torch.bfloat16 if moments == torch.float32 else torch.float32
+    moved = {name: float((value - plain(dtype, other)[name]).abs().max()) for name, value in expected.items()}
+    assert max(moved.values()) > 5e-4, "moments of another dtype would show"
+
+
+def test_moments_that_stay_wide_are_refused_where_narrow_ones_are_asked_for() -> None:
+    """As DeepSpeed asserts it; and nothing is sharded."""
+    model = Net()
+    block = {"enabled": True, **BLOCKS["bf16 moments"][0]["bf16"]}
+    config = {"train_batch_size": 1, "zero_optimization": {"stage": 1}, "bf16": block}
+    optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(model.parameters())
+    with pytest.raises(AssertionError, match="give it fp32_optimizer_states=False") as caught:
+        deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    assert isinstance(caught.value, ValueError) and model.weight.dtype is torch.float32

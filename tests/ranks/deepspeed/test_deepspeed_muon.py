@@ -1,0 +1,141 @@
+"""``optimizer.type`` ``Muon``: matrices as ``torch.optim.Muon`` updates them, and the rest as ``torch.optim.AdamW``."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shardwise.deepspeed as deepspeed
+from shardwise.testing import assert_close, run_ranks
+
+RANKS, STEPS, PASSES = 2, 4, 2
+RATES = {"muon_lr": 0.05, "adam_lr": 0.02, "momentum": 0.9, "weight_decay": 0.1}
+LIMIT = {"gram": 1e-5, "standard": 2e-2}
+"""Of the largest weight. The second multiplies in bf16, which a gradient's last bit may round the other way."""
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.embed = nn.Embedding(11, 6)
+        self.wide, self.tall, self.norm = nn.Linear(6, 15), nn.Linear(15, 4, bias=False), nn.LayerNorm(4)
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.lm_head = nn.Linear(4, 11)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(self.tall(torch.tanh(self.wide(self.embed(x)))))
+        loss: Tensor = nn.functional.cross_entropy(self.lm_head(self.frozen(hidden)), (x + 1) % 11)
+        return loss
+
+
+def batch(step: int, micro: int, rank: int) -> Tensor:
+    return torch.randint(11, (7,), generator=torch.Generator().manual_seed(100 * step + 10 * micro + rank))
+
+
+def by_formula(param: Tensor, grad: Tensor, momentum: Tensor) -> None:
+    """The step of a matrix in float64, with the iteration as its paper has it."""
+    momentum.mul_(0.9).add_(grad, alpha=1 - 0.9)
+    x = (0.1 * grad + 0.9 * momentum).double()
+    turned = x.T if x.size(0) > x.size(1) else x
+    turned = turned / turned.norm()
+    for _ in range(5):
+        inner = turned @ turned.T
+        turned = 3.4445 * turned + (-4.7750 * inner + 2.0315 * inner @ inner) @ turned
+    step = turned.T if x.size(0) > x.size(1) else turned
+    tall = max(1.0, x.size(0) / x.size(1)) ** 0.5
+    param.mul_(1 - 0.05 * 0.1).add_(step.float(), alpha=-0.05 * tall)
+
+
+def plain(method: str, matrices: list[str]) -> dict[str, Tensor]:
+    model = Net()
+    named = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    others = [param for name, param in named.items() if name not in matrices]
+    held = [named[name] for name in matrices]
+    adam = torch.optim.AdamW(others, lr=0.02, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.1)
+    muon = torch.optim.Muon(held, lr=0.05, weight_decay=0.1, momentum=0.9)
+    momenta = [torch.zeros_like(param) for param in held]
+    for step in range(STEPS):
+        for micro in range(PASSES):
+            for rank in range(RANKS):
+                (model(batch(step, micro, rank)) / PASSES / RANKS).backward()
+        adam.step()
+        if method == "standard":
+            muon.step()
+        else:
+            with torch.no_grad():
+                for param, momentum in zip(held, momenta, strict=True):
+                    by_formula(param, param.grad, momentum)  # type: ignore[arg-type]
+        model.zero_grad()
+    return model.state_dict()
+
+
+def trained(stage: int, method: str, mark: bool, path: str) -> tuple[dict[str, Tensor], list[str]]:
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 7,
+        "gradient_accumulation_steps": PASSES,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "Muon", "params": {**RATES, "ns_method": method}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }
+
+    def start() -> deepspeed.DeepSpeedEngine:
+        model = Net()
+        if mark:
+            model.tall.weight.use_muon, model.lm_head.weight.use_muon = False, True  # type: ignore[assignment]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return deepspeed.initialize(model=model, config=config)[0]
+
+    engine = start()
+    for step in range(STEPS):
+        if step == 2:  # half of it in a run of its own
+            engine.save_checkpoint(path)
+            engine.destroy()
+            engine = start()
+            assert engine.load_checkpoint(path)[0]
+        for micro in range(PASSES):
+            engine.backward(engine(batch(step, micro, dist.get_rank())))
+            engine.step()
+    groups = [(group["name"], group["use_muon"]) for group in engine.optimizer.param_groups]
+    assert groups == [("muon-params", True), ("adam-params", False)]
+    marked = [name for name, param in engine.module.named_parameters() if param.use_muon and param.requires_grad]
+    state = engine.state_dict()
+    engine.destroy()
+    return state, marked
+
+
+@pytest.mark.parametrize("method", ["gram", "standard"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_as_torch(stage: int, method: str, tmp_path: Any) -> None:
+    mark = stage == 2
+    matrices = ["wide.weight", *(["lm_head.weight"] if mark else ["tall.weight"])]
+    expected = plain(method, matrices)
+    for rank, (found, marked) in enumerate(run_ranks(RANKS, trained, stage, method, mark, str(tmp_path))):
+        assert sorted(marked) == sorted(matrices)
+        assert_close(found, expected, LIMIT[method], f"stage {stage}, {method}, rank {rank}")
+
+
+def test_what_is_refused() -> None:
+    config = {"train_batch_size": 1, "optimizer": {"type": "muon", "params": {"lr": 0.1}}}
+    model = nn.Linear(3, 3)
+    with pytest.raises(ValueError, match="has a group with weight_decay, and Muon makes groups of its own"):
+        groups = [{"params": model.parameters(), "weight_decay": 0.0}]
+        deepspeed.initialize(model=model, model_parameters=groups, config=config)
+    with pytest.raises(ValueError, match=r"parameters of shapes \[\(2,\)\] that have no mark"):
+        deepspeed.initialize(model=model, model_parameters=[nn.Parameter(torch.zeros(2))], config=config)
+    model.bias.use_muon = True  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=r"use_muon=True for parameters of shapes \[\(3,\)\]: give False"):
+        deepspeed.initialize(model=model, config=config)
+
+
+def test_that_the_steps_are_not_clipped_is_said() -> None:
+    config = {"train_batch_size": 1, "optimizer": {"type": "Muon"}, "gradient_clipping": 0.5}
+    assert any("gradients are clipped before Muon" in each for each in deepspeed.to_plan(config, 1)[1].notes)
+    config["gradient_clipping"] = 0.0
+    assert not any("Muon" in each for each in deepspeed.to_plan(config, 1)[1].notes)
