@@ -48,7 +48,7 @@ class CompressedGroup(Group):
         self.traffic, self.staging = group.traffic, group.staging
         self.one_sided_gather, self.starts_together = group.one_sided_gather, group.starts_together
         self.waits_in_queue, self.sends_slices = group.waits_in_queue, group.sends_slices
-        self.disseminates = group.disseminates
+        self.disseminates, self.any_length = group.disseminates, group.any_length
         self._beside = side_stream(group.device) if group.waits_in_queue else None
 
     def round_(self, shard: Tensor) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from shardwise.comm.activity import Activity
 from shardwise.comm.errors import PeerError
 from shardwise.comm.single import all_gather_single
 
-__all__ = ["Control", "decode", "encode"]
+__all__ = ["Control", "decode", "encode", "exchange_of", "spread_largest", "spread_sums", "take_largest"]
 
 MOST_TAG = (1 << 30) - 1  # no other messages between two ranks of such a group have one
 
@@ -65,44 +66,27 @@ class Control:
         if not values:
             self.barrier()
             return [[] for _ in range(self.size)]
-        what = f"exchange of {purpose}" if purpose else "exchange"
-        gathered: list[list[float]] = self._gather(torch.tensor(values, dtype=torch.float64), what).tolist()
+        mine = torch.tensor(values, dtype=torch.float64)
+        gathered: list[list[float]] = self._gather(mine, exchange_of(purpose)).tolist()
         return gathered
 
-    # Source: the dissemination of Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization" (1988): in
-    # round k a rank hears from the one 2^k before it. Whoever is heard twice changes nothing of a maximum.
     def most(
         self, values: Sequence[float], words: Sequence[int] = (), purpose: str = ""
     ) -> tuple[list[float], list[int]]:
         """Element by element the largest of all ranks' ``values`` (NaN where one has it) and the bits of all their
         ``words`` (below 2**63), in as many messages as the number of ranks has digits. The same numbers everywhere."""
-        count, what = len(values), f"exchange of {purpose}" if purpose else "exchange"
+        count = len(values)
         mine = torch.empty(count + len(words), dtype=torch.float64)
         mine[:count] = torch.tensor(values, dtype=torch.float64)
         mine.view(torch.int64)[count:] = torch.tensor(words, dtype=torch.int64)
-        step = 1
-        while step < self.size:
-            theirs = self._shifted(mine, step, what)
-            torch.maximum(mine[:count], theirs[:count], out=mine[:count])
-            mine.view(torch.int64)[count:] |= theirs.view(torch.int64)[count:]
-            step *= 2
+        spread_largest(mine, count, self.size, partial(self._shifted, what=exchange_of(purpose)))
         return mine[:count].tolist(), mine.view(torch.int64)[count:].tolist()
 
     def total(self, words: Sequence[int], purpose: str = "") -> list[int]:
         """Element by element the sum of all ranks' ``words`` (each below 2**63), in at most twice as many messages as
         the number of ranks has digits. The same numbers everywhere."""
-        what = f"exchange of {purpose}" if purpose else "exchange"
-        # The sum over the ``width`` ranks that end with this one, and that over the ``covered`` last ones.
-        window = torch.tensor(words, dtype=torch.int64)
-        found, covered, width = torch.zeros_like(window), 0, 1
-        while covered < self.size:
-            if self.size & width:
-                found += self._shifted(window, covered, what) if covered else window
-                covered += width
-            if covered < self.size:
-                window = window + self._shifted(window, width, what)
-                width *= 2
-        result: list[int] = found.tolist()
+        own = torch.tensor(words, dtype=torch.int64)
+        result: list[int] = spread_sums(own, self.size, partial(self._shifted, what=exchange_of(purpose))).tolist()
         return result
 
     def _shifted(self, mine: Tensor, by: int, what: str) -> Tensor:
@@ -117,7 +101,7 @@ class Control:
                 if work is not None:
                     work.wait()
         except RuntimeError as error:
-            raise self._lost(what, error) from error
+            raise self.lost(what, error) from error
         return theirs
 
     def exchange_object(self, obj: object) -> tuple[list[Any], int]:
@@ -148,7 +132,7 @@ class Control:
         try:
             all_gather_single(rows.view(-1), mine, group=self.process_group)
         except RuntimeError as error:
-            raise self._lost(operation, error) from error
+            raise self.lost(operation, error) from error
         return rows
 
     def around(self, ranks: Sequence[int]) -> str:
@@ -159,7 +143,8 @@ class Control:
             told = self.activity.around([members[rank] for rank in ranks])
         return f". In global ranks: {told}" if told else ""
 
-    def _lost(self, operation: str, error: Exception) -> PeerError:
+    def lost(self, operation: str, error: Exception) -> PeerError:
+        """What to raise when the ranks have lost each other in an operation."""
         around = self.around([rank for rank in range(self.size) if rank != self.rank])
         self.activity.gave_up(self.activity.now or operation)
         return PeerError(
@@ -167,6 +152,47 @@ class Control:
             "group died, or did not come to the same operation in time; look at the first error of the other ranks"
             f"{around}"
         )
+
+
+def exchange_of(purpose: str) -> str:
+    """An exchange, for messages."""
+    return f"exchange of {purpose}" if purpose else "exchange"
+
+
+def take_largest(mine: Tensor, theirs: Tensor, count: int) -> None:
+    """Of the first ``count`` numbers the larger ones (NaN where one is), of the words behind them the bits of both."""
+    torch.maximum(mine[:count], theirs[:count], out=mine[:count])
+    mine.view(torch.int64)[count:] |= theirs.view(torch.int64)[count:]
+
+
+# Source: the dissemination of Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization" (1988): in
+# round k one hears from the one 2^k before it. Whoever is heard twice changes nothing of a maximum.
+def spread_largest(mine: Tensor, count: int, size: int, shifted: Callable[[Tensor, int], Tensor]) -> None:
+    """``mine`` becomes what :func:`take_largest` makes of those of all.
+
+    Args:
+        mine, count: see there.
+        size: how many there are.
+        shifted: gives what the one so many before has where this one has what it is given.
+    """
+    step = 1
+    while step < size:
+        take_largest(mine, shifted(mine, step), count)
+        step *= 2
+
+
+def spread_sums(own: Tensor, size: int, shifted: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """The sum of what all have; arguments as in :func:`spread_largest`."""
+    # The sum over the ``width`` ones that end with this one, and that over the ``covered`` last ones.
+    window, found, covered, width = own, torch.zeros_like(own), 0, 1
+    while covered < size:
+        if size & width:
+            found += shifted(window, covered) if covered else window
+            covered += width
+        if covered < size:
+            window = window + shifted(window, width)
+            width *= 2
+    return found
 
 
 def broadcast(tensor: Tensor, src: int, process_group: dist.ProcessGroup, name: str) -> None:

@@ -16,10 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.comm.batch import Batch, Scratch, Watcher
-from shardwise.comm.control import Control
+from shardwise.comm.control import Control, exchange_of
 from shardwise.comm.group import DONE, PHASES, Bounds, Buffer, Group, Handle
+from shardwise.comm.letters import Letters
 from shardwise.comm.link import Link, Message
 from shardwise.comm.places import Places
+from shardwise.comm.ready import Ready
 from shardwise.comm.serving import Serving, Written
 from shardwise.comm.summing import RankSum
 
@@ -61,22 +63,23 @@ class Reduction:
         self._scale = scale
         self.done = False
         link, rank = group.reduce_link, group.rank
-        # Both tags are taken now, while all ranks are at the same operation.
-        self._spread_tag = link.tag(buffer.number) if spread else None
-        tag = link.tag(buffer.number)
+        self._buffer = buffer
         self._what = (
             f"{'all_reduce' if spread else 'reduce_scatter'} of {full.numel()} x {full.dtype}, buffer {buffer.number}"
         )
-        self._parts: list[Tensor] = []
         own = group.part_of(buffer, rank)
-        messages: list[Message] = []
-        # Receives come first, so that what arrives finds its place.
-        for peer in range(group.size):
-            part = own if peer == rank else group.scratch.take(own.numel(), own.dtype)
-            self._parts.append(part)
-            if peer != rank:
-                messages.append(link.receive(part, peer, tag, self._what))
-        messages += [link.send(group.part_of(buffer, peer), peer, tag, self._what) for peer in group.others()]
+        senders = [(peer, own.dtype) for peer in range(group.size) if peer != rank]
+        # Tags are taken now, while all ranks are at the same operation. Receives come first, so that what arrives finds
+        # its place; also those of an all-reduce's sums: who sends one has got this rank's part of what it is a sum of.
+        self._got, self._tag = group.ready.begin(buffer, own.numel(), senders, self._what)
+        self._spread_tag = link.tag(buffer.number) if spread else None
+        self._sums_come = list[Message]()
+        if self._spread_tag is not None:
+            self._sums_come = group.take(link, full, self._bounds, self._spread_tag, self._what)
+        self._parts = [each.place for each in self._got]
+        self._parts.insert(rank, own)
+        messages = [each.message for each in self._got]
+        messages += [link.send(group.part_of(buffer, peer), peer, self._tag, self._what) for peer in group.others()]
         self._slices = Batch(messages, group.watchers[1])
         self._sums: Batch | None = None
 
@@ -101,13 +104,12 @@ class Reduction:
             group = self._group
             self._slices.wait()
             group.sum(self._out, self._parts, self._scale)
-            for index, part in enumerate(self._parts):
-                if index != group.rank:
-                    group.scratch.give(part)
-            self._parts = []
-            spread: list[Message] = []
+            group.ready.through(self._buffer, self._got, self._tag)
+            self._parts, self._got = [], []
+            spread = self._sums_come
             if self._spread_tag is not None:
-                spread = group.start_spread(group.reduce_link, self._full, self._bounds, self._spread_tag, self._what)
+                own = group.slice_of(self._full, group.rank, self._bounds)
+                spread += group.speak(group.reduce_link, own, self._spread_tag, self._what)
             self._sums = Batch(spread, group.watchers[1])
         return self._sums
 
@@ -123,6 +125,7 @@ class GlooGroup(Group):
     sends_slices = True
     uneven = True
     disseminates = True
+    any_length = True
 
     def __init__(
         self,
@@ -136,11 +139,13 @@ class GlooGroup(Group):
         super().__init__(name, control.rank, control.size, torch.device("cpu"), control.activity)
         self.places = places
         self._control = control
+        self.letters = self._letters()
         self._gather_link = Link(gather, name)
         self._reductions: deque[Begun] = deque()
         self._buffer_count = 0
         self.reduce_link = Link(reduce, name)
         self.scratch = Scratch()
+        self.ready = Ready(self.reduce_link, self.scratch, self.size)
         self.sum = RankSum()
         self.watchers = Watcher(), Watcher()
         """Of gathers and of reductions, which do not wait for each other."""
@@ -150,15 +155,21 @@ class GlooGroup(Group):
         self._updates, self._written = 0, Written()
         """Times that shards were to be written, and how far this rank is through with that."""
 
+    def _letters(self) -> Letters:
+        """What ranks meet by: here each as if it had a host of its own."""
+        return Letters(self._control, Places(range(self.size), self.rank))
+
     def others(self) -> list[int]:
         """The other ranks, starting with the next one, so that not all ranks send to the same one first."""
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
-    def start_spread(self, link: Link, full: Tensor, bounds: Bounds | None, tag: int, what: str) -> list[Message]:
-        """Start to send the own slice of ``full`` to every rank and to receive theirs in place."""
-        own = self.slice_of(full, self.rank, bounds)
-        received = [link.receive(self.slice_of(full, peer, bounds), peer, tag, what) for peer in self.others()]
-        return received + [link.send(own, peer, tag, what) for peer in self.others()]
+    def speak(self, link: Link, part: Tensor, tag: int, what: str) -> list[Message]:
+        """Start to send ``part`` to every other rank, or one of each other host."""
+        return [link.send(part, peer, tag, what) for peer in self.others()]
+
+    def take(self, link: Link, full: Tensor, bounds: Bounds | None, tag: int, what: str) -> list[Message]:
+        """Start to receive the slices of the other ranks, or those that this one takes for its host, in place."""
+        return [link.receive(self.slice_of(full, peer, bounds), peer, tag, what) for peer in self.others()]
 
     def finish_through(self, last: Begun) -> None:
         """Finish the started reductions up to ``last`` in the order of their start, which is the same on all ranks."""
@@ -227,7 +238,9 @@ class GlooGroup(Group):
         if self._serving is not None:
             self._serving.close()
         self._reading.clear()
+        self.ready.close()
         self.scratch = Scratch()
+        self.letters.close()
         for watcher in self.watchers:
             watcher.close()
 
@@ -262,9 +275,12 @@ class GlooGroup(Group):
     def _spread(self, full: Tensor, buffer: Buffer) -> Handle:
         if not full.numel():
             return DONE
-        what, tag = f"all_gather of {full.numel()} x {full.dtype}, buffer {buffer.number}", buffer.number
-        messages = self.start_spread(self._gather_link, full, buffer.bounds, self._gather_link.tag(tag), what)
-        return Batch(messages, self.watchers[0])
+        what = f"all_gather of {full.numel()} x {full.dtype}, buffer {buffer.number}"
+        link, own = self._gather_link, self.slice_of(full, self.rank, buffer.bounds)
+        tag = link.tag(buffer.number)
+        return Batch(
+            self.take(link, full, buffer.bounds, tag, what) + self.speak(link, own, tag, what), self.watchers[0]
+        )
 
     def _reduce_scatter(self, out: Tensor, full: Buffer, scale: float) -> Handle:
         return self._start(out, full, scale, spread=False)
@@ -292,16 +308,16 @@ class GlooGroup(Group):
         self._control.broadcast(tensor, src)
 
     def _exchange(self, values: Sequence[float], purpose: str) -> list[list[float]]:
-        return self._control.exchange(values, purpose)
+        return self.letters.rows(values, exchange_of(purpose))
 
     def _exchange_bytes(self, data: bytes, lengths: Sequence[int]) -> list[bytes]:
         return self._control.exchange_bytes(data, lengths)
 
     def _most(self, values: Sequence[float], words: Sequence[int], purpose: str) -> tuple[list[float], list[int]]:
-        return self._control.most(values, words, purpose)
+        return self.letters.most(values, words, exchange_of(purpose))
 
     def _total(self, words: Sequence[int], purpose: str) -> list[int]:
-        return self._control.total(words, purpose)
+        return self.letters.total(words, exchange_of(purpose))
 
 
 def asked_for(out: Tensor, shard: Buffer) -> str:

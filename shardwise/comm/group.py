@@ -63,6 +63,11 @@ class Buffer:
         self.local, self.peers = local[:numel], tuple(peer[:numel] for peer in peers)
         self.bounds = bounds
 
+    @property
+    def capacity(self) -> int:
+        """Elements that it was made with."""
+        return self._whole[0].numel()
+
     def cut_to(self, numels: Sequence[int]) -> None:
         """For good, of each rank's copy as many elements as ``numels`` says by rank; of what is mapped."""
         self.peers = tuple(peer[:numel] for peer, numel in zip(self.peers, numels, strict=True))

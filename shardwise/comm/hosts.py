@@ -17,6 +17,7 @@ from shardwise.comm.gloo import GlooGroup, Reading, asked_for
 from shardwise.comm.group import DONE, Bounds, Buffer, Handle
 from shardwise.comm.landed import Landed
 from shardwise.comm.landing import Landing
+from shardwise.comm.letters import Letters
 from shardwise.comm.link import Link, Message
 from shardwise.comm.mapping import LINE_BYTES, MappingError
 from shardwise.comm.places import Places
@@ -114,16 +115,17 @@ class HostsGroup(GlooGroup):
         places: Places,
         inside: SharedGroup,
     ) -> None:
-        super().__init__(name, control, gather, reduce, places)
         self.inside = inside
+        super().__init__(name, control, gather, reduce, places)
         self.inside_sum = RankSum()
         """Of the thread that sums."""
         self.summer, self.carrier, self.bringer = Watcher(), Watcher(), Watcher()
         """Threads: for sums of the host; for gathers in which all take part; for what is asked for."""
         self._landing: Landing | None = None
         self._fences = 0
-        self._beside: Handle = DONE
-        """That the ranks of this host have written their shards, where an update was the last that happened."""
+
+    def _letters(self) -> Letters:
+        return Letters(self._control, self.places, self.inside)
 
     # Buffers
 
@@ -141,6 +143,7 @@ class HostsGroup(GlooGroup):
         return shards
 
     def _mapped(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[SharedBuffer]:
+        self.letters.settle()  # it meets in the same memory
         return [each for each in self.inside.buffers(specs) if isinstance(each, SharedBuffer)]
 
     def _numbered(self, inside: SharedBuffer) -> HostBuffer:
@@ -154,7 +157,7 @@ class HostsGroup(GlooGroup):
         super().close()
         for thread in (self.summer, self.carrier, self.bringer):
             thread.close()
-        self._landing, self._beside = None, DONE
+        self._landing = None
         self.inside.close()
 
     # Gathers that are asked for
@@ -164,8 +167,8 @@ class HostsGroup(GlooGroup):
         super().fence(phase, met)
         if phase:
             self._fences += 1
-        if self._serving is not None and phase == "after an update":
-            self._beside = Batch(self._serving.tell(self._written.updates, self.places.beside), self.watchers[0])
+        if phase == "after an update":
+            self.inside.has_written(self._written.updates)
 
     def reads_arrive(self) -> None:
         """See :meth:`Group.reads_arrive`."""
@@ -203,8 +206,7 @@ class HostsGroup(GlooGroup):
     def _asked(self, out: Tensor, shard: Buffer, serving: Serving) -> Reading:
         if not isinstance(shard, HostBuffer):
             return super()._asked(out, shard, serving)
-        self._beside.wait()
-        self._beside = DONE
+        self.inside.wait_written(self._written.updates)
         for member, part in zip(self.places.beside, shard.inside.peers, strict=True):
             if member != self.rank:
                 self.slice_of(out, member, shard.bounds).copy_(part)
@@ -218,12 +220,12 @@ class HostsGroup(GlooGroup):
     # Collectives
 
     def speak(self, link: Link, part: Tensor, tag: int, what: str) -> list[Message]:
-        """Start to send ``part`` to each other host."""
+        """See :meth:`GlooGroup.speak`."""
         hosts = [host for host in range(len(self.places.hosts)) if host != self.places.own]
         return [link.send(part, self.places.partner(host, self.rank), tag, what) for host in hosts]
 
     def take(self, link: Link, full: Tensor, bounds: Bounds | None, tag: int, what: str) -> list[Message]:
-        """Start to receive the slices that this rank takes for its host."""
+        """See :meth:`GlooGroup.take`."""
         return [link.receive(self.slice_of(full, p, bounds), p, tag, what) for p in self.places.takes]
 
     def copy_beside(self, local: Tensor, copies: Sequence[Tensor], bounds: Bounds | None) -> None:
@@ -311,24 +313,25 @@ class HostReduction:
         buffer.inside.publish(ALL_REDUCE if spread else REDUCE_SCATTER)
         self._sequence = buffer.inside.sequence
         link, places, full = group.reduce_link, group.places, buffer.local
-        self._spread_tag = link.tag(buffer.number) if spread else None
-        tag = link.tag(buffer.number)
         self._what = (
             f"{'all_reduce' if spread else 'reduce_scatter'} of {full.numel()} x {full.dtype}, buffer {buffer.number}"
         )
         self._wide = torch.float64 if full.dtype == torch.float64 else torch.float32
-        own, received = group.part_of(buffer, group.rank), list[Message]()
-        self._parts: list[Tensor] = []
-        for host, ranks in enumerate(places.hosts):
-            self._parts.append(group.scratch.take(own.numel(), self._travels_as(ranks)))
-            if host != places.own:
-                received.append(link.receive(self._parts[-1], places.partner(host, group.rank), tag, self._what))
+        own = group.part_of(buffer, group.rank)
+        hosts = [host for host in range(len(places.hosts)) if host != places.own]
+        senders = [(places.partner(host, group.rank), self._travels_as(places.hosts[host])) for host in hosts]
+        # As in a Reduction: who sends a slice of the sums has got what this host has of it, and this rank alone read.
+        self._got, self._tag = group.ready.begin(buffer, own.numel(), senders, self._what)
+        self._spread_tag = link.tag(buffer.number) if spread else None
+        self._sums_come = list[Message]()
+        if self._spread_tag is not None:
+            self._sums_come = group.take(link, full, self._bounds, self._spread_tag, self._what)
         dtype = self._travels_as(places.beside)
+        self._own_sum = group.scratch.take(own.numel(), dtype)
         self._sums = [(p, group.scratch.take(group.part_of(buffer, p).numel(), dtype)) for p in places.takes]
         self._sent: list[Message] = []
-        self._tag = tag
         buffer.unfinished = self
-        self._received = Batch(received, group.watchers[1])
+        self._received = Batch([each.message for each in self._got], group.watchers[1])
         self._copies = buffer.inside.peers
         self._summed = Errand(self._sum_inside, group.summer)
         self._left: Batch | None = None
@@ -354,8 +357,7 @@ class HostReduction:
         for peer, total in self._sums:
             group.inside_sum(total, [group.slice_of(copy, peer, self._bounds) for copy in self._copies], 1.0)
             self._sent.append(group.reduce_link.send_aside(total, peer, self._tag, self._what))
-        own = self._parts[group.places.own]
-        group.inside_sum(own, [group.slice_of(copy, group.rank, self._bounds) for copy in self._copies], 1.0)
+        group.inside_sum(self._own_sum, [group.slice_of(copy, group.rank, self._bounds) for copy in self._copies], 1.0)
         if self._spread_tag is None:
             inside.tell(CONSUMED, self._sequence)
 
@@ -401,15 +403,17 @@ class HostReduction:
             self._leaves()
             self._received.wait()
             self._leaves().wait()
-            parts = [each if each.dtype == self._wide else each.to(self._wide) for each in self._parts]
-            group.sum(self._out, parts, self._scale)
-            for each in (*self._parts, *(total for _, total in self._sums)):
+            parts = [each.place for each in self._got]
+            parts.insert(group.places.own, self._own_sum)
+            group.sum(
+                self._out, [each if each.dtype == self._wide else each.to(self._wide) for each in parts], self._scale
+            )
+            for each in (self._own_sum, *(total for _, total in self._sums)):
                 group.scratch.give(each)
-            self._parts, self._sums = [], []
-            spread: list[Message] = []
+            group.ready.through(self._buffer, self._got, self._tag)
+            self._got, self._sums = [], []
+            spread = self._sums_come
             if self._spread_tag is not None:
-                full = self._buffer.local
-                spread = group.take(link, full, self._bounds, self._spread_tag, self._what)
                 own = group.part_of(self._buffer, group.rank)
                 spread += group.speak(link, own, self._spread_tag, self._what)
             self._spread = Batch(spread, group.watchers[1])

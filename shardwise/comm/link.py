@@ -19,10 +19,10 @@ from shardwise.comm.traffic import Traffic
 __all__ = ["Link", "Message", "Sent", "Wire"]
 
 # gloo takes non-negative 32-bit tags. Part of one is the buffer's number: what ranks that lost each other send of other
-# buffers (another model's) is never taken. No two operations that are a million apart are in flight together.
-TAG_RANGE, BUFFER_RANGE = 1 << 20, 1 << 10
-TAG_LIMIT = TAG_RANGE * BUFFER_RANGE
-"""No tag of :meth:`Link.tag` is larger."""
+# buffers (another model's) is never taken. No two operations that are half a million apart are in flight together.
+TAG_RANGE, BUFFER_RANGE = 1 << 19, 1 << 10
+TAG_LIMIT = 2 * TAG_RANGE * BUFFER_RANGE
+"""Above all tags of operations that ranks start in one order; in the lower half are those of :meth:`Link.tag`."""
 
 
 class Link:
@@ -76,12 +76,13 @@ class Message:
     """One that was started. ``wait`` may be called again, and lets go of the operation.
 
     Attributes:
+        what: for errors.
         arrived: called once, when it is there.
     """
 
     def __init__(self, work: dist.Work | None, what: str) -> None:
         self._work = work
-        self._what = what
+        self.what = what
         self.arrived: Callable[[], None] = lambda: None
 
     def wait(self, at_most: timedelta | None = None) -> None:
@@ -95,7 +96,7 @@ class Message:
         try:
             self._work.wait() if at_most is None else self._work.wait(at_most)
         except RuntimeError as error:
-            raise _lost(self._what, error) from error
+            raise _lost(self.what, error) from error
         self._work = None
         self.arrived()
 

@@ -17,12 +17,11 @@ from shardwise.comm.errors import PeerError
 from shardwise.comm.group import Buffer
 from shardwise.comm.link import TAG_LIMIT, Link, Message
 
-__all__ = ["ASK", "TOLD", "Served", "Serving", "Written", "leave_at_exit"]
+__all__ = ["ASK", "Served", "Serving", "Written", "leave_at_exit"]
 
 # Above the tags of operations that all ranks start in one order.
 ASK = TAG_LIMIT
 ANSWERS = 1 << 20  # tags of answers; no two gathers that are so many apart are under way together
-TOLD = ASK + 2 * ANSWERS
 # What a request has where others have a buffer's number.
 RELEASES, LEAVES, LEAVES_LAST, ENDS, FAREWELL = -1, -2, -3, -4, -5
 MOST_BUFFERS = 1 << 24
@@ -96,9 +95,7 @@ class Serving:
         fetch: gives the values of a shard in the host's memory; called by the threads that answer.
     """
 
-    def __init__(
-        self, link: Link, peers: Iterable[int], written: Written, fetch: Fetch = lambda shard: shard
-    ) -> None:
+    def __init__(self, link: Link, peers: Iterable[int], written: Written, fetch: Fetch = lambda shard: shard) -> None:
         self._link, self._count, self._sets = link, 0, 0
         peers = list(peers)
         places = max(min(OPEN, MOST_OPEN // max(len(peers), 1)), LEAST_OPEN)
@@ -154,15 +151,6 @@ class Serving:
             raise
         return asked
 
-    def tell(self, number: int, peers: Container[int]) -> list[Message]:
-        """Tell ``peers`` that this rank is through with its ``number``-th update; their word for the same."""
-        what, heard = f"the end of update {number}", list[Message]()
-        for end in self._ends:
-            if end.peer in peers and end.thread.is_alive():
-                heard.append(end.hear(TOLD + number % ANSWERS, what))
-                end.say(number, 0, TOLD + number % ANSWERS)
-        return heard
-
     def close(self) -> None:
         """This rank asks for nothing any more; its threads answer until the peers say the same. Again is as good."""
         self._leave()
@@ -195,7 +183,6 @@ class _End:
         self.gone, self.asked_at = False, 0.0
         self._left: dict[str, object] = {}
         self._words: deque[Message] = deque()
-        self._hears: list[Message] = []
         self.thread = threading.Thread(target=_answer, args=[self], daemon=True, name=f"shardwise-serving-{peer}")
         self.thread.start()
 
@@ -214,17 +201,11 @@ class _End:
         """Whether ``who`` ("own", "peer") leaves first; one operation of a dictionary, since two threads ask."""
         return self._left.setdefault("first", who) == who
 
-    def say(self, word: int, number: int = 0, tag: int = ASK) -> None:
+    def say(self, word: int, number: int = 0) -> None:
         """Nothing waits: each rank collects garbage when it likes."""
         with suppress(Exception):  # the peer is gone
-            message = self.link.send_aside(torch.tensor([word, number]), self.peer, tag, "what is told")
+            message = self.link.send_aside(torch.tensor([word, number]), self.peer, ASK, "what is told")
             self._words.append(message)  # dropped before it has arrived, it would never
-
-    def hear(self, tag: int, what: str) -> Message:
-        """What the peer says with ``tag``. What is on its way finds its place, also if nobody waits for it."""
-        self._hears = [each for each in self._hears if not each.finished()]
-        self._hears.append(self.link.receive_aside(torch.zeros(2, dtype=torch.int64), self.peer, tag, what))
-        return self._hears[-1]
 
     def forget_words(self) -> None:
         """Let go of what was said long ago."""

@@ -52,10 +52,12 @@ NAP_FIRST_S = 10e-6
 NAP_MAX_S = 200e-6
 CHECK_S = 0.2
 
-# The control segment: line 1 holds the count of synchronisations and the state; two slots follow, used in turn. A rank
-# that writes slot s again has seen all peers arrive at s + 1, so nobody reads it then.
+# The control segment: line 1 holds the count of synchronisations, the state, and of how many updates this rank has
+# written what peers read; two slots follow, used in turn. A rank that writes slot s again has seen all peers arrive at
+# s + 1, so nobody reads it then.
 ARRIVED = LINE_WORDS
 STATE = LINE_WORDS + 1
+WRITTEN = LINE_WORDS + 2
 OPEN, CLOSED, FAILED = 0, 1, 2
 SLOT_VALUES = 256
 SLOT_WORDS = LINE_WORDS + SLOT_VALUES
@@ -63,6 +65,8 @@ SLOTS = 2 * LINE_WORDS
 CONTROL_BYTES = 8 * (SLOTS + 2 * SLOT_WORDS)
 SYNCS = ("exchange", "fence", "barrier")
 EXCHANGE, FENCE, BARRIER = range(3)
+RAGGED = -1
+"""In the place of a number of values that is the same on all ranks."""
 
 
 class _Reduction:
@@ -312,6 +316,19 @@ class SharedGroup(Group):
         parts = [self._sync(EXCHANGE, piece, len(values), purpose) for piece in pieces or [values]]
         return [[value for row in rows for value in row] for rows in zip(*parts, strict=True)]
 
+    def rows(self, values: Sequence[float], purpose: str) -> list[list[float]]:
+        """Every rank's values, by rank, as many as it has."""
+        row = [float(len(values)), *values]
+        found: list[list[float]] = [[] for _ in range(self.size)]
+        longest, start = 1, 0
+        while start < longest:
+            piece = row[start : start + SLOT_VALUES]
+            parts = self._sync(EXCHANGE, piece + [0.0] * (SLOT_VALUES - len(piece)), RAGGED, purpose)
+            for told, part in zip(found, parts, strict=True):
+                told += part
+            longest, start = 1 + int(max(told[0] for told in found)), start + SLOT_VALUES
+        return [told[1 : 1 + int(told[0])] for told in found]
+
     def _exchange_bytes(self, data: bytes, lengths: Sequence[int]) -> list[bytes]:
         return self._control.exchange_bytes(data, lengths)
 
@@ -342,6 +359,19 @@ class SharedGroup(Group):
                     + self._control.around([rank])
                 )
         return [list(map(float, row[body : body + len(values)])) for row in self._values]
+
+    def has_written(self, updates: int) -> None:
+        """Tell the peers that this rank is through with so many updates of what they read."""
+        self._words[self.rank][WRITTEN] = updates
+
+    def wait_written(self, updates: int) -> None:
+        """Return when all ranks are through with so many."""
+
+        def missing() -> list[int]:
+            return [rank for rank, words in enumerate(self._words) if words[WRITTEN] < updates]
+
+        if missing():
+            self.wait_until(missing, f"the end of update {updates}")
 
     # Waiting
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from typing import Any
@@ -49,8 +50,9 @@ def told(kind: str, rows_up_to: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["gloo", "native"])
-@pytest.mark.parametrize("ranks", [2, 3, 4, 5])
+@pytest.mark.parametrize(
+    ("ranks", "kind"), [*itertools.product([2, 3, 4, 5], ["gloo", "native"]), (3, "hosts"), (5, "hosts")]
+)
 def test_the_answers_are_the_same(ranks: int, kind: str) -> None:
     many, few = run_ranks(ranks, told, kind, 1), run_ranks(ranks, told, kind, 16)
     for one, other in zip(many, few, strict=True):
@@ -106,7 +108,7 @@ def totals(kind: str, rows_up_to: int) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["gloo", "native"])
+@pytest.mark.parametrize("kind", ["gloo", "native", "hosts"])
 @pytest.mark.parametrize("ranks", [3, 4, 7])
 def test_a_sum_is_exact_whatever_the_number_of_ranks(ranks: int, kind: str) -> None:
     many, few = run_ranks(ranks, totals, kind, 1), run_ranks(ranks, totals, kind, 16)
@@ -149,7 +151,7 @@ def astray(kind: str) -> tuple[str, str]:
     return texts[0], texts[1]
 
 
-@pytest.mark.parametrize("kind", ["gloo", "native"])
+@pytest.mark.parametrize("kind", ["gloo", "native", "hosts"])
 def test_ranks_that_came_for_different_things_are_told(kind: str) -> None:
     for purposes, lengths in run_ranks(3, astray, kind):
         assert "rank 0: another thing (1 values); ranks [1, 2]: one thing (1 values)" in purposes

@@ -61,6 +61,8 @@ def _death(kind: str, operation: str) -> str:
     try:
         if operation == "fence":
             group.barrier()
+        elif operation == "meeting":
+            group.exchange([0.0], "a test")
         else:
             handle = group.all_reduce(full, 1.0)
             handle.wait()
@@ -83,6 +85,29 @@ def death_in_gloo_reduction() -> str:
 
 def death_in_reduction_on_a_host() -> str:
     return _death("hosts", "all_reduce")
+
+
+def death_in_gloo_meeting() -> str:
+    return _death("gloo", "meeting")
+
+
+def death_in_meeting_of_hosts() -> str:
+    return _death("hosts", "meeting")
+
+
+@pytest.mark.parametrize(
+    ("fn", "beside", "elsewhere"),
+    [
+        (death_in_gloo_meeting, "rank 1 of group 'test' failed", "rank 1 of group 'test' failed"),
+        (death_in_meeting_of_hosts, "rank 1 (process", "rank 0 has lost the others in meeting 1"),
+    ],
+)
+def test_who_dies_instead_of_meeting_is_missed_by_all(
+    fn: Callable[[], str], beside: str, elsewhere: str, tmp_path: Path
+) -> None:
+    first, dead, last = survivors(fn, 3, tmp_path)
+    assert dead is None and first is not None and last is not None
+    assert beside in first and elsewhere in last and "exchange of a test" in first and "exchange of a test" in last
 
 
 @pytest.mark.parametrize(
@@ -207,11 +232,11 @@ def other_purposes(kind: str, calls: list[tuple[str, int]]) -> str:
     return told
 
 
-@pytest.mark.parametrize("kind", ["shared", "gloo"])
+@pytest.mark.parametrize("kind", ["shared", "gloo", "hosts"])
 def test_ranks_that_came_for_different_things_are_told_of_each(kind: str) -> None:
     """Whatever the lengths of their messages."""
     calls = [("the gradient norm", 1), ("which parameters had gradients", 300), ("what to gather", 30)]
-    for size in (2, 3):
+    for size in (2, 3) if kind != "hosts" else (3,):
         expected = "; ".join(
             f"rank {rank}: {what} of a model ({length} values)" for rank, (what, length) in enumerate(calls[:size])
         )
@@ -220,6 +245,8 @@ def test_ranks_that_came_for_different_things_are_told_of_each(kind: str) -> Non
     norm, gather = calls[0], calls[2]
     for text in run_ranks(3, other_purposes, kind, [norm, gather, norm]):
         assert "ranks [0, 2]: the gradient norm of a model (1 values); rank 1: what to gather of a model (30" in text
+    if kind == "hosts":
+        return
     for text in run_ranks(2, other_purposes, kind, [norm, ("the gradient norm", 2)]):
         told = "rank 0: the gradient norm of a model (1 values); rank 1: the gradient norm of a model (2 values);"
         assert told in text

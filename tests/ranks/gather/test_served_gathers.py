@@ -249,9 +249,9 @@ def places_and_words() -> tuple[int, int, list[int]]:
         posted.append(tag)
         return receive(link, tensor, peer, tag, what)
 
-    def saying(end: Any, word: int, number: int = 0, tag: int = served.ASK) -> None:
+    def saying(end: Any, word: int, number: int = 0) -> None:
         words.append(word)
-        say(end, word, number, tag)
+        say(end, word, number)
 
     with mock.patch.object(Link, "receive_aside", receiving), mock.patch.object(served._End, "say", saying):
         with Scope("gloo") as group:
