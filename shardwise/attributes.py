@@ -32,7 +32,7 @@ class ModeOfModule(nn.Module):
     """A wrapper of ``self.module``, whose mode (``training``) is that module's. See [Note: One mode]."""
 
     @property
-    def training(self) -> bool:  # type: ignore[override]
+    def training(self) -> bool:
         module = self.__dict__.get("_modules", {}).get("module")
         return True if module is None else bool(module.training)
 

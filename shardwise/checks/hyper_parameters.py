@@ -10,7 +10,7 @@ import zlib
 from array import array
 from collections.abc import Callable, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -20,7 +20,17 @@ from shardwise.checks.param_groups import ParamGroups
 from shardwise.comm import Group
 from shardwise.mesh import Mesh
 
-__all__ = ["HyperParameters"]
+__all__ = ["HyperParameters", "Rider"]
+
+
+class Rider(Protocol):
+    """What has to be alike on all ranks, and is compared with what they exchange at the end of a pass."""
+
+    def beside_marks(self) -> list[float]:
+        """Numbers that travel then."""
+
+    def explain(self) -> None:
+        """Some rank's number differs. Every rank calls it, and all raise, or none."""
 
 
 class HyperParameters:

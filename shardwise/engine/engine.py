@@ -135,6 +135,8 @@ class Engine:
         events.backward_began.listen(early.begin_pass)  # before what it reads is put away
         events.backward_began.listen(visible.begin_pass)
         events.backward_ended.listen(visible.end_pass)
+        events.update_began.listen(visible.by_hand.used)
+        self.reducer.riders.append(visible.by_hand)
         events.result_came.listen(early.before_result)
         events.result_added.listen(early.after_result)
         events.gradients_dropped.listen(early.dropped)
