@@ -205,6 +205,13 @@ class Attachment:
         engine.passes.note()
         if grad is None:
             return
+        if engine.chunks[chunk].unseen:
+            raise RuntimeError(
+                f"{engine.visible.name(state.spec.slots[index].param)} got a gradient, and was not there when it was "
+                "used: no forward pass has gathered it since the last update, and outside of one it is NaN. Use it in "
+                "forward() of its module or of one around it (a method of the model that the loop calls is none), or "
+                "make the loss inside `with model.gathered():` of what boost/build returned"
+            )
         if grad.requires_grad:
             grad = grad.detach()
         grad = grad.to_dense() if grad.is_sparse else grad

@@ -16,6 +16,7 @@ from shardwise.checks.hyper_parameters import HyperParameters
 from shardwise.checks.unfinished import PARAMETERS, state_of
 from shardwise.device import runs_ahead
 from shardwise.engine.engine import Engine
+from shardwise.engine.not_finite import LossWatch, first_non_finite
 from shardwise.engine.optimizer_state import OptimizerState
 from shardwise.engine.other_parts import Counting
 from shardwise.engine.scaled import Scaled
@@ -61,6 +62,7 @@ class ShardedOptimizer(Scaled, torch.optim.Optimizer):
         asked = lambda: engine.visible.asked.get(index, ())  # noqa: E731
         self._settings = HyperParameters(optimizer, self._updates.param_groups, index, engine.mesh, asked)
         engine.reducer.riders.append(self._settings)
+        self._loss_watch = LossWatch(engine)
         self.last_step_skipped = False
         self.skipped_because: str | None = None
         if self.needs_scaler():
@@ -92,8 +94,14 @@ class ShardedOptimizer(Scaled, torch.optim.Optimizer):
         return self.optimizer.defaults
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        held = dict(state)
+        self.optimizer.state.clear()
+        self.optimizer.state.update(held)
 
     @property
     def optim(self) -> torch.optim.Optimizer:
@@ -156,6 +164,7 @@ class ShardedOptimizer(Scaled, torch.optim.Optimizer):
             RuntimeError: the model is in stages, whose passes are not made by themselves.
         """
         self._check_whole(loss, "loss")
+        self._loss_watch.see(loss)
         if loss.dtype in HALF_DTYPES:
             loss = loss.float()  # a scaled loss would overflow in 16 bits
         with self._weighing(tokens) as factor:
@@ -314,7 +323,7 @@ class ShardedOptimizer(Scaled, torch.optim.Optimizer):
             self._updates.promote(meter.margin_bytes())
 
     def _skip(self) -> None:
-        name = self._first_non_finite()
+        name = first_non_finite(self.engine, self._states)
         self.last_step_skipped = True
         self.skipped_because = f"the gradient of {name} is not finite (loss scale {self.engine.counts.loss_scale:g})"
         if self.scaler is not None:
@@ -322,24 +331,6 @@ class ShardedOptimizer(Scaled, torch.optim.Optimizer):
         if self.engine.plan.verbose and self.engine.mesh.first:
             print(f"step skipped: {self.skipped_because}", flush=True)
         self._drop()
-
-    def _first_non_finite(self) -> str:
-        engine = self.engine
-        nobody = float(len(engine.layout.facts))
-        first = nobody
-        for state in self._states:
-            if state.reduced is None or bool(torch.isfinite(state.reduced).all()):
-                continue
-            for slot in state.spec.slots:
-                start, end = state.chunk.overlap(slot)
-                part = state.reduced[max(start - state.chunk.shard_start, 0) : max(end - state.chunk.shard_start, 0)]
-                if start < end and not bool(torch.isfinite(part).all()):
-                    first = min(first, float(slot.param))
-        first = min(post[0] for post in engine.mesh.shard.exchange([first], "which gradient is not finite"))
-        if first < nobody:
-            return engine.layout.facts[int(first)].names[0]
-        elsewhere = ", or of one on another model-parallel rank" if engine.mesh.model_parallel is not None else ""
-        return f"no single parameter (their norm{elsewhere})"
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of this optimizer's parameters, reduced or not."""
