@@ -345,6 +345,17 @@ class Chunk:
                 return index
         return None
 
+    def take_given(self) -> None:
+        """Values of parameters that were given other data of their kind while it is gathered are written to it, and
+        they show it again; data of another kind stays, for :meth:`misplaced` to be found."""
+        if self.full is None or self._state not in (Residency.GATHERED, Residency.RENEWING):
+            return
+        for param, view in zip(self.params, self.views(self.full), strict=True):
+            alike = (param.shape, param.dtype, param.device) == (view.shape, view.dtype, view.device)
+            if alike and (param.data_ptr(), param.stride()) != (view.data_ptr(), view.stride()):
+                view.copy_(param.detach().clone())  # which may be another view of the same memory
+                point(param, view)
+
     def _point(self, values: Sequence[torch.Tensor]) -> None:
         for param, value in zip(self.params, values, strict=True):
             point(param, value)

@@ -135,7 +135,8 @@ class ShardedOptimizer(Scaled, torch.optim.Optimizer):
             RuntimeError: always; parameters are packed when the model is sharded.
         """
         raise RuntimeError(
-            f"add_param_group({sorted(param_group)}) after sharding: add the group to the optimizer before boost/build"
+            f"add_param_group({sorted(param_group)}) after sharding: add the group to the optimizer before boost/build "
+            "and freeze its parameters after it until they are to be trained"
         )
 
     # ---- backward
