@@ -238,7 +238,7 @@ class Attachment:
 
     def _zero_all(self, set_to_none: bool = True) -> None:
         """The user's ``model.zero_grad()`` drops what the engine holds too."""
-        self._engine.zero_grad()
+        self._engine.zero_grad(set_to_none=set_to_none)
 
     def remove(self) -> None:
         """Take all of it off the model again."""

@@ -247,7 +247,7 @@ class ShardedOptimizer(Scaled, torch.optim.Optimizer):
         # A scheduler that steps next should not warn that the optimizer never did.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         inverse = 1.0 / self.divisor()
-        self.engine.used.check(self.index, type(self.optimizer).__name__)
+        self.engine.used.check(self.index, type(self.optimizer).__name__, self._states)
         grad_plan = self.engine.plan.grad
         failure = self._settle_early()
         clip = self._clip
@@ -336,7 +336,7 @@ class ShardedOptimizer(Scaled, torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of this optimizer's parameters, reduced or not."""
         self._drop()
-        self.engine.used.cleared(self.index)
+        self.engine.used.cleared(self.index, None if set_to_none else self.engine.visible.shown(self.index))
         self.engine.visible.clear(self.index)
 
     def _drop(self) -> None:

@@ -166,6 +166,15 @@ class VisibleGrads:
                 if index in self._place:
                     self._hide(index)
 
+    def shown(self, optimizer: int | None) -> dict[int, set[int]]:
+        """By optimizer (one or all), the parameters that have a gradient, used or not."""
+        found: dict[int, set[int]] = {}
+        for index, place in self._place.items():
+            owner = self._where[index][0].spec.optimizer
+            if self._shown[place] is not None and optimizer in (None, owner):
+                found.setdefault(owner, set()).add(index)
+        return found
+
     def forget(self, optimizer: int | None = None) -> None:
         """The gradients of one optimizer, or of all, were used or dropped."""
         self._changed()
@@ -296,7 +305,10 @@ class VisibleGrads:
         if engine.passes.unreduced:
             return "after a pass under no_sync(): it is not averaged over the ranks yet; use it after a pass outside"
         if state.reduced is None or at not in state.touched:
-            return "after step() has used it, or zero_grad() dropped it: read it between backward and step"
+            return (
+                "after step() has used it, or zero_grad() dropped it: read it between backward and step (zero_grad() "
+                "clears it)"
+            )
         if index in self._with_graph and torch.is_grad_enabled():
             return (
                 "of a pass with create_graph=True: what is kept has no graph; use torch.autograd.grad, or read it "
