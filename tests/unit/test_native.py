@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 import subprocess
 import sys
 from dataclasses import fields, replace
@@ -186,6 +189,18 @@ def test_torchs_scaler_is_refused_before_it_steps(fused: bool) -> None:
     off = torch.amp.GradScaler("cpu", enabled=False)
     off.step(session.optimizer)
     assert not torch.equal(session.module.state_dict()["weight"], before["weight"])
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_model_is_neither_copied_nor_pickled_until_it_is_closed(stage: int) -> None:
+    model = nn.Linear(3, 2)
+    session = shardwise.shard(model, torch.optim.SGD(model.parameters()), stage=stage, device="cpu")
+    for copied in (copy.deepcopy, pickle.dumps, lambda found: torch.save(found, io.BytesIO())):
+        for each in (model, session.module, {"model": model}):
+            with pytest.raises(TypeError, match=r"a Linear sharded over 1 ranks cannot be .*: save state_dict\(\) of"):
+                copied(each)
+    session.unshard()
+    assert torch.equal(copy.deepcopy(model).weight, model.weight) and pickle.loads(pickle.dumps(model)) is not None
 
 
 def test_state_of_the_optimizer_may_be_replaced() -> None:
