@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["TransparentModule", "attribute_of"]
+__all__ = ["ModeOfModule", "TransparentModule", "attribute_of"]
 
 
 def attribute_of(wrapped: object, name: str, wrapper: object) -> Any:
@@ -24,7 +24,26 @@ def attribute_of(wrapped: object, name: str, wrapper: object) -> Any:
         ) from error
 
 
-class TransparentModule(nn.Module):
+# [Note: One mode]
+# nn.Module keeps a mode of its own for every module, and a new one trains. A wrapper would say so of a model that was
+# made, or has been switched, to evaluate; what reads the mode to put it back later (torch's update_bn, an evaluation in
+# the midst of training) would start the model's dropout and statistics.
+class ModeOfModule(nn.Module):
+    """A wrapper of ``self.module``, whose mode (``training``) is that module's. See [Note: One mode]."""
+
+    @property
+    def training(self) -> bool:
+        module = self.__dict__.get("_modules", {}).get("module")
+        return True if module is None else bool(module.training)
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        module = self.__dict__.get("_modules", {}).get("module")
+        if module is not None:  # not while nn.Module is made
+            module.training = mode
+
+
+class TransparentModule(ModeOfModule):
     """A wrapper of ``self.module``: attributes that it does not have itself are that module's, read, set and deleted.
 
     Set on the wrapper one of the module's would be read back there, and never in a forward pass.

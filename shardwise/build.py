@@ -75,13 +75,13 @@ class Session:
         self.checkpoints = Checkpointer(self)
         self.pipeline = PipelineSteps(engine, self.optimizer) if engine.staging is not None else None
 
-    def backward(self, loss: torch.Tensor, tokens: float | None = None) -> None:
+    def backward(self, loss: torch.Tensor, tokens: float | None = None, retain_graph: bool = False) -> None:
         """Backward pass of ``loss``; see :meth:`ShardedOptimizer.backward`. Without an optimizer, unscaled."""
         if self.optimizer is not None:
-            self.optimizer.backward(loss, tokens)
+            self.optimizer.backward(loss, tokens, retain_graph)
         else:
             with self.backward_pass():
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
 
     def backward_pass(self, loss_scale: float = 1.0) -> AbstractContextManager[None]:
         """Around a backward pass that the caller makes, of a loss that was multiplied by ``loss_scale``."""

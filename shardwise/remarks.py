@@ -1,4 +1,4 @@
-"""Warnings that stand at the line of the user's program, however many frames of ours and of libraries lie between."""
+"""Who calls, however many frames of ours and of libraries lie between. Warnings stand at the user's own line."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 import warnings
 from types import FrameType
 
-__all__ = ["warn_user"]
+__all__ = ["called_by", "warn_user"]
 
 # Counting frames (`stacklevel`) goes wrong as soon as a call goes through a context manager, a base class or another
 # front-end, so frames are looked at instead.
@@ -48,6 +48,14 @@ def warn_user(message: str) -> None:
     registry = at.f_globals.setdefault("__warningregistry__", {})
     name = at.f_globals.get("__name__", "<string>")
     warnings.warn_explicit(message, UserWarning, at.f_code.co_filename, at.f_lineno, name, registry)
+
+
+def called_by(module: str) -> bool:
+    """Whether a function of ``module`` is on the call stack."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != module:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _package(frame: FrameType) -> str:

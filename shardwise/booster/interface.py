@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_value_, get_total_norm
 
-from shardwise.attributes import attribute_of
+from shardwise.attributes import ModeOfModule, attribute_of
 from shardwise.checked import as_tensor
 from shardwise.optim.state_form import check_full_state
 
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 
-class ModelWrapper(nn.Module):
+class ModelWrapper(ModeOfModule):
     """A module around ``module``. Attributes that it does not have are the user's module's."""
 
     def __init__(self, module: nn.Module) -> None:

@@ -78,7 +78,7 @@ class Edits:
             if wrong is not None:
                 param = chunk.params[wrong]
                 # Read before it is put back, which changes what it tells.
-                found = f"now {param.dtype} on {param.device}"
+                found = f"now {param.dtype} of shape {tuple(param.shape)} on {param.device}"
                 self._put_back()
                 raise RuntimeError(
                     f"{self._name(chunk, wrong)} ({found}) was moved, cast or given other data after the model was "

@@ -112,7 +112,8 @@ class Guards:
                 if param.requires_grad:
                     raise RuntimeError(
                         f"{self._name(slot.param)} has requires_grad={param.requires_grad} but was frozen when the "
-                        "model was sharded, so it has no gradient shard; set requires_grad before boost/build"
+                        "model was sharded, so it has no gradient shard; set requires_grad before boost/build (and "
+                        "freeze after it what is to wait)"
                     )
 
     def _name(self, param: int) -> str:

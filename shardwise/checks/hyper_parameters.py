@@ -1,7 +1,8 @@
 """Whether the ranks still have the same learning rates and groups: a number that rides on what a step exchanges anyway.
 
 Where the shard group is the whole mesh it rides on the norm, which :meth:`ShardedOptimizer.step` takes right before it
-updates. Where there are replicas it rides on what ends a pass, with the number of what the last step used.
+updates. Where there are replicas it rides on what ends a pass, with the number of what the last step used and that of
+steps: replicas exchange nothing in one, so a rank that steps after fewer passes would be one apart ever after.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import zlib
 from array import array
 from collections.abc import Callable, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -20,7 +21,17 @@ from shardwise.checks.param_groups import ParamGroups
 from shardwise.comm import Group
 from shardwise.mesh import Mesh
 
-__all__ = ["HyperParameters"]
+__all__ = ["HyperParameters", "Rider"]
+
+
+class Rider(Protocol):
+    """What has to be alike on all ranks, and is compared with what they exchange at the end of a pass."""
+
+    def beside_marks(self) -> list[float]:
+        """Numbers that travel then."""
+
+    def explain(self) -> None:
+        """Some rank's number differs. Every rank calls it, and all raise, or none."""
 
 
 class HyperParameters:
@@ -46,6 +57,7 @@ class HyperParameters:
         self._groups = groups
         self._replicated = mesh.replicate.size > 1
         self._used: tuple[float, Description] = (0.0, {})
+        self._steps = 0
 
     def word(self) -> float:
         """Of what a step would use now; microseconds a group."""
@@ -64,10 +76,11 @@ class HyperParameters:
 
     def beside_marks(self) -> list[float]:
         """What travels at the end of a pass."""
-        return [self.word(), self._used[0]] if self._replicated else []
+        return [self.word(), self._used[0], float(self._steps)] if self._replicated else []
 
     def used(self) -> None:
         """A step was made with what there is now."""
+        self._steps += 1
         word = self.word() if self._replicated else self._used[0]
         if word != self._used[0]:
             # Only where it changed: to describe it takes longer than to compare a number.
@@ -78,10 +91,19 @@ class HyperParameters:
 
         Raises:
             ValueError: says which rank differs in what, with both values.
+            RuntimeError: replicas that meet in a pass have made different numbers of steps.
         """
-        described: list[Any] = (group or self._mesh.world).exchange_object(
-            {**self._describe(""), **self._used[1]}, "hyper-parameters"
-        )
+        told = (self._steps, {**self._describe(""), **self._used[1]})
+        found: list[Any] = (group or self._mesh.world).exchange_object(told, "hyper-parameters")
+        steps, described = [steps for steps, _ in found], [each for _, each in found]
+        if self._replicated and len(set(steps)) > 1:
+            by_rank = ", ".join(f"rank {rank} {count}" for rank, count in enumerate(steps))
+            self._steps = 0  # told once: they may go on from a checkpoint
+            raise RuntimeError(
+                f"ranks that meet in a backward pass have made different numbers of steps ({by_rank}): every rank has "
+                "to make as many passes before each step() (under no_sync() all but the last may differ in number). "
+                "What was updated since the first that did not is wrong: load a checkpoint"
+            )
         if any(each != described[0] for each in described):
             raise ValueError(
                 f"the ranks would update with different settings: {differences(described)}; set the same on every rank"

@@ -119,6 +119,8 @@ class Chunk:
         self.in_transform = False
         self.generation = 0
         """Counts the updates, so that a graph made before one can be told from one made after."""
+        self.placed_at = -2
+        """The generation in which parameters last showed values; before any, so long ago that none can be in use."""
         nothing = torch.full((), absent_value(spec.dtype), dtype=spec.dtype, device=device)
         self.absent = tuple(nothing.expand(slot.shape) for slot in spec.slots)
         """By slot, what its parameter shows while it is not gathered."""
@@ -213,6 +215,7 @@ class Chunk:
             self._note_lost()  # before the values that tell it are replaced
             self._become(Residency.PLACING)
         self._point(self.views(full))
+        self.placed_at = self.generation
         self.allow_holders()
         self._become(Residency.GATHERED)
 
@@ -244,6 +247,15 @@ class Chunk:
     def allow_holders(self) -> None:
         """Who holds a parameter in Python now does not count in :attr:`is_read`."""
         self._holders = None if self.resident else python_holders(self.params)
+
+    def is_absent(self, param: torch.Tensor) -> bool:
+        """Whether a parameter of it shows no values."""
+        return not self.resident and param.numel() > 0 and param.data_ptr() in self._absent_at
+
+    @property
+    def unseen(self) -> bool:
+        """Whether no graph in use can have been made with its values: they were NaN in it."""
+        return not self.resident and self.generation - self.placed_at > 1
 
     @property
     def is_read(self) -> bool:
@@ -346,6 +358,17 @@ class Chunk:
             if slot.numel and (param.dtype != dtype or found[index] != address):
                 return index
         return None
+
+    def take_given(self) -> None:
+        """Values of parameters that were given other data of their kind while it is gathered are written to it, and
+        they show it again; data of another kind stays, for :meth:`misplaced` to be found."""
+        if self.full is None or self._state not in (Residency.GATHERED, Residency.RENEWING):
+            return
+        for param, view in zip(self.params, self.views(self.full), strict=True):
+            alike = (param.shape, param.dtype, param.device) == (view.shape, view.dtype, view.device)
+            if alike and (param.data_ptr(), param.stride()) != (view.data_ptr(), view.stride()):
+                view.copy_(param.detach().clone())  # which may be another view of the same memory
+                point(param, view)
 
     def _point(self, values: Sequence[torch.Tensor]) -> None:
         for param, value in zip(self.params, values, strict=True):

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
+from shardwise.attributes import ModeOfModule
 from shardwise.build import Session
 from shardwise.checked import whole
 from shardwise.comm import ranks_of
@@ -77,7 +78,7 @@ ABSENT = {
 NOT_HERE = "what it would turn on is refused"
 
 
-class Facts(nn.Module):
+class Facts(ModeOfModule):
     """The part of an engine that only answers. Getters of keys give what was configured, or the key's default."""
 
     session: Session

@@ -100,11 +100,23 @@ class Attachment:
         self.own_state = OwnState(engine.model, *rooms, staged, check, guards.check_structure)
         self._remove.append(self.own_state.remove)
         methods: dict[str, Callable[..., Any]] = {"zero_grad": self._zero_all}
+        # Else what is said is of the first of our hooks that cannot be pickled.
+        methods |= dict.fromkeys(("__reduce_ex__", "__deepcopy__"), self._refuse_copy)
         # A class that loads in its own way, and whatever stands there already, goes first.
         if type(engine.model).load_state_dict is nn.Module.load_state_dict and "load_state_dict" not in own:
             methods["load_state_dict"] = self._load_whole
         own.update(methods)
         self._remove += [partial(_drop, own, name) for name in methods]
+
+    def _refuse_copy(self, *_: object) -> Any:
+        """Raises:
+        TypeError: ``copy.deepcopy``, ``pickle`` or ``torch.save`` of the user's model.
+        """
+        engine = self._engine
+        raise TypeError(
+            f"a {type(engine.model).__name__} sharded over {engine.mesh.size} ranks cannot be copied or pickled: save "
+            "state_dict() of what boost/build returned, and load that into another one"
+        )
 
     def _load_whole(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """The user's ``model.load_state_dict()``: every rank calls it, except inside ``gathered(write_back=True)``."""
@@ -205,6 +217,13 @@ class Attachment:
         engine.passes.note()
         if grad is None:
             return
+        if engine.chunks[chunk].unseen:
+            raise RuntimeError(
+                f"{engine.visible.name(state.spec.slots[index].param)} got a gradient, and was not there when it was "
+                "used: no forward pass has gathered it since the last update, and outside of one it is NaN. Use it in "
+                "forward() of its module or of one around it (a method of the model that the loop calls is none), or "
+                "make the loss inside `with model.gathered():` of what boost/build returned"
+            )
         if grad.requires_grad:
             grad = grad.detach()
         grad = grad.to_dense() if grad.is_sparse else grad
@@ -231,7 +250,7 @@ class Attachment:
 
     def _zero_all(self, set_to_none: bool = True) -> None:
         """The user's ``model.zero_grad()`` drops what the engine holds too."""
-        self._engine.zero_grad()
+        self._engine.zero_grad(set_to_none=set_to_none)
 
     def remove(self) -> None:
         """Take all of it off the model again."""

@@ -112,7 +112,7 @@ class Engine:
         # See [Note: Why no wait inside a pass closes a cycle].
         if self.pool.agrees and mesh.shard.starts_together:
             self.reducer.begin_in(self.pool.rounds)
-        self.used, self.visible = UsedGrads(), VisibleGrads(self)
+        self.used, self.visible = UsedGrads(self.layout.facts), VisibleGrads(self)
         self.passes = BackwardPasses(self.pool, self.reducer, self.meter, self.events)
         self.unfinished = Unfinished()
         self.batches = SameBatches()
@@ -135,6 +135,8 @@ class Engine:
         events.backward_began.listen(early.begin_pass)  # before what it reads is put away
         events.backward_began.listen(visible.begin_pass)
         events.backward_ended.listen(visible.end_pass)
+        events.update_began.listen(visible.by_hand.used)
+        self.reducer.riders.append(visible.by_hand)
         events.result_came.listen(early.before_result)
         events.result_added.listen(early.after_result)
         events.gradients_dropped.listen(early.dropped)
@@ -193,10 +195,10 @@ class Engine:
 
     # ---- gradients
 
-    def zero_grad(self, optimizer: int | None = None) -> None:
+    def zero_grad(self, optimizer: int | None = None, set_to_none: bool = True) -> None:
         """Drop the gradients of one optimizer's parameters and of those in none, or of all."""
         self.drop_gradients(optimizer)
-        self.used.cleared(optimizer)
+        self.used.cleared(optimizer, None if set_to_none else self.visible.shown(optimizer))
         self.visible.clear(optimizer)
 
     def drop_gradients(self, optimizer: int | None = None) -> None:

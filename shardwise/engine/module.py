@@ -52,7 +52,7 @@ class ShardedModule(TransparentModule):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, reduced or not."""
-        self._engine.zero_grad()
+        self._engine.zero_grad(set_to_none=set_to_none)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ShardedModule:
         """``to()``, ``half()`` and the like: allowed where they change nothing.

@@ -16,6 +16,7 @@ from shardwise.checks.hyper_parameters import HyperParameters
 from shardwise.checks.unfinished import PARAMETERS, state_of
 from shardwise.device import runs_ahead
 from shardwise.engine.engine import Engine
+from shardwise.engine.not_finite import LossWatch, first_non_finite
 from shardwise.engine.optimizer_state import OptimizerState
 from shardwise.engine.other_parts import Counting
 from shardwise.engine.scaled import Scaled
@@ -61,6 +62,7 @@ class ShardedOptimizer(Scaled, torch.optim.Optimizer):
         asked = lambda: engine.visible.asked.get(index, ())  # noqa: E731
         self._settings = HyperParameters(optimizer, self._updates.param_groups, index, engine.mesh, asked)
         engine.reducer.riders.append(self._settings)
+        self._loss_watch = LossWatch(engine)
         self.last_step_skipped = False
         self.skipped_because: str | None = None
         if self.needs_scaler():
@@ -92,8 +94,14 @@ class ShardedOptimizer(Scaled, torch.optim.Optimizer):
         return self.optimizer.defaults
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        held = dict(state)
+        self.optimizer.state.clear()
+        self.optimizer.state.update(held)
 
     @property
     def optim(self) -> torch.optim.Optimizer:
@@ -127,7 +135,8 @@ class ShardedOptimizer(Scaled, torch.optim.Optimizer):
             RuntimeError: always; parameters are packed when the model is sharded.
         """
         raise RuntimeError(
-            f"add_param_group({sorted(param_group)}) after sharding: add the group to the optimizer before boost/build"
+            f"add_param_group({sorted(param_group)}) after sharding: add the group to the optimizer before boost/build "
+            "and freeze its parameters after it until they are to be trained"
         )
 
     # ---- backward
@@ -156,6 +165,7 @@ class ShardedOptimizer(Scaled, torch.optim.Optimizer):
             RuntimeError: the model is in stages, whose passes are not made by themselves.
         """
         self._check_whole(loss, "loss")
+        self._loss_watch.see(loss)
         if loss.dtype in HALF_DTYPES:
             loss = loss.float()  # a scaled loss would overflow in 16 bits
         with self._weighing(tokens) as factor:
@@ -203,11 +213,11 @@ class ShardedOptimizer(Scaled, torch.optim.Optimizer):
         """
         engine, settings = self.engine, self._settings
         engine.mesh.shard.reads_arrive()  # so that this is a fence before the update as well
-        riding = [engine.visible.mark(self.index), *settings.beside_norm()]
+        riding = [engine.visible.by_hand.mark(self.index), *settings.beside_norm()]
         found, same = engine.mesh.shard.total(mine, "the gradient norm", engine.party, riding, largest)
         if not same[0]:
-            raise engine.visible.differing(self.index)
-        if not all(same):
+            engine.visible.by_hand.compare(self.index)
+        if not all(same[1:]):
             settings.explain()
         return found
 
@@ -237,7 +247,7 @@ class ShardedOptimizer(Scaled, torch.optim.Optimizer):
         # A scheduler that steps next should not warn that the optimizer never did.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         inverse = 1.0 / self.divisor()
-        self.engine.used.check(self.index, type(self.optimizer).__name__)
+        self.engine.used.check(self.index, type(self.optimizer).__name__, self._states)
         grad_plan = self.engine.plan.grad
         failure = self._settle_early()
         clip = self._clip
@@ -314,7 +324,7 @@ class ShardedOptimizer(Scaled, torch.optim.Optimizer):
             self._updates.promote(meter.margin_bytes())
 
     def _skip(self) -> None:
-        name = self._first_non_finite()
+        name = first_non_finite(self.engine, self._states)
         self.last_step_skipped = True
         self.skipped_because = f"the gradient of {name} is not finite (loss scale {self.engine.counts.loss_scale:g})"
         if self.scaler is not None:
@@ -323,28 +333,10 @@ class ShardedOptimizer(Scaled, torch.optim.Optimizer):
             print(f"step skipped: {self.skipped_because}", flush=True)
         self._drop()
 
-    def _first_non_finite(self) -> str:
-        engine = self.engine
-        nobody = float(len(engine.layout.facts))
-        first = nobody
-        for state in self._states:
-            if state.reduced is None or bool(torch.isfinite(state.reduced).all()):
-                continue
-            for slot in state.spec.slots:
-                start, end = state.chunk.overlap(slot)
-                part = state.reduced[max(start - state.chunk.shard_start, 0) : max(end - state.chunk.shard_start, 0)]
-                if start < end and not bool(torch.isfinite(part).all()):
-                    first = min(first, float(slot.param))
-        first = min(post[0] for post in engine.mesh.shard.exchange([first], "which gradient is not finite"))
-        if first < nobody:
-            return engine.layout.facts[int(first)].names[0]
-        elsewhere = ", or of one on another model-parallel rank" if engine.mesh.model_parallel is not None else ""
-        return f"no single parameter (their norm{elsewhere})"
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of this optimizer's parameters, reduced or not."""
         self._drop()
-        self.engine.used.cleared(self.index)
+        self.engine.used.cleared(self.index, None if set_to_none else self.engine.visible.shown(self.index))
         self.engine.visible.clear(self.index)
 
     def _drop(self) -> None:

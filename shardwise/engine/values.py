@@ -97,6 +97,8 @@ class Values:
             engine.guards.edits.allow()
             own_state.kept = write_back
             yield
+            if write_back:
+                self._take_given()
             engine.guards.check_edits(values=False, held=False)
             if write_back:
                 with engine.mesh.doing("gathered(write_back=True)"):
@@ -110,6 +112,12 @@ class Values:
                 else:
                     engine.pool.drop_idle()  # what was written is no part of the model; a graph may read the rest
                 engine.guards.edits.accept()
+
+    @torch.no_grad()
+    def _take_given(self) -> None:
+        """``parameter.data = values`` in the block is a write like any other (``vector_to_parameters`` does it)."""
+        for chunk in self._engine.chunks:
+            chunk.take_given()
 
     @torch.no_grad()
     def write_back(self) -> None:

@@ -7,18 +7,17 @@ or step was put there by hand: it replaces what the engine holds, as it does in 
 
 from __future__ import annotations
 
-import json
 import sys
 import weakref
-import zlib
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.comm.errors import PeerError
+from shardwise.engine.by_hand import ByHand
 from shardwise.engine.other_parts import in_shard, is_divided
 from shardwise.engine.staging import gather_parts
 from shardwise.reduce.grads import ChunkGrads
@@ -33,8 +32,6 @@ __all__ = ["VisibleGrads"]
 
 CLIPPING, OF_ALL = torch.nn.utils.clip_grad.__name__, ("clip_grad_norm_", "get_total_norm", "_get_total_norm")
 """Functions of torch, and their module, that take what they are given for all gradients."""
-
-LARGEST = 2.0**53  # what travels as a number stays exact
 
 
 # [Note: What stands in .grad]
@@ -76,8 +73,9 @@ class VisibleGrads:
         self._shown: list[ShardedGrad | None] = [None] * len(self._in_order)
         self._by_state = [(s, [self._place[slot.param] for slot in s.spec.slots]) for s in engine.grads.values()]
         self._with_graph: set[int] = set()
-        self._by_hand: dict[int, dict[int, int]] = {}
-        """By optimizer and parameter, how often something was changed since the last step."""
+        trained = sorted({state.spec.optimizer for state in engine.grads.values()} - {-1})
+        names = {index: engine.layout.facts[index].names[0] for index in self._params}
+        self.by_hand = ByHand(names, trained, engine.mesh, self._reduced_part)
         self._norms: dict[float, list[float]] = {}
         self._norm_values: dict[tuple[float, torch.dtype, torch.device], tuple[dict[int, float], torch.Tensor]] = {}
         """By norm, dtype and device, with the factors that are in them."""
@@ -168,10 +166,20 @@ class VisibleGrads:
                 if index in self._place:
                     self._hide(index)
 
+    def shown(self, optimizer: int | None) -> dict[int, set[int]]:
+        """By optimizer (one or all), the parameters that have a gradient, used or not."""
+        found: dict[int, set[int]] = {}
+        for index, place in self._place.items():
+            owner = self._where[index][0].spec.optimizer
+            if self._shown[place] is not None and optimizer in (None, owner):
+                found.setdefault(owner, set()).add(index)
+        return found
+
     def forget(self, optimizer: int | None = None) -> None:
         """The gradients of one optimizer, or of all, were used or dropped."""
         self._changed()
-        for held in (self._by_hand, self.clip, self.asked):
+        self.by_hand.forget(optimizer)
+        for held in (self.clip, self.asked):
             for each in list(held) if optimizer is None else (optimizer, -1):
                 held.pop(each, None)
 
@@ -229,20 +237,23 @@ class VisibleGrads:
     def _replace(self, index: int, given: torch.Tensor | None) -> None:
         """``given`` (full shape, averaged, unscaled), or no gradient, in place of what there is."""
         state, at = self._where[index]
-        if isinstance(given, ShardedGrad):
+        gathered = isinstance(given, ShardedGrad)
+        if given is not None and gathered:
             given = given.clone()
         if state.reduced is None and given is not None:
             state.reduced = state.own_memory().zero_()
         state.forget(at)
         if given is None:
             state.touched.discard(at)
-            part = self._edited(index)[0]
+            part = self._edited(index, ())[0]
             if state.reduced is not None:
                 part.zero_()
             return
         state.touched.add(at)
-        part, where, scale = self._edited(index)
+        part, where, scale = self._edited(index, ())
         whole = given.detach().to_dense() if given.is_sparse else given.detach()
+        if not gathered:
+            self.by_hand.given(state.spec.optimizer, index, whole)
         part.copy_(whole.reshape(-1)[where])
         if scale != 1.0:
             part.mul_(scale)
@@ -266,25 +277,6 @@ class VisibleGrads:
     def note(self, optimizer: int, call: str, argument: float) -> None:
         """Every rank called it for the next step."""
         self.asked[optimizer] = (*self.asked.get(optimizer, ()), (call, argument))
-
-    def mark(self, optimizer: int) -> float:
-        """What was changed by hand since the last step, as a number that ranks can compare; 0.0: nothing."""
-        changes = self._by_hand.get(optimizer)
-        return float(zlib.crc32(json.dumps(sorted(changes.items())).encode()) + 1) if changes else 0.0
-
-    def differing(self, optimizer: int) -> RuntimeError:
-        """The ranks have changed different gradients by hand. Collective."""
-        own = self._by_hand.get(optimizer, {})
-        counts = [float(own.get(index, 0)) for index in self._params]
-        posts = self.engine.mesh.shard.exchange(counts, "which gradients were changed by hand")
-        for index, column in zip(self._params, zip(*posts, strict=True), strict=True):
-            if len(set(column)) > 1:
-                times = ", ".join(f"rank {rank} {count:.0f}" for rank, count in enumerate(column))
-                return RuntimeError(
-                    f"{self.name(index)}.grad was assigned, cleared or changed in place other than on its peers "
-                    f"(times: {times}): every rank must do the same; nothing was updated"
-                )
-        return RuntimeError(f"gradients were changed by hand in another order on each rank ({own} here)")
 
     # ---- for ShardedGrad
 
@@ -313,7 +305,10 @@ class VisibleGrads:
         if engine.passes.unreduced:
             return "after a pass under no_sync(): it is not averaged over the ranks yet; use it after a pass outside"
         if state.reduced is None or at not in state.touched:
-            return "after step() has used it, or zero_grad() dropped it: read it between backward and step"
+            return (
+                "after step() has used it, or zero_grad() dropped it: read it between backward and step (zero_grad() "
+                "clears it)"
+            )
         if index in self._with_graph and torch.is_grad_enabled():
             return (
                 "of a pass with create_graph=True: what is kept has no graph; use torch.autograd.grad, or read it "
@@ -429,6 +424,10 @@ class VisibleGrads:
         spans = in_shard(state, state.spec.slots[at], part.own_spans())
         return torch.cat([reduced[start:end] for start, end in spans]) if spans else None
 
+    def _reduced_part(self, index: int) -> torch.Tensor | None:
+        state, at = self._where[index]
+        return self._own_part(index, state.reduced) if at in state.touched else None
+
     def _own_part(self, index: int, reduced: torch.Tensor | None) -> torch.Tensor | None:
         start, end = self._spans[index]
         return reduced[start:end] if reduced is not None and start < end else None
@@ -463,18 +462,19 @@ class VisibleGrads:
     def _alone(self, index: int, what: str, error: Exception) -> str:
         return f"{what} of {self.name(index)}.grad is collective, every rank must do it alike: {error}"
 
-    def part(self, index: int) -> tuple[torch.Tensor, slice, float]:
+    def part(self, index: int, operands: tuple[Any, ...] | None, replaces: bool) -> tuple[torch.Tensor, slice, float]:
         """See :class:`~shardwise.reduce.sharded_grad.GradOwner`."""
-        return self._edited(index)
+        if replaces and operands and isinstance(operands[0], torch.Tensor) and operands[0].dim():
+            self.by_hand.given(self._where[index][0].spec.optimizer, index, operands[0].detach())
+        return self._edited(index, operands)
 
-    def _edited(self, index: int) -> tuple[torch.Tensor, slice, float]:
+    def _edited(self, index: int, operands: Iterable[Any] | None) -> tuple[torch.Tensor, slice, float]:
         state, at = self._where[index]
         optimizer, slot = state.spec.optimizer, state.spec.slots[at]
         self.engine.values.undo_guess(optimizer)
         self._norms.clear()
         self._norm_values.clear()
-        changes = self._by_hand.setdefault(optimizer, {})
-        changes[index] = changes.get(index, 0) + 1
+        self.by_hand.changed(optimizer, index, operands)
         state.claim()
         start, end = self._spans[index]
         if state.reduced is None or start >= end:

@@ -358,8 +358,22 @@ class GatherHooks:
             return None
         chunk = self.pool.by_storage.get(storage_id(tensor.untyped_storage()))
         if chunk is None or tensor.dtype != chunk.spec.dtype:
+            if type(tensor) is nn.Parameter and id(tensor) in self._unit_of:
+                self._check_there(tensor)
             return None
         return _Note(chunk, tensor.size(), tensor.stride(), tensor.storage_offset(), chunk.generation)
+
+    def _check_there(self, param: nn.Parameter) -> None:
+        """Raises:
+        RuntimeError: an operation that saves it has computed with what stands for it while it is not gathered.
+        """
+        if any(chunk.is_absent(param) for chunk in self.pool.chunks if chunk.spec.unit == self._unit_of[id(param)]):
+            raise RuntimeError(
+                f"{self._names.get(id(param), 'a parameter')} {tuple(param.shape)} was used in a forward pass while it "
+                "was NaN: it is gathered for its module's own forward, and where it is read as an attribute "
+                "(self.layer.weight), not by iterating over parameters(). Read it by name, or make the pass inside "
+                "`with model.gathered():` of what boost/build returned"
+            )
 
     def _pack(self, tensor: torch.Tensor) -> _Kept | _Note:
         return self.note_of(tensor) or _keep(tensor)

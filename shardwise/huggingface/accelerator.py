@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator  # type: ignore[import-untyped]
 from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-untyped]
 from accelerate.scheduler import AcceleratedScheduler  # type: ignore[import-untyped]
@@ -55,6 +56,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         ValueError: a plan with another average; another parameter dtype than ``mixed_precision``; FSDP, DeepSpeed,
             Megatron or XLA beside it.
         NotImplementedError: ``dynamo_backend``, tensor, pipeline or sequence parallelism, fp8.
+        RuntimeError: accelerate knows nothing of the other ranks, so each would be given the batches of all.
     """
 
     _models: list[Any]
@@ -84,6 +86,17 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
             raise NotImplementedError(f"parallelism_config={parallel!r} is not available: all ranks are data-parallel")
         self._mesh: Mesh | None = None
         self._sessions: list[Session] = []
+        self._check_ranks()
+
+    def _check_ranks(self) -> None:
+        """accelerate divides the batches by the variables of a launcher, the engine by the ranks that have met."""
+        met = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        if self.num_processes != met:
+            raise RuntimeError(
+                f"{met} ranks have met, but accelerate takes this process for one of {self.num_processes}, so each "
+                "rank would be given the batches of all: set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT "
+                "before the first use of accelerate (TrainingArguments is one), as torchrun and 'shardwise run' do"
+            )
 
     # ---- preparing
 
@@ -123,6 +136,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
 
     def _shard(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> dict[int, Any]:
         """Build a session for each model; what became of each object, by its id."""
+        self._check_ranks()  # they may have met since
         owners: dict[int, list[Optimizer]] = {id(model): [] for model in models}
         parameters = {id(model): {id(p) for p in model.parameters()} for model in models}
         for optimizer in optimizers:

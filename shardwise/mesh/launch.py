@@ -338,7 +338,12 @@ def _named(device: torch.device | str) -> torch.device:
     if chosen is None or chosen.type not in ("cpu", "cuda"):
         # A ValueError whatever it is: that is what the other ranks are told of.
         raise ValueError(f"device={shown(device)}: give 'cpu', 'cuda' for the rank's own GPU, or one such as 'cuda:0'")
-    return chosen
+    return _without_number_of_cpu(chosen)
+
+
+def _without_number_of_cpu(device: torch.device) -> torch.device:
+    """``"cpu:0"``, as accelerate calls a rank's CPU, is the device of all tensors there, which have no number."""
+    return torch.device("cpu") if device.type == "cpu" else device
 
 
 def _why_no_gpu(facts: LaunchFacts, count: int) -> str | None:
@@ -365,13 +370,13 @@ def default_device() -> torch.device:
 
 def own_device(device: torch.device) -> torch.device:
     """``device`` with its number: of a GPU without one, this thread's current one where the program has chosen it (any
-    but the first), else the rank's own.
+    but the first), else the rank's own. The CPU has none.
 
     Raises:
         ValueError: there is no GPU.
     """
     if device.type != "cuda" or device.index is not None:
-        return device
+        return _without_number_of_cpu(device)
     if visible_gpus() and numbered(device).index:
         return numbered(device)
     return _device(LaunchFacts.read(), device)

@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from shardwise.checks.hyper_parameters import HyperParameters
+from shardwise.checks.hyper_parameters import Rider
 from shardwise.comm import Buffer, Party
 from shardwise.device import side_stream
 from shardwise.events import Events
@@ -65,7 +65,7 @@ class Reducer:
         self.counts, self._events, self._observer = counts, events, observer
         self._exchange = partial(mesh.world.exchange, whose=party)
         self._summarize = partial(mesh.world.summarize, whose=party)
-        self.riders: list[HyperParameters] = []
+        self.riders: list[Rider] = []
         """Settings that have to be alike on all ranks, compared with what is exchanged at the end of a pass."""
         self.states, self.mesh, self._ledger = list(states), mesh, ledger
         self.keep_whole, self.overlap = plan.shard.reduce == "last", plan.comm.overlap

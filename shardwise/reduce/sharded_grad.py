@@ -35,8 +35,14 @@ class GradOwner(Protocol):
     def norms(self, indices: Sequence[int], p: float) -> list[torch.Tensor]:
         """The p-norm of each one's gradient, 0-dim. Collective."""
 
-    def part(self, index: int) -> tuple[torch.Tensor, slice, float]:
-        """To be written: this rank's part (1-D), where it lies in the flat parameter, and by what it is scaled."""
+    def part(self, index: int, operands: tuple[Any, ...] | None, replaces: bool) -> tuple[torch.Tensor, slice, float]:
+        """To be written: this rank's part (1-D), where it lies in the flat parameter, and by what it is scaled.
+
+        Args:
+            index: of the parameter.
+            operands: numbers and whole tensors that it is changed by; ``None``: another rank may not tell.
+            replaces: whether the first of them takes its place.
+        """
 
     def writes_parameter(self, index: int, target: torch.Tensor) -> bool:
         """Whether ``target`` shares memory with the parameter."""
@@ -258,7 +264,8 @@ def _local(name: str, edit: Callable[..., None], operands: int) -> Callable[...,
         tensors = [each for each in given if isinstance(each, torch.Tensor) and each.dim()]
         if tensors and (x.views or any(each.size() != x.size() for each in tensors)):
             return NotImplemented
-        part, where, scale = x.asked(f"{name}()").part(x.param_index)
+        operands_of_all = (*rest, *kwargs.values())
+        part, where, scale = x.asked(f"{name}()").part(x.param_index, operands_of_all, name == "copy_")
         for at, each in enumerate(given):
             if isinstance(each, torch.Tensor) and each.dim():
                 given[at] = each.detach().reshape(-1)[where].to(part.device)
@@ -430,6 +437,6 @@ def _check_targets(what: str, written: Sequence[torch.Tensor], ours: Sequence[Sh
 
 def _take_over(grad: ShardedGrad, before: torch.Tensor, after: torch.Tensor) -> None:
     """Elements that an operation changed; the others keep the precision that the parameter's dtype may not have."""
-    part, where, scale = grad.asked("a change").part(grad.param_index)
+    part, where, scale = grad.asked("a change").part(grad.param_index, None, False)
     old, new = (each.reshape(-1)[where].to(part.device) for each in (before, after))
     part.copy_(torch.where(old == new, part, new.to(part.dtype) * scale))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 import subprocess
 import sys
 from dataclasses import fields, replace
@@ -152,6 +155,64 @@ def test_one_process_trains_as_plain_torch() -> None:
     other = shardwise.shard(nn.Linear(3, 2), plan=replace(zero(2), verbose=True))
     assert isinstance(other, shardwise.Session) and isinstance(other.plan, shardwise.Plan) and other.plan.verbose
     other.close()
+
+
+def test_one_graph_may_be_walked_twice() -> None:
+    """As ``loss.backward(retain_graph=True)``, in the place of which it is written."""
+    grads = []
+    for sharded in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        session = shardwise.shard(model, torch.optim.SGD(model.parameters()), device="cpu") if sharded else None
+        out = model(torch.ones(2, 3))
+        for loss, retain in ((out.square().sum(), True), (out.sum(), False)):
+            if session is None:
+                loss.backward(retain_graph=retain)
+            else:
+                session.backward(loss, retain_graph=retain)
+        assert model.weight.grad is not None
+        grads.append({"weight": model.weight.grad.clone()})
+    assert_close(grads[1], grads[0], 1e-6, "gradients of two walks")
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_torchs_scaler_is_refused_before_it_steps(fused: bool) -> None:
+    """A fused optimizer scales by itself, if asked: the step was made with gradients that nobody had divided."""
+    model = nn.Linear(3, 2)
+    session = shardwise.shard(model, torch.optim.SGD(model.parameters(), fused=fused), device="cpu")
+    assert session.optimizer is not None and session.optimizer._step_supports_amp_scaling is fused
+    scaler, before = torch.amp.GradScaler("cpu"), session.module.state_dict()
+    scaler.scale(model(torch.ones(1, 3)).sum()).backward()  # type: ignore[no-untyped-call]
+    with pytest.raises(RuntimeError, match=r"GradScaler with ShardedOptimizer.SGD.*precision='fp16' brings a loss sc"):
+        scaler.step(session.optimizer)
+    assert_close(session.module.state_dict(), before, 0.0, "parameters")
+    off = torch.amp.GradScaler("cpu", enabled=False)
+    off.step(session.optimizer)
+    assert not torch.equal(session.module.state_dict()["weight"], before["weight"])
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_model_is_neither_copied_nor_pickled_until_it_is_closed(stage: int) -> None:
+    model = nn.Linear(3, 2)
+    session = shardwise.shard(model, torch.optim.SGD(model.parameters()), stage=stage, device="cpu")
+    for copied in (copy.deepcopy, pickle.dumps, lambda found: torch.save(found, io.BytesIO())):
+        for each in (model, session.module, {"model": model}):
+            with pytest.raises(TypeError, match=r"a Linear sharded over 1 ranks cannot be .*: save state_dict\(\) of"):
+                copied(each)
+    session.unshard()
+    assert torch.equal(copy.deepcopy(model).weight, model.weight) and pickle.loads(pickle.dumps(model)) is not None
+
+
+def test_state_of_the_optimizer_may_be_replaced() -> None:
+    model = nn.Linear(3, 2)
+    session = shardwise.shard(model, torch.optim.SGD(model.parameters(), momentum=0.9), device="cpu")
+    optimizer = session.optimizer
+    assert optimizer is not None
+    session.backward(model(torch.ones(1, 3)).sum())
+    optimizer.step()
+    assert len(optimizer.state) == 2
+    optimizer.state = {}
+    assert not optimizer.state and optimizer.optim.state is optimizer.state
 
 
 def test_the_package_imports_nothing_until_a_name_is_asked_for() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from engine_setup import PLANS, data, loss_of, one_mesh, seeded, sgd, sharded, told
 from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from shardwise.build import Session
 from shardwise.plan import Plan, zero
@@ -145,7 +146,7 @@ def replaced_data(plan: Plan) -> list[str]:
             with sharded(model, sgd(model), plan, mesh) as session:
                 edit(model)
                 messages.append(told(lambda: loss_of(session)))
-                with pytest.raises(RuntimeError, match=r"2\.weight"), session.module.gathered(write_back=True):
+                with pytest.raises(RuntimeError, match=r"2\.weight"), session.module.gathered():
                     edit(model)
                 train(session)
     return messages
@@ -155,6 +156,40 @@ def replaced_data(plan: Plan) -> list[str]:
 def test_data_that_replaces_a_parameters_is_refused(name: str) -> None:
     for messages in run_ranks(2, replaced_data, PLANS[name]):
         assert all("2.weight" in each and "other data" in each for each in messages), messages
+
+
+def other_kind(model: nn.Module) -> None:
+    model[2].weight.data = torch.ones(2, 3, dtype=torch.float64)
+
+
+def given_in_a_block(plan: Plan, frozen: bool, way: str) -> State:
+    """``.data`` in a block that writes back, beside a write in place: of a value, and of parameters as one vector."""
+    model = seeded(frozen_net if frozen else net)
+    with sharded(model, sgd(model), plan) as session:
+        train(session)
+        with session.module.gathered(write_back=True), torch.no_grad():
+            if way == "data":
+                assigned(model)
+                model[0].weight.data = model[0].weight.data.t()
+                vector_to_parameters(parameters_to_vector(model[4].parameters()) * 0.5, model[4].parameters())
+            else:
+                model[2].weight.fill_(1.0)
+                model[0].weight.copy_(model[0].weight.t().clone())
+                for parameter in model[4].parameters():
+                    parameter.mul_(0.5)
+        train(session)
+        said = pytest.raises(RuntimeError, match=r"2\.weight .now torch.float64 of shape .2, 3. on cpu. was moved")
+        with said, session.module.gathered(write_back=True):
+            other_kind(model)
+        return session.module.state_dict()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("name", ["ddp", *KEPT, *SHARDED])
+def test_data_given_in_a_block_that_writes_back_is_written(name: str, frozen: bool) -> None:
+    expected = run_ranks(2, given_in_a_block, PLANS[name], frozen, "in place")
+    for found, same in zip(run_ranks(2, given_in_a_block, PLANS[name], frozen, "data"), expected, strict=True):
+        assert_close(found, same, 0.0, "what is trained after it")
 
 
 # ---- what modules write in their forward pass

@@ -166,3 +166,35 @@ def test_an_optimizer_in_hundreds_of_groups_has_another_word_for_every_change() 
         optimizer.param_groups[number]["lr"] = 0.5
         words.add(settings.word())
     assert len(words) == 4 and all(word == int(word) < 2**48 for word in words)
+
+
+def uneven(plan: str, counts: list[list[int]]) -> str:
+    """What ends a rank that makes so many passes before each of its steps; then all train on together."""
+    with one_mesh(PLANS[plan]) as mesh:
+        session = made(mesh, plan)
+        assert session.optimizer is not None
+        message = "nothing"
+        try:
+            for count in counts[mesh.rank]:
+                for _ in range(count):
+                    backward(session)
+                session.optimizer.step()
+                session.optimizer.zero_grad()
+        except RuntimeError as error:
+            message = str(error)
+        session.module.zero_grad()
+        for _ in range(2):
+            backward(session)
+            session.optimizer.step()
+            session.optimizer.zero_grad()
+        session.close()
+        return message
+
+
+@pytest.mark.parametrize(("plan", "ranks"), [("ddp", 2), ("hybrid", 4)])
+def test_replicas_that_step_after_different_numbers_of_passes(plan: str, ranks: int) -> None:
+    """As many passes in sum, so that nobody waits in vain: they were a pass apart for as long as it takes."""
+    counts = [[1, 1, 2, 2]] * (ranks // 2) + [[1, 2, 1, 2]] * (ranks // 2)
+    for message in run_ranks(ranks, uneven, plan, counts):
+        assert "have made different numbers of steps (rank 0 2" in message and f"rank {ranks - 1} 1)" in message
+    assert run_ranks(ranks, uneven, plan, [[1, 2, 1]] * ranks) == ["nothing"] * ranks

@@ -20,7 +20,7 @@ from torch import nn
 
 from shardwise.checks import edits, guards
 from shardwise.comm import Group
-from shardwise.engine import optimizer
+from shardwise.engine import not_finite, optimizer
 from shardwise.plan import Plan, replicated, zero
 from shardwise.testing import assert_close, run_ranks
 
@@ -35,7 +35,7 @@ def as_on_a_gpu() -> Iterator[None]:
     """Inside, what reading a value costs on a GPU decides."""
     yes = lambda _device: True  # noqa: E731
     with contextlib.ExitStack() as stack:
-        for module in (edits, guards, optimizer):
+        for module in (edits, guards, not_finite, optimizer):
             stack.enter_context(mock.patch.object(module, "runs_ahead", yes))
         yield
 

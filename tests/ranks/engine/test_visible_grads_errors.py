@@ -213,6 +213,89 @@ def test_ranks_that_change_gradients_differently(name: str) -> None:
             assert same, what
 
 
+def own_gradients(model: nn.Module, session: Session, rank: int) -> None:
+    made = torch.autograd.grad(loss_of(session, 1 + rank), list(model.parameters()))
+    for parameter, own in zip(model.parameters(), made, strict=True):
+        parameter.grad = own
+
+
+def by_hand(change: Callable[[nn.Module, int], None]) -> Callable[[nn.Module, Session, int], None]:
+    def passes(model: nn.Module, session: Session, rank: int) -> None:
+        session.backward(loss_of(session))
+        change(model, rank)
+
+    return passes
+
+
+def own_tokens(model: nn.Module, rank: int) -> None:
+    for parameter in model.parameters():
+        parameter.grad /= 3 + rank  # type: ignore[operator]
+
+
+def copied(model: nn.Module, rank: int) -> None:
+    grad(model).copy_(torch.full((8, 6), 1.0 + rank, dtype=torch.float64))
+
+
+def scaled(model: nn.Module, rank: int) -> None:
+    grad(model).mul_(torch.full((8, 6), 1.0 + rank, dtype=torch.float64))
+
+
+def nearly(model: nn.Module, rank: int) -> None:
+    """As where ranks compute the same, and a device adds up in another order."""
+    model[0].weight.grad = torch.full((8, 6), 1.0 + rank * 1e-10, dtype=torch.float64)
+
+
+OWN: dict[str, tuple[Callable[[nn.Module, Session, int], None], str]] = {
+    "assigned": (own_gradients, "0.weight.grad was given other values than on its peers (norms: rank 0"),
+    "divided": (by_hand(own_tokens), "was changed by other numbers than on its peers (rank 0 3, rank 1 4)"),
+    "copied": (by_hand(copied), "was given other values than on its peers (norms: rank 0 6.928, rank 1 13.86)"),
+    "scaled": (by_hand(scaled), ""),
+    "nearly the same": (by_hand(nearly), ""),
+}
+
+
+def of_their_own(plan: Plan) -> list[list[str]]:
+    """What a step says, and what the next pass does."""
+    found = []
+    with one_mesh(plan) as mesh:
+        for change, _ in OWN.values():
+            with ready(plan, mesh) as (model, session):
+                session.module.zero_grad()
+                before = session.module.state_dict()
+                change(model, session, mesh.rank)
+                step = said(session.optimizer.step)
+                if step != "nothing":
+                    after = session.module.state_dict()
+                    assert all(torch.equal(before[key], after[key]) for key in before)
+                session.module.zero_grad()
+                following = said(lambda: session.backward(loss_of(session, 2)))
+                session.module.zero_grad()
+                session.backward(loss_of(session, 3))  # told once
+                found.append([step, following])
+    return found
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "zero3"])
+def test_gradients_of_a_ranks_own_are_refused(name: str) -> None:
+    """In place by a tensor is refused among replicas alone: a shard has one owner, whose noise is as good as any."""
+    for found in run_ranks(2, of_their_own, PLANS[name]):
+        for what, (step, following) in zip(OWN, found, strict=True):
+            said_where, other = (following, step) if name == "ddp" else (step, following)
+            assert other == "nothing", what
+            expected = OWN[what][1] or (name == "ddp" and what == "scaled" and "was given other values") or "nothing"
+            assert expected in said_where, (what, said_where)
+            if expected != "nothing":
+                how = "updated differently: load a checkpoint" if name == "ddp" else "nothing was updated"
+                assert said_where.endswith(how), what
+
+
+def test_gradients_of_a_ranks_own_among_replicas_of_shards() -> None:
+    for found in run_ranks(4, of_their_own, PLANS["hybrid"]):
+        steps, following = zip(*found, strict=True)
+        assert all("nothing was updated" in each for each in steps[:3]) and steps[3:] == ("nothing", "nothing")
+        assert "load a checkpoint" in following[3] and {*following[:3], following[4]} == {"nothing"}
+
+
 def alone(plan: Plan) -> str:
     model = seeded(net)
     session = sharded(model, sgd(model), plan).__enter__()
