@@ -18,7 +18,7 @@ from shardwise.comm.link import Link, Message
 from shardwise.comm.places import Places
 from shardwise.comm.shared import SharedGroup
 
-__all__ = ["LETTER", "PLACES", "Letters"]
+__all__ = ["KEPT_BYTES", "LETTER", "PLACES", "Letters"]
 
 T = TypeVar("T")
 
@@ -26,6 +26,8 @@ LETTER = MOST_TAG - 1
 PLACES = 4
 """Kept for each rank that this one hears: it may be a meeting ahead, and says two things in one at most."""
 PLACE_WORDS, HEAD_WORDS = 512, 3
+KEPT_BYTES = 8 * PLACES * PLACE_WORDS
+"""Of memory for what each other host has to tell."""
 FAILS = -1
 """In the place of a length: who says it has lost the others."""
 HOSTS_AT_ONCE = 16

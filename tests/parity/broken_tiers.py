@@ -107,7 +107,7 @@ def _updated_twice_in_place() -> Any:
     """The update that is only there to have something to write works on the state itself."""
 
     def update_copy(self: TileUpdates, update: Any, tile: Any, shard: torch.Tensor) -> None:
-        update(tile, shard)
+        update([(tile, shard)])
 
     return mock.patch.object(TileUpdates, "_update_copy", update_copy)
 

@@ -213,6 +213,7 @@ def travelling(stage: int, safe: str) -> None:
     assert {name for name, param in named.items() if NAMES.has_comm_dtype(param)} == set(rounded)
     for name, param in named.items():
         assert NAMES.get_comm_dtype(param) is (torch.bfloat16 if name in rounded else torch.float32)
+        assert getattr(param, NAMES.PARAM_COMM_DTYPE_ATTR_NAME, None) is (torch.bfloat16 if name in rounded else None)
     for _ in range(2):  # the first pass exchanges more, to know the order
         engine.session.reset_traffic()
         for micro in batches()[0]:
