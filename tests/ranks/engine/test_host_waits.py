@@ -53,7 +53,7 @@ def counted() -> Iterator[tuple[list[str], list[str]]]:
             ours = [frame for frame in traceback.extract_stack() if "/shardwise/" in frame.filename]
             # What ranks exchange is on the host already, and so are settings.
             at = ours[-1].filename.rsplit("/", 1)[-1] if ours else ""
-            if at and at not in ("control.py", "shared.py", "serving.py", LATER):
+            if at and at not in ("control.py", "letters.py", "shared.py", "serving.py", LATER):
                 reads.append(f"{name} in {ours[-1].name} of {at}")
             return original(self, *args, **kwargs)
 
