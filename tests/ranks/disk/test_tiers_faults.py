@@ -131,7 +131,8 @@ def test_three_buffers_or_one_make_no_difference(tmp_path: Path, every: int) -> 
 def broken(how: str) -> Iterator[None]:
     real_copy, real_undo = TileUpdates._update_copy, TileUpdates._undo
     if how == "state in memory is updated before the shard is written":
-        patch = mock.patch.object(TileUpdates, "_update_copy", lambda self, update, tile, shard: update([(tile, shard)]))
+        in_place = lambda self, update, tile, shard: update([(tile, shard)])  # noqa: E731
+        patch = mock.patch.object(TileUpdates, "_update_copy", in_place)
     elif how == "step counts are not put back":
         patch = mock.patch.object(disk_tiles, "_kept", lambda value, piece: value)
     elif how == "parameters are not put back":
