@@ -16,7 +16,17 @@ from shardwise.comm.activity import Activity
 from shardwise.comm.errors import PeerError
 from shardwise.comm.single import all_gather_single
 
-__all__ = ["Control", "decode", "encode", "exchange_of", "spread_largest", "spread_sums", "take_largest"]
+__all__ = [
+    "Control",
+    "apart",
+    "decode",
+    "encode",
+    "exchange_of",
+    "in_one",
+    "spread_largest",
+    "spread_sums",
+    "take_largest",
+]
 
 MOST_TAG = (1 << 30) - 1  # no other messages between two ranks of such a group have one
 
@@ -76,11 +86,9 @@ class Control:
         """Element by element the largest of all ranks' ``values`` (NaN where one has it) and the bits of all their
         ``words`` (below 2**63), in as many messages as the number of ranks has digits. The same numbers everywhere."""
         count = len(values)
-        mine = torch.empty(count + len(words), dtype=torch.float64)
-        mine[:count] = torch.tensor(values, dtype=torch.float64)
-        mine.view(torch.int64)[count:] = torch.tensor(words, dtype=torch.int64)
+        mine = in_one(values, words)
         spread_largest(mine, count, self.size, partial(self._shifted, what=exchange_of(purpose)))
-        return mine[:count].tolist(), mine.view(torch.int64)[count:].tolist()
+        return apart(mine, count)
 
     def total(self, words: Sequence[int], purpose: str = "") -> list[int]:
         """Element by element the sum of all ranks' ``words`` (each below 2**63), in at most twice as many messages as
@@ -157,6 +165,20 @@ class Control:
 def exchange_of(purpose: str) -> str:
     """An exchange, for messages."""
     return f"exchange of {purpose}" if purpose else "exchange"
+
+
+def in_one(values: Sequence[float], words: Sequence[int]) -> Tensor:
+    """Numbers in fp64, and behind them words, whose bits travel as such."""
+    count = len(values)
+    found = torch.empty(count + len(words), dtype=torch.float64)
+    found[:count] = torch.tensor(values, dtype=torch.float64)
+    found.view(torch.int64)[count:] = torch.tensor(words, dtype=torch.int64)
+    return found
+
+
+def apart(both: Tensor, count: int) -> tuple[list[float], list[int]]:
+    """The first ``count`` numbers, and the words, of what :func:`in_one` made."""
+    return both[:count].tolist(), both.view(torch.int64)[count:].tolist()
 
 
 def take_largest(mine: Tensor, theirs: Tensor, count: int) -> None:

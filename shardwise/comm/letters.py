@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.batch import Errand, Watcher
-from shardwise.comm.control import MOST_TAG, Control, spread_largest, spread_sums, take_largest
+from shardwise.comm.control import MOST_TAG, Control, apart, in_one, spread_largest, spread_sums, take_largest
 from shardwise.comm.errors import PeerError
 from shardwise.comm.link import Link, Message
 from shardwise.comm.places import Places
@@ -127,21 +127,16 @@ class Letters:
         return rows
 
     def _most(self, values: Sequence[float], words: Sequence[int], what: str) -> tuple[list[float], list[int]]:
-        count, mine = len(values), torch.empty(len(values) + len(words), dtype=torch.float64)
-        mine[:count] = torch.tensor(values, dtype=torch.float64)
-        mine.view(torch.int64)[count:] = torch.tensor(words, dtype=torch.int64)
+        count, mine = len(values), in_one(values, words)
         if self._inside is not None:
             for row in self._inside.rows([*values, *_halves(words)], what):
-                theirs = torch.empty_like(mine)
-                theirs[:count] = torch.tensor(row[:count], dtype=torch.float64)
-                theirs.view(torch.int64)[count:] = torch.tensor(_whole(row[count:]), dtype=torch.int64)
-                take_largest(mine, theirs, count)
+                take_largest(mine, in_one(row[:count], _whole(row[count:])), count)
         if self._all_at_once:
             for theirs in self._swap(mine, self._others, self._others, what).values():
                 take_largest(mine, theirs, count)
         else:
             spread_largest(mine, count, len(self._places.hosts), partial(self._shifted, what=what))
-        return mine[:count].tolist(), mine.view(torch.int64)[count:].tolist()
+        return apart(mine, count)
 
     def _total(self, words: Sequence[int], what: str) -> list[int]:
         rows = [words] if self._inside is None else [_whole(row) for row in self._inside.rows(_halves(words), what)]

@@ -367,7 +367,8 @@ class GatherHooks:
         """Raises:
         RuntimeError: an operation that saves it has computed with what stands for it while it is not gathered.
         """
-        if any(chunk.is_absent(param) for chunk in self.pool.chunks if chunk.spec.unit == self._unit_of[id(param)]):
+        unit = self.pool.units[self._unit_of[id(param)]]
+        if any(self.pool.chunks[index].is_absent(param) for index in unit.chunks):
             raise RuntimeError(
                 f"{self._names.get(id(param), 'a parameter')} {tuple(param.shape)} was used in a forward pass while it "
                 "was NaN: it is gathered for its module's own forward, and where it is read as an attribute "

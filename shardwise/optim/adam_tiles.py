@@ -15,12 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shardwise.precision_plan import HALF_DTYPES
 from shardwise.torch_internals import copy_each, fused_adam
 
 __all__ = ["AdamRule", "AdamSlot", "AdamTiles", "adam_reference", "moment_dtype"]
 
-NARROW = (torch.float16, torch.bfloat16)
-"""Dtypes of moments that steps are not made in."""
 TILE_NUMEL = {"cpu": 1 << 18, "cuda": 1 << 24}
 """Elements a tile by kind of device; on a CPU for each thread. There a thread's part of the fp32 gradient (1 MiB) stays
 in cache and a call still costs little beside the data; on a GPU it only bounds the scratch memory (64 MiB)."""
@@ -130,7 +129,7 @@ class AdamTiles:
         whole: dict[tuple[torch.device, torch.dtype], list[AdamSlot]] = {}
         cut: dict[tuple[torch.device, torch.dtype], list[AdamSlot]] = {}
         for slot in slots:
-            if slot.exp_avg.dtype in NARROW:
+            if slot.exp_avg.dtype in HALF_DTYPES:  # which steps are not made in
                 self._update_narrow(slot, rule, scale)
                 continue
             plain = scale == 1.0 and slot.out is None and _fits_kernel(slot)
