@@ -1,8 +1,8 @@
-"""Text from anywhere that is shown on a terminal."""
+"""Text from anywhere that is shown on a terminal, and names for messages and settings."""
 
 from __future__ import annotations
 
-__all__ = ["in_a_line", "printable"]
+__all__ = ["class_name", "in_a_line", "printable"]
 
 
 def printable(text: str) -> str:
@@ -13,3 +13,8 @@ def printable(text: str) -> str:
 def in_a_line(name: str) -> str:
     """A name from anywhere in a message: its line ends are escapes, too."""
     return printable(name).replace("\n", "\\n")
+
+
+def class_name(kind: type) -> str:
+    """The full name of a class, as settings have it: ``"torch.nn.modules.linear.Linear"``."""
+    return f"{kind.__module__}.{kind.__qualname__}"

@@ -18,6 +18,7 @@ from shardwise import __version__
 from shardwise.checks.agreement import Description
 from shardwise.chunk.layout import ParamFact
 from shardwise.plan import ByModule, Plan
+from shardwise.printable import class_name
 
 __all__ = ["describe_build", "group_values", "plain"]
 
@@ -45,9 +46,8 @@ def describe_build(
         "the model": {"number of parameters": len(every), "number of optimizers": len(optimizers)},
     }
     for index, optimizer in enumerate(optimizers):
-        kind = type(optimizer)
         groups = optimizer.param_groups
-        found[called(index)] = {"class": f"{kind.__module__}.{kind.__qualname__}", "number of groups": len(groups)}
+        found[called(index)] = {"class": class_name(type(optimizer)), "number of groups": len(groups)}
         for number, group in enumerate(groups):
             found[called(index, number)] = group_values(optimizer, group)
     found |= _parameters(optimizers, every)

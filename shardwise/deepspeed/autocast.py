@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from shardwise.deepspeed.config import Settings
+from shardwise.printable import class_name
 from shardwise.remarks import warn_user
 
 __all__ = [
@@ -100,7 +101,7 @@ def _full_name(path: str, name: str) -> str:
         raise ValueError(f"{path}: {name!r} cannot be imported ({error}); give a class's full name") from error
     if not isinstance(kind, type) or not issubclass(kind, nn.Module):
         raise ValueError(f"{path}: {name!r} is {kind!r:.60}; give a class of modules")
-    return f"{kind.__module__}.{kind.__qualname__}"
+    return class_name(kind)
 
 
 def _mark(model: nn.Module, settings: Settings, dtype: torch.dtype | None) -> None:
@@ -111,7 +112,7 @@ def _mark(model: nn.Module, settings: Settings, dtype: torch.dtype | None) -> No
         return
     safe = safe_classes(settings)
     for module in model.modules():
-        if f"{type(module).__module__}.{type(module).__qualname__}" in safe:
+        if class_name(type(module)) in safe:
             for param in module.parameters(recurse=False):
                 setattr(param, PARAM_COMM_DTYPE_ATTR_NAME, dtype)
 
@@ -139,4 +140,4 @@ def get_autocast_dtype() -> torch.dtype | None:
 
 def get_default_autocast_lower_precision_modules() -> list[str]:
     """Names of :data:`LOWER_PRECISION_SAFE_MODULES`, as configurations have them."""
-    return [f"{kind.__module__}.{kind.__qualname__}" for kind in LOWER_PRECISION_SAFE_MODULES]
+    return [class_name(kind) for kind in LOWER_PRECISION_SAFE_MODULES]

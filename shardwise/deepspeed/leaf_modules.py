@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from shardwise.printable import class_name
+
 __all__ = [
     "get_z3_leaf_modules",
     "set_z3_leaf_module",
@@ -51,7 +53,7 @@ def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
 def _of_class(module: nn.Module, wanted: type[nn.Module] | str) -> bool:
     kind = type(module)
     if isinstance(wanted, str):
-        return wanted in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
+        return wanted in (kind.__name__, class_name(kind))
     return isinstance(module, wanted)
 
 

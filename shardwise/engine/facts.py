@@ -10,6 +10,7 @@ from torch import nn
 
 from shardwise.chunk.layout import ParamFact
 from shardwise.plan import Plan
+from shardwise.printable import class_name
 from shardwise.tensor import Cutting
 
 __all__ = ["all_names", "parameter_facts", "travelling"]
@@ -20,8 +21,7 @@ def travelling(model: nn.Module, plan: Plan) -> dict[int, torch.dtype]:
     told = plan.precision.reduce_modules
     found: dict[int, torch.dtype] = {}
     for module in model.modules() if told is not None else ():
-        kind = type(module)
-        if told is not None and f"{kind.__module__}.{kind.__qualname__}" in told.classes:
+        if told is not None and class_name(type(module)) in told.classes:
             found |= {id(param): told.dtype for param in module.parameters(recurse=False)}
     return found
 

@@ -22,6 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from shardwise.printable import class_name
+
 __all__ = ["left_out", "pack", "unpack"]
 
 OURS, PLAIN, LEFT_OUT = "lightning", "plain", "left_out"
@@ -121,8 +123,8 @@ def _to_data(value: Any, path: str) -> Any:
             return {key: _to_data(item, f"{path}/{key}") for key, item in value.items()}
         return {CLASS: "dict", VALUE: _pairs(value, path)}
     raise TypeError(
-        f"the entry {path} is a {_name(type(value))} ({value!r:.80}), and a checkpoint, in which nothing is pickled, "
-        "holds numbers, strings, tensors, arrays, paths and containers of them: save its state_dict() or vars() "
+        f"the entry {path} is a {class_name(type(value))} ({value!r:.80}), and a checkpoint, in which nothing is "
+        "pickled, holds numbers, strings, tensors, arrays, paths and containers of them: save its state_dict() or vars() "
         "instead, or give the strategy a checkpoint_io, which pickles whole files"
     )
 
@@ -130,7 +132,7 @@ def _to_data(value: Any, path: str) -> Any:
 def _named(value: Any, path: str) -> tuple[str, Any] | None:
     """The name of one of the other classes, and ``value`` as data; ``None`` where it is of none of them."""
     kind = type(value)
-    name = _name(kind)
+    name = class_name(kind)
     if isinstance(value, np.generic):
         return ("numpy", [value.dtype.name, value.item()]) if value.dtype.name in NUMPY else None
     if kind is np.ndarray:
@@ -153,13 +155,9 @@ def _named(value: Any, path: str) -> tuple[str, Any] | None:
         return name, _pairs(value, path)
     if name in OMEGACONF:  # interpolations stay what they are
         return name, _to_data(importlib.import_module("omegaconf").OmegaConf.to_container(value, resolve=False), path)
-    if isinstance(value, type) and _name(value) in (*ATTRIBUTE_DICTS, *OMEGACONF):
-        return "type", _name(value)
+    if isinstance(value, type) and class_name(value) in (*ATTRIBUTE_DICTS, *OMEGACONF):
+        return "type", class_name(value)
     return None
-
-
-def _name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _items(values: Iterable[Any], path: str) -> list[Any]:
