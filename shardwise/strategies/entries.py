@@ -124,8 +124,8 @@ def _to_data(value: Any, path: str) -> Any:
         return {CLASS: "dict", VALUE: _pairs(value, path)}
     raise TypeError(
         f"the entry {path} is a {class_name(type(value))} ({value!r:.80}), and a checkpoint, in which nothing is "
-        "pickled, holds numbers, strings, tensors, arrays, paths and containers of them: save its state_dict() or vars() "
-        "instead, or give the strategy a checkpoint_io, which pickles whole files"
+        "pickled, holds numbers, strings, tensors, arrays, paths and containers of them: save its state_dict() or "
+        "vars() instead, or give the strategy a checkpoint_io, which pickles whole files"
     )
 
 

@@ -140,3 +140,34 @@ def test_an_optimizer_of_others_steps_tile_by_tile() -> None:
 
     _, calls = trained(grouped(Own), zero(2).but(packing=ByNumel(chunk_numel=8)), 10**6)
     assert len(calls) > 3 * 4
+
+
+def test_tiles_of_other_dtypes_are_stepped_apart() -> None:
+    """A gradient that is clipped passes through memory of its parameter's dtype, which is one in a call."""
+
+    def mixed() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Module()
+        for number, dtype in enumerate([torch.float32, torch.float64, torch.float32, torch.float64]):
+            model.register_parameter(f"w{number}", nn.Parameter(torch.randn(3, 3, dtype=dtype)))
+        model.forward = lambda: torch.stack([(p.double() * 3).square().sum() for p in model.parameters()]).sum()
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+
+    plain, optimizer = mixed()
+    plain().backward()
+    torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+    optimizer.step()
+    model, sharded = mixed()
+    with calls_of(sharded) as calls:
+        session = build(model, sharded, zero(2).but(packing=ByNumel(chunk_numel=9), max_norm=0.5))
+        session.backward(session.module())
+        session.optimizer.step()
+        found = session.module.state_dict()
+        session.close()
+    # By neighbours that are alike, and never the two dtypes in one call.
+    assert max(calls) <= 2
+    for name, want in plain.named_parameters():
+        assert found[name].dtype == want.dtype
+        torch.testing.assert_close(
+            found[name], want.detach(), rtol=1e-14 if want.dtype == torch.float64 else 1e-6, atol=0
+        )
