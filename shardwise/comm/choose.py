@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,6 +22,7 @@ from shardwise.comm.local import LocalGroup
 from shardwise.comm.mapping import MappingError, Method, host_facts
 from shardwise.comm.members import Members, check_alike
 from shardwise.comm.native import NativeGroup
+from shardwise.comm.native_hosts import ByHosts, Lanes
 from shardwise.comm.places import Places
 from shardwise.comm.release import destroy, let_go_with
 from shardwise.comm.shared import SharedGroup
@@ -100,7 +102,8 @@ class GroupMaker:
         shared_memory: use it between CPU ranks of one host: ``None`` where possible, ``True`` must, ``False`` never.
         timeout_s: how long a rank waits for its peers before it gives up.
         members: the ranks; ``None``: those of the default process group.
-        by_hosts: between CPU ranks of several hosts what goes to a host goes there once.
+        by_hosts: what goes to one of several hosts goes there once: ``None`` between CPU ranks, ``True`` also between
+            GPUs, ``False`` never.
         activity: what this rank is doing, for messages of all groups made here.
     """
 
@@ -110,7 +113,7 @@ class GroupMaker:
         shared_memory: bool | None,
         timeout_s: float,
         members: Members | None = None,
-        by_hosts: bool = True,
+        by_hosts: bool | None = None,
     ) -> None:
         self.device = device
         self.shared_memory = shared_memory
@@ -211,9 +214,7 @@ class GroupMaker:
         """
         facts, _ = control.exchange_object([self.shared_memory, host_facts(), self.by_hosts])
         for at, argument in ((0, "shared_memory"), (2, "by_hosts")):
-            wanted = [fact[at] for fact in facts]
-            if any(want != wanted[0] for want in wanted):
-                raise ValueError(f"{argument} differs between the ranks of group {name!r}: {wanted}; give one value")
+            _check_one(name, argument, [fact[at] for fact in facts])
         if self.shared_memory is False:
             return None, "it is switched off", []
         hosts = [fact[1] for fact in facts]
@@ -260,10 +261,43 @@ class GroupMaker:
 
     def _hosts_told(self, hosts: list[str], request: GroupRequest) -> dict[int, str]:
         """Of every rank that takes part in the next communicator, by world rank, its host if that is of use."""
-        own = self._own(request.rank_lists)
+        own, used = self._own(request.rank_lists), bool(hosts) and self.by_hosts is not False
         if self.members is not None:
-            return dict(zip(own, hosts if hosts and self.by_hosts else [""] * len(own), strict=True))
-        return dict(enumerate(self.tell(hosts[request.control.rank] if hosts and self.by_hosts else "")))
+            return dict(zip(own, hosts if used else [""] * len(own), strict=True))
+        return dict(enumerate(self.tell(hosts[request.control.rank] if used else "")))
+
+    def host_lanes(self, request: GroupRequest, backend: str) -> list[Lanes]:
+        """Communicators for gathers and reductions by hosts, where GPUs are to have such and hosts have equally many
+        of each group's ranks, one behind the other. Collective as :meth:`make`; every rank comes here.
+
+        Raises:
+            ValueError: ``by_hosts`` differs between the ranks.
+        """
+        facts, _ = request.control.exchange_object([self.by_hosts, str(host_facts() or socket.gethostname())])
+        _check_one(request.called, "by_hosts", [fact[0] for fact in facts])
+        if not self.by_hosts:
+            return []
+        told = self._hosts_told([fact[1] for fact in facts], request)
+        lists = [(ranks, _by_host([(rank, told[rank]) for rank in ranks])) for ranks in request.rank_lists]
+        lists = [(ranks, by_host) for ranks, by_host in lists if ranks[0] in told]
+        if not all(_alike(ranks, by_host) for ranks, by_host in lists):
+            if request.control.rank == 0 and any(_pays(by_host) for _, by_host in lists):
+                warnings.warn(
+                    f"by_hosts=True has no effect in group {request.called!r}: ranks by hosts are "
+                    f"{[by_host for _, by_host in lists]}; give each group equally many on each host, one behind the "
+                    "other",
+                    stacklevel=2,
+                )
+            return []
+        across = [list(ranks) for _, by_host in lists for ranks in zip(*by_host, strict=True)]
+        inside = [ranks for _, by_host in lists for ranks in by_host]
+        return [
+            Lanes(
+                self.process_group(f"{request.name}_{kind}_across", across, backend),
+                self.process_group(f"{request.name}_{kind}_inside", inside, backend),
+            )
+            for kind in ("gather", "reduce")
+        ]
 
     def hosts(self) -> dict[int, str]:
         """The host of each rank, by world rank. Collective, over the same ranks as :meth:`make`."""
@@ -297,7 +331,11 @@ def _native(maker: GroupMaker, request: GroupRequest) -> Group:
     reduce = maker.process_group(f"{request.name}_reduce", request.rank_lists, backend)
     # What one rank alone needs comes over the hosts. Where these wait for collectives ranks agree on all gathers.
     ask = maker.process_group(f"{request.name}_ask", request.rank_lists, "gloo") if backend != "gloo" else None
-    return NativeGroup(request.called, maker.device, request.control, gather, reduce, ask)
+    # Only streams can queue a second step behind a first one, and gloo has hosts wait for GPUs.
+    queues = maker.device.type == "cuda" and backend != "gloo"
+    lanes = maker.host_lanes(request, backend) if queues else []
+    by_hosts = ByHosts(maker.device, *lanes) if lanes else None
+    return NativeGroup(request.called, maker.device, request.control, gather, reduce, ask, by_hosts)
 
 
 def _on_cpu(maker: GroupMaker, request: GroupRequest) -> Group:
@@ -328,6 +366,18 @@ def _by_host(hosts: Sequence[tuple[int, str]]) -> list[list[int]]:
     for rank, host in hosts:
         found.setdefault(host or f"that of rank {rank}", []).append(rank)
     return list(found.values())
+
+
+def _alike(ranks: Sequence[int], by_host: Sequence[Sequence[int]]) -> bool:
+    """Whether hosts have equally many of a group's ranks, several each, one behind the other."""
+    in_order = [rank for host in by_host for rank in host] == list(ranks)
+    return _pays(by_host) and in_order and len({len(host) for host in by_host}) == 1
+
+
+def _check_one(name: str, argument: str, wanted: Sequence[object]) -> None:
+    """All ranks of the group give one value."""
+    if any(want != wanted[0] for want in wanted):
+        raise ValueError(f"{argument} differs between the ranks of group {name!r}: {list(wanted)}; give one value")
 
 
 def _pays(by_host: Sequence[Sequence[int]]) -> bool:

@@ -41,12 +41,14 @@ STAGE_3 = tuple(
         "stage3_max_reuse_distance",
         "zero_hpz_partition_size",
         "mics_shard_size",
+        "mics_hierarchical_params_gather",
         "zero_quantized_weights",
         "zero_quantized_gradients",
     )
 )
 QUANTIZED = f"{ZERO}.zero_quantized_weights", f"{ZERO}.zero_quantized_gradients"
 HPZ, MICS = f"{ZERO}.zero_hpz_partition_size", f"{ZERO}.mics_shard_size"
+BY_HOSTS = f"{ZERO}.mics_hierarchical_params_gather"
 BUCKETS = (f"{ZERO}.reduce_bucket_size", f"{ZERO}.allgather_bucket_size")
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", None: "fp32"}
 AUTOCAST_SCALER = ScalerPlan(
@@ -147,6 +149,7 @@ def _comm(s: Settings, overlap: bool, tiers: TierPlan) -> CommPlan:
     return replace(
         usual_exchange(),
         overlap=overlap,
+        by_hosts=True if s.stage == 3 and s[MICS] > 0 and s[BY_HOSTS] else None,
         compress_weights="int8" if weights in asked else None,
         compress_gradients="int4" if gradients in asked else None,
     )
@@ -169,6 +172,8 @@ def _set_aside(s: Settings) -> None:
         ignore([f"{ZERO}.stage3_gather_16bit_weights_on_model_save"], f"at stage {stage} parameters are whole anyway")
     else:
         ignore(BUCKETS, "at stage 3 each parameter is reduced and gathered by itself")
+        if s[MICS] < 1:
+            ignore([BY_HOSTS], f"{MICS} is not given")
     if stage == 0:
         ignore([p for p in s.values if p.startswith(OPTIM)], "offloading is for stages 1 to 3, and this is stage 0")
         ignore(

@@ -295,7 +295,9 @@ def _native(maker: GroupMaker, request: GroupRequest) -> NativeGroup:
 
 def _queued(maker: GroupMaker, request: GroupRequest) -> NativeGroup:
     lists = request.rank_lists
-    of = (maker.process_group(f"{request.name}_{each}", lists, "") for each in ("gather", "reduce", "ask"))
-    group = NativeGroup(request.called, maker.device, request.control, *of)
+    gather, reduce, ask = (
+        maker.process_group(f"{request.name}_{each}", lists, "") for each in ("gather", "reduce", "ask")
+    )
+    group = NativeGroup(request.called, maker.device, request.control, gather, reduce, ask)
     group.waits_in_queue = True
     return group

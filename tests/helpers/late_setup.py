@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from scope import PER_HOST, hosts_of
 from torch import Tensor, nn
 
 from shardwise.build import Session, build
@@ -63,6 +64,9 @@ PLANS: dict[str, Plan] = {
     "eight_bits": zero(3).but(compress="fp8", prefetch=2),
     "eight_bits2": zero(2).but(compress="fp8"),
     "secondary": zero(3).but(secondary=2),
+    "by_hosts": zero(3).but(by_hosts=True, prefetch=2),
+    "by_hosts_eight_bits": zero(3).but(by_hosts=True, compress="fp8"),
+    "by_hosts2": zero(2).but(by_hosts=True),
     "on_use": zero(2).but(gather_on_use=True),
     "replicas": zero(3, None, 2),
     "replicas_in_pieces": zero(3, None, 2).but(packing=ByNumel(chunk_numel=50)),
@@ -133,13 +137,14 @@ def train(
         if ranks > 1:
             undo.callback(late_collectives(device))
         module = case.factory()
-        session = build(module, adamw(module), plan, device=GPU)
+        with hosts_of(PER_HOST):
+            session = build(module, adamw(module), plan, device=GPU)
         losses, wrong = [], list[str]()
         try:
             assert session.optimizer is not None
             for index, step in enumerate(_batches(plan, model, ranks)):
                 for micro in step:
-                    with _another_stream() if changing else nullcontext():
+                    with another_stream() if changing else nullcontext():
                         loss = case.loss(session.module, there(micro[rank]))
                         session.backward(loss)
                         losses.append(loss.detach())
@@ -165,7 +170,7 @@ def train(
 
 
 @contextmanager
-def _another_stream() -> Iterator[None]:
+def another_stream() -> Iterator[None]:
     """Inside the block work goes to a new stream, behind what the current one has; that waits for it afterwards."""
     side = side_stream(GPU)
     assert side is not None

@@ -107,6 +107,7 @@ NVME: Tree = {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvm
 ON_NVME = {"disk": DISK, "state_disk_fraction": 1.0}  # in this order: the share needs the disk
 ZERO, OPTIM, PARAM = "zero_optimization.", "zero_optimization.offload_optimizer.", "zero_optimization.offload_param."
 CPU_OPTIM: Tree = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+MICS, GROUPS = {"zero_optimization": {"mics_shard_size": 2}}, MeshPlan(dp_shard=2, dp_replicate=-1)
 CPU_PARAM: Tree = {"zero_optimization": {"offload_param": {"device": "cpu"}}}
 NVME_PARAM: Tree = {"zero_optimization": {"offload_param": {"device": "nvme", "nvme_path": "/fast"}}}
 NUMELS = (10, 100, 1000, 1000, 50)
@@ -159,7 +160,8 @@ USED: list[tuple[str, Any, int, Tree, dict[str, Any]]] = [
     (ZERO + "zero_quantized_weights", True, 3, {}, {"compress_weights": "int8"}),
     (ZERO + "zero_quantized_gradients", True, 3, {}, {"compress_gradients": "int4"}),
     (ZERO + "mics_shard_size", 1, 3, {}, {"mesh": MeshPlan(dp_shard=1, dp_replicate=-1)}),
-    (ZERO + "mics_shard_size", 2, 3, {}, {"mesh": MeshPlan(dp_shard=2, dp_replicate=-1)}),
+    (ZERO + "mics_shard_size", 2, 3, {}, {"mesh": GROUPS}),
+    (ZERO + "mics_hierarchical_params_gather", True, 3, MICS, {"by_hosts": True, "mesh": GROUPS}),
     (ZERO + "stage3_gather_16bit_weights_on_model_save", True, 3, {}, {}),
     (OPTIM + "device", "cpu", 1, {}, {"state_host_fraction": 1.0, "pin_memory": True}),
     (OPTIM + "pin_memory", False, 2, CPU_OPTIM, {"state_host_fraction": 1.0}),
@@ -429,12 +431,8 @@ def test_auto_is_what_the_caller_knows_or_the_default() -> None:
 
 def test_files_comments_and_old_forms(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
-    tree = {
-        "_comment": "x",
-        "//": 1,
-        "gradient_clipping": 0,
-        "zero_optimization": {"stage": 1, "_why": 0, "offload_param": None},
-    }
+    zero = {"stage": 1, "_why": 0, "offload_param": None}
+    tree = {"_comment": "x", "//": 1, "gradient_clipping": 0, "zero_optimization": zero}
     path.write_text(json.dumps(tree))
     assert to_plan(path, 4)[0] == to_plan(str(path), 4)[0] == to_plan(tree, 4)[0] == plan(1)
     assert to_plan({"gradient_clipping": 0, "zero_optimization": True}, 4)[0] == plan(1)
@@ -465,6 +463,7 @@ ASIDE = [
     ({"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}}, OPTIM + "device"),
     ({"zero_optimization": {"stage": 3, "reduce_bucket_size": 5}}, ZERO + "reduce_bucket_size"),
     ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu", "nvme_path": "/x"}}}, OPTIM + "nvme_path"),
+    ({"zero_optimization": {"stage": 3, "mics_hierarchical_params_gather": True}}, ZERO + "mics_hierarchical_params_gather"),
     ({"fp16": {"loss_scale": 5}}, "fp16.loss_scale"),
     ({"fp16": {"enabled": True, "loss_scale": 5, "hysteresis": 3}}, "fp16.hysteresis"),
     ({"aio": {"queue_depth": 5}}, "aio.queue_depth"),

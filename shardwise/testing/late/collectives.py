@@ -20,6 +20,7 @@ from torch import Tensor
 from shardwise.comm import Group, GroupMaker, GroupRequest, register_backend
 from shardwise.comm.link import Link
 from shardwise.comm.native import NativeGroup
+from shardwise.comm.native_hosts import ByHosts, Lanes
 from shardwise.testing.late.device import LateDevice
 from shardwise.testing.late.streams import Event, Stream
 
@@ -48,6 +49,23 @@ class _Work:
     def is_completed(self) -> bool:
         """Whether it is done."""
         return self._done.query()
+
+
+class _Together:
+    """Several collectives of one launch."""
+
+    def __init__(self, works: Sequence[_Work]) -> None:
+        self._works = works
+
+    def wait(self) -> bool:
+        """The current stream waits for all of them."""
+        for work in self._works:
+            work.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether all are done."""
+        return all(work.is_completed() for work in self._works)
 
 
 class _Communicator(_ProcessGroup):  # type: ignore[misc]
@@ -111,6 +129,18 @@ class _Communicator(_ProcessGroup):  # type: ignore[misc]
         return self._give("a reduce-scatter", full, [out], use)
 
     reduce_scatter_single = _reduce_scatter_base
+
+    def allgather_into_tensor_coalesced(self, outs: list[Tensor], owns: list[Tensor], opts: Any = None) -> Any:
+        """Several, one behind the other."""
+        return _Together([self._allgather_base(out, own) for out, own in zip(outs, owns, strict=True)])
+
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+
+    def reduce_scatter_tensor_coalesced(self, outs: list[Tensor], fulls: list[Tensor], opts: Any = None) -> Any:
+        """Several, one behind the other."""
+        return _Together([self._reduce_scatter_base(out, full) for out, full in zip(outs, fulls, strict=True)])
+
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
         """Of one tensor, to its mean."""
@@ -214,6 +244,9 @@ class _LateGroup(NativeGroup):
             for kind in ("gather", "reduce")
         )
         self._link = Link(maker.process_group(f"{request.name}_ask", request.rank_lists, "gloo"), request.called)
+        found = maker.host_lanes(request, "gloo")
+        lanes = [Lanes(_Communicator(device, each.across), _Communicator(device, each.inside)) for each in found]
+        self._by_hosts = ByHosts(device.device, *lanes) if lanes else None
         self.waits_in_queue = True
 
 

@@ -92,7 +92,7 @@ def test_norms_that_are_read_later(two: RankPool) -> None:
 
 def test_reductions_in_two_parts() -> None:
     with RankPool(4) as four:
-        for name in ("replicas", "replicas_host", "secondary"):
+        for name in ("replicas", "replicas_host", "secondary", "by_hosts", "by_hosts2"):
             for seed in (0, 1):
                 _assert_right(four.run(late_setup.train, name, seed))
         for seed in SEEDS:
@@ -131,7 +131,7 @@ ODD = ("mlp", "gpt", "tied", "used_twice", "unused", "checkpointed", "buffers", 
 @pytest.mark.parametrize("name", late_setup.PLANS)
 def test_every_plan_and_model_with_many_seeds(name: str, model: str) -> None:
     """On as many ranks as the plan can have."""
-    in_two_parts = name.startswith("replicas") or name == "secondary"
+    in_two_parts = name.startswith(("replicas", "by_hosts")) or name == "secondary"
     for ranks in (4,) if in_two_parts else (1, 2):
         with RankPool(ranks) as pool:
             for seed in range(4, 16):
