@@ -32,6 +32,13 @@ def two() -> Iterator[RankPool]:
         yield pool
 
 
+@pytest.fixture(scope="module")
+def four() -> Iterator[RankPool]:
+    """The same of four."""
+    with RankPool(4) as pool:
+        yield pool
+
+
 def _assert_right(found: list[Found]) -> None:
     assert [each for each in found if each.wrong or each.races] == []
 
@@ -90,20 +97,24 @@ def test_norms_that_are_read_later(two: RankPool) -> None:
         _assert_right(two.run(late_setup.late_norm, "norm", seed))
 
 
-def test_reductions_in_two_parts() -> None:
-    with RankPool(4) as four:
-        for name in ("replicas", "replicas_host", "secondary", "by_hosts", "by_hosts2"):
-            for seed in (0, 1):
-                _assert_right(four.run(late_setup.train, name, seed))
-        for seed in SEEDS:
-            _assert_right(four.run(late_setup.secondary_twice, "secondary", seed))
+@pytest.mark.parametrize("name", ["replicas", "replicas_host", "secondary", "by_hosts", "by_hosts2"])
+def test_what_is_done_in_two_parts(four: RankPool, name: str) -> None:
+    for seed in (0, 1):
+        _assert_right(four.run(late_setup.train, name, seed))
+
+
+def test_secondary_shards_that_are_used_twice(four: RankPool) -> None:
+    for seed in SEEDS:
+        _assert_right(four.run(late_setup.secondary_twice, "secondary", seed))
 
 
 @pytest.mark.parametrize("seed", (0, 3))
 @pytest.mark.parametrize("scenario", [s for s in scenarios() if s.function in OTHERS], ids=str)
-def test_what_is_done_beside_training(alone: RankPool, two: RankPool, scenario: Scenario, seed: int) -> None:
+def test_what_is_done_beside_training(
+    alone: RankPool, two: RankPool, four: RankPool, scenario: Scenario, seed: int
+) -> None:
     """Gathers that fail half-way, reads right after an update, a disk, activations between ranks, a program's waits."""
-    _assert_right({1: alone, 2: two}[scenario.ranks].run(run_without, None, scenario, seed))
+    _assert_right({1: alone, 2: two, 4: four}[scenario.ranks].run(run_without, None, scenario, seed))
 
 
 @pytest.mark.parametrize("name", ["zero3", "on_use"])
