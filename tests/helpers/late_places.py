@@ -24,7 +24,7 @@ from shardwise.checkpoint.run import EngineRun
 from shardwise.comm import GroupMaker
 from shardwise.deepspeed.collectives import all_gather_coalesced
 from shardwise.deepspeed.hardware import Accelerator as DeepSpeedAccelerator
-from shardwise.device import Accelerator, copy_ahead, page_locked
+from shardwise.device import Accelerator, copy_ahead, page_locked, synchronize
 from shardwise.plan import Plan, zero
 from shardwise.testing import MODELS
 from shardwise.testing.late import LateDevice, late_collectives, late_device
@@ -292,31 +292,35 @@ def program_waits(name: str, seed: int) -> Found:
 
 
 def in_two_steps(name: str, seed: int) -> Found:
-    """Gathers between hosts, of memory that nobody keeps when they are begun; waited for on another stream, too."""
+    """Gathers between hosts, of memory that nobody keeps when they are begun, waited for on another stream, too; and
+    some that nobody waits for before the device is done."""
     ranks, rank, numel, wrong = dist.get_world_size(), dist.get_rank(), 100, list[str]()
+    waited = name != "not waited for"
     with on_ranks(seed) as device, hosts_of(PER_HOST):
         maker = GroupMaker(GPU, None, 60.0, by_hosts=True)
         group = maker.make("test", [list(range(ranks))])
-        begun = []
+        begun, kept, found = [], [], []
         for index in range(4):
             (shard,) = group.buffers([(numel, torch.float32)])
             shard.local.fill_(10.0 * index + rank)
             out = torch.empty(ranks * numel, device=GPU)
-            begun.append((out, group.all_gather(out, shard)))
-            del shard
+            handle = group.all_gather(out, shard)
+            begun.append((out, handle if waited else None))
+            kept += [] if waited else [shard]
+            del shard, handle
             torch.full((numel,), -1.0, device=GPU)
-        for index, (out, handle) in enumerate(begun):
+        if not waited:
+            synchronize(GPU)
+        for out, handle in begun:
             with late_setup.another_stream() if name == "elsewhere" else nullcontext():
-                handle.wait()
-                found = out + 0
-            begun[index] = (found, handle)
-            del out
+                if handle is not None:
+                    handle.wait()
+                found.append(out + 0)
             torch.full((numel,), -1.0, device=GPU)
-            torch.full((ranks * numel,), -1.0, device=GPU)
-        for index, (found, _) in enumerate(begun):
+        for index, each in enumerate(found):
             expected = torch.arange(ranks).repeat_interleave(numel).float() + 10 * index
-            if not found.cpu().equal(expected):
-                wrong.append(f"{name}: gather {index} is {found.cpu()[::numel]}")
+            if not each.cpu().equal(expected):
+                wrong.append(f"{name}: gather {index} is {each.cpu()[::numel]}")
         group.close()
         maker.close()
     return found_by(device, wrong)

@@ -109,7 +109,7 @@ def scenarios() -> list[Scenario]:
     found += [Scenario(4, "train", name) for name in four]
     found += [Scenario(4, "train", name, ("gpt",)) for name in ("replicas", "replicas_in_pieces")]
     found += [Scenario(4, "train", name, ("mlp", True)) for name in ("by_hosts", "by_hosts_eight_bits")]
-    found += [Scenario(4, "in_two_steps", name) for name in ("at home", "elsewhere")]
+    found += [Scenario(4, "in_two_steps", name) for name in ("at home", "elsewhere", "not waited for")]
     found += [Scenario(4, "secondary_twice"), Scenario(2, "strayed")]
     found += [Scenario(2, "strayed", "running ahead")]
     return found
