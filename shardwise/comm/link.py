@@ -77,11 +77,12 @@ class Message:
 
     Attributes:
         what: for errors.
-        arrived: called once, when it is there.
+        arrived: called when it is there; again by the next wait, if it was interrupted.
     """
 
     def __init__(self, work: dist.Work | None, what: str) -> None:
         self._work = work
+        self._failed: RuntimeError | None = None
         self.what = what
         self.arrived: Callable[[], None] = lambda: None
 
@@ -93,12 +94,16 @@ class Message:
         """
         if self._work is None:
             return
-        try:
-            self._work.wait() if at_most is None else self._work.wait(at_most)
-        except RuntimeError as error:
-            raise _lost(self.what, error) from error
-        self._work = None
+        # An interrupt that came during the wait is raised behind it; gloo's would then wait for a second message.
+        if self._failed is None and not self._work.is_completed():
+            try:
+                self._work.wait() if at_most is None else self._work.wait(at_most)
+            except RuntimeError as error:
+                self._failed = error
+        if self._failed is not None:
+            raise _lost(self.what, self._failed) from self._failed
         self.arrived()
+        self._work = None
 
     def finished(self) -> bool:
         """Whether it is known to be done; over gloo that is known of what was waited for."""
