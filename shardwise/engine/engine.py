@@ -86,7 +86,7 @@ class Engine:
             mesh.replicate.size,
             shard.kept,
             self.whole,
-            uneven=mesh.shard.uneven and not plan.comm.compressed and plan.mesh.secondary is None,
+            uneven=mesh.shard.uneven and not plan.comm.narrow and plan.mesh.secondary is None,
         )
         report = search_report(self.layout)
         if plan.verbose and report is not None and mesh.first:
@@ -97,7 +97,7 @@ class Engine:
         self.storage = Storage(self.layout, self.params, plan, mesh, self.events)
         self.ledger, self.chunks, self.states = self.storage.ledger, self.storage.chunks, self.storage.states
         self.accounts = accounts = StateAccounts(self.storage)
-        self.master_edits = MasterEdits(self.chunks, self.states, self.storage.rounded)
+        self.master_edits = MasterEdits(self.chunks, self.states, self.storage.narrow.rounded)
         self.grads = self.storage.make_grads()
         limited = self.ledger.capacity_bytes is not None
         self.meter = (
