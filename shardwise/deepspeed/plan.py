@@ -42,10 +42,12 @@ STAGE_3 = tuple(
         "zero_hpz_partition_size",
         "mics_shard_size",
         "zero_quantized_weights",
+        "zero_quantized_nontrainable_weights",
         "zero_quantized_gradients",
     )
 )
 QUANTIZED = f"{ZERO}.zero_quantized_weights", f"{ZERO}.zero_quantized_gradients"
+FROZEN = f"{ZERO}.zero_quantized_nontrainable_weights"
 HPZ, MICS = f"{ZERO}.zero_hpz_partition_size", f"{ZERO}.mics_shard_size"
 BUCKETS = (f"{ZERO}.reduce_bucket_size", f"{ZERO}.allgather_bucket_size")
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", None: "fp32"}
@@ -149,6 +151,7 @@ def _comm(s: Settings, overlap: bool, tiers: TierPlan) -> CommPlan:
         overlap=overlap,
         compress_weights="int8" if weights in asked else None,
         compress_gradients="int4" if gradients in asked else None,
+        compress_frozen="int8" if s.stage == 3 and s[FROZEN] else None,  # MixZ++
     )
 
 

@@ -9,9 +9,12 @@ from torch import nn
 
 from shardwise.chunk.layout import ChunkSpec, Layout
 from shardwise.comm import FORMATS, CompressedGroup, Group, compressed
+from shardwise.deferred.record import DeferredParameter
 from shardwise.plan import Plan
 
 __all__ = ["Narrow", "trained"]
+
+PLAIN = nn.Parameter, DeferredParameter
 
 
 # [Note: Rounded parameters]
@@ -38,6 +41,8 @@ class Narrow:
 
     Attributes:
         trained: over which shards travel that an optimizer trains; ``shard`` where nothing is rounded.
+        left: indices of frozen parameters of a class of their own, which travel as they are, and their chunks with
+            them.
     """
 
     def __init__(
@@ -47,10 +52,11 @@ class Narrow:
         self._shard, self._among = shard, among
         self.trained = shard if weights is None else compressed(shard, FORMATS[weights][0])
         self._frozen = shard if frozen is None else compressed(shard, FORMATS[frozen][0], on_the_way=True)
-        plain = {index for index, param in enumerate(params) if type(param) is nn.Parameter}
-        takes = [] if frozen is None else [s for s in layout.chunks if FORMATS[frozen][0].takes(s.dtype)]
-        still = [s.index for s in takes if not s.trainable and all(slot.param in plain for slot in s.slots)]
-        self._still = frozenset(still if shard.size > 1 else ())
+        frozen_ones = [s for s in layout.chunks if not s.trainable] if frozen is not None and shard.size > 1 else []
+        takes = [s for s in frozen_ones if FORMATS[frozen][0].takes(s.dtype)] if frozen is not None else []
+        own = {s.index: [slot.param for slot in s.slots if type(params[slot.param]) not in PLAIN] for s in takes}
+        self._still = frozenset(index for index, others in own.items() if not others)
+        self.left = [param for others in own.values() for param in others]
 
     def rounds(self, spec: ChunkSpec) -> bool:
         """Whether the chunk's shards are rounded by their owners, before they travel."""

@@ -75,6 +75,13 @@ class Storage:
         self.layout, self.plan, self.mesh, self._events = layout, plan, mesh, events
         self._among = _secondary_group(plan, mesh)
         self.narrow = Narrow(layout, params, plan, mesh.shard, self._among)
+        if self.narrow.left and mesh.first:
+            first, kinds = self.narrow.left[0], {type(params[index]).__name__ for index in self.narrow.left}
+            warn_user(
+                f"compress_frozen={plan.comm.compress_frozen!r}: {len(self.narrow.left)} frozen parameters (as "
+                f"{layout.facts[first].names[0]!r}) are of classes of their own ({', '.join(sorted(kinds))}) and may "
+                "be packed: they, and what shares a chunk with them, travel as they are"
+            )
         specs = layout.chunks
         sizes, fixed = [s.padded_bytes for s in specs], [s.persistent for s in specs]
         trainable = [s.trainable for s in specs]
