@@ -77,11 +77,6 @@ class CommPlan:
         return self.compress_gradients or self.compress
 
     @property
-    def narrow(self) -> bool:
-        """Whether anything of what ranks exchange travels in fewer bits."""
-        return bool(self.compressed) or self.compress_frozen is not None
-
-    @property
     def compressed(self) -> str:
         """What is said of these two in messages; empty where both travel as they are."""
         fields = ("compress", "compress_weights", "compress_gradients")

@@ -86,7 +86,7 @@ class Engine:
             mesh.replicate.size,
             shard.kept,
             self.whole,
-            uneven=mesh.shard.uneven and not plan.comm.narrow and plan.mesh.secondary is None,
+            uneven=mesh.shard.uneven and not plan.comm.compressed and plan.mesh.secondary is None,
         )
         report = search_report(self.layout)
         if plan.verbose and report is not None and mesh.first:

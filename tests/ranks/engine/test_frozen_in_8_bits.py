@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from shardwise.build import Session
 from shardwise.mesh import Mesh
+from shardwise.optim.factored import Adafactor
 from shardwise.plan import ByNumel, ByTensor, Plan, on_device, replicated, zero
 from shardwise.testing import assert_close, run_ranks
 from shardwise.torch_internals import give_subclass
@@ -472,3 +473,19 @@ def test_what_cannot_be() -> None:
         zero(3).but(compress_frozen="int2")
     plan = zero(3).but(compress_frozen="int8", compress_weights="fp8")
     assert Plan.from_dict(plan.to_dict()) == plan
+
+
+def whole_tensors() -> tuple[float, list[Shape]]:
+    plan, model = zero(3).but(compress_frozen="int8"), net()
+    optimizer = Adafactor(model.parameters(), lr=0.01, relative_step=False)
+    with one_mesh(plan) as mesh, sharded(model, optimizer, plan, mesh) as session, torch.no_grad():
+        assert any(chunk.uneven for chunk in session.engine.layout.chunks if chunk.trainable)
+        return loss_of(session.module, 0, 0).item(), shapes(session)
+
+
+def test_beside_an_optimizer_that_needs_whole_tensors() -> None:
+    """Shards of frozen chunks are as long as each other."""
+    (loss, found), other = run_ranks(2, whole_tensors)
+    plain = net()
+    assert round_frozen(plain, found, "int8")
+    assert other[0] == loss == pytest.approx(loss_of(plain, 0, 0).item(), rel=RTOL)
