@@ -34,6 +34,8 @@ class CommPlan:
         compress_weights: ``"fp8"``, ``"int8"`` or ``"int4"``, for parameters that are trained alone (qwZ of ZeRO++);
             ``None``: as ``compress`` says.
         compress_gradients: the same for gradients (qgZ), each of which is rounded once and summed in fp32.
+        compress_frozen: the same for parameters that are frozen when the model is sharded (MixZ++), as they are
+            gathered; each rank keeps its share as it is, and ``None``, or no number that can be written so: as it is.
         exchange_bytes: what exchange buffers of gradients may take at stages 2 and 3 beyond two for each class of chunk
             sizes, so that more reductions are under way; ``None``: 16 MiB between hosts without GPUs and without a
             declared capacity, where a reduction is a trip of the wire, and none elsewhere.
@@ -50,6 +52,7 @@ class CommPlan:
     compress_weights: Literal["fp8", "int8", "int4"] | None = None
     compress_gradients: Literal["fp8", "int8", "int4"] | None = None
     exchange_bytes: int | None = None
+    compress_frozen: Literal["fp8", "int8", "int4"] | None = None
 
     def __post_init__(self) -> None:
         number("predivide", self.predivide, f"[{1 / MOST_DIVISOR!r}, {MOST_DIVISOR!r}]", "a divisor > 0, at most 2**32")
@@ -61,7 +64,7 @@ class CommPlan:
         if self.exchange_bytes is not None:
             whole("exchange_bytes", self.exchange_bytes, 0, MOST_BYTES, "bytes, or None,")
         require(self.compress in (None, "fp8"), f"compress={self.compress!r}: give 'fp8' or None")
-        for name in ("compress_weights", "compress_gradients"):
+        for name in ("compress_weights", "compress_gradients", "compress_frozen"):
             value = getattr(self, name)
             require(value in (None, *BLOCKS), f"{name}={value!r}: give one of {', '.join(map(repr, BLOCKS))}, or None")
 
@@ -77,7 +80,7 @@ class CommPlan:
 
     @property
     def compressed(self) -> str:
-        """What is said of that in messages; empty where everything travels as it is."""
+        """What is said of these two in messages; empty where both travel as they are."""
         fields = ("compress", "compress_weights", "compress_gradients")
         told = [f"{name}={getattr(self, name)!r}" for name in fields if getattr(self, name) is not None]
         return ", ".join(told)

@@ -317,6 +317,13 @@ class Plan:
             f"exchange_bytes={comm.exchange_bytes} with reduce={reduce!r} and overlap={comm.overlap}: gradients share "
             "exchange buffers at stages 2 and 3, and only what is reduced beside backward needs more; leave it None",
         )
+        here = self.tiers.param_host_fraction == self.tiers.param_disk_fraction == 0.0
+        require(
+            comm.compress_frozen is None or not (self.shard.always_gathered and here),
+            f"compress_frozen={comm.compress_frozen!r} with gathered_fraction={self.shard.gathered_fraction}: frozen "
+            "parameters stay gathered (stages 0 to 2), so they never travel; give a smaller share (stage 3), or leave "
+            "it None",
+        )
         self._check_secondary()
 
     def _check_secondary(self) -> None:

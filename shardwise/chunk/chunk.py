@@ -330,9 +330,10 @@ class Chunk:
         if written:
             bounds = self.spec.bounds
             return self._differing(full, zip(bounds, exchange.peers, strict=False))
-        if written is False or same_bits(own, shard):
+        brought = source.brought(shard)
+        if written is False or same_bits(own, brought):
             return None
-        return self._differing(full, [(self.shard_start, shard)])
+        return self._differing(full, [(self.shard_start, brought)])
 
     def _differing(self, full: torch.Tensor, shards: Iterable[tuple[int, torch.Tensor]]) -> int | None:
         """Index of the first parameter of which ``full`` has something else than ``shards``, each with its start."""

@@ -19,7 +19,7 @@ __all__ = ["SecondaryShards", "SecondarySource"]
 
 # [Note: Secondary shards]
 # Where a plan has ``secondary=k``, each ``k`` neighbours of a shard group keep a copy of the parameters together, in
-# the number format of the shards and in their tier. The first gather of a chunk after an update is made by the whole
+# the dtype of the shards and in their tier. The first gather of a chunk after an update is made by the whole
 # group. As soon as it has arrived, and before any parameter shows it (a module may write to what it is given), each
 # rank copies its k-th part. From then on gathers of the chunk are made by the k ranks alone, in forward and backward
 # passes and in those that make no graph, until shards are written (forget). The values are equal, so is all that comes
@@ -31,8 +31,8 @@ __all__ = ["SecondaryShards", "SecondarySource"]
 # * A gather of secondary shards first waits for the one that brings this rank's. Where memory is mapped nobody sees
 #   that the peers have theirs: then all k meet before they read. They read at once, and what is read is written again
 #   after a later round at the earliest, to which every rank comes when it has read.
-# * What travels in 8 bits is rounded already when it arrives (see [Note: Rounded parameters]), and travels in its own
-#   number format among the k ranks: their parts have other bounds than what was rounded together.
+# * What travels in 8 bits is rounded already when it arrives (see [Note: Rounded parameters]). A k-th of a chunk is
+#   whole shards, so it travels in 8 bits among the k ranks too, in the blocks that were rounded together.
 class SecondarySource:
     """In memory, with a secondary shard beside it; see [Note: Secondary shards].
 
@@ -64,6 +64,9 @@ class SecondarySource:
     def renewing(self) -> Iterator[torch.Tensor]:
         with self._own.renewing() as shard:
             yield shard
+
+    def brought(self, shard: torch.Tensor) -> torch.Tensor:
+        return self._own.brought(shard)
 
     def prepare(self) -> None:
         """Nothing to do."""

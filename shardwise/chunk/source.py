@@ -37,6 +37,9 @@ class ShardSource(Protocol):
     def renewing(self) -> Iterator[torch.Tensor]:
         """Memory for a new shard, all of which is written inside the block; :meth:`forget` once it is current."""
 
+    def brought(self, shard: torch.Tensor) -> torch.Tensor:
+        """What a gather brings of ``shard``; see :meth:`Group.brought`."""
+
     def prepare(self) -> None:
         """A gather comes soon: start what can be done without the peers."""
 
@@ -81,6 +84,9 @@ class MemorySource:
     @contextmanager
     def renewing(self) -> Iterator[torch.Tensor]:
         yield self._exchange.local
+
+    def brought(self, shard: torch.Tensor) -> torch.Tensor:
+        return shard if self._over is None else self._over.brought(shard)
 
     def prepare(self) -> None:
         """Nothing to do."""
@@ -173,6 +179,7 @@ class DiskSource:
         dtype: of the shard.
         staging: exchange memory of at least ``numel`` elements, shared by all such chunks; ``None`` on one rank.
         ahead: what all such chunks share.
+        over: as of a :class:`MemorySource`.
     """
 
     tier = Tier.DISK
@@ -185,8 +192,9 @@ class DiskSource:
         dtype: torch.dtype,
         staging: Buffer | None,
         ahead: ReadAhead,
+        over: Group | None = None,
     ) -> None:
-        self.store, self.record, self._shared = store, record, ahead
+        self.store, self.record, self._shared, self._over = store, record, ahead, over
         self._numel, self._dtype, self._staging = numel, dtype, staging
         self._nbytes = numel * dtype.itemsize
         self._ahead: tuple[torch.Tensor, Handle] | None = None
@@ -256,6 +264,9 @@ class DiskSource:
         finally:
             self.store.give(buffer)
 
+    def brought(self, shard: torch.Tensor) -> torch.Tensor:
+        return shard if self._over is None else self._over.brought(shard)
+
     def prepare(self) -> None:
         if self._ahead is None and self._written and self._shared.count < self._shared.buffers - 2:
             self._ahead = self._read()
@@ -288,7 +299,7 @@ class DiskSource:
                 raise failure
             ranks = [rank for rank, post in enumerate(posts) if not post[0]]
             raise DiskError(f"{self.record.name}: ranks {ranks} of {group.name} could not read it; see their messages")
-        group.all_gather(out, self._staging).wait()
+        (self._over or group).all_gather(out, self._staging).wait()
         # The next chunk's shard goes into the same memory.
         group.fence()
         return DONE

@@ -16,17 +16,19 @@ __all__ = ["CompressedGroup", "compressed"]
 Step = Callable[[], Handle | None]
 
 
-def compressed(group: Group, format_: BlockFormat) -> Group:
-    """``group``, with collectives in 8 bits; itself where there is nobody to send to."""
-    return CompressedGroup(group, format_) if group.size > 1 else group
+def compressed(group: Group, format_: BlockFormat, on_the_way: bool = False, rows: int = 1) -> Group:
+    """``group``, with collectives in 8 bits; itself where there is nobody to send to. See :class:`CompressedGroup`."""
+    return CompressedGroup(group, format_, on_the_way, rows) if group.size > 1 else group
 
 
 # [Note: The same rounding on every way]
 # What a rank has after a collective in 8 bits does not depend on how it travelled. A shard that is gathered is rounded
 # by its owner before (round_, between the fences of an update), and writing rounded numbers in 8 bits loses nothing: so
 # they may be sent as bytes, read where they lie in mapped memory, or travel whole over a backend that cannot send
-# slices. What is reduced is rounded as it leaves, summed in fp32 in the order of the ranks, rounded to its own dtype,
-# and for an all-reduce rounded once more on its way to all, its owner included. Sums are never made of 8 bits.
+# slices. Where the owner is to keep what it has (on_the_way) the same blocks are rounded when they have arrived, unless
+# they came as bytes; its own among them. What is reduced is rounded as it leaves, summed in fp32 in the order of the
+# ranks, rounded to its own dtype, and for an all-reduce rounded once more on its way to all, its owner included. Sums
+# are never made of 8 bits.
 class CompressedGroup(Group):
     """The ranks and the buffers of another group, whose gathers and reductions are in 8 bits.
 
@@ -37,14 +39,16 @@ class CompressedGroup(Group):
     Args:
         group: the other; it is closed by whoever made it.
         format_: of what travels.
+        on_the_way: shards are not rounded before they are gathered, into other memory, and stay as they are.
+        rows: how many shards, each rounded by itself before, a rank's part of a gather is made of.
 
     Raises (all collectives):
         ValueError: of numbers that cannot be written in 8 bits.
     """
 
-    def __init__(self, group: Group, format_: BlockFormat) -> None:
+    def __init__(self, group: Group, format_: BlockFormat, on_the_way: bool = False, rows: int = 1) -> None:
         super().__init__(group.name, group.rank, group.size, group.device, group.activity)
-        self._inner, self.format = group, format_
+        self._inner, self.format, self.on_the_way, self._rows = group, format_, on_the_way, rows
         self.traffic, self.staging = group.traffic, group.staging
         self.one_sided_gather, self.starts_together = group.one_sided_gather, group.starts_together
         self.waits_in_queue, self.sends_slices = group.waits_in_queue, group.sends_slices
@@ -56,9 +60,16 @@ class CompressedGroup(Group):
         self._check(shard)
         self.format.round_(shard)
 
+    def brought(self, shard: Tensor) -> Tensor:
+        """See :meth:`Group.brought`."""
+        if self.on_the_way:
+            shard = shard.clone()
+            self.round_(shard)
+        return shard
+
     def joined(self, shard: Buffer) -> Tensor | None:
         """See :meth:`Group.joined`; ``shard`` is rounded."""
-        return self._inner.joined(shard)
+        return None if self.on_the_way else self._inner.joined(shard)
 
     def disjoin(self, shard: Buffer) -> None:
         """See :meth:`Group.disjoin`."""
@@ -105,13 +116,14 @@ class CompressedGroup(Group):
     def _total(self, words: Sequence[int], purpose: str) -> list[int]:
         return self._inner._total(words, purpose)
 
-    # Gathers, of rounded shards
+    # Gathers
 
     def _all_gather(self, out: Tensor, shard: Buffer) -> Handle:
         self._check(out)
-        if not self.sends_slices:
-            return self._inner._all_gather(out, shard)
-        return self._gather(out, shard.local, shard.number)
+        if self.sends_slices:
+            return self._gather(out, shard.local, shard.number)
+        handle = self._inner._all_gather(out, shard)
+        return _Steps(handle, [lambda: self._round_slices(out)]) if self.on_the_way else handle
 
     def _all_gather_in_place(self, full: Buffer) -> Handle:
         self._check(full.local)
@@ -123,13 +135,14 @@ class CompressedGroup(Group):
         """``out`` becomes what every rank gives as its own, this one included."""
         if not own.numel():
             return DONE
-        sent = _numbered(self.format.write(own.view(1, -1)).view(-1), number)
+        sent = _numbered(self.format.write(own.view(self._rows, -1)).view(-1), number)
         found = out.new_empty(self.size * sent.local.numel(), dtype=torch.uint8)
         handle = self._inner._all_gather(found, sent)
         return _Steps(handle, [lambda: self._read(found, out)], sent)
 
     def _read(self, written: Tensor, out: Tensor) -> None:
-        self.format.read(written.view(self.size, -1), out.view(self.size, -1))
+        rows = self.size * self._rows
+        self.format.read(written.view(rows, -1), out.view(rows, -1))
 
     # Reductions
 
@@ -187,7 +200,8 @@ class CompressedGroup(Group):
             self.format.round_(self.slice_of(full, rank))
 
     def _wire_bytes(self, part: Tensor) -> int:
-        return self.format.row_bytes(part.numel()) if self.sends_slices else part.nbytes
+        each = self.format.row_bytes(part.numel() // self._rows)
+        return self._rows * each if self.sends_slices else part.nbytes
 
     def _check(self, tensor: Tensor) -> None:
         if not self.format.takes(tensor.dtype):

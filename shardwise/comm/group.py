@@ -286,6 +286,11 @@ class Group(Meeting):
         """In place, ``shard`` (1-D) becomes what its peers get of it; to be called before it is gathered."""
         return
 
+    def brought(self, shard: Tensor) -> Tensor:
+        """What a gather brings of ``shard`` (1-D, from its first element on): itself, or, of one that is rounded on its
+        way, a copy."""
+        return shard
+
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """``tensor`` (any shape, dtype and strides, on ``device``) becomes group rank ``src``'s. Blocks.
 

@@ -28,6 +28,7 @@ from shardwise.deepspeed.monitors import MonitorMaster
 from shardwise.deepspeed.optimizers import make_optimizer, wide_states
 from shardwise.deepspeed.plan import data_ranks, parallel_sizes, plan_of
 from shardwise.deepspeed.process_groups import remember_groups
+from shardwise.deepspeed.quantizing import show_quantizing
 from shardwise.deepspeed.schedules import make_schedule
 from shardwise.deepspeed.stepping import drop_after_passes
 from shardwise.deepspeed.zero import remember
@@ -120,6 +121,7 @@ def initialize(
     use_settings(settings)
     engine = DeepSpeedEngine(session, settings, batch, schedule, monitor)
     show_loss_scale(engine)
+    show_quantizing(engine)
     engine.collate_fn = collate_fn
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data)

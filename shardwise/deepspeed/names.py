@@ -423,7 +423,9 @@ WORLD = World(
             "mem_efficient_linear": Ignored("autograd never holds gathered weights"),
             "module": Ignored("initialize shards a model that exists already"),
             "zero_quantized_weights": Absent("give zero_optimization.zero_quantized_weights in the configuration"),
-            "zero_quantized_nontrainable_weights": Absent("leave it False: what nobody trains travels as it is"),
+            "zero_quantized_nontrainable_weights": Absent(
+                "give zero_optimization.zero_quantized_nontrainable_weights in the configuration"
+            ),
         },
         "zero:GatheredParameters": {"fwd_module": Ignored("what another module reads is gathered by the read")},
         "ops.adam:DeepSpeedCPUAdam": {

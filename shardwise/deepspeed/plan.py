@@ -43,10 +43,12 @@ STAGE_3 = tuple(
         "mics_shard_size",
         "mics_hierarchical_params_gather",
         "zero_quantized_weights",
+        "zero_quantized_nontrainable_weights",
         "zero_quantized_gradients",
     )
 )
 QUANTIZED = f"{ZERO}.zero_quantized_weights", f"{ZERO}.zero_quantized_gradients"
+FROZEN = f"{ZERO}.zero_quantized_nontrainable_weights"
 HPZ, MICS = f"{ZERO}.zero_hpz_partition_size", f"{ZERO}.mics_shard_size"
 BY_HOSTS = f"{ZERO}.mics_hierarchical_params_gather"
 BUCKETS = (f"{ZERO}.reduce_bucket_size", f"{ZERO}.allgather_bucket_size")
@@ -152,6 +154,7 @@ def _comm(s: Settings, overlap: bool, tiers: TierPlan) -> CommPlan:
         by_hosts=True if s.stage == 3 and s[MICS] > 0 and s[BY_HOSTS] else None,
         compress_weights="int8" if weights in asked else None,
         compress_gradients="int4" if gradients in asked else None,
+        compress_frozen="int8" if s.stage == 3 and s[FROZEN] else None,  # MixZ++
     )
 
 

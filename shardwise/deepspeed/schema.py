@@ -77,7 +77,6 @@ _MEAN = "the mean over ranks is taken inside the reduction, where it cannot over
 _ARRAY = "each chunk's gradients always share one array"
 _ANY_OPTIMIZER = "every element-wise torch optimizer is accepted"
 _CONTEXT = "parameters are gathered and dropped by the order of use alone"
-_AS_THEY_ARE = "leave it false: what no optimizer trains has no master, so it travels as it is"
 
 _TOP = {
     "train_batch_size": _use("int", None, 1, MOST_COUNT),
@@ -164,7 +163,7 @@ _ZERO = {
     "mics_shard_size": _use("int", -1, -1, MOST_COUNT),
     "mics_hierarchical_params_gather": _use("bool", False),
     "zero_quantized_weights": _use("bool", False),
-    "zero_quantized_nontrainable_weights": _refuse("bool", False, _AS_THEY_ARE),
+    "zero_quantized_nontrainable_weights": _use("bool", False),
     "zero_quantized_gradients": _use("bool", False),
     "memory_efficient_linear": _skip(
         "bool", True, "linear layers stay as they are; autograd never holds gathered weights"

@@ -71,7 +71,7 @@ class Init:
         mpu: an object with ``get_data_parallel_group()``, instead of that; give it to ``initialize`` as well.
         zero_param_parallel_group: the same group, or ``None``.
         zero_quantized_weights: give it in the configuration.
-        zero_quantized_nontrainable_weights: not available.
+        zero_quantized_nontrainable_weights: the same.
         sequence_data_parallel_group: the older name of ``data_parallel_group``.
 
     Raises:
@@ -104,8 +104,8 @@ class Init:
         if zero_quantized_weights or zero_quantized_nontrainable_weights:
             raise NotImplementedError(
                 f"{zero_quantized_weights=}, {zero_quantized_nontrainable_weights=} here: leave them False, "
-                "and give zero_optimization.zero_quantized_weights in the configuration; what nobody trains travels as "
-                "it is"
+                "and give zero_optimization.zero_quantized_weights and .zero_quantized_nontrainable_weights in the "
+                "configuration of initialize"
             )
         groups = {
             "data_parallel_group": data_parallel_group,

@@ -13,10 +13,11 @@ from shardwise.chunk.chunk import Chunk
 from shardwise.chunk.layout import ChunkSpec, Layout
 from shardwise.chunk.secondary import SecondarySource
 from shardwise.chunk.source import DiskSource, MemorySource, ReadAhead, ShardSource
-from shardwise.comm import FORMATS, Buffer, Group, compressed
+from shardwise.comm import Buffer, Group
 from shardwise.device import runs_ahead, side_stream, total_bytes
 from shardwise.disk.agreement import agreed
 from shardwise.disk.store import DiskStore
+from shardwise.engine.narrow import Narrow, trained
 from shardwise.events import Events
 from shardwise.memory.host import HostArena, host_block
 from shardwise.memory.ledger import Ledger
@@ -59,7 +60,7 @@ class Storage:
         uses_disk: whether any rank has something on a disk.
         store: this rank's part of the disk, or ``None``.
         value_buffer_bytes: the store's buffers for the values of tiles have this size.
-        gathers: over which shards travel that an optimizer trains.
+        narrow: which chunks travel in fewer bits, and over which groups.
         new_shards: by chunk index, host memory for parameters whose update, on a disk, is made before ``step()``.
 
     Raises:
@@ -72,20 +73,21 @@ class Storage:
 
     def __init__(self, layout: Layout, params: Sequence[nn.Parameter], plan: Plan, mesh: Mesh, events: Events) -> None:
         self.layout, self.plan, self.mesh, self._events = layout, plan, mesh, events
-        weights = plan.comm.weights
-        self.gathers: Group = mesh.shard if weights is None else compressed(mesh.shard, FORMATS[weights][0])
         self._among = _secondary_group(plan, mesh)
+        self.narrow = Narrow(layout, params, plan, mesh.shard, self._among)
+        if self.narrow.left and mesh.first:
+            first, kinds = self.narrow.left[0], {type(params[index]).__name__ for index in self.narrow.left}
+            warn_user(
+                f"compress_frozen={plan.comm.compress_frozen!r}: {len(self.narrow.left)} frozen parameters (as "
+                f"{layout.facts[first].names[0]!r}) are of classes of their own ({', '.join(sorted(kinds))}) and may "
+                "be packed: they, and what shares a chunk with them, travel as they are"
+            )
         specs = layout.chunks
         sizes, fixed = [s.padded_bytes for s in specs], [s.persistent for s in specs]
         trainable = [s.trainable for s in specs]
         self.homes: list[Home] = assign_homes(sizes, fixed, plan.tiers, trainable)
         for missed in missed_shares(sizes, self.homes, plan.tiers, trainable) if mesh.first else ():
             warn_user(missed)
-        if self._among is not None and self._among.size > 1 and weights is not None and mesh.first:
-            warn_user(
-                f"{plan.comm.compressed} with secondary={plan.mesh.secondary}: gathers of secondary shards, "
-                f"among {self._among.size} ranks, do not travel in 8 bits or less; the others do"
-            )
         self.ledger = Ledger(mesh.device, _capacity(plan, mesh.device))
         self._own_disk = any(Tier.DISK in (home.param, home.state) for home in self.homes)
         self.uses_disk = self.on_any_disk(self._own_disk)
@@ -148,42 +150,22 @@ class Storage:
         stays = self.plan.shard.always_gathered or spec.persistent or self.mesh.shard.size == 1
         return stays and self.homes[spec.index].param is Tier.DEVICE
 
-    @property
-    def _compresses(self) -> bool:
-        return self.gathers is not self.mesh.shard
-
-    # [Note: Rounded parameters]
-    # Where parameters travel in 8 bits a shard is on every rank what its peers get of it, its owner's copy as well: so
-    # all ranks compute with the same model, whatever carries it. It is rounded where it is published, from its master,
-    # which is not (master_dtype): a block may have parameters that a step has not updated, and what was rounded with
-    # another scale is not what its master rounds to. States and files are made of masters. What no optimizer trains
-    # has none, and so travels as it is.
-    def rounds(self, spec: ChunkSpec) -> bool:
-        """Whether the chunk travels in fewer bits."""
-        return self._compresses and trained(spec)
-
     def round_(self, chunk: Chunk) -> None:
-        """The shard becomes what its peers get of it; its master is up to date."""
-        if self.rounds(chunk.spec):
+        """The shard becomes what its peers get of it; its master is up to date. See [Note: Rounded parameters]."""
+        if self.narrow.rounds(chunk.spec):
             with chunk.opened(write=True) as shard, self.states[chunk.spec.index].opened() as master:
                 if master is not None:
                     shard.copy_(master)
-                self.gathers.round_(shard)
+                self.narrow.trained.round_(shard)
 
     def round_whole(self, chunk: Chunk) -> None:
         """As :meth:`round_`, the peers' shards too where they are here."""
         if not chunk.resident:
             self.round_(chunk)
-        elif self.rounds(chunk.spec):
-            for rank in range(self.gathers.size):
-                self.gathers.round_(self.gathers.slice_of(chunk.exchange.local, rank))
-
-    def rounded(self, spec: ChunkSpec, values: torch.Tensor) -> torch.Tensor:
-        """What a shard is where its master, in the shard's dtype, has ``values``, from the beginning of a block on."""
-        if self.rounds(spec):
-            values = values.clone()
-            self.gathers.round_(values)
-        return values
+        elif self.narrow.rounds(chunk.spec):
+            group = self.narrow.trained
+            for rank in range(group.size):
+                group.round_(group.slice_of(chunk.exchange.local, rank))
 
     def master_dtype(self, spec: ChunkSpec) -> torch.dtype | None:
         """Of the masters; ``None`` where the shard itself is updated because it is where its state is."""
@@ -194,7 +176,7 @@ class Storage:
             return torch.float32
         # Parameters that backward still reads cannot be updated themselves.
         shared = home.param is home.state and home.param is not Tier.DISK and self.plan.grad.update == "step"
-        return None if shared and not self.rounds(spec) else spec.dtype
+        return None if shared and not self.narrow.rounds(spec) else spec.dtype
 
     def _waits(self, spec: ChunkSpec) -> bool:
         """Whether new parameters need memory of their own between their update and ``step()``."""
@@ -248,6 +230,7 @@ class Storage:
     def _joint(self, spec: ChunkSpec) -> bool:
         """Whether the ranks' shards may be read as one array; under a declared capacity gathers are to take room."""
         in_place = self.homes[spec.index].param is Tier.DEVICE and self.ledger.capacity_bytes is None
+        in_place = in_place and not self.narrow.rounds_on_the_way(spec)
         return in_place and not self._resident(spec) and self._among is None
 
     def _secondary_numel(self, spec: ChunkSpec) -> int:
@@ -284,7 +267,8 @@ class Storage:
             for spec in self.layout.chunks:
                 source = self._source(spec, buffers.get(spec.index), staging.get(spec.dtype))
                 if self._among is not None and spec.index in secondary and isinstance(source, MemorySource):
-                    kept = MemorySource(secondary[spec.index], source.tier, self._uploads)
+                    few = self.narrow.over_few(spec)
+                    kept = MemorySource(secondary[spec.index], source.tier, self._uploads, few)
                     source = SecondarySource(source, kept, self._among)
                 held = [params[s.param] for s in spec.slots]
                 chunks.append(Chunk(spec, held, source, group.rank, self.mesh.device, self._resident(spec)))
@@ -296,7 +280,7 @@ class Storage:
         rank without room tells the others in rounds, and who promises one order meets at no fence."""
         plain = all(isinstance(source, MemorySource) and source.tier is not Tier.DISK for source in sources)
         promised = self.plan.comm.same_order or self.ledger.capacity_bytes is not None
-        rounded = any(self.rounds(spec) for spec in self.layout.chunks if not self._resident(spec))
+        rounded = any(self.narrow.over(spec) for spec in self.layout.chunks if not self._resident(spec))
         if plain and not promised and not rounded and self.mesh.shard.size > 1:
             self.mesh.shard.serve([source.exchange for source in sources])
 
@@ -327,7 +311,7 @@ class Storage:
             self.store.reserve(disk.state_buffers * len(optimizers), self.value_buffer_bytes)
 
     def _source(self, spec: ChunkSpec, buffer: Buffer | None, staging: Buffer | None) -> ShardSource:
-        tier, over = self.homes[spec.index].param, self.gathers if self.rounds(spec) else None
+        tier, over = self.homes[spec.index].param, self.narrow.over(spec)
         if buffer is not None:
             return MemorySource(buffer, tier, over=over)
         if tier is Tier.HOST:
@@ -335,15 +319,15 @@ class Storage:
             kept.bounds = spec.uneven
             return MemorySource(kept, tier, self._uploads, over)
         if tier is Tier.DISK:
-            return self._disk_source(spec, staging)
+            return self._disk_source(spec, staging, over)
         return MemorySource(Buffer(torch.zeros(spec.padded_numel, dtype=spec.dtype, device=self.mesh.device)), tier)
 
-    def _disk_source(self, spec: ChunkSpec, staging: Buffer | None) -> ShardSource:
+    def _disk_source(self, spec: ChunkSpec, staging: Buffer | None, over: Group | None) -> ShardSource:
         if self.store is None:
             raise RuntimeError(f"chunk {spec.index} is at home on a disk without a store ({self.store}); report this")
         nbytes = self._own(spec) * spec.dtype.itemsize
         record = self.store.create(f"parameters of chunk {spec.index}", nbytes, owner=spec.optimizer)
-        return DiskSource(self.store, record, self._own(spec), spec.dtype, staging, self._ahead)
+        return DiskSource(self.store, record, self._own(spec), spec.dtype, staging, self._ahead, over)
 
     # ---- masters
 
@@ -456,11 +440,6 @@ def _secondary_group(plan: Plan, mesh: Mesh) -> Group | None:
             "make the mesh of the same plan (Mesh.create(plan.mesh, ...))"
         )
     return group
-
-
-def trained(spec: ChunkSpec) -> bool:
-    """Whether an optimizer updates the chunk."""
-    return spec.trainable and spec.optimizer >= 0
 
 
 def _capacity(plan: Plan, device: torch.device) -> int | None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardwise.checks.unfinished import state_of
-from shardwise.chunk.chunk import Chunk
+from shardwise.chunk.chunk import Chunk, same_bits
 from shardwise.comm import Handle
 from shardwise.device import synchronize
 from shardwise.disk.agreement import agreed
@@ -140,11 +140,11 @@ class Values:
             for chunk in engine.chunks:
                 with chunk.opened(write=True) as shard:
                     if chunk.full is not None and not chunk.resident:
-                        shard.copy_(chunk.full[chunk.shard_start : chunk.shard_end])
+                        _take_shown(chunk, shard, engine.storage.narrow.rounds_on_the_way(chunk.spec))
                     state = engine.states.get(chunk.spec.index)
                     if state is not None:
                         with state.opened(write=True) as master:
-                            take_over(shard, master, partial(engine.storage.rounded, chunk.spec))
+                            take_over(shard, master, partial(engine.storage.narrow.rounded, chunk.spec))
                 chunk.source.forget()  # what is kept of a gather has the values before
         self._commit()
         self._renew_resident([chunk for chunk in engine.chunks if chunk.spec.trainable])
@@ -194,7 +194,7 @@ class Values:
         for chunk in updated:
             if not (chunk.resident and group.size > 1):
                 continue
-            over = storage.gathers if storage.rounds(chunk.spec) else group
+            over = storage.narrow.over(chunk.spec) or group
             if group.one_sided_gather and self.renews_late(chunk):
                 pending: Handle = WhenAsked(partial(over.all_gather_in_place, chunk.exchange))
             else:
@@ -228,3 +228,19 @@ class Values:
             synchronize(engine.mesh.device)  # uploads still read the shards that the CPU will write
         engine.mesh.shard.fence("before an update", met)
         engine.guards.edits.allow()
+
+
+def _take_shown(chunk: Chunk, shard: torch.Tensor, rounded: bool) -> None:
+    """The shard becomes this rank's part of the gathered array. Where that was ``rounded`` on its way a parameter that
+    shows what its shard brings was not written to, and keeps the bits that it does not show."""
+    assert chunk.full is not None
+    shown = chunk.full[chunk.shard_start : chunk.shard_end]
+    if not rounded:
+        shard.copy_(shown)
+        return
+    brought = chunk.source.brought(shard)
+    for slot in chunk.spec.slots:
+        start, end = chunk.overlap(slot)
+        at = slice(start - chunk.shard_start, end - chunk.shard_start)
+        if start < end and not same_bits(shown[at], brought[at], every=True):
+            shard[at].copy_(shown[at])

@@ -161,7 +161,7 @@ def _shard(engine: Engine, chunk: Chunk, masters: bool) -> torch.Tensor | None:
     with ExitStack() as stack:
         shard: torch.Tensor | None = None
         tier = chunk.source.tier
-        rounds = engine.storage.rounds(chunk.spec)
+        rounds = engine.storage.narrow.rounds(chunk.spec)
         if (masters or rounds) and state is not None and state.dtype is not None:
             shard, tier = stack.enter_context(state.opened()), state.tier
             if shard is not None and not masters:  # what it would be if it were not rounded to travel

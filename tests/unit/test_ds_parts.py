@@ -287,6 +287,7 @@ INIT_REFUSES: list[tuple[Tree, type[Exception], str]] = [
     ({"sequence_data_parallel_group": "some"}, ValueError, "^sequence_data_parallel_group='some'"),
     ({"zero_param_parallel_group": "some"}, ValueError, "^zero_param_parallel_group='some'"),
     ({"zero_quantized_weights": True}, NotImplementedError, "zero_quantized_weights=True"),
+    ({"zero_quantized_nontrainable_weights": True}, NotImplementedError, "weights=True here: .*configuration of init"),
 ]
 
 

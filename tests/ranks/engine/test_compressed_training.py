@@ -38,6 +38,7 @@ WHOLE: dict[str, Plan] = {
     "int4": zero(2, HALF).but(compress_gradients="int4"),
     "weights": zero(3).but(compress_weights="int8"),
     "gradients": replicated().but(compress_gradients="int8"),
+    "frozen": zero(3, HALF).but(compress_weights="int8", compress_frozen="int4"),
 }
 """Blocks of whole numbers, for one of the two or both."""
 
@@ -140,6 +141,10 @@ def test_the_same_bits_whatever_carries_them(size: int) -> None:
 
 def test_whole_numbers_are_the_same_bits_whatever_carries_them() -> None:
     results = run_ranks(2, transports, list(WHOLE))
+    half = {key: value.to(HALF) for key, value in net().state_dict().items() if "still" in key}
+    both, alone = results[0][-1], results[0][list(WHOLE).index("int8")]
+    assert both[0][0] != alone[0][0]  # before any step: what is frozen is rounded, too
+    assert half and all(torch.equal(both[1][key].to(HALF), value) for key, value in half.items())
     for one, other in zip(results[0], results[1], strict=True):
         assert all(torch.equal(value, other[1][key]) for key, value in one[1].items())
 

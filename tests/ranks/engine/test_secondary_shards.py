@@ -4,7 +4,6 @@ parameters in between; what they hold and what each group sends, to the byte."""
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -252,26 +251,6 @@ def same_bits(directory: str) -> list[str]:
 
 def test_the_same_bits_as_without(tmp_path: Path) -> None:
     assert run_ranks(4, same_bits, str(tmp_path)) == [[]] * 4
-
-
-def told_of_8_bits(plans: list[Plan]) -> list[list[str]]:
-    found = []
-    with meshes() as mesh_of:
-        for plan in plans:
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                model = chain().bfloat16()
-                with sharded(model, adam(model), plan, mesh_of(plan)):
-                    found.append([str(each.message) for each in caught if "8 bits" in str(each.message)])
-    return found
-
-
-def test_what_does_not_travel_in_8_bits_is_told_once() -> None:
-    half = zero(3, torch.bfloat16)
-    plans = [half.but(secondary=2, compress="fp8"), half.but(compress="fp8"), half.but(secondary=2)]
-    first, *others = run_ranks(4, told_of_8_bits, plans)
-    assert len(first[0]) == 1 and "secondary=2: gathers of secondary shards, among 2 ranks, do not" in first[0][0]
-    assert first[1:] == [[], []] and others == [[[], [], []]] * 3
 
 
 # ---- what they hold, and what each group sends

@@ -1,0 +1,491 @@
+"""Frozen weights that travel in 8 bits or less (``compress_frozen``): a plain model whose frozen weights were rounded
+in the same blocks gives the same losses, gradients, norms and parameters; bytes by the formula; states, files and what
+is written back are made of the bits that were loaded."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from engine_setup import one_mesh, sharded, told
+from tier_setup import with_tiers
+from torch import Tensor, nn
+
+from shardwise.build import Session
+from shardwise.mesh import Mesh
+from shardwise.optim.factored import Adafactor
+from shardwise.plan import ByNumel, ByTensor, Plan, on_device, replicated, zero
+from shardwise.testing import assert_close, run_ranks
+from shardwise.torch_internals import give_subclass
+
+RTOL = 1e-11  # what is computed is fp64: nothing but the order of sums differs
+WIDTH, HIDDEN, WORDS, STEPS = 6, 37, 11, 3
+ODD = torch.int8, torch.float64
+
+
+class Codes(nn.Parameter):
+    """As packed weights have it: numbers whose bits mean something else."""
+
+
+class Adapted(nn.Module):
+    """A frozen base with trained adapters: fp32 and bf16 weights, small ones, one of no element, packed ones; trained
+    ones, a buffer and what is computed are fp64."""
+
+    def __init__(self, dtype: torch.dtype, packed: bool = False) -> None:
+        super().__init__()
+        self.base = nn.Parameter(torch.randn(HIDDEN, WIDTH).to(dtype))
+        self.back = nn.Linear(HIDDEN, WIDTH, dtype=dtype)
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        numbers = torch.randn(WIDTH, WIDTH).to(dtype)
+        self.mixing = give_subclass(Codes, numbers) if packed else nn.Parameter(numbers)
+        self.codes = nn.Parameter(torch.randint(-9, 9, (WIDTH,), dtype=ODD[0]), requires_grad=False)
+        self.exact = nn.Parameter(torch.randn(WIDTH, dtype=ODD[1]))
+        self.requires_grad_(False)
+        self.down = nn.Parameter(torch.randn(3, WIDTH).double() / 3)
+        self.up = nn.Parameter(torch.randn(HIDDEN, 3).double() / 3)
+        self.register_buffer("scale", torch.rand(WIDTH).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(x @ self.base.t().double() + x @ self.down.t() @ self.up.t())
+        y = y @ self.back.weight.t().double() + self.back.bias
+        z = y @ self.mixing.as_subclass(Tensor).double() * self.codes / 9 + self.exact
+        return torch.tanh(x + z * self.scale)
+
+
+class Net(nn.Module):
+    """An embedding tied to its head, both frozen, and a trained bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.words.weight
+        self.requires_grad_(False)
+        self.layers = nn.ModuleList([Adapted(torch.float32), Adapted(torch.bfloat16), Adapted(torch.float32, True)])
+        self.bias = nn.Parameter(torch.randn(WORDS).double())
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens).double()
+        for layer in self.layers:
+            x = layer(x)
+        found: Tensor = x @ self.head.weight.t().double() + self.bias
+        return found
+
+
+def net(seed: int = 5) -> Net:
+    torch.manual_seed(seed)
+    return Net()
+
+
+def loss_of(module: nn.Module, rank: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    tokens = torch.randint(WORDS, (7, 4), generator=generator)
+    return nn.functional.cross_entropy(module(tokens).flatten(0, 1), tokens.roll(1, 1).flatten())
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    """With what is frozen in its groups, as programs have it that give it all parameters."""
+    return torch.optim.Adam(model.parameters(), lr=0.05, eps=0.05)
+
+
+# ---- the oracle: blocks of 128 from the beginning of each rank's shard, each with the least power of two that fits
+
+LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
+
+
+def in_blocks(shard: Tensor, format_: str) -> Tensor:
+    parts = []
+    for block in shard.split(128):
+        largest = block.abs().max().item()
+        scale = 2.0 ** math.ceil(math.log2(largest / LARGEST[format_])) if largest else 1.0
+        scaled = block.double() / scale
+        whole = scaled.float().to(torch.float8_e4m3fn).double() if format_ == "fp8" else scaled.round()
+        parts.append((whole * scale).to(shard.dtype))
+    return torch.cat(parts)
+
+
+class Shape(NamedTuple):
+    """A chunk as the oracle needs it: slots as (name, start, end) and where shards begin."""
+
+    dtype: torch.dtype
+    trainable: bool
+    resident: bool
+    bounds: list[int]
+    slots: list[tuple[str, int, int]]
+
+
+def shapes(session: Session) -> list[Shape]:
+    layout = session.engine.layout
+    return [
+        Shape(
+            chunk.spec.dtype,
+            chunk.spec.trainable,
+            chunk.resident,
+            list(chunk.spec.bounds),
+            [(layout.facts[slot.param].names[0], slot.start, slot.end) for slot in chunk.spec.slots],
+        )
+        for chunk in session.engine.chunks
+    ]
+
+
+def narrow(shape: Shape) -> bool:
+    packed = any(name == "layers.2.mixing" for name, _, _ in shape.slots)
+    return not (shape.trainable or shape.resident or packed) and shape.dtype in (torch.float32, torch.bfloat16)
+
+
+@torch.no_grad()
+def round_frozen(model: nn.Module, found: list[Shape], format_: str) -> set[str]:
+    """Names of what it has rounded."""
+    params, names = dict(model.named_parameters()), set[str]()
+    for shape in found:
+        if not narrow(shape):
+            continue
+        whole = torch.zeros(shape.bounds[-1], dtype=shape.dtype)
+        for name, start, end in shape.slots:
+            whole[start:end] = params[name].flatten()
+        shards = [whole[at:to] for at, to in zip(shape.bounds, shape.bounds[1:], strict=False)]
+        whole = torch.cat([in_blocks(shard, format_) for shard in shards])
+        for name, start, end in shape.slots:
+            params[name].copy_(whole[start:end].view(params[name].shape))
+            names |= {name}
+    return names
+
+
+class Told(NamedTuple):
+    """Losses of a rank by step, and one after the last without gradients; by step gradients and their norm; the end."""
+
+    losses: list[float]
+    gradients: list[dict[str, Tensor]]
+    norms: list[float]
+    state: dict[str, Tensor]
+
+
+def plainly(model: nn.Module, ranks: int) -> Told:
+    """Losses of rank 0."""
+    optimizer, result = optimizer_of(model), Told([], [], [], {})
+    for step in range(STEPS):
+        losses = [loss_of(model, rank, step) for rank in range(ranks)]
+        (sum(losses) / ranks).backward()  # type: ignore[union-attr]
+        grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        result.losses.append(losses[0].item())
+        result.gradients.append(grads)
+        result.norms.append(torch.cat([each.flatten() for each in grads.values()]).norm().item())
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        result.losses.append(loss_of(model.eval(), 0, STEPS).item())
+    result.state.update({name: p.detach().clone() for name, p in model.named_parameters()})
+    return result
+
+
+def train(session: Session, steps: range, result: Told) -> None:
+    for step in steps:
+        loss = loss_of(session.module, session.mesh.rank, step)
+        session.backward(loss)
+        result.losses.append(loss.item())
+        result.gradients.append({name: value.clone() for name, value in session.full_gradients().items()})
+        assert session.optimizer is not None
+        session.optimizer.step()
+        result.norms.append(session.optimizer.get_grad_norm() or 0.0)
+        session.optimizer.zero_grad()
+
+
+def end_of(session: Session, result: Told) -> Told:
+    with torch.no_grad():
+        result.losses.append(loss_of(session.module.eval(), session.mesh.rank, STEPS).item())
+    result.state.update({n: v.clone() for n, v in session.module.full_state() if isinstance(v, Tensor)})
+    return result
+
+
+def shown(session: Session) -> dict[str, Tensor]:
+    with session.module.gathered():
+        return {name: p.detach().clone() for name, p in session.module.unwrap().named_parameters()}
+
+
+def trained(plan: Plan, mesh: Mesh) -> tuple[Told, list[Shape], dict[str, Tensor]]:
+    model = net()
+    with sharded(model, optimizer_of(model), plan, mesh) as session:
+        found, before = shapes(session), shown(session)
+        result = Told([], [], [], {})
+        train(session, range(STEPS), result)
+        assert all(torch.equal(value, before[n]) for n, value in shown(session).items() if not is_trained(n))
+        return end_of(session, result), found, before
+
+
+def is_trained(name: str) -> bool:
+    return name.endswith(("down", "up")) or name == "bias"
+
+
+def plans(folder: str) -> dict[str, Plan]:
+    base, host = zero(3), replace(on_device(), param_host_fraction=1.0, state_host_fraction=1.0)
+    return {
+        "modules": base.but(compress_frozen="int8"),
+        "tensors": base.but(compress_frozen="int8", packing=ByTensor(persist_numel=WIDTH), prefetch=2),
+        "straddling": base.but(compress_frozen="int8", packing=ByNumel(chunk_numel=300), gathered_fraction=0.4),
+        "host": base.but(compress_frozen="int8", tiers=host),
+        "disk": with_tiers(base, "all_disk", folder).but(compress_frozen="int8"),
+        "capacity": base.but(compress_frozen="int8", device_capacity_bytes=1 << 20),
+        "second copy": base.but(compress_frozen="int8", secondary=1),
+        "fp8": base.but(compress_frozen="fp8"),
+        "int4": base.but(compress_frozen="int4"),
+    }
+
+
+Result = tuple[Told, list[Shape], dict[str, Tensor]]
+
+
+def trainings(plan: Plan) -> list[Result]:
+    """Over mapped memory and over messages."""
+    found = []
+    for shared in (True, False):
+        with one_mesh(plan.but(shared_memory=shared)) as mesh:
+            found.append(trained(plan.but(shared_memory=shared), mesh))
+    return found
+
+
+def check(results: list[list[Result]], name: str, format_: str) -> None:
+    plain, exact, ranks = net(), dict(net().named_parameters()), len(results)
+    rounded = round_frozen(plain, results[0][0][1], format_)
+    assert {each.split(".")[-1] for each in rounded} >= {"weight", "base"} and not any(map(is_trained, rounded))
+    unrounded, used = plainly(net(), ranks), {n: p.detach().clone() for n, p in plain.named_parameters()}
+    expected = plainly(plain, ranks)
+    assert abs(unrounded.losses[0] - expected.losses[0]) > 1e-5  # which no wrong way makes up for
+    own = {key: value for key, value in expected.state.items() if is_trained(key)}
+    for rank, result in enumerate(results):
+        for found, _, before in result:
+            for key, value in before.items():
+                assert torch.equal(value, used[key]), (name, rank, key)
+                assert is_trained(key) or torch.equal(found.state[key], exact[key])  # what was loaded
+            if rank == 0:
+                assert found.losses == pytest.approx(expected.losses, rel=RTOL)
+            assert found.norms == pytest.approx(expected.norms, rel=RTOL)
+            for step, gradients in enumerate(expected.gradients):
+                assert_close(found.gradients[step], gradients, RTOL, f"{name}: gradients of step {step}")
+            assert_close({key: found.state[key] for key in own}, own, RTOL, f"{name}: parameters")
+
+
+CASES = ["modules", "tensors", "straddling", "host", "disk", "capacity", "second copy", "fp8", "int4"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_plain_model_with_rounded_weights_gives_the_same(name: str, tmp_path: Path) -> None:
+    results = run_ranks(2, trainings, plans(str(tmp_path))[name])
+    check(results, name, name if name in LARGEST else "int8")
+
+
+def test_four_ranks_of_which_two_keep_a_second_copy() -> None:
+    results = run_ranks(4, trainings, zero(3).but(compress_frozen="int8", secondary=2))
+    check(results, "second copies", "int8")
+
+
+def on_its_way() -> dict[str, Any]:
+    """Bytes of an evaluation, of trained weights in 8 bits as well, and of one behind it with secondary shards."""
+    found: dict[str, Any] = {}
+    plan = zero(3).but(shared_memory=False, compress_frozen="int8", gathered_fraction=0.0)
+    for name, each in {"frozen": plan, "plain": plan.but(compress_frozen=None)}.items():
+        model = net()
+        with one_mesh(each) as mesh, sharded(model, optimizer_of(model), each, mesh) as session:
+            session.reset_traffic()
+            with torch.no_grad():
+                session.module.unwrap().layers[0](torch.zeros(1, WIDTH, dtype=torch.float64))
+            unit = {at for at, shape in enumerate(shapes(session)) if shape.slots[0][0].startswith("layers.0")}
+            found[name] = session.traffic()["all_gather"], [shapes(session)[at] for at in sorted(unit)]
+    return found
+
+
+def row_bytes(numel: int) -> int:
+    return numel + -(-numel // 128)
+
+
+def test_a_gather_sends_a_byte_a_number_and_one_a_block() -> None:
+    for found in run_ranks(2, on_its_way):
+        for name, (sent, chunks) in found.items():
+            of_shards = [(each.bounds[1], each) for each in chunks]
+            expected = [
+                row_bytes(numel) if name == "frozen" and narrow(each) else numel * each.dtype.itemsize
+                for numel, each in of_shards
+            ]
+            assert sent == sum(expected) and any(narrow(each) for each in chunks)
+        assert found["frozen"][0] < found["plain"][0]
+
+
+def secondary_bytes() -> list[tuple[int, int, int, int]]:
+    """Of an evaluation behind another: what each group sends, and by the formula the second."""
+    found = []
+    for weights in (None, "int8"):
+        plan = zero(3, torch.bfloat16).but(
+            shared_memory=False, compress_frozen="int8", compress_weights=weights, secondary=2, prefetch=0
+        )
+        torch.manual_seed(1)
+        model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)])
+        model[:3].requires_grad_(False)
+        with one_mesh(plan) as mesh, sharded(model, optimizer_of(model), plan, mesh) as session:
+            with torch.no_grad():
+                one = session.module(torch.ones(3, 16))
+                session.reset_traffic()
+                assert torch.equal(one, session.module(torch.ones(3, 16)))
+            expected, frozen = 0, 0
+            for chunk in session.engine.chunks:
+                shard = chunk.spec.shard_numel(0)
+                small = weights is not None or not chunk.spec.trainable
+                expected += 2 * (row_bytes(shard) if small else shard * 2)
+                frozen += not chunk.spec.trainable
+            assert mesh.secondary is not None
+            sent = mesh.shard.traffic.bytes["all_gather"], mesh.secondary.traffic.bytes["all_gather"]
+            found.append((*sent, expected, frozen))
+    return found
+
+
+def test_secondary_shards_travel_in_8_bits_too() -> None:
+    for rank in run_ranks(4, secondary_bytes):
+        for among_all, among_few, expected, frozen in rank:
+            assert among_all == 0 and among_few == expected and frozen == 3
+
+
+def resumed(folder: str) -> None:
+    plan = zero(3).but(compress_frozen="int8")
+    with one_mesh(plan) as mesh:
+        model, whole = net(), Told([], [], [], {})
+        with sharded(model, optimizer_of(model), plan, mesh) as session:
+            train(session, range(2), whole)
+            session.checkpoints.save(folder)
+            train(session, range(2, STEPS), whole)
+            end_of(session, whole)
+        other, again = net(seed=9), Told([], [], [], {})
+        with sharded(other, optimizer_of(other), plan, mesh) as session:
+            session.checkpoints.load(folder)
+            train(session, range(2, STEPS), again)
+            end_of(session, again)
+            session.unshard()
+        assert again.losses == whole.losses[2:] and again.norms == whole.norms[2:]
+        for key, value in net().named_parameters():
+            assert torch.equal(again.state[key], whole.state[key]), key
+            assert is_trained(key) or torch.equal(again.state[key], value), key
+            assert torch.equal(dict(other.named_parameters())[key], again.state[key]), key
+        plain = net(seed=9)  # the files have what was loaded, for whoever reads them
+        with sharded(plain, optimizer_of(plain), zero(2), mesh) as session:
+            session.checkpoints.load(folder)
+            state = session.module.state_dict()
+            assert all(is_trained(n) or torch.equal(state[n], p) for n, p in net().named_parameters())
+
+
+def test_files_have_what_was_loaded_and_a_run_goes_on_from_them(tmp_path: Path) -> None:
+    run_ranks(2, resumed, str(tmp_path / "saved"))
+
+
+def written(folder: str) -> None:
+    for name in ("modules", "tensors", "host", "disk", "second copy"):
+        plan = plans(folder)[name]
+        model = net()
+        with one_mesh(plan) as mesh, sharded(model, optimizer_of(model), plan, mesh) as session:
+            expected = {n: v.clone() for n, v in session.module.full_state() if isinstance(v, Tensor)}
+            with session.module.gathered(write_back=True), torch.no_grad():
+                model.layers[1].base.fill_(0.3)  # a number that bf16 does not have; 8 bits do not have that one
+            expected["layers.1.base"].fill_(0.3)
+            same(session, expected, name)
+            with session.module.gathered(), torch.no_grad():
+                model.layers[0].base.zero_()  # no part of the model
+            same(session, expected, name)
+            one = session.one(model.layers[0].back.weight)
+            assert one is not None and torch.equal(one.value(), expected["layers.0.back.weight"])
+            one.set_value(2 * one.value())
+            expected["layers.0.back.weight"] *= 2
+            same(session, expected, name)
+            before = shown(session)
+            assert not torch.equal(before["layers.0.back.weight"], expected["layers.0.back.weight"])
+            session.module.load_state_dict(net(seed=8).state_dict())
+            same(session, net(seed=8).state_dict(), name)
+            assert not torch.equal(shown(session)["layers.0.back.weight"], before["layers.0.back.weight"])
+            before = shown(session)
+            session.module.load_state_dict(session.module.state_dict())
+            after = shown(session)
+            assert all(torch.equal(value, after[key]) for key, value in before.items()), name
+
+
+def same(session: Session, expected: dict[str, Tensor], what: str) -> None:
+    for key, value in session.module.full_state():
+        assert not isinstance(value, Tensor) or torch.equal(value, expected[key]), (what, key)
+
+
+def test_what_is_not_written_keeps_its_bits(tmp_path: Path) -> None:
+    run_ranks(2, written, str(tmp_path))
+
+
+def mistakes() -> list[list[str]]:
+    found = []
+    for shared in (True, False):
+        plan = zero(3).but(compress_frozen="int8", shared_memory=shared)
+        model = net()
+        with one_mesh(plan) as mesh, sharded(model, optimizer_of(model), plan, mesh) as session:
+            # A copy that ends as it came is no mistake; one that was written to is named.
+            loss_of(session.module, mesh.rank, 0)
+            session.module.state_dict()
+
+            def forward(module: nn.Module, args: Any, out: Any) -> None:
+                module.base.data.add_(1.0)  # of which the second rank has no part
+                module.back.weight.data.add_(1.0)
+
+            hook = model.layers[0].register_forward_hook(forward)
+            loss_of(session.module, 0, 0)
+            hook.remove()
+            errors = [told(session.module.state_dict)]
+            model.layers[1].base.requires_grad_(True)
+            errors.append(told(session.module.state_dict))
+            model.layers[1].base.requires_grad_(False)
+            found.append(errors)
+    return found
+
+
+def test_mistakes_are_named() -> None:
+    for rank in run_ranks(2, mistakes):
+        for edited, unfrozen in rank:
+            assert "layers.0.ba" in edited and "gathered(write_back=True)" in edited
+            assert "layers.1.base has requires_grad=True but was frozen" in unfrozen
+
+
+def heard() -> list[list[str]]:
+    found = []
+    for model in (net(), nn.Sequential(nn.Linear(3, 3, dtype=torch.float64))):
+        plan = zero(3).but(compress_frozen="int8")
+        with warnings.catch_warnings(record=True) as caught, one_mesh(plan) as mesh:
+            warnings.simplefilter("always")
+            with sharded(model, optimizer_of(model), plan, mesh):
+                found.append([str(each.message) for each in caught if "compress_frozen" in str(each.message)])
+    return found
+
+
+def test_packed_weights_are_left_alone_and_named_once() -> None:
+    (packed, plain), *others = run_ranks(2, heard)
+    assert len(packed) == 1 and "(as 'layers.2.mixing') are of classes of their own (Codes)" in packed[0]
+    assert plain == [] and others == [[[], []]]
+
+
+def test_what_cannot_be() -> None:
+    for plan in (zero(2), replicated()):
+        with pytest.raises(ValueError, match=r"compress_frozen='int8' with gathered_fraction=1\.0: frozen"):
+            plan.but(compress_frozen="int8")
+    with pytest.raises(ValueError, match="compress_frozen='int2': give one of 'fp8', 'int8', 'int4', or None"):
+        zero(3).but(compress_frozen="int2")
+    plan = zero(3).but(compress_frozen="int8", compress_weights="fp8")
+    assert Plan.from_dict(plan.to_dict()) == plan
+
+
+def whole_tensors() -> tuple[float, list[Shape]]:
+    plan, model = zero(3).but(compress_frozen="int8"), net()
+    optimizer = Adafactor(model.parameters(), lr=0.01, relative_step=False)
+    with one_mesh(plan) as mesh, sharded(model, optimizer, plan, mesh) as session, torch.no_grad():
+        assert any(chunk.uneven for chunk in session.engine.layout.chunks if chunk.trainable)
+        return loss_of(session.module, 0, 0).item(), shapes(session)
+
+
+def test_beside_an_optimizer_that_needs_whole_tensors() -> None:
+    """Shards of frozen chunks are as long as each other."""
+    (loss, found), other = run_ranks(2, whole_tensors)
+    plain = net()
+    assert round_frozen(plain, found, "int8")
+    assert other[0] == loss == pytest.approx(loss_of(plain, 0, 0).item(), rel=RTOL)
