@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -15,11 +15,29 @@ from scope import hosts_of, values
 
 from shardwise.comm import Group, GroupMaker, choose
 from shardwise.plan import zero
-from shardwise.testing import RankError, RankPool, run_ranks
+from shardwise.testing import RankError, RankPool
 from shardwise.testing.late import late_collectives, late_device
 
 GPU = torch.device("cuda", 0)
 NUMEL = 40
+
+
+Run = Callable[..., list[Any]]
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    """Runs on so many ranks that had no backward pass before their late device."""
+    with ExitStack() as stack:
+        pools = dict[int, RankPool]()
+
+        def on(ranks: int, function: Callable[..., Any], *arguments: object) -> list[Any]:
+            if ranks not in pools:
+                pools[ranks] = stack.enter_context(RankPool(ranks))
+            found: list[Any] = pools[ranks].run(function, *arguments)
+            return found
+
+        yield on
 
 
 def on_late_devices(use: Callable[[Group], Any], by_hosts: bool | None, lists: list[list[int]] | None = None) -> Any:
@@ -80,18 +98,18 @@ def moves(by_hosts: bool | None, ranks_a_host: int) -> Any:
 
 
 @pytest.mark.parametrize(("ranks", "a_host"), [(4, 2), (6, 2), (6, 3)])
-def test_what_a_host_receives_it_receives_once(ranks: int, a_host: int) -> None:
+def test_what_a_host_receives_it_receives_once(run: Run, ranks: int, a_host: int) -> None:
     """A rank of each host takes what that rank's shards on the others are: all ranks of a host (N - L) shards."""
     hosts = ranks // a_host
     gathers, reductions = (2 * (4 + 2 + 8 + 4) + 4) * NUMEL, (4 + 2 + 8 + 4) * NUMEL
-    for found, told in run_ranks(ranks, moves, True, a_host):
+    for found, told in run(ranks, moves, True, a_host):
         assert found == {"gather": (hosts - 1) * gathers, "reduce": (hosts - 1) * reductions}
         assert not told
 
 
 @pytest.mark.parametrize(("by_hosts", "a_host"), [(None, 2), (False, 2), (True, 1), (True, 4)])
-def test_flat_where_nobody_asks_or_nothing_is_saved(by_hosts: bool | None, a_host: int) -> None:
-    assert run_ranks(4, moves, by_hosts, a_host) == [({}, [])] * 4
+def test_flat_where_nobody_asks_or_nothing_is_saved(run: Run, by_hosts: bool | None, a_host: int) -> None:
+    assert run(4, moves, by_hosts, a_host) == [({}, [])] * 4
 
 
 @contextmanager
@@ -108,8 +126,8 @@ def uneven(hosts: tuple[str, ...]) -> Any:
 
 
 @pytest.mark.parametrize("hosts", ["aaab", "abab", "aabc"])
-def test_hosts_that_differ_are_told_of_once(hosts: str) -> None:
-    found = run_ranks(4, uneven, tuple(hosts))
+def test_hosts_that_differ_are_told_of_once(run: Run, hosts: str) -> None:
+    found = run(4, uneven, tuple(hosts))
     assert [each for each, _ in found] == [{}] * 4
     assert [len(told) for _, told in found] == [1, 0, 0, 0]
     assert "by_hosts=True has no effect in group 'test'" in found[0][1][0]
@@ -121,8 +139,8 @@ def of_each_pair() -> Any:
         return on_late_devices(moved, True, [[0, 1, 2, 3], [4, 5, 6, 7]])
 
 
-def test_several_groups_at_once() -> None:
-    for found, told in run_ranks(8, of_each_pair):
+def test_several_groups_at_once(run: Run) -> None:
+    for found, told in run(8, of_each_pair):
         assert found["gather"] == (2 * 18 + 4) * NUMEL
         assert not told
 
@@ -132,9 +150,9 @@ def differing() -> None:
         on_late_devices(moved, dist.get_rank() > 1)
 
 
-def test_ranks_that_want_different_things() -> None:
-    with RankPool(4) as pool, pytest.raises(RankError, match=r"by_hosts differs between the ranks.*False, False, True"):
-        pool.run(differing)
+def test_ranks_that_want_different_things(run: Run) -> None:
+    with pytest.raises(RankError, match=r"by_hosts differs between the ranks.*False, False, True"):
+        run(4, differing)
 
 
 @pytest.mark.parametrize("value", ["yes", 1, 0.5])
