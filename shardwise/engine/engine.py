@@ -97,7 +97,7 @@ class Engine:
         self.storage = Storage(self.layout, self.params, plan, mesh, self.events)
         self.ledger, self.chunks, self.states = self.storage.ledger, self.storage.chunks, self.storage.states
         self.accounts = accounts = StateAccounts(self.storage)
-        self.master_edits = MasterEdits(self.chunks, self.states, self.storage.narrow.rounded)
+        self.master_edits = MasterEdits(self.chunks, self.states, self.storage.narrow.rounding)
         self.grads = self.storage.make_grads()
         limited = self.ledger.capacity_bytes is not None
         self.meter = (

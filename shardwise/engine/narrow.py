@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -79,11 +79,14 @@ class Narrow:
             return None
         return compressed(few, over.format, rows=over.size // few.size)
 
-    def rounded(self, spec: ChunkSpec, values: torch.Tensor) -> torch.Tensor:
-        """What a shard is where its master, in the shard's dtype, has ``values``, from the beginning of a block on."""
-        if self.rounds(spec):
-            values = values.clone()
-            self.trained.round_(values)
+    def rounding(self, spec: ChunkSpec) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """What makes of a master's values, in the shard's dtype and from the beginning of a block on, the shard's;
+        ``None``: they are the same."""
+        return self._rounded if self.rounds(spec) else None
+
+    def _rounded(self, values: torch.Tensor) -> torch.Tensor:
+        values = values.clone()
+        self.trained.round_(values)
         return values
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardwise.checks.unfinished import state_of
-from shardwise.chunk.chunk import Chunk, same_bits
+from shardwise.chunk.chunk import Chunk
 from shardwise.comm import Handle
 from shardwise.device import synchronize
 from shardwise.disk.agreement import agreed
@@ -140,11 +140,15 @@ class Values:
             for chunk in engine.chunks:
                 with chunk.opened(write=True) as shard:
                     if chunk.full is not None and not chunk.resident:
-                        _take_shown(chunk, shard, engine.storage.narrow.rounds_on_the_way(chunk.spec))
+                        shown = chunk.full[chunk.shard_start : chunk.shard_end]
+                        if engine.storage.narrow.rounds_on_the_way(chunk.spec):
+                            take_over(chunk, shown, shard, chunk.source.brought)
+                        else:
+                            shard.copy_(shown)
                     state = engine.states.get(chunk.spec.index)
                     if state is not None:
                         with state.opened(write=True) as master:
-                            take_over(shard, master, partial(engine.storage.narrow.rounded, chunk.spec))
+                            take_over(chunk, shard, master, engine.storage.narrow.rounding(chunk.spec))
                 chunk.source.forget()  # what is kept of a gather has the values before
         self._commit()
         self._renew_resident([chunk for chunk in engine.chunks if chunk.spec.trainable])
@@ -228,19 +232,3 @@ class Values:
             synchronize(engine.mesh.device)  # uploads still read the shards that the CPU will write
         engine.mesh.shard.fence("before an update", met)
         engine.guards.edits.allow()
-
-
-def _take_shown(chunk: Chunk, shard: torch.Tensor, rounded: bool) -> None:
-    """The shard becomes this rank's part of the gathered array. Where that was ``rounded`` on its way a parameter that
-    shows what its shard brings was not written to, and keeps the bits that it does not show."""
-    assert chunk.full is not None
-    shown = chunk.full[chunk.shard_start : chunk.shard_end]
-    if not rounded:
-        shard.copy_(shown)
-        return
-    brought = chunk.source.brought(shard)
-    for slot in chunk.spec.slots:
-        start, end = chunk.overlap(slot)
-        at = slice(start - chunk.shard_start, end - chunk.shard_start)
-        if start < end and not same_bits(shown[at], brought[at], every=True):
-            shard[at].copy_(shown[at])

@@ -9,7 +9,6 @@ percent of an update. Where they differ the new values go into the masters.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 import torch
 
@@ -23,7 +22,8 @@ BLOCK = 128
 """Words of eight bytes that are summed up to one."""
 PART = 1 << 22
 """Elements that are taken over at a time, to bound what that needs; whole blocks of what is rounded together."""
-Rounded = Callable[[ChunkSpec, torch.Tensor], torch.Tensor]
+Rounded = Callable[[torch.Tensor], torch.Tensor]
+"""What is shown where a master, in the shard's dtype, has these values, from the beginning of a block on."""
 
 
 class MasterEdits:
@@ -32,11 +32,16 @@ class MasterEdits:
     Args:
         chunks: all of one model.
         states: masters, by chunk index.
-        rounded: what a shard is where its master has these values in the shard's dtype.
+        rounding: how each is rounded, where it is.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], states: Mapping[int, ChunkState], rounded: Rounded) -> None:
-        self._rounded = rounded
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        states: Mapping[int, ChunkState],
+        rounding: Callable[[ChunkSpec], Rounded | None],
+    ) -> None:
+        self._rounding = rounding
         self._watched = {c.spec.index: (c, states[c.spec.index]) for c in chunks if c.spec.index in states}
         self._sums: dict[int, torch.Tensor] = {}
 
@@ -75,20 +80,51 @@ class MasterEdits:
                     "boost/build returned"
                 )
             with state.opened(write=True) as master:
-                take_over(chunk.shard, master, partial(self._rounded, chunk.spec))
+                take_over(chunk, chunk.shard, master, self._rounding(chunk.spec))
             self._sums[chunk.spec.index] = _sums(chunk.shard)
 
 
-def take_over(
-    shard: torch.Tensor, master: torch.Tensor | None, rounded: Callable[[torch.Tensor], torch.Tensor]
-) -> None:
-    """Changed values go into the master; what was not changed keeps the precision that the shard does not have."""
-    if master is None:
+def take_over(chunk: Chunk, shard: torch.Tensor, kept: torch.Tensor | None, rounded: Rounded | None) -> None:
+    """Changed values go into the master; what was not changed keeps the precision that the shard does not have.
+
+    Args:
+        chunk: whose they are.
+        shard: what the program has left.
+        kept: the master, or the shard itself where another one is shown.
+        rounded: what ``kept`` shows, where that is rounded in blocks.
+    """
+    if kept is None:
         return
-    for own, part in zip(torch.split(shard, PART), torch.split(master, PART), strict=True):
-        values = own.to(part.device)
-        same = values == rounded(part.to(values.dtype))
+    here = [chunk.overlap(slot) for slot in chunk.spec.slots]
+    spans = [(start - chunk.shard_start, end - chunk.shard_start) for start, end in here if start < end]
+    for first in range(0, len(shard), PART):
+        part = kept[first : first + PART]
+        values = shard[first : first + PART].to(part.device)
+        shows = part.to(values.dtype)
+        same = values == (shows if rounded is None else rounded(shows))
         part.copy_(torch.where(same, part, values.to(part.dtype)))
+        if rounded is None:
+            continue
+        for start, end in spans:
+            at = slice(max(start - first, 0), max(end - first, 0))
+            same[at] = same[at].all()
+        _show_as_written(values, part, ~same, rounded)
+
+
+# [Note: Written to what is rounded]
+# A weight that is set to zero may be so small that it had been rounded to that: it does not differ from what is shown.
+# Where larger ones of its block are set to zero with it the block's scale shrinks, and it would come back. So in
+# parameters that were written to, what can be shown as it was written is shown so. Scales are powers of two: where one
+# shrinks all that the block has shown can still be shown, and what would show something else is taken over. Where it
+# grows masters round to what is nearest, and are kept; and so are all of parameters that nobody has written to.
+def _show_as_written(values: torch.Tensor, part: torch.Tensor, written: torch.Tensor, rounded: Rounded) -> None:
+    possible = (rounded(values) == values) & written
+    while True:
+        differs = possible & (rounded(part.to(values.dtype)) != values)
+        if not differs.any():
+            return
+        part.copy_(torch.where(differs, values.to(part.dtype), part))
+        possible &= ~differs
 
 
 def _sums(shard: torch.Tensor) -> torch.Tensor:
