@@ -45,6 +45,7 @@ class ShardedModule(TransparentModule):
 
     def _check_readable(self) -> None:
         if not all(chunk.resident for chunk in self._engine.chunks):
+            self._engine.guards.check_held()
             raise RuntimeError(
                 f"forward of {type(self).__name__}: the {type(self.module).__name__} was closed, and with it what "
                 "gathers its parameters; build it again, and load a state that was saved before"
