@@ -100,6 +100,8 @@ def test_what_is_refused_changes_nothing_and_a_tag_may_be_a_number(doors: Doors,
 def test_other_entries_of_initialize_and_save(doors: Doors, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"optimizer=3: give a torch\.optim\.Optimizer"):
         doors.initialize(model=nn.Linear(3, 3), optimizer=3)
+    with pytest.raises(TypeError, match="model is a DeepSpeedEngine already, of a Linear: "):
+        doors.initialize(model=doors.engine)
     with pytest.raises(TypeError, match="client_state=3: give a dict"):
         doors.engine.save_checkpoint(str(tmp_path), client_state=3)
     with pytest.raises(ValueError, match=r"state_dict with \['step'\]: an optimizer's has 'state' and 'param_groups'"):
