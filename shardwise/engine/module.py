@@ -78,7 +78,17 @@ class ShardedModule(TransparentModule):
                 f"torch.distributed.checkpoint.state_dict knows no {type(self).__name__}: the functions of the same "
                 "names are in shardwise.pytorch.state_dict"
             )
-        return super().__getattr__(name)
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            if name not in ("join", "join_hook"):  # torch's Join, and DDP's, for ranks with fewer batches
+                raise
+            raise AttributeError(
+                f"{error}: all ranks make as many passes; give them as many batches (DistributedSampler does), or "
+                "leave the loop on all of them",
+                name=name,
+                obj=self,
+            ) from error
 
     def unwrap(self, unwrap_peft: bool = True) -> nn.Module:
         """The user's module; one of peft's stays one, whatever ``unwrap_peft`` is."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.join import Join
 
 from shardwise import deepspeed
 from shardwise.booster import Booster
@@ -95,6 +96,12 @@ def test_what_is_refused_changes_nothing_and_a_tag_may_be_a_number(doors: Doors,
     doors.engine.step()
     doors.engine.save_checkpoint(str(tmp_path), tag=7)
     assert doors.engine.load_checkpoint(str(tmp_path), tag=7)[0] == str(tmp_path / "7")
+
+
+def test_ranks_with_fewer_batches_are_told_what_to_do(doors: Doors) -> None:
+    with pytest.raises(AttributeError, match=r"'join_hook'.*all ranks make as many passes"):
+        Join([doors.session.module])
+    assert not hasattr(doors.session.module, "join")
 
 
 def test_other_entries_of_initialize_and_save(doors: Doors, tmp_path: Path) -> None:
