@@ -215,7 +215,12 @@ class Session:
 
     def unshard(self) -> None:
         """:meth:`close`, with full parameters back in the model, on the host (fp32 masters where there are any).
-        Collective."""
+        Collective. A second time it does nothing.
+
+        The model is an ordinary one then. Its optimizer is not: its groups hold parts, so make a new one.
+        """
+        if self.engine.guards.given_back:
+            return
         values: dict[int, torch.Tensor] = {}
         if self.engine.staging is not None:
             raise NotImplementedError(
@@ -236,6 +241,7 @@ class Session:
             adopt(param, values.pop(index))
             for follower in self.engine.chunks[self.engine.layout.where[index][0]].followers_of(index):
                 point(follower, param)
+        self.engine.guards.given_back = True
 
     # ---- what is held and sent
 

@@ -115,8 +115,10 @@ class Settings:
             place = f"offload={shown(self.offload)}: give 'host' for host memory, or a directory on a disk"
             if not isinstance(self.offload, (str, os.PathLike)):
                 raise TypeError(place)
-            plain = isinstance(self.offload, str) and NO_DIRECTORY.fullmatch(self.offload)
-            require(not plain, f"{place} (a path such as './{self.offload}' where one is called that)")
+            word = isinstance(self.offload, str) and os.path.basename(self.offload) == self.offload
+            meant = word and difflib.get_close_matches(str(self.offload), ["host"], cutoff=0.75)
+            if meant or (word and NO_DIRECTORY.fullmatch(str(self.offload))):
+                raise ValueError(f"{place} (a path such as './{self.offload}' where one is called that)")
             disk = DiskPlan(directory=os.fspath(self.offload))
             tiers = replace(tiers, state_disk_fraction=1.0, param_disk_fraction=params, pin_memory=True, disk=disk)
         return replace(tiers, device_capacity_bytes=device_bytes(self.device_memory))

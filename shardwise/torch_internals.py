@@ -1,8 +1,7 @@
 """Every private name of torch that this package uses, each behind a function that says why, so that a new torch breaks
 one file.
 
-Where torch has a public way now, or gets one, this is the place to take it. What has a fallback names it; the others
-have none: without them the package cannot work, and importing it says so.
+Where torch has a public way this is the place to take it. What has a fallback names it; nothing works without the rest.
 """
 
 from __future__ import annotations
@@ -64,6 +63,7 @@ __all__ = [
     "map_leaves",
     "map_leaves_of",
     "move_hooks",
+    "never_compiled",
     "new_group",
     "no_own_torch_function",
     "no_subclass_dispatch",
@@ -221,10 +221,8 @@ def dispatch_modes() -> Sequence[Any]:
     """Those that are active in this thread, the innermost last."""
     return _get_current_dispatch_mode_stack()
 
-
 is_wrapper = is_traceable_wrapper_subclass
 """Whether a tensor unfolds into plain ones (``__tensor_flatten__``)."""
-
 
 each_leaf = tree_leaves
 """The leaves of nested containers, those that others have registered included."""
@@ -272,12 +270,17 @@ def pop_saved_hooks() -> None:
 
 # ---- torch.compile
 
-_frame_callback: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
-
-def compiles_frames() -> bool:
+def compiles_frames(callback: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback) -> bool:
     """Whether what is called now is traced, or may be compiled: a compiled function is on the stack."""
-    return torch.compiler.is_compiling() or _frame_callback() is not None
+    return torch.compiler.is_compiling() or callback() is not None
+
+
+def never_compiled(call: Callable[..., Any]) -> Callable[..., Any]:
+    """``call``, which is no frame to compile from now on, and no function to trace into; what it calls may be."""
+    from torch._dynamo.decorators import skip  # takes as long to import as torch
+
+    return skip(call)
 
 
 # ---- torch.func
@@ -446,9 +449,7 @@ def as_on_cpu(op: Any, *args: Any, **kwargs: Any) -> Any:
 def device_kernels(call: Callable[..., Any], over_all: Sequence[str]) -> object:
     """From here on ``call(op, *args, **kwargs)`` is every operation's kernel for GPUs, as long as the result lives.
 
-    Args:
-        call: it.
-        over_all: operations of ``aten`` whose kernel for all devices would come first.
+    ``over_all`` are operations of ``aten`` whose kernel for all devices would come first.
     """
     every, own = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     every.fallback(call, "CUDA")  # type: ignore[no-untyped-call]
@@ -458,8 +459,7 @@ def device_kernels(call: Callable[..., Any], over_all: Sequence[str]) -> object:
 
 
 _YES = (2, 3, 4)
-"""Where ``isBuilt``, ``isAvailable`` and ``hasPrimaryContext`` are in the table of ``AcceleratorHooksInterface``'s
-methods: behind two destructors."""
+"""``isBuilt``, ``isAvailable``, ``hasPrimaryContext`` in ``AcceleratorHooksInterface``'s table, from entry 2."""
 
 
 @contextlib.contextmanager

@@ -26,11 +26,16 @@ def check_shardable(model: nn.Module) -> None:
 
     Raises:
         ValueError: a trainable parameter is complex or an integer, two parameters share memory, the model is sharded
-            already, or a parameter or buffer of it is a ``DTensor``.
+            already (torch's ``FullyShardedDataParallel`` included), or a parameter or buffer of it is a ``DTensor``.
     """
     for name, module in model.named_modules():
         if MARK in module.__dict__:
             raise ValueError(f"module {name!r} of the model is sharded already ({MARK}); close that session first")
+        if type(module).__module__.startswith("torch.distributed.fsdp.") and hasattr(module, "_flat_param"):
+            raise ValueError(
+                f"module {name!r} of the model is a {type(module).__name__}, which has divided its parameters already: "
+                "give the model as it was before, and this divides it"
+            )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if isinstance(tensor, DTensor):
             raise ValueError(
@@ -66,9 +71,24 @@ class Guards:
         self._structure = Structure(model, params, self._name)
         self.edits = Edits(chunks, self._name, pool.drop_changed)
         self._reads_cost = any(runs_ahead(chunk.device) for chunk in chunks)
+        self.given_back = False
+        """The parameters are the user's again, with their values in them: what the engine has is old."""
         for module in model.modules():
             # Past nn.Module's own __setattr__, which subclasses override.
             module.__dict__[MARK] = True
+
+    def check_held(self) -> None:
+        """The engine still has the parameters.
+
+        Raises:
+            RuntimeError: ``unshard()`` has given them back.
+        """
+        if self.given_back:
+            name = type(self._model).__name__
+            raise RuntimeError(
+                f"the {name} is sharded no more since unshard(): it is an ordinary module, with its values in it; call "
+                f"the {name} itself and its own methods, or shard it again with a new optimizer"
+            )
 
     def check_structure(self) -> None:
         """See :meth:`Structure.check`."""
@@ -103,6 +123,7 @@ class Guards:
         Raises:
             RuntimeError: one was added, replaced, moved, cast, unfrozen, or written to where it is lost; it is named.
         """
+        self.check_held()
         self._structure.check()
         self.check_edits(values=True, held=True)
         for chunk in self._chunks:

@@ -92,6 +92,11 @@ def initialize(
         raise AssertedError(f"model={model}: give the module to train")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={shown(model)}: give the module to train, a torch.nn.Module")
+    if isinstance(model, DeepSpeedEngine):
+        raise TypeError(
+            f"model is a {type(model).__name__} already, of a {type(model.module).__name__}: initialize() once, with "
+            "the model's optimizer"
+        )
     if dist_init_required is not False:
         init_distributed()
     group, others = groups_of(mpu, model)

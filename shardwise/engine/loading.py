@@ -32,6 +32,7 @@ def load_whole(engine: Engine, state_dict: Mapping[str, Any], strict: bool = Tru
     """
     if assign:
         raise ValueError(f"load_state_dict(assign={assign}): sharded storage cannot be replaced; use assign=False")
+    engine.guards.check_held()
     as_mapping("state_dict", state_dict, "what state_dict() of the model returned, values by name")
     names = state_names(engine)
     # A tied parameter may be given under one of its names only.

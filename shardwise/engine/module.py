@@ -45,6 +45,7 @@ class ShardedModule(TransparentModule):
 
     def _check_readable(self) -> None:
         if not all(chunk.resident for chunk in self._engine.chunks):
+            self._engine.guards.check_held()
             raise RuntimeError(
                 f"forward of {type(self).__name__}: the {type(self.module).__name__} was closed, and with it what "
                 "gathers its parameters; build it again, and load a state that was saved before"
@@ -77,7 +78,17 @@ class ShardedModule(TransparentModule):
                 f"torch.distributed.checkpoint.state_dict knows no {type(self).__name__}: the functions of the same "
                 "names are in shardwise.pytorch.state_dict"
             )
-        return super().__getattr__(name)
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            if name not in ("join", "join_hook"):  # torch's Join, and DDP's, for ranks with fewer batches
+                raise
+            raise AttributeError(
+                f"{error}: all ranks make as many passes; give them as many batches (DistributedSampler does), or "
+                "leave the loop on all of them",
+                name=name,
+                obj=self,
+            ) from error
 
     def unwrap(self, unwrap_peft: bool = True) -> nn.Module:
         """The user's module; one of peft's stays one, whatever ``unwrap_peft`` is."""

@@ -348,7 +348,7 @@ class ShardedOptimizer(Scaled, torch.optim.Optimizer):
             self._early.begin_step(passes)
 
     def close(self) -> None:
-        """Give the user's optimizer its own ``step`` back; its groups keep the pieces."""
+        """The user's optimizer keeps the pieces in its groups, and its own ``step`` refuses them."""
         if self._early is not None:
             self._early.close()
         self._updates.close()

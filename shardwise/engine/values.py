@@ -86,6 +86,7 @@ class Values:
     def gathered(self, write_back: bool = False) -> Iterator[None]:
         """Full parameters in place, gathered once (every rank enters). With ``write_back`` changes are kept."""
         engine = self._engine
+        engine.guards.check_held()
         own_state = engine.attachment.own_state
         holder, opened, kept = _Block(), False, own_state.kept
         try:

@@ -16,14 +16,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch._dynamo
 from torch import nn
 
 from shardwise.chunk.chunk import Chunk
+from shardwise.gather.compiled import outside_compile, same_number, skipped_in_compile, while_tracing
 from shardwise.gather.pool import ChunkPool
 from shardwise.gather.transforms import outside_transforms
 from shardwise.torch_internals import (
-    compiles_frames,
     current_graph_task,
     in_transform,
     is_transformed,
@@ -41,19 +40,6 @@ __all__ = ["GatherHooks", "in_backward", "trace_hooks"]
 def in_backward() -> bool:
     """Whether autograd is running a backward pass in this thread."""
     return current_graph_task() != -1
-
-
-def _outside_compile(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Run outside any compiled graph: the hooks make a graph break before and after the module.
-
-    Where nothing is compiled it is called as it is: to switch the compiler off takes longer than most hooks.
-    """
-    disabled: Callable[..., Any] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
-
-    def outside(*args: Any) -> Any:
-        return disabled(*args) if compiles_frames() else hook(*args)
-
-    return outside
 
 
 # [Note: Saved tensors become notes]
@@ -147,7 +133,7 @@ class _Parameters(dict[str, nn.Parameter | None]):
     ) -> None:
         super().__init__(items)
         self._on_read, self._on_trace, self._probes = on_read, on_trace, probes
-        self._break_and_read = _outside_compile(on_read)
+        self._break_and_read = outside_compile(on_read)
         # Also while ``torch.func.functional_call`` has something in its place, which may wrap it.
         self._ids = {name: id(param) for name, param in items.items() if param is not None}
 
@@ -195,12 +181,12 @@ class GatherHooks:
         self.units_of: dict[str, list[int]] = {}
         """By name of a module: what it acquires before its forward pass."""
         self._running = _Running()
-        self._saved_hooks = _outside_compile(self._pack), _outside_compile(self._unpack)
+        self._saved_hooks = outside_compile(self._pack), outside_compile(self._unpack)
         self._handles: list[Any] = []
         self._swapped: list[nn.Module] = []
         self._settles = False
         probes = _probes(pool)
-        on_trace = _while_tracing(self._on_trace)
+        on_trace = while_tracing(self._on_trace)
         for name, module in model.named_modules():
             own = {unit_of[id(p)] for p in module._parameters.values() if p is not None and id(p) in unit_of}
             blocks = units_of_module.get(name, [])
@@ -224,12 +210,12 @@ class GatherHooks:
             self._leave(module)
 
         if covered:
-            before, after = _skipped_in_compile(before), _skipped_in_compile(after)
+            before, after = skipped_in_compile(before), skipped_in_compile(after)
         else:
-            before, after = _outside_compile(before), _outside_compile(after)
-        self._handles.append(module.register_forward_pre_hook(before, prepend=True))
+            before, after = outside_compile(before), outside_compile(after)
+        self._handles.append(same_number(module.register_forward_pre_hook(before, prepend=True)))
         # Also after an exception; after an interrupt torch calls no hooks, see unwind().
-        self._handles.append(module.register_forward_hook(after, always_call=True))
+        self._handles.append(same_number(module.register_forward_hook(after, always_call=True)))
 
     def _holds_all(self, module: nn.Module, units: list[int]) -> bool:
         """Whether the module around ``module`` has pinned its ``units`` until after it, and our saved-tensor hooks are
@@ -425,11 +411,11 @@ class _Composed:
     ) -> None:
         self._ours, self._pack, self._unpack = ours, pack, unpack
 
-    @_outside_compile
+    @outside_compile
     def pack(self, tensor: torch.Tensor) -> _Note | _Other:
         return self._ours.note_of(tensor) or _Other(self._pack(tensor))
 
-    @_outside_compile
+    @outside_compile
     def unpack(self, saved: _Note | _Other) -> torch.Tensor:
         return self._unpack(saved.packed) if isinstance(saved, _Other) else self._ours.read(saved)
 
@@ -447,7 +433,7 @@ def trace_hooks(model: nn.Module, pool: ChunkPool, units_of: dict[str, list[int]
                 for unit in units:
                     pool.acquire(unit)
 
-            handles.append(module.register_forward_pre_hook(_skipped_in_compile(before)))
+            handles.append(same_number(module.register_forward_pre_hook(skipped_in_compile(before))))
     return [handle.remove for handle in handles]
 
 
@@ -459,23 +445,3 @@ def _probes(pool: ChunkPool) -> dict[int, nn.Parameter | None]:
             other = next((param for param in chunk.params if param.dim()), None)
             found |= {id(param): param if param.dim() else other for param in chunk.params}
     return found
-
-
-def _skipped_in_compile(hook: Callable[..., None]) -> Callable[..., None]:
-    """Inside a compiled block the block's own hooks have gathered what the module needs."""
-
-    def unless_compiling(*args: object) -> None:
-        if not torch.compiler.is_compiling():
-            hook(*args)
-
-    return unless_compiling
-
-
-def _while_tracing(call: Callable[[], None]) -> Callable[[], None]:
-    """Called when a graph is traced, and left out of the graph."""
-
-    def now() -> None:
-        call()
-
-    constant: Callable[[], None] = torch.compiler.assume_constant_result(now)  # type: ignore[no-untyped-call]
-    return constant

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from shardwise.build import Session, ShardedModule, ShardedOptimizer, build
+from shardwise.checked import as_kind
 from shardwise.huggingface.accelerate_precision import with_precision
 from shardwise.mesh import Mesh
 from shardwise.mesh.launch import read_variable
@@ -64,6 +65,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
     _schedulers: list[Any]
 
     def __init__(self, *, plan: Plan, mixed_precision: str | None = None, **options: Any) -> None:
+        as_kind("plan", plan, Plan, "a Plan, such as shardwise.plan.zero(3)")
         if plan.grad.average != "sum":
             raise ValueError(f"a plan with average={plan.grad.average!r}: give 'sum', accelerate divides the loss")
         sizes = {name: getattr(plan.mesh, name) for name in ("tp", "pp", "sp")}

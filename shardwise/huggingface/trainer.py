@@ -14,6 +14,7 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from shardwise.build import Session
+from shardwise.checked import as_kind
 from shardwise.checkpoint import EngineRun
 from shardwise.checkpoint.formats.output import output_files
 from shardwise.checkpoint.write import agree
@@ -175,6 +176,7 @@ def sharded_trainer(base: type[Trainer]) -> type[ShardwiseTrainer]:
 
 
 def _check(args: TrainingArguments, plan: Plan) -> None:
+    as_kind("plan", plan, Plan, "a Plan, such as shardwise.plan.zero(3)")
     refused = {
         "fsdp": args.fsdp,
         "deepspeed": args.deepspeed,

@@ -209,7 +209,7 @@ class TileStepper:
         for tile in self.tiles:
             pieces[tile.group] += [piece.value for piece in tile.pieces]
         self.param_groups = ParamGroups(optimizer, pieces)
-        self._bare, self._step_before = BareStep(optimizer), optimizer.step
+        self._bare, self._closed = BareStep(optimizer), False
         self.foreign = is_foreign(optimizer)
         self.norm: TileNorm | None = None
         """Is told of gradients that are read, where it wants to be."""
@@ -217,10 +217,10 @@ class TileStepper:
         optimizer.add_param_group = self._refuse_group  # type: ignore[method-assign]
 
     def _refuse(self, *_args: object, **_kwargs: object) -> None:
-        raise RuntimeError(
-            f"step() of the {type(self.optimizer).__name__} itself does nothing once sharded; call step() of what "
-            "boost/build returned"
-        )
+        name, todo = type(self.optimizer).__name__, "call step() of what boost/build returned"
+        if self._closed:
+            todo = "its groups hold parts of a model that is sharded no more: make a new one on model.parameters()"
+        raise RuntimeError(f"step() of the {name} itself does nothing once sharded; {todo}")
 
     def _refuse_group(self, param_group: dict[str, Any]) -> None:
         raise RuntimeError(
@@ -232,8 +232,8 @@ class TileStepper:
     _refuse._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
     def close(self) -> None:
-        """Give the optimizer its own ``step`` back."""
-        self.optimizer.step = self._step_before  # type: ignore[method-assign]
+        """The optimizer keeps its pieces, so its own ``step`` stays refused: it would change nothing of a model."""
+        self._closed = True
         vars(self.optimizer).pop("add_param_group", None)
 
     @contextmanager

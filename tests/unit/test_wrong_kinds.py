@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.join import Join
 
 from shardwise import deepspeed
 from shardwise.booster import Booster
@@ -97,9 +98,17 @@ def test_what_is_refused_changes_nothing_and_a_tag_may_be_a_number(doors: Doors,
     assert doors.engine.load_checkpoint(str(tmp_path), tag=7)[0] == str(tmp_path / "7")
 
 
+def test_ranks_with_fewer_batches_are_told_what_to_do(doors: Doors) -> None:
+    with pytest.raises(AttributeError, match=r"'join_hook'.*all ranks make as many passes"):
+        Join([doors.session.module])
+    assert not hasattr(doors.session.module, "join")
+
+
 def test_other_entries_of_initialize_and_save(doors: Doors, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"optimizer=3: give a torch\.optim\.Optimizer"):
         doors.initialize(model=nn.Linear(3, 3), optimizer=3)
+    with pytest.raises(TypeError, match="model is a DeepSpeedEngine already, of a Linear: "):
+        doors.initialize(model=doors.engine)
     with pytest.raises(TypeError, match="client_state=3: give a dict"):
         doors.engine.save_checkpoint(str(tmp_path), client_state=3)
     with pytest.raises(ValueError, match=r"state_dict with \['step'\]: an optimizer's has 'state' and 'param_groups'"):

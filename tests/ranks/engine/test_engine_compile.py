@@ -133,3 +133,35 @@ def test_a_compiled_region_reads_parameters_of_modules_that_it_does_not_call() -
     for result in run_ranks(2, reads_of_each_plan, cases, timeout=200):
         for name, found in result.items():
             check([found], result["not compiled"], name, rtol=1e-9)
+
+
+# ---- blocks share compiled code
+
+
+def graphs_of_blocks(ways: list[str]) -> dict[str, int]:
+    """How many graphs a deep model's blocks are compiled to."""
+    found = {}
+    with one_mesh(PLANS["zero3"]) as mesh:
+        for way in ways:
+            torch._dynamo.reset()
+            torch._dynamo.utils.counters.clear()
+            model = seeded(lambda: TinyGpt(depth=10))
+            for block in model.blocks:
+                if way != "after":
+                    block.compile(backend="eager")
+            if way == "plain":
+                model(torch.zeros(2, 6, dtype=torch.long)).sum().backward()
+            else:
+                with sharded(model, adam(model), PLANS["zero3"], mesh) as session:
+                    for block in model.blocks:
+                        if way == "after":
+                            block.compile(backend="eager")
+                    session.backward(session.module(torch.zeros(2, 6, dtype=torch.long)).sum())
+            found[way] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    return found
+
+
+def test_blocks_of_one_class_share_their_graph() -> None:
+    """Torch compiles a function eight times; from the ninth block on a model would run uncompiled."""
+    for found in run_ranks(2, graphs_of_blocks, ["plain", "before", "after"], timeout=200):
+        assert found == {"plain": 1, "before": 1, "after": 1}

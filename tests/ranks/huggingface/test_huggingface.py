@@ -378,10 +378,12 @@ def refusals(folder: str) -> list[str]:
             lambda: make(folder, zero(3), auto_find_batch_size=True),
             lambda: make(folder, zero(3).but(update="backward")),
             lambda: make(folder, zero(3), save_on_each_node=True),
+            lambda: ShardwiseAccelerator(plan="zero3", cpu=True),
+            lambda: make(folder, None),
         ):
             try:
                 attempt()
-            except (ValueError, NotImplementedError) as error:
+            except (TypeError, ValueError, NotImplementedError) as error:
                 said.append(str(error))
         accelerator.close()
     return said
@@ -389,7 +391,7 @@ def refusals(folder: str) -> list[str]:
 
 def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
     for said in run_ranks(RANKS, refusals, str(tmp_path)):
-        assert len(said) == 12
+        assert len(said) == 14
         wanted = (
             "parameters of 0 of the 0",
             "SGD alone",
@@ -403,6 +405,8 @@ def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
             "auto_find_batch_size",
             "update='backward'",
             "save_on_each_node",
+            "plan='zero3': give a Plan, such as",
+            "plan=None: give a Plan, such as",
         )
         for text, part in zip(said, wanted, strict=True):
             assert part in text
