@@ -173,8 +173,13 @@ class ChunkGrads:
         """Whether there is a reduced gradient."""
         return self._reduced is not None
 
+    @property
+    def lie_apart(self) -> bool:
+        """Whether there are some, each by itself. See :class:`~.kept.KeptGrads`."""
+        return False
+
     def apart(self) -> list[torch.Tensor]:
-        """Those that lie each by itself: of all that are here, or none. See :class:`~.kept.KeptGrads`."""
+        """Those that lie each by itself: of all that are here, or none."""
         return []
 
     def together(self) -> list[torch.Tensor]:
