@@ -126,6 +126,8 @@ class Chunk:
         """By slot, what its parameter shows while it is not gathered."""
         self._absent_at = [each.data_ptr() for each in self.absent]
         self._offsets = [slot.start * spec.dtype.itemsize for slot in spec.slots]
+        self.addresses = self._absent_at
+        """By slot, where the parameter is to lie; what :meth:`misplaced` compares once it has been put there."""
         self._followers: dict[int, Sequence[torch.Tensor]] = {}
         self._state = Residency.UNPLACED
         self._holders: list[int] | None = None
@@ -215,6 +217,8 @@ class Chunk:
             self._note_lost()  # before the values that tell it are replaced
             self._become(Residency.PLACING)
         self._point(self.views(full))
+        base = full.data_ptr()
+        self.addresses = [base + offset for offset in self._offsets]
         self.placed_at = self.generation
         self.allow_holders()
         self._become(Residency.GATHERED)
@@ -237,6 +241,7 @@ class Chunk:
             self._become(Residency.EVICTING)
         self._holders = None
         self.in_transform = False
+        self.addresses = self._absent_at
         self._point(self.absent)
 
     def renew(self, pending: Handle) -> None:
@@ -290,6 +295,7 @@ class Chunk:
         self.absent = tuple(one.expand(slot.shape) for one, slot in zip(values, self.spec.slots, strict=True))
         self._absent_at = [each.data_ptr() for each in self.absent]
         if self._shown is None:
+            self.addresses = self._absent_at
             self.put_back()
 
     def note_versions(self) -> None:
@@ -349,9 +355,7 @@ class Chunk:
         """Index of the first parameter that no longer lies where this chunk put it (its storage was replaced)."""
         if self._state in (Residency.UNPLACED, Residency.PLACING, Residency.EVICTING):
             return None
-        shown, dtype = self._shown, self.spec.dtype
-        base = None if shown is None else shown.data_ptr()
-        expected = self._absent_at if base is None else [base + offset for offset in self._offsets]
+        expected, dtype = self.addresses, self.spec.dtype
         found = [param.data_ptr() for param in self.params]
         if found == expected and not [param for param in self.params if param.dtype is not dtype]:
             return None

@@ -20,6 +20,7 @@ from shardwise.gather.hooks import GatherHooks, trace_hooks
 from shardwise.gather.meter import MemoryMeter
 from shardwise.gather.transforms import outside_transforms
 from shardwise.memory.ledger import DeviceMemoryError
+from shardwise.reduce.grads import ChunkGrads
 from shardwise.trace.stats import MemStats
 
 if TYPE_CHECKING:
@@ -47,7 +48,8 @@ class Attachment:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._kept: list[tuple[int, int, torch.Tensor]] | None = None
+        self._places = engine.visible.places
+        self._kept: list[tuple[ChunkGrads, int, torch.Tensor]] | None = None
         self.hooks: GatherHooks | None = None
         self.own_state: OwnState
         self._remove: list[Callable[[], None]] = []
@@ -70,15 +72,15 @@ class Attachment:
             self._follow(self.hooks)
         elif traced:
             self._remove += trace_hooks(engine.model, engine.pool, self._own_units())
-        for chunk_index, state in engine.grads.items():
-            for slot_index, param in enumerate(engine.chunks[chunk_index].params):
-                on_grad = weakly(self._on_grad, chunk_index, slot_index)
-                handles = [param.register_post_accumulate_grad_hook(on_grad)]  # type: ignore[no-untyped-call]
-                if traced:  # backward gathers nothing, so its moments are those at which a gradient is complete
-                    seen = weakly(self._saw_grad, state.spec.unit)
-                    handles += [param.register_post_accumulate_grad_hook(seen)]  # type: ignore[no-untyped-call]
-                engine.visible.follow(state.spec.slots[slot_index].param, handles[-1])
-                self._remove += [handle.remove for handle in handles]
+        for place, (state, slot) in enumerate(self._places):
+            param = state.chunk.params[slot]
+            on_grad = weakly(self._on_grad, place)
+            handles = [param.register_post_accumulate_grad_hook(on_grad)]  # type: ignore[no-untyped-call]
+            if traced:  # backward gathers nothing, so its moments are those at which a gradient is complete
+                seen = weakly(self._saw_grad, state.spec.unit)
+                handles += [param.register_post_accumulate_grad_hook(seen)]  # type: ignore[no-untyped-call]
+            engine.visible.follow(place, handles[-1])
+            self._remove += [handle.remove for handle in handles]
         guards = Guards(engine.model, engine.params, engine.chunks, engine.layout, engine.pool)
         self._remove.append(guards.remove)
         self._own_methods(guards)
@@ -201,25 +203,23 @@ class Attachment:
         if torch.is_grad_enabled():
             self._engine.events.update_expected()
 
-    def _on_grad(self, chunk: int, index: int, param: torch.Tensor) -> None:
+    def _on_grad(self, place: int, param: torch.Tensor) -> None:
         if torch.is_grad_enabled():  # in passes that make a graph; elsewhere it is off, and to say so again takes time
             with torch.no_grad():
-                self._take_grad(chunk, index, param)
+                self._take_grad(place, param)
         else:
-            self._take_grad(chunk, index, param)
+            self._take_grad(place, param)
 
-    def _take_grad(self, chunk: int, index: int, param: torch.Tensor) -> None:
-        engine = self._engine
-        state = engine.grads[chunk]
+    def _take_grad(self, place: int, param: torch.Tensor) -> None:
+        engine, (state, slot) = self._engine, self._places[place]
         # Taken first, whatever is refused below: it must not stand there at the next pass.
-        grad = engine.visible.take(state.spec.slots[index].param, param)
-        engine.passes.check_scaled()
-        engine.passes.note()
+        grad = engine.visible.take(place, param)
+        engine.passes.gradient_came()
         if grad is None:
             return
-        if engine.chunks[chunk].unseen:
+        if state.chunk.unseen:
             raise RuntimeError(
-                f"{engine.visible.name(state.spec.slots[index].param)} got a gradient, and was not there when it was "
+                f"{engine.visible.name(state.spec.slots[slot].param)} got a gradient, and was not there when it was "
                 "used: no forward pass has gathered it since the last update, and outside of one it is NaN. Use it in "
                 "forward() of its module or of one around it (a method of the model that the loop calls is none), or "
                 "make the loss inside `with model.gathered():` of what boost/build returned"
@@ -228,12 +228,12 @@ class Attachment:
             grad = grad.detach()
         grad = grad.to_dense() if grad.is_sparse else grad
         if self._kept is not None:
-            self._kept.append((chunk, index, grad))
+            self._kept.append((state, slot, grad))
         else:
-            engine.reducer.add(state, index, grad, engine.passes.sync)
+            engine.reducer.add(state, slot, grad, engine.passes.sync)
 
     @contextlib.contextmanager
-    def kept(self) -> Iterator[list[tuple[int, int, torch.Tensor]]]:
+    def kept(self) -> Iterator[list[tuple[ChunkGrads, int, torch.Tensor]]]:
         """Gradients of a pass inside wait for :meth:`hand_on` of what this gives."""
         self._kept = []
         try:
@@ -241,11 +241,11 @@ class Attachment:
         finally:
             self._kept = None
 
-    def hand_on(self, kept: list[tuple[int, int, torch.Tensor]]) -> None:
+    def hand_on(self, kept: list[tuple[ChunkGrads, int, torch.Tensor]]) -> None:
         """Gradients of an earlier pass become the running one's, as if it had made them."""
         engine = self._engine
-        for chunk, index, grad in kept:
-            engine.reducer.add(engine.grads[chunk], index, grad, engine.passes.sync)
+        for state, slot, grad in kept:
+            engine.reducer.add(state, slot, grad, engine.passes.sync)
         kept.clear()
 
     def _zero_all(self, set_to_none: bool = True) -> None:

@@ -131,17 +131,17 @@ class Engine:
         if self.meter is not None:
             events.unit_wanted.listen(self.meter.before_use)
             events.unit_ready.listen(self.meter.after_use)
-        events.backward_asked.listen(early.check_pass)
-        events.backward_began.listen(early.begin_pass)  # before what it reads is put away
+        if self.plan.grad.update == "backward":
+            events.backward_asked.listen(early.check_pass)
+            events.backward_began.listen(early.begin_pass)  # before what it reads is put away
+            events.result_came.listen(early.before_result)
+            events.result_added.listen(early.after_result)
+            events.gradients_dropped.listen(early.dropped)
+            self.ledger.watch("copies to undo updates with", early.device_bytes)
         events.backward_began.listen(visible.begin_pass)
         events.backward_ended.listen(visible.end_pass)
         events.update_began.listen(visible.by_hand.used)
         self.reducer.riders.append(visible.by_hand)
-        events.result_came.listen(early.before_result)
-        events.result_added.listen(early.after_result)
-        events.gradients_dropped.listen(early.dropped)
-        if self.plan.grad.update == "backward":
-            self.ledger.watch("copies to undo updates with", early.device_bytes)
 
     # ---- set-up
 

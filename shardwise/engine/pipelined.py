@@ -27,6 +27,7 @@ from shardwise.pipeline import (
     walk,
 )
 from shardwise.precision_plan import HALF_DTYPES
+from shardwise.reduce.grads import ChunkGrads
 
 if TYPE_CHECKING:
     from shardwise.engine.optimizer import ShardedOptimizer
@@ -189,7 +190,7 @@ class _EnginePasses(Passes):
 
     def __init__(self, engine: Engine, optimizer: ShardedOptimizer | None) -> None:
         self._engine, self._optimizer = engine, optimizer
-        self._kept: dict[WeightGradients, list[tuple[int, int, Tensor]]] = {}
+        self._kept: dict[WeightGradients, list[tuple[ChunkGrads, int, Tensor]]] = {}
 
     def whole(self, output: Tensor, grad: Tensor | None) -> None:
         with self.one() as scale:

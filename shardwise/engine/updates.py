@@ -35,12 +35,12 @@ from shardwise.torch_internals import point
 from shardwise.update.disk_tiles import BufferSizes, DiskTile, TileVisits
 from shardwise.update.early import EarlyUpdates
 from shardwise.update.early_disk import EarlyDisk
-from shardwise.update.runs import chunks_at_once, runs
+from shardwise.update.runs import Calls
 from shardwise.update.tiles import Piece, Tile, TileStepper, is_foreign, make_tiles
 
 __all__ = ["TileUpdates"]
 
-Update = Callable[[Sequence[tuple[Tile, torch.Tensor]]], None]
+Update = Callable[[Sequence[tuple[Tile, torch.Tensor | None]]], None]
 DOING = "the optimizer updated"
 INTACT = (
     "Everything is as it was after the previous step and the gradients are kept: save a checkpoint, or repair the disk "
@@ -100,7 +100,10 @@ class TileUpdates:
                     self.tiles.append(tile)
             else:
                 self.tiles += tiles
+        in_memory = [tile for at, tile in enumerate(self.tiles) if at not in self._disk]
+        self._in_memory = [tile for tile in in_memory if tile.chunk.source.tier is not Tier.DISK]
         self._stepper = TileStepper(optimizer, self.tiles)
+        self._calls = Calls(together=not self._stepper.foreign)
         self.tells = index in engine.whole or is_foreign(optimizer)
         """Ranks tell each other whether an update raised: not of torch's own, whose steps cost no message so."""
         self._roomy = 0
@@ -182,6 +185,7 @@ class TileUpdates:
     def promote(self, room_bytes: int) -> None:
         """Move state to the device, as much as has room; see :func:`shardwise.engine.promote.promote`."""
         promote(self._engine, self.optimizer, self.tiles, room_bytes)
+        self._calls.forget()
         self._stepper.state_changed()
 
     @contextmanager
@@ -231,7 +235,6 @@ class TileUpdates:
         plan, storage = self._engine.plan, self._engine.storage
         # What was done in place could not be undone after the disk failed.
         in_place = plan.streams_gradients and not self.uses_disk
-        in_memory = [tile for tile in self.tiles if tile.chunk.source.tier is not Tier.DISK and not tile.state.on_disk]
         if self._disk and storage.store is not None:
             by_chunk: dict[int, list[DiskTile]] = {}
             for each in self._disk.values():
@@ -239,7 +242,7 @@ class TileUpdates:
             self._early_disk = EarlyDisk(by_chunk, self._visits, storage.new_shards, storage.store, self._index)
         return EarlyUpdates(
             self._stepper,
-            in_memory,
+            self._in_memory,
             self._early_disk,
             in_place=in_place,
             norm_type=plan.grad.norm_type,
@@ -291,18 +294,13 @@ class TileUpdates:
             raise
 
     def _update_memory(self, update: Update, updated: Collection[int]) -> None:
-        rest = [t for i, t in enumerate(self.tiles) if i not in self._disk and t.chunk.source.tier is not Tier.DISK]
-        for tile in rest:
+        for tile in self._in_memory if updated else ():
             if tile.chunk.spec.index in updated:
                 self._stepper.round_tile(tile, tile.chunk.shard)
-        due = [tile for tile in rest if tile.chunk.spec.index not in updated and tile.grads.present]
-        together = not self._stepper.foreign
-        for tiles in chunks_at_once(due):
-            with ExitStack() as stack:
-                chunks = dict.fromkeys(tile.chunk for tile in tiles)
-                shards = {chunk: stack.enter_context(chunk.opened(write=True)) for chunk in chunks}
-                for run in runs(tiles, together):
-                    update([(tile, shards[tile.chunk]) for tile in run])
+        # Nothing here is on a disk: the shards need not be opened.
+        rest = [tile for tile in self._in_memory if tile.grads.present and tile.chunk.spec.index not in updated]
+        for run in self._calls.of(rest):
+            update([(tile, tile.chunk.shard if tile.state.dtype is not None else None) for tile in run])
 
     def _tell(self, failure: Exception | None, left: str) -> None:
         """Every rank says how its update went, where that is not known of the class. ``left``: what a failure leaves.

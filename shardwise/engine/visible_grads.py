@@ -7,7 +7,6 @@ or step was put there by hand: it replaces what the engine holds, as it does in 
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.comm.errors import PeerError
 from shardwise.engine.by_hand import ByHand
+from shardwise.engine.grad_readers import Readers
 from shardwise.engine.other_parts import in_shard, is_divided
 from shardwise.engine.staging import gather_parts
 from shardwise.reduce.grads import ChunkGrads
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from shardwise.engine.engine import Engine
 
 __all__ = ["VisibleGrads"]
-
-CLIPPING, OF_ALL = torch.nn.utils.clip_grad.__name__, ("clip_grad_norm_", "get_total_norm", "_get_total_norm")
-"""Functions of torch, and their module, that take what they are given for all gradients."""
 
 
 # [Note: What stands in .grad]
@@ -67,10 +64,16 @@ class VisibleGrads:
             self._grads.append(ShardedGrad(own, index, like, state.chunk.device))
             start, end = state.chunk.overlap(state.spec.slots[at])
             self._spans[index] = max(start - state.chunk.shard_start, 0), max(end - state.chunk.shard_start, 0)
-        self._place = {index: place for place, index in enumerate(self._params)}
+        self._indices = list(self._params)
+        self._place = {index: place for place, index in enumerate(self._indices)}
         # By place, since all of them are gone through in every pass.
         self._in_order = list(self._params.values())
         self._shown: list[ShardedGrad | None] = [None] * len(self._in_order)
+        self._owned: dict[int, list[tuple[nn.Parameter, int | None]]] = {}
+        """By optimizer (-1: in none), its parameters, those that are not trained here as well, and their places."""
+        for index, param in enumerate(engine.params):
+            owner = engine.layout.facts[index].optimizer
+            self._owned.setdefault(owner, []).append((param, self._place.get(index)))
         self._by_state = [(s, [self._place[slot.param] for slot in s.spec.slots]) for s in engine.grads.values()]
         self._with_graph: set[int] = set()
         trained = sorted({state.spec.optimizer for state in engine.grads.values()} - {-1})
@@ -80,8 +83,8 @@ class VisibleGrads:
         self._norm_values: dict[tuple[float, torch.dtype, torch.device], tuple[dict[int, float], torch.Tensor]] = {}
         """By norm, dtype and device, with the factors that are in them."""
         self._divisors: dict[int, float] = {}
-        self._hook_ids: dict[int, int] = {}
-        self._judged: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
+        self._hook_ids = [-1] * len(self._in_order)
+        self._readers = Readers(self._in_order, engine.mesh.pipeline.size)
         self._nothing = torch.empty(0, device=engine.mesh.device)
         self.clip: dict[int, float] = {}
         self.asked: dict[int, tuple[tuple[str, float], ...]] = {}
@@ -96,9 +99,14 @@ class VisibleGrads:
 
     # ---- shown and hidden
 
-    def follow(self, index: int, handle: RemovableHandle) -> None:
-        """The engine's last hook on a parameter, after which no other may come."""
-        self._hook_ids[index] = handle.id
+    @property
+    def places(self) -> list[tuple[ChunkGrads, int]]:
+        """By place, that is in the order of the model's parameters: whose gradient stands there, and of which slot."""
+        return [self._where[index] for index in self._indices]
+
+    def follow(self, place: int, handle: RemovableHandle) -> None:
+        """The engine's last hook on the parameter at ``place``, after which no other may come."""
+        self._hook_ids[place] = handle.id
 
     def begin_pass(self) -> None:
         """An outermost pass begins: what was put into ``.grad`` counts, and then nothing is there."""
@@ -124,47 +132,46 @@ class VisibleGrads:
         place = self._place[index]
         self._in_order[place].grad = self._shown[place] = self._grads[place]
 
-    def _hide(self, index: int) -> ShardedGrad | None:
-        """Nothing of ours is shown any more; what was."""
-        place = self._place[index]
-        was, self._shown[place] = self._shown[place], None
-        return was
+    def _hide(self, index: int) -> None:
+        """Nothing of ours is shown any more."""
+        self._shown[self._place[index]] = None
 
-    def take(self, index: int, param: torch.Tensor) -> torch.Tensor | None:
+    def take(self, place: int, param: torch.Tensor) -> torch.Tensor | None:
         """What autograd left in ``param.grad``, which is then empty: the running pass's gradient."""
-        grad = param.grad
-        hooks = accumulate_hooks(param)
-        if next(reversed(hooks)) != self._hook_ids[index]:
+        grad, hooks = param.grad, accumulate_hooks(param)
+        if next(reversed(hooks)) != self._hook_ids[place]:
             raise RuntimeError(
-                f"{self.name(index)} has a post-accumulate-grad hook from after boost/build ({len(hooks)} hooks): it "
-                "would see no gradient. Tensor.register_hook sees this rank's gradient of the pass, .grad the averaged "
-                "one after the pass; GradPlan(update='backward') updates during backward"
+                f"{self.name(self._indices[place])} has a post-accumulate-grad hook from after boost/build "
+                f"({len(hooks)} hooks): it would see no gradient. Tensor.register_hook sees this rank's gradient of "
+                "the pass, .grad the averaged one after the pass; GradPlan(update='backward') updates during backward"
             )
         if grad is None:
             return None
         param.grad = None
         if grad.requires_grad:
-            self._with_graph.add(index)
+            self._with_graph.add(self._indices[place])
         elif self._with_graph:
-            self._with_graph.discard(index)
-        shown = self._hide(index)
+            self._with_graph.discard(self._indices[place])
+        shown = self._shown[place]
         if shown is None:
             return grad
         # Nothing announced this pass, so the gradient of those before was still there.
+        self._shown[place] = None
         arrived, shown.arrived = shown.arrived, None
         if grad is shown or grad is arrived:
             return arrived
-        self._replace(index, None)  # or what was put there by hand, and then autograd added to it
+        self._replace(self._indices[place], None)  # or what was put there by hand, and then autograd added to it
         return grad
 
     def clear(self, optimizer: int | None = None) -> None:
         """``zero_grad`` of one optimizer (of all): nothing is shown for its parameters and for those in none."""
-        facts = self.engine.layout.facts
-        for index, param in enumerate(self.engine.params):
-            if optimizer is None or facts[index].optimizer in (optimizer, -1):
+        owners = self._owned if optimizer is None else (optimizer, -1)
+        shown = self._shown
+        for owner in owners:
+            for param, place in self._owned.get(owner, ()):
                 param.grad = None
-                if index in self._place:
-                    self._hide(index)
+                if place is not None:
+                    shown[place] = None
 
     def shown(self, optimizer: int | None) -> dict[int, set[int]]:
         """By optimizer (one or all), the parameters that have a gradient, used or not."""
@@ -317,35 +324,8 @@ class VisibleGrads:
         return ""
 
     def check_caller(self, index: int, what: str) -> None:
-        """Raises:
-        RuntimeError: an optimizer that has whole parameters reads their gradients, to update them beside the engine; or
-            torch clips those of a pipeline's stage alone.
-        """
-        frame, stages = sys._getframe(1), self.engine.mesh.pipeline.size
-        while frame.f_back is not None:
-            frame = frame.f_back
-            if stages > 1 and frame.f_code.co_name in OF_ALL and frame.f_globals.get("__name__") == CLIPPING:
-                raise RuntimeError(
-                    f"torch's {frame.f_code.co_name} on one of {stages} pipeline ranks: it would be the norm of this "
-                    "rank's stages alone; give max_norm to the plugin, or call optimizer.clip_grad_by_norm"
-                )
-            if frame.f_code.co_name == "step":
-                caller = frame.f_locals.get("self")
-                if isinstance(caller, torch.optim.Optimizer) and self._has_ours(caller):
-                    raise RuntimeError(
-                        f"{what} of {self.name(index)}.grad by step() of a {type(caller).__name__} that was made on "
-                        "the parameters of a sharded model: it would train nothing; make the optimizer before "
-                        "boost/build, pass it, and step what boost/build returned"
-                    )
-
-    def _has_ours(self, optimizer: torch.optim.Optimizer) -> bool:
-        groups = optimizer.param_groups
-        judged = self._judged.get(optimizer)
-        if judged is None or judged[0] != len(groups):
-            own = {id(param) for param in self._params.values()}
-            found = any(id(param) in own for group in groups for param in group["params"])
-            judged = self._judged[optimizer] = len(groups), found
-        return judged[1]
+        """See :meth:`Readers.check`."""
+        self._readers.check(self.name(index), what)
 
     def writes_parameter(self, index: int, target: torch.Tensor) -> bool:
         """Whether ``target`` shares memory with the parameter."""

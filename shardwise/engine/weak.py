@@ -15,15 +15,15 @@ __all__ = ["weakly"]
 # as does what stands in ``.grad``, or the model would never be freed. Whoever uses the model keeps the engine by its
 # other hooks, so the weak ones find it.
 def weakly(method: Callable[..., Any], *arguments: Any) -> Callable[..., Any]:
-    """``method(*arguments, ...)``, without keeping the method's object; nothing, once that is gone.
+    """``method(*arguments, parameter)``, without keeping the method's object; nothing, once that is gone.
 
     No collector sees a parameter's post-accumulate hooks: one that refers to the parameter's engine (``arguments``
     included) would keep both for ever.
     """
     owner, function = weakref.ref(method.__self__), method.__func__  # type: ignore[attr-defined]
 
-    def hook(*given: Any) -> Any:
+    def hook(param: Any) -> Any:
         found = owner()
-        return None if found is None else function(found, *arguments, *given)
+        return None if found is None else function(found, *arguments, param)
 
     return hook

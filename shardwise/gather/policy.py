@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["AHEAD_BYTES", "GatherLimits", "Trace", "choose_victim", "next_units"]
+__all__ = ["AHEAD_BYTES", "GatherLimits", "Trace", "choose_victim", "first_that_fit", "next_units"]
 
 # Later than any use: what the recorded step does not use again goes before all that it does.
 NEVER = 1 << 60
@@ -108,3 +108,14 @@ def next_units(trace: Trace, count: int, sizes: Mapping[int, int] | None = None)
                 break
             found[unit] = None
     return list(found)
+
+
+def first_that_fit(units: Sequence[int], sizes: Mapping[int, int], free_bytes: int) -> list[int]:
+    """The first of ``units`` that there is room for together."""
+    fitting = []
+    for unit in units:
+        free_bytes -= sizes[unit]
+        if free_bytes < 0:
+            break
+        fitting.append(unit)
+    return fitting

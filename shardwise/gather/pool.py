@@ -19,11 +19,13 @@ from shardwise.chunk.chunk import Chunk, Residency
 from shardwise.chunk.layout import UnitSpec
 from shardwise.comm import DONE, NOBODY, Group, Handle, Party, PeerError
 from shardwise.events import Events
-from shardwise.gather.policy import AHEAD_BYTES, GatherLimits, Trace, choose_victim, next_units
+from shardwise.gather.policy import AHEAD_BYTES, GatherLimits, Trace, choose_victim, first_that_fit, next_units
 from shardwise.gather.rounds import Rounds
 from shardwise.gather.taking_part import TakingPart
+from shardwise.gather.transforms import ordinary_tensors
 from shardwise.gather.turns import in_turn
 from shardwise.memory.ledger import KEPT, DeviceMemoryError, Ledger
+from shardwise.memory.tier import Tier
 from shardwise.sizes import size_text
 from shardwise.torch_internals import storage_id
 
@@ -73,6 +75,7 @@ class ChunkPool:
         alone = group.one_sided_gather or limits.same_order or group.size == 1
         sources = [chunk.source for chunks in self._transient.values() for chunk in chunks]
         self.agrees = any(s.peers_take_part or not (alone or s.exchange.served) for s in sources)
+        self._reads_disks = any(source.tier is Tier.DISK for source in sources)
         self._asks = bool(sources) and not (alone or self.agrees)  # each gather is a round trip
         # Between CPU ranks of one host a gather is a copy by the reader, which nothing hides.
         self._ahead_pays = not group.one_sided_gather or group.device.type == "cuda"
@@ -178,20 +181,20 @@ class ChunkPool:
 
     def _bring(self, unit: int) -> None:
         if unit in self._held and self.ledger.capacity_bytes is not None:
-            self._make_room(unit)  # what was gathered when there was more room than now goes
+            self._make_room(unit, self._soon())  # what was gathered when there was more room than now goes
             self._trim_idle()
         looks, self._looked = self._ahead_pays and self._looked != len(self.trace.current), len(self.trace.current)
         if not looks and not [c for c in self._transient[unit] if c.state is not Residency.GATHERED]:
             return
-        absent = not self._is_whole(unit)
+        absent, soon = not self._is_whole(unit), self._soon()
         # Also of what was fetched ahead, which counts from here on, and makes place for what is next.
-        self._make_room(unit)
-        self._gather([unit] if absent else [], self._fitting(unit) if absent or looks else [])
-        self._complete(unit)
+        self._make_room(unit, soon)
+        with ordinary_tensors():
+            self._gather([unit] if absent else [], self._fitting(unit, soon) if absent or looks else [])
+            self._complete(unit)
         self._trim_idle()
-        for soon in [u for u in self._soon() if u not in self._held]:
-            for chunk in self._transient[soon]:
-                chunk.source.prepare()
+        for chunk in [c for u in soon if u not in self._held for c in self._transient[u]] if self._reads_disks else ():
+            chunk.source.prepare()
 
     def _soon(self) -> list[int]:
         """Units that are to be there, or on their way, beside the one that is used."""
@@ -209,21 +212,16 @@ class ChunkPool:
         if self.ledger.capacity_bytes is not None and self.reusable_bytes > self.budget_bytes():
             self.arrays.drop()
 
-    def _fitting(self, unit: int) -> list[int]:
-        """Units to fetch ahead while ``unit`` is brought in: under a declared capacity only what it leaves room for."""
-        ahead = [u for u in self._soon() if u not in self._held] if self._ahead_pays else []
+    def _fitting(self, unit: int, soon: Iterable[int]) -> list[int]:
+        """Of ``soon`` what to fetch ahead while ``unit`` is brought in: under a declared capacity what it leaves room
+        for."""
+        ahead = [u for u in soon if u not in self._held] if self._ahead_pays else []
         free = self.ledger.free_bytes() if ahead else None
         if free is None:
             return ahead
         # What is gathered next reuses idle arrays, or they are freed for it.
         free += self.arrays.idle_bytes() - (self._bytes[unit] if unit not in self._held else 0)
-        fitting = []
-        for soon in ahead:
-            free -= self._bytes[soon]
-            if free < 0:
-                break
-            fitting.append(soon)
-        return fitting
+        return first_that_fit(ahead, self._bytes, free)
 
     @in_turn
     def unpin(self, unit: int, holder: object) -> None:
@@ -275,7 +273,7 @@ class ChunkPool:
         if not self._blocks:
             for chunk in self.chunks:
                 chunk.allow_holders()  # lists of parameters that were made inside and are kept
-            self._make_room(None)
+            self._make_room(None)  # nothing says when the next step begins
 
     def _pinned(self, unit: int) -> bool:
         return bool(self._pins[unit] or self._blocks)
@@ -318,19 +316,19 @@ class ChunkPool:
         elif self.agrees:
             self.group.exchange([], "how far a failed backward pass came", self._party)
 
-    def _make_room(self, unit: int | None) -> None:
+    def _make_room(self, unit: int | None, soon: Iterable[int] = ()) -> None:
+        """For ``unit``, or for nothing; ``soon`` are units that are to stay all the same."""
         needed = self._bytes[unit] if unit is not None else 0
-        budget = self.budget_bytes()
-        pinned = sum(self._bytes[u] for u in self._held if self._pinned(u) and u != unit)
-        evictable = {u for u in self._held if not self._pinned(u) and u != unit}
-        idle = sum(self._bytes[u] for u in evictable)
+        others = [u for u in self._held if u != unit]
+        evictable = {u for u in others if not self._pinned(u)}
+        pinned = sum([self._bytes[u] for u in others if u not in evictable])
+        idle = sum([self._bytes[u] for u in evictable])
         # The unit about to be used counts against the budget, but is gathered even where the budget is smaller.
-        room = max(budget - needed - pinned, 0)
-        # Without a unit to make room for, nothing says when the next step begins.
-        soon = set(self._soon()) if evictable and unit is not None else set()
-        while idle > room and evictable - soon:
-            victim = choose_victim(self.trace, evictable - soon)
-            evictable.discard(victim)
+        room = max(self.budget_bytes() - needed - pinned, 0)
+        goes = evictable.difference(soon)
+        while idle > room and goes:
+            victim = choose_victim(self.trace, goes)
+            goes.discard(victim)
             if not self._is_read(victim):
                 idle -= self._bytes[victim]
                 self._complete(victim)
@@ -364,8 +362,7 @@ class ChunkPool:
         self._evict(unit)
 
     def _gather(self, needed: list[int], ahead: list[int]) -> None:
-        # Made in inference mode, arrays and parameters could not be written or trained outside it.
-        with torch.inference_mode(False), torch.no_grad():
+        with ordinary_tensors():
             if not self.agrees:
                 for unit in (*needed, *ahead):
                     self._start(unit)
@@ -463,7 +460,7 @@ class ChunkPool:
         ended = False
         for chunk in self._transient[unit]:
             if chunk.arriving:
-                with torch.inference_mode(False), torch.no_grad():
+                with ordinary_tensors():
                     try:
                         chunk.arrive()
                     except Exception:  # an interrupt leaves it on its way

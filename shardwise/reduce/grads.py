@@ -173,8 +173,13 @@ class ChunkGrads:
         """Whether there is a reduced gradient."""
         return self._reduced is not None
 
+    @property
+    def lie_apart(self) -> bool:
+        """Whether there are some, each by itself. See :class:`~.kept.KeptGrads`."""
+        return False
+
     def apart(self) -> list[torch.Tensor]:
-        """Those that lie each by itself: of all that are here, or none. See :class:`~.kept.KeptGrads`."""
+        """Those that lie each by itself: of all that are here, or none."""
         return []
 
     def together(self) -> list[torch.Tensor]:
@@ -240,9 +245,10 @@ class ChunkGrads:
 
     def accumulate(self, index: int, grad: torch.Tensor) -> None:
         """Add one parameter's gradient (its shape) into ``array``, or into ``late`` once ``array`` is on its way."""
-        if self.launched and self.late is None:
+        launched = self.launched
+        if launched and self.late is None:
             self.late = torch.zeros(self.spec.padded_numel, dtype=self.dtype, device=self.chunk.device)
-        array, filled = (self.late, self.late_filled) if self.launched else (self.array, self.seen)
+        array, filled = (self.late, self.late_filled) if launched else (self.array, self.seen)
         if array is None:
             raise RuntimeError(f"chunk {self.spec.index}: array={array} for the gradient of slot {index}; report this")
         slot = self.spec.slots[index]

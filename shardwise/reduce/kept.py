@@ -45,9 +45,14 @@ class KeptGrads(ChunkGrads):
     def all_live(self) -> list[torch.Tensor]:
         return [*super().all_live(), *self._arrived.values(), *self._apart.values()]
 
+    @property
+    def lie_apart(self) -> bool:
+        return bool(self._apart)
+
     def part(self, slot: int, offset: int, numel: int) -> torch.Tensor:
-        whole = self._apart[slot].view(-1)
-        return whole if numel == whole.numel() else whole[offset : offset + numel]
+        whole = self._apart[slot]
+        flat = whole if whole.dim() == 1 else whole.view(-1)
+        return flat if numel == self.spec.slots[slot].numel else flat[offset : offset + numel]
 
     def land(self) -> None:
         """Put them together."""
@@ -95,8 +100,9 @@ class KeptGrads(ChunkGrads):
             self._reduced.mul_(factor)
 
     def clear(self) -> None:
-        self._arrived.clear()
-        self._apart.clear()
+        if self._arrived or self._apart:
+            self._arrived.clear()
+            self._apart.clear()
         super().clear()
 
 
@@ -135,8 +141,13 @@ def make_reducer(states: Sequence[ChunkGrads], *rest: Any) -> Reducer:
     return kind(states, *rest)
 
 
+KEPT_NUMEL = 1 << 16
+"""Elements whose gradients a norm may keep beyond the step: what fits into a cache."""
+
+
 class TileNorm:
-    """The norm of gradients that nothing in their step depends on: made while the update has each in the cache.
+    """The norm of gradients that nothing in their step depends on: made while the update has each in the cache, or,
+    of few elements (:data:`KEPT_NUMEL`), when somebody asks.
 
     Args:
         states: of one optimizer.
@@ -146,26 +157,53 @@ class TileNorm:
         self._states = states
         self._p = 2.0
         self._shares: list[float] = []
+        self._kept: list[Sequence[torch.Tensor]] = []
+        """Few elements, whose norms are made if somebody asks: for each of many small ones that takes longer than all
+        else that an update does to it."""
+        self._kept_numel = 0
         self.collects = False
         """Whether an update is to :meth:`add` what it reads."""
 
     def note(self, tensors: Sequence[torch.Tensor], p: float, factor: float) -> Callable[[], float]:
         """The p-norm of ``tensors``, which an update will read, times ``factor``, to be read before the next call."""
         self._p, self._shares = p, []
-        self.collects = all(state.apart() for state in self._states if state.present)
+        self._kept, self._kept_numel = [], 0
+        self.collects = all(state.lie_apart for state in self._states if state.present)
         if not self.collects:  # some are together, of which an update may read parts
             self._shares = [shard_norm(each, p) for each in tensors]
         return lambda: self._read(factor)
 
-    def add(self, gradients: Sequence[torch.Tensor]) -> None:
-        """An update has read these (1-D, the update's dtype; one at least)."""
+    def add(self, gradients: Sequence[torch.Tensor], numel: int, lasting: bool) -> None:
+        """An update has read these.
+
+        Args:
+            gradients: 1-D, in the update's dtype; one at least.
+            numel: their elements.
+            lasting: nobody will write to them.
+        """
+        if lasting and self._kept_numel + numel <= KEPT_NUMEL:
+            self._kept.append(gradients)
+            self._kept_numel += numel
+        else:
+            self._make()
+            self._shares += self._norms(gradients)
+
+    def _norms(self, gradients: Sequence[torch.Tensor]) -> list[float]:
         wide = torch.float64 if gradients[0].dtype == torch.float64 else torch.float32
         norms = torch.stack(torch._foreach_norm(list(gradients), self._p, dtype=wide)).tolist()
         if not math.isfinite(sum(norms)):  # an infinite one may have overflown
             norms = [shard_norm(each, self._p) for each in gradients]
-        self._shares += norms
+        return norms
+
+    @torch.no_grad()
+    def _make(self) -> None:
+        """Those of the gradients that are kept, which are let go of."""
+        for each in self._kept:
+            self._shares += self._norms(each)
+        self._kept.clear()
 
     def _read(self, factor: float) -> float:
+        self._make()
         waits = self.collects and not self._shares  # the update has not been made
         shares = [shard_norm(each, self._p) for s in self._states for each in s.apart()] if waits else self._shares
         return shard_norm(torch.tensor(shares, dtype=torch.float64), self._p) * factor if shares else 0.0

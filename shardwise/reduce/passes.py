@@ -114,13 +114,18 @@ class BackwardPasses:
         unscaled = self.takes_unscaled or not self.scaled
         return self.own_divisor if self._expected is None and unscaled else self._expected
 
-    def check_scaled(self) -> None:
+    def gradient_came(self) -> None:
         """A parameter has a gradient: under a loss scale only passes through :meth:`around` may make one.
 
         Raises:
             RuntimeError: this one did not, and is not to be taken.
         """
-        if not self.scaled or self._around or self._expected is not None:
+        if not self._around:
+            self._check_scaled()
+            self.note()
+
+    def _check_scaled(self) -> None:
+        if not self.scaled or self._expected is not None:
             return
         if self.takes_unscaled:
             if not self._warned:

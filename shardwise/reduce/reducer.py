@@ -27,6 +27,7 @@ from shardwise.plan import Plan
 from shardwise.reduce.counts import StepCounts
 from shardwise.reduce.grads import ChunkGrads, Reduction, Sizes, SlotPool, exchange_sizes, further_bytes, gradient_bytes
 from shardwise.reduce.landing import Landings
+from shardwise.reduce.marks import marks_of, take_marks
 from shardwise.reduce.patience import Patience
 from shardwise.reduce.reductions import Observer, ThenReplicas
 
@@ -445,12 +446,9 @@ class Reducer:
 
     def _agree(self) -> tuple[list[bool], list[bool]]:
         """For each chunk in launch order: did any rank use it in this pass, and has any rank a late gradient for it."""
-        marks: list[bool] = []
-        for state in self._order:
-            marks += [state.state is not Reduction.EMPTY, bool(state.late_filled)]
-            marks += [i in state.seen for i in range(len(state.spec.slots))]
         counts = [*map(float, self.counts.unreduced()), float(self._scripts.strayed)]
         if self._agrees:
+            marks = marks_of(self._order)
             riding = [word for rider in self.riders for word in rider.beside_marks()]
             found = self._summarize(riding + counts, "which parameters had gradients", flags=marks)
             first = len(riding)
@@ -458,16 +456,15 @@ class Reducer:
                 for rider in self.riders:
                     rider.explain()
             self._patience.compared(found.flags_alike)
-            counts, marks = found.most[first:], found.anywhere
+            counts = found.most[first:]
+            used, late = take_marks(self._order, found.anywhere)
+        else:
+            used = [state.state is not Reduction.EMPTY for state in self._order]
+            late = [bool(state.late_filled) for state in self._order]
+            for state in self._order:
+                state.touched |= state.seen
         self._scripts.end_span(bool(counts.pop()))
         self.counts.were_reduced([int(count) for count in counts])
-        used, late, at = [], [], 0
-        for state in self._order:
-            used.append(marks[at])
-            late.append(marks[at + 1])
-            count_slots = len(state.spec.slots)
-            state.touched |= {i for i in range(count_slots) if marks[at + 2 + i]}
-            at += 2 + count_slots
         return used, late
 
     def _reorder(self, used: list[bool]) -> None:

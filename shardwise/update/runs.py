@@ -16,7 +16,7 @@ from shardwise.memory.tier import Tier
 from shardwise.update.tile_plan import TILE_NUMEL
 from shardwise.update.tiles import Tile
 
-__all__ = ["chunks_at_once", "runs"]
+__all__ = ["Calls", "chunks_at_once", "runs"]
 
 Kind = tuple[Tier, torch.device, torch.dtype, torch.dtype, torch.dtype]
 
@@ -57,6 +57,30 @@ def runs(tiles: Sequence[Tile], together: bool = True) -> Iterator[list[Tile]]:
         held[tile.group] = run, numel + tile.numel
     for run, _ in held.values():
         yield run
+
+
+class Calls:
+    """Which tiles each call of an update steps: as for the update before, if the same are due.
+
+    Args:
+        together: as for :func:`runs`.
+    """
+
+    def __init__(self, together: bool) -> None:
+        self._together = together
+        self._due = list[Tile]()
+        self._calls = list[list[Tile]]()
+
+    def of(self, due: list[Tile]) -> Sequence[list[Tile]]:
+        """The calls that step ``due``, in order."""
+        if due != self._due:  # each of these is equal to itself alone
+            self._due = due
+            self._calls = [run for tiles in chunks_at_once(due) for run in runs(tiles, self._together)]
+        return self._calls
+
+    def forget(self) -> None:
+        """Tiles have another home, and so are alike with others."""
+        self._due = []
 
 
 def _most(tile: Tile) -> int:

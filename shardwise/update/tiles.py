@@ -105,13 +105,17 @@ def _bytes_of(entries: Sequence[dict[str, Any]]) -> int:
     return sum(value.nbytes for value in tensors_of([list(entry.values()) for entry in entries]))
 
 
-def _alike(live: Sequence[Piece], entries: Sequence[dict[str, Any]]) -> Iterable[list[Piece]]:
+def _alike(live: Sequence[Piece], entries: Sequence[dict[str, Any]]) -> Iterable[Sequence[Piece]]:
     """Pieces that have state under the same keys: a fused kernel takes momentum of all or of none.
 
     On a GPU it wants the step count there; a loaded state, or Adagrad's, has it elsewhere.
     """
-    by_keys = dict[frozenset[str], list[Piece]]()
     device = live[0].value.device
+    if device.type == "cpu" and len(set(map(tuple, entries))) == 1:
+        missing = [key for held in entries for key, value in held.items() if value is None]
+        if not missing:
+            return (live,)
+    by_keys = dict[frozenset[str], list[Piece]]()
     for piece, held in zip(live, entries, strict=True):
         step = held.get("step") if device.type != "cpu" else None
         if isinstance(step, torch.Tensor) and step.device != device:
@@ -120,16 +124,18 @@ def _alike(live: Sequence[Piece], entries: Sequence[dict[str, Any]]) -> Iterable
     return by_keys.values()
 
 
-def _by_piece(due: Sequence[Due], parts: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+def _by_piece(due: Sequence[Due], parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """The gradient of each live piece, of what :meth:`Due.gradients` gave."""
-    given = iter(parts)
+    if not [each for each in due if each.reduced is not None]:
+        return parts
+    given, found = iter(parts), list[torch.Tensor]()
     for each in due:
         if each.reduced is None:
-            yield from itertools.islice(given, len(each.live))
+            found += itertools.islice(given, len(each.live))
             continue
         whole, first = next(given), each.live[0].start
-        for piece in each.live:
-            yield whole[piece.start - first : piece.end - first]
+        found += [whole[piece.start - first : piece.end - first] for piece in each.live]
+    return found
 
 
 def needs_whole_tensors(optimizer: torch.optim.Optimizer) -> bool:
@@ -237,8 +243,8 @@ class TileStepper:
         vars(self.optimizer).pop("add_param_group", None)
 
     @contextmanager
-    def stepping(self, factor: float) -> Iterator[Callable[[Sequence[tuple[Tile, torch.Tensor]]], None]]:
-        """A function that updates tiles, each with the shard (1-D, in memory) that it belongs to, for one step.
+    def stepping(self, factor: float) -> Iterator[Callable[[Sequence[tuple[Tile, torch.Tensor | None]]], None]]:
+        """A function that updates tiles, each with the shard (1-D, in memory) that takes masters over, for one step.
 
         Every piece that has a gradient is updated with ``factor`` times it. Values and state of the tiles must be in
         memory, and they be alike as :meth:`step_tiles` says. The user's step hooks are not run; see
@@ -246,10 +252,10 @@ class TileStepper:
         """
         with torch.no_grad(), self.groups() as groups:
 
-            def update(given: Sequence[tuple[Tile, torch.Tensor]]) -> None:
-                live = ((tile, shard, self.live(tile)) for tile, shard in given)
+            def update(given: Sequence[tuple[Tile, torch.Tensor | None]]) -> None:
+                live = [(tile, shard, self.live(tile)) for tile, shard in given]
                 due = [
-                    Due(tile, pieces, None if tile.grads.apart() else tile.grads.reduced, shard)
+                    Due(tile, pieces, None if tile.grads.lie_apart else tile.grads.reduced, shard)
                     for tile, shard, pieces in live
                     if pieces
                 ]
@@ -259,9 +265,15 @@ class TileStepper:
             yield update
 
     @staticmethod
-    def live(tile: Tile) -> list[Piece]:
+    def live(tile: Tile) -> Sequence[Piece]:
         """The pieces of a tile that have a gradient."""
-        return [p for p in tile.pieces if p.slot in tile.grads.touched] if tile.grads.present else []
+        grads = tile.grads
+        if not grads.present:
+            return ()
+        touched = grads.touched
+        if len(touched) == len(grads.spec.slots):
+            return tile.pieces
+        return [piece for piece in tile.pieces if piece.slot in touched]
 
     def step_tiles(self, due: Sequence[Due], factor: float, groups: list[dict[str, Any]]) -> None:
         """Update each with ``factor`` times its gradient, in one call of the optimizer, and its shard if it is given.
@@ -282,12 +294,13 @@ class TileStepper:
             copy_each(copies, parts)
             parts = copies
         if self.norm is not None and self.norm.collects:
-            self.norm.add([scratch] if copied else parts)
+            self.norm.add([scratch] if copied else parts, sum([each.numel() for each in parts]), lasting=not copied)
         if factor != 1.0:
             scratch.mul_(factor)
         live = [piece for each in due for piece in each.live]
+        shaped = first.chunk.spec.whole
         for piece, grad in zip(live, _by_piece(due, parts), strict=True):
-            piece.value.grad = grad if grad.shape == piece.value.shape else grad.view(piece.value.shape)
+            piece.value.grad = grad.view(piece.value.shape) if shaped else grad
         self._call(group, live)
         for piece in live:
             piece.value.grad = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -12,6 +13,7 @@ from torch import nn
 
 from shardwise.build import Session, build
 from shardwise.plan import Plan, replicated, zero
+from shardwise.reduce import kept as kept_module
 from shardwise.reduce.kept import KeptGrads, TileNorm
 from shardwise.testing import live_tensor_bytes
 
@@ -157,3 +159,38 @@ def test_the_norm_of_large_gradients(large: float) -> None:
         expected = torch.cat([g.flatten() for each in kept(session) for g in each.apart()]).double().norm().item()
         optimizer.step()
         assert optimizer.get_grad_norm() == pytest.approx(expected, rel=1e-6, nan_ok=True)
+
+
+@pytest.mark.parametrize("half", [None, torch.bfloat16], ids=str)
+def test_a_norm_that_is_made_late_has_the_same_bits(half: torch.dtype | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that each update makes at once, also where some of the gradients may wait for it and some not."""
+    found = []
+    for most in (0, 100, kept_module.KEPT_NUMEL):
+        monkeypatch.setattr(kept_module, "KEPT_NUMEL", most)
+        with session_of(zero(3, half)) as session:
+            optimizer = session.optimizer
+            assert optimizer is not None
+            norms = []
+            for step in batches():
+                session.backward(loss(session.engine.model, step[0], True, session.module))
+                optimizer.step()
+                optimizer.zero_grad()
+                norms += [optimizer.get_grad_norm(), optimizer.get_grad_norm()]
+        found.append(norms)
+    assert found[0] == found[1] == found[2] and len(set(found[0])) == STEPS
+
+
+def test_a_norm_keeps_few_elements() -> None:
+    """Of gradients that are large enough none is alive after its step, whether or not somebody asks for the norm."""
+    norm = TileNorm([])
+    small, large = [torch.full((4,), 2.0)], [torch.ones(kept_module.KEPT_NUMEL)]
+    read = norm.note([], 2.0, 3.0)
+    alive = [weakref.ref(each) for each in (*small, *large)]
+    norm.add(small, 4, lasting=True)
+    norm.add(large, kept_module.KEPT_NUMEL, lasting=True)
+    del small, large
+    assert [each() for each in alive] == [None, None]
+    scratch = torch.full((1,), 3.0)
+    norm.add([scratch], 1, lasting=False)
+    scratch.zero_()
+    assert read() == pytest.approx(3.0 * (16 + kept_module.KEPT_NUMEL + 9) ** 0.5, rel=1e-6)

@@ -12,7 +12,9 @@ from torch import nn
 
 from shardwise.build import build
 from shardwise.plan import ByNumel, Plan, zero
+from shardwise.update.runs import Calls
 from shardwise.update.tile_plan import TILE_NUMEL
+from shardwise.update.tiles import Tile, _alike
 
 WIDTHS = [3, 5, 0, 7, 2, 4]
 
@@ -171,3 +173,31 @@ def test_tiles_of_other_dtypes_are_stepped_apart() -> None:
         torch.testing.assert_close(
             found[name], want.detach(), rtol=1e-14 if want.dtype == torch.float64 else 1e-6, atol=0
         )
+
+
+def tiles_of(model: nn.Module, plan: Plan) -> list[Tile]:
+    session = build(model, torch.optim.AdamW(model.parameters()), plan)
+    found = session.optimizer._updates.tiles  # type: ignore[union-attr]
+    session.close()
+    return list(found)
+
+
+def test_calls_are_those_of_the_tiles_that_are_due() -> None:
+    tiles, calls = tiles_of(make(), zero(2).but(packing=ByNumel(chunk_numel=8))), Calls(together=True)
+    assert len(tiles) > 3
+    for due in (tiles, list(tiles), tiles[:2], tiles[1:], [], tiles):
+        assert [tile for call in calls.of(list(due)) for tile in call] == due
+    together = len(calls.of(tiles))
+    with mock.patch.dict(TILE_NUMEL, {"cpu": 1}):
+        assert len(calls.of(list(tiles))) == together < len(tiles), "the same are due: as before"
+        calls.forget()
+        assert len(calls.of(tiles)) == len(tiles)
+
+
+def test_a_kernel_gets_momentum_of_all_or_of_none() -> None:
+    live = [piece for tile in tiles_of(nn.Linear(3, 2), zero(1)) for piece in tile.pieces]
+    one, other = {"momentum_buffer": torch.ones(6)}, {"momentum_buffer": None}
+    assert [list(each) for each in _alike(live, [one, one])] == [list(live)]
+    for entries in ([one, other], [other, one], [one, {}]):
+        assert [list(each) for each in _alike(live, entries)] == [[live[0]], [live[1]]]  # type: ignore[arg-type]
+    assert [list(each) for each in _alike(live, [other, {}])] == [list(live)]

@@ -57,6 +57,12 @@ def assigned_frozen(model: nn.Module) -> None:
     assigned(model)
 
 
+def reinterpreted(model: nn.Module) -> None:
+    """Where it lies is not changed, only what the bits mean."""
+    model[2].requires_grad_(False)
+    model[2].weight.data = model[2].weight.data.view(torch.int64)
+
+
 def cast(model: nn.Module) -> None:
     for param in model[2].parameters():
         param.data = param.data.half()
@@ -141,8 +147,8 @@ def test_what_is_written_to_parameters_that_are_not_gathered_is_refused(name: st
 def replaced_data(plan: Plan) -> list[str]:
     messages = []
     with one_mesh(plan) as mesh:
-        for edit in (assigned, assigned_frozen):
-            model = seeded(frozen_net if edit is assigned_frozen else net)
+        for edit in (assigned, assigned_frozen, reinterpreted):
+            model = seeded(net if edit is assigned else frozen_net)
             with sharded(model, sgd(model), plan, mesh) as session:
                 edit(model)
                 messages.append(told(lambda: loss_of(session)))
