@@ -13,6 +13,7 @@ TESTS = (
     "running_ahead",
     "counts",
     "launch",
+    "hosts",
     "memory_and_streams",
     "packed_weights",
     "trace",

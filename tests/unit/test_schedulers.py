@@ -27,11 +27,12 @@ def test_schedulers_built_before_and_after_do_not_warn() -> None:
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05**3)
 
 
-def test_the_original_step_comes_back_at_close() -> None:
+def test_the_original_step_trains_nothing_before_and_after_close() -> None:
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     session = build(model, optimizer, zero(2))
     with pytest.raises(RuntimeError, match="boost/build returned"):
         optimizer.step()
     session.close()
-    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"model that is sharded no more: make a new one on model\.parameters"):
+        optimizer.step()
