@@ -89,6 +89,7 @@ class Session:
 
     def expect_backward(self, loss_scale: float) -> None:
         """The next pass is the caller's ``loss.backward()``, of a loss that it multiplied by ``loss_scale``."""
+        self.engine.check_open("backward()")
         self.engine.passes.expect(loss_scale)
 
     def take_unscaled(self, takes: bool) -> None:
@@ -126,8 +127,10 @@ class Session:
             Bytes moved, on this rank.
 
         Raises:
-            RuntimeError: gradients are held that no step has used, or updates are made during backward.
+            RuntimeError: gradients are held that no step has used, updates are made during backward, or the session is
+                closed.
         """
+        self.engine.check_open("set_aside()")
         if self.has_gradients or self.plan.grad.update == "backward":
             raise RuntimeError(
                 f"set_aside() with has_gradients={self.has_gradients}, update={self.plan.grad.update!r}: call it "
@@ -169,8 +172,10 @@ class Session:
         after backward and before step.
 
         Raises:
-            RuntimeError: the plan does not keep them (``update="backward"`` without clipping and loss scale).
+            RuntimeError: the plan does not keep them (``update="backward"`` without clipping and loss scale), or the
+                session is closed.
         """
+        self.engine.check_open("full_gradients()")
         if self.plan.streams_gradients:
             raise RuntimeError(
                 f"full_gradients() with update={self.plan.grad.update!r}: gradients are used as soon as they are "
@@ -232,6 +237,8 @@ class Session:
         self.engine.pool.settle()
         for index, value in whole_values(self.engine, masters=True):
             values[index] = value.to("cpu", copy=True)
+        # What is gathered now would be evicted some time, with the user's values in it.
+        self.engine.pool.invalidate(everything=True)
         self.close()
         if self.engine.cutting is not None:
             self.engine.cutting.remove()
@@ -242,6 +249,8 @@ class Session:
             for follower in self.engine.chunks[self.engine.layout.where[index][0]].followers_of(index):
                 point(follower, param)
         self.engine.guards.given_back = True
+        for optimizer in self.optimizers:
+            optimizer.close(given_back=True)
 
     # ---- what is held and sent
 
@@ -260,8 +269,9 @@ class Session:
         return {**self.mesh.traffic(), **disk}
 
     def traffic_from_other_hosts(self) -> dict[str, int]:
-        """Bytes that this rank, one of CPU ranks on several hosts, has received from other hosts: for ``"gather"`` and
-        for ``"reduce"``, as they travelled. What ranks tell each other besides does not count."""
+        """Bytes that this rank has received from other hosts: for ``"gather"`` and for ``"reduce"``, as they travelled,
+        between CPU ranks on several hosts, and of GPUs what goes in two steps (``by_hosts=True``). What ranks tell each
+        other besides does not count."""
         return self.mesh.from_other_hosts()
 
     def reset_traffic(self) -> None:

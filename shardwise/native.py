@@ -116,7 +116,8 @@ class Settings:
             if not isinstance(self.offload, (str, os.PathLike)):
                 raise TypeError(place)
             word = isinstance(self.offload, str) and os.path.basename(self.offload) == self.offload
-            meant = word and difflib.get_close_matches(str(self.offload), ["host"], cutoff=0.75)
+            near = word and difflib.get_close_matches(str(self.offload), ["host"], cutoff=0.75)
+            meant = near and not os.path.isdir(self.offload)
             if meant or (word and NO_DIRECTORY.fullmatch(str(self.offload))):
                 raise ValueError(f"{place} (a path such as './{self.offload}' where one is called that)")
             disk = DiskPlan(directory=os.fspath(self.offload))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -28,10 +29,11 @@ def check_shardable(model: nn.Module) -> None:
         ValueError: a trainable parameter is complex or an integer, two parameters share memory, the model is sharded
             already (torch's ``FullyShardedDataParallel`` included), or a parameter or buffer of it is a ``DTensor``.
     """
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # whose import takes long, and nobody has such a model before
     for name, module in model.named_modules():
         if MARK in module.__dict__:
             raise ValueError(f"module {name!r} of the model is sharded already ({MARK}); close that session first")
-        if type(module).__module__.startswith("torch.distributed.fsdp.") and hasattr(module, "_flat_param"):
+        if fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
             raise ValueError(
                 f"module {name!r} of the model is a {type(module).__name__}, which has divided its parameters already: "
                 "give the model as it was before, and this divides it"

@@ -126,8 +126,7 @@ class Chunk:
         """By slot, what its parameter shows while it is not gathered."""
         self._absent_at = [each.data_ptr() for each in self.absent]
         self._offsets = [slot.start * spec.dtype.itemsize for slot in spec.slots]
-        self.addresses = self._absent_at
-        """By slot, where the parameter is to lie; what :meth:`misplaced` compares once it has been put there."""
+        self._shown_at = 0, self._absent_at
         self._followers: dict[int, Sequence[torch.Tensor]] = {}
         self._state = Residency.UNPLACED
         self._holders: list[int] | None = None
@@ -217,8 +216,6 @@ class Chunk:
             self._note_lost()  # before the values that tell it are replaced
             self._become(Residency.PLACING)
         self._point(self.views(full))
-        base = full.data_ptr()
-        self.addresses = [base + offset for offset in self._offsets]
         self.placed_at = self.generation
         self.allow_holders()
         self._become(Residency.GATHERED)
@@ -241,7 +238,6 @@ class Chunk:
             self._become(Residency.EVICTING)
         self._holders = None
         self.in_transform = False
-        self.addresses = self._absent_at
         self._point(self.absent)
 
     def renew(self, pending: Handle) -> None:
@@ -295,7 +291,6 @@ class Chunk:
         self.absent = tuple(one.expand(slot.shape) for one, slot in zip(values, self.spec.slots, strict=True))
         self._absent_at = [each.data_ptr() for each in self.absent]
         if self._shown is None:
-            self.addresses = self._absent_at
             self.put_back()
 
     def note_versions(self) -> None:
@@ -336,8 +331,10 @@ class Chunk:
         if written:
             bounds = self.spec.bounds
             return self._differing(full, zip(bounds, exchange.peers, strict=False))
+        if written is False:
+            return None
         brought = source.brought(shard)
-        if written is False or same_bits(own, brought):
+        if same_bits(own, brought):
             return None
         return self._differing(full, [(self.shard_start, brought)])
 
@@ -350,6 +347,16 @@ class Chunk:
                 if at < to and not same_bits(full[at:to], shard[at - first : to - first], every=True):
                     return index
         return None
+
+    @property
+    def addresses(self) -> list[int]:
+        """By slot, where the parameter is to lie; what :meth:`misplaced` compares once it has been put there."""
+        if self._shown is None:
+            return self._absent_at
+        base = self._shown.data_ptr()  # ``share_memory_()`` moves it
+        if base != self._shown_at[0]:
+            self._shown_at = base, [base + offset for offset in self._offsets]
+        return self._shown_at[1]
 
     def misplaced(self) -> int | None:
         """Index of the first parameter that no longer lies where this chunk put it (its storage was replaced)."""

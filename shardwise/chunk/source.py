@@ -120,7 +120,7 @@ class MemorySource:
         return staged
 
     def joined(self, group: Group) -> torch.Tensor | None:
-        return group.joined(self._exchange)
+        return (self._over or group).joined(self._exchange)
 
     def disjoin(self, group: Group) -> None:
         group.disjoin(self._exchange)

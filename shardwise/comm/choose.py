@@ -273,13 +273,15 @@ class GroupMaker:
         Raises:
             ValueError: ``by_hosts`` differs between the ranks.
         """
-        facts, _ = request.control.exchange_object([self.by_hosts, str(host_facts() or socket.gethostname())])
-        _check_one(request.called, "by_hosts", [fact[0] for fact in facts])
+        facts = host_facts()
+        rows = self.tell([self.by_hosts, f"{facts.get('boot')}/{facts.get('host') or socket.gethostname()}"])
+        ranks = range(len(rows)) if self.members is None else self.members.ranks
+        _check_one(request.called, "by_hosts", [row[0] for row in rows])
         if not self.by_hosts:
             return []
-        told = self._hosts_told([fact[1] for fact in facts], request)
-        lists = [(ranks, _by_host([(rank, told[rank]) for rank in ranks])) for ranks in request.rank_lists]
-        lists = [(ranks, by_host) for ranks, by_host in lists if ranks[0] in told]
+        told = dict(zip(ranks, [row[1] for row in rows], strict=True))
+        here = [ranks for ranks in request.rank_lists if ranks[0] in told]
+        lists = [(ranks, _by_host([(rank, told[rank]) for rank in ranks])) for ranks in here]
         if not all(_alike(ranks, by_host) for ranks, by_host in lists):
             if request.control.rank == 0 and any(_pays(by_host) for _, by_host in lists):
                 warnings.warn(

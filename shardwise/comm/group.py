@@ -331,7 +331,7 @@ class Group(Meeting):
 
     def from_other_hosts(self) -> dict[str, int]:
         """Bytes that this rank has received from ranks of other hosts since :meth:`reset_traffic`, to ``"gather"`` and
-        to ``"reduce"``, as they travelled; nothing where that is a library's affair, or all are on one host."""
+        to ``"reduce"``, as they travelled; without what is a library's affair. Nothing where all are on one host."""
         return {}
 
     def reset_traffic(self) -> None:

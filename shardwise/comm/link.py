@@ -83,6 +83,7 @@ class Message:
     def __init__(self, work: dist.Work | None, what: str) -> None:
         self._work = work
         self._failed: RuntimeError | None = None
+        self._waited = False
         self.what = what
         self.arrived: Callable[[], None] = lambda: None
 
@@ -95,7 +96,8 @@ class Message:
         if self._work is None:
             return
         # An interrupt that came during the wait is raised behind it; gloo's would then wait for a second message.
-        if self._failed is None and not self._work.is_completed():
+        if self._failed is None and not (self._waited and self._work.is_completed()):
+            self._waited = True
             try:
                 self._work.wait() if at_most is None else self._work.wait(at_most)
             except RuntimeError as error:

@@ -80,6 +80,7 @@ class NativeGroup(Group):
         # gloo takes tensors of a GPU too, and has the host wait for them.
         self.waits_in_queue = device.type == "cuda" and dist.get_backend(reduce) != "gloo"
         self._by_hosts = by_hosts
+        self.uneven = by_hosts is None  # parts of different lengths would go flat
         if ask is not None:
             self._link = Link(ask, name)
 
@@ -110,6 +111,8 @@ class NativeGroup(Group):
 
     def close(self) -> None:
         """Threads end when the peers' have; process groups belong to the mesh."""
+        if self._by_hosts is not None:
+            self._by_hosts.close()
         if self._asking is not None:
             self._asking.close()
 

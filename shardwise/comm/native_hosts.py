@@ -89,6 +89,11 @@ class ByHosts:
 
         return self._reductions.begin(full, self._hosts * out.numel(), inside, across)
 
+    def close(self) -> None:
+        """Nothing is under way any more: what lay between the steps is given back."""
+        self._gathers.forget()
+        self._reductions.forget()
+
     def reset_traffic(self) -> None:
         """Start counting from zero."""
         self.received = dict.fromkeys(self.received, 0)
@@ -139,3 +144,7 @@ class _Steps:
             work = second(between)
         self._under_way.append((work, between))
         return InTwoSteps(work, read)
+
+    def forget(self) -> None:
+        """As if there had been none."""
+        self._under_way.clear()

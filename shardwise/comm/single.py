@@ -1,4 +1,4 @@
-"""torch's flat all-gather and reduce-scatter under the names of the installed version."""
+"""torch's all-gather and reduce-scatter of single tensors under the names of the installed version."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def all_gather_each(outs: list[Tensor], shards: list[Tensor], group: Any) -> dis
 
 
 def reduce_scatter_each(outs: list[Tensor], fulls: list[Tensor], op: Any, group: Any) -> dist.Work:
-    """Several reduce-scatters, begun in one launch; each of ``outs`` is as long as a slice of its of ``fulls``."""
+    """Several reduce-scatters, begun in one launch; each of ``outs`` is as long as a rank's slice of its ``fulls``."""
     options = _c10d.ReduceScatterOptions()
     options.reduceOp = op
     options.asyncOp = True

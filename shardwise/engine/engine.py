@@ -128,6 +128,7 @@ class Engine:
     def _wire(self) -> None:
         """Who listens to what."""
         events, early, visible = self.events, self.early, self.visible
+        events.backward_asked.listen(lambda: self.check_open("backward()"))
         if self.meter is not None:
             events.unit_wanted.listen(self.meter.before_use)
             events.unit_ready.listen(self.meter.after_use)
@@ -232,6 +233,16 @@ class Engine:
         raise TypeError(
             f"a model sharded over {self.mesh.size} ranks cannot be copied: build another one and load state_dict()"
         )
+
+    def check_open(self, call: str) -> None:
+        """The model is this engine's still. ``call`` is what needs that, for the message.
+
+        Raises:
+            RuntimeError: it was closed, or ``unshard()`` has given the parameters back.
+        """
+        if self.closed:
+            self.guards.check_held()
+            raise RuntimeError(f"{call} of a {type(self.model).__name__} that was closed: build it again, load a state")
 
     def close(self) -> None:
         """Remove all hooks. Parameters that are not gathered stay unreadable: gather them first if needed."""

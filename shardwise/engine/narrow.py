@@ -38,6 +38,7 @@ class Narrow:
         plan: what is asked for.
         shard: the ranks that share it.
         among: those that share secondary shards.
+        resident: which chunks stay whole on the device, so that a frozen one never travels.
 
     Attributes:
         trained: over which shards travel that an optimizer trains; ``shard`` where nothing is rounded.
@@ -46,13 +47,20 @@ class Narrow:
     """
 
     def __init__(
-        self, layout: Layout, params: Sequence[nn.Parameter], plan: Plan, shard: Group, among: Group | None
+        self,
+        layout: Layout,
+        params: Sequence[nn.Parameter],
+        plan: Plan,
+        shard: Group,
+        among: Group | None,
+        resident: Callable[[ChunkSpec], bool],
     ) -> None:
         weights, frozen = plan.comm.weights, plan.comm.compress_frozen
         self._shard, self._among = shard, among
         self.trained = shard if weights is None else compressed(shard, FORMATS[weights][0])
         self._frozen = shard if frozen is None else compressed(shard, FORMATS[frozen][0], on_the_way=True)
-        frozen_ones = [s for s in layout.chunks if not s.trainable] if frozen is not None and shard.size > 1 else []
+        frozen_ones = [s for s in layout.chunks if not s.trainable and not resident(s)]
+        frozen_ones = frozen_ones if frozen is not None and shard.size > 1 else []
         takes = [s for s in frozen_ones if FORMATS[frozen][0].takes(s.dtype)] if frozen is not None else []
         own = {s.index: [slot.param for slot in s.slots if type(params[slot.param]) not in PLAIN] for s in takes}
         self._still = frozenset(index for index, others in own.items() if not others)

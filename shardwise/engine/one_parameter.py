@@ -99,7 +99,9 @@ class OneParameter:
 
         Raises:
             ValueError: another shape or number of elements.
+            RuntimeError: the model was closed, or given back by ``unshard()``; so for all that is set here.
         """
+        self.engine.check_open(f"writing {self.name}")
         given = self._checked(value, own)
         if own:
             given = self._whole(given)
@@ -158,6 +160,7 @@ class OneParameter:
         Raises:
             ValueError: another shape or number of elements.
         """
+        self.engine.check_open(f"writing the gradient of {self.name}")
         given = self._checked(value, own)
         self.engine.visible.collect()
         self.engine.visible.replace(self.index, self._whole(given) if own else given)
@@ -217,6 +220,7 @@ class OneParameter:
             RuntimeError: no optimizer has it, or it has no state yet.
             KeyError: its state has no such entry.
         """
+        self.engine.check_open(f"writing the state of {self.name}")
         found = self.state(key, own=True)
         if found is None or self._optimizer is None:
             raise RuntimeError(

@@ -162,7 +162,7 @@ class ShardedOptimizer(Scaled, torch.optim.Optimizer):
             retain_graph: as in :meth:`torch.Tensor.backward`.
 
         Raises:
-            RuntimeError: the model is in stages, whose passes are not made by themselves.
+            RuntimeError: the model is in stages, whose passes are not made by themselves; or it was closed.
         """
         self._check_whole(loss, "loss")
         self._loss_watch.see(loss)
@@ -232,10 +232,7 @@ class ShardedOptimizer(Scaled, torch.optim.Optimizer):
         Args:
             closure: evaluated first, with gradients enabled; its value is returned.
         """
-        if self.engine.closed:
-            raise RuntimeError(
-                f"step() of {type(self.optimizer).__name__}, which was closed: build it again, load a state"
-            )
+        self.engine.check_open(f"step() of the {type(self.optimizer).__name__}")
         with torch.enable_grad():
             value = closure() if closure is not None else None
         if self.engine.attachment.hooks is not None:
@@ -347,11 +344,15 @@ class ShardedOptimizer(Scaled, torch.optim.Optimizer):
         if self._early is not None:
             self._early.begin_step(passes)
 
-    def close(self) -> None:
-        """The user's optimizer keeps the pieces in its groups, and its own ``step`` refuses them."""
+    def close(self, given_back: bool = False) -> None:
+        """The user's optimizer keeps the pieces in its groups, and its own ``step`` refuses them. Again is as good.
+
+        Args:
+            given_back: the model's parameters have their values again.
+        """
         if self._early is not None:
             self._early.close()
-        self._updates.close()
+        self._updates.close(given_back)
 
     # ---- norms
 
@@ -437,6 +438,7 @@ class ShardedOptimizer(Scaled, torch.optim.Optimizer):
         return math.isfinite(norm)
 
     def _check_kept(self, call: str) -> None:
+        self.engine.check_open(call)
         if self.engine.plan.streams_gradients:
             raise RuntimeError(
                 f"{call} with update={self.engine.plan.grad.update!r}: gradients may have been used already; clip by "
@@ -476,7 +478,9 @@ class ShardedOptimizer(Scaled, torch.optim.Optimizer):
 
         Raises:
             ValueError: groups or shapes do not match.
+            RuntimeError: the model was closed, or given back by ``unshard()``.
         """
+        self.engine.check_open(f"load_state_dict() of the {type(self.optimizer).__name__}")
         scaler = LossScaler(self.scaler.plan) if self.scaler is not None and "scaler" in state_dict else None
         if scaler is not None:
             scaler.load_state_dict(state_dict["scaler"])  # checked before anything is taken over

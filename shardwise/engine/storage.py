@@ -74,7 +74,13 @@ class Storage:
     def __init__(self, layout: Layout, params: Sequence[nn.Parameter], plan: Plan, mesh: Mesh, events: Events) -> None:
         self.layout, self.plan, self.mesh, self._events = layout, plan, mesh, events
         self._among = _secondary_group(plan, mesh)
-        self.narrow = Narrow(layout, params, plan, mesh.shard, self._among)
+        specs = layout.chunks
+        sizes, fixed = [s.padded_bytes for s in specs], [s.persistent for s in specs]
+        trainable = [s.trainable for s in specs]
+        self.homes: list[Home] = assign_homes(sizes, fixed, plan.tiers, trainable)
+        for missed in missed_shares(sizes, self.homes, plan.tiers, trainable) if mesh.first else ():
+            warn_user(missed)
+        self.narrow = Narrow(layout, params, plan, mesh.shard, self._among, self._resident)
         if self.narrow.left and mesh.first:
             first, kinds = self.narrow.left[0], {type(params[index]).__name__ for index in self.narrow.left}
             warn_user(
@@ -82,12 +88,6 @@ class Storage:
                 f"{layout.facts[first].names[0]!r}) are of classes of their own ({', '.join(sorted(kinds))}) and may "
                 "be packed: they, and what shares a chunk with them, travel as they are"
             )
-        specs = layout.chunks
-        sizes, fixed = [s.padded_bytes for s in specs], [s.persistent for s in specs]
-        trainable = [s.trainable for s in specs]
-        self.homes: list[Home] = assign_homes(sizes, fixed, plan.tiers, trainable)
-        for missed in missed_shares(sizes, self.homes, plan.tiers, trainable) if mesh.first else ():
-            warn_user(missed)
         self.ledger = Ledger(mesh.device, _capacity(plan, mesh.device))
         self._own_disk = any(Tier.DISK in (home.param, home.state) for home in self.homes)
         self.uses_disk = self.on_any_disk(self._own_disk)

@@ -457,9 +457,9 @@ class TileUpdates:
         self._engine.master_edits.note(self._index)  # these changes are no program's
         return failure
 
-    def close(self) -> None:
-        """Give the user's optimizer its own ``step`` back."""
-        self._stepper.close()
+    def close(self, given_back: bool) -> None:
+        """See :meth:`ShardedOptimizer.close`."""
+        self._stepper.close(given_back or all(chunk.resident for chunk in self._engine.chunks))
 
 
 def _step_disk_tile(

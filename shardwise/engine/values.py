@@ -124,6 +124,7 @@ class Values:
     def write_back(self) -> None:
         """Take changed gathered parameters over into shards and masters, each rank its own part of them."""
         engine = self._engine
+        engine.check_open("write_back()")
         self._undo_guesses("taking over gathered parameters")
         group = engine.mesh.shard
         group.fence("before an update")
@@ -222,9 +223,10 @@ class Values:
             met: as in :meth:`Group.fence`.
 
         Raises:
-            RuntimeError: inside :meth:`gathered`, whose parameters would become stale.
+            RuntimeError: inside :meth:`gathered`, whose parameters would become stale; or they are the user's again.
         """
         engine = self._engine
+        engine.guards.check_held()  # publish() would evict what is the user's
         # Before anything of the update has happened.
         if engine.pool.all_held:
             raise RuntimeError(f"an update inside gathered() (all_held={engine.pool.all_held}): leave the block first")

@@ -1,15 +1,4 @@
-"""What ``torch.compile`` sees of the hooks on modules.
-
-[Note: Blocks share compiled code]
-Blocks of one class are compiled once, and each call is held against the guards of what was compiled. After eight
-different results torch compiles a function no more, and what comes then runs uncompiled. So nothing of ours may make
-blocks differ:
-
-* Guards look at the numbers of hooks. Torch counts them up over all modules; ours have the same on each
-  (:func:`same_number`).
-* A hook that gathers runs outside any graph, and is no function to compile either (:func:`outside_compile`): its
-  arguments and the gradient mode differ from call to call.
-"""
+"""What ``torch.compile`` sees of the hooks on modules."""
 
 from __future__ import annotations
 
@@ -24,6 +13,13 @@ from shardwise.torch_internals import compiles_frames, never_compiled
 __all__ = ["outside_compile", "same_number", "skipped_in_compile", "while_tracing"]
 
 
+# [Note: Blocks share compiled code]
+# Blocks of one class are compiled once, and each call is held against the guards of what was compiled. After eight
+# different results torch compiles a function no more, and what comes then runs uncompiled. So nothing of ours may make
+# blocks differ:
+# * Guards look at numbers of hooks. Torch counts them up over all modules, ours have the same on each (same_number).
+# * A hook that gathers runs outside any graph, and is nothing to compile either (outside_compile): its arguments and
+#   the gradient mode differ from call to call.
 def outside_compile(hook: Callable[..., Any]) -> Callable[..., Any]:
     """Run outside any compiled graph: the hooks make a graph break before and after the module.
 
@@ -65,7 +61,7 @@ def same_number(handle: RemovableHandle) -> RemovableHandle:
     hooks are: torch numbers from 0 up, these go from -1 down. The order of the hooks stays."""
     hooks = handle.hooks_dict_ref()
     assert hooks is not None
-    number = min([0, *hooks]) - 1
+    number = min([0, *(key for key in hooks if isinstance(key, int))]) - 1
     for ref in (handle.hooks_dict_ref, *handle.extra_dict_ref):
         named = ref()
         if named is not None and handle.id in named:

@@ -141,13 +141,13 @@ def make_reducer(states: Sequence[ChunkGrads], *rest: Any) -> Reducer:
     return kind(states, *rest)
 
 
-KEPT_NUMEL = 1 << 16
-"""Elements whose gradients a norm may keep beyond the step: what fits into a cache."""
+KEPT_BYTES = 1 << 18
+"""What a norm may keep of gradients beyond the step, in memory that they hold: what fits into a cache."""
 
 
 class TileNorm:
     """The norm of gradients that nothing in their step depends on: made while the update has each in the cache, or,
-    of few elements (:data:`KEPT_NUMEL`), when somebody asks.
+    of few elements (:data:`KEPT_BYTES`), when somebody asks.
 
     Args:
         states: of one optimizer.
@@ -160,30 +160,31 @@ class TileNorm:
         self._kept: list[Sequence[torch.Tensor]] = []
         """Few elements, whose norms are made if somebody asks: for each of many small ones that takes longer than all
         else that an update does to it."""
-        self._kept_numel = 0
+        self._kept_bytes = 0
         self.collects = False
         """Whether an update is to :meth:`add` what it reads."""
 
     def note(self, tensors: Sequence[torch.Tensor], p: float, factor: float) -> Callable[[], float]:
         """The p-norm of ``tensors``, which an update will read, times ``factor``, to be read before the next call."""
         self._p, self._shares = p, []
-        self._kept, self._kept_numel = [], 0
+        self._kept, self._kept_bytes = [], 0
         self.collects = all(state.lie_apart for state in self._states if state.present)
         if not self.collects:  # some are together, of which an update may read parts
             self._shares = [shard_norm(each, p) for each in tensors]
         return lambda: self._read(factor)
 
-    def add(self, gradients: Sequence[torch.Tensor], numel: int, lasting: bool) -> None:
+    def add(self, gradients: Sequence[torch.Tensor], lasting: bool) -> None:
         """An update has read these.
 
         Args:
             gradients: 1-D, in the update's dtype; one at least.
-            numel: their elements.
             lasting: nobody will write to them.
         """
-        if lasting and self._kept_numel + numel <= KEPT_NUMEL:
+        # One may be a part of a far larger array, which it would keep.
+        held = sum([each.untyped_storage().nbytes() for each in gradients]) if lasting else 0
+        if lasting and self._kept_bytes + held <= KEPT_BYTES:
             self._kept.append(gradients)
-            self._kept_numel += numel
+            self._kept_bytes += held
         else:
             self._make()
             self._shares += self._norms(gradients)

@@ -101,7 +101,8 @@ def take_over(chunk: Chunk, shard: torch.Tensor, kept: torch.Tensor | None, roun
         part = kept[first : first + PART]
         values = shard[first : first + PART].to(part.device)
         shows = part.to(values.dtype)
-        same = values == (shows if rounded is None else rounded(shows))
+        shown = shows if rounded is None else rounded(shows)
+        same = (values == shown) | (values.isnan() & shown.isnan())  # a block with an infinite number is all NaN
         part.copy_(torch.where(same, part, values.to(part.dtype)))
         if rounded is None:
             continue

@@ -80,7 +80,7 @@ class Calls:
 
     def forget(self) -> None:
         """Tiles have another home, and so are alike with others."""
-        self._due = []
+        self._due, self._calls = [], []
 
 
 def _most(tile: Tile) -> int:

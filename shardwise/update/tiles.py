@@ -215,7 +215,9 @@ class TileStepper:
         for tile in self.tiles:
             pieces[tile.group] += [piece.value for piece in tile.pieces]
         self.param_groups = ParamGroups(optimizer, pieces)
-        self._bare, self._closed = BareStep(optimizer), False
+        self._bare = BareStep(optimizer)
+        self._readable: bool | None = None
+        """Once closed."""
         self.foreign = is_foreign(optimizer)
         self.norm: TileNorm | None = None
         """Is told of gradients that are read, where it wants to be."""
@@ -224,8 +226,12 @@ class TileStepper:
 
     def _refuse(self, *_args: object, **_kwargs: object) -> None:
         name, todo = type(self.optimizer).__name__, "call step() of what boost/build returned"
-        if self._closed:
-            todo = "its groups hold parts of a model that is sharded no more: make a new one on model.parameters()"
+        if self._readable is not None:
+            todo = "its groups hold parts of a model that "
+            if self._readable:
+                todo += "is sharded no more: make a new one on model.parameters()"
+            else:
+                todo += "was closed: build it again, with a new one, and load a state that was saved before"
         raise RuntimeError(f"step() of the {name} itself does nothing once sharded; {todo}")
 
     def _refuse_group(self, param_group: dict[str, Any]) -> None:
@@ -237,9 +243,13 @@ class TileStepper:
     # What a scheduler looks for on the step() that it has counted on, to see that nobody replaced it.
     _refuse._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
-    def close(self) -> None:
-        """The optimizer keeps its pieces, so its own ``step`` stays refused: it would change nothing of a model."""
-        self._closed = True
+    def close(self, readable: bool) -> None:
+        """The optimizer keeps its pieces, so its own ``step`` stays refused: it would change nothing of a model.
+
+        Args:
+            readable: the model's parameters have their values without the engine, too.
+        """
+        self._readable = readable
         vars(self.optimizer).pop("add_param_group", None)
 
     @contextmanager
@@ -294,7 +304,7 @@ class TileStepper:
             copy_each(copies, parts)
             parts = copies
         if self.norm is not None and self.norm.collects:
-            self.norm.add([scratch] if copied else parts, sum([each.numel() for each in parts]), lasting=not copied)
+            self.norm.add([scratch] if copied else parts, lasting=not copied)
         if factor != 1.0:
             scratch.mul_(factor)
         live = [piece for each in due for piece in each.live]

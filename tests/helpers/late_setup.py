@@ -65,6 +65,9 @@ PLANS: dict[str, Plan] = {
     "eight_bits2": zero(2).but(compress="fp8"),
     "secondary": zero(3).but(secondary=2),
     "by_hosts": zero(3).but(by_hosts=True, prefetch=2),
+    "by_hosts_host": zero(3).but(by_hosts=True, tiers=_tiers(1.0, 1.0), prefetch=2),
+    "frozen_host": zero(3).but(compress_frozen="int8", tiers=_tiers(1.0, 1.0), prefetch=2),
+    "secondary_eight_bits": zero(3).but(secondary=2, compress="fp8"),
     "by_hosts_eight_bits": zero(3).but(by_hosts=True, compress="fp8"),
     "by_hosts2": zero(2).but(by_hosts=True),
     "on_use": zero(2).but(gather_on_use=True),
@@ -162,7 +165,7 @@ def train(
             session.close()
             session.mesh.close()
     expected = [micro[rank] for step in run.losses for micro in step]
-    far = 0.1 if plan.comm.compress else TOLERANCE
+    far = 0.1 if plan.comm.compressed or plan.comm.compress_frozen else TOLERANCE
     pairs = enumerate(zip(told, expected, strict=True))
     wrong += [f"loss {index}: {one} for {other}" for index, (one, other) in pairs if not abs(one - other) <= far]
     wrong += differing(kept, run.parameters[-1], far)

@@ -165,8 +165,8 @@ def test_the_norm_of_large_gradients(large: float) -> None:
 def test_a_norm_that_is_made_late_has_the_same_bits(half: torch.dtype | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one that each update makes at once, also where some of the gradients may wait for it and some not."""
     found = []
-    for most in (0, 100, kept_module.KEPT_NUMEL):
-        monkeypatch.setattr(kept_module, "KEPT_NUMEL", most)
+    for most in (0, 400, kept_module.KEPT_BYTES):
+        monkeypatch.setattr(kept_module, "KEPT_BYTES", most)
         with session_of(zero(3, half)) as session:
             optimizer = session.optimizer
             assert optimizer is not None
@@ -180,17 +180,19 @@ def test_a_norm_that_is_made_late_has_the_same_bits(half: torch.dtype | None, mo
     assert found[0] == found[1] == found[2] and len(set(found[0])) == STEPS
 
 
-def test_a_norm_keeps_few_elements() -> None:
-    """Of gradients that are large enough none is alive after its step, whether or not somebody asks for the norm."""
-    norm = TileNorm([])
-    small, large = [torch.full((4,), 2.0)], [torch.ones(kept_module.KEPT_NUMEL)]
+@pytest.mark.parametrize("seen", [None, 4], ids=["all of it", "four of it"])
+def test_a_norm_keeps_little_memory(seen: int | None) -> None:
+    """Of gradients that are large, or parts of what is, none is alive after its step, whether or not somebody asks
+    for the norm."""
+    norm, numel = TileNorm([]), kept_module.KEPT_BYTES // 4
+    small, large = [torch.full((4,), 2.0)], [torch.ones(numel)[:seen]]
     read = norm.note([], 2.0, 3.0)
     alive = [weakref.ref(each) for each in (*small, *large)]
-    norm.add(small, 4, lasting=True)
-    norm.add(large, kept_module.KEPT_NUMEL, lasting=True)
+    norm.add(small, lasting=True)
+    norm.add(large, lasting=True)
     del small, large
     assert [each() for each in alive] == [None, None]
     scratch = torch.full((1,), 3.0)
-    norm.add([scratch], 1, lasting=False)
+    norm.add([scratch], lasting=False)
     scratch.zero_()
-    assert read() == pytest.approx(3.0 * (16 + kept_module.KEPT_NUMEL + 9) ** 0.5, rel=1e-6)
+    assert read() == pytest.approx(3.0 * (16 + (seen or numel) + 9) ** 0.5, rel=1e-6)

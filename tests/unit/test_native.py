@@ -90,6 +90,14 @@ def test_what_does_not_fit(given: dict[str, Any], message: str) -> None:
         shardwise.shard(nn.Linear(2, 1), None, **given)
 
 
+def test_a_directory_may_be_called_nearly_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hosts").mkdir()
+    assert Settings(offload="hosts").plan().tiers.disk == DiskPlan(directory="hosts")
+    with pytest.raises(ValueError, match="offload='post': give 'host'"):
+        Settings(offload="post")
+
+
 def test_settings_that_there_are_not() -> None:
     with pytest.raises(TypeError, match=r"stages=3 is no setting of shard\(\): did you mean 'stage'"):
         shardwise.shard(nn.Linear(2, 1), stages=3)

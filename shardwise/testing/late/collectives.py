@@ -247,6 +247,7 @@ class _LateGroup(NativeGroup):
         found = maker.host_lanes(request, "gloo")
         lanes = [Lanes(_Communicator(device, each.across), _Communicator(device, each.inside)) for each in found]
         self._by_hosts = ByHosts(device.device, *lanes) if lanes else None
+        self.uneven = not lanes
         self.waits_in_queue = True
 
 

@@ -145,14 +145,30 @@ def test_several_groups_at_once(run: Run) -> None:
         assert not told
 
 
-def differing() -> None:
+def differing(lists: list[list[int]] | None, other: bool | None) -> None:
     with on_hosts(*"aabb"):
-        on_late_devices(moved, dist.get_rank() > 1)
+        on_late_devices(moved, True if dist.get_rank() > 1 else other, lists)
 
 
-def test_ranks_that_want_different_things(run: Run) -> None:
-    with pytest.raises(RankError, match=r"by_hosts differs between the ranks.*False, False, True"):
-        run(4, differing)
+@pytest.mark.parametrize("other", [False, None])
+@pytest.mark.parametrize("lists", [None, [[0, 1], [2, 3]]], ids=["one group", "each group another"])
+def test_ranks_that_want_different_things(run: Run, lists: list[list[int]] | None, other: bool | None) -> None:
+    with pytest.raises(RankError, match=rf"by_hosts differs between the ranks.*{other}, {other}, True, True"):
+        run(4, differing, lists, other)
+
+
+def uneven_parts(group: Group) -> bool:
+    return group.uneven
+
+
+def whole_tensors() -> Any:
+    with on_hosts(*"aabb"):
+        return on_late_devices(uneven_parts, True)[0], on_late_devices(uneven_parts, None)[0]
+
+
+def test_parts_are_of_one_length_where_they_go_by_hosts(run: Run) -> None:
+    """Others would go from rank to rank."""
+    assert run(4, whole_tensors) == [(False, True)] * 4
 
 
 @pytest.mark.parametrize("value", ["yes", 1, 0.5])

@@ -97,8 +97,8 @@ def alike(session: Session) -> None:
     with session.module.gathered():
         own = torch.cat([p.detach().float().flatten() for p in session.params])
     group = session.mesh.world
-    rows = group.exchange(own.double().tolist())
-    assert all(row == rows[0] for row in rows)
+    rows = torch.tensor(group.exchange(own.double().tolist()), dtype=torch.float64)
+    assert torch.equal(rows.nan_to_num(), rows[:1].expand_as(rows).nan_to_num())
     for chunk in engine.chunks:
         state = engine.states.get(chunk.spec.index)
         if state is None or session.mesh.shard.size == 1:
@@ -278,6 +278,29 @@ def zeroed() -> None:
 
 def test_what_is_set_to_zero_stays_zero() -> None:
     run_ranks(2, zeroed)
+
+
+def not_finite() -> None:
+    """A block with an infinite number shows NaN; what nobody has written to is kept all the same."""
+    with one_mesh(zero(3)) as mesh:
+        model = net()
+        with torch.no_grad():
+            for weight in (model.first.weight, model.still.weight):
+                weight[0, 0] = -torch.inf
+        before = {name: value.detach().clone() for name, value in model.named_parameters()}
+        plan = zero(3).but(compress_weights="int8", compress_frozen="int8")
+        session = build(model, torch.optim.SGD(model.parameters(), lr=0.0), plan, mesh)
+        with session.module.gathered(write_back=True), torch.no_grad():
+            assert model.first.weight.isnan().any() and model.still.weight.isnan().any()
+            model.last.bias.zero_()
+        before["last.bias"].zero_()
+        for name, value in session.module.full_state():
+            assert torch.equal(value, before[name]), name
+        session.close()
+
+
+def test_what_shows_nan_is_kept() -> None:
+    run_ranks(2, not_finite)
 
 
 def same(session: Session, expected: dict[str, Tensor]) -> None:

@@ -97,7 +97,10 @@ def test_norms_that_are_read_later(two: RankPool) -> None:
         _assert_right(two.run(late_setup.late_norm, "norm", seed))
 
 
-@pytest.mark.parametrize("name", ["replicas", "replicas_host", "secondary", "by_hosts", "by_hosts2"])
+@pytest.mark.parametrize(
+    "name",
+    ["replicas", "replicas_host", "secondary", "secondary_eight_bits", "by_hosts", "by_hosts2", "by_hosts_host"],
+)
 def test_what_is_done_in_two_parts(four: RankPool, name: str) -> None:
     for seed in (0, 1):
         _assert_right(four.run(late_setup.train, name, seed))
@@ -115,6 +118,11 @@ def test_what_is_done_beside_training(
 ) -> None:
     """Gathers that fail half-way, reads right after an update, a disk, activations between ranks, a program's waits."""
     _assert_right({1: alone, 2: two, 4: four}[scenario.ranks].run(run_without, None, scenario, seed))
+
+
+def test_frozen_weights_that_are_rounded_on_the_way(two: RankPool) -> None:
+    for seed in SEEDS:
+        _assert_right(two.run(late_setup.train, "frozen_host", seed, "frozen"))
 
 
 @pytest.mark.parametrize("name", ["zero3", "on_use"])
@@ -142,7 +150,7 @@ ODD = ("mlp", "gpt", "tied", "used_twice", "unused", "checkpointed", "buffers", 
 @pytest.mark.parametrize("name", late_setup.PLANS)
 def test_every_plan_and_model_with_many_seeds(name: str, model: str) -> None:
     """On as many ranks as the plan can have."""
-    in_two_parts = name.startswith(("replicas", "by_hosts")) or name == "secondary"
+    in_two_parts = name.startswith(("replicas", "by_hosts", "secondary"))
     for ranks in (4,) if in_two_parts else (1, 2):
         with RankPool(ranks) as pool:
             for seed in range(4, 16):
