@@ -273,13 +273,11 @@ class GroupMaker:
         Raises:
             ValueError: ``by_hosts`` differs between the ranks.
         """
-        facts = host_facts()
-        rows = self.tell([self.by_hosts, f"{facts.get('boot')}/{facts.get('host') or socket.gethostname()}"])
-        ranks = range(len(rows)) if self.members is None else self.members.ranks
-        _check_one(request.called, "by_hosts", [row[0] for row in rows])
+        # Over all ranks, not those of the group alone: they go on together or not at all.
+        _check_one(request.called, "by_hosts", self.tell(self.by_hosts))
         if not self.by_hosts:
             return []
-        told = dict(zip(ranks, [row[1] for row in rows], strict=True))
+        told = self.hosts()
         here = [ranks for ranks in request.rank_lists if ranks[0] in told]
         lists = [(ranks, _by_host([(rank, told[rank]) for rank in ranks])) for ranks in here]
         if not all(_alike(ranks, by_host) for ranks, by_host in lists):

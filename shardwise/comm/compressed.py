@@ -62,10 +62,7 @@ class CompressedGroup(Group):
 
     def brought(self, shard: Tensor) -> Tensor:
         """See :meth:`Group.brought`."""
-        if self.on_the_way:
-            shard = shard.clone()
-            self.round_(shard)
-        return shard
+        return self.rounded(shard) if self.on_the_way else shard
 
     def joined(self, shard: Buffer) -> Tensor | None:
         """See :meth:`Group.joined`; ``shard`` is rounded."""

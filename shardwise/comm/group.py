@@ -286,6 +286,12 @@ class Group(Meeting):
         """In place, ``shard`` (1-D) becomes what its peers get of it; to be called before it is gathered."""
         return
 
+    def rounded(self, shard: Tensor) -> Tensor:
+        """What :meth:`round_` makes of a copy of ``shard``."""
+        shard = shard.clone()
+        self.round_(shard)
+        return shard
+
     def brought(self, shard: Tensor) -> Tensor:
         """What a gather brings of ``shard`` (1-D, from its first element on): itself, or, of one that is rounded on its
         way, a copy."""

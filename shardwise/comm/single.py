@@ -18,14 +18,18 @@ all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None)
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+def _named(group: Any, *names: str) -> Callable[..., dist.Work]:
+    """The first of these methods that the installed version has."""
+    found: Callable[..., dist.Work] = next(getattr(group, name) for name in names if hasattr(group, name))
+    return found
+
+
 def all_gather_each(outs: list[Tensor], shards: list[Tensor], group: Any) -> dist.Work:
     """Several all-gathers, begun in one launch; each of ``outs`` is as long as all ranks' shard of it."""
     options = _c10d.AllgatherOptions()
     options.asyncOp = True
-    name = "all_gather_single_coalesced"
-    gather = getattr(group, name if hasattr(group, name) else "allgather_into_tensor_coalesced")
-    work: dist.Work = gather(outs, shards, options)
-    return work
+    gather = _named(group, "all_gather_single_coalesced", "allgather_into_tensor_coalesced")
+    return gather(outs, shards, options)
 
 
 def reduce_scatter_each(outs: list[Tensor], fulls: list[Tensor], op: Any, group: Any) -> dist.Work:
@@ -33,7 +37,5 @@ def reduce_scatter_each(outs: list[Tensor], fulls: list[Tensor], op: Any, group:
     options = _c10d.ReduceScatterOptions()
     options.reduceOp = op
     options.asyncOp = True
-    name = "reduce_scatter_single_coalesced"
-    reduce = getattr(group, name if hasattr(group, name) else "reduce_scatter_tensor_coalesced")
-    work: dist.Work = reduce(outs, fulls, options)
-    return work
+    reduce = _named(group, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
+    return reduce(outs, fulls, options)

@@ -59,11 +59,12 @@ class Narrow:
         self._shard, self._among = shard, among
         self.trained = shard if weights is None else compressed(shard, FORMATS[weights][0])
         self._frozen = shard if frozen is None else compressed(shard, FORMATS[frozen][0], on_the_way=True)
-        frozen_ones = [s for s in layout.chunks if not s.trainable and not resident(s)]
-        frozen_ones = frozen_ones if frozen is not None and shard.size > 1 else []
-        takes = [s for s in frozen_ones if FORMATS[frozen][0].takes(s.dtype)] if frozen is not None else []
-        own = {s.index: [slot.param for slot in s.slots if type(params[slot.param]) not in PLAIN] for s in takes}
-        self._still = frozenset(index for index, others in own.items() if not others)
+        own = dict[int, list[int]]()
+        if frozen is not None and shard.size > 1:
+            for spec in layout.chunks:
+                if not spec.trainable and not resident(spec) and FORMATS[frozen][0].takes(spec.dtype):
+                    own[spec.index] = [slot.param for slot in spec.slots if type(params[slot.param]) not in PLAIN]
+        self._on_the_way = frozenset(index for index, others in own.items() if not others)
         self.left = [param for others in own.values() for param in others]
 
     def rounds(self, spec: ChunkSpec) -> bool:
@@ -72,7 +73,7 @@ class Narrow:
 
     def rounds_on_the_way(self, spec: ChunkSpec) -> bool:
         """Whether gathers of the chunk bring something else than its shards."""
-        return spec.index in self._still
+        return spec.index in self._on_the_way
 
     def over(self, spec: ChunkSpec) -> Group | None:
         """The group that carries its shards in fewer bits; ``None``: they travel as they are."""
@@ -90,12 +91,7 @@ class Narrow:
     def rounding(self, spec: ChunkSpec) -> Callable[[torch.Tensor], torch.Tensor] | None:
         """What makes of a master's values, in the shard's dtype and from the beginning of a block on, the shard's;
         ``None``: they are the same."""
-        return self._rounded if self.rounds(spec) else None
-
-    def _rounded(self, values: torch.Tensor) -> torch.Tensor:
-        values = values.clone()
-        self.trained.round_(values)
-        return values
+        return self.trained.rounded if self.rounds(spec) else None
 
 
 def trained(spec: ChunkSpec) -> bool:

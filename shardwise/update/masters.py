@@ -95,7 +95,7 @@ def take_over(chunk: Chunk, shard: torch.Tensor, kept: torch.Tensor | None, roun
     """
     if kept is None:
         return
-    here = [chunk.overlap(slot) for slot in chunk.spec.slots]
+    here = [chunk.overlap(slot) for slot in chunk.spec.slots] if rounded is not None else []
     spans = [(start - chunk.shard_start, end - chunk.shard_start) for start, end in here if start < end]
     for first in range(0, len(shard), PART):
         part = kept[first : first + PART]
