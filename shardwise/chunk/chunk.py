@@ -126,7 +126,8 @@ class Chunk:
         """By slot, what its parameter shows while it is not gathered."""
         self._absent_at = [each.data_ptr() for each in self.absent]
         self._offsets = [slot.start * spec.dtype.itemsize for slot in spec.slots]
-        self._shown_at = 0, self._absent_at
+        self.addresses = self._absent_at
+        """By slot, where the parameter is to lie; what :meth:`misplaced` compares once it has been put there."""
         self._followers: dict[int, Sequence[torch.Tensor]] = {}
         self._state = Residency.UNPLACED
         self._holders: list[int] | None = None
@@ -216,6 +217,7 @@ class Chunk:
             self._note_lost()  # before the values that tell it are replaced
             self._become(Residency.PLACING)
         self._point(self.views(full))
+        self._note_addresses(full)
         self.placed_at = self.generation
         self.allow_holders()
         self._become(Residency.GATHERED)
@@ -238,6 +240,7 @@ class Chunk:
             self._become(Residency.EVICTING)
         self._holders = None
         self.in_transform = False
+        self.addresses = self._absent_at
         self._point(self.absent)
 
     def renew(self, pending: Handle) -> None:
@@ -291,6 +294,7 @@ class Chunk:
         self.absent = tuple(one.expand(slot.shape) for one, slot in zip(values, self.spec.slots, strict=True))
         self._absent_at = [each.data_ptr() for each in self.absent]
         if self._shown is None:
+            self.addresses = self._absent_at
             self.put_back()
 
     def note_versions(self) -> None:
@@ -348,22 +352,18 @@ class Chunk:
                     return index
         return None
 
-    @property
-    def addresses(self) -> list[int]:
-        """By slot, where the parameter is to lie; what :meth:`misplaced` compares once it has been put there."""
-        if self._shown is None:
-            return self._absent_at
-        base = self._shown.data_ptr()  # ``share_memory_()`` moves it
-        if base != self._shown_at[0]:
-            self._shown_at = base, [base + offset for offset in self._offsets]
-        return self._shown_at[1]
+    def _note_addresses(self, full: torch.Tensor) -> None:
+        base = full.data_ptr()
+        self.addresses = [base + offset for offset in self._offsets]
 
     def misplaced(self) -> int | None:
         """Index of the first parameter that no longer lies where this chunk put it (its storage was replaced)."""
         if self._state in (Residency.UNPLACED, Residency.PLACING, Residency.EVICTING):
             return None
-        expected, dtype = self.addresses, self.spec.dtype
-        found = [param.data_ptr() for param in self.params]
+        found, dtype = [param.data_ptr() for param in self.params], self.spec.dtype
+        if found != self.addresses and self._shown is not None:
+            self._note_addresses(self._shown)  # ``share_memory_()`` moves it
+        expected = self.addresses
         if found == expected and not [param for param in self.params if param.dtype is not dtype]:
             return None
         for index, (slot, param, address) in enumerate(zip(self.spec.slots, self.params, expected, strict=True)):
