@@ -104,7 +104,7 @@ def add_parser(commands: Any) -> None:
     add = parser.add_argument
     absent = argparse.SUPPRESS  # their defaults depend on other options
     add("--plugin", choices=list(STAGES), default=absent, help=f"which plugin trains (default: {DEFAULT_PLUGIN})")
-    add("--stage", type=int, help="ZeRO stage of low_level_zero: 1 or 2 (default: 2)")
+    add("--stage", type=int, help="ZeRO stage, 1 or 2, of low_level_zero (default: 2) and hybrid_parallel (default: 1)")
     add("--precision", choices=["fp32", "bf16", "fp16"], help="number format; the default suits plugin and device")
     add(
         "--nproc",

@@ -386,12 +386,12 @@ class DeepSpeedEngine(Facts):
     ) -> bool:
         """Save everything of this run as ``save_dir/tag``, in shardwise's own format. Every rank calls it.
 
-        Under tensor parallelism each part of the model has a directory of its own, ``save_dir/mp_rank_00`` and so on,
-        which ``load_checkpoint(save_dir)`` finds. All parts have written before any appears, and all have appeared
+        With an ``mpu`` of several parts each part of the model has a directory of its own, ``save_dir/mp_rank_00`` and so
+        on, which ``load_checkpoint(save_dir)`` finds. All parts have written before any appears, and all have appeared
         before any ``latest`` moves.
 
         Args:
-            save_dir: a directory of checkpoints that all ranks share.
+            save_dir: a directory of checkpoints; hosts that do not share it keep their own parts there.
             tag: ``global_step<n>`` if not given.
             client_state: numbers, texts, tensors, lists and dicts of the program's own; rank 0's are kept.
             save_latest: write the tag into ``save_dir/latest``.
@@ -404,7 +404,7 @@ class DeepSpeedEngine(Facts):
             ValueError: no ``save_dir``; another tag on another rank, with ``checkpoint.tag_validation="FAIL"``.
         """
         if not save_dir:
-            raise ValueError(f"{save_dir=}: give the directory that all ranks share")
+            raise ValueError(f"{save_dir=}: give a directory for checkpoints")
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
         name = self._saving.agreed_tag(name, self.settings["checkpoint.tag_validation"])
         schedules = [self.lr_scheduler] if self.lr_scheduler is not None else []
@@ -428,7 +428,7 @@ class DeepSpeedEngine(Facts):
 
         Args:
             load_dir: what was saved into.
-            tag: by default what ``load_dir/latest`` names, or the newest. Under tensor parallelism what all parts'
+            tag: by default what ``load_dir/latest`` names, or the newest. With several parts what all parts'
                 ``latest`` name, or, with a warning, the newest that all parts have whole and of one step.
             load_module_strict: names that do not fit, other param groups, and the state of another class of optimizer
                 or schedule are errors. Shapes always are. False takes what fits by name, with one warning.
@@ -442,8 +442,7 @@ class DeepSpeedEngine(Facts):
 
         Raises:
             CheckpointDamage: bytes are missing or wrong; the file is named.
-            CheckpointError: the parts of the model have no such checkpoint in common. Under tensor parallelism every
-                error is one of all parts.
+            CheckpointError: the parts of the model have no such checkpoint in common. Every error is one of all parts.
             ValueError: names or shapes do not fit; nothing was changed.
             NotImplementedError: ``custom_load_fn``.
         """

@@ -78,7 +78,7 @@ def to_plan(
     """The plan that a DeepSpeed configuration means, and what became of each of its keys.
 
     Args:
-        config: a dict, which is not changed, or the path of a JSON file.
+        config: a dict, which is not changed, the path of a JSON or Hjson file, or its text in base64.
         world_size: all ranks.
         known: what ``"auto"`` stands for, by dotted path; see :func:`~shardwise.deepspeed.config.read_config`.
         numels: elements of each parameter in the model's order. Limits of stage 3 in elements are turned into numbers

@@ -51,14 +51,14 @@ def plan_of_fsdp(
         sharding_strategy: FULL_SHARD is the default; NO_SHARD replicates; SHARD_GRAD_OP keeps gathered what was.
         cpu_offload: parameters, masters and optimizer state are at home on the host, where the update is.
         auto_wrap_policy: the units; ``None``: one a block, which needs no policy.
-        backward_prefetch: ``None`` gathers nothing ahead.
+        backward_prefetch: ``None`` gathers nothing ahead, unless ``forward_prefetch`` asks for it.
         mixed_precision: fp16 brings a loss scale of its own, in the place of ``ShardedGradScaler``.
         ignored_modules, ignored_states: stay gathered on every rank. Trainable ones warn: they are averaged, too.
         param_init_fn: refused where the model is on the meta device: build it under ``deferred_init()``.
         device_id: this rank's; a warning if not.
         sync_module_states: start from rank 0's values.
         forward_prefetch, limit_all_gathers, use_orig_params: need not be said: what comes next is fetched ahead in both
-            passes, never more than that, and parameters are the model's own.
+            passes, one unit (between hosts without GPUs small ones up to 16 MiB), and parameters are the model's own.
 
     Raises:
         NotImplementedError, ValueError: what no plan says; the argument is named.
