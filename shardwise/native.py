@@ -135,10 +135,10 @@ def shard(
 ) -> Session:
     """Shard ``model`` over all ranks, in place, with its optimizers. Collective.
 
-    The ranks meet by the variables that torchrun and ``shardwise run`` set (``RANK``, ``WORLD_SIZE``); without them this
-    is one process. Call ``session.module``, then ``session.backward(loss)`` and ``session.optimizer.step()``; a model in
-    stages makes its passes in ``session.pipeline.step``. What a rank is to see of a data set ``session.data_rank`` and
-    ``session.data_ranks`` say.
+    The ranks meet by the variables that torchrun and ``shardwise run`` set (``RANK``, ``WORLD_SIZE``); without them
+    this is one process. Call ``session.module``, then ``session.backward(loss)`` and ``session.optimizer.step()``; a
+    model in stages makes its passes in ``session.pipeline.step``. What a rank is to see of a data set
+    ``session.data_rank`` and ``session.data_ranks`` say.
 
     Args:
         model: any module, real, on the meta device, or built under ``deferred_init()``.

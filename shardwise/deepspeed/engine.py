@@ -386,9 +386,9 @@ class DeepSpeedEngine(Facts):
     ) -> bool:
         """Save everything of this run as ``save_dir/tag``, in shardwise's own format. Every rank calls it.
 
-        With an ``mpu`` of several parts each part of the model has a directory of its own, ``save_dir/mp_rank_00`` and so
-        on, which ``load_checkpoint(save_dir)`` finds. All parts have written before any appears, and all have appeared
-        before any ``latest`` moves.
+        With an ``mpu`` of several parts each has a directory of its own, ``save_dir/mp_rank_00`` and so on, which
+        ``load_checkpoint(save_dir)`` finds. All parts have written before any appears, and all have appeared before any
+        ``latest`` moves.
 
         Args:
             save_dir: a directory of checkpoints; hosts that do not share it keep their own parts there.
