@@ -21,7 +21,7 @@ with suppress(ImportError):  # a GPU machine may have pytest alone, which is eno
     settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("any machine")
 SHOWN_FILES, QUIET_SECONDS = 10, 60.0
-"""After a run of more than a minute the slowest files are shown: all of them have ten minutes, on two cores."""
+"""After a run of more than a minute the slowest files are shown."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
