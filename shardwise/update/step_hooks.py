@@ -72,7 +72,9 @@ def _stand_in(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
     kind = type(optimizer)
     if not set(OWN) <= vars(optimizer).keys() or any(hasattr(kind, name) for name in OWN):
         return None
-    space = {"__slots__": OWN, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    space: dict[str, Any] = {"__slots__": OWN, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    # A step that drops the gradients it has used means those of its groups, not all that a user's call drops.
+    space["zero_grad"] = property(lambda self: MethodType(kind.zero_grad, self))
     try:
         metaclass: Any = type(kind)
         stand_in: torch.optim.Optimizer = object.__new__(metaclass(kind.__name__, (kind,), space))
