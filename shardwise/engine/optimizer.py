@@ -183,6 +183,11 @@ class ShardedOptimizer(Losses, torch.optim.Optimizer):
         """A factor of the next step. The engine has it, so that wrappers that share our methods (Lightning's) do."""
         return self.engine.visible.clip.get(self.index, 1.0)
 
+    # [Note: When step hooks run]
+    # Where torch's do: before the closure, and before anything is made of gradients and options, so that what they do
+    # to these counts in their step, and is compared between ranks. A step that a loss scale has skipped calls none,
+    # which is known from the norm: there they run between it and the update, and where they have changed gradients the
+    # norm is made again.
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update. Every rank calls it.
 
@@ -190,6 +195,10 @@ class ShardedOptimizer(Losses, torch.optim.Optimizer):
             closure: evaluated first, with gradients enabled; its value is returned.
         """
         self.engine.check_open(f"step() of the {type(self.optimizer).__name__}")
+        if self.scaler is None:
+            if closure is None and self.engine.passes.unreduced:
+                self.engine.passes.reduce_rest()  # hooks see what the step will be made of
+            self._updates.before_step()
         with torch.enable_grad():
             value = closure() if closure is not None else None
         if self.engine.attachment.hooks is not None:
@@ -204,15 +213,16 @@ class ShardedOptimizer(Losses, torch.optim.Optimizer):
         self.engine.used.check(self.index, type(self.optimizer).__name__, self._states)
         grad_plan = self.engine.plan.grad
         failure = self._settle_early()
-        clip = self._clip
         if self._late_norm is not None:
             # The norm is not needed here; what rides along with it is compared all the same.
             self._ask(0.0, False)
-            self._norm = self._late_norm.note(self._reduced(), grad_plan.norm_type, inverse * clip)
-            factor = inverse * clip
+            factor = inverse * self._clip
+            self._norm = self._late_norm.note(self._reduced(), grad_plan.norm_type, factor)
         else:
-            known = self._early.norms if self._early is not None else ()
-            norm = self._global_norm(grad_plan.norm_type, inverse, known)
+            norm = self._norm_of_step(inverse)
+            if self.scaler is not None and math.isfinite(norm) and self._hooks_change_gradients():
+                norm = self._norm_of_step(inverse)
+            clip = self._clip
             clipped = norm * clip
             self._norm = lambda: clipped
             if self.scaler is not None and not math.isfinite(norm):
@@ -228,6 +238,22 @@ class ShardedOptimizer(Losses, torch.optim.Optimizer):
         self._use_margin()
         self.engine.unfinished.end(*self._updates.parts)  # last: all is of one step from here on
         return value
+
+    def _norm_of_step(self, inverse: float) -> float:
+        known = self._early.norms if self._early is not None else ()
+        return self._global_norm(self.engine.plan.grad.norm_type, inverse, known)
+
+    def _hooks_change_gradients(self) -> bool:
+        """Run the step hooks under a loss scale. See [Note: When step hooks run]."""
+        by_hand, hooked = self.engine.visible.by_hand, self._updates.hooked
+        before = by_hand.times(self.index)
+        self._updates.before_step()
+        if not hooked:
+            return False
+        self._updates.param_groups.check()
+        self.engine.values.take_edits(self.index)
+        self.engine.visible.collect()
+        return by_hand.times(self.index) != before
 
     def _make_late_norm(self) -> LateNorm | TileNorm | None:
         """Where a step does not depend on the norm of its gradients, and to know it before would cost something."""
@@ -251,7 +277,6 @@ class ShardedOptimizer(Losses, torch.optim.Optimizer):
 
     def _update(self, factor: float, failure: Exception | None) -> None:
         early = self._early
-        self._updates.before_step()  # it may change what a guess was made with
         done = early.updated if early is not None and early.confirm(factor) else ()
         self.engine.values.before_update(met=True)
         self.engine.events.update_began(self.index)

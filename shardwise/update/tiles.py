@@ -30,7 +30,7 @@ from shardwise.reduce.grads import ChunkGrads
 from shardwise.reduce.kept import TileNorm
 from shardwise.torch_internals import copy_each
 from shardwise.update.states import ChunkState
-from shardwise.update.step_hooks import BareStep, run_post_hooks, run_pre_hooks
+from shardwise.update.step_hooks import BareStep, has_pre_hooks, run_post_hooks, run_pre_hooks
 from shardwise.update.tile_plan import PieceRange, TileRange
 
 __all__ = ["Due", "Piece", "Tile", "TileStepper", "is_foreign", "make_tiles", "needs_whole_tensors"]
@@ -451,8 +451,13 @@ class TileStepper:
         values = (tile.pieces[0].value for tile in self.tiles if tile.group == group)
         return any(value.dtype in HALF_DTYPES and value.device.type == "cpu" for value in values)
 
+    @property
+    def hooked(self) -> bool:
+        """Whether :meth:`before_step` calls anybody on this rank."""
+        return has_pre_hooks(self.optimizer)
+
     def before_step(self) -> None:
-        """The user's step hooks run once a step, not once a tile, and before anything is made of the options."""
+        """The user's step hooks run once a step, not once a tile; before anything is made of gradients and options."""
         run_pre_hooks(self.optimizer)
 
     def after_step(self) -> None:

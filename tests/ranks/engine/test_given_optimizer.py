@@ -148,10 +148,10 @@ def every_habit(plan: Plan, hooked: bool) -> list[Any]:
         return [trained(plan, mesh, habit, hooked, bool(at % 2)) for at, habit in enumerate(HABITS)]
 
 
-@pytest.mark.parametrize("hooked", [False], ids=["between"])
+@pytest.mark.parametrize("hooked", [False, True], ids=["between", "in a step pre-hook"])
 @pytest.mark.parametrize("name", ROWS)
 def test_gradients_are_reached_through_the_groups(name: str, hooked: bool) -> None:
-    """Clipping through them returned 0.0 and clipped nothing."""
+    """Clipping through them returned 0.0 and clipped nothing, and a hook's edits did not count in its step."""
     for ranks in (1, 2):
         every = run_ranks(ranks, every_habit, ROWS[name], hooked)
         for at, habit in enumerate(HABITS):
