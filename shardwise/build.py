@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
@@ -17,10 +17,11 @@ from shardwise.deferred.construction import adopt
 from shardwise.deferred.record import is_recording, recorders
 from shardwise.device import give_back, on_device
 from shardwise.engine.engine import Engine
+from shardwise.engine.given import as_now
 from shardwise.engine.memory import MemoryReport
 from shardwise.engine.module import ShardedModule
 from shardwise.engine.one_parameter import OneParameter
-from shardwise.engine.optimizer import ShardedOptimizer
+from shardwise.engine.optimizer import ShardedOptimizer, sharded_of
 from shardwise.engine.packed_weights import settle_packed
 from shardwise.engine.pipelined import PipelineSteps
 from shardwise.engine.whole import whole_gradients, whole_values
@@ -40,6 +41,7 @@ __all__ = [
     "agreed_build",
     "build",
     "needs_whole_tensors",
+    "sharded_of",
 ]
 
 MOVED = (
@@ -222,7 +224,7 @@ class Session:
         """:meth:`close`, with full parameters back in the model, on the host (fp32 masters where there are any).
         Collective. A second time it does nothing.
 
-        The model is an ordinary one then. Its optimizer is not: its groups hold parts, so make a new one.
+        The model is an ordinary one then. Its optimizer is not: its state is of parts, so make a new one.
         """
         if self.engine.guards.given_back:
             return
@@ -336,7 +338,9 @@ def build(
 
     Args:
         model: any module, real, on the meta device, or built under ``deferred_init()``.
-        optimizer: one, several (each parameter in at most one), or none. They stay usable through ``param_groups``.
+        optimizer: one, several (each parameter in at most one), or none. They stay usable through ``param_groups``,
+            which hold the model's parameters as before, and their ``zero_grad``, ``state_dict`` and ``load_state_dict``
+            are those of the session's; ``step`` and ``add_param_group`` refuse.
         plan: what to do; see :mod:`shardwise.plan`.
         mesh: made from ``plan.mesh`` over all ranks if not given.
         device: where parameters live, if no mesh is given; by default this rank's GPU where there is one a rank. It
@@ -374,7 +378,7 @@ def build(
             scaler = LossScaler(plan.precision.scaler) if plan.precision.scaler is not None else None
             wrapped = []
             for index, each in enumerate(optimizers):
-                undo.callback(_as_now(each))  # also if it fails half way
+                undo.callback(as_now(each))  # also if it fails half way
                 engine.division.narrow(each)
                 wrapped.append(ShardedOptimizer(engine, each, index, scaler))
                 undo.callback(wrapped[-1].close)
@@ -390,7 +394,7 @@ def _given(model: Any, optimizer: Any) -> list[torch.optim.Optimizer]:
     """All optimizers of ``optimizer``: one, several or none.
 
     Raises:
-        TypeError: see :func:`build`.
+        TypeError, ValueError: see :func:`build`.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={shown(model)}: give a torch.nn.Module{', not its class' * isinstance(model, type)}")
@@ -403,25 +407,12 @@ def _given(model: Any, optimizer: Any) -> list[torch.optim.Optimizer]:
         if not isinstance(each, torch.optim.Optimizer):
             hint = ", not its class: AdamW(model.parameters())" * isinstance(each, type)
             raise TypeError(f"optimizer={shown(each)}: give a torch.optim.Optimizer, a sequence of them, or None{hint}")
+        if sharded_of(each) is not None:
+            raise ValueError(
+                f"optimizer {type(each).__name__} was given to boost/build before, and its state is of parts of "
+                "parameters: make a new one on model.parameters(), and load the state_dict() that was taken then"
+            )
     return several
-
-
-def _as_now(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """What gives an optimizer the step, the parameters and the state back that it has now."""
-    step, state = vars(optimizer).get("step"), dict(optimizer.state)
-    params = [(group, group["params"]) for group in optimizer.param_groups]
-
-    def give_back() -> None:
-        if step is None:  # nothing was among its attributes
-            vars(optimizer).pop("step", None)
-        else:
-            vars(optimizer)["step"] = step
-        optimizer.state.clear()
-        optimizer.state.update(state)
-        for group, own in params:
-            group["params"] = own
-
-    return give_back
 
 
 def _foresee(optimizers: Sequence[ShardedOptimizer], mesh: Mesh) -> None:

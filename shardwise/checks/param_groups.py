@@ -43,22 +43,16 @@ def check_modes(name: str, groups: Sequence[dict[str, Any]]) -> None:
 
 
 class ParamGroups:
-    """Knows the groups of one optimizer, wherever in its list they are now.
+    """Knows the groups of one optimizer, as they are now, wherever in its list they will be.
 
     Args:
         optimizer: the user's own.
-        pieces: of each group, in the order of now; what its ``params`` become.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, pieces: Sequence[Sequence[nn.Parameter]]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._own = list(optimizer.param_groups)
-        self._pieces = [list(own) for own in pieces]
-
-    def adopt(self) -> None:
-        """Give every group its pieces for parameters."""
-        for group, pieces in zip(self._own, self._pieces, strict=True):
-            group["params"] = list(pieces)
+        self._params = [list(group["params"]) for group in self._own]
 
     def order(self) -> list[int]:
         """Of the groups as they stand in the optimizer now: which one each of them was when the model was sharded.
@@ -85,11 +79,11 @@ class ParamGroups:
                 "back; where their parameters are to be trained no longer, set their learning rate to 0, or build again"
             )
         for position, index in enumerate(order):
-            if not _same(groups[position].get("params"), self._pieces[index]):
+            if not _same(groups[position].get("params"), self._params[index]):
                 raise RuntimeError(
                     f"'params' of param group {position} of {name} was changed after boost/build (it has "
-                    f"{len(groups[position].get('params') or ())} entries, sharding gave it "
-                    f"{len(self._pieces[index])}): leave it as it is; where parameters are to be trained no longer, "
+                    f"{len(groups[position].get('params') or ())} entries, it had "
+                    f"{len(self._params[index])}): leave it as it is; where parameters are to be trained no longer, "
                     "set the group's learning rate to 0, or build again"
                 )
         return order
@@ -100,7 +94,7 @@ class ParamGroups:
                 return index
         # Another dict about the same parameters, as torch's own load_state_dict() makes them.
         params = group.get("params")
-        return next((i for i, own in enumerate(self._pieces) if own and _same(params, own)), None)
+        return next((i for i, own in enumerate(self._params) if own and _same(params, own)), None)
 
     def check(self) -> None:
         """Before a step. The user's own edits are the same on all ranks, so all of them raise.
@@ -118,8 +112,8 @@ class ParamGroups:
         return self._own
 
 
-def _same(params: object, pieces: Sequence[nn.Parameter]) -> bool:
-    return isinstance(params, list) and len(params) == len(pieces) and all(map(is_, params, pieces))
+def _same(params: object, before: Sequence[nn.Parameter]) -> bool:
+    return isinstance(params, list) and len(params) == len(before) and all(map(is_, params, before))
 
 
 def same_value(a: Any, b: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -20,11 +20,14 @@ class Readers:
 
     Args:
         params: the parameters that have them.
+        optimizers: those that the engine steps, whose groups, which hold the parameters as well, any wrapper may have.
         stages: pipeline ranks, each of which has its own.
     """
 
-    def __init__(self, params: Iterable[nn.Parameter], stages: int) -> None:
-        self._params, self._stages = tuple(params), stages
+    def __init__(
+        self, params: Iterable[nn.Parameter], optimizers: Sequence[torch.optim.Optimizer], stages: int
+    ) -> None:
+        self._params, self._optimizers, self._stages = tuple(params), tuple(optimizers), stages
         self._judged: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
 
     def check(self, name: str, what: str) -> None:
@@ -56,6 +59,8 @@ class Readers:
         judged = self._judged.get(optimizer)
         if judged is None or judged[0] != len(groups):
             own = {id(param) for param in self._params}
-            found = any(id(param) in own for group in groups for param in group["params"])
+            stepped = {id(group) for each in self._optimizers for group in each.param_groups}
+            others = (group for group in groups if id(group) not in stepped)
+            found = any(id(param) in own for group in others for param in group["params"])
             judged = self._judged[optimizer] = len(groups), found
         return judged[1]

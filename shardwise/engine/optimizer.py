@@ -3,37 +3,35 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from shardwise.attributes import attribute_of
-from shardwise.checked import as_tensor, number
+from shardwise.checked import number
 from shardwise.checks.collective import collective
 from shardwise.checks.hyper_parameters import HyperParameters
 from shardwise.checks.unfinished import PARAMETERS, state_of
 from shardwise.device import runs_ahead
 from shardwise.engine.engine import Engine
+from shardwise.engine.given import hand_over, loaded, state_given, state_taken, state_wanted, take_back
+from shardwise.engine.losses import Losses
 from shardwise.engine.not_finite import LossWatch, first_non_finite
 from shardwise.engine.optimizer_state import OptimizerState
 from shardwise.engine.other_parts import Counting
-from shardwise.engine.scaled import Scaled
 from shardwise.engine.updates import TileUpdates
 from shardwise.memory.tier import Tier
-from shardwise.precision_plan import HALF_DTYPES
 from shardwise.reduce.kept import TileNorm
 from shardwise.reduce.norm import LateNorm, clip_factor, global_norm
 from shardwise.reduce.scaler import LossScaler
 
-__all__ = ["ShardedOptimizer"]
-
-TOKEN_UNIT = 1024.0  # token weights are counted in this unit, a power of two, to keep scaled fp16 losses small
+__all__ = ["ShardedOptimizer", "sharded_of"]
 
 
 # See [Note: The order of an update] and [Note: Guesses and their undoing].
-class ShardedOptimizer(Scaled, torch.optim.Optimizer):
+class ShardedOptimizer(Losses, torch.optim.Optimizer):
     """Wraps the user's optimizer; ``param_groups``, ``defaults`` and ``state`` are the user's own objects.
 
     ``step`` consumes the gradients: they are averaged over the data-parallel ranks, unscaled, clipped, applied and
@@ -80,7 +78,11 @@ class ShardedOptimizer(Scaled, torch.optim.Optimizer):
         self._full.check_prior()
 
     def adopt(self) -> None:
-        """The optimizer has this rank's pieces for parameters from here on. Collective, after the engine's own."""
+        """The optimizer's state is of this rank's pieces from here on, and its methods answer for this one's.
+        Collective, after the engine's own."""
+        known = zip(self.engine.params, self.engine.layout.facts, strict=True)
+        names = {id(param): fact.names[0] for param, fact in known if fact.optimizer == self.index}
+        hand_over(self.optimizer, self, names)
         self._full.adopt()
 
     # The user's own objects, so that learning-rate schedulers built on either optimizer act on both.
@@ -100,6 +102,7 @@ class ShardedOptimizer(Scaled, torch.optim.Optimizer):
     @state.setter
     def state(self, state: Any) -> None:
         held = dict(state)
+        self.optimizer.state.update(held)  # which refuses what is no state of pieces, before any is dropped
         self.optimizer.state.clear()
         self.optimizer.state.update(held)
 
@@ -109,13 +112,13 @@ class ShardedOptimizer(Scaled, torch.optim.Optimizer):
         return self.optimizer
 
     def unwrap(self) -> torch.optim.Optimizer:
-        """The user's own optimizer. Step this one instead: its parameters are this rank's pieces."""
+        """The user's own optimizer. Step this one instead."""
         return self.optimizer
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        """What the groups hold, in order: this rank's pieces of the parameters."""
-        return [piece for group in self.param_groups for piece in group["params"]]
+        """What the groups hold, in order: the model's own."""
+        return [param for group in self.param_groups for param in group["params"]]
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":
@@ -138,52 +141,6 @@ class ShardedOptimizer(Scaled, torch.optim.Optimizer):
             f"add_param_group({sorted(param_group)}) after sharding: add the group to the optimizer before boost/build "
             "and freeze its parameters after it until they are to be trained"
         )
-
-    # ---- backward
-
-    @contextmanager
-    def _weighing(self, tokens: float | None) -> Iterator[float]:
-        average = self.engine.plan.grad.average
-        if (tokens is None) == (average == "tokens"):
-            raise ValueError(f"backward(tokens={tokens}) under average={average!r}: give tokens exactly under 'tokens'")
-        if tokens is not None:
-            number("tokens", tokens, "[0, inf)")
-        scale = self.scaler.scale if self.scaler is not None else 1.0
-        weight = 1.0 if tokens is None else tokens / TOKEN_UNIT
-        with self.engine.passes.around(scale, weight):
-            yield scale * weight
-
-    def backward(self, loss: torch.Tensor, tokens: float | None = None, retain_graph: bool = False) -> None:
-        """Backward pass of ``loss`` (a scalar) times the loss scale; gradients are reduced as the plan says.
-
-        Args:
-            loss: the mean over this rank's micro-batch.
-            tokens: how many tokens it is the mean of, under ``GradPlan(average="tokens")`` only.
-            retain_graph: as in :meth:`torch.Tensor.backward`.
-
-        Raises:
-            RuntimeError: the model is in stages, whose passes are not made by themselves; or it was closed.
-        """
-        self._check_whole(loss, "loss")
-        self._loss_watch.see(loss)
-        if loss.dtype in HALF_DTYPES:
-            loss = loss.float()  # a scaled loss would overflow in 16 bits
-        with self._weighing(tokens) as factor:
-            (loss * factor if factor != 1.0 else loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
-
-    def backward_by_grad(self, tensor: torch.Tensor, grad: torch.Tensor) -> None:
-        """Backward pass from ``tensor`` with its gradient ``grad`` (same shape), scaled as :meth:`backward` does."""
-        self._check_whole(tensor, "tensor")
-        with self._weighing(None) as factor:
-            torch.autograd.backward(tensor, grad * factor if factor != 1.0 else grad)
-
-    def _check_whole(self, tensor: object, name: str) -> None:
-        as_tensor(name, tensor, "the tensor that the model's forward pass led to")
-        if self.engine.staging is not None:
-            raise RuntimeError(
-                f"backward() of a model in {self.engine.staging.stages} stages: Booster.execute_pipeline (without a "
-                "Booster Session.pipeline.step) makes forward and backward passes"
-            )
 
     # ---- step
 
@@ -226,6 +183,11 @@ class ShardedOptimizer(Scaled, torch.optim.Optimizer):
         """A factor of the next step. The engine has it, so that wrappers that share our methods (Lightning's) do."""
         return self.engine.visible.clip.get(self.index, 1.0)
 
+    # [Note: When step hooks run]
+    # Where torch's do: before the closure, and before anything is made of gradients and options, so that what they do
+    # to these counts in their step, and is compared between ranks. A step that a loss scale has skipped calls none,
+    # which is known from the norm: there they run between it and the update, and where they have changed gradients the
+    # norm is made again.
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update. Every rank calls it.
 
@@ -233,6 +195,10 @@ class ShardedOptimizer(Scaled, torch.optim.Optimizer):
             closure: evaluated first, with gradients enabled; its value is returned.
         """
         self.engine.check_open(f"step() of the {type(self.optimizer).__name__}")
+        if self.scaler is None:
+            if closure is None and self.engine.passes.unreduced:
+                self.engine.passes.reduce_rest()  # hooks see what the step will be made of
+            self._updates.before_step()
         with torch.enable_grad():
             value = closure() if closure is not None else None
         if self.engine.attachment.hooks is not None:
@@ -247,15 +213,16 @@ class ShardedOptimizer(Scaled, torch.optim.Optimizer):
         self.engine.used.check(self.index, type(self.optimizer).__name__, self._states)
         grad_plan = self.engine.plan.grad
         failure = self._settle_early()
-        clip = self._clip
         if self._late_norm is not None:
             # The norm is not needed here; what rides along with it is compared all the same.
             self._ask(0.0, False)
-            self._norm = self._late_norm.note(self._reduced(), grad_plan.norm_type, inverse * clip)
-            factor = inverse * clip
+            factor = inverse * self._clip
+            self._norm = self._late_norm.note(self._reduced(), grad_plan.norm_type, factor)
         else:
-            known = self._early.norms if self._early is not None else ()
-            norm = self._global_norm(grad_plan.norm_type, inverse, known)
+            norm = self._norm_of_step(inverse)
+            if self.scaler is not None and math.isfinite(norm) and self._hooks_change_gradients():
+                norm = self._norm_of_step(inverse)
+            clip = self._clip
             clipped = norm * clip
             self._norm = lambda: clipped
             if self.scaler is not None and not math.isfinite(norm):
@@ -271,6 +238,22 @@ class ShardedOptimizer(Scaled, torch.optim.Optimizer):
         self._use_margin()
         self.engine.unfinished.end(*self._updates.parts)  # last: all is of one step from here on
         return value
+
+    def _norm_of_step(self, inverse: float) -> float:
+        known = self._early.norms if self._early is not None else ()
+        return self._global_norm(self.engine.plan.grad.norm_type, inverse, known)
+
+    def _hooks_change_gradients(self) -> bool:
+        """Run the step hooks under a loss scale. See [Note: When step hooks run]."""
+        by_hand, hooked = self.engine.visible.by_hand, self._updates.hooked
+        before = by_hand.times(self.index)
+        self._updates.before_step()
+        if not hooked:
+            return False
+        self._updates.param_groups.check()
+        self.engine.values.take_edits(self.index)
+        self.engine.visible.collect()
+        return by_hand.times(self.index) != before
 
     def _make_late_norm(self) -> LateNorm | TileNorm | None:
         """Where a step does not depend on the norm of its gradients, and to know it before would cost something."""
@@ -294,7 +277,6 @@ class ShardedOptimizer(Scaled, torch.optim.Optimizer):
 
     def _update(self, factor: float, failure: Exception | None) -> None:
         early = self._early
-        self._updates.before_step()  # it may change what a guess was made with
         done = early.updated if early is not None and early.confirm(factor) else ()
         self.engine.values.before_update(met=True)
         self.engine.events.update_began(self.index)
@@ -345,7 +327,7 @@ class ShardedOptimizer(Scaled, torch.optim.Optimizer):
             self._early.begin_step(passes)
 
     def close(self, given_back: bool = False) -> None:
-        """The user's optimizer keeps the pieces in its groups, and its own ``step`` refuses them. Again is as good.
+        """The state of the user's optimizer stays that of pieces, and its own ``step`` is refused. Again is as good.
 
         Args:
             given_back: the model's parameters have their values again.
@@ -353,6 +335,7 @@ class ShardedOptimizer(Scaled, torch.optim.Optimizer):
         if self._early is not None:
             self._early.close()
         self._updates.close(given_back)
+        take_back(self.optimizer)
 
     # ---- norms
 
@@ -458,11 +441,12 @@ class ShardedOptimizer(Scaled, torch.optim.Optimizer):
         Args:
             only_rank_0: the other ranks, which call as well, get groups without state and need no memory for it.
         """
+        state_wanted(self.optimizer)
         self.engine.values.undo_early("a state")
         full = self._full.collect(wanted=not only_rank_0 or self.engine.mesh.first)
         if self.scaler is not None:
             full["scaler"] = self.scaler.state_dict()
-        return full
+        return state_given(self.optimizer, full)
 
     def fresh_state(self, position: int) -> list[dict[str, Any] | None]:
         """See :meth:`OptimizerState.fresh`."""
@@ -481,6 +465,7 @@ class ShardedOptimizer(Scaled, torch.optim.Optimizer):
             RuntimeError: the model was closed, or given back by ``unshard()``.
         """
         self.engine.check_open(f"load_state_dict() of the {type(self.optimizer).__name__}")
+        state_dict = state_taken(self.optimizer, state_dict)
         scaler = LossScaler(self.scaler.plan) if self.scaler is not None and "scaler" in state_dict else None
         if scaler is not None:
             scaler.load_state_dict(state_dict["scaler"])  # checked before anything is taken over
@@ -494,3 +479,10 @@ class ShardedOptimizer(Scaled, torch.optim.Optimizer):
         self.engine.unfinished.end(state_of(self.index))
         if scaler is not None and self.scaler is not None:
             self.scaler.load_state_dict(scaler.state_dict())
+        loaded(self.optimizer)
+
+
+def sharded_of(optimizer: Any) -> ShardedOptimizer | None:
+    """What a build made of ``optimizer``, which it was given, also once that is closed; ``None``: nothing."""
+    owner = getattr(vars(optimizer).get("state_dict"), "__self__", None)
+    return owner if isinstance(owner, ShardedOptimizer) else None

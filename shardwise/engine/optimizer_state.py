@@ -53,15 +53,12 @@ class OptimizerState:
                     self._cut(piece, entry)
 
     def adopt(self) -> None:
-        """Give the optimizer pieces for parameters; state that it has already (Adagrad, a resumed run) moves along."""
-        # Under its own parameters it would be found by nobody, and kept.
-        self.optimizer.state.clear()
+        """State that the optimizer had when this was made (Adagrad, a resumed run) becomes that of pieces."""
         with self._all_write("its state was put in place", "Build again once that is put right."):
             for position, tile in enumerate(self._updates.tiles):
                 if any(piece.param in self._prior for piece in tile.pieces):
                     self._updates.replace(position, self._completed(position, self._prior_of(position)))
         self._commit()
-        self._updates.param_groups.adopt()
         self._prior = {}
 
     def _all_write(self, doing: str, outcome: str) -> AbstractContextManager[None]:

@@ -46,12 +46,12 @@ class Scaled:
         """What torch's ``GradScaler`` asks for before it scales in ``step()``, as it would by itself.
 
         Raises:
-            RuntimeError: it asks. The gradients that it would look at and divide are not those of the pieces.
+            RuntimeError: it asks. What it would divide by itself, or have the kernel divide, is each rank's part.
         """
         if called_by("torch.amp.grad_scaler"):
             raise RuntimeError(
-                f"torch's GradScaler with {type(self).__name__}({type(self.optimizer).__name__}): it sees none of the "
-                "gradients of a sharded model. Leave it out: precision='fp16' brings a loss scale, which "
+                f"torch's GradScaler with {type(self).__name__}({type(self.optimizer).__name__}): gradients of a "
+                "sharded model are not its to divide. Leave it out: precision='fp16' brings a loss scale, which "
                 "backward(loss) multiplies by and step() divides by; bf16 and fp32 need none (or give enabled=False)"
             )
         return bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))

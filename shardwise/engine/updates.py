@@ -221,6 +221,11 @@ class TileUpdates:
         """The user's groups, and which they were when the model was sharded."""
         return self._stepper.param_groups
 
+    @property
+    def hooked(self) -> bool:
+        """See :attr:`TileStepper.hooked`."""
+        return self._stepper.hooked
+
     def before_step(self) -> None:
         """See :meth:`TileStepper.before_step`."""
         self._aside.check()

@@ -84,7 +84,7 @@ class VisibleGrads:
         """By norm, dtype and device, with the factors that are in them."""
         self._divisors: dict[int, float] = {}
         self._hook_ids = [-1] * len(self._in_order)
-        self._readers = Readers(self._in_order, engine.mesh.pipeline.size)
+        self._readers = Readers(self._in_order, engine.optimizers, engine.mesh.pipeline.size)
         self._nothing = torch.empty(0, device=engine.mesh.device)
         self.clip: dict[int, float] = {}
         self.asked: dict[int, tuple[tuple[str, float], ...]] = {}

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.build import ShardedOptimizer
+from shardwise.build import ShardedOptimizer, sharded_of
 from shardwise.checked import number, whole
 from shardwise.fairscale.oss import OSS
-from shardwise.late import sharded_of
 
 __all__ = ["ShardedGradScaler"]
 

@@ -9,11 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.build import ShardedOptimizer
+from shardwise.build import ShardedOptimizer, sharded_of
 
-__all__ = ["drive", "optimizers_of", "sharded_of"]
-
-_MARK = "_shardwise_sharded"
+__all__ = ["drive", "optimizers_of"]
 
 
 # [Note: Optimizers that nobody announced]
@@ -23,7 +21,7 @@ _MARK = "_shardwise_sharded"
 # asked for, once, of Python's garbage collector. A cycle that nobody holds any more is collected before, so that what
 # a learning-rate finder left behind does not count.
 def optimizers_of(params: Iterable[nn.Parameter]) -> list[torch.optim.Optimizer]:
-    """Plain torch optimizers that are in use and have any of ``params`` in their groups."""
+    """Plain torch optimizers that are in use, have any of ``params`` in their groups, and were not sharded before."""
     wanted = {id(param): place for place, param in enumerate(params)}
     gc.collect()
     found: list[tuple[int, torch.optim.Optimizer]] = []
@@ -33,27 +31,18 @@ def optimizers_of(params: Iterable[nn.Parameter]) -> list[torch.optim.Optimizer]
             continue
         groups = vars(each).get("param_groups")  # wrappers that take theirs from another optimizer have none
         places = [wanted[id(param)] for group in groups or () for param in group["params"] if id(param) in wanted]
-        if places:
+        if places and sharded_of(each) is None:
             found.append((min(places), each))
     # In the model's order, which is the same on every rank.
     return [optimizer for _, optimizer in sorted(found, key=lambda pair: pair[0])]
 
 
 def drive(optimizer: torch.optim.Optimizer, sharded: ShardedOptimizer) -> None:
-    """Have the methods of ``optimizer``, which the user holds, be those of ``sharded``."""
+    """Have ``step()`` of ``optimizer``, which the user holds, be that of ``sharded``, as its other methods are."""
 
     def step(closure: Callable[[], Any] | None = None) -> Any:
         return sharded.step(closure)
 
     # What a scheduler looks for, to see that nobody replaced the step() that it counts.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    own = vars(optimizer)
-    own[_MARK], own["step"] = sharded, step
-    for name in ("zero_grad", "state_dict", "load_state_dict"):
-        own[name] = getattr(sharded, name)
-
-
-def sharded_of(optimizer: Any) -> ShardedOptimizer | None:
-    """What :func:`drive` gave an optimizer; ``None``: nothing."""
-    found: ShardedOptimizer | None = vars(optimizer).get(_MARK)
-    return found
+    vars(optimizer)["step"] = step

@@ -1,7 +1,7 @@
 """``LightningModule.toggle_optimizer`` for a sharded module.
 
-Lightning's own acts on the tensors in the optimizers' param groups; those of a sharded optimizer are parts of
-parameters, and what autograd looks at are the module's.
+Lightning's own remembers what required gradients until it is untoggled: where a step fails in between, or toggles
+twice, the others stay frozen for good.
 """
 
 from __future__ import annotations

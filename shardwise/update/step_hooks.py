@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-__all__ = ["BareStep", "run_post_hooks", "run_pre_hooks"]
+__all__ = ["BareStep", "has_pre_hooks", "run_post_hooks", "run_pre_hooks"]
 
 
 class BareStep:
@@ -72,7 +72,9 @@ def _stand_in(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
     kind = type(optimizer)
     if not set(OWN) <= vars(optimizer).keys() or any(hasattr(kind, name) for name in OWN):
         return None
-    space = {"__slots__": OWN, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    space: dict[str, Any] = {"__slots__": OWN, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    # A step that drops the gradients it has used means those of its groups, not all that a user's call drops.
+    space["zero_grad"] = property(lambda self: MethodType(kind.zero_grad, self))
     try:
         metaclass: Any = type(kind)
         stand_in: torch.optim.Optimizer = object.__new__(metaclass(kind.__name__, (kind,), space))
@@ -82,6 +84,11 @@ def _stand_in(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
     stand_in.param_groups = []
     stand_in._optimizer_step_pre_hooks, stand_in._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     return stand_in
+
+
+def has_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether :func:`run_pre_hooks` calls any."""
+    return bool(optimizer._optimizer_step_pre_hooks or torch_optimizer._global_optimizer_pre_hooks)
 
 
 def run_pre_hooks(optimizer: torch.optim.Optimizer) -> None:

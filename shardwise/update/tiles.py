@@ -1,9 +1,10 @@
 """Steps any element-wise torch optimizer over this rank's shards, a cache-sized tile at a time.
 
 A *piece* is the part of one parameter in this rank's shard (at most a tile long): a flat tensor that the optimizer
-takes for a parameter, so that per-parameter state such as Adam's step count is exactly torch's, also for parameters
-that some steps do not use. A *tile* is a run of neighbouring pieces that are stepped in one call, with the cast of the
-gradient, the unscaling and clipping, and the cast of the result done while the data is in cache.
+takes for a parameter in its step, so that per-parameter state such as Adam's step count is exactly torch's, also for
+parameters that some steps do not use. Its param groups keep the model's own parameters ([Note: What groups hold]). A
+*tile* is a run of neighbouring pieces that are stepped in one call, with the cast of the gradient, the unscaling and
+clipping, and the cast of the result done while the data is in cache.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from shardwise.reduce.grads import ChunkGrads
 from shardwise.reduce.kept import TileNorm
 from shardwise.torch_internals import copy_each
 from shardwise.update.states import ChunkState
-from shardwise.update.step_hooks import BareStep, run_post_hooks, run_pre_hooks
+from shardwise.update.step_hooks import BareStep, has_pre_hooks, run_post_hooks, run_pre_hooks
 from shardwise.update.tile_plan import PieceRange, TileRange
 
 __all__ = ["Due", "Piece", "Tile", "TileStepper", "is_foreign", "make_tiles", "needs_whole_tensors"]
@@ -211,10 +212,7 @@ class TileStepper:
         self._generation = 0
         """Counts what may have changed the amount of state."""
         self._counted: tuple[int, dict[Tier, int]] = (-1, {})
-        pieces: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
-        for tile in self.tiles:
-            pieces[tile.group] += [piece.value for piece in tile.pieces]
-        self.param_groups = ParamGroups(optimizer, pieces)
+        self.param_groups = ParamGroups(optimizer)
         self._bare = BareStep(optimizer)
         self._readable: bool | None = None
         """Once closed."""
@@ -227,7 +225,7 @@ class TileStepper:
     def _refuse(self, *_args: object, **_kwargs: object) -> None:
         name, todo = type(self.optimizer).__name__, "call step() of what boost/build returned"
         if self._readable is not None:
-            todo = "its groups hold parts of a model that "
+            todo = "its state is of parts of a model that "
             if self._readable:
                 todo += "is sharded no more: make a new one on model.parameters()"
             else:
@@ -244,7 +242,7 @@ class TileStepper:
     _refuse._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
     def close(self, readable: bool) -> None:
-        """The optimizer keeps its pieces, so its own ``step`` stays refused: it would change nothing of a model.
+        """Its state stays that of pieces, so the optimizer's own ``step`` stays refused: it would start without any.
 
         Args:
             readable: the model's parameters have their values without the engine, too.
@@ -406,6 +404,8 @@ class TileStepper:
 
     def _entries(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
         state = self.optimizer.state
+        if isinstance(state, dict):  # whatever its class makes of get(), which is for users
+            return [dict.get(state, piece.value, NOTHING) for piece in pieces]
         return [state.get(piece.value, NOTHING) for piece in pieces]
 
     def _extent(self, entries: Sequence[dict[str, Any]]) -> int:
@@ -451,8 +451,13 @@ class TileStepper:
         values = (tile.pieces[0].value for tile in self.tiles if tile.group == group)
         return any(value.dtype in HALF_DTYPES and value.device.type == "cpu" for value in values)
 
+    @property
+    def hooked(self) -> bool:
+        """Whether :meth:`before_step` calls anybody on this rank."""
+        return has_pre_hooks(self.optimizer)
+
     def before_step(self) -> None:
-        """The user's step hooks run once a step, not once a tile, and before anything is made of the options."""
+        """The user's step hooks run once a step, not once a tile; before anything is made of gradients and options."""
         run_pre_hooks(self.optimizer)
 
     def after_step(self) -> None:

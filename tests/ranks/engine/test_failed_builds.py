@@ -66,12 +66,13 @@ class AsItWas:
         attributes = sorted(key for m in model.modules() for key in vars(m))
         groups = [[id(p) for p in group["params"]] for group in optimizer.param_groups]
         memory = [(id(p), p.dtype, p.data_ptr(), p.stride()) for p in model.parameters()]
-        return [hooks, attributes, groups, memory, vars(optimizer).get("step"), sorted(map(id, optimizer.state))]
+        own = (vars(optimizer).get("step"), sorted(vars(optimizer)), id(optimizer.state))
+        return [hooks, attributes, groups, memory, own, sorted(map(id, optimizer.state))]
 
     def check_optimizer(self) -> None:
-        """What only the optimizer has: its step, the parameters that it was given, and their state."""
-        groups, (step, state) = self._all()[2], self._all()[4:]
-        assert [groups, step, state] == [self.before[2], *self.before[4:]]
+        """What only the optimizer has: its methods, the parameters that it was given, and their state."""
+        groups, (own, state) = self._all()[2], self._all()[4:]
+        assert [groups, own, state] == [self.before[2], *self.before[4:]]
         now = self._tensors()
         for name in (name for name in self.kept if name.startswith("state")):
             assert torch.equal(now[name], self.kept[name]), name

@@ -277,7 +277,9 @@ def loop(prepared: Any, epochs: int) -> list[float]:
             with accelerator.accumulate(model):
                 accelerator.backward(nn.functional.mse_loss(model(inputs), targets))
                 if accelerator.sync_gradients:
-                    norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.1)))
+                    of_groups = [param for group in optimizer.param_groups for param in group["params"]]
+                    given = of_groups if len(norms) % 2 else model.parameters()
+                    norms.append(float(accelerator.clip_grad_norm_(given, 0.1)))
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()

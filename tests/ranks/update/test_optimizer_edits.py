@@ -324,7 +324,7 @@ def in_place(directory: str) -> list[str]:
         session.optimizers[0].step()
         held = next(iter(session.optimizers[0].state.values()))["momentum_buffer"]
         assert held.dim() == 1 and held.dtype is torch.float64 and "OnDisk" in repr(held)
-        for act in (held.zero_, held.norm, lambda: held + 1, lambda: copy.deepcopy(session.optimizers[0].state)):
+        for act in (held.zero_, held.norm, lambda: held + 1, lambda: copy.deepcopy(dict(session.optimizers[0].state))):
             with pytest.raises(RuntimeError) as error:
                 act()
             said.append(str(error.value))
