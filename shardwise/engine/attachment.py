@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shardwise.checks.guards import Guards
+from shardwise.checks.guards import Guards, refusals_of_wrappers
 from shardwise.checks.own_state import OwnState
 from shardwise.engine.casts import cast_floats, each_tensor
 from shardwise.engine.loading import load_whole
@@ -101,9 +101,10 @@ class Attachment:
         rooms = engine.params, engine.chunks, engine.layout, engine.pool
         self.own_state = OwnState(engine.model, *rooms, staged, check, guards.check_structure)
         self._remove.append(self.own_state.remove)
-        methods: dict[str, Callable[..., Any]] = {"zero_grad": self._zero_all}
+        methods: dict[str, Any] = {"zero_grad": self._zero_all}
         # Else what is said is of the first of our hooks that cannot be pickled.
         methods |= dict.fromkeys(("__reduce_ex__", "__deepcopy__"), self._refuse_copy)
+        methods |= {name: each for name, each in refusals_of_wrappers(engine.model).items() if name not in own}
         # A class that loads in its own way, and whatever stands there already, goes first.
         if type(engine.model).load_state_dict is nn.Module.load_state_dict and "load_state_dict" not in own:
             methods["load_state_dict"] = self._load_whole
