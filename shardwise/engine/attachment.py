@@ -13,7 +13,7 @@ from torch import nn
 from shardwise.checks.guards import Guards, refusals_of_wrappers
 from shardwise.checks.own_state import OwnState
 from shardwise.engine.casts import cast_floats, each_tensor
-from shardwise.engine.loading import load_whole
+from shardwise.engine.loading import compare_given, load_whole
 from shardwise.engine.outside_trace import of_units
 from shardwise.engine.weak import weakly
 from shardwise.gather.hooks import GatherHooks, trace_hooks
@@ -122,12 +122,14 @@ class Attachment:
         )
 
     def _load_whole(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """The user's ``model.load_state_dict()``: every rank calls it, except inside ``gathered(write_back=True)``."""
+        """The user's ``model.load_state_dict()``: every rank calls it, inside ``gathered(write_back=True)`` as well."""
         engine = self._engine
-        if engine.pool.all_held:
-            return nn.Module.load_state_dict(engine.model, state_dict, strict, assign)
         with engine.mesh.doing("load_state_dict() of the model"):
-            return load_whole(engine, state_dict, strict, assign)
+            if not engine.pool.all_held:
+                return load_whole(engine, state_dict, strict, assign)
+            if self.own_state.kept:  # otherwise it is refused
+                compare_given(engine, state_dict)
+            return nn.Module.load_state_dict(engine.model, state_dict, strict, assign)
 
     def _follow(self, hooks: GatherHooks) -> None:
         """Whoever reads what follows a parameter gathers that."""
