@@ -22,6 +22,7 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed import distributed_c10d
 from torch.nn.modules.module import _IncompatibleKeys
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import Parameter
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import (
@@ -74,6 +75,7 @@ __all__ = [
     "point",
     "pop_saved_hooks",
     "push_saved_hooks",
+    "running_ddp",
     "saved_hooks_enabled",
     "storage_holders",
     "storage_id",
@@ -197,12 +199,8 @@ def wrapper_subclass(kind: type[Any], like: Tensor, device: torch.device) -> Any
 
 no_own_torch_function = torch._C._disabled_torch_function_impl
 """As a class's ``__torch_function__``: what is called on it goes to the dispatcher at once."""
-
-
-def no_torch_function() -> AbstractContextManager[None]:
-    """Inside the block no ``__torch_function__`` runs, neither of subclasses nor of modes."""
-    block: AbstractContextManager[None] = torch._C.DisableTorchFunction()
-    return block
+no_torch_function: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunction
+"""Inside the block no ``__torch_function__`` runs, neither of subclasses nor of modes."""
 
 
 def no_subclass_dispatch() -> AbstractContextManager[None]:
@@ -233,11 +231,8 @@ map_leaves_of = tree_map_only
 
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 """Number of the backward pass that runs in this thread; -1: none does."""
-
-
-def current_node() -> Any:
-    """The node of the graph whose backward runs in this thread, or ``None``."""
-    return torch._C._current_autograd_node()
+current_node: Callable[[], Any] = torch._C._current_autograd_node
+"""The node of the graph whose backward runs in this thread, or ``None``."""
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
@@ -263,9 +258,8 @@ def push_saved_hooks(pack: Callable[..., Any], unpack: Callable[..., Any]) -> No
     torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
-def pop_saved_hooks() -> None:
-    """The innermost pair ends."""
-    torch._C._autograd._pop_saved_tensors_default_hooks()
+pop_saved_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
+"""The innermost pair ends."""
 
 
 # ---- torch.compile
@@ -368,6 +362,9 @@ def incompatible_keys(missing: list[str], unexpected: list[str]) -> Any:
 
 
 # ---- torch.distributed
+
+running_ddp: Callable[[], torch.nn.Module | None] = DistributedDataParallel._get_active_ddp_module
+"""The ``DistributedDataParallel`` whose forward pass runs now, the innermost; ``None``: none does."""
 
 
 def stored_at(file: str, start: int, length: int) -> Any:

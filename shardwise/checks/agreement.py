@@ -1,4 +1,4 @@
-"""Before anything is made the ranks compare what they are about to build: one small exchange of a digest.
+"""Before anything is made, or loaded, the ranks compare what they are about to take: one small exchange of a digest.
 
 Only where the digests differ, or a rank cannot go on, the descriptions follow, so that every rank can say which one
 differs in what. A description is two levels of JSON: subjects ("parameter 0.weight"), each with fields and values.
@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from hashlib import blake2b
 from typing import Any
 
 from shardwise.comm import Group, PeerError, ranks_text
 
-__all__ = ["Description", "agreed_build", "differences", "digest"]
+__all__ = ["Description", "agreed_build", "agreed_load", "agreed_on", "differences", "digest"]
 
 Description = Mapping[str, Mapping[str, Any]]
 """By subject, by field: a JSON-able value."""
@@ -30,12 +30,17 @@ def digest(data: bytes, words: int = WORDS) -> list[float]:
 
 
 @contextmanager
-def agreed_build(group: Group, describe: Callable[[], Description]) -> Iterator[None]:
+def agreed_on(
+    group: Group, what: str, describe: Callable[[], Description], *, failed: str, differ: str
+) -> Iterator[None]:
     """Around what each rank checks and computes by itself; all ranks come to the end, or none. Every rank enters.
 
     Args:
         group: the ranks; the block must not need them.
+        what: they are about to do, for ranks that do not meet here.
         describe: called after the block: what has to be the same on all of them.
+        failed: what has not happened because other ranks cannot, for the message.
+        differ: of what they differ, for the message.
 
     Raises:
         ValueError: the descriptions differ; which rank, in what, and both values.
@@ -48,23 +53,44 @@ def agreed_build(group: Group, describe: Callable[[], Description]) -> Iterator[
     words = [0.0] * WORDS
     try:
         yield
-        mine = describe()
-        words = digest(json.dumps(mine).encode())
+        if group.size > 1:
+            mine = describe()
+            words = digest(json.dumps(mine).encode())
     except Exception as error:
         failure = error
-    found = group.summarize([float(failure is not None), *words], "what is to be built")
+    found = group.summarize([float(failure is not None), *words], what)
     if found.most[0]:
         told = None if failure is None else f"{type(failure).__name__}: {failure}"
         reasons = group.exchange_object(told)
         if failure is not None:
             raise failure
         lines = "".join(f"\n  rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None)
-        raise PeerError(f"nothing was sharded, because other ranks cannot build:{lines}")
+        raise PeerError(f"{failed}:{lines}")
     if not found.alike:
         descriptions: list[Any] = group.exchange_object(mine)
-        raise ValueError(
-            f"the ranks are about to build different things: {differences(descriptions)}; give the same on every rank"
-        )
+        raise ValueError(f"{differ}: {differences(descriptions)}; give the same on every rank")
+
+
+def agreed_build(group: Group, describe: Callable[[], Description]) -> AbstractContextManager[None]:
+    """:func:`agreed_on`, of what is to be built."""
+    return agreed_on(
+        group,
+        "what is to be built",
+        describe,
+        failed="nothing was sharded, because other ranks cannot build",
+        differ="the ranks are about to build different things",
+    )
+
+
+def agreed_load(group: Group, into: str, describe: Callable[[], Description]) -> AbstractContextManager[None]:
+    """:func:`agreed_on`, of a state that every rank gives whole and keeps its part of; ``into``: what has it then."""
+    return agreed_on(
+        group,
+        f"what is to be loaded into {into}",
+        describe,
+        failed=f"nothing was loaded into {into}, because other ranks cannot",
+        differ=f"the ranks are about to load different states into {into}",
+    )
 
 
 def differences(descriptions: Sequence[Description]) -> str:

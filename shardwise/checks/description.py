@@ -20,7 +20,7 @@ from shardwise.chunk.layout import ParamFact
 from shardwise.plan import ByModule, Plan
 from shardwise.printable import class_name
 
-__all__ = ["describe_build", "group_values", "plain"]
+__all__ = ["describe_build", "described", "group_values", "plain"]
 
 # A field that is not named here is compared: one that is forgotten is an error, and not a silent difference.
 PER_RANK = {"verbose", "mesh", "shared_memory", "pin_memory", "device_capacity_bytes", "disk"}
@@ -131,6 +131,13 @@ def plain(value: Any) -> Any:
         known = value.numel() == 1 and not value.is_meta
         return value.item() if known else f"a tensor of shape {tuple(value.shape)}"
     return str(value) if isinstance(value, torch.dtype) else type(value).__name__
+
+
+def described(value: Any) -> dict[str, Any]:
+    """An entry of a state: the form of a tensor, any other value as :func:`plain` has it."""
+    if isinstance(value, torch.Tensor):
+        return {"shape": list(value.shape), "dtype": str(value.dtype)}
+    return {"value": plain(value)}
 
 
 def _modules(model: nn.Module, plan: Plan) -> dict[str, Mapping[str, Any]]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,18 +17,21 @@ from shardwise.chunk.chunk import Chunk
 from shardwise.chunk.layout import Layout
 from shardwise.device import runs_ahead
 from shardwise.gather.pool import ChunkPool
+from shardwise.torch_internals import running_ddp
 
-__all__ = ["Guards", "check_shardable"]
+__all__ = ["Guards", "check_shardable", "refusals_of_wrappers"]
 
 MARK = "_is_sharded"
-
+ASKED_BY_DDP, ASKED_BY_REPLICAS = "_ddp_params_and_buffers_to_ignore", "_replicate_for_data_parallel"
+"""Attributes of a module that torch's ``DistributedDataParallel`` and ``DataParallel`` ask for before they use it."""
 
 def check_shardable(model: nn.Module) -> None:
     """Before anything is changed.
 
     Raises:
         ValueError: a trainable parameter is complex or an integer, two parameters share memory, the model is sharded
-            already (torch's ``FullyShardedDataParallel`` included), or a parameter or buffer of it is a ``DTensor``.
+            already (torch's ``FullyShardedDataParallel`` included), a module of it makes gradients alike by itself
+            (``DistributedDataParallel``, ``DataParallel``), or a parameter or buffer of it is a ``DTensor``.
     """
     fsdp = sys.modules.get("torch.distributed.fsdp")  # whose import takes long, and nobody has such a model before
     for name, module in model.named_modules():
@@ -37,6 +41,11 @@ def check_shardable(model: nn.Module) -> None:
             raise ValueError(
                 f"module {name!r} of the model is a {type(module).__name__}, which has divided its parameters already: "
                 "give the model as it was before, and this divides it"
+            )
+        if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            raise ValueError(
+                f"module {name!r} of the model is a {type(module).__name__}, which gets none of the gradients that "
+                "this reduces: give the model without it (its .module); stage=0 does what it did"
             )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if isinstance(tensor, DTensor):
@@ -54,6 +63,42 @@ def check_shardable(model: nn.Module) -> None:
                 f"{name} {tuple(param.shape)} is not gathered: the model is sharded already; build a new one"
             )
     check_apart(model)
+
+
+# [Note: What torch would put around a sharded model]
+# DistributedDataParallel averages what stands in ``.grad`` when its own hooks run. The engine has taken the gradient by
+# then, so it would average zeros, and put them where the engine's are. A copy that DataParallel makes for another GPU
+# has the hooks, and not the parameters. Both first ask the module for an attribute: one that refuses is there as long
+# as the model is sharded, and wrappers of it that pass attributes on have it too. Where a module in between has none of
+# its own (a user's, or one that is sharded at its first use) DDP shows when the model runs inside of its forward pass.
+class _RefusesDDP:
+    """Instead of names of parameters that DDP is to leave alone."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __iter__(self) -> Iterator[str]:
+        raise RuntimeError(_around(self._name))
+
+
+def _around(name: str) -> str:
+    return (
+        f"DistributedDataParallel around a sharded {name}: it would average gradients that were taken from it, and put "
+        "zeros in their place. Leave it out: gradients are reduced over the ranks already"
+    )
+
+
+def refusals_of_wrappers(model: nn.Module) -> dict[str, Any]:
+    """What a sharded model has among its attributes, so that torch's own data parallelism is not put around it."""
+    name = type(model).__name__
+
+    def refuse_replica() -> Any:
+        raise RuntimeError(
+            f"DataParallel around a sharded {name}: its copies for other GPUs would have none of the parameters. Leave "
+            "it out, and start one rank a GPU"
+        )
+
+    return {ASKED_BY_DDP: _RefusesDDP(name), ASKED_BY_REPLICAS: refuse_replica}
 
 
 class Guards:
@@ -100,11 +145,22 @@ class Guards:
         """Before a forward pass.
 
         Raises:
-            RuntimeError: modules or the data of parameters were replaced, or parameters written to where it is lost.
+            RuntimeError: modules or the data of parameters were replaced, or parameters written to where it is lost;
+                or ``DistributedDataParallel`` has them as well.
         """
         if not torch.compiler.is_compiling():
+            self._check_alone()
             self._structure.check_children()
             self.check_edits(values=not self._reads_cost, held=False)
+
+    def _check_alone(self) -> None:
+        outer = running_ddp()
+        if outer is None:
+            return
+        # It has nothing to do with a model that its own only calls, nor with one that is frozen.
+        own = {id(param) for param in self._params if param.requires_grad}
+        if any(id(param) in own for param in outer.parameters()):
+            raise RuntimeError(_around(type(self._model).__name__))
 
     def after_forward(self) -> None:
         """After one: nothing was written to copies that end; see :meth:`check_edits`."""

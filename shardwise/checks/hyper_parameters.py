@@ -1,4 +1,5 @@
-"""Whether the ranks still have the same learning rates and groups: a number that rides on what a step exchanges anyway.
+"""Whether the ranks still have the same learning rates and groups, and gradients of as many passes under one scale:
+numbers that ride on what a step exchanges anyway.
 
 Where the shard group is the whole mesh it rides on the norm, which :meth:`ShardedOptimizer.step` takes right before it
 updates. Where there are replicas it rides on what ends a pass, with the number of what the last step used and that of
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import zlib
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any, Protocol
 
@@ -43,6 +44,7 @@ class HyperParameters:
         index: its position among the engine's optimizers.
         mesh: the ranks whose updates have to be alike.
         asked: what the next step was told besides, by calls that every rank makes (clipping).
+        held: what this rank's gradients are made of; other only on ranks that hold other parts of the model.
     """
 
     def __init__(
@@ -52,9 +54,10 @@ class HyperParameters:
         index: int,
         mesh: Mesh,
         asked: Callable[[], Sequence[tuple[str, float]]],
+        held: Callable[[], Mapping[str, float]],
     ) -> None:
         self._optimizer, self._index, self._mesh, self._asked = optimizer, index, mesh, asked
-        self._groups = groups
+        self._groups, self._held = groups, held
         self._replicated = mesh.replicate.size > 1
         self._used: tuple[float, Description] = (0.0, {})
         self._steps = 0
@@ -72,11 +75,13 @@ class HyperParameters:
 
     def beside_norm(self) -> list[float]:
         """What travels with the norm."""
-        return [] if self._replicated else [self.word()]
+        return [] if self._replicated else [self.word(), *self._held().values()]
 
     def beside_marks(self) -> list[float]:
         """What travels at the end of a pass."""
-        return [self.word(), self._used[0], float(self._steps)] if self._replicated else []
+        if not self._replicated:
+            return []
+        return [self.word(), *self._held().values(), self._used[0], float(self._steps)]
 
     def used(self) -> None:
         """A step was made with what there is now."""
@@ -91,11 +96,13 @@ class HyperParameters:
 
         Raises:
             ValueError: says which rank differs in what, with both values.
-            RuntimeError: replicas that meet in a pass have made different numbers of steps.
+            RuntimeError: replicas that meet in a pass have made different numbers of steps; or some ranks have dropped
+                gradients that others hold, or multiplied them by another loss scale.
         """
-        told = (self._steps, {**self._describe(""), **self._used[1]})
+        made_of = {f"the gradients of {called(self._index)}": self._held() if group is None else {}}
+        told = (self._steps, made_of, {**self._describe(""), **self._used[1]})
         found: list[Any] = (group or self._mesh.world).exchange_object(told, "hyper-parameters")
-        steps, described = [steps for steps, _ in found], [each for _, each in found]
+        steps, grads, described = ([each[place] for each in found] for place in range(3))
         if self._replicated and len(set(steps)) > 1:
             by_rank = ", ".join(f"rank {rank} {count}" for rank, count in enumerate(steps))
             self._steps = 0  # told once: they may go on from a checkpoint
@@ -103,6 +110,11 @@ class HyperParameters:
                 f"ranks that meet in a backward pass have made different numbers of steps ({by_rank}): every rank has "
                 "to make as many passes before each step() (under no_sync() all but the last may differ in number). "
                 "What was updated since the first that did not is wrong: load a checkpoint"
+            )
+        if any(each != grads[0] for each in grads):
+            raise RuntimeError(
+                f"the ranks hold different gradients: {differences(grads)}. Call zero_grad(), and load states, on all "
+                "ranks or on none; now call zero_grad() on all, and make the step's passes again"
             )
         if any(each != described[0] for each in described):
             raise ValueError(

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shardwise.checks.guards import Guards
+from shardwise.checks.guards import Guards, refusals_of_wrappers
 from shardwise.checks.own_state import OwnState
 from shardwise.engine.casts import cast_floats, each_tensor
-from shardwise.engine.loading import load_whole
+from shardwise.engine.loading import compare_given, load_whole
 from shardwise.engine.outside_trace import of_units
 from shardwise.engine.weak import weakly
 from shardwise.gather.hooks import GatherHooks, trace_hooks
@@ -101,9 +101,10 @@ class Attachment:
         rooms = engine.params, engine.chunks, engine.layout, engine.pool
         self.own_state = OwnState(engine.model, *rooms, staged, check, guards.check_structure)
         self._remove.append(self.own_state.remove)
-        methods: dict[str, Callable[..., Any]] = {"zero_grad": self._zero_all}
+        methods: dict[str, Any] = {"zero_grad": self._zero_all}
         # Else what is said is of the first of our hooks that cannot be pickled.
         methods |= dict.fromkeys(("__reduce_ex__", "__deepcopy__"), self._refuse_copy)
+        methods |= {name: each for name, each in refusals_of_wrappers(engine.model).items() if name not in own}
         # A class that loads in its own way, and whatever stands there already, goes first.
         if type(engine.model).load_state_dict is nn.Module.load_state_dict and "load_state_dict" not in own:
             methods["load_state_dict"] = self._load_whole
@@ -121,12 +122,14 @@ class Attachment:
         )
 
     def _load_whole(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """The user's ``model.load_state_dict()``: every rank calls it, except inside ``gathered(write_back=True)``."""
+        """The user's ``model.load_state_dict()``: every rank calls it, inside ``gathered(write_back=True)`` as well."""
         engine = self._engine
-        if engine.pool.all_held:
-            return nn.Module.load_state_dict(engine.model, state_dict, strict, assign)
         with engine.mesh.doing("load_state_dict() of the model"):
-            return load_whole(engine, state_dict, strict, assign)
+            if not engine.pool.all_held:
+                return load_whole(engine, state_dict, strict, assign)
+            if self.own_state.kept:  # otherwise it is refused
+                compare_given(engine, state_dict)
+            return nn.Module.load_state_dict(engine.model, state_dict, strict, assign)
 
     def _follow(self, hooks: GatherHooks) -> None:
         """Whoever reads what follows a parameter gathers that."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shardwise.checked import as_mapping
+from shardwise.checks.agreement import Description, agreed_load
+from shardwise.checks.description import described
 from shardwise.checks.unfinished import PARAMETERS
+from shardwise.checksum import sample_words
 from shardwise.engine.others import is_one_kind, put_others
 from shardwise.engine.whole import state_names
 from shardwise.engine.writer import ValueWriter
@@ -18,38 +21,77 @@ from shardwise.torch_internals import incompatible_keys
 if TYPE_CHECKING:
     from shardwise.engine.engine import Engine
 
-__all__ = ["load_whole"]
+__all__ = ["compare_given", "load_whole"]
 
 
+# [Note: States that ranks are given]
+# Every rank gives a whole state and keeps its part, so ranks that give different ones would go on with a model, or with
+# moments, that are in no file: the usual cause is a state that one rank alone has read. Before the first value is
+# written they compare names, shapes, dtypes and, of what lies on several ranks in parts, a sample of the values. What
+# each rank has for itself may differ: buffers, and extra state. A rank's own refusal is every rank's.
 def load_whole(engine: Engine, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
     """Take over a full state; every rank gives it and keeps its part (fp32 masters included). Collective.
 
     Raises:
-        ValueError: ``assign=True``.
+        ValueError: ``assign=True``; or ranks give other names, shapes, dtypes or values of parameters: on every rank.
         RuntimeError: missing, unexpected or wrongly shaped entries, packed numbers for others or the other way
-            round, all of them listed; nothing is changed then.
+            round, all of them listed.
             Shapes are checked even where ``strict`` is False.
+        PeerError: that is so on another rank.
+
+    Nothing is changed then.
     """
-    if assign:
-        raise ValueError(f"load_state_dict(assign={assign}): sharded storage cannot be replaced; use assign=False")
     engine.guards.check_held()
-    as_mapping("state_dict", state_dict, "what state_dict() of the model returned, values by name")
-    names = state_names(engine)
-    # A tied parameter may be given under one of its names only.
-    tied = names.of_parameter.values()
-    missing = [name for name in names.others if name not in state_dict]
-    missing += [name for own in tied if not any(each in state_dict for each in own) for name in own]
-    unexpected = [name for name in state_dict if name not in names.order]
-    wrong = _wrong(engine, names, state_dict)
-    if wrong or (strict and (missing or unexpected)):
-        raise RuntimeError(
-            f"the state does not fit the model: missing {missing}, unexpected {unexpected}, wrong shapes or dtypes "
-            f"{wrong}"
-        )
+    missing, unexpected = list[str](), list[str]()
+    with agreed_load(engine.mesh.everyone, "the model", lambda: _described(names, state_dict)):
+        if assign:
+            raise ValueError(f"load_state_dict(assign={assign}): sharded storage cannot be replaced; use assign=False")
+        as_mapping("state_dict", state_dict, "what state_dict() of the model returned, values by name")
+        names = state_names(engine)
+        # A tied parameter may be given under one of its names only.
+        tied = names.of_parameter.values()
+        missing += [name for name in names.others if name not in state_dict]
+        missing += [name for own in tied if not any(each in state_dict for each in own) for name in own]
+        unexpected += [name for name in state_dict if name not in names.order]
+        wrong = _wrong(engine, names, state_dict)
+        if wrong or (strict and (missing or unexpected)):
+            raise RuntimeError(
+                f"the state does not fit the model: missing {missing}, unexpected {unexpected}, wrong shapes or dtypes "
+                f"{wrong}"
+            )
     _load(engine, state_dict, names)
     if not missing:
         engine.unfinished.end(PARAMETERS)
     return incompatible_keys(missing, unexpected)
+
+
+def compare_given(engine: Engine, state_dict: Mapping[str, Any]) -> None:
+    """Before a module itself takes a state into gathered parameters, of which each rank keeps its part. Collective.
+
+    Raises:
+        ValueError, PeerError: as :func:`load_whole`.
+    """
+    with agreed_load(engine.mesh.everyone, "the model", lambda: _described(state_names(engine), state_dict)):
+        as_mapping("state_dict", state_dict, "what state_dict() of the model returned, values by name")
+
+
+def _described(names: StateNames, state: Mapping[str, Any]) -> Description:
+    """What of a state is taken over."""
+    found = {f"{name} in the state": _others(state[name]) for name in names.others if name in state}
+    params = {own[0]: name for own in names.of_parameter.values() if (name := _given_name(own, state)) is not None}
+    words = sample_words([state[name] for name in params.values()])
+    for (own, name), word in zip(params.items(), words, strict=True):
+        found[f"{own} in the state"] = described(state[name]) | {"a sample of the values": word}
+    return found
+
+
+def _others(value: Any) -> dict[str, Any]:
+    """Of a buffer its form, of extra state its class alone."""
+    return described(value) if isinstance(value, torch.Tensor) else {"class": type(value).__name__}
+
+
+def _given_name(own_names: Sequence[str], state: Mapping[str, Any]) -> str | None:
+    return next((name for name in own_names if name in state), None)
 
 
 def _wrong(engine: Engine, names: StateNames, state: Mapping[str, Any]) -> list[str]:
@@ -80,7 +122,7 @@ def _load(engine: Engine, state: Mapping[str, Any], names: StateNames) -> None:
     engine.unfinished.begin("loading a state", PARAMETERS)
     with ValueWriter(engine.storage) as writer:
         for place, own_names in names.of_parameter.items():
-            given = next((name for name in own_names if name in state), None)
+            given = _given_name(own_names, state)
             if given is not None and place in engine.division.census.index:
                 writer.store(engine.division.census.index[place], state[given])
     # All stages' names are not those of this rank's modules.

@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
+from shardwise.checks.agreement import Description, agreed_load
 from shardwise.checks.unfinished import PARAMETERS
+from shardwise.checksum import sample_words
 from shardwise.disk.agreement import agreed
 from shardwise.engine.engine import Engine
 from shardwise.engine.optimizer import ShardedOptimizer
@@ -98,11 +100,12 @@ class OneParameter:
         """Replace it, master and all, by ``value``: whole and the same on every rank, or this rank's part.
 
         Raises:
-            ValueError: another shape or number of elements.
+            ValueError: another shape or number of elements, or ranks give different whole values; nothing has changed.
+            PeerError: another rank's shape does not fit.
             RuntimeError: the model was closed, or given back by ``unshard()``; so for all that is set here.
         """
         self.engine.check_open(f"writing {self.name}")
-        given = self._checked(value, own)
+        given = self._alike(value, own, "the value")
         if own:
             given = self._whole(given)
         engine = self.engine
@@ -113,6 +116,22 @@ class OneParameter:
             writer.store(self.index, given, local=True)
         engine.values.publish(everything=True)
         engine.unfinished.end(PARAMETERS)
+
+    def _alike(self, value: torch.Tensor, own: bool, what: str) -> torch.Tensor:
+        """As :meth:`_checked`, on all ranks; what is given whole they compare. See [Note: States that ranks are given].
+
+        Raises:
+            ValueError: other ranks give other values; nothing has changed.
+            PeerError: another rank's has another shape.
+        """
+        given = value
+
+        def told() -> Description:
+            return {} if own else {what: {"a sample of the values": sample_words([given])[0]}}
+
+        with agreed_load(self.engine.mesh.world, f"{what} of {self.name}", told):
+            given = self._checked(value, own)
+        return given
 
     def _checked(self, value: torch.Tensor, own: bool) -> torch.Tensor:
         wanted = torch.Size([self._numel]) if own else torch.Size(self._slot.shape)
@@ -216,7 +235,7 @@ class OneParameter:
         """Replace one element-wise entry of its optimizer state.
 
         Raises:
-            ValueError: another shape or number of elements.
+            ValueError, PeerError: as :meth:`set_value`.
             RuntimeError: no optimizer has it, or it has no state yet.
             KeyError: its state has no such entry.
         """
@@ -227,7 +246,7 @@ class OneParameter:
                 f"the optimizer state {key!r} of {self.name} := ... (it has {found}): a frozen parameter has none, and "
                 "others have theirs after the first step; set it then"
             )
-        given = self._checked(value, own).reshape(-1)
+        given = self._alike(value, own, f"the state {key!r}").reshape(-1)
         given = given if own else given[self._first : self._first + self._numel]
         with self._writing():
             for position, piece, state in self._pieces():

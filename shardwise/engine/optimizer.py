@@ -12,7 +12,6 @@ import torch
 from shardwise.attributes import attribute_of
 from shardwise.checked import number
 from shardwise.checks.collective import collective
-from shardwise.checks.hyper_parameters import HyperParameters
 from shardwise.checks.unfinished import PARAMETERS, state_of
 from shardwise.device import runs_ahead
 from shardwise.engine.engine import Engine
@@ -21,6 +20,7 @@ from shardwise.engine.losses import Losses
 from shardwise.engine.not_finite import LossWatch, first_non_finite
 from shardwise.engine.optimizer_state import OptimizerState
 from shardwise.engine.other_parts import Counting
+from shardwise.engine.settings import compared_settings
 from shardwise.engine.updates import TileUpdates
 from shardwise.memory.tier import Tier
 from shardwise.reduce.kept import TileNorm
@@ -57,9 +57,7 @@ class ShardedOptimizer(Losses, torch.optim.Optimizer):
         self._margin_used = False
         self._norm: Callable[[], float] | None = None
         self._late_norm = self._make_late_norm()
-        asked = lambda: engine.visible.asked.get(index, ())  # noqa: E731
-        self._settings = HyperParameters(optimizer, self._updates.param_groups, index, engine.mesh, asked)
-        engine.reducer.riders.append(self._settings)
+        self._settings = compared_settings(engine, optimizer, self._updates.param_groups, index)
         self._loss_watch = LossWatch(engine)
         self.last_step_skipped = False
         self.skipped_because: str | None = None
@@ -458,27 +456,24 @@ class ShardedOptimizer(Losses, torch.optim.Optimizer):
 
     @collective("load_state_dict() of an optimizer")
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a full state (ours or plain torch's for the same parameters); each rank keeps its part.
+        """Take over a full state (ours or plain torch's for the same parameters), the same on every rank, each of which
+        keeps its part. Collective.
 
         Raises:
-            ValueError: groups or shapes do not match.
+            ValueError: groups or shapes do not match, or ranks give different states; nothing has changed.
+            PeerError: another rank's do not match.
             RuntimeError: the model was closed, or given back by ``unshard()``.
         """
         self.engine.check_open(f"load_state_dict() of the {type(self.optimizer).__name__}")
         state_dict = state_taken(self.optimizer, state_dict)
-        scaler = LossScaler(self.scaler.plan) if self.scaler is not None and "scaler" in state_dict else None
-        if scaler is not None:
-            scaler.load_state_dict(state_dict["scaler"])  # checked before anything is taken over
         if self._early is not None:
             if self._early.in_place and self._early.failed:
                 self._early.discard()
                 self.engine.unfinished.begin("updates during backward", PARAMETERS)
             else:
                 self._early.undo_for("loading a state")
-        self._full.distribute(state_dict)
+        self._full.distribute(state_dict, self.scaler)
         self.engine.unfinished.end(state_of(self.index))
-        if scaler is not None and self.scaler is not None:
-            self.scaler.load_state_dict(scaler.state_dict())
         loaded(self.optimizer)
 
 

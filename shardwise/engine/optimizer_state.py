@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from shardwise.checked import as_mapping
+from shardwise.checks.agreement import Description, agreed_load
+from shardwise.checks.description import described, group_values
 from shardwise.checks.param_groups import check_modes
+from shardwise.checksum import sample_words
 from shardwise.chunk.chunk import Chunk
 from shardwise.chunk.layout import Slot
 from shardwise.disk.agreement import agreed
@@ -21,6 +24,7 @@ from shardwise.engine.updates import TileUpdates
 from shardwise.engine.whole import READ_AGAIN, first_holders, reads_disk, together
 from shardwise.optim.nested_state import flat, misfits, nested, tensors_of
 from shardwise.optim.state_form import check_full_state, constructed_state, makes_state_at_once
+from shardwise.reduce.scaler import LossScaler
 from shardwise.tensor.order import part_of_whole
 from shardwise.update.tiles import Piece
 
@@ -321,50 +325,88 @@ class OptimizerState:
                             shard[piece.start : piece.end].copy_(state[key].view(-1))
         return shards
 
-    def distribute(self, full: dict[str, Any]) -> None:
-        """Take over ``full``; nothing is changed unless all of it fits.
+    def distribute(self, full: dict[str, Any], scaler: LossScaler | None = None) -> None:
+        """Take over ``full``; nothing is changed unless all of it fits, on every rank. Collective.
+
+        Args:
+            full: the same on every rank; see [Note: States that ranks are given].
+            scaler: takes over the loss scale, if one is in it.
 
         Raises:
-            ValueError: groups or shapes differ from this optimizer's, or a group has a mode that shards cannot have.
+            ValueError: groups or shapes differ from this optimizer's, or a group has a mode that shards cannot have; or
+                ranks give different states.
+            PeerError: another rank's does not fit.
+        """
+        name = type(self.optimizer).__name__
+        trial = LossScaler(scaler.plan) if scaler is not None else None
+        with agreed_load(self.engine.mesh.everyone, f"the {name}", lambda: self._told(full, numbers, trial)):
+            numbers = self._checked(full)
+            if trial is not None and "scaler" in full:
+                trial.load_state_dict(full["scaler"])
+            new = self._new(full, numbers)
+        with self._updates.undone_on_error(), self._all_write("optimizer state was loaded", "Nothing has changed."):
+            self.optimizer.state.clear()
+            for position, states in enumerate(new):
+                self._updates.replace(position, self._own(full, numbers, position) if states is None else states)
+        self._commit()
+        for group, theirs in zip(self.optimizer.param_groups, full["param_groups"], strict=True):
+            group.update(copy.deepcopy({key: value for key, value in theirs.items() if key != "params"}))
+        if scaler is not None and "scaler" in full:
+            scaler.load_state_dict(full["scaler"])
+
+    def _checked(self, full: Any) -> dict[int, int]:
+        """By place of a parameter its number in ``full``, whose groups and state are this optimizer's.
+
+        Raises:
+            ValueError: they are not.
         """
         held = as_mapping("state_dict", full, "what state_dict() of an optimizer returned")
         if not {"state", "param_groups"} <= held.keys():
             raise ValueError(f"state_dict with {sorted(map(str, held))}: an optimizer's has 'state' and 'param_groups'")
-        number, groups = self._numbering()
-        theirs = full["param_groups"]
-        if [len(g["params"]) for g in theirs] != [len(g["params"]) for g in groups]:
+        places, theirs = self.places_by_group(), full["param_groups"]
+        if [len(g["params"]) for g in theirs] != [len(own) for own in places]:
             raise ValueError(
                 f"the state has param groups of {[len(g['params']) for g in theirs]} parameters, this optimizer of "
-                f"{[len(g['params']) for g in groups]}; load it into an optimizer with the same groups"
+                f"{[len(own) for own in places]}; load it into an optimizer with the same groups"
             )
         check_modes(f"the state of a {type(self.optimizer).__name__}", theirs)
-        renumber: dict[int, int] = {}
-        for group, their_group in zip(groups, theirs, strict=True):
-            renumber |= dict(zip(group["params"], their_group["params"], strict=True))
-
         census = self.engine.division.census
-        shapes = [[census.facts[place].whole for place in places] for places in self.places_by_group()]
-        check_full_state(self.optimizer, full, shapes)
+        check_full_state(self.optimizer, full, [[census.facts[place].whole for place in own] for own in places])
+        numbers: dict[int, int] = {}
+        for own, group in zip(places, theirs, strict=True):
+            numbers |= dict(zip(own, group["params"], strict=True))
+        return numbers
 
-        def cut(position: int) -> list[dict[str, Any] | None]:
-            pieces = self._updates.tiles[position].pieces
-            return self._completed(
-                position, [full["state"].get(renumber[number[census.place[p.param]]]) for p in pieces]
-            )
-
+    def _new(self, full: dict[str, Any], numbers: dict[int, int]) -> list[list[dict[str, Any] | None] | None]:
+        """By tile its part of ``full``; ``None``: it is only known to fit, because its state is on a disk."""
         tiles = self._updates.tiles
         # All of it is cut before the first is replaced, so that a state that does not fit changes nothing.
-        new = [cut(position) if not tile.state.on_disk else None for position, tile in enumerate(tiles)]
+        new = [
+            self._own(full, numbers, position) if not tile.state.on_disk else None
+            for position, tile in enumerate(tiles)
+        ]
         for position, tile in enumerate(tiles):
             if tile.state.on_disk:  # only checked here: all of them at once may not fit into memory
-                cut(position)
-        with self._updates.undone_on_error(), self._all_write("optimizer state was loaded", "Nothing has changed."):
-            self.optimizer.state.clear()
-            for position, states in enumerate(new):
-                self._updates.replace(position, cut(position) if states is None else states)
-        self._commit()
-        for group, their_group in zip(self.optimizer.param_groups, theirs, strict=True):
-            group.update(copy.deepcopy({key: value for key, value in their_group.items() if key != "params"}))
+                self._own(full, numbers, position)
+        return new
+
+    def _own(self, full: dict[str, Any], numbers: dict[int, int], position: int) -> list[dict[str, Any] | None]:
+        census, pieces = self.engine.division.census, self._updates.tiles[position].pieces
+        return self._completed(position, [full["state"].get(numbers[census.place[p.param]]) for p in pieces])
+
+    def _told(self, full: dict[str, Any], numbers: dict[int, int], scaler: LossScaler | None) -> Description:
+        """What of a state is taken over, for the ranks to compare."""
+        facts, found = self.engine.division.census.facts, dict[str, Mapping[str, Any]]()
+        if scaler is not None and "scaler" in full:
+            found["the loss scale in the state"] = scaler.state_dict()
+        for number, group in enumerate(full["param_groups"]):
+            found[f"group {number} in the state"] = group_values(self.optimizer, group)
+        entries = [(facts[place].names[0], full["state"].get(number)) for place, number in numbers.items()]
+        values = [(name, key, value) for name, entry in entries if entry for key, value in sorted(flat(entry).items())]
+        words = sample_words([value for _, _, value in values])
+        for (name, key, value), word in zip(values, words, strict=True):
+            found[f"{key} of {name} in the state"] = described(value) | {"a sample of the values": word}
+        return found
 
 
 def _on_meta(entry: dict[str, Any]) -> bool:

@@ -79,7 +79,7 @@ class PipelineSteps:
         if not train:
             with torch.no_grad():
                 return self._run.step(schedule, parts, criterion, None, wants_outputs)
-        late = engine.plan.shard.reduce == "last"
+        late, before = engine.plan.shard.reduce == "last", engine.passes.held()
         try:
             with engine.no_sync() if late else contextlib.nullcontext():
                 with self._shared.kept() if self._shared is not None else contextlib.nullcontext():
@@ -90,7 +90,7 @@ class PipelineSteps:
                             torch.autograd.backward(param, grad)
         except BaseException:
             self._passes.forget()
-            engine.passes.fail()  # also where a forward pass failed: what was accumulated is no step's gradient
+            engine.passes.fail(before)  # also where a forward pass failed: what was accumulated is no step's gradient
             raise
         return outcome
 

@@ -30,7 +30,9 @@ __all__ = ["BackwardPasses"]
 # forward pass or zero_grad() recovers, on every rank alike: the ranks tell how far each came, begin what any of them
 # has begun, wait for it, and forget the gradients of the step. A rank that noticed nothing comes to another exchange
 # instead; the purposes differ, all raise, and the pass counts as failed until they do agree. step() or a new pass
-# before that is refused, because what was reduced by then differs between the ranks.
+# before that is refused, because what was reduced by then differs between the ranks. With the failed pass go those that
+# the step had before, whose sums it may have been added to; a forward pass or a new pass, after which a program would
+# go on to its step, warns of them.
 class BackwardPasses:
     """Notices backward passes over one model and ends them on every rank alike.
 
@@ -63,6 +65,8 @@ class BackwardPasses:
         """What the loss of the next pass that the program makes was multiplied by; ``None``: nobody has said."""
         self._failed = False
         """A pass has failed, and not all ranks have dropped it yet."""
+        self._before: int | None = None
+        """Passes whose gradients were held when the running pass began."""
         self._gathering = False
         """The peers that gather with this rank may still be in a pass that this one has begun."""
         self.unreduced = False
@@ -95,7 +99,12 @@ class BackwardPasses:
     def _begin(self) -> None:
         """All that may refuse the pass, then all that begins with it."""
         self._events.backward_asked()
+        self._before = self.held()
         self._events.backward_began()
+
+    def held(self) -> int:
+        """Of how many passes the step has gradients so far."""
+        return max(map(self._counts.so_far, self._counts.optimizers), default=0)
 
     @property
     def running(self) -> bool:
@@ -142,17 +151,28 @@ class BackwardPasses:
             "requires_grad False where gradients only flow through this model to another one"
         )
 
-    def fail(self) -> None:
-        """What was to follow on the passes of this step failed: they count as failed, until all ranks drop them."""
-        self._failed = True
+    def fail(self, before: int) -> None:
+        """What was to follow on the passes of this step failed: they count as failed, until all ranks drop them.
 
-    def recover(self) -> None:
+        Args:
+            before: what :meth:`held` was before the passes that failed.
+        """
+        self._failed, self._before = True, before
+
+    def recover(self, dropping: bool = False) -> None:
         """At a forward pass or ``zero_grad`` outside backward: a pass that never ended has failed; drop its remains.
+
+        Args:
+            dropping: the caller drops the gradients of all passes anyway.
+
+        Warns:
+            UserWarning: gradients of passes that did not fail go with it.
 
         Raises:
             PeerError: not on all ranks yet; all of them learn of it now, and the next call drops it.
         """
         if self._has_failed():
+            earlier = self.held() if self._before is None else self._before
             # Until it is done: a rank that forgot would meet the others' agreement with its next pass.
             self._failed = True
             self._tasks.clear()
@@ -163,7 +183,13 @@ class BackwardPasses:
             self._pool.taking_part.realign()
             self.forget_tokens(None)
             self._failed = self.unreduced = False
-            self._expected = None
+            self._expected = self._before = None
+            if earlier and not dropping:
+                warn_user(
+                    f"a backward pass failed: its gradients, and those of {earlier} earlier pass{'es' * (earlier > 1)} "
+                    "of this step, which plain PyTorch keeps, were dropped. Make all passes of the step again; "
+                    "zero_grad() after a failure says that they are to go"
+                )
 
     def expect(self, loss_scale: float) -> None:
         """The next pass is one that the program makes (``loss.backward()``), of a loss multiplied by ``loss_scale``."""
@@ -201,7 +227,7 @@ class BackwardPasses:
             self._gathering = False
             self._reducer.finish(self.sync)
             self._pool.taking_part.take_back()
-            self._failed = False
+            self._failed, self._before = False, None
         self.unreduced = not self.sync
         self._expected = None
         self._events.backward_ended()

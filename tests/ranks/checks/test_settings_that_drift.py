@@ -160,7 +160,7 @@ def test_an_optimizer_in_hundreds_of_groups_has_another_word_for_every_change() 
     optimizer = torch.optim.AdamW([{"params": [param]} for param in params])
     groups = ParamGroups(optimizer, [[param] for param in params])
     mesh = Mesh.create(PLANS["zero2"].mesh, torch.device("cpu"), PLANS["zero2"].comm)
-    settings = HyperParameters(optimizer, groups, 0, mesh, lambda: ())
+    settings = HyperParameters(optimizer, groups, 0, mesh, lambda: (), dict)
     words = {settings.word()}
     for number in (0, 150, 299):
         optimizer.param_groups[number]["lr"] = 0.5

@@ -1,0 +1,33 @@
+"""What an optimizer's next step will use, for the ranks to compare with what they exchange anyway."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from shardwise.checks.hyper_parameters import HyperParameters
+from shardwise.checks.param_groups import ParamGroups
+
+if TYPE_CHECKING:
+    from shardwise.engine.engine import Engine
+
+__all__ = ["compared_settings"]
+
+
+def compared_settings(
+    engine: Engine, optimizer: torch.optim.Optimizer, groups: ParamGroups, index: int
+) -> HyperParameters:
+    """Of the optimizer ``index`` of ``engine``, the user's, with these ``groups``; they ride along with its passes from
+    here on."""
+    counts = engine.counts
+
+    def held() -> dict[str, float]:
+        # Under same_order ranks agree on nothing, and under no_sync() may have made different numbers.
+        passes = 0 if engine.plan.comm.same_order else counts.reduced.get(index, 0)
+        return {"number of reduced passes": float(passes), "loss scale": counts.loss_scale}
+
+    asked = lambda: engine.visible.asked.get(index, ())  # noqa: E731
+    settings = HyperParameters(optimizer, groups, index, engine.mesh, asked, held)
+    engine.reducer.riders.append(settings)
+    return settings

@@ -1,0 +1,427 @@
+"""States that one rank alone has, or that differ between ranks: an error on every rank, and nothing has changed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from engine_setup import PLANS, adam, data, one_mesh, seeded
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+from shardwise.build import Session, build
+from shardwise.comm import PeerError
+from shardwise.plan import ScalerPlan, zero
+from shardwise.pytorch.state_dict import set_model_state_dict
+from shardwise.testing import run_ranks
+
+State = dict[str, Any]
+ALL = ["ddp", "zero1", "zero2", "zero3", "zero3_gloo"]
+
+
+class Net(nn.Module):
+    """With a buffer that is each rank's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.norm(self.first(x)))
+        return out
+
+
+def trained(plan: str, mesh: Any, steps: int = 1) -> Session:
+    model = seeded(Net)
+    session = build(model, adam(model), PLANS[plan], mesh)
+    for step in range(steps):
+        one_step(session, step)
+    return session
+
+
+def one_step(session: Session, step: int) -> None:
+    assert session.optimizer is not None
+    session.backward(session.module(data(session.mesh.rank, step)).square().mean())
+    session.optimizer.step()
+    session.optimizer.zero_grad()
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(torch.equal(one, other)) if isinstance(one, Tensor) else bool(one == other)
+
+
+def refused(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except (ValueError, RuntimeError, PeerError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+# ---- the model
+
+
+def alone(state: State, rank: int) -> State:
+    return state if rank == 0 else {}
+
+
+def part(state: State, rank: int) -> State:
+    return {name: value for name, value in state.items() if rank == 0 or not name.startswith("last")}
+
+
+def other_values(state: State, rank: int) -> State:
+    return state | {"last.weight": state["last.weight"] + rank}
+
+
+def other_dtype(state: State, rank: int) -> State:
+    return state | {"last.weight": state["last.weight"].to(torch.float64 if rank == 0 else torch.float32)}
+
+
+def other_shape(state: State, rank: int) -> State:
+    return state if rank == 0 else state | {"last.weight": torch.zeros(4, 6)}
+
+
+MODELS: dict[Callable[[State, int], State], tuple[str, str]] = {
+    alone: ("first.weight in the state is on rank 0 and not on rank 1",) * 2,
+    part: ("last.weight in the state is on rank 0 and not on rank 1",) * 2,
+    other_values: ("a sample of the values of last.weight in the state is ",) * 2,
+    other_dtype: ("dtype of last.weight in the state is 'torch.float32' on rank 1 and 'torch.float64' on rank 0",) * 2,
+    other_shape: (
+        "nothing was loaded into the model, because other ranks cannot:\n  rank 1: RuntimeError: the state does",
+        "RuntimeError: the state does not fit the model",
+    ),
+}
+
+
+def into_model(plan: str, change: Callable[[State, int], State], strict: bool, own: bool) -> tuple[str, str, bool]:
+    """What is said, by the sharded module or the user's ``own``; and a state that is the same everywhere is taken."""
+    with one_mesh(PLANS[plan]) as mesh:
+        session = trained(plan, mesh)
+        whole = seeded(Net, 7).state_dict()
+        before = session.module.state_dict()
+        module = session.model if own else session.module
+        given = change(whole, mesh.rank)
+        said = refused(lambda: module.load_state_dict(given, strict=strict))
+        assert same(before, session.module.state_dict()), "something was written"
+        inside = ""
+        if own:
+            with session.module.gathered(write_back=True):
+                inside = refused(lambda: session.model.load_state_dict(given, strict=strict))
+            assert same(before, session.module.state_dict()), "something was written inside gathered()"
+        one_step(session, 1)
+        module.load_state_dict(whole)
+        taken = same(dict(whole), session.module.state_dict())
+        one_step(session, 2)
+        session.close()
+        return said, inside, taken
+
+
+CASES = [
+    (plan, change, (place + turn) % 2 == 0, (place + turn) % 3 == 0)
+    for place, plan in enumerate(ALL)
+    for turn, change in enumerate(MODELS)
+]
+
+
+@pytest.mark.parametrize(("plan", "change", "strict", "own"), CASES)
+def test_weights_that_one_rank_has_otherwise(
+    plan: str, change: Callable[[State, int], State], strict: bool, own: bool
+) -> None:
+    found = run_ranks(2, into_model, plan, change, strict, own)
+    lacks = strict and change in (alone, part)
+    for rank, (said, inside, taken) in enumerate(found):
+        assert taken
+        if lacks:
+            assert said.startswith("PeerError" if rank == 0 else "RuntimeError") and "does not fit the model" in said
+        else:
+            assert MODELS[change][rank] in said, said
+            assert said.startswith("ValueError") or change is other_shape
+        # There the module itself says what does not fit, after all ranks have given the same.
+        assert not own or inside.startswith("ValueError: the ranks are about to load different states into the model")
+
+
+def replicas(strict: bool) -> list[str]:
+    with one_mesh(PLANS["hybrid"]) as mesh:
+        session = trained("hybrid", mesh)
+        before = session.module.state_dict()
+        whole = seeded(Net, 7).state_dict()
+        said = [refused(lambda: session.module.load_state_dict(whole if mesh.rank < 2 else {}, strict=strict))]
+        given = whole if mesh.rank != 3 else other_values(whole, 1)
+        said.append(refused(lambda: session.module.load_state_dict(given, strict=strict)))
+        assert same(before, session.module.state_dict())
+        session.close()
+        return said
+
+
+def test_replicas_are_compared_too() -> None:
+    for names, values in run_ranks(4, replicas, False):
+        assert "first.weight in the state is on ranks [0, 1] and not on ranks [2, 3]" in names
+        assert "a sample of the values of last.weight in the state" in values and "on rank 3" in values
+
+
+def own_buffers(plan: str) -> bool:
+    """Each rank's own state, with its own statistics, goes back; and what is in no file stays."""
+    with one_mesh(PLANS[plan]) as mesh:
+        session = trained(plan, mesh, 2)
+        best = {name: value.clone() for name, value in session.module.state_dict().items()}
+        one_step(session, 2)
+        assert not same(best, session.module.state_dict())
+        session.module.load_state_dict(best)
+        back = same(best, session.module.state_dict())
+        found = session.module.load_state_dict({"last.bias": best["last.bias"] + 1.0, "more": rank_of(mesh)}, False)
+        assert "first.weight" in found.missing_keys and found.unexpected_keys == ["more"]
+        changed = session.module.state_dict()
+        session.close()
+        only = {name for name in best if not torch.equal(best[name], changed[name])}
+        return back and only == {"last.bias"}
+
+
+def rank_of(mesh: Any) -> Tensor:
+    return torch.tensor(float(mesh.rank))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("plan", ALL)
+def test_what_each_rank_has_for_itself_may_differ(plan: str, ranks: int) -> None:
+    assert all(run_ranks(ranks, own_buffers, plan))
+
+
+def from_the_first(plan: str) -> bool:
+    with one_mesh(PLANS[plan]) as mesh:
+        session = trained(plan, mesh)
+        whole = seeded(Net, 7).state_dict()
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(session.module, whole if mesh.rank == 0 else {}, options=options)
+        taken = same(dict(whole), session.module.state_dict())
+        session.close()
+        return taken
+
+
+@pytest.mark.parametrize("plan", ["ddp", "zero3"])
+def test_the_form_in_which_one_rank_has_it_stays(plan: str) -> None:
+    assert all(run_ranks(2, from_the_first, plan))
+
+
+# ---- the optimizer
+
+
+def empty(state: State, rank: int) -> State:
+    return state if rank == 0 else state | {"state": {}}
+
+
+def other_rate(state: State, rank: int) -> State:
+    state["param_groups"][0]["lr"] = 0.25 + rank
+    return state
+
+
+def other_moments(state: State, rank: int) -> State:
+    state["state"][0]["exp_avg"] += rank
+    return state
+
+
+def other_step(state: State, rank: int) -> State:
+    state["state"][1]["step"] += rank
+    return state
+
+
+def other_groups(state: State, rank: int) -> State:
+    if rank == 1:
+        state["param_groups"][0]["params"].pop()
+    return state
+
+
+OPTIMIZERS: dict[Callable[[State, int], State], tuple[str, str]] = {
+    empty: ("exp_avg of first.weight in the state is on rank 0 and not on rank 1",) * 2,
+    other_rate: ("lr of group 0 in the state is 1.25 on rank 1 and 0.25 on rank 0",) * 2,
+    other_moments: ("a sample of the values of exp_avg of first.weight in the state is ",) * 2,
+    other_step: ("a sample of the values of step of first.bias in the state is ",) * 2,
+    other_groups: (
+        "PeerError: nothing was loaded into the Adam, because other ranks cannot:\n  rank 1: ValueError: the state has",
+        "ValueError: the state has param groups of [5] parameters",
+    ),
+}
+
+
+def into_optimizer(plan: str, change: Callable[[State, int], State]) -> tuple[str, bool]:
+    with one_mesh(PLANS[plan]) as mesh:
+        session = trained(plan, mesh)
+        assert session.optimizer is not None
+        saved = session.optimizer.state_dict()
+        one_step(session, 1)
+        before = session.optimizer.state_dict()
+        given = change(copy.deepcopy(saved), mesh.rank)
+        said = refused(lambda: session.optimizer.load_state_dict(given))  # type: ignore[union-attr]
+        assert (said == "accepted") != same(before, session.optimizer.state_dict()), said
+        session.optimizer.load_state_dict(saved)
+        taken = same(saved, session.optimizer.state_dict())
+        one_step(session, 2)
+        session.close()
+        return said, taken
+
+
+@pytest.mark.parametrize(
+    ("plan", "change"), [(plan, change) for plan in ("ddp", "zero2", "zero3_gloo") for change in OPTIMIZERS]
+)
+def test_moments_and_groups_that_one_rank_has_otherwise(plan: str, change: Callable[[State, int], State]) -> None:
+    for (said, taken), expected in zip(run_ranks(2, into_optimizer, plan, change), OPTIMIZERS[change], strict=True):
+        assert expected in said and taken, said
+
+
+@pytest.mark.parametrize("plan", ["ddp", "zero2"])
+def test_one_rank_has_nobody_to_compare_with(plan: str) -> None:
+    ((said, taken),) = run_ranks(1, into_optimizer, plan, other_moments)
+    assert said == "accepted" and taken
+
+
+# ---- the loss scale
+
+
+SCALER = ScalerPlan(
+    initial_scale=1024.0,
+    min_scale=1.0,
+    growth_factor=2.0,
+    backoff_factor=0.5,
+    growth_interval=1000,
+    hysteresis=2,
+    max_scale=2.0**32,
+)
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x).sum(-1).float().mean()
+
+
+def scales(stage: int, by_state: bool) -> tuple[str, float]:
+    """One rank loads, or has, another loss scale; what is said, and the scale after the same was loaded on all."""
+    plan = zero(stage, torch.float16).but(scaler=SCALER)
+    with one_mesh(plan) as mesh:
+        torch.manual_seed(0)
+        model = Pair()
+        session = build(model, torch.optim.SGD(model.parameters(), lr=0.125), plan, mesh)
+        assert session.optimizer is not None and session.optimizer.scaler is not None
+        own, scaler = session.optimizer, session.optimizer.scaler
+
+        def train() -> None:
+            session.backward(session.module(torch.ones(2, 4)))
+            own.step()
+            own.zero_grad()
+
+        train()
+        saved = own.state_dict()
+        scale = scaler.scale
+        if by_state:
+            given = copy.deepcopy(saved)
+            given["scaler"]["scale"] = scale / 2 if mesh.rank == 0 else scale
+            said = refused(lambda: own.load_state_dict(given))
+            assert scaler.scale == scale
+        else:
+            if mesh.rank == 0:
+                scaler.load_state_dict(scaler.state_dict() | {"scale": scale / 2})
+            before = session.module.state_dict()
+            said = refused(train)
+            own.zero_grad()
+            assert same(before, session.module.state_dict())
+        own.load_state_dict(saved)
+        train()
+        session.close()
+        return said, scaler.scale / scale
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_loss_scale_that_one_rank_loads(stage: int) -> None:
+    for said, left in run_ranks(2, scales, stage, True):
+        assert "scale of the loss scale in the state is 1024.0 on rank 1 and 512.0 on rank 0" in said, said
+        assert left == 1.0
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_loss_scale_that_one_rank_has_for_whatever_reason(stage: int) -> None:
+    for said, left in run_ranks(2, scales, stage, False):
+        assert said.startswith("RuntimeError: the ranks hold different gradients: loss scale of the gradients"), said
+        assert "of optimizer 0 is 1024.0 on rank 1 and 512.0 on rank 0" in said and left == 1.0, said
+
+
+# ---- gradients
+
+
+def dropped_on_one(plan: str, by: str) -> str:
+    """Between two passes of a step one rank drops what it has."""
+    with one_mesh(PLANS[plan]) as mesh:
+        session = trained(plan, mesh)
+        assert session.optimizer is not None
+        before = session.module.state_dict()
+
+        def step() -> None:
+            assert session.optimizer is not None
+            session.backward(session.module(data(mesh.rank, 1)).square().mean())
+            if mesh.rank == 1:
+                {"module": session.module, "optimizer": session.optimizer, "model": session.model}[by].zero_grad()
+            session.backward(session.module(data(mesh.rank, 2)).square().mean())
+            session.optimizer.step()
+
+        said = refused(step)
+        after = session.module.state_dict()
+        assert all(same(before[name], after[name]) for name in before if "norm" not in name or "running" not in name)
+        session.optimizer.zero_grad()
+        one_step(session, 3)
+        session.close()
+        return said
+
+
+@pytest.mark.parametrize(
+    ("plan", "by"), [("ddp", "module"), ("zero1", "optimizer"), ("zero2", "model"), ("zero3_gloo", "optimizer")]
+)
+def test_gradients_that_one_rank_has_dropped(plan: str, by: str) -> None:
+    for said in run_ranks(2, dropped_on_one, plan, by):
+        assert said.startswith("RuntimeError: the ranks hold different gradients: number of reduced passes of "), said
+        assert "1.0 on rank 1 and 2.0 on rank 0" in said or "0.0 on rank 1 and 1.0 on rank 0" in said, said
+
+
+# ---- one parameter
+
+
+def one_value(plan: str, of_state: bool) -> tuple[str, str]:
+    """A parameter, or a moment of it, is set whole: to other values on one rank, then to the same."""
+    with one_mesh(PLANS[plan]) as mesh:
+        session = trained(plan, mesh)
+        assert session.optimizer is not None
+        found = session.one(session.model.last.weight)
+        assert found is not None
+
+        def put(value: Tensor) -> None:
+            found.set_state("exp_avg", value) if of_state else found.set_value(value)  # type: ignore[union-attr]
+
+        before = session.module.state_dict(), session.optimizer.state_dict()
+        generator = torch.Generator().manual_seed(mesh.rank)
+        said = refused(lambda: put(torch.randn(3, 6, generator=generator, dtype=torch.float64)))
+        shapes = refused(lambda: put(torch.zeros(3 + mesh.rank, 6, dtype=torch.float64)))
+        assert same(before, (session.module.state_dict(), session.optimizer.state_dict()))
+        wanted = torch.arange(18.0, dtype=torch.float64).view(3, 6)
+        put(wanted)
+        back = found.state("exp_avg") if of_state else found.value()
+        assert back is not None and torch.equal(back, wanted)
+        session.close()
+        return said, shapes
+
+
+SET = [("ddp", True), ("zero2", False), ("zero3", True), ("zero3_gloo", False)]
+
+
+@pytest.mark.parametrize(("plan", "of_state"), SET)
+def test_a_parameter_that_is_set_otherwise_on_one_rank(plan: str, of_state: bool) -> None:
+    for rank, (said, shapes) in enumerate(run_ranks(2, one_value, plan, of_state)):
+        assert said.startswith("ValueError: the ranks are about to load different states into the "), said
+        assert "of last.weight: a sample of the values of the " in said
+        assert ("(4, 6), but it has (3, 6)" in shapes) and shapes.startswith("ValueError" if rank else "PeerError")
