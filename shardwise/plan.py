@@ -254,7 +254,8 @@ class GradPlan:
         max_norm: clip the global norm to it; ``0.0`` is off.
         norm_type: p of the p-norm, ``math.inf`` included.
         average: over the backward passes of a step. ``"sum"`` is what autograd does (the caller divides the loss);
-            ``"mean"`` divides by their number; ``"tokens"`` weights each by the ``tokens`` given to ``backward``.
+            ``"mean"`` divides by their number; ``"tokens"`` weights each by the ``tokens`` given to
+            ``Session.backward``, without which a pass is an error.
         update: ``"step"`` updates in ``step()``. ``"backward"`` begins with each chunk as soon as its gradient is
             reduced. Under clipping or a loss scale that is speculative, and undone exactly where ``step()`` finds that
             it was wrong, at the price of a copy of the state. Without them gradients are not kept, and each step is one
