@@ -14,6 +14,7 @@ from torch import nn
 
 from shardwise.attributes import TransparentModule
 from shardwise.build import Session, build
+from shardwise.checked import whole
 from shardwise.comm import ranks_of
 from shardwise.fairscale.arguments import NUMERIC, FullyShardedOptions, plan_of_fully_sharded
 from shardwise.fairscale.local_state import consolidated, joined, own_part
@@ -369,14 +370,23 @@ class FullyShardedDataParallel(TransparentModule):
         """
         return consolidated(shard_weights, shard_metadata)
 
-    def gather_full_optim_state_dict(self, optim: torch.optim.Optimizer, **ignored: Any) -> dict[str, Any] | None:
-        """The full state of ``optim``, as plain torch has it, on rank 0; ``None`` on the others. Every rank calls it.
+    def gather_full_optim_state_dict(
+        self, optim: torch.optim.Optimizer, recipient_rank: int | None = 0
+    ) -> dict[str, Any] | None:
+        """The full state of ``optim``, as plain torch has it, on one rank; ``None`` on the others. Every rank calls it.
+
+        Args:
+            optim: one of this model's parameters.
+            recipient_rank: of the wrapper's process group; ``None``: every rank.
 
         Raises:
-            ValueError: ``optim`` is none of this model's.
+            ValueError: ``optim`` is none of this model's, or there is no such rank.
+            TypeError: ``recipient_rank`` is no whole number.
         """
-        state = self._sharded(optim).state_dict(only_rank_0=True)
-        return state if self.rank == 0 else None
+        if recipient_rank is not None:
+            whole("recipient_rank", recipient_rank, 0, self.world_size - 1, f"a rank of {self.world_size}, or None,")
+        state = self._sharded(optim).state_dict(only_rank_0=recipient_rank == 0)
+        return state if recipient_rank in (None, self.rank) else None
 
     def get_shard_from_optim_state_dict(self, full_optim_state_dict: dict[str, Any]) -> dict[str, Any]:
         """What ``optim.load_state_dict`` takes: the full state itself, of which each rank keeps its part."""

@@ -187,6 +187,15 @@ def what_else() -> None:
     same(model.state_dict(), expected)
     with pytest.raises(RuntimeError, match=r"clip_grad_norm_\(1.0\) of a wrapped Block inside the model"):
         model.blocks[0].clip_grad_norm_(1.0)
+    for recipient in (0, dist.get_world_size() - 1, None):
+        full = model.gather_full_optim_state_dict(optimizer, recipient_rank=recipient)
+        assert (full is not None) == (recipient in (None, dist.get_rank()))
+        if full is not None:
+            oracle = plain(2)[1].state_dict()["state"]
+            for index, entries in oracle.items():
+                assert float((full["state"][index]["exp_avg"] - entries["exp_avg"]).abs().max()) <= EXACT
+    with pytest.raises(ValueError, match="recipient_rank=7: give a rank of"):
+        model.gather_full_optim_state_dict(optimizer, recipient_rank=7)
     with pytest.raises(ValueError, match="SGD is not an optimizer of this model"):
         model.gather_full_optim_state_dict(torch.optim.SGD(Net().parameters()))
     with pytest.raises(ValueError, match="mixed_precision=True of the wrapped Linear, and False of the wrapper around"):
@@ -207,6 +216,8 @@ def sharded_ddp() -> None:
     found = train(model, optimizer, 3, clip=0.05)
     assert abs(float(found) - float(norm)) <= 1e-6
     same(model.state_dict(), expected)
+    with pytest.raises(NotImplementedError, match=r"step\(clip=0.1\) of OSS\(AdamW\).*in param_groups"):
+        optimizer.step(clip=0.1)
     with pytest.raises(RuntimeError, match="was not consolidated on this rank"):
         optimizer.state_dict()
     optimizer.consolidate_state_dict(recipient_rank=0)
