@@ -295,22 +295,27 @@ class FullyShardedDataParallel(TransparentModule):
 
     # ---- states
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The full state under the names without wrappers, fp32 where there are masters. Every rank calls it."""
-        names = ("destination", "prefix", "keep_vars")
-        given = dict(zip(names, args, strict=False)) | kwargs
-        destination, prefix = given.get("destination"), str(given.get("prefix", ""))
+    def state_dict(  # type: ignore[override]
+        self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        """The full state under the names without wrappers, fp32 where there are masters. Every rank calls it.
+
+        Args:
+            destination: entries are added to it.
+            prefix: put before every name.
+            keep_vars: only False, but for a wrapper inside, which the module around it asks.
+        """
         root = self._root
         if self is not root:
             if destination is not None or not root.late.built or root.__dict__["_summoned"]:
                 # Asked by the module around it, of names or with what it has gathered.
                 into = {} if destination is None else destination
-                return self.module.state_dict(destination=into, prefix=prefix, keep_vars=bool(given.get("keep_vars")))
+                return self.module.state_dict(destination=into, prefix=prefix, keep_vars=keep_vars)
             own = next(name for name, each in root.module.named_modules() if each is self)
             inside = root._without_wrappers(own, "") + "."
             whole = root.state_dict()
             return {prefix + n.removeprefix(inside): value for n, value in whole.items() if n.startswith(inside)}
-        found = self.session.module.state_dict(destination, prefix, only_rank_0=self._first_only)
+        found = self.session.module.state_dict(destination, prefix, keep_vars, only_rank_0=self._first_only)
         if self._state_device is not None:
             for name, value in found.items():
                 found[name] = value.to(self._state_device) if isinstance(value, torch.Tensor) else value
@@ -331,7 +336,7 @@ class FullyShardedDataParallel(TransparentModule):
                 f"{call} of a wrapped {type(self.module).__name__} inside the model: call it on the outermost wrapper"
             )
 
-    def local_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def local_state_dict(self) -> dict[str, Any]:
         """This rank's part: of every entry a range of its elements, flat, by which the ranks divide it. Collective."""
         self._only_whole("local_state_dict()")
         whole = self.session.module.full_state()

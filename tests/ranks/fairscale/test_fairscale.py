@@ -171,6 +171,12 @@ def what_else() -> None:
     expected = plain(2)[0]
     same(model.state_dict(), expected)
     same(model.blocks[0].state_dict(), expected.blocks[0])
+    assert list(model.state_dict(prefix="a.")) == [f"a.{name}" for name in expected.state_dict()]
+    with pytest.raises(ValueError, match=r"state_dict\(keep_vars=True\)"):
+        model.state_dict(keep_vars=True)
+    for call in (model.state_dict, model.local_state_dict):
+        with pytest.raises(TypeError, match="perfix"):
+            call(perfix="a.")
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, (model.local_state_dict(), model.local_metadata_dict()))
     same(FSDP.consolidate_shard_weights([p for p, _ in parts], [m for _, m in parts]), expected)
