@@ -82,11 +82,14 @@ class Session:
         if self.optimizer is not None:
             self.optimizer.backward(loss, tokens, retain_graph)
         else:
-            with self.backward_pass():
-                loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+            self.engine.passes.backward(loss, tokens, 1.0, retain_graph)
 
     def backward_pass(self, loss_scale: float = 1.0) -> AbstractContextManager[None]:
-        """Around a backward pass that the caller makes, of a loss that was multiplied by ``loss_scale``."""
+        """Around a backward pass that the caller makes, of a loss that was multiplied by ``loss_scale``.
+
+        Raises:
+            RuntimeError: under ``average="tokens"``: :meth:`backward` takes the number of tokens.
+        """
         return self.engine.passes.around(loss_scale)
 
     def expect_backward(self, loss_scale: float) -> None:
@@ -183,9 +186,12 @@ class Session:
                 f"full_gradients() with update={self.plan.grad.update!r}: gradients are used as soon as they are "
                 "reduced and not kept; look at them under update='step'"
             )
-        divisors = {each.index: each.divisor() for each in self.optimizers}
+        self.engine.passes.reduce_rest()
+        self.engine.visible.collect()
+        # -1: of parameters that no optimizer holds, which carry loss scale and weights as well.
+        divisors = {index: self.engine.visible.divisor(index) for index in range(-1, len(self.optimizers))}
         return {
-            self.engine.division.census.facts[place].names[0]: value.div_(divisors.get(optimizer, 1.0))
+            self.engine.division.census.facts[place].names[0]: value.div_(divisors[optimizer])
             for place, optimizer, value in whole_gradients(self.engine)
         }
 

@@ -23,7 +23,8 @@ class CommPlan:
         same_order: the caller promises that all ranks run the same modules in the same order, and fail alike, so that
             gathers and reductions need no agreement between ranks. ``False`` is always safe.
         gather_on_use: after a step, parameters that stay gathered are renewed in the background and waited for at their
-            first use (until then they read as before; change them inside ``gathered()``). ``False``: by ``step()``.
+            first use by a module. Until then they show this rank's part as it is after the step, the others' parts as
+            before it: read and change them inside ``gathered()``. ``False``: they are renewed by ``step()``.
         sync_init: every rank starts from rank 0's parameters and buffers (DDP does the same).
         predivide: gradients are divided by it before their sum over ranks, and by what is left of their number after.
         by_hosts: between ranks of several hosts, some with several ranks, what goes to a host goes there once and is

@@ -6,12 +6,12 @@ Source: Megatron-LM (arXiv 1909.08053) and its sequence parallelism (2205.05198)
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from shardwise.checked import require, switch, whole
 
-__all__ = ["PipelinePlan", "SequencePlan", "TensorPlan"]
+__all__ = ["PipelinePlan", "SequencePlan", "TensorPlan", "asked_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,3 +112,18 @@ class SequencePlan:
         switch("parallel_output", self.parallel_output)
         if self.inner_ring is not None:
             whole("inner_ring", self.inner_ring, 1, what="a number of ranks, or None,")
+
+
+DIVIDES: dict[type, tuple[str, ...]] = {
+    TensorPlan: ("sequence",),
+    PipelinePlan: ("schedule", "chunks", "microbatches", "microbatch_rows", "layers", "orders"),
+    SequencePlan: ("mode", "inner_ring"),
+}
+"""What divides work between ranks. The other fields describe the model, or what comes out."""
+
+
+def asked_of(part: TensorPlan | PipelinePlan | SequencePlan) -> list[str]:
+    """What was asked of several ranks, such as ``"microbatches=4"``, and would have no effect with one."""
+    usual = {each.name: each.default for each in fields(part)}
+    given = {name: getattr(part, name) for name in DIVIDES[type(part)]}
+    return [f"{name}={value!r:.80}" for name, value in given.items() if value != usual[name]]

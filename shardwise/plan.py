@@ -22,7 +22,7 @@ import torch
 from shardwise import plan_text
 from shardwise.checked import MOST_BYTES, MOST_NUMEL, as_mapping, number, require, share, shown, switch, whole
 from shardwise.comm_plan import CommPlan
-from shardwise.parallel_plan import PipelinePlan, SequencePlan, TensorPlan
+from shardwise.parallel_plan import PipelinePlan, SequencePlan, TensorPlan, asked_of
 from shardwise.precision_plan import HALF_DTYPES, PrecisionPlan, ScalerPlan
 from shardwise.tier_plan import AutoPlan, DiskPlan, TierPlan, on_device
 
@@ -219,7 +219,8 @@ class ShardPlan:
         packing: which parameters share a chunk.
         gathered_fraction: share of all parameter bytes that may stay gathered: 1.0 is ZeRO-1/2, 0.0 is ZeRO-3.
         gathered_budget_bytes: the same as bytes; the larger of the two limits counts. ``None``: fraction only.
-        prefetch: how many units are gathered ahead of their use, once the order is known. Between CPU ranks of several
+        prefetch: how many units are gathered ahead of their use, once the order is known: none where nothing is
+            gathered (``gathered_fraction=1.0``), or ahead of its use (``overlap=False``). Between CPU ranks of several
             hosts, where each gather is a round trip, more than so many small ones are, up to 16 MiB together.
         reduce: ``"every"`` backward pass reduces and keeps only the shard (ZeRO-2/3); ``"last"`` keeps whole
             gradients so that ``no_sync`` passes cost no communication (DDP, ZeRO-1).
@@ -254,7 +255,8 @@ class GradPlan:
         max_norm: clip the global norm to it; ``0.0`` is off.
         norm_type: p of the p-norm, ``math.inf`` included.
         average: over the backward passes of a step. ``"sum"`` is what autograd does (the caller divides the loss);
-            ``"mean"`` divides by their number; ``"tokens"`` weights each by the ``tokens`` given to ``backward``.
+            ``"mean"`` divides by their number; ``"tokens"`` weights each by the ``tokens`` given to
+            ``Session.backward``, without which a pass is an error.
         update: ``"step"`` updates in ``step()``. ``"backward"`` begins with each chunk as soon as its gradient is
             reduced. Under clipping or a loss scale that is speculative, and undone exactly where ``step()`` finds that
             it was wrong, at the price of a copy of the state. Without them gradients are not kept, and each step is one
@@ -325,6 +327,13 @@ class Plan:
             "it None",
         )
         self._check_secondary()
+        for axis, part in (("tp", self.tensor), ("pp", self.pipeline), ("sp", self.sequence)):
+            asked, size = asked_of(part), getattr(self.mesh, axis)
+            require(
+                size > 1 or not asked,
+                f"{', '.join(asked)} with {axis}={size}: nothing is divided between ranks of that axis; give {axis} > "
+                "1, or leave the rest as it is by default",
+            )
 
     def _check_secondary(self) -> None:
         secondary, shard, tiers = self.mesh.secondary, self.shard, self.tiers

@@ -91,7 +91,7 @@ class TierPlan:
         state_disk_fraction: share of masters and state whose home is the disk (their gradients are the host's).
         device_capacity_bytes: memory of the device that may be used; ``None``: no limit, under ``auto`` all a GPU has.
         pin_memory: host memory is page-locked (where there is CUDA).
-        disk: how to reach the disk; needed where a disk share is not 0.
+        disk: how to reach the disk, where a disk share is not 0; ``None`` where both are.
         auto: place by the memory trace; ``None`` for the fixed shares above.
     """
 
@@ -113,6 +113,11 @@ class TierPlan:
                 raise ValueError(f"{shares}: give shares in [0, 1] whose sum is at most 1")
             if disk > 0.0 and self.disk is None:
                 raise ValueError(f"{shares} with disk={self.disk}: give a DiskPlan")
+        if self.disk is not None and self.param_disk_fraction == self.state_disk_fraction == 0.0:
+            raise ValueError(
+                f"disk={self.disk!r:.80} with param_disk_fraction={self.param_disk_fraction}, state_disk_fraction="
+                f"{self.state_disk_fraction}: nothing would go there; give a share, or disk=None"
+            )
         if self.device_capacity_bytes is not None:
             whole("device_capacity_bytes", self.device_capacity_bytes, 1, MOST_BYTES, "bytes, or None,")
         switch("pin_memory", self.pin_memory)

@@ -59,7 +59,7 @@ class _DiskGemini(GeminiPlugin):
 
     def plan(self, world_size: int) -> Plan:
         plan = super().plan(world_size)
-        if self.options.disk_directory is None:
+        if self.options.disk_directory is None or self.options.optim_disk == 0.0:
             return plan
         return plan.but(
             disk=DiskPlan(directory=self.options.disk_directory), state_disk_fraction=self.options.optim_disk

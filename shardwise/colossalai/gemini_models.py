@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -149,7 +151,7 @@ class GeminiDDP(TransparentModule):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients."""
         if self.__dict__["_boosted"] is not None:
-            self.boosted.zero_grad()
+            self.boosted.zero_grad(set_to_none)
         else:
             super().zero_grad(set_to_none)
 
@@ -258,9 +260,10 @@ class GeminiOptimizer(OptimizerFront):
         tp_group: only ``None``.
         params_info: only ``None``.
         verbose: say when a step is skipped, and why.
+        defaults: none: what is an option of ``optim`` is given to that.
 
     Raises:
-        TypeError: ``module`` is no GeminiDDP.
+        TypeError: ``module`` is no GeminiDDP, or there is no such argument.
         RuntimeError: it has an optimizer already.
         NotImplementedError: ``tp_group`` or ``params_info``.
     """
@@ -287,6 +290,10 @@ class GeminiOptimizer(OptimizerFront):
         given = dict(locals())
         if not isinstance(module, GeminiDDP):
             raise TypeError(f"module={module!r:.80}: give a GeminiDDP")
+        for name, value in defaults.items():
+            near = difflib.get_close_matches(name, GIVEN, 1, 0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"give options of the {type(optim).__name__} to that"
+            raise TypeError(f"{name}={value!r:.80} is no argument of GeminiOptimizer; {hint}")
         if tp_group is not None or params_info is not None:
             raise NotImplementedError(
                 f"tp_group={tp_group!r:.40}, params_info={params_info!r:.40}: leave them None; GeminiPlugin(tp_size=) "
@@ -298,20 +305,25 @@ class GeminiOptimizer(OptimizerFront):
         self.module = module
 
 
+GIVEN = tuple(inspect.signature(GeminiOptimizer).parameters)[2:-1]
+"""Arguments of GeminiOptimizer beside optimizer and model."""
+
+
 class GeminiAdamOptimizer(GeminiOptimizer):
     """A :class:`GeminiOptimizer` around a HybridAdam over all parameters.
 
     Args:
         model: a :class:`GeminiDDP`.
-        defaults: arguments of HybridAdam and of GeminiOptimizer.
+        defaults: arguments of GeminiOptimizer, and of HybridAdam.
+
+    Raises:
+        TypeError: ``model`` is none, or neither has such an argument.
     """
 
     def __init__(self, model: GeminiDDP, **defaults: Any) -> None:
-        of_adam = {"lr", "bias_correction", "betas", "eps", "weight_decay", "adamw_mode", "nvme_offload_fraction"}
-        of_adam |= {"nvme_offload_dir"}
         as_kind("model", model, GeminiDDP, "a GeminiDDP")
-        adam = HybridAdam(model.parameters(), **{k: v for k, v in defaults.items() if k in of_adam})
-        super().__init__(adam, model, **{k: v for k, v in defaults.items() if k not in of_adam})
+        adam = HybridAdam(model.parameters(), **{k: v for k, v in defaults.items() if k not in GIVEN})
+        super().__init__(adam, model, **{k: v for k, v in defaults.items() if k in GIVEN})
 
 
 def get_static_torch_model(

@@ -48,23 +48,26 @@ def init_distributed(
         distributed_port: no effect, for the same reason.
         verbose: no effect.
         timeout: how long a rank waits for the others.
-        init_method: where to meet instead, with ``rank`` and ``world_size``.
+        init_method: where to meet instead, a URL as torch takes it, most of which need ``rank`` and ``world_size``.
         dist_init_required: ``False``: do nothing.
         config: no effect: DeepSpeed's log of collectives is not kept.
-        rank: of this process, where ``init_method`` is given.
-        world_size: likewise.
+        rank: of this process; -1: as ``init_method`` or the launcher says. Another one than the launcher's is torch's
+            affair, which meets at ``MASTER_ADDR`` then.
+        world_size: of all, likewise.
 
     Raises:
         PeerError: not all ranks came in time.
-        ValueError: see :func:`shardwise.mesh.init_distributed`.
+        ValueError: see :func:`shardwise.mesh.init_distributed`, and torch's of a place to meet that lacks something.
     """
     if dist_init_required is False or is_initialized():
         return
-    if init_method is not None and world_size > 0:
-        backend = dist_backend or get_accelerator().communication_backend_name()
-        dist.init_process_group(backend, init_method=init_method, timeout=timeout, rank=rank, world_size=world_size)
+    facts = LaunchFacts.read()
+    launchers = rank in (-1, facts.rank) and world_size in (-1, facts.world_size)
+    if launchers and init_method in (None, "env://"):
+        join(backend=dist_backend, timeout=timeout)
         return
-    join(backend=dist_backend, timeout=timeout)
+    backend = dist_backend or get_accelerator().communication_backend_name()
+    dist.init_process_group(backend, init_method=init_method, timeout=timeout, rank=rank, world_size=world_size)
 
 
 def is_available() -> bool:

@@ -20,6 +20,7 @@ from shardwise.deepspeed.asserted import AssertedError
 from shardwise.deepspeed.checkpointing import use_settings
 from shardwise.deepspeed.config import Settings, load_config, read_config
 from shardwise.deepspeed.config_object import DeepSpeedMonitorConfig, required_batch
+from shardwise.deepspeed.cuts import with_asked_size
 from shardwise.deepspeed.engine import DeepSpeedEngine
 from shardwise.deepspeed.groups import groups_of, mesh_of
 from shardwise.deepspeed.loss_scaler import show_loss_scale
@@ -35,7 +36,7 @@ from shardwise.deepspeed.zero import remember
 from shardwise.deferred.construction import paused
 from shardwise.mesh import default_device, init_distributed
 
-__all__ = ["add_config_arguments", "initialize", "tp_model_init"]
+__all__ = ["add_config_arguments", "initialize"]
 
 OptimizerSource = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
 Result = tuple[DeepSpeedEngine, torch.optim.Optimizer | None, DataLoader[Any] | None, Any]
@@ -86,7 +87,7 @@ def initialize(
 
     Raises:
         ValueError: no model, no configuration or two, or a fault in it (see
-            :func:`~shardwise.deepspeed.config.read_config`).
+            :func:`~shardwise.deepspeed.config.read_config`), or other than what ``tp_model_init`` was given.
         NotImplementedError: something in it or in ``mpu`` that is not available.
     """
     if model is None:
@@ -102,7 +103,7 @@ def initialize(
         init_distributed()
     group, others = groups_of(mpu, model)
     ranks = len(ranks_of("group", group))
-    settings = read_config(_with_mesh(_chosen(args, config, config_params), mesh_param))
+    settings = read_config(with_asked_size(_with_mesh(_chosen(args, config, config_params), mesh_param), model))
     if mpu is not None and max(parallel_sizes(settings)) > 1:
         raise ValueError(
             f"mpu={mpu!r:.80} with tensor_parallel.autotp_size, sequence_parallel_size = {parallel_sizes(settings)}: "
@@ -211,16 +212,3 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     group.add_argument("--deepspeed", default=False, action="store_true", help="use the configuration")
     group.add_argument("--deepspeed_config", default=None, type=str, help="path of the JSON configuration")
     return parser
-
-
-def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: Any = None, **kwargs: Any) -> nn.Module:
-    """``model`` as it is: ``initialize`` cuts its layers, as ``tensor_parallel.autotp_size`` in its configuration says.
-
-    Raises:
-        ValueError: ``config`` has another size.
-    """
-    if config is not None:
-        found = parallel_sizes(read_config(config))[0]
-        if found != tp_size:
-            raise ValueError(f"{tp_size=} and tensor_parallel.autotp_size={found} of the configuration: give the same")
-    return model

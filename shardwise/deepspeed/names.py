@@ -245,7 +245,7 @@ NAMES: dict[str, Mapping[str, Here | Absent] | Absent] = {
         "is_compile_supported": Here(f"{HOME}.compiling"),
         "log_dist": Here(f"{HOME}.logs"),
         "logger": Here(f"{HOME}.logs", "LOG"),
-        "tp_model_init": Here(f"{HOME}.entry"),
+        "tp_model_init": Here(f"{HOME}.cuts"),
         "__git_branch__": Here(f"{HOME}.version", "git_branch"),
         "__git_hash__": Here(f"{HOME}.version", "git_hash"),
         **_VERSION,

@@ -49,6 +49,7 @@ STAGE_3 = tuple(
 )
 QUANTIZED = f"{ZERO}.zero_quantized_weights", f"{ZERO}.zero_quantized_gradients"
 FROZEN = f"{ZERO}.zero_quantized_nontrainable_weights"
+TENSOR_SIZES = "tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size"
 HPZ, MICS = f"{ZERO}.zero_hpz_partition_size", f"{ZERO}.mics_shard_size"
 BY_HOSTS = f"{ZERO}.mics_hierarchical_params_gather"
 BUCKETS = (f"{ZERO}.reduce_bucket_size", f"{ZERO}.allgather_bucket_size")
@@ -177,6 +178,8 @@ def _set_aside(s: Settings) -> None:
         ignore(BUCKETS, "at stage 3 each parameter is reduced and gathered by itself")
         if s[MICS] < 1:
             ignore([BY_HOSTS], f"{MICS} is not given")
+        if s[f"{ZERO}.overlap_comm"] is False:
+            ignore([f"{ZERO}.stage3_prefetch_bucket_size"], "nothing is gathered ahead with overlap_comm false")
     if stage == 0:
         ignore([p for p in s.values if p.startswith(OPTIM)], "offloading is for stages 1 to 3, and this is stage 0")
         ignore(
@@ -215,7 +218,7 @@ def parallel_sizes(settings: Settings) -> tuple[int, int]:
     Raises:
         ValueError: two sizes of tensor parallelism that differ.
     """
-    sizes = {path: settings[path] for path in ("tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size")}
+    sizes = {path: settings[path] for path in TENSOR_SIZES}
     chosen = {path: size for path, size in sizes.items() if size > 1}
     if len(set(chosen.values())) > 1:
         raise ValueError(f"{chosen}: both give the number of ranks that hold one layer; give one of them")
@@ -432,15 +435,17 @@ def _tiers(s: Settings, shard_ranks: int, numels: Sequence[int] | None) -> TierP
         param_disk = 1.0 if not total else max(0.0, 1.0 - in_cpu / total)
         if not numels and s.given(f"{PARAM}.max_in_cpu"):
             s.findings.note(f"{PARAM}.max_in_cpu: the model's size is not known here, so every parameter goes to nvme")
+    state_disk = ratio if state == "nvme" else 0.0
+    disk = _disk(s, [block for block, device in ((PARAM, params), (OPTIM, state)) if device == "nvme"])
     pinned = [s[f"{block}.pin_memory"] for block, device in ((PARAM, params), (OPTIM, state)) if device != "none"]
     return TierPlan(
         param_host_fraction=0.0 if params == "none" else 1.0 - param_disk,
         param_disk_fraction=param_disk,
         state_host_fraction=ratio if state == "cpu" else 0.0,
-        state_disk_fraction=ratio if state == "nvme" else 0.0,
+        state_disk_fraction=state_disk,
         device_capacity_bytes=None,
         pin_memory=any(pinned),
-        disk=_disk(s, [block for block, device in ((PARAM, params), (OPTIM, state)) if device == "nvme"]),
+        disk=disk if param_disk > 0.0 or state_disk > 0.0 else None,  # ratio, max_in_cpu may leave nothing for it
         auto=None,
     )
 

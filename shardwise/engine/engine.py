@@ -113,7 +113,7 @@ class Engine:
         if self.pool.agrees and mesh.shard.starts_together:
             self.reducer.begin_in(self.pool.rounds)
         self.used, self.visible = UsedGrads(self.layout.facts), VisibleGrads(self)
-        self.passes = BackwardPasses(self.pool, self.reducer, self.meter, self.events)
+        self.passes = BackwardPasses(self.pool, self.reducer, self.meter, self.events, plan.grad.average)
         self.unfinished = Unfinished()
         self.batches = SameBatches()
         self.values = Values(self)

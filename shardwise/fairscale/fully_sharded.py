@@ -14,6 +14,7 @@ from torch import nn
 
 from shardwise.attributes import TransparentModule
 from shardwise.build import Session, build
+from shardwise.checked import whole
 from shardwise.comm import ranks_of
 from shardwise.fairscale.arguments import NUMERIC, FullyShardedOptions, plan_of_fully_sharded
 from shardwise.fairscale.local_state import consolidated, joined, own_part
@@ -294,22 +295,27 @@ class FullyShardedDataParallel(TransparentModule):
 
     # ---- states
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The full state under the names without wrappers, fp32 where there are masters. Every rank calls it."""
-        names = ("destination", "prefix", "keep_vars")
-        given = dict(zip(names, args, strict=False)) | kwargs
-        destination, prefix = given.get("destination"), str(given.get("prefix", ""))
+    def state_dict(  # type: ignore[override]
+        self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        """The full state under the names without wrappers, fp32 where there are masters. Every rank calls it.
+
+        Args:
+            destination: entries are added to it.
+            prefix: put before every name.
+            keep_vars: only False, but for a wrapper inside, which the module around it asks.
+        """
         root = self._root
         if self is not root:
             if destination is not None or not root.late.built or root.__dict__["_summoned"]:
                 # Asked by the module around it, of names or with what it has gathered.
                 into = {} if destination is None else destination
-                return self.module.state_dict(destination=into, prefix=prefix, keep_vars=bool(given.get("keep_vars")))
+                return self.module.state_dict(destination=into, prefix=prefix, keep_vars=keep_vars)
             own = next(name for name, each in root.module.named_modules() if each is self)
             inside = root._without_wrappers(own, "") + "."
             whole = root.state_dict()
             return {prefix + n.removeprefix(inside): value for n, value in whole.items() if n.startswith(inside)}
-        found = self.session.module.state_dict(destination, prefix, only_rank_0=self._first_only)
+        found = self.session.module.state_dict(destination, prefix, keep_vars, only_rank_0=self._first_only)
         if self._state_device is not None:
             for name, value in found.items():
                 found[name] = value.to(self._state_device) if isinstance(value, torch.Tensor) else value
@@ -330,7 +336,7 @@ class FullyShardedDataParallel(TransparentModule):
                 f"{call} of a wrapped {type(self.module).__name__} inside the model: call it on the outermost wrapper"
             )
 
-    def local_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def local_state_dict(self) -> dict[str, Any]:
         """This rank's part: of every entry a range of its elements, flat, by which the ranks divide it. Collective."""
         self._only_whole("local_state_dict()")
         whole = self.session.module.full_state()
@@ -369,14 +375,23 @@ class FullyShardedDataParallel(TransparentModule):
         """
         return consolidated(shard_weights, shard_metadata)
 
-    def gather_full_optim_state_dict(self, optim: torch.optim.Optimizer, **ignored: Any) -> dict[str, Any] | None:
-        """The full state of ``optim``, as plain torch has it, on rank 0; ``None`` on the others. Every rank calls it.
+    def gather_full_optim_state_dict(
+        self, optim: torch.optim.Optimizer, recipient_rank: int | None = 0
+    ) -> dict[str, Any] | None:
+        """The full state of ``optim``, as plain torch has it, on one rank; ``None`` on the others. Every rank calls it.
+
+        Args:
+            optim: one of this model's parameters.
+            recipient_rank: of the wrapper's process group; ``None``: every rank.
 
         Raises:
-            ValueError: ``optim`` is none of this model's.
+            ValueError: ``optim`` is none of this model's, or there is no such rank.
+            TypeError: ``recipient_rank`` is no whole number.
         """
-        state = self._sharded(optim).state_dict(only_rank_0=True)
-        return state if self.rank == 0 else None
+        if recipient_rank is not None:
+            whole("recipient_rank", recipient_rank, 0, self.world_size - 1, f"a rank of {self.world_size}, or None,")
+        state = self._sharded(optim).state_dict(only_rank_0=recipient_rank == 0)
+        return state if recipient_rank in (None, self.rank) else None
 
     def get_shard_from_optim_state_dict(self, full_optim_state_dict: dict[str, Any]) -> dict[str, Any]:
         """What ``optim.load_state_dict`` takes: the full state itself, of which each rank keeps its part."""

@@ -91,7 +91,18 @@ class OSS(torch.optim.Optimizer):
         raise TypeError(f"{self!r:.80} lives on several ranks and cannot be pickled; use consolidate_state_dict()")
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """One update. Every rank calls it."""
+        """One update. Every rank calls it.
+
+        Raises:
+            NotImplementedError: arguments of the wrapped optimizer's own ``step``, which is called on pieces of
+                parameters, several times a step.
+        """
+        if kwargs:
+            given = ", ".join(f"{name}={value!r:.40}" for name, value in kwargs.items())
+            raise NotImplementedError(
+                f"step({given}) of OSS({type(self.optim).__name__}): nothing but a closure can be handed on; set "
+                "options in param_groups, and scale losses by ShardedGradScaler"
+            )
         return self.sharded.step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -239,19 +239,33 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         with session.no_sync() if session is not None and keeps_whole else nullcontext():
             yield
 
-    def _clipped(self, parameters: Tensor | Iterable[Tensor], call: str) -> ShardedOptimizer | None:
-        """The optimizer whose gradients ``parameters`` are; ``None`` where none is sharded."""
-        given = {id(p) for p in ([parameters] if isinstance(parameters, Tensor) else parameters)}
-        for session in self._sessions:
-            trained = {id(p) for p in session.params if p.requires_grad}
-            if not trained & given:
-                continue
-            if trained - given or len(session.optimizers) != 1:
-                raise NotImplementedError(
-                    f"{call} of {len(trained & given)} of {len(trained)} parameters with {len(session.optimizers)} "
-                    "optimizers is not available: give model.parameters() of a model with one optimizer"
-                )
+    def _owners(self, given: Mapping[int, Tensor]) -> list[Session]:
+        """Of sessions with optimizers, those that have parameters to train among ``given`` (by id)."""
+        return [
+            session
+            for session in self._sessions
+            if session.optimizers and any(id(p) in given and p.requires_grad for p in session.params)
+        ]
+
+    def _only(self, given: Mapping[int, Tensor], owners: Sequence[Session], call: str) -> ShardedOptimizer | None:
+        """The optimizer that alone steps by the gradients of ``given``; ``None``: torch's functions clip them, since
+        ``.grad`` of a sharded parameter answers for all ranks. Then they are reduced."""
+        if not owners:
+            return None
+        session = owners[0]
+        trained = {id(p) for p in session.params if p.requires_grad}
+        others = [p for key, p in given.items() if key not in trained and p.grad is not None]
+        if len(owners) == len(session.optimizers) == 1 and not trained - given.keys() and not others:
             return session.optimizers[0]
+        if any(each.plan.precision.scaler is not None for each in owners):
+            number = sum(len(each.optimizers) for each in owners)
+            raise NotImplementedError(
+                f"{call} of {len(trained & given.keys())} of {len(trained)} parameters, {len(others)} others, "
+                f"{len(owners)} models and {number} optimizers, with a loss scale, is not available: each optimizer "
+                "would skip other steps; give model.parameters() of one model with one optimizer, or train in bf16"
+            )
+        for each in owners:
+            each.reduce_rest()
         return None
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor | None:
@@ -259,24 +273,41 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
 
         Between the passes of an update (``sync_gradients`` False) nothing is clipped. Every rank calls it.
 
+        Args:
+            parameters: of one model or several, or of a part of one. Others, which are not sharded, count with the
+                gradient that they have on each rank: it has to be the same on all.
+            max_norm: of all gradients together.
+            norm_type: p of the p-norm.
+
         Raises:
-            NotImplementedError: a part of a model's parameters, or a model with several optimizers.
+            NotImplementedError: another choice than a whole model with one optimizer, under a loss scale.
         """
-        parameters = list(parameters) if not isinstance(parameters, Tensor) else parameters
-        optimizer = self._clipped(parameters, "clip_grad_norm_")
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        given = {id(p): p for p in parameters}
+        owners = self._owners(given)
+        optimizer = self._only(given, owners, "clip_grad_norm_")
+        limit = float(max_norm) if self.sync_gradients or not owners else math.inf
         if optimizer is None:
-            found: Tensor | None = super().clip_grad_norm_(parameters, max_norm, norm_type)
+            found: Tensor | None = super().clip_grad_norm_(parameters, limit, norm_type)
             return found
-        limit = float(max_norm) if self.sync_gradients else math.inf
         return torch.tensor(optimizer.clip_grad_by_norm(limit, float(norm_type)), device=self.device)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Limit every element of what the next step applies. Every rank calls it."""
-        parameters = list(parameters) if not isinstance(parameters, Tensor) else parameters
-        optimizer = self._clipped(parameters, "clip_grad_value_")
+        """Limit every element of what the next step applies. Every rank calls it.
+
+        Args:
+            parameters: as of :meth:`clip_grad_norm_`, with the same error.
+            clip_value: the largest absolute value.
+        """
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        given = {id(p): p for p in parameters}
+        owners = self._owners(given)
+        optimizer = self._only(given, owners, "clip_grad_value_")
+        if owners and not self.sync_gradients:
+            return
         if optimizer is None:
             super().clip_grad_value_(parameters, clip_value)
-        elif self.sync_gradients:
+        else:
             optimizer.clip_grad_by_value(float(clip_value))
 
     # ---- models and state

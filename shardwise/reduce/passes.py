@@ -10,16 +10,20 @@ from typing import Any
 
 import torch
 
+from shardwise.checked import number
 from shardwise.events import Events
 from shardwise.gather.hooks import in_backward
 from shardwise.gather.meter import MemoryMeter
 from shardwise.gather.pool import ChunkPool
 from shardwise.memory.ledger import DeviceMemoryError
+from shardwise.precision_plan import HALF_DTYPES
 from shardwise.reduce.reducer import Reducer
 from shardwise.remarks import warn_user
 from shardwise.torch_internals import at_end_of_backward, current_graph_task, current_node, is_transformed
 
 __all__ = ["BackwardPasses"]
+
+TOKEN_UNIT = 1024.0  # token weights are counted in this unit, a power of two, to keep scaled fp16 losses small
 
 
 # [Note: A pass that failed]
@@ -42,6 +46,8 @@ class BackwardPasses:
     Args:
         pool, reducer, meter: of the model; ``meter`` is ``None`` where memory has no limit.
         events: is told of passes.
+        average: over the passes of a step, as in :class:`~shardwise.plan.GradPlan`. Under ``"tokens"`` gradients must
+            come through :meth:`backward` or :meth:`weighed`, with the number of tokens.
 
     Attributes:
         scaled: set where losses have to be multiplied by a scale: gradients must then come through :meth:`around`.
@@ -51,8 +57,11 @@ class BackwardPasses:
         unreduced: whether the last pass was not.
     """
 
-    def __init__(self, pool: ChunkPool, reducer: Reducer, meter: MemoryMeter | None, events: Events) -> None:
+    def __init__(
+        self, pool: ChunkPool, reducer: Reducer, meter: MemoryMeter | None, events: Events, average: str
+    ) -> None:
         self._pool, self._reducer, self._meter, self._events = pool, reducer, meter, events
+        self._average = average
         self._counts = reducer.counts
         self.scaled, self.own_divisor = False, 1.0
         self.takes_unscaled = self._warned = False
@@ -124,14 +133,23 @@ class BackwardPasses:
         return self.own_divisor if self._expected is None and unscaled else self._expected
 
     def gradient_came(self) -> None:
-        """A parameter has a gradient: under a loss scale only passes through :meth:`around` may make one.
+        """A parameter has a gradient: under a loss scale, or weights, only passes through :meth:`around` may make one.
 
         Raises:
             RuntimeError: this one did not, and is not to be taken.
         """
         if not self._around:
+            self._check_weighed("loss.backward()")
             self._check_scaled()
             self.note()
+
+    def _check_weighed(self, call: str) -> None:
+        if self._average == "tokens":
+            raise RuntimeError(
+                f"{call} without a number of tokens under average={self._average!r}: gradients of such a pass have no "
+                "weight among those of the step; call session.backward(loss, tokens=...), or set requires_grad False "
+                "where gradients only flow through this model to another one"
+            )
 
     def _check_scaled(self) -> None:
         if not self.scaled or self._expected is not None:
@@ -250,14 +268,41 @@ class BackwardPasses:
             self._failed = self.unreduced = False
             self._events.backward_ended()
 
+    def backward(self, loss: torch.Tensor, tokens: float | None, loss_scale: float, retain_graph: bool) -> None:
+        """Backward pass of ``loss`` times ``loss_scale``; see :meth:`weighed`."""
+        if loss.dtype in HALF_DTYPES:
+            loss = loss.float()  # a scaled loss would overflow in 16 bits
+        with self.weighed(tokens, loss_scale) as factor:
+            (loss * factor if factor != 1.0 else loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+
     @contextlib.contextmanager
-    def around(self, loss_scale: float = 1.0, weight: float = 1.0) -> Iterator[None]:
+    def weighed(self, tokens: float | None, loss_scale: float = 1.0) -> Iterator[float]:
+        """:meth:`around` a backward pass; gives what its loss, a mean over ``tokens``, is to be multiplied by.
+
+        Raises:
+            ValueError: ``tokens`` under another average than ``"tokens"``, or none under that.
+        """
+        if (tokens is None) == (self._average == "tokens"):
+            raise ValueError(
+                f"backward(tokens={tokens}) under average={self._average!r}: give tokens exactly under 'tokens'"
+            )
+        weight = None if tokens is None else number("tokens", tokens, "[0, inf)") / TOKEN_UNIT
+        with self.around(loss_scale, weight):
+            yield loss_scale if weight is None else loss_scale * weight
+
+    @contextlib.contextmanager
+    def around(self, loss_scale: float = 1.0, weight: float | None = None) -> Iterator[None]:
         """Around ``loss.backward()``.
 
         Args:
             loss_scale: what the loss was multiplied by and gradients must be divided by.
-            weight: the pass's weight among those of a step (its tokens).
+            weight: the pass's weight among those of a step (its tokens), by which the loss was multiplied, too.
+
+        Raises:
+            RuntimeError: there is none under ``average="tokens"``.
         """
+        if weight is None:
+            self._check_weighed("a backward pass")
         self.recover()
         self._begin()
         self._rescale(loss_scale)
@@ -267,7 +312,7 @@ class BackwardPasses:
             with self._meter.measuring() if self._meter is not None else contextlib.nullcontext():
                 yield
             self._finish()
-            self._tokens += weight
+            self._tokens += weight or 0.0
         except BaseException as error:
             # Peers may still be in the pass, so nothing waits for them here; see recover().
             self._failed = True

@@ -51,13 +51,14 @@ class Mix:
 
     def plan(self, directory: str) -> Plan:
         """ZeRO-3, since the others keep parameters on the device."""
+        disk = DiskPlan(directory=directory, block_bytes=4096, queue_depth=4, threads=1)
         tiers: TierPlan = replace(
             on_device(),
             param_host_fraction=HOST_SHARE[self.params],
             param_disk_fraction=DISK_SHARE[self.params],
             state_host_fraction=HOST_SHARE[self.state],
             state_disk_fraction=DISK_SHARE[self.state],
-            disk=DiskPlan(directory=directory, block_bytes=4096, queue_depth=4, threads=1),
+            disk=disk if DISK_SHARE[self.params] + DISK_SHARE[self.state] else None,
         )
         shared = None if self.shared else False
         return zero(3).but(update=self.update, shared_memory=shared, exchange_bytes=0, tiers=tiers)

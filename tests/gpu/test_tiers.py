@@ -27,7 +27,7 @@ of fp32 (with the large eps of ``adamw``, so that it is not blown up), which in 
 def tiered(plan: Plan, params: tuple[float, float], state: tuple[float, float], folder: Path | None) -> Plan:
     """``plan`` with shares of parameters and of state on the host and on disk."""
     disk = None
-    if folder is not None:
+    if folder is not None and params[1] + state[1] > 0.0:
         disk = DiskPlan(
             directory=str(folder),
             block_bytes=4096 * 16,

@@ -46,7 +46,7 @@ def tiers(directory: str, param: tuple[float, float], state: tuple[float, float]
         param_disk_fraction=param[1],
         state_host_fraction=state[0],
         state_disk_fraction=state[1],
-        disk=disk,
+        disk=disk if param[1] + state[1] else None,
     )
 
 

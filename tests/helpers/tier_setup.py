@@ -50,7 +50,8 @@ def tiers(mix: str, directory: str, **knobs: Any) -> TierPlan:
     }
     names = ("param_host_fraction", "param_disk_fraction", "state_host_fraction", "state_disk_fraction")
     shares = dict(zip(names, map(float, SHARES[mix]), strict=True))
-    return replace(on_device(), disk=DiskPlan(**(fields | knobs)), **shares)
+    disk = DiskPlan(**(fields | knobs)) if shares["param_disk_fraction"] + shares["state_disk_fraction"] else None
+    return replace(on_device(), disk=disk, **shares)
 
 
 def with_tiers(plan: Plan, mix: str, directory: str, **knobs: Any) -> Plan:

@@ -33,7 +33,7 @@ Training = tuple[float, dict[str, Tensor], float, dict[str, Tensor]]
 
 def _plan(plan: Plan, tp: int = 1, pp: int = 1, sequence: Any = None, chunks: int = 1) -> Plan:
     schedule: Any = "1f1b" if chunks == 1 else "interleaved"
-    pipeline = PipelinePlan(schedule=schedule, chunks=chunks, microbatches=MICROBATCHES)
+    pipeline = PipelinePlan(schedule=schedule, chunks=chunks, microbatches=MICROBATCHES) if pp > 1 else PipelinePlan()
     return plan.but(tp=tp, pp=pp, tensor=TensorPlan(vocabulary_multiple=4, sequence=sequence), pipeline=pipeline)
 
 

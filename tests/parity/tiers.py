@@ -167,7 +167,8 @@ def tier_plan(mix: str, directory: str, knobs: str = "usual") -> TierPlan:
             strict=True,
         )
     )
-    return replace(on_device(), disk=DiskPlan(**(fields | KNOBS[knobs])), **shares)
+    some = shares["param_disk_fraction"] + shares["state_disk_fraction"] > 0.0
+    return replace(on_device(), disk=DiskPlan(**(fields | KNOBS[knobs])) if some else None, **shares)
 
 
 def setting_of(row: Row, mix: str | None, directory: str, steps: int = STEPS) -> Setting:

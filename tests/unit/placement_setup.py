@@ -18,4 +18,5 @@ DISK = DiskPlan(
 
 
 def shares(**fields: Any) -> TierPlan:
-    return replace(on_device(), disk=DISK, **fields)
+    disk = DISK if any(fields.get(f"{kind}_disk_fraction") for kind in ("param", "state")) else None
+    return replace(on_device(), disk=disk, **fields)

@@ -203,6 +203,7 @@ def test_auto_arguments_reach_the_plan() -> None:
 
 STATS = MemStats([Moment(0, "a", "forward", 10, 5)], "cpu")
 KEPT = {4: {"chunk_size": 8, "keep_gathered": True}}
+LATE = {"enable_async_reduce": False}
 
 
 @pytest.mark.parametrize(
@@ -235,6 +236,8 @@ KEPT = {4: {"chunk_size": 8, "keep_gathered": True}}
             "'auto' decides",
             {"placement_policy": "auto", "chunk_config_dict": {4: {"chunk_size": 8}}},
         ),
+        ({"max_prefetch": 4, **LATE}, ["max_prefetch=4"], "ahead with enable_async_reduce=False", LATE),
+        ({"max_prefetch": 4, "shard_param_frac": 0.0}, ["max_prefetch=4"], "stay gathered", {"shard_param_frac": 0.0}),
     ],
     ids=lambda value: "+".join(value) if isinstance(value, dict) else None,
 )

@@ -464,6 +464,7 @@ ASIDE = [
     ({"zero_optimization": {"stage": 3, "reduce_bucket_size": 5}}, ZERO + "reduce_bucket_size"),
     ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu", "nvme_path": "/x"}}}, OPTIM + "nvme_path"),
     ({"zero_optimization": {"stage": 3, "mics_hierarchical_params_gather": True}}, ZERO + "mics_hierarchical_params_gather"),
+    ({"zero_optimization": {"stage": 3, "overlap_comm": False, "stage3_prefetch_bucket_size": 5}}, ZERO + "stage3_prefetch_bucket_size"),
     ({"fp16": {"loss_scale": 5}}, "fp16.loss_scale"),
     ({"fp16": {"enabled": True, "loss_scale": 5, "hysteresis": 3}}, "fp16.hysteresis"),
     ({"aio": {"queue_depth": 5}}, "aio.queue_depth"),

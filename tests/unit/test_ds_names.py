@@ -68,6 +68,14 @@ def test_one_process_is_rank_0_of_1(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (comm.get_rank(), comm.get_world_size(), comm.get_local_rank()) == (0, 1, 0)
     comm.init_distributed("gloo", dist_init_required=False)
     comm.init_distributed(timeout=timedelta(seconds=1))  # nobody launched it
+    comm.init_distributed(timeout=timedelta(seconds=1), rank=0, world_size=1)  # what there is without a launcher
+    # What is not the launcher's is torch's, which says what it lacks.
+    for given, said in (
+        ({"init_method": "tcp://127.0.0.1:1"}, "rank parameter missing"),
+        ({"rank": 1, "world_size": 2}, "MASTER_ADDR expected"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            comm.init_distributed("gloo", timeout=timedelta(seconds=1), **given)
     assert not comm.is_initialized()
     assert comm.has_all_gather_into_tensor() and comm.has_coalescing_manager()
     comm.configure(enabled=True)
@@ -293,8 +301,38 @@ def test_adam_without_the_correction_of_its_bias(kind: str, decoupled: bool) -> 
 def test_layers_are_cut_by_initialize() -> None:
     model, config = nn.Linear(2, 2), {"train_batch_size": 1, "tensor_parallel": {"autotp_size": 2}}
     assert deepspeed.tp_model_init(model, 2, torch.float32, config=config) is model
-    with pytest.raises(ValueError, match="autotp_size=2"):
+    with pytest.raises(ValueError, match=r"tp_size=4 of tp_model_init and tensor_parallel\.autotp_size=2"):
         deepspeed.tp_model_init(model, 4, torch.float32, config=config)
+
+
+def test_initialize_compares_with_what_was_said_of_the_cuts() -> None:
+    config: dict[str, Any] = {"train_batch_size": 1, "tensor_parallel": {"autotp_size": 2}}
+    model = deepspeed.tp_model_init(nn.Linear(2, 2), 4, torch.float32)
+    with pytest.raises(ValueError, match=r"tp_size=4 of tp_model_init and tensor_parallel\.autotp_size=2"):
+        deepspeed.initialize(model=model, config=config)
+    # Its size counts where the configuration has none: there is one rank here.
+    with pytest.raises(ValueError, match="autotp_size=4 x sequence_parallel_size=1 does not divide"):
+        deepspeed.initialize(model=model, config={"train_batch_size": 1})
+    with pytest.raises(ValueError, match="autotp_size=4 x"):
+        deepspeed.initialize(model=model, config={"train_batch_size": 1, "tensor_parallel": {"tp_overlap_comm": False}})
+    deepspeed.tp_model_init(model, 1, torch.float16)  # the last one counts
+    with pytest.raises(ValueError, match=r"dtype=torch.float16 of tp_model_init and torch.bfloat16"):
+        deepspeed.initialize(model=model, config={"train_batch_size": 1, "bf16": {"enabled": True}})
+    with pytest.warns(UserWarning, match=r"dtype=torch.float16 of tp_model_init without effect.*stay torch.float32"):
+        engine = deepspeed.initialize(model=model, config={"train_batch_size": 1, "gradient_clipping": 0.0})[0]
+    engine.destroy()
+
+
+def test_what_is_wrong_with_cuts_is_said_at_once() -> None:
+    model = nn.Linear(2, 2)
+    for given, error, said in (
+        ({"tp_size": 0}, ValueError, "tp_size=0: give a number of ranks"),
+        ({"dtype": "fp16"}, TypeError, "dtype='fp16': give a torch.dtype"),
+        ({"mpu": None, "rank": 1}, TypeError, r"tp_model_init\(mpu=None, rank=1\): there are tp_size"),
+        ({"tp_group": "mine"}, ValueError, "tp_group='mine' without torch.distributed"),
+    ):
+        with pytest.raises(error, match=said):
+            deepspeed.tp_model_init(model, **{"tp_size": 2, "dtype": torch.float32, **given})
 
 
 def test_nothing_is_both_here_and_absent() -> None:

@@ -9,6 +9,7 @@ import pytest
 from placement_setup import shares
 
 from shardwise.booster.plugin import GeminiPlugin
+from shardwise.deepspeed import to_plan
 from shardwise.memory.placement import assign_homes, missed_shares
 from shardwise.memory.tier import Tier
 from shardwise.plan import AutoPlan
@@ -75,3 +76,18 @@ def test_the_smallest_and_largest_shares_are_taken(value: float) -> None:
     expected = Tier.DEVICE if value < 0.5 else Tier.HOST
     assert all(home.param is home.state is expected for home in homes)
     assert 0.0 <= plan.shard.gathered_fraction <= 1.0
+
+
+def test_a_disk_that_nothing_is_left_for_is_in_no_plan() -> None:
+    """DeepSpeed's ``max_in_cpu`` and ``ratio`` may say so of a block that names one."""
+    params: dict[str, Any] = {"device": "nvme", "nvme_path": "/fast", "max_in_cpu": 60}
+    state: dict[str, Any] = {"device": "nvme", "nvme_path": "/fast", "ratio": 0.0}
+    for block, host, disk in (
+        ({"offload_param": params}, 1.0, False),
+        ({"offload_param": params | {"max_in_cpu": 59}}, 59 / 60, True),
+        ({"offload_optimizer": state}, 0.0, False),
+        ({"offload_optimizer": state | {"ratio": 0.5}}, 0.0, True),
+    ):
+        tree = {"gradient_clipping": 0.0, "zero_optimization": {"stage": 3, **block}}
+        tiers = to_plan(tree, 1, numels=[20, 40])[0].tiers
+        assert (tiers.param_host_fraction, tiers.disk is not None) == (pytest.approx(host), disk), block

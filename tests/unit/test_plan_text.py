@@ -32,6 +32,7 @@ PLANS = {
     ),
     "secondary": zero(3, torch.bfloat16).but(secondary=8),
     "orders": zero(1).but(
+        pp=2,
         layers=(1, 2),
         schedule="zbv",
         chunks=2,
@@ -73,15 +74,21 @@ def test_a_file_may_say_only_what_differs(tmp_path: Path) -> None:
     assert Plan.load(path).differences(expected) == ['shard.packing.unit_classes: ["Block"] -> []']
     path.write_text('stage = 0\n[precision]\nparam_dtype = "torch.float32"\n')
     assert Plan.load(path) == replicated().but(param_dtype=torch.float32)
-    path.write_text('stage = 2\n[shard.packing]\nkind = "ByTensor"\npersist_numel = 5\n[tiers.disk]\ndirectory = "d"\n')
-    assert Plan.load(path) == zero(2).but(packing=ByTensor(persist_numel=5), disk=DiskPlan(directory="d"))
+    path.write_text(
+        'stage = 2\n[shard.packing]\nkind = "ByTensor"\npersist_numel = 5\n'
+        '[tiers]\nstate_disk_fraction = 1\n[tiers.disk]\ndirectory = "d"\n'
+    )
+    on_disk = {"state_disk_fraction": 1.0, "disk": DiskPlan(directory="d")}
+    assert Plan.load(path) == zero(2).but(packing=ByTensor(persist_numel=5), **on_disk)
 
 
 def test_what_differs_is_listed() -> None:
     assert zero(3).differences(zero(3)) == []
-    assert zero(2).differences(zero(2).but(max_norm=1.0, param_dtype=torch.bfloat16, disk=DiskPlan(directory="d"))) == [
+    on_disk = {"state_disk_fraction": 1.0, "disk": DiskPlan(directory="d")}
+    assert zero(2).differences(zero(2).but(max_norm=1.0, param_dtype=torch.bfloat16, **on_disk)) == [
         'precision.param_dtype: "none" -> "bfloat16"',
         "grad.max_norm: 0.0 -> 1.0",
+        "tiers.state_disk_fraction: 0.0 -> 1.0",
         'tiers.disk: "none" -> {directory = "d", block_bytes = 1048576, queue_depth = 8, threads = 2, '
         'single_submit = false, overlap_events = true, state_buffers = 8, param_buffers = 5, medium = "file"}',
     ]

@@ -90,7 +90,8 @@ class GeminiArguments(EngineArguments, _First):
             step is traced, and from then on as much is on the device as its memory allows at each moment.
         enable_gradient_accumulation: both values work: backward passes before a step always add up. True does not go
             with ``update="backward"`` in place, where each step is one backward pass.
-        max_prefetch: chunks gathered ahead of their use, once the order is known.
+        max_prefetch: chunks gathered ahead of their use, once the order is known; none where none is gathered
+            (``shard_param_frac=0.0``), or with ``enable_async_reduce=False``.
         shard_param_frac: share of the parameters that is released between uses: 1.0 is ZeRO-3, 0.0 is ZeRO-2. For
             ``"static"`` only, as the two after it.
         offload_optim_frac: share of masters, optimizer state and reduced gradients that is on the host.
@@ -121,7 +122,7 @@ class GeminiArguments(EngineArguments, _First):
             (HybridParallelPlugin's ``"split_gather"``).
         enable_jit_fused: activations of several operations are compiled to one kernel, on a GPU with Triton.
         enable_sequence_overlap: what has come of a sequence is multiplied while the rest travels.
-        enable_async_reduce: reduce gradients while backward still runs.
+        enable_async_reduce: reduce gradients while backward still runs, and gather chunks ahead; False: neither.
         use_fp8: linear layers multiply in 8 bits, where their sizes allow it.
         verbose: report the chunk search, and say when a step is skipped.
         fp8_communication: parameters, gradients and what passes between cut layers travel in 8 bits.
@@ -183,7 +184,20 @@ def _without_effect(arguments: GeminiArguments) -> dict[str, list[str]]:
         found = {"for placement_policy='auto' only": (*AUTO_RATIOS, "memstats")}
         if a.offload_optim_frac == 0.0 and a.offload_param_frac == 0.0:
             found["nothing is offloaded (but by an optimizer with nvme_offload_fraction > 0)"] = ("pin_memory",)
+    reason = _nothing_ahead(a)
+    if reason is not None:
+        found[reason] = ("max_prefetch",)
     return given_in_vain(a, found)
+
+
+def _nothing_ahead(arguments: GeminiArguments) -> str | None:
+    """Why no chunk is gathered ahead, whatever ``max_prefetch`` is; ``None``: they are."""
+    a = arguments
+    if not a.enable_async_reduce:
+        return "nothing is gathered ahead with enable_async_reduce=False"
+    if a.placement_policy == "static" and a.shard_param_frac == a.offload_param_frac == 0.0:
+        return "all parameters stay gathered with shard_param_frac=0.0"
+    return None
 
 
 def _check(arguments: GeminiArguments) -> None:
@@ -320,7 +334,7 @@ def to_plan(arguments: GeminiArguments, world_size: int | None = None) -> Plan:
             packing=packing,
             gathered_fraction=gathered_fraction,
             gathered_budget_bytes=None,
-            prefetch=a.max_prefetch,
+            prefetch=a.max_prefetch if _nothing_ahead(a) is None else 0,
             reduce="every",
         ),
         precision=precision_plan(

@@ -196,7 +196,7 @@ class ShardedModelV2(TransparentModule):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients."""
         if self.__dict__["_session"] is not None:
-            self.session.module.zero_grad()
+            self.session.module.zero_grad(set_to_none)
         else:
             super().zero_grad(set_to_none)
 

@@ -68,7 +68,7 @@ class OptimizerFront(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients."""
-        self._inner.zero_grad()
+        self._inner.zero_grad(set_to_none)
 
     def state_dict(self, only_rank_0: bool = False) -> dict[str, Any]:
         """The full state, keyed as plain torch keys it. Collective.

@@ -241,7 +241,9 @@ def may_differ(folder: str) -> None:
     """Values, directories, capacities, printing, functions and the user's notes are each rank's own."""
     rank = dist.get_rank()
     disk = DiskPlan(directory=f"{folder}/{rank}", queue_depth=4 + rank)
-    plan = zero(2).but(disk=disk).but(state_disk_fraction=0.5, device_capacity_bytes=10**9 + rank, verbose=bool(rank))
+    plan = zero(2).but(
+        disk=disk, state_disk_fraction=0.5, device_capacity_bytes=10**9 + rank, verbose=bool(rank)
+    )
     with mock.patch("builtins.print"):
         model = net()
         with torch.no_grad():

@@ -95,7 +95,7 @@ def test_nothing_is_half_done(stage: int) -> None:
 def too_large(directory: str) -> tuple[str, int]:
     """State that the device has no room for is known once the model is sharded; its hooks and files go again."""
     plan = zero(1)
-    small = with_tiers(plan, "device", directory).but(device_capacity_bytes=200, param_disk_fraction=0.5)
+    small = with_tiers(plan, "p_disk", directory).but(device_capacity_bytes=200, param_disk_fraction=0.5)
     with one_mesh(plan) as mesh:
         model = net()
         with pytest.raises(DeviceMemoryError) as error:

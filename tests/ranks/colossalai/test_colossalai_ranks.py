@@ -211,6 +211,22 @@ def test_models_in_chunks_and_by_stages_are_wrapped_by_hand() -> None:
     run_ranks(2, by_gemini)
 
 
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda m: GeminiOptimizer(adam(m.parameters()), m, clipping_norm=1.0), r"clipping_norm=1\.0 is no argument"),
+        (lambda m: GeminiOptimizer(adam(m.parameters()), m, maxnorm=1.0), "did you mean 'max_norm'"),
+        (lambda m: GeminiOptimizer(adam(m.parameters()), m, amsgrad=True), "give options of the Adam to that"),
+        (lambda m: GeminiAdamOptimizer(m, learning_rate=1e-4), r"learning_rate=0\.0001 is no option of HybridAdam"),
+        (lambda m: zero_optim_wrapper(m, adam(m.parameters()), optim_config={"clip": 1.0}), r"clip=1\.0 is no arg"),
+    ],
+)
+def test_arguments_that_an_optimizer_in_chunks_has_not_are_named(make: Any, said: str) -> None:
+    wrapped = zero_model_wrapper(model(), 3, {"mixed_precision": torch.float32, "device": "cpu"})
+    with pytest.raises(TypeError, match=said):
+        make(wrapped)
+
+
 def among_ranks(directory: str) -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     colossalai.launch(rank, ranks, "localhost", 29500, seed=5)  # they have met: only the seed is new

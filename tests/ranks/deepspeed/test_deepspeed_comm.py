@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import os
+import socket
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from launching import SECONDS, UNSET, forked, start
 from torch import nn
 
 import shardwise.deepspeed as deepspeed
@@ -76,3 +82,28 @@ def groups_of_an_engine() -> tuple[Any, ...]:
 
 def test_groups_of_an_engine() -> None:
     assert run_ranks(RANKS, groups_of_an_engine) == [(0, [0, 1], rank, 0) for rank in range(RANKS)]
+
+
+def meets(rank: int, given: dict[str, Any], variables: dict[str, str]) -> None:
+    """A process of its own that no launcher has started."""
+    comm = importlib.import_module("shardwise.deepspeed.comm")
+    for name in UNSET:
+        os.environ.pop(name, None)
+    os.environ.update(variables)
+    deepspeed.init_distributed("gloo", timeout=timedelta(seconds=60), rank=rank, world_size=2, **given)
+    total = torch.ones(1) * (1 + comm.get_rank())
+    comm.all_reduce(total)
+    raise SystemExit(0 if (comm.get_rank(), comm.get_world_size(), float(total)) == (rank, 2, 3.0) else 3)
+
+
+@pytest.mark.parametrize("how", ["a file", "the variables of torch"])
+def test_ranks_that_are_given_meet(how: str, tmp_path: Path) -> None:
+    given, variables = {"init_method": f"file://{tmp_path}/meet"}, dict[str, str]()
+    if how != "a file":
+        with socket.socket() as found:
+            found.bind(("127.0.0.1", 0))
+            given, variables = {}, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(found.getsockname()[1])}
+    ranks = [start(forked(meets, rank, given, variables)) for rank in range(2)]
+    for each in ranks:
+        each.join(SECONDS)
+    assert [each.exitcode for each in ranks] == [0, 0]

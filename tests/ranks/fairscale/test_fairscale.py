@@ -171,6 +171,12 @@ def what_else() -> None:
     expected = plain(2)[0]
     same(model.state_dict(), expected)
     same(model.blocks[0].state_dict(), expected.blocks[0])
+    assert list(model.state_dict(prefix="a.")) == [f"a.{name}" for name in expected.state_dict()]
+    with pytest.raises(ValueError, match=r"state_dict\(keep_vars=True\)"):
+        model.state_dict(keep_vars=True)
+    for call in (model.state_dict, model.local_state_dict):
+        with pytest.raises(TypeError, match="perfix"):
+            call(perfix="a.")
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, (model.local_state_dict(), model.local_metadata_dict()))
     same(FSDP.consolidate_shard_weights([p for p, _ in parts], [m for _, m in parts]), expected)
@@ -187,6 +193,15 @@ def what_else() -> None:
     same(model.state_dict(), expected)
     with pytest.raises(RuntimeError, match=r"clip_grad_norm_\(1.0\) of a wrapped Block inside the model"):
         model.blocks[0].clip_grad_norm_(1.0)
+    for recipient in (0, dist.get_world_size() - 1, None):
+        full = model.gather_full_optim_state_dict(optimizer, recipient_rank=recipient)
+        assert (full is not None) == (recipient in (None, dist.get_rank()))
+        if full is not None:
+            oracle = plain(2)[1].state_dict()["state"]
+            for index, entries in oracle.items():
+                assert float((full["state"][index]["exp_avg"] - entries["exp_avg"]).abs().max()) <= EXACT
+    with pytest.raises(ValueError, match="recipient_rank=7: give a rank of"):
+        model.gather_full_optim_state_dict(optimizer, recipient_rank=7)
     with pytest.raises(ValueError, match="SGD is not an optimizer of this model"):
         model.gather_full_optim_state_dict(torch.optim.SGD(Net().parameters()))
     with pytest.raises(ValueError, match="mixed_precision=True of the wrapped Linear, and False of the wrapper around"):
@@ -207,6 +222,8 @@ def sharded_ddp() -> None:
     found = train(model, optimizer, 3, clip=0.05)
     assert abs(float(found) - float(norm)) <= 1e-6
     same(model.state_dict(), expected)
+    with pytest.raises(NotImplementedError, match=r"step\(clip=0.1\) of OSS\(AdamW\).*in param_groups"):
+        optimizer.step(clip=0.1)
     with pytest.raises(RuntimeError, match="was not consolidated on this rank"):
         optimizer.state_dict()
     optimizer.consolidate_state_dict(recipient_rank=0)

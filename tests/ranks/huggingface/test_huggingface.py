@@ -364,14 +364,19 @@ def refusals(folder: str) -> list[str]:
     with launched(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         accelerator = ShardwiseAccelerator(plan=zero(3), cpu=True)
-        sharded, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        half, model = ShardwiseAccelerator(plan=zero(3, torch.float16), cpu=True), net()
+        scaled, _ = half.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        beside = nn.Parameter(torch.ones(()))
+        beside.grad = torch.ones(())
         other, third = torch.optim.SGD(net().parameters(), lr=0.1), net()
         disk = HybridAdam(third.parameters(), nvme_offload_fraction=0.5, nvme_offload_dir=folder)
         for attempt in (
             lambda: accelerator.prepare(other),
             lambda: accelerator.prepare_optimizer(other),
             lambda: accelerator.prepare(third, disk),
-            lambda: accelerator.clip_grad_norm_(list(sharded.parameters())[:1], 1.0),
+            lambda: half.clip_grad_norm_(list(scaled.parameters())[:1], 1.0),
+            lambda: half.clip_grad_value_([*scaled.parameters(), beside], 1.0),
             lambda: ShardwiseAccelerator(plan=zero(3).but(average="mean"), cpu=True),
             lambda: ShardwiseAccelerator(plan=zero(3).but(tp=2), cpu=True),
             lambda: make(folder, zero(1).but(sp=2)),
@@ -388,17 +393,19 @@ def refusals(folder: str) -> list[str]:
             except (TypeError, ValueError, NotImplementedError) as error:
                 said.append(str(error))
         accelerator.close()
+        half.close()
     return said
 
 
 def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
     for said in run_ranks(RANKS, refusals, str(tmp_path)):
-        assert len(said) == 14
+        assert len(said) == 15
         wanted = (
             "parameters of 0 of the 0",
             "SGD alone",
             "nvme_offload_fraction=0.5",
             "1 of 6 parameters",
+            "6 of 6 parameters, 1 others",
             "average='mean'",
             "tp=2, pp=1, sp=1 is not available here",
             "tp=1, pp=1, sp=2 is not available here",

@@ -123,7 +123,7 @@ def check_tiers(stage: int, mix: str, found: Found) -> None:
 def test_shares_are_met_to_the_nearest_chunk(tmp_path: Path) -> None:
     """A quarter of K = 4 equal chunks each."""
     plan = plan_of(3, "device", "")
-    plan = plan.but(tiers=with_tiers(plan, "device", str(tmp_path)).tiers)
+    plan = plan.but(tiers=with_tiers(plan, "all_disk", str(tmp_path)).tiers)
     plan = plan.but(param_host_fraction=0.25, param_disk_fraction=0.25)
     plan = plan.but(state_host_fraction=0.5, state_disk_fraction=0.25)
     unit = UNIT // 2

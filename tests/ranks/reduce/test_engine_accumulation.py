@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from contextlib import nullcontext
 from itertools import product
 
 import pytest
 import torch
-from engine_setup import PLANS, adam, check, one_mesh, seeded, sharded
+from engine_setup import PLANS, adam, check, one_mesh, seeded, sharded, told
 from torch import Tensor, nn
 
 from shardwise.build import Session
@@ -243,3 +244,77 @@ def test_a_step_reduces_what_no_sync_left(name: str, average: str) -> None:
     for (state, norms), (expected, others) in run_ranks(RANKS, all_unreduced, PLANS[name].but(average=average)):
         assert norms == pytest.approx(others, rel=1e-12)
         check([state], expected, "state")
+
+
+def _around(session: Session, loss: Tensor) -> None:
+    with session.backward_pass():
+        loss.backward()
+
+
+def _expected(session: Session, loss: Tensor) -> None:
+    session.expect_backward(1.0)
+    loss.backward()
+
+
+WITHOUT_TOKENS = {"bare": lambda session, loss: loss.backward(), "around": _around, "expected": _expected}
+
+
+def without_tokens(plan: Plan) -> tuple[list[str], dict[str, Tensor]]:
+    """What passes without a weight say, each after one that has it, and what trains after them."""
+    model, messages = seeded(net), []
+    with sharded(model, sgd(model), plan.but(average="tokens")) as session:
+        for make in WITHOUT_TOKENS.values():
+            session.backward(mean_loss(session.module, rows(session.mesh.rank, 0, 9, True)), tokens=7.0)
+            loss = mean_loss(session.module, rows(session.mesh.rank, 1, 9, True))
+            messages.append(told(functools.partial(make, session, loss)))
+            session.optimizer.zero_grad()
+        for step in range(STEPS):
+            for micro in range(MICRO):
+                x = rows(session.mesh.rank, micro, step, False)
+                session.backward(mean_loss(session.module, x), tokens=float(len(x)))
+            session.optimizer.step()
+        return messages, session.module.state_dict()
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "zero3"])
+def test_a_pass_without_tokens_under_tokens_is_an_error(name: str) -> None:
+    results = run_ranks(RANKS, without_tokens, PLANS[name])
+    for messages, _ in results:
+        for message, how in zip(messages, WITHOUT_TOKENS, strict=True):
+            assert "session.backward(loss, tokens=...)" in message and "average='tokens'" in message, how
+    model = seeded(net)
+    optimizer = sgd(model)
+    for step in range(STEPS):
+        everything = [rows(r, m, step, False) for r in range(RANKS) for m in range(MICRO)]
+        mean_loss(model, torch.cat(everything)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    check([state for _, state in results], dict(model.state_dict()), name)
+
+
+def unheld(plan: Plan) -> dict[str, dict[str, Tensor]]:
+    """Gradients of parameters that no optimizer holds: of all, and of those behind the first layer."""
+    found = {}
+    with one_mesh(plan) as mesh:
+        for average, held in product(("mean", "tokens"), (False, True)):
+            model = seeded(net)
+            optimizer = torch.optim.SGD(model[0].parameters(), lr=0.3) if held else None
+            with sharded(model, optimizer, plan.but(average=average), mesh) as session:
+                for micro in range(MICRO):
+                    x = rows(mesh.rank, micro, 0, average == "mean")
+                    session.backward(mean_loss(session.module, x), float(len(x)) if average == "tokens" else None)
+                found[f"{average} {held} full"] = session.full_gradients()
+                found[f"{average} {held} shown"] = {n: p.grad.clone() for n, p in model.named_parameters()}
+    return found
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero2", "zero3"])
+def test_gradients_of_parameters_in_no_optimizer(name: str) -> None:
+    results = run_ranks(RANKS, unheld, PLANS[name])
+    assert len(results[0]) == 8
+    for case in results[0]:
+        model = seeded(net)
+        even = case.startswith("mean")
+        mean_loss(model, torch.cat([rows(r, m, 0, even) for r in range(RANKS) for m in range(MICRO)])).backward()
+        expected = {n: p.grad for n, p in model.named_parameters()}
+        check([result[case] for result in results], expected, f"{name} {case}")

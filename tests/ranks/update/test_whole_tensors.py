@@ -428,7 +428,7 @@ def refused(directory: str) -> list[str]:
             return told(lambda: build(model, make(model), plan, mesh), ValueError)
 
         return [
-            build_it(MAKE["Lamb"], with_tiers(plan, "device", directory).but(state_disk_fraction=0.5)),
+            build_it(MAKE["Lamb"], with_tiers(plan, "s_disk", directory).but(state_disk_fraction=0.5)),
             build_it(lambda m: own.FusedLAMB(trained(m))),
             build_it(lambda m: torch.optim.LBFGS(trained(m))),
         ]

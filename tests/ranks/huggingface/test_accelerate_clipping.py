@@ -1,0 +1,131 @@
+"""Clipping by accelerate's methods of several sharded models together, against plain PyTorch in one process.
+
+In fp32: norms and weights agree within 1e-5 (relative to each tensor's largest element), since sums over a batch are
+made in another order.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from huggingface_setup import RANKS, launched
+from torch import Tensor, nn
+
+from shardwise.plan import Plan, replicated, zero
+from shardwise.testing import assert_close, run_ranks
+
+pytest.importorskip("accelerate")
+
+RTOL = 1e-5
+PLANS: dict[str, Plan] = {"ddp": replicated(), "zero1": zero(1), "zero3": zero(3)}
+
+
+@functools.cache
+def points() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(2)
+    inputs = torch.randn(24, 3, generator=generator)
+    return list(zip(inputs, inputs.prod(1, keepdim=True), strict=True))
+
+
+CLIPS: dict[str, Callable[[Any, list[nn.Parameter]], Any]] = {
+    "norm": lambda of, params: of.clip_grad_norm_(params, 0.05),
+    "largest": lambda of, params: of.clip_grad_norm_(params, 0.01, math.inf),
+    "value": lambda of, params: of.clip_grad_value_(params, 0.004),
+    "a part": lambda of, params: of.clip_grad_norm_(params[1:4], 0.01),
+}
+
+
+def pair() -> tuple[nn.Module, nn.Module, nn.Parameter]:
+    """Two models, one behind the other, and a parameter of neither."""
+    torch.manual_seed(3)
+    first = nn.Sequential(nn.Linear(3, 8), nn.Tanh())
+    second = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    return first, second, nn.Parameter(torch.tensor(0.5))
+
+
+def train_pair(of: Any, clip: str, rank: int, ranks: int) -> tuple[list[dict[str, Tensor]], list[float]]:
+    """``of`` is an accelerator, or ``torch.nn.utils``, whose functions have the same names."""
+    first, second, factor = pair()
+    steps = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (first, second)]
+    steps.append(torch.optim.SGD([factor], lr=0.5))
+    if ranks > 1:
+        first, steps[0], second, steps[1] = of.prepare(first, steps[0], second, steps[1])
+    norms = []
+    for step in range(3):
+        mine = points()[8 * step : 8 * step + 8][rank::ranks]
+        inputs, targets = (torch.stack(each) for each in zip(*mine, strict=True))
+        loss = nn.functional.mse_loss(second(first(inputs)) * factor, targets)
+        of.backward(loss) if ranks > 1 else loss.backward()
+        if ranks > 1:
+            dist.all_reduce(factor.grad)
+            factor.grad /= ranks
+        found = CLIPS[clip](of, [*first.parameters(), *second.parameters(), factor])
+        norms.append(0.0 if found is None else float(found))
+        for each in steps:
+            each.step()
+            each.zero_grad()
+    return [dict(first.state_dict()), dict(second.state_dict()), {"factor": factor.detach()}], norms
+
+
+def clipped_pairs(plan: Plan) -> dict[str, tuple[list[dict[str, Tensor]], list[float]]]:
+    from shardwise.huggingface import ShardwiseAccelerator
+
+    found = {}
+    with launched(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for clip in CLIPS:
+            accelerator = ShardwiseAccelerator(plan=plan, cpu=True)
+            found[clip] = train_pair(accelerator, clip, dist.get_rank(), RANKS)
+            accelerator.close()
+    return found
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero1", "zero3"])
+def test_parameters_of_several_models_are_clipped_together(name: str) -> None:
+    expected = {clip: train_pair(nn.utils, clip, 0, 1) for clip in CLIPS}
+    assert min(expected["norm"][1]) > 0.05 and min(expected["largest"][1]) > 0.01 < min(expected["a part"][1])
+    for result in run_ranks(RANKS, clipped_pairs, PLANS[name], timeout=120):
+        for clip, (states, norms) in result.items():
+            assert norms == pytest.approx(expected[clip][1], rel=RTOL), clip
+            for state, wanted in zip(states, expected[clip][0], strict=True):
+                assert_close(state, wanted, RTOL, clip)
+
+
+def clipped_between_passes(plan: Plan) -> list[bool]:
+    """Between the passes of an update nothing is clipped, of several models together as of one."""
+    from shardwise.huggingface import ShardwiseAccelerator
+
+    with launched(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        accelerator = ShardwiseAccelerator(plan=plan, cpu=True, gradient_accumulation_steps=2)
+        first, second, factor = pair()
+        first, one, second, two = accelerator.prepare(
+            first, torch.optim.SGD(first.parameters(), lr=0.5), second, torch.optim.SGD(second.parameters(), lr=0.5)
+        )
+        params, synced = [*first.parameters(), *second.parameters()], []
+        for _ in range(2):
+            with accelerator.accumulate(first, second):
+                inputs, targets = (torch.stack(each) for each in zip(*points()[:4], strict=True))
+                accelerator.backward(nn.functional.mse_loss(second(first(inputs)) * factor.detach(), targets))
+                norm = accelerator.clip_grad_norm_(params, 1e-3)
+                accelerator.clip_grad_value_(params, 1e-3)
+                largest = max(float(p.grad.abs().max()) for p in params)
+                synced += [accelerator.sync_gradients, bool(norm > 1e-3), largest > 1e-3]
+                for each in (one, two):
+                    each.step()
+                    each.zero_grad()
+        accelerator.close()
+    return synced
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero3"])
+def test_nothing_is_clipped_between_passes(name: str) -> None:
+    for synced in run_ranks(RANKS, clipped_between_passes, PLANS[name]):
+        assert synced == [False, True, True, True, True, False]
