@@ -295,6 +295,8 @@ class GatheredParameters:
     @torch.no_grad()
     def _spread(self, rank: int) -> None:
         sessions = list(sessions_of({id(param) for param in self.params}))
+        for session in sessions:
+            session.take_given()
         mesh_of = {id(param): session.mesh for session in sessions for param in session.params}
         for param in self.params:
             value = param.detach().contiguous()
