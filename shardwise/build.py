@@ -222,6 +222,14 @@ class Session:
         place = self._place_of.get(id(param))
         return None if place is None else OneParameter(self.engine, self.optimizers, place)
 
+    def take_given(self) -> None:
+        """``parameter.data = values`` inside ``module.gathered()`` so far are writes like others. Collective.
+
+        Raises:
+            RuntimeError: on every rank, where some rank gave a parameter data of another kind.
+        """
+        self.engine.values.take_given()
+
     def write_back(self) -> None:
         """Keep what was written to parameters inside ``module.gathered()``. Collective."""
         self.engine.values.write_back()

@@ -69,7 +69,8 @@ class PrecisionPlan:
         buffer_dtype: the same for floating buffers.
         master_weights: keep fp32 copies of the shards whose compute dtype is 16-bit; the optimizer updates those.
         reduce_dtype: gradients travel in it; ``None``: the parameter's compute dtype.
-        accumulate_dtype: gradient shards are summed over backward passes in it; ``None``: the reduce dtype.
+        accumulate_dtype: gradients are summed over backward passes in it, shards as whole ones, which travel in the
+            reduce dtype all the same; ``None``: the reduce dtype.
         cast_inputs: cast floating inputs of the model to ``param_dtype`` (nested containers too).
         output_dtype: cast floating outputs; ``None`` leaves them.
         scaler: dynamic loss scale, or ``None``.

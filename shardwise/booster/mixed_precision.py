@@ -79,13 +79,41 @@ class ScaledOptimizer(OptimizerWrapper):
         self._unscaled = False
 
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """``loss.backward()``, with the loss scale.
+
+        Raises:
+            RuntimeError: it would add to gradients that clipping has unscaled.
+        """
+        self._check_scaled("backward")
         super().backward(self.scaler.scale(loss), *args, **kwargs)
 
     def backward_by_grad(self, tensor: torch.Tensor, grad: torch.Tensor) -> None:
+        """As :meth:`backward`, from ``tensor`` with the gradient ``grad`` of its shape."""
+        self._check_scaled("backward_by_grad")
         super().backward_by_grad(tensor, self.scaler.scale(grad))
 
+    def _check_scaled(self, what: str) -> None:
+        if self._unscaled and self._with_gradients():
+            raise RuntimeError(
+                f"{what}() after clipping, which has divided the gradients by the loss scale "
+                f"{self.scaler.get_scale():g}: call step() or zero_grad() of the optimizer first, and clip behind the "
+                "last pass"
+            )
+        self._leave_unscaled()
+
+    def _leave_unscaled(self) -> None:
+        """The gradients that were unscaled are gone: the scale moves by what was found in them, as in a step."""
+        if self._unscaled:
+            self.scaler.update()
+            self._unscaled = False
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """The wrapped optimizer's zero_grad. Gradients that clipping found to be not finite lower the scale."""
+        super().zero_grad(set_to_none)
+        self._leave_unscaled()
+
     def _unscale(self) -> None:
-        if not self._unscaled:
+        if not self._unscaled and self._with_gradients():
             self.scaler.unscale_(unwrap_optimizer(self))
             self._unscaled = True
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from shardwise.build import Session
-from shardwise.deepspeed.zero import sessions_of
+from shardwise.deepspeed.zero import forget, sessions_of
 from shardwise.remarks import warn_user
 from shardwise.torch_internals import point
 
@@ -24,9 +24,10 @@ def take_back(model: nn.Module) -> None:
         if session.closed or session.mesh.tensor.size > 1:
             continue
         if session.mesh.rank == 0:
+            whole = all(chunk.resident for chunk in session.engine.chunks)  # they stay so behind destroy()
             warn_user(
                 f"initialize of a {type(model).__name__} that another engine has: that engine ends here, with its "
-                "optimizer's state. Call engine.destroy() before to say so"
+                f"optimizer's state{'. Call engine.destroy() before to say so' * whole}"
             )
         _end(session)
 
@@ -36,6 +37,7 @@ def _end(session: Session) -> None:
     state = session.module.state_dict()
     session.close()
     session.mesh.close()
+    forget(session)
     for name, param in module.named_parameters():
         param.grad = None
         point(param, state[name].to(device, copy=True))

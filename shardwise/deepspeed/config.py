@@ -263,9 +263,9 @@ class _Reader:
                 if name not in block.inner and not name.startswith("_"):
                     raise ValueError(_unknown(f"{path}.{name}", value[name], path, block.inner))
         if not isinstance(value, Mapping):
-            on = _is_on(value)
+            on = _is_on(value, block.off)
         elif block.switch is not None:
-            on = _is_on(inner.get(block.switch))
+            on = _is_on(inner.get(block.switch), block.off)
         else:
             on = any(_is_on(each) for each in inner.values())
         if not on:
@@ -312,23 +312,23 @@ class _Reader:
                 inner = _DERIVED.get(full, AUTO)
             if inner == AUTO:
                 raise ValueError(f"{full}='auto': nothing here knows it; give a value")
-            if inner is not _FROM_OPTIMIZER:
-                for each in inner if isinstance(inner, list) else [inner]:
-                    if isinstance(each, int | float) and not math.isfinite(_number(each) or 0.0):
-                        raise ValueError(f"{full}={shown(inner)}: give finite numbers")
-                found[name] = inner
+            for each in inner if isinstance(inner, list) else [inner]:
+                if isinstance(each, int | float) and not math.isfinite(_number(each) or 0.0):
+                    raise ValueError(f"{full}={shown(inner)}: give finite numbers")
+            found[name] = inner
         return found
 
 
-_FROM_OPTIMIZER = object()
 _DERIVED = {
     "scheduler.params.warmup_min_lr": 0.0,
-    "scheduler.params.warmup_max_lr": _FROM_OPTIMIZER,  # absent, it is the optimizer's own
+    "scheduler.params.warmup_max_lr": None,  # the optimizer's own, also where a schedule has a default of its own
 }
 
 
-def _is_on(value: Any) -> bool:
-    return value if isinstance(value, bool) else value not in (None, 0, 1, AUTO, "", [], {})
+def _is_on(value: Any, off: Any = None) -> bool:
+    if isinstance(value, str):
+        return value.lower() not in ("", AUTO, "false")
+    return value if isinstance(value, bool) else value not in (None, 0, off, [], {})
 
 
 def _unknown(path: str, value: Any, section: str, names: Iterable[str]) -> str:

@@ -69,10 +69,9 @@ class DeepSpeedEngine(Facts):
         self.is_compiled = False
         self.global_steps = self.micro_steps = self.global_samples = self.skipped_steps = 0
         self._passes = 0  # calls of step since the last update
-        self._unmanaged = 0  # backward passes since then, where nobody calls step after each
+        self._unmanaged = 0  # backward passes since then, where step may not be called after each
         self._boundary: bool | None = None
-        self._applied = self._stepping = False
-        self._samples = 0  # of the last step
+        self._applied, self._stepping, self._samples = False, False, 0  # samples of the last step
         self._clock = StepClock(
             session.mesh.device, session.mesh.rank, settings["wall_clock_breakdown"], settings["steps_per_print"]
         )
@@ -174,7 +173,7 @@ class DeepSpeedEngine(Facts):
         """
         scale = float(self._required("scale").loss_scale)
         self._check_loss("scale", loss)
-        self._recorder.lost(loss)
+        self._recorder.lost(loss / self._batch.accumulation)
         self._unmanaged += 1
         if scale == 1.0:
             return loss
@@ -264,6 +263,8 @@ class DeepSpeedEngine(Facts):
         self._applied = not optimizer.last_step_skipped
         # What was accumulated is used up, whatever happens next.
         passes = self._passes if self.settings["managed_gradient_accumulation"] else self._unmanaged
+        if self._boundary is not None:  # who sets it may call step once for all passes, or after each
+            passes = max(self._passes, self._unmanaged)
         self._passes, self.global_steps = 0, self.global_steps + 1
         self.skipped_steps += optimizer.last_step_skipped
         self._samples = self._batch.micro * self.dp_world_size * passes

@@ -51,12 +51,14 @@ class ConfigBlock:
         role, reason: as for :class:`Key`.
         switch: the inner key that turns it on; ``None``: any inner value that is not false, null or empty.
         inner: its keys; empty: they are not looked at.
+        off: a value of the switch that turns nothing on, besides false, 0 and null.
     """
 
     role: Role
     reason: str
     switch: str | None = "enabled"
     inner: tuple[str, ...] = ()
+    off: Any = None
 
 
 def _use(
@@ -362,7 +364,7 @@ BLOCKS: dict[str, ConfigBlock] = {
     "nebula": ConfigBlock("refused", "leave it out: engine.save_checkpoint writes files"),
     "expert_parallel": ConfigBlock("refused", "leave it out: expert parallelism is not available"),
     "tensor_parallel.partition_config": ConfigBlock("refused", _DESCRIBE, None),
-    "pipeline": ConfigBlock("refused", "leave it out: HybridParallelPlugin(pp_size=...) has stages", "stages"),
+    "pipeline": ConfigBlock("refused", "leave it out: HybridParallelPlugin(pp_size=...) has stages", "stages", off=1),
     "compile": ConfigBlock("refused", "leave it out and call torch.compile on the model's blocks", "deepcompile"),
     "sparse_attention": ConfigBlock("refused", "use an attention of the model's own", None),
     "compression_training": ConfigBlock("refused", "leave it out", None),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -32,6 +33,7 @@ __all__ = [
     "Init",
     "ZeroParamStatus",
     "ZeroParamType",
+    "forget",
     "is_gathered",
     "register_external_parameter",
     "remember",
@@ -41,14 +43,23 @@ __all__ = [
     "unwrap_model_for_generation",
 ]
 
-_SESSIONS: weakref.WeakSet[Session] = weakref.WeakSet()
+_SESSIONS: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
+"""In the order in which they were made, which is the same on every rank."""
+_NUMBERS = itertools.count()
 _GATHERED: list[Session] = []
 """Those that are whole in a block of :class:`GatheredParameters`, once a block."""
 
 
 def remember(session: Session) -> None:
     """Parameters of ``session`` are found by :class:`GatheredParameters` from here on."""
-    _SESSIONS.add(session)
+    _SESSIONS[next(_NUMBERS)] = session
+
+
+def forget(session: Session) -> None:
+    """They are not: they are the program's own again."""
+    for number, each in list(_SESSIONS.items()):
+        if each is session:
+            del _SESSIONS[number]
 
 
 class Init:
@@ -284,6 +295,8 @@ class GatheredParameters:
     @torch.no_grad()
     def _spread(self, rank: int) -> None:
         sessions = list(sessions_of({id(param) for param in self.params}))
+        for session in sessions:
+            session.take_given()
         mesh_of = {id(param): session.mesh for session in sessions for param in session.params}
         for param in self.params:
             value = param.detach().contiguous()
@@ -311,18 +324,27 @@ def is_gathered(model: nn.Module) -> bool:
 
 
 def sessions_of(params: set[int]) -> Iterator[Session]:
-    """Those that have some of the parameters with these ids."""
-    for session in list(_SESSIONS):
-        if any(id(param) in params for param in session.params):
+    """Those that have some of the parameters with these ids: of several that had one, the last, the newest first.
+
+    One that is closed counts as long as it has parameters in parts, of which nobody else knows.
+    """
+    left = set(params)
+    for session in reversed(list(_SESSIONS.values())):
+        held = left.intersection(map(id, session.params))
+        left -= held
+        if held and _counts(session):
             yield session
 
 
 def session_of(param: nn.Parameter) -> Session | None:
-    """The one that has it."""
-    for session in list(_SESSIONS):
-        if session.one(param) is not None:
-            return session
-    return None
+    """The one that has it; see :func:`sessions_of`."""
+    found = (each for each in reversed(list(_SESSIONS.values())) if each.one(param) is not None)
+    session = next(found, None)
+    return session if session is not None and _counts(session) else None
+
+
+def _counts(session: Session) -> bool:
+    return not (session.closed and all(chunk.resident for chunk in session.engine.chunks))
 
 
 @contextmanager

@@ -120,6 +120,25 @@ class Values:
         for chunk in self._engine.chunks:
             chunk.take_given()
 
+    def take_given(self) -> None:
+        """In ``gathered()``: ``parameter.data = values`` so far are writes. Collective.
+
+        Raises:
+            RuntimeError: on every rank, where some rank gave one data of another kind.
+        """
+        engine = self._engine
+        engine.check_open("take_given()")
+        self._take_given()
+        wrong = any(chunk.misplaced() is not None for chunk in engine.chunks)
+        posts = engine.mesh.world.exchange([float(wrong)], "whether parameters were given data of another kind")
+        if any(post[0] for post in posts):
+            engine.guards.check_edits(values=False, held=False)  # which raises, and says what was given
+            ranks = [rank for rank, post in enumerate(posts) if post[0]]
+            raise RuntimeError(
+                f"parameters were moved, cast or given data of another shape on ranks {ranks}, and nothing was taken "
+                "over: see what these say"
+            )
+
     @torch.no_grad()
     def write_back(self) -> None:
         """Take changed gathered parameters over into shards and masters, each rank its own part of them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -16,24 +16,36 @@ __all__ = ["checkpoint_wrapper"]
 def checkpoint_wrapper(module: nn.Module, offload_to_cpu: bool = False) -> nn.Module:
     """``module``, whose ``forward`` keeps its inputs alone for the backward pass, and then runs again.
 
-    Running statistics of BatchNorm move once, as without it. Random numbers are the same again.
+    Running statistics of BatchNorm move once, as without it. Random numbers are the same again. Copies of ``module`` do the
+    same with their own weights.
 
     Args:
         module: it comes back as it is, with another ``forward``.
         offload_to_cpu: the inputs that are kept are kept in host memory.
     """
-    own = module.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return own(*args, **kwargs)
-        with torch.autograd.graph.save_on_cpu() if offload_to_cpu else nullcontext():
-            return checkpoint(
-                own, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), _still(module)), **kwargs
-            )
-
-    module.__dict__["forward"] = forward
+    module.__dict__["forward"] = _Recomputed(module, offload_to_cpu)
     return module
+
+
+class _Recomputed:
+    """The other ``forward``. A copy of the module has a copy of it, which runs that module: a closure would be shared."""
+
+    def __init__(self, module: nn.Module, offload: bool) -> None:
+        own: Any = module.forward
+        self._module, self._offload = module, offload
+        self._method = getattr(own, "__self__", None) is module  # not one that a program has set
+        self._function: Callable[..., Any] = own.__func__ if self._method else own
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*([self._module] if self._method else []), *args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._run(*args, **kwargs)
+        with torch.autograd.graph.save_on_cpu() if self._offload else nullcontext():
+            return checkpoint(
+                self._run, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), _still(self._module)), **kwargs
+            )
 
 
 def _still(module: nn.Module) -> AbstractContextManager[None]:

@@ -84,7 +84,7 @@ class ChunkGrads:
 
     Attributes:
         dtype: gradients travel in it.
-        summed: whole gradients add up in it, where they are kept.
+        summed: whole gradients of several passes add up in it, where they are kept.
         buffer: exchange memory that holds this chunk's whole gradient now, or ``None``.
         array: where backward writes: ``buffer.local``, or private memory while no buffer is free.
         fired: slots whose gradient arrived in the running backward pass.
@@ -94,7 +94,7 @@ class ChunkGrads:
         late: private memory for gradients that arrive after the chunk was reduced in the same pass (nested passes).
         touched: slots that any rank has a gradient for since the last step.
         reduced: this rank's part of the averaged gradient, summed over the backward passes of the step.
-        borrowed: ``reduced`` lies in exchange memory and must be copied before that is written again.
+        borrowed: ``reduced`` lies in exchange memory, or in ``array``, and must be copied before that is written again.
         unwanted: what is being reduced was dropped meanwhile.
     """
 
@@ -111,7 +111,9 @@ class ChunkGrads:
         self.home, self._take_memory, self.ring = home, take_memory, ring
         self.spec = chunk.spec
         self.dtype, self.accumulate_dtype = dtype, accumulate_dtype
-        self.summed = dtype if self.spec.travels is None else accumulate_dtype
+        # The array in which they travel is there anyway.
+        self.summed = dtype if torch.promote_types(dtype, accumulate_dtype) == dtype else accumulate_dtype
+        self._ledger: Ledger | None = None  # where whole ones are kept
         self.buffer: Buffer | None = None
         self.array: torch.Tensor | None = None
         self.fired: set[int] = set()
@@ -237,6 +239,15 @@ class ChunkGrads:
         own = self.own_memory()
         return own if self._reduced is None and own.device == self.chunk.device else self._on_device()
 
+    def keep(self, out: torch.Tensor) -> None:
+        """The result is ``out``, in the dtype that results add up in."""
+        array = self.array if self._ledger is not None and self.home is Tier.DEVICE else None
+        if array is not None and (array.dtype, array.numel()) == (self.accumulate_dtype, out.numel()):
+            # The whole array of all passes: it is not written before the next one.
+            self.reduced, self.borrowed = array.copy_(out), True
+        else:
+            self.reduced = self.own_memory().copy_(out)
+
     def claim(self) -> None:
         """Move a borrowed result to private memory, because the exchange memory under it will be written."""
         if self.borrowed and self.reduced is not None:
@@ -254,6 +265,8 @@ class ChunkGrads:
         slot = self.spec.slots[index]
         view = slot.view(array)
         if index in filled:
+            if self._ledger is not None and not launched:
+                view = slot.view(self._widened(self._ledger))
             view.add_(grad)
         else:
             view.copy_(grad)
@@ -286,12 +299,29 @@ class ChunkGrads:
             self.become(Reduction.EMPTY)
 
     def keep_whole(self, buffer: Buffer, ledger: Ledger) -> None:
-        """Whole gradients stay in ``buffer``; or beside it, where they add up in other numbers than they travel in."""
-        self.buffer = buffer
+        """Whole gradients stay in ``buffer``; or beside it, where they add up in other numbers than they travel in.
+
+        They do so from the second pass of a step on, so that programs without one need no memory for it. Gradients that
+        have a dtype of their own on the way are not rounded before.
+        """
+        self.buffer, self._ledger = buffer, ledger
         self.array = buffer.local
-        if self.summed != self.dtype:
-            self.array = torch.empty(self.spec.padded_numel, dtype=self.summed, device=self.chunk.device)
-            ledger.claim(self.array)
+        if self.spec.travels is not None:
+            self._widened(ledger)
+
+    def _widened(self, ledger: Ledger) -> torch.Tensor:
+        """``array``, with what is in it, in the dtype that passes add up in; from then on it is that."""
+        array = self.array
+        if array is not None and array.dtype == self.summed:
+            return array
+        ledger.require(self.spec.padded_numel * self.summed.itemsize, "gradients that add up over passes")
+        wide = torch.empty(self.spec.padded_numel, dtype=self.summed, device=self.chunk.device)
+        ledger.claim(wide)
+        if array is not None:
+            for slot in (self.spec.slots[index] for index in self.seen):
+                slot.view(wide).copy_(slot.view(array))
+        self.array = wide
+        return wide
 
     def hand_over(self, whole: Buffer, filled: Collection[int]) -> None:
         """Have all that is to be reduced in ``whole``: the slots ``filled``, and zero for the rest."""
@@ -464,5 +494,6 @@ def gradient_bytes(states: Sequence[ChunkGrads], exchanged: Sequence[torch.Tenso
     arrays = [*kept, *exchanged]
     for state in states:
         arrays += [each for each in state.all_live() if id(each) not in elsewhere]
+        arrays += [state.buffer.local] if state.buffer is not None else []
     storages = {storage_id(t.untyped_storage()): t.untyped_storage().nbytes() for t in arrays}
     return idle + sum(storages.values())

@@ -330,7 +330,7 @@ class Reducer:
         elif state.reduced is not None:
             state.reduced.add_(out)
         elif leaves or out.dtype != state.accumulate_dtype:
-            state.reduced = state.own_memory().copy_(out)
+            state.keep(out)
             if state.home is Tier.DEVICE:
                 self._ledger.claim(state.reduced)
         else:

@@ -102,40 +102,6 @@ def test_pluginless_training(name: str | None) -> None:
     assert next(model.parameters()).dtype is torch.float32
 
 
-def fp16_steps(growth_interval: int, steps: int = 6) -> list[float]:
-    model = nn.Linear(3, 1, bias=False)
-    nn.init.ones_(model.weight)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    booster = Booster(mixed_precision=FP16TorchMixedPrecision(init_scale=8.0, growth_interval=growth_interval))
-    boosted, wrapped, *_ = booster.boost(model, optimizer)
-    updates = []
-    for _ in range(steps):
-        before = model.weight.detach().clone()
-        booster.backward(boosted(torch.ones(1, 3)).sum(), wrapped)
-        assert wrapped.clip_grad_by_norm(1e9) == pytest.approx(math.sqrt(3))  # defect 11: the true norm
-        assert wrapped.get_grad_norm() == pytest.approx(math.sqrt(3))
-        wrapped.step()
-        wrapped.zero_grad()
-        updates.append(float((model.weight.detach() - before).norm()))
-    return updates
-
-
-def test_defect_1_scaler_changes_after_unscaling() -> None:
-    assert fp16_steps(growth_interval=2) == pytest.approx([math.sqrt(3)] * 6)
-
-
-def test_fp16_skips_a_step_that_is_not_finite() -> None:
-    model, optimizer, _, _ = parts()
-    boosted, wrapped, *_ = Booster(mixed_precision="fp16").boost(model, optimizer)
-    before = model.weight.detach().clone()
-    wrapped.backward(boosted(torch.full((1, 4), 1e4)).sum() * 1e4)
-    wrapped.step()
-    assert wrapped.last_step_skipped and torch.equal(model.weight, before)
-    assert wrapped.scaler.get_scale() == 2.0**15
-    with pytest.raises(ValueError, match="closure"):
-        wrapped.step(lambda: 0.0)
-
-
 def test_what_is_not_there_says_so() -> None:
     booster = Booster()
     model, optimizer, _, criterion = parts()

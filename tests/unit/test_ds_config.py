@@ -421,7 +421,7 @@ def test_auto_is_what_the_caller_knows_or_the_default() -> None:
     found, _ = to_plan(tree, 4, known=known | {"gradient_clipping": 0.0})
     assert found == plan(2).but(**BF16)
     settings = read_config(tree, known)
-    assert settings["optimizer.params"] == {"lr": 3e-4} and settings["scheduler.params"] == {"warmup_min_lr": 0.0}
+    assert settings["optimizer.params"] == {"lr": 3e-4} and settings["scheduler.params"]["warmup_max_lr"] is None
     assert tree == before
     given = {"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.99]}}}
     settings = read_config(given)

@@ -19,10 +19,12 @@ from torch import nn
 import shardwise.deepspeed as deepspeed
 from shardwise.checkpoint import CheckpointDamage
 from shardwise.deepspeed.asserted import AssertedError
+from shardwise.deepspeed.config import read_config
 from shardwise.deepspeed.lamb import FusedLamb
 from shardwise.deepspeed.optimizers import make_optimizer
 from shardwise.deepspeed.saving import good_steps
 from shardwise.deepspeed.schedules import make_schedule
+from shardwise.deepspeed.schema import BLOCKS
 
 Tree = dict[str, Any]
 
@@ -103,6 +105,44 @@ def test_to_plan_knows_no_number_of_param_groups() -> None:
     with pytest.raises(ValueError, match="for 3 param groups"):
         params["warmup_max_lr"] = [0.1, 0.2, 0.3]
         deepspeed.to_plan({"scheduler": {"type": "WarmupLR", "params": params | {"warmup_min_lr": [0.0, 0.0]}}}, 2)
+
+
+@pytest.mark.parametrize("name", ["WarmupLR", "WarmupDecayLR"])
+def test_an_automatic_peak_is_the_optimizers_rate(name: str) -> None:
+    more = {"total_num_steps": 8} if name == "WarmupDecayLR" else {}
+    params = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": 4, **more}
+    config = {"scheduler": {"type": name, "params": params}, "optimizer": {"type": "SGD", "params": {"lr": 0.3}}}
+    model = nn.Linear(2, 1)
+    engine = deepspeed.initialize(model=model, config={**MINIMAL, **config})[0]
+    rates = []
+    for _ in range(6):
+        engine.backward(engine(torch.ones(1, 2)).sum())
+        engine.step()
+        rates += engine.get_lr()
+    engine.destroy()
+    assert max(rates) == pytest.approx(0.3)
+    config["scheduler"]["type"] = "OneCycle"
+    with pytest.raises(ValueError, match=r"OneCycle has no such parameter"):
+        deepspeed.initialize(model=nn.Linear(2, 1), config={**MINIMAL, **config})
+
+
+@pytest.mark.parametrize("value", [True, 1, 1.0, "true"])
+@pytest.mark.parametrize("path", [path for path, block in BLOCKS.items() if block.role == "refused"])
+def test_every_way_to_turn_a_refused_block_on_is_refused(path: str, value: Any) -> None:
+    switch = BLOCKS[path].switch or "enabled"
+    off: list[Tree] = [{}, *({switch: each} for each in (False, 0, None, "false", "auto", ""))]
+    if switch == "stages":  # of which one is none
+        value, off = 2, [*off, {"stages": 1}]
+    for each in off:
+        read_config(_nested(path, each))
+    with pytest.raises(NotImplementedError, match=f"^{path}=.* is not available"):
+        read_config(_nested(path, {switch: value}))
+
+
+def _nested(path: str, value: Tree) -> Tree:
+    for name in reversed(path.split(".")):
+        value = {name: value}
+    return value
 
 
 # Rates before the first step and after each, as DeepSpeed 0.19.8 printed them.

@@ -1,4 +1,5 @@
-"""``initialize`` of a model that has an engine: that one ends, and training goes on from its weights."""
+"""``initialize`` of a model that has an engine, or had one: training goes on from its weights, and what is asked about
+parameters is answered for the newer one."""
 
 from __future__ import annotations
 
@@ -75,3 +76,70 @@ def test_a_model_that_has_an_engine(stages: tuple[int, int], half: bool) -> None
     told, nothing = run_ranks(2, again, stages, half)
     assert nothing == [] and len(told) == 1
     assert told[0].startswith("initialize of a Net that another engine has: that engine ends here")
+
+
+def asked(engine: deepspeed.DeepSpeedEngine) -> dict[str, Tensor]:
+    """What utilities say of a model's parameters, and whether they know the weights of ``engine``."""
+    model = engine.module
+    assert isinstance(model, Net)
+    param = model.inner.weight
+    with deepspeed.zero.GatheredParameters([param, model.inner.bias]):
+        gathered, frozen = param.detach().float().clone(), model.inner.bias.detach().float().clone()
+    state = engine.state_dict()
+    half = param.dtype
+    assert torch.equal(gathered, state["inner.weight"].to(half).float())
+    assert torch.equal(frozen, state["inner.bias"].to(half).float())
+    found: dict[str, Any] = {
+        "value": deepspeed.utils.safe_get_full_fp32_param(param),
+        "mean": deepspeed.utils.safe_get_full_optimizer_state(param, "exp_avg"),
+    }
+    assert found["mean"] is not None and torch.equal(found["value"], state["inner.weight"])
+    return found
+
+
+def destroyed(stage: int, half: bool, ends: bool) -> None:
+    """An engine, of which the program keeps its optimizer, and another one of the same model."""
+    model, kept = Net(), []
+    for _ in range(3):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            engine = deepspeed.initialize(model=model, config=config(stage, half))[0]
+        kept.append(engine)
+        other = Net()
+        other.load_state_dict(engine.state_dict())
+        train(engine, 2 * len(kept))
+        found = asked(engine)
+        with deepspeed.zero.GatheredParameters([model.inner.weight], modifier_rank=0):
+            model.inner.weight.data.fill_(0.5)
+        assert torch.equal(engine.state_dict()["inner.weight"], torch.full((6, 6), 0.5))
+        alone = deepspeed.initialize(model=other, config=config(stage, half))[0]
+        train(alone, 2 * len(kept))
+        assert_close(found, asked(alone), 0.0, "as of an engine whose model had none before")
+        alone.destroy()
+        if ends:
+            engine.destroy()
+    if ends and stage < 3:
+        assert deepspeed.utils.safe_get_full_fp32_param(model.inner.weight) is None
+        with deepspeed.zero.GatheredParameters([model.inner.weight], modifier_rank=0):
+            model.inner.weight.data.zero_()
+        assert not model.inner.weight.any()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("stage", "half", "ends"), [(1, True, True), (2, True, False), (3, True, False)])
+def test_utilities_answer_for_the_newer_engine(ranks: int, stage: int, half: bool, ends: bool) -> None:
+    run_ranks(ranks, destroyed, stage, half, ends)
+
+
+def advised(stage: int) -> str:
+    model = Net()
+    deepspeed.initialize(model=model, config=config(stage, False))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        deepspeed.initialize(model=model, config=config(stage, False))[0].destroy()
+    return next((str(each.message) for each in caught if "another engine" in str(each.message)), "")
+
+
+def test_destroy_is_advised_where_it_leaves_the_values() -> None:
+    for stage in (0, 2, 3):
+        assert ("destroy()" in run_ranks(2, advised, stage)[0]) is (stage < 3)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -71,6 +73,14 @@ def managed() -> list[list[int]]:
         engine.set_gradient_accumulation_boundary(passes_left == 0)
         engine.backward(loss(engine))
         engine.step()
+    seen.append([engine.global_steps, engine.global_samples])
+    for last in (False, False, False, True):  # one step for all of them
+        engine.set_gradient_accumulation_boundary(last)
+        if last:
+            engine.scale(loss(engine)).backward()
+        else:
+            engine.backward(loss(engine))
+    engine.step()
     return [*seen, close(engine)]
 
 
@@ -79,4 +89,32 @@ def test_samples_are_those_of_the_passes_of_each_step() -> None:
     for counts in run_ranks(RANKS, unmanaged):
         assert counts == [[1, 3 * each], [2, 4 * each], [3, 6 * each], [4, 8 * each]]
     for counts in run_ranks(RANKS, managed):
-        assert counts == [[2, 4 * each], [3, 7 * each]]
+        assert counts == [[2, 4 * each], [3, 7 * each], [4, 11 * each]]
+
+
+def losses(root: str) -> list[float]:
+    """Means over the first rank's passes of each step, however these are made."""
+    block = {"enabled": True, "output_path": root, "job_name": "job"}
+    engine = started(gradient_accumulation_steps=4, csv_monitor=block)
+    expected = []
+    for how in ("backward", "scale", "undivided", "mixed"):
+        mean = 0.0
+        for turn in range(4):
+            value = loss(engine) * (turn + 1)
+            mean += value.item() / 4
+            if how == "scale" or (how == "mixed" and turn % 2):
+                engine.scale(value).backward()
+            elif how == "undivided":  # the program does it
+                engine.backward(value / 4, scale_wrt_gas=False)
+            else:
+                engine.backward(value)
+            engine.step()
+        expected.append(mean)
+    close(engine)
+    return expected
+
+
+def test_losses_of_steps_are_means_over_their_passes(tmp_path: Path) -> None:
+    expected, _ = run_ranks(RANKS, losses, str(tmp_path))
+    lines = (tmp_path / "job" / "Train_Samples_train_loss.csv").read_text().splitlines()[1:]
+    assert [float(line.split(",")[1]) for line in lines] == pytest.approx(expected, rel=1e-6)
