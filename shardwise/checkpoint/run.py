@@ -187,6 +187,7 @@ class EngineRun:
         """Drop a pass that failed, take back early updates, wait for gathers. Collective."""
         engine = self._session.engine
         engine.passes.recover()
+        engine.values.take_written()
         engine.values.undo_early("a checkpoint")
         engine.pool.settle()
 
