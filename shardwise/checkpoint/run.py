@@ -114,6 +114,10 @@ class Run(Protocol):
         """Whether hosts may keep their parts of a checkpoint in directories of their own."""
 
     @property
+    def subject(self) -> object:
+        """What is saved, the same for all runs of one model, which lives as long as they do; it may have ``closed``."""
+
+    @property
     def members(self) -> Members | None: ...
     @property
     def device(self) -> torch.device: ...
@@ -157,6 +161,11 @@ class EngineRun:
     def spreads(self) -> bool:
         """Its ranks are those that hold the whole model."""
         return True
+
+    @property
+    def subject(self) -> Engine:
+        """The engine, of which sessions without optimizers are runs too."""
+        return self._session.engine
 
     @property
     def optimizers(self) -> tuple[ShardedOptimizer, ...]:
