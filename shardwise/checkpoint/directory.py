@@ -128,6 +128,8 @@ class CheckpointRoot:
         self._taken: tuple[str, str | None] | None = None
         """Where the last commit had its directory from, and where it put what was replaced."""
         self._there: list[Found] = []
+        self._tag: str | None = None
+        """What is being written."""
 
     def _hidden(self, tag: str, kind: str) -> str:
         return os.path.join(self.root, f".{tag}.{kind}-{secrets.token_hex(8)}")
@@ -181,7 +183,8 @@ class CheckpointRoot:
 
     def look(self, tag: str, serial: int, writer: Writer) -> None:
         """Which other jobs save here; ``writer`` is this run's first process. See :meth:`Owners.look`."""
-        self._others = self._owners.look(self.root, self._there, tag, serial, writer)
+        self._others = self._owners.look(self.root, self._there, tag, serial, writer, self._latest)
+        self._tag = tag
 
     def recover(self, shown: Sequence[Version] = (), mine: str = "") -> None:
         """Finish or undo what a killed process left, but for what is ``mine``; see :meth:`ready`."""
@@ -250,6 +253,7 @@ class CheckpointRoot:
         self._taken = None
         self._replaced = self._show(hidden, tag)
         self._taken = (hidden, self._replaced)
+        self._owners.wrote(self.root, tag)
         self._unlock()
         self._damaged.discard(os.path.realpath(os.path.join(self.root, tag)))
 
@@ -316,15 +320,15 @@ class CheckpointRoot:
         """Remove what is older than the ``keep`` newest whole checkpoints, each by one rename before it is deleted.
 
         Whole are those whose files are there and as long as they were written. What is in them is not read, but those
-        that a load found damaged do not count either. Those of other jobs that save here do not count and stay. Returns
-        the tags of what was removed.
+        that a load found damaged do not count either. Those of other jobs, and of other models of this process, that
+        save here do not count and stay. Returns the tags of what was removed.
         """
         removed: list[Part] = []
         whole = 0
         for each in scan(self.root):
             if each.head is None:  # it may be the newest of all: somebody should look at it
                 continue
-            if each.head.writer in self._others:
+            if self._is_others(each):
                 continue
             if whole < keep:
                 whole += self._is_whole(each)
@@ -335,13 +339,19 @@ class CheckpointRoot:
 
     def parts(self) -> list[Part]:
         """What is here of saves that hosts wrote into directories of their own; see :meth:`remove`."""
-        others = {each.tag for each in scan(self.root) if each.head is not None and each.head.writer in self._others}
+        others = {each.tag for each in scan(self.root) if self._is_others(each)}
         found = []
         for part in list_parts(self.root):
             damaged = os.path.realpath(os.path.join(self.root, part.name)) in self._damaged
             spared = OTHERS if part.tag in others else DAMAGED if damaged else ""
             found.append(replace(part, spared=spared))
         return found
+
+    def _is_others(self, found: Found) -> bool:
+        """Whether it is another job's, or another model's of this process."""
+        writer = None if found.head is None else found.head.writer
+        own = writer == this_process() and self._owners.has_other(self.root, found.tag)
+        return own or (writer is not None and writer in self._others)
 
     def remove(self, doomed: Sequence[Part]) -> None:
         """Remove what is here of saves, each by one rename before it is deleted."""
@@ -375,6 +385,9 @@ class CheckpointRoot:
 
     def _unlock(self) -> None:
         lock, self._lock = self._lock, None
+        if self._tag is not None:
+            self._owners.ended(self.root, self._tag)
+            self._tag = None
         if lock is not None:
             with contextlib.suppress(OSError):
                 self._files.close(lock)

@@ -1,14 +1,16 @@
-"""Whose checkpoints lie in a directory: two jobs that save into one must not rotate each other's away.
+"""Whose checkpoints lie in a directory: two that save into one must not rotate each other's away.
 
-Every manifest says which process wrote it. No lock and no heartbeat: those of a crashed job would stand in the way of
-its restart, and network file systems do not keep them.
+Every manifest says which process wrote it; which of several models of this process, the process knows. No lock and no
+heartbeat: those of a crashed job would stand in the way of its restart, and network file systems do not keep them.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
-from collections.abc import Sequence
+import weakref
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -79,18 +81,32 @@ def _process(pid: int) -> Writer:
     return Writer(socket.gethostname(), machine, pid, start_time(pid), job)
 
 
+_SAVED: dict[str, weakref.ref[Any]] = {}
+"""By the real path of a checkpoint that this process wrote, whose it is."""
+_WRITING: dict[str, weakref.ref[Any]] = {}
+"""The same of what is being written, and may be by a thread."""
+
+
 class Owners:
-    """What one run knows of other jobs that save where it saves.
+    """What one run knows of other jobs, and other models of this process, that save where it saves.
 
     Another job is one whose process runs on this machine, or that has saved since this run's last save. One that ran
-    elsewhere and is silent may have crashed, and this run may be its restart.
+    elsewhere and is silent may have crashed, and this run may be its restart. A model whose session was closed, or that
+    is gone, saves no more: what it has saved is anybody's who goes on with it.
+
+    Args:
+        subject: what is saved, which lives as long as its run does and may have ``closed``; ``None``: nobody knows.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, subject: object = None) -> None:
+        self._subject = None if subject is None else weakref.ref(subject)
         self._last: dict[str, int] = {}
         self._others: dict[str, set[Writer]] = {}
+        self._beside: set[str] = set()
 
-    def look(self, root: str, there: Sequence[Found], tag: str, serial: int, mine: Writer) -> frozenset[Writer]:
+    def look(
+        self, root: str, there: Sequence[Found], tag: str, serial: int, mine: Writer, tell: bool = True
+    ) -> frozenset[Writer]:
         """The other jobs, before the save number ``serial`` of this run becomes ``tag``. Warns of each once.
 
         Args:
@@ -98,11 +114,14 @@ class Owners:
             there: the checkpoints in it.
             tag, serial: of the save.
             mine: this run's first process.
+            tell: warn of other models of this process, too, whose tags are others.
 
         Raises:
-            ValueError: one of them has saved ``tag`` since this run's last save.
+            ValueError: one of them has saved ``tag`` since this run's last save, or another model of this process has.
         """
         root = os.path.realpath(root)
+        _forget(root, {each.tag for each in there})
+        self._look_beside(root, [each.tag for each in there if each.head and each.head.writer == mine], tag, tell)
         last, known = self._last.get(root), self._others.setdefault(root, set())
         found = set()
         for each in there:
@@ -124,4 +143,65 @@ class Owners:
             )
         known |= found
         self._last[root] = serial
+        if self._subject is not None:
+            _WRITING[os.path.join(root, tag)] = self._subject
         return frozenset(found)
+
+    def _look_beside(self, root: str, there: Sequence[str], tag: str, tell: bool) -> None:
+        if any(self.has_other(root, each) for each in (*there, tag)):
+            gc.collect()  # a session that a program has let go of may be there still
+        path = os.path.join(root, tag)
+        other = _alive(_WRITING.get(path), self._subject)
+        if other is None and tag in there:
+            other = _alive(_SAVED.get(path), self._subject)
+        if other is not None:
+            raise ValueError(
+                f"{path} was saved by another model of this process ({_name(other)}), which is in use: two that save "
+                "into one directory under the same tags replace each other's. Give each a directory of its own, such "
+                f"as {os.path.join(root, 'generator')} and {os.path.join(root, 'discriminator')}; or close() the "
+                "session that this one goes on from"
+            )
+        others = (_alive(_SAVED.get(os.path.join(root, each)), self._subject) for each in there)
+        found = {_name(each) for each in others if each is not None}
+        if found and tell and root not in self._beside:
+            self._beside.add(root)
+            warn_user(
+                f"another model of this process ({', '.join(sorted(found))}) saves into {root} too. keep= counts and "
+                "removes only what it has not saved, but the newest, and what latest names, may be its. Give each "
+                "model a directory of its own"
+            )
+
+    def has_other(self, root: str, tag: str) -> bool:
+        """Whether another model of this process, which is in use, has saved ``tag``."""
+        path = os.path.join(os.path.realpath(root), tag)
+        return _alive(_SAVED.get(path), self._subject) is not None
+
+    def wrote(self, root: str, tag: str) -> None:
+        """The save that :meth:`look` was for is complete."""
+        if self._subject is not None:
+            _SAVED[os.path.join(os.path.realpath(root), tag)] = self._subject
+
+    def ended(self, root: str, tag: str) -> None:
+        """It is under way no more, complete or not."""
+        path = os.path.join(os.path.realpath(root), tag)
+        if self._subject is not None and _WRITING.get(path) == self._subject:
+            del _WRITING[path]
+
+
+def _forget(root: str, there: Collection[str]) -> None:
+    """What was removed or moved away is nobody's."""
+    for path in list(_SAVED):  # a thread may add to it
+        if os.path.dirname(path) == root and os.path.basename(path) not in there:
+            _SAVED.pop(path, None)
+
+
+def _alive(found: weakref.ref[Any] | None, mine: weakref.ref[Any] | None) -> Any:
+    """Whose a checkpoint is, where that is another one than this and can still save."""
+    other = None if found is None else found()
+    if other is None or (mine is not None and other is mine()) or getattr(other, "closed", False) is True:
+        return None
+    return other
+
+
+def _name(subject: Any) -> str:
+    return type(getattr(subject, "model", subject)).__name__

@@ -114,6 +114,10 @@ class Run(Protocol):
         """Whether hosts may keep their parts of a checkpoint in directories of their own."""
 
     @property
+    def subject(self) -> object:
+        """What is saved, the same for all runs of one model, which lives as long as they do; it may have ``closed``."""
+
+    @property
     def members(self) -> Members | None: ...
     @property
     def device(self) -> torch.device: ...
@@ -159,6 +163,11 @@ class EngineRun:
         return True
 
     @property
+    def subject(self) -> Engine:
+        """The engine, of which sessions without optimizers are runs too."""
+        return self._session.engine
+
+    @property
     def optimizers(self) -> tuple[ShardedOptimizer, ...]:
         return self._session.optimizers
 
@@ -187,6 +196,7 @@ class EngineRun:
         """Drop a pass that failed, take back early updates, wait for gathers. Collective."""
         engine = self._session.engine
         engine.passes.recover()
+        engine.values.take_written()
         engine.values.undo_early("a checkpoint")
         engine.pool.settle()
 

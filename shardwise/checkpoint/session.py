@@ -39,7 +39,7 @@ class Checkpointer:
         self._run, self._files = as_run(session), files
         self._lane = Lane(self._run.members)
         self._damaged: set[str] = set()
-        self._owners = Owners()
+        self._owners = Owners(self._run.subject)
         self._peers = Peers(self._run)
         self._told: set[str] = set()
         self.steps = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from shardwise.checkpoint.parts import DAMAGED, OTHERS, Part, Version, versions_
 from shardwise.checkpoint.pieces import Bytes, PieceFile, PieceLayout
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.source import CheckpointDamage, TensorFact
+from shardwise.engine.fragments import Fragment, TensorShape
 from shardwise.printable import printable
 from shardwise.tensor.order import StoredCut
 
@@ -152,8 +153,7 @@ class SaveJob:
         if self.contents is None:
             raise RuntimeError(f"nothing to write ({list(values)}); report this")
         layout, own = self.contents.layout, self.contents.own
-        shapes = {f.name: [_name(f.dtype), list(f.shape)] for f in layout.fragments}
-        shapes |= {name: [_name(shape.dtype), list(shape.shape)] for name, shape in self.contents.shapes.items()}
+        shapes = _agreeing([{name: [_name(s.dtype), list(s.shape)]} for name, s in _tensors(self.contents)])
         cuts = {f.name: f.cut.fields() for f in layout.fragments if f.cut is not None}
         if not layout.fragments:
             return {"file": None, "pieces": {}, "shapes": shapes, "cuts": cuts, "own": own}
@@ -181,9 +181,9 @@ class SaveJob:
             return b""
         files: list[FileFact] = []
         pieces: list[dict[str, list[PieceFact]]] = []
-        tensors: dict[str, TensorFact] = {}
+        shapes = _agreeing([part["shapes"] for part in parts])
+        tensors = {n: TensorFact(tuple(shape), getattr(torch, dtype)) for n, (dtype, shape) in shapes.items()}
         for rank, part in enumerate(parts):
-            tensors |= {n: TensorFact(tuple(shape), getattr(torch, dt)) for n, (dt, shape) in part["shapes"].items()}
             if part["file"] is not None:
                 number = len(files)
                 name, nbytes, header_bytes, digits = part["file"]
@@ -246,6 +246,29 @@ def saves_in(gather: Gather, rank: int, owner: CheckpointRoot | None, hosts: Seq
     """The saves in the directories of several hosts, newest first. Collective; ``what`` completes "could not ..."."""
     _, rows = agree(gather, rank, what, lambda: None if owner is None else [vars(part) for part in owner.parts()])
     return versions_of([[Part.read(each) for each in row] for row in rows if row is not None], hosts)
+
+
+def _tensors(contents: Contents) -> Iterator[tuple[str, Fragment | TensorShape]]:
+    """Every tensor of which this rank writes a piece, or says what it is."""
+    yield from ((fragment.name, fragment) for fragment in contents.layout.fragments)
+    yield from contents.shapes.items()
+
+
+def _agreeing(told: Iterable[Mapping[str, list[Any]]]) -> dict[str, list[Any]]:
+    """Dtype and shape by tensor. Whoever reads pieces takes them for what the manifest says.
+
+    Raises:
+        CheckpointError: a tensor would be written as something else than what it is said to be.
+    """
+    found: dict[str, list[Any]] = {}
+    for own in told:
+        for name, fact in own.items():
+            if found.setdefault(name, fact) != fact:
+                raise CheckpointError(
+                    f"{name} would be saved as {found[name][0]} of shape {found[name][1]} and as {fact[0]} of shape "
+                    f"{fact[1]}, so it could not be loaded: nothing was saved; report this"
+                )
+    return found
 
 
 def _name(dtype: torch.dtype) -> str:

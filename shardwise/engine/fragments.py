@@ -284,15 +284,18 @@ class Held:
                 yield self._tile_block(optimizer, position)
 
     def _chunk_block(self, chunk: Chunk) -> FragmentBlock:
-        """Parameters that no optimizer has."""
+        """Parameters that none of the optimizers here has: of others', and where the model is given alone, masters."""
+        state = self.engine.states.get(chunk.spec.index)
+        master = None if state is None else state.dtype
+        dtype = chunk.spec.dtype if master is None else master
         parts = []
         for slot in chunk.spec.slots:
             start, end = chunk.overlap(slot)
             if start < end:
                 name, first = f"model/{self._own[slot.param][0]}", start - chunk.shard_start
                 get = _part_of_shard(first, end - start)
-                parts += self._given(name, slot.param, chunk.spec.dtype, start - slot.start, end - slot.start, get)
-        return FragmentBlock(chunk.opened, tuple(parts))
+                parts += self._given(name, slot.param, dtype, start - slot.start, end - slot.start, get)
+        return FragmentBlock(chunk.opened if state is None or master is None else state.opened, tuple(parts))
 
     def _tile_block(self, optimizer: ShardedOptimizer, position: int) -> FragmentBlock:
         tile = optimizer._updates.tiles[position]

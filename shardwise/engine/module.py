@@ -134,6 +134,7 @@ class ShardedModule(TransparentModule):
                 compute dtype.
         """
         engine = self._engine
+        engine.values.take_written()
         engine.guards.check()
         engine.values.undo_early("a state")
         engine.pool.settle()

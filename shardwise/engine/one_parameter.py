@@ -70,6 +70,7 @@ class OneParameter:
     def value(self, own: bool = False) -> torch.Tensor:
         """A copy, whole; or of this rank's part (1-D, empty where it has none). On the device."""
         engine = self.engine
+        engine.values.take_written()
         engine.guards.check()
         engine.values.undo_early(f"reading {self.name}")
         engine.pool.settle()

@@ -48,6 +48,8 @@ class Values:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._writing = 0
+        """Blocks around the program now that write back what it changes in them."""
 
     def undo_early(self, what: str) -> None:
         """Before all values are read or written; see :meth:`EarlyUpdates.undo_for`. Masters have what was written.
@@ -70,6 +72,23 @@ class Values:
         if early is not None and early.updated:
             early.take_back()
 
+    def take_written(self) -> None:
+        """Before all values are read: what the program has written so far, where it is inside a block that writes back.
+        The block goes on. Collective there.
+
+        Raises:
+            RuntimeError: as at the end of the block.
+        """
+        engine = self._engine
+        if not self._writing or not engine.pool.all_held:
+            return
+        self._take_given()
+        engine.guards.check_edits(values=False, held=False)
+        with engine.mesh.doing("gathered(write_back=True)"):
+            self.write_back()
+        for chunk in engine.chunks:
+            chunk.placed_at = chunk.generation  # what is shown is what was written, and graphs are made with it
+
     def take_edits(self, optimizer: int | None = None) -> None:
         """Before an update: what the program wrote to parameters of ``optimizer`` (of all) is what it starts from."""
         if self._engine.master_edits.changed(optimizer):
@@ -88,7 +107,7 @@ class Values:
         engine = self._engine
         engine.guards.check_held()
         own_state = engine.attachment.own_state
-        holder, opened, kept = _Block(), False, own_state.kept
+        holder, opened, kept, writing = _Block(), False, own_state.kept, self._writing
         try:
             with engine.mesh.doing("gathered()"):
                 engine.pool.acquire_all(holder)
@@ -97,7 +116,10 @@ class Values:
             opened = True
             engine.guards.edits.allow()
             own_state.kept = write_back
+            self._writing += write_back
             yield
+            if engine.guards.given_back:  # inside: the parameters are the user's
+                return
             if write_back:
                 self._take_given()
             engine.guards.check_edits(values=False, held=False)
@@ -105,7 +127,7 @@ class Values:
                 with engine.mesh.doing("gathered(write_back=True)"):
                     self.write_back()
         finally:
-            own_state.kept = kept
+            own_state.kept, self._writing = kept, writing
             engine.pool.release_all(holder)
             if opened:
                 if write_back:

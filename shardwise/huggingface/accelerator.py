@@ -359,6 +359,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         with self._set_aside():
             written: str = super().save_state(output_dir, safe_serialization, **kwargs)
         for index, session in enumerate(self._sessions):
+            session.checkpoints.latest = len(self._sessions) == 1  # none of several is the newest
             session.checkpoints.save(written, STATE.format(index))
         return written
 

@@ -1,0 +1,103 @@
+"""A model without its optimizers in the session's own format: what is saved is what is trained, masters in full."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_setup import plans
+from engine_setup import adam, sharded
+from torch import Tensor, nn
+
+from shardwise.checkpoint.files import CheckpointError
+from shardwise.checkpoint.formats import open_checkpoint
+from shardwise.checkpoint.session import Checkpointer
+from shardwise.deepspeed.frozen import WithoutFrozen
+from shardwise.engine.fragments import Held, TensorShape
+from shardwise.strategies.saving import ModelOnly
+from shardwise.testing import run_ranks
+
+NAMES = ("zero1", "zero3", "host", "bf16", "bf16 disk", "fp16", "straddling", "mixed")
+State = dict[str, Tensor]
+
+
+def model() -> nn.Module:
+    """In fp32, its first layer frozen."""
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 7), nn.LayerNorm(7), nn.Linear(7, 2))
+    net[0].requires_grad_(False)
+    return net
+
+
+def alone(name: str, directory: str) -> State:
+    """Trained a step, so that masters are not what 16 bits can hold; saved twice without the optimizer. The masters."""
+    net = model()
+    with sharded(net, adam(net), plans(f"{directory}/disk")[name]) as session:
+        for _ in range(2):
+            session.backward(session.module(torch.ones(3, 6)).float().square().mean())
+            session.optimizer.step()  # type: ignore[union-attr]
+        Checkpointer(ModelOnly(session)).save(directory, "all", use_async=name == "fp16")
+        Checkpointer(WithoutFrozen(ModelOnly(session))).save(directory, "trained")  # type: ignore[arg-type]
+        return session.module.state_dict()
+
+
+def loaded(name: str, directory: str, tag: str) -> State:
+    net = model()
+    with torch.no_grad():
+        for param in net.parameters():
+            param.zero_()
+    with sharded(net, adam(net), plans(f"{directory}/disk")[name]) as session:
+        Checkpointer(ModelOnly(session)).load(directory, tag, strict=tag == "all")
+        return session.module.state_dict()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_model_alone_is_saved_as_it_is_trained(name: str, ranks: int, tmp_path: Path) -> None:
+    masters = run_ranks(ranks, alone, name, str(tmp_path))[0]
+    half = name in ("bf16", "bf16 disk", "fp16")
+    kept = masters["2.weight"]
+    assert kept.dtype == torch.float32
+    assert not half or not torch.equal(kept, kept.bfloat16().float()), "not what 16 bits hold"
+    for tag in ("all", "trained"):
+        frozen = {n for n in masters if n.startswith("0.") and tag == "trained"}
+        with open_checkpoint(tmp_path / tag) as source:
+            facts = {n.removeprefix("model/"): fact for n, fact in source.tensors().items() if n.startswith("model/")}
+            assert facts.keys() == masters.keys() - frozen
+            for each, fact in facts.items():
+                read = source.read(f"model/{each}", 0, masters[each].numel()).view(masters[each].shape)
+                assert read.dtype == fact.dtype == masters[each].dtype and torch.equal(read, masters[each]), (tag, each)
+        for own in run_ranks(ranks, loaded, name, str(tmp_path), tag):
+            assert all(torch.equal(own[n], masters[n]) for n in facts), tag
+
+
+def lied(directory: str, lie: Callable[[TensorShape], TensorShape]) -> str:
+    """A save whose description says something else than what is written."""
+    net, true = model(), Held.model_shapes
+    with sharded(net, adam(net), plans(directory)["bf16"]) as session, pytest.MonkeyPatch.context() as patch:
+        told = {"2.weight"}
+        patch.setattr(Held, "model_shapes", lambda held: {n: lie(s) if n in told else s for n, s in true(held).items()})
+        with pytest.raises(CheckpointError) as raised:
+            session.checkpoints.save(directory, "one")
+        patch.undo()
+        assert not (Path(directory) / "one").exists()
+        session.checkpoints.save(directory, "one")
+        return str(raised.value)
+
+
+def in_bf16(shape: TensorShape) -> TensorShape:
+    return TensorShape(shape.shape, torch.bfloat16)
+
+
+def turned(shape: TensorShape) -> TensorShape:
+    return TensorShape(shape.shape[::-1], shape.dtype)
+
+
+@pytest.mark.parametrize(("lie", "said"), [(in_bf16, "as bfloat16 of shape [7, 9]"), (turned, "shape [9, 7]")])
+def test_a_tensor_that_is_written_as_something_else_than_it_is_called_is_not_saved(
+    lie: Callable[[TensorShape], TensorShape], said: str, tmp_path: Path
+) -> None:
+    for message in run_ranks(2, lied, str(tmp_path), lie):
+        assert "model/2.weight would be saved as float32 of shape [7, 9]" in message and said in message, message
