@@ -62,7 +62,7 @@ def weight_of(model: Any) -> Tensor:
 
 
 def folds(folder: str, release: str) -> tuple[list[float], list[bool], int]:
-    """Three models one after the other: what a fresh process finds in the state of each, and which sessions are gone."""
+    """Three models, one after the other: what a fresh process finds in their states, and which sessions are gone."""
     with launched(), quiet():
         accelerator = accelerator_of(scaled())
         sessions = []
