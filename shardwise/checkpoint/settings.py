@@ -31,7 +31,8 @@ def configurations(module: nn.Module) -> tuple[Any, Any]:
 def adapter_settings(model: Any, config: Any) -> dict[str, Any]:
     """An adapter's configuration as peft saves it: for inference, with the base model's name."""
     settings = {**config.to_dict(), "inference_mode": True}
-    inner = model.base_model.model
+    # Prompts stand before a model that stays as it is; other adapters are in a model of their own.
+    inner = model.base_model if config.is_prompt_learning else model.base_model.model
     if settings.get("base_model_name_or_path") is None:
         settings["base_model_name_or_path"] = vars(inner).get("name_or_path") or None
     if settings.get("task_type") is None:

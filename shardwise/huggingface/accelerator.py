@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from shardwise.build import Session, ShardedModule, ShardedOptimizer, build
 from shardwise.checked import as_kind
 from shardwise.huggingface.accelerate_precision import with_precision
+from shardwise.huggingface.state_hooks import loading_hooks, saving_hooks
 from shardwise.mesh import Mesh
 from shardwise.mesh.launch import read_variable
 from shardwise.plan import Plan
@@ -28,6 +30,7 @@ from shardwise.plan import Plan
 __all__ = ["Prepared", "ShardwiseAccelerator", "prepare"]
 
 STATE = "shardwise_{}"  # directories in what save_state writes, one a model
+SESSION = "_accelerate_session"  # where a sharded module has its session, which lives as long
 OWN_SHARDING = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM, DistributedType.XLA)
 
 
@@ -87,7 +90,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         if parallel is not None and (parallel.tp_enabled or parallel.cp_enabled or parallel.sp_enabled):
             raise NotImplementedError(f"parallelism_config={parallel!r} is not available: all ranks are data-parallel")
         self._mesh: Mesh | None = None
-        self._sessions: list[Session] = []
+        self._made: list[weakref.ref[Session]] = []
         self._check_ranks()
 
     def _check_ranks(self) -> None:
@@ -161,7 +164,8 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
             mesh = self._mesh = self._mesh or Mesh.create(self.plan.mesh, torch.device(self.device), self.plan.comm)
             own = owners[id(model)]
             session = build(model, own or None, self.plan, mesh)
-            self._sessions.append(session)
+            self._made = [*(weakref.ref(each) for each in self._sessions), weakref.ref(session)]
+            session.module.__dict__[SESSION] = session
             made[id(model)] = self._adopt(session.module, self._models)
             for given, sharded in zip(own, session.optimizers, strict=True):
                 made[id(given)] = self._adopt(PreparedOptimizer(sharded, session), self._optimizers)
@@ -179,14 +183,18 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         """Shard ``model`` without an optimizer; with ``evaluation_mode`` leave it whole on every rank."""
         session = self.session_of(model)
         if session is not None:
-            if not any(session.module is each for each in self._models):
-                self._models.append(session.module)
-            return session.module
+            return self._adopt_again(session)
         if evaluation_mode:
             whole: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
             return whole
         sharded: nn.Module = self._shard([model], [])[id(model)]
         return sharded
+
+    def _adopt_again(self, session: Session) -> nn.Module:
+        """accelerate has the model among its own, also where ``free_memory`` had dropped it."""
+        if not any(session.module is each for each in self._models):
+            self._models.append(session.module)
+        return session.module
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
         """Raises:
@@ -194,6 +202,8 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         """
         if not isinstance(optimizer, PreparedOptimizer):
             raise ValueError(f"prepare() of {type(optimizer).__name__} alone: give it together with its model")
+        if self.session_of(optimizer.session.module) is not None:  # all that Trainer prepares when it trains again
+            self._adopt_again(optimizer.session)
         return super().prepare_optimizer(optimizer, device_placement)
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> Any:
@@ -206,6 +216,22 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
                     options["step_with_optimizer"] = self.step_scheduler_with_optimizer
                     return self._adopt(AcceleratedScheduler(scheduler, each, **options), self._schedulers)
         return super().prepare_scheduler(scheduler)
+
+    # ---- sessions
+
+    # [Note: Which models are prepared now]
+    # A session belongs to its model and optimizer, as the shards do: while the program holds one of them it can be
+    # used, and prepared again. accelerate's own lists say which are prepared now, and these are saved, loaded and
+    # trained. ``free_memory`` empties the lists between two trainings; what the program lets go of then is freed.
+    @property
+    def _sessions(self) -> list[Session]:
+        """Of all models that were prepared and are held by anybody, in this order."""
+        return [session for ref in self._made if (session := ref()) is not None and not session.closed]
+
+    def _prepared(self) -> list[Session]:
+        """Of the models that are prepared now, as accelerate counts them."""
+        found = {id(session.module): session for session in self._sessions}
+        return [found[id(each)] for each in self._models if id(each) in found]
 
     # ---- passes
 
@@ -221,7 +247,9 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
             NotImplementedError: several sharded models with optimizers under a loss scale.
         """
         loss = loss / self.gradient_accumulation_steps
-        trained = [session for session in self._sessions if session.optimizer is not None]
+        # A program may go on with what free_memory() has dropped, where it has prepared nothing else.
+        trained = [session for session in self._prepared() if session.optimizer is not None]
+        trained = trained or [session for session in self._sessions if session.optimizer is not None]
         if len(trained) == 1 and trained[0].optimizer is not None:
             trained[0].optimizer.backward(loss, **kwargs)
             return
@@ -353,43 +381,55 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> str:
         """As accelerate's; models and optimizers as checkpoints of ours, for any plan and number of ranks. Collective.
 
+        Hooks see sharded models as accelerate has them in one process, gathered; see [Note: Hooks of a state].
+
         Returns:
             The directory.
+
+        Raises:
+            CheckpointError, ValueError, FileNotFoundError: on every rank, when a hook failed on one.
         """
-        with self._set_aside():
+        prepared = self._prepared()
+        with saving_hooks(self, prepared), self._set_aside():
             written: str = super().save_state(output_dir, safe_serialization, **kwargs)
-        for index, session in enumerate(self._sessions):
-            session.checkpoints.latest = len(self._sessions) == 1  # none of several is the newest
+        for index, session in enumerate(prepared):
+            session.checkpoints.latest = len(prepared) == 1  # none of several is the newest
             session.checkpoints.save(written, STATE.format(index))
         return written
 
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        """Take over what :meth:`save_state` wrote for the same models. Collective."""
-        found: list[str] = []
-        handle = self.register_load_state_pre_hook(lambda models, directory: found.append(os.fspath(directory)))
-        try:
-            with self._set_aside():
-                super().load_state(input_dir, load_kwargs, **kwargs)
-        finally:
-            handle.remove()
-        for index, session in enumerate(self._sessions):
-            session.checkpoints.load(os.path.join(found[0], STATE.format(index)))
+        """Take over what :meth:`save_state` wrote for the same models; what hooks load then goes before it. Collective.
+
+        Raises:
+            CheckpointError, ValueError, FileNotFoundError: on every rank, when a hook failed on one.
+        """
+        prepared = self._prepared()
+
+        def load(directory: str) -> None:
+            for index, session in enumerate(prepared):
+                session.checkpoints.load(os.path.join(directory, STATE.format(index)))
+
+        with loading_hooks(self, prepared, load), self._set_aside():
+            super().load_state(input_dir, load_kwargs, **kwargs)
 
     def free_memory(self, *objects: Any) -> Any:
-        """As accelerate's; sharded models among ``objects`` are done with."""
+        """As accelerate's; sharded models among ``objects`` are done with, at once.
+
+        Others are prepared no longer: later states are without them. Their memory is freed when the program lets go of
+        model and optimizer; until then they work, and may be prepared again.
+        """
         for each in objects:
             session = self.session_of(each) if isinstance(each, nn.Module) else None
             if session is not None:
-                self._sessions.remove(session)
                 session.close()
         return super().free_memory(*objects)
 
     def close(self) -> None:
         """Remove the hooks from all models and give back what the ranks share."""
-        while self._sessions:
-            self._sessions.pop().close()
+        for session in reversed(self._sessions):
+            session.close()
         if self._mesh is not None:
             self._mesh.close()
             self._mesh = None

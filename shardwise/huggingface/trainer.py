@@ -19,6 +19,8 @@ from shardwise.checkpoint import EngineRun
 from shardwise.checkpoint.formats.output import output_files
 from shardwise.checkpoint.write import agree
 from shardwise.huggingface.accelerator import ShardwiseAccelerator
+from shardwise.huggingface.adapters import asks_prompts, loads_adapters
+from shardwise.huggingface.callbacks import gather_for_references
 from shardwise.plan import Plan
 
 __all__ = ["ShardwiseTrainer", "sharded_trainer"]
@@ -46,7 +48,7 @@ class ShardwiseTrainer(Trainer):
     Raises:
         ValueError: arguments that do not go with it: FSDP, DeepSpeed, ``auto_find_batch_size``, ``torch_compile``,
             evaluation in full 16 bits, ``save_on_each_node``, several GPUs in one process; a plan that does not keep
-            gradients.
+            gradients; TRL's ``use_vllm`` where parameters are not kept gathered.
     """
 
     def __init__(self, *args: Any, plan: Plan, **kwargs: Any) -> None:
@@ -89,6 +91,7 @@ class ShardwiseTrainer(Trainer):
         if self.session is None:
             parameters = self.model.parameters() if self.model is not None else ()
             self._own_dtype = next((p.dtype for p in parameters if p.is_floating_point()), None)
+        gather_for_references(self.callback_handler.callbacks, self.accelerator.session_of)
         return super()._prepare_for_training(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     # ---- saving
@@ -110,7 +113,9 @@ class ShardwiseTrainer(Trainer):
         path = Path(str(output_dir if output_dir is not None else self.args.output_dir))
         state = self.accelerator.get_state_dict(self.model)
         run = EngineRun(session)
-        agree(run.gather, run.rank, f"save the model to {path}", lambda: self._write_model(path, state), share=False)
+        what = f"save the model to {path}"
+        with asks_prompts(session):
+            agree(run.gather, run.rank, what, lambda: self._write_model(path, state), share=False)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
@@ -139,9 +144,11 @@ class ShardwiseTrainer(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         session = self.session
-        if model is None and session is not None:
-            model = session.module
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if model is not None or session is None:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
+        with loads_adapters(session) as adapters:
+            super()._load_from_checkpoint(resume_from_checkpoint, session.model if adapters else session.module)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         session = self.session
@@ -153,12 +160,15 @@ class ShardwiseTrainer(Trainer):
 
     def _load_best_model(self) -> None:
         session, own = self.session, self.model
-        if session is not None:
-            self.model = session.module
-        try:
+        if session is None:
             super()._load_best_model()
-        finally:
-            self.model = own
+            return
+        with loads_adapters(session) as adapters:
+            self.model = session.model if adapters else session.module
+            try:
+                super()._load_best_model()
+            finally:
+                self.model = own
 
 
 @functools.cache
@@ -191,6 +201,11 @@ def _check(args: TrainingArguments, plan: Plan) -> None:
         raise ValueError(f"{given} does not go with a plan: leave it out")
     if args.n_gpu > 1:
         raise ValueError(f"{args.n_gpu} GPUs in one process: start one process a GPU (shardwise run, or torchrun)")
+    if getattr(args, "use_vllm", False) and not plan.shard.always_gathered:
+        raise ValueError(
+            f"use_vllm={args.use_vllm} with parameters that are not there between passes: TRL would send NaN in their "
+            "place. Leave it out, or use a plan that keeps them gathered, such as zero(2)"
+        )
     if plan.streams_gradients:
         raise ValueError(
             f"a plan with update={plan.grad.update!r} and max_norm={plan.grad.max_norm} keeps no gradients, whose norm "

@@ -357,12 +357,14 @@ def test_fp16_skips_and_says_so() -> None:
 
 
 def refusals(folder: str) -> list[str]:
-    from shardwise.huggingface import ShardwiseAccelerator
+    from shardwise.huggingface import ShardwiseAccelerator, ShardwiseTrainer
 
     said = []
     model = net()
     with launched(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        generating = arguments(folder, 4)
+        generating.use_vllm = True  # as TRL's have it
         accelerator = ShardwiseAccelerator(plan=zero(3), cpu=True)
         accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         half, model = ShardwiseAccelerator(plan=zero(3, torch.float16), cpu=True), net()
@@ -385,6 +387,7 @@ def refusals(folder: str) -> list[str]:
             lambda: make(folder, zero(3), auto_find_batch_size=True),
             lambda: make(folder, zero(3).but(update="backward")),
             lambda: make(folder, zero(3), save_on_each_node=True),
+            lambda: ShardwiseTrainer(model, generating, plan=zero(3)),
             lambda: ShardwiseAccelerator(plan="zero3", cpu=True),
             lambda: make(folder, None),
         ):
@@ -414,6 +417,7 @@ def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
             "auto_find_batch_size",
             "update='backward'",
             "save_on_each_node",
+            "use_vllm=True with parameters that are not there",
             "plan='zero3': give a Plan, such as",
             "plan=None: give a Plan, such as",
         )

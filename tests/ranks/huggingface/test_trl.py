@@ -1,8 +1,8 @@
 """TRL's SFT and DPO trainers against the same in one process without a plan, on ``datasets``.
 
-Full weights, and LoRA with a layer that is trained whole; DPO with a reference model, and with the adapter switched off
-in its place. What is logged agrees within 1e-5 (relative) in fp32, what is saved within 1e-5 of each tensor's largest
-element.
+Full weights, and LoRA with a layer that is trained whole; DPO with a reference model, also one that follows, and with
+the adapter switched off in its place. What is logged agrees within 1e-5 (relative) in fp32, what is saved within 1e-5
+of each tensor's largest element.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from shardwise.testing import assert_close, run_ranks
 
 RTOL = 1e-5
 WORDS = ["<pad>", "<eos>", "<unk>", *(f"w{index}" for index in range(29))]
-CASES = [(kind, lora) for kind in ("SFT", "DPO") for lora in (False, True)]
+SYNC = ("DPO with a reference that follows", False)
+CASES = [*((kind, lora) for kind in ("SFT", "DPO") for lora in (False, True)), SYNC]
 Run = tuple[int, tuple[str, bool]]  # a stage, and what is trained how
 TWO: list[Run] = [*((3, case) for case in CASES), (2, CASES[0]), (2, CASES[3])]
 ONE: list[Run] = [(3, CASES[3])]
@@ -75,12 +76,15 @@ def train(kind: str, lora: bool, folder: str, stage: int | None) -> Outcome:
     from shardwise.huggingface import sharded_trainer
 
     with launched(), quiet():
-        base, config = getattr(trl, f"{kind}Trainer"), getattr(trl, f"{kind}Config")
+        base, config = getattr(trl, f"{kind[:3]}Trainer"), getattr(trl, f"{kind[:3]}Config")
         ranks = dist.get_world_size() if stage is not None and dist.is_initialized() else 1
         where = {"use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "bf16": False}
         size = {"max_steps": 3, "per_device_train_batch_size": 4 // ranks, "gradient_accumulation_steps": 2}
         given = {"logging_steps": 1, "learning_rate": 1e-2, "adam_epsilon": 1e-3, "max_length": 32}
         options: dict[str, Any] = {}
+        if kind == SYNC[0]:
+            given |= {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.3}
+        kind = kind[:3]
         model = llama()
         if lora:
             options["peft_config"] = LoraConfig(
@@ -99,6 +103,8 @@ def train(kind: str, lora: bool, folder: str, stage: int | None) -> Outcome:
         if stage is not None:
             trainer.accelerator.wait_for_everyone()
             trainer.accelerator.close()
+        if "ref_model" in options:
+            assert all(bool(param.isfinite().all()) for param in trainer.ref_model.parameters())
         history = [entry for entry in trainer.state.log_history if "loss" in entry]
     name = "adapter_model.safetensors" if lora else "model.safetensors"
     return [{key: entry[key] for key in LOGGED if key in entry} for entry in history], load_file(Path(folder, name))

@@ -1,0 +1,122 @@
+"""Hooks that a program has given to accelerate for ``save_state`` and ``load_state``, called with sharded models."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+from shardwise.build import Session
+from shardwise.checkpoint import EngineRun
+from shardwise.checkpoint.write import agree
+
+__all__ = ["loading_hooks", "saving_hooks"]
+
+SAVING, LOADING = "_save_model_state_pre_hook", "_load_model_state_pre_hook"
+
+
+# [Note: Hooks of a state]
+# accelerate hands a hook its models, their states and the directory. What it takes out of the lists it has saved or
+# loaded itself. Programs for diffusers do so: ``model.save_pretrained(...)``, ``weights.pop()``. They ask the model
+# itself, on one rank or on all, so models are gathered meanwhile, and they are the user's own, as accelerate has them
+# in one process. A checkpoint of ours is written whatever a hook takes out, since optimizers have theirs in it. It is
+# loaded before the hooks: one that loads what it has saved, in the compute dtype, leaves masters as they are (see
+# take_over), and what it loads from elsewhere counts.
+@contextmanager
+def saving_hooks(accelerator: Any, sessions: Sequence[Session]) -> Iterator[None]:
+    """Inside, ``save_state`` of accelerate calls the hooks with the models of ``sessions`` among the others.
+
+    It has set these aside: what it saves is the others'.
+    """
+    models = list(accelerator._models)
+
+    def call(hooks: Sequence[Callable[..., None]], whole: list[Any], weights: list[Any], directory: str) -> None:
+        if not hooks:
+            return
+        of = {id(session.module): accelerator.get_state_dict(session.module) for session in sessions}
+        given = {id(state): _outline(state) for state in of.values()}
+        of |= {id(model): state for model, state in zip(whole, weights, strict=True)}
+        kept = [of[id(model)] for model in models]
+
+        def run() -> None:
+            seen = [_own(sessions, model) for model in models]
+            for hook in hooks:
+                hook(seen, kept, directory)
+            for state in kept:
+                _check(state, given, weights)
+
+        _agreed(sessions, "save_state", run, write_back=False)
+        left = {id(state) for state in kept}
+        weights[:] = [state for state in weights if id(state) in left]
+
+    with _in_place_of(accelerator, SAVING, call):
+        yield
+
+
+@contextmanager
+def loading_hooks(accelerator: Any, sessions: Sequence[Session], load: Callable[[str], None]) -> Iterator[None]:
+    """Inside, ``load_state`` of accelerate calls ``load(directory)``, then the hooks, as :func:`saving_hooks`."""
+    models = list(accelerator._models)
+
+    def call(hooks: Sequence[Callable[..., None]], whole: list[Any], directory: str) -> None:
+        load(directory)
+        if not hooks:
+            return
+        seen = [_own(sessions, model) for model in models]
+
+        def run() -> None:
+            for hook in hooks:
+                hook(seen, directory)
+
+        _agreed(sessions, "load_state", run, write_back=True)
+        left = {id(model) for model in seen}
+        whole[:] = [model for model in whole if id(model) in left]
+
+    with _in_place_of(accelerator, LOADING, call):
+        yield
+
+
+@contextmanager
+def _in_place_of(accelerator: Any, name: str, call: Callable[..., None]) -> Iterator[None]:
+    """``call`` is the only hook inside; the others are its first argument."""
+    before = getattr(accelerator, name)
+    setattr(accelerator, name, OrderedDict({0: partial(call, list(before.values()))}))
+    try:
+        yield
+    finally:
+        setattr(accelerator, name, before)
+
+
+def _own(sessions: Sequence[Session], model: Any) -> Any:
+    """The user's own module of a sharded one; others as they are."""
+    return next((session.model for session in sessions if session.module is model), model)
+
+
+def _agreed(sessions: Sequence[Session], call: str, run: Callable[[], None], write_back: bool) -> None:
+    """Run it with the models gathered; what fails on one rank is raised on all."""
+    if not sessions:
+        run()
+        return
+    job = EngineRun(sessions[0])
+    with ExitStack() as blocks:
+        for session in sessions:
+            blocks.enter_context(session.module.gathered(write_back))
+        agree(job.gather, job.rank, f"run the hooks of {call}", run, share=False)
+
+
+def _outline(state: Mapping[str, Any]) -> dict[str, int]:
+    return {name: id(value) for name, value in state.items()}
+
+
+def _check(state: Any, given: Mapping[int, Mapping[str, int]], whole: Sequence[Any]) -> None:
+    """What a hook leaves of a sharded model's state is not what is saved, so it must be as it was."""
+    before = given.get(id(state))
+    if before is None and any(state is each for each in whole):
+        return
+    if before is None or before != _outline(state):
+        raise ValueError(
+            "a hook of save_state changed weights of a sharded model, which are saved as a checkpoint of ours, as they "
+            "are: write them to a file in the hook, and take them out of the list (weights.pop())"
+        )

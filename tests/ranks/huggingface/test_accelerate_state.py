@@ -1,0 +1,270 @@
+"""What ``save_state`` and ``load_state`` of the accelerator are about: the models that are prepared now, and hooks."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from huggingface_setup import RANKS, launched, quiet
+from torch import Tensor, nn
+
+from shardwise.plan import Plan, zero
+from shardwise.testing import run_ranks
+
+pytest.importorskip("accelerate")
+
+
+def line(value: float) -> nn.Module:
+    """5 x 3 weights, all ``value``, and a bias of 0."""
+    model = nn.Linear(3, 5)
+    nn.init.constant_(model.weight, value)
+    nn.init.zeros_(model.bias)
+    return model
+
+
+def accelerator_of(plan: Plan, **options: Any) -> Any:
+    from shardwise.huggingface import ShardwiseAccelerator
+
+    return ShardwiseAccelerator(plan=plan, cpu=True, **options)
+
+
+def scaled() -> Plan:
+    """Under a loss scale, where no second model may take part in a backward pass."""
+    plan = zero(3, torch.float16)
+    return plan.but(scaler=replace(plan.precision.scaler, initial_scale=4.0))  # type: ignore[type-var]
+
+
+def prepared(accelerator: Any, value: float) -> tuple[Any, Any]:
+    model = line(value)
+    made: tuple[Any, Any] = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    return made
+
+
+def step(accelerator: Any, model: Any, optimizer: Any) -> None:
+    """Every weight goes down by 0.5."""
+    accelerator.backward(model(torch.ones(1, 3)).sum().float())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def weight_of(model: Any) -> Tensor:
+    found: Tensor = model.state_dict()["weight"].clone()
+    return found
+
+
+# ---- one model after the other
+
+
+def folds(folder: str, release: str) -> tuple[list[float], list[bool], int]:
+    """Three models, one after the other: what a fresh process finds in their states, and which sessions are gone."""
+    with launched(), quiet():
+        accelerator = accelerator_of(scaled())
+        sessions = []
+        for fold in range(3):
+            model, optimizer = prepared(accelerator, 8.0 * (fold + 1))
+            sessions.append(weakref.ref(accelerator.session_of(model)))
+            step(accelerator, model, optimizer)
+            accelerator.save_state(f"{folder}/fold{fold}")
+            getattr(accelerator, release)()
+        assert weight_of(model)[0, 0] == 23.5  # still the user's
+        del model, optimizer
+        gc.collect()
+        left = [ref() is None for ref in sessions]
+        found = []
+        for fold in range(3):
+            fresh = accelerator_of(scaled())
+            model, _ = prepared(fresh, 0.0)
+            fresh.load_state(f"{folder}/fold{fold}")
+            found.append(float(weight_of(model)[0, 0]))
+            fresh.close()
+        accelerator.close()
+    return found, left, len(list(Path(folder, "fold2").glob("shardwise_*")))
+
+
+@pytest.mark.parametrize("release", ["free_memory", "clear"])
+def test_a_state_is_of_the_models_that_are_prepared_now(release: str, tmp_path: Path) -> None:
+    for found, left, saved in run_ranks(RANKS, folds, str(tmp_path), release):
+        assert found == [7.5, 15.5, 23.5]
+        assert left == [True] * 3
+        assert saved == 1
+
+
+def prepared_again(folder: str) -> tuple[list[float], int]:
+    """Freed models that are prepared again, by themselves or by their optimizer, or used as they are, go on."""
+    with launched(), quiet():
+        accelerator = accelerator_of(scaled())
+        first, one = prepared(accelerator, 8.0)
+        second, two = prepared(accelerator, 16.0)
+        session = accelerator.session_of(first)
+        accelerator.free_memory()
+        assert accelerator.session_of(first) is session
+        accelerator.prepare(one)
+        step(accelerator, first, one)  # alone: the second has no part in it
+        assert accelerator.prepare(second) is second
+        accelerator.free_memory()
+        accelerator.prepare(second)
+        step(accelerator, second, two)
+        accelerator.save_state(folder)
+        accelerator.free_memory(second, two)
+        assert accelerator.session_of(second) is None
+        step(accelerator, first, one)  # the only one that is left, though nobody has prepared it again
+        values = [float(weight_of(first)[0, 0])]
+        fresh = accelerator_of(scaled())
+        third, _ = prepared(fresh, 0.0)
+        fresh.load_state(folder)
+        values.append(float(weight_of(third)[0, 0]))
+        for each in (accelerator, fresh):
+            each.close()
+    return values, len(list(Path(folder).glob("shardwise_*")))
+
+
+def test_a_freed_model_that_is_prepared_again_goes_on(tmp_path: Path) -> None:
+    for values, saved in run_ranks(RANKS, prepared_again, str(tmp_path / "state")):
+        assert values == [7.0, 15.5]
+        assert saved == 1
+
+
+def trained_twice(folder: str) -> list[float]:
+    from huggingface_setup import arguments, gpt2, rows
+
+    from shardwise.huggingface import ShardwiseTrainer
+
+    with launched(), quiet():
+        # Trainer turns fp16 off on a CPU, so the plan says it.
+        args = arguments(folder, 4, eval_strategy="no", save_strategy="no", max_steps=2)
+        plan = zero(3, torch.float16)
+        trainer = ShardwiseTrainer(model_init=gpt2, args=args, plan=plan, train_dataset=rows()[:24])
+        losses = [trainer.train().training_loss for _ in range(2)]
+        trainer.accelerator.close()
+    return losses
+
+
+def test_a_trainer_that_makes_its_model_anew_trains_twice(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    for first, second in run_ranks(RANKS, trained_twice, str(tmp_path), timeout=120.0):
+        assert first == second and first > 0
+
+
+# ---- hooks
+
+
+class Saved(nn.Module):
+    """Saves and loads itself, as models of diffusers and transformers do."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.inner = line(value)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        result: Tensor = self.inner(inputs)
+        return result
+
+    def save_pretrained(self, path: str) -> None:
+        torch.save(self.state_dict(), path)
+
+
+def made(accelerator: Any, value: float) -> Any:
+    model = Saved(value)
+    return accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+
+
+def as_diffusers_does(stage: int, dtype: torch.dtype | None, folder: str) -> list[Any]:
+    """Hooks of the form in diffusers' programs; what they saw, what was written, and what came back."""
+    seen: list[Any] = []
+    with launched(), quiet():
+        accelerator = accelerator_of(zero(stage, dtype))
+        whole = accelerator.prepare_model(line(3.0), evaluation_mode=True)
+        model, optimizer = made(accelerator, 1.0 + 2.0**-12)  # no 16-bit number
+        step(accelerator, model, optimizer)
+        first = accelerator.is_main_process
+
+        def save(models: list[Any], weights: list[dict[str, Tensor]], path: str) -> None:
+            seen.append(([type(accelerator.unwrap_model(each)).__name__ for each in models], list(map(len, weights))))
+            if first:
+                seen.append(float(weights[1]["inner.weight"][4, 2]))
+                models[1].save_pretrained(f"{path}/unet")
+            weights.pop()
+            if not first:
+                seen.append(float(models[1].inner.weight[4, 2]))
+
+        def load(models: list[Any], path: str) -> None:
+            accelerator.unwrap_model(models.pop()).load_state_dict(torch.load(f"{path}/unet"))
+
+        handles = [accelerator.register_save_state_pre_hook(save), accelerator.register_load_state_pre_hook(load)]
+        accelerator.save_state(folder)
+        step(accelerator, model, optimizer)
+        nn.init.zeros_(whole.weight)
+        accelerator.load_state(folder)
+        values = [float(model.state_dict()["inner.weight"][4, 2]), float(whole.weight[0, 0])]
+        if first:
+            torch.save({name: value * 4 for name, value in torch.load(f"{folder}/unet").items()}, f"{folder}/unet")
+        dist.barrier()
+        accelerator.load_state(folder)
+        values.append(float(model.state_dict()["inner.weight"][4, 2]))
+        for handle in handles:
+            handle.remove()
+        accelerator.load_state(folder)
+        values.append(float(model.state_dict()["inner.weight"][4, 2]))
+        accelerator.close()
+    return [seen, values]
+
+
+@pytest.mark.parametrize(("stage", "dtype"), [(3, torch.bfloat16), (3, None), (2, torch.bfloat16)])
+def test_hooks_have_sharded_models(stage: int, dtype: torch.dtype | None, tmp_path: Path) -> None:
+    exact = 0.5 + 2.0**-12
+    shown = exact if dtype is None else 0.5
+    for rank, (seen, values) in enumerate(run_ranks(RANKS, as_diffusers_does, stage, dtype, str(tmp_path / "state"))):
+        assert seen == [(["Linear", "Saved"], [2, 2 if rank == 0 else 0]), exact if rank == 0 else shown]
+        # As it was, masters and the whole one, too; then what the hook loads from elsewhere; then the checkpoint alone.
+        assert values == [exact, 3.0, 4 * shown, exact]
+    names = {each.name for each in (tmp_path / "state").iterdir()}
+    assert {"unet", "shardwise_0", "model.safetensors"} <= names and "model_1.safetensors" not in names
+
+
+def that_fail(folder: str) -> list[str]:
+    said = []
+    with launched(), quiet():
+        accelerator = accelerator_of(zero(3))
+        model, optimizer = made(accelerator, 1.0)
+
+        def full(models: list[Any], weights: list[Any], path: str) -> None:
+            if accelerator.is_main_process:
+                raise OSError("no space")
+
+        def fewer(models: list[Any], weights: list[dict[str, Tensor]], path: str) -> None:
+            weights[0].pop("inner.bias", None)
+
+        def others(models: list[Any], path: str) -> None:
+            if not accelerator.is_main_process:
+                raise ValueError("another model")
+
+        for hook in (full, fewer):
+            handle = accelerator.register_save_state_pre_hook(hook)
+            with pytest.raises((RuntimeError, ValueError)) as error:
+                accelerator.save_state(folder)
+            said.append(str(error.value))
+            handle.remove()
+        accelerator.save_state(folder)
+        handle = accelerator.register_load_state_pre_hook(others)
+        with pytest.raises(ValueError) as error:
+            accelerator.load_state(folder)
+        said.append(str(error.value))
+        handle.remove()
+        step(accelerator, model, optimizer)
+        said.append(str(float(model.state_dict()["inner.weight"][0, 0])))
+        accelerator.close()
+    return said
+
+
+def test_a_hook_that_fails_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
+    for full, fewer, others, value in run_ranks(RANKS, that_fail, str(tmp_path / "state")):
+        assert "rank 0 could not run the hooks of save_state" in full and "no space" in full
+        assert "changed weights of a sharded model" in fewer and "weights.pop()" in fewer
+        assert "rank 1 could not run the hooks of load_state: another model" in others
+        assert value == "0.5"
