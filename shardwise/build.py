@@ -324,6 +324,11 @@ class Session:
         self.engine.meter.use(self.engine.attachment.by_units(stats))
 
     @property
+    def resident(self) -> bool:
+        """Whether all parameters are whole on every rank at all times; then they stay so behind :meth:`close`."""
+        return all(chunk.resident for chunk in self.engine.chunks)
+
+    @property
     def closed(self) -> bool:
         """Whether :meth:`close` was called."""
         return self.engine.closed

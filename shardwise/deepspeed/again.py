@@ -24,10 +24,9 @@ def take_back(model: nn.Module) -> None:
         if session.closed or session.mesh.tensor.size > 1:
             continue
         if session.mesh.rank == 0:
-            whole = all(chunk.resident for chunk in session.engine.chunks)  # they stay so behind destroy()
             warn_user(
                 f"initialize of a {type(model).__name__} that another engine has: that engine ends here, with its "
-                f"optimizer's state{'. Call engine.destroy() before to say so' * whole}"
+                f"optimizer's state{'. Call engine.destroy() before to say so' * session.resident}"
             )
         _end(session)
 

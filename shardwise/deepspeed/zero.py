@@ -344,7 +344,7 @@ def session_of(param: nn.Parameter) -> Session | None:
 
 
 def _counts(session: Session) -> bool:
-    return not (session.closed and all(chunk.resident for chunk in session.engine.chunks))
+    return not (session.closed and session.resident)
 
 
 @contextmanager

@@ -16,8 +16,8 @@ __all__ = ["checkpoint_wrapper"]
 def checkpoint_wrapper(module: nn.Module, offload_to_cpu: bool = False) -> nn.Module:
     """``module``, whose ``forward`` keeps its inputs alone for the backward pass, and then runs again.
 
-    Running statistics of BatchNorm move once, as without it. Random numbers are the same again. Copies of ``module`` do the
-    same with their own weights.
+    Running statistics of BatchNorm move once, as without it. Random numbers are the same again. Copies of ``module`` do
+    the same with their own weights.
 
     Args:
         module: it comes back as it is, with another ``forward``.
@@ -28,7 +28,7 @@ def checkpoint_wrapper(module: nn.Module, offload_to_cpu: bool = False) -> nn.Mo
 
 
 class _Recomputed:
-    """The other ``forward``. A copy of the module has a copy of it, which runs that module: a closure would be shared."""
+    """The other ``forward``. A copy of the module has a copy of it, which runs that; a closure would be shared."""
 
     def __init__(self, module: nn.Module, offload: bool) -> None:
         own: Any = module.forward
@@ -42,10 +42,12 @@ class _Recomputed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self._run(*args, **kwargs)
+
+        def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+            return nullcontext(), _still(self._module)
+
         with torch.autograd.graph.save_on_cpu() if self._offload else nullcontext():
-            return checkpoint(
-                self._run, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), _still(self._module)), **kwargs
-            )
+            return checkpoint(self._run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
 def _still(module: nn.Module) -> AbstractContextManager[None]:

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-
 from shardwise.fairscale.nn import checkpoint_wrapper
+from torch import nn
 
 
 class Block(nn.Module):

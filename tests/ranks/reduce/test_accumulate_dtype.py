@@ -81,7 +81,8 @@ def measured(name: str) -> dict[Any, Any]:
     plan, found = PLANS[name], {}
     with one_mesh(plan) as mesh:
         for dtype in (None, torch.float32):
-            found[dtype] = (*trained(plan.but(accumulate_dtype=dtype), mesh), memory(plan.but(accumulate_dtype=dtype), mesh))
+            chosen = plan.but(accumulate_dtype=dtype)
+            found[dtype] = (*trained(chosen, mesh), memory(chosen, mesh))
     return found
 
 
