@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from multiprocessing import util
 from typing import TypeVar
 
 import torch
@@ -17,6 +22,30 @@ from shardwise.device import page_locked
 __all__ = ["HostImage", "Lane"]
 
 T = TypeVar("T")
+THREAD = "shardwise checkpoint"
+
+# [Note: A save that nobody waits for]
+# What went wrong in a thread is raised when its save is waited for. Where the program ends before that it is said then,
+# of every process that is left in order: of one that multiprocessing has started as well, where atexit does nothing.
+_untold: dict[int, str] = {}
+"""By number of a lane, what went wrong in its last save and was not raised yet. Lanes may be gone by the end."""
+_numbers = itertools.count()
+
+
+def _say_untold() -> None:
+    for thread in threading.enumerate():
+        if thread.name == THREAD:
+            thread.join()
+    for error in _untold.values():
+        text = f"shardwise: an asynchronous save failed, and the program ended without waiting for it: {error}"
+        print(f"{text}. Call wait_for_saves() (or close()) at the end of the program", file=sys.stderr, flush=True)
+
+
+@cache
+def _say_at_the_end(_pid: int) -> None:
+    """Have this process, a fork or not, say so; once."""
+    _untold.clear()  # a fork has the parent's, but not their threads
+    util.Finalize(None, _say_untold, exitpriority=0)
 
 
 def _memory(nbytes: int, pin: bool) -> torch.Tensor:
@@ -71,6 +100,7 @@ class Lane:
         self._members = members
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._number = next(_numbers)
         self._image: HostImage | None = None
         self._ranks: Ranks | None = None
 
@@ -106,6 +136,7 @@ class Lane:
                 raise failure
             return copied[0]
 
+        _say_at_the_end(os.getpid())
         turn = threading.Lock()  # of who takes it: the thread, or whoever was interrupted before that began
 
         def run() -> None:
@@ -113,21 +144,25 @@ class Lane:
                 if turn.acquire(blocking=False):
                     write(ranks, give)
             except BaseException as error:
-                self._error = error
+                self._failed(error)
 
         try:
-            self._thread = threading.Thread(target=run, name="shardwise checkpoint")
+            self._thread = threading.Thread(target=run, name=THREAD)
             self._thread.start()
         except RuntimeError:  # the system refuses it: the others' threads wait for this rank, so it writes here
             self._thread = None
             try:
                 write(ranks, give)
             except Exception as error:
-                self._error = error
+                self._failed(error)
         except BaseException:
             if turn.acquire(blocking=False):  # it never writes, and there may be nothing to wait for
                 self._thread = None
             raise
+
+    def _failed(self, error: BaseException) -> None:
+        self._error = error
+        _untold[self._number] = str(error) or type(error).__name__
 
     def wait_for_saves(self) -> None:
         """Return when nothing is being written any more.
@@ -139,6 +174,7 @@ class Lane:
             self._thread.join()  # where this is interrupted, the thread is still to be waited for
         self._thread = None
         error, self._error = self._error, None
+        _untold.pop(self._number, None)
         if error is not None:
             raise CheckpointError(f"the asynchronous save failed: {error}") from error
 
