@@ -151,6 +151,9 @@ class OptimizerMatch:
             self.missing.append(f"optimizer {own.index} ({own.kind})")
         elif not exact:
             self.missing.append(_other_groups(own, there))
+        if not self._saved:
+            left = "the checkpoint has no optimizers, so all of its state stays"
+            self.notes.append(f"optimizer {own.index} ({own.kind}): {left}")
         if not self._saved or (self._strict and not exact):
             return
         holders = _holders(self._saved, own)

@@ -266,7 +266,7 @@ def _scale(session: Session, match: Match) -> dict[str, float] | None:
     other = match.state.get("other") or {}
     scale = {key: tree.decode(value, None) for key, value in (other.get("loss_scaler") or {}).items()}
     scaler = session.optimizers[0].scaler if session.optimizers and match.optimizers else None
-    if scaler is None or "cur_scale" not in scale or not scaler.plan.min_scale < scaler.plan.max_scale:
+    if scaler is None or "cur_scale" not in scale or not scaler.dynamic:
         return None
     used = int(scale.get("delayed_shift", 1)) - int(scale.get("cur_hysteresis", 1))
     since = int(scale.get("cur_iter", 0)) - int(scale.get("last_overflow_iter", -1)) - 1

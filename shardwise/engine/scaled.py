@@ -39,7 +39,7 @@ class Scaled:
     @property
     def dynamic_loss_scale(self) -> bool:
         """Whether the loss scale moves."""
-        return self.scaler is not None and self.scaler.plan.min_scale < self.scaler.plan.max_scale
+        return self.scaler is not None and self.scaler.dynamic
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

@@ -21,6 +21,11 @@ class LossScaler:
         self.overflows = 0
         self.good_steps = -plan.growth_delay
 
+    @property
+    def dynamic(self) -> bool:
+        """Whether it ever moves."""
+        return self.plan.min_scale < self.plan.max_scale
+
     def update(self, overflow: bool) -> None:
         """Account for one optimizer step, skipped because of ``overflow`` or taken."""
         plan = self.plan
@@ -40,9 +45,11 @@ class LossScaler:
         return {"scale": self.scale, "overflows": float(self.overflows), "good_steps": float(self.good_steps)}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Raises KeyError for a missing entry; ValueError for a scale that is not positive."""
+        """A static scale is the plan's, and stays. Raises KeyError for a missing entry; ValueError for a scale that is
+        not positive."""
         scale = float(state["scale"])
         if not scale > 0:
             raise ValueError(f"loss scale {scale} in the state: a positive number is expected; the state is damaged")
         overflows, good_steps = int(state["overflows"]), int(state["good_steps"])
-        self.scale, self.overflows, self.good_steps = scale, overflows, good_steps
+        if self.dynamic:
+            self.scale, self.overflows, self.good_steps = scale, overflows, good_steps

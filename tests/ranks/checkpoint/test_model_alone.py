@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_setup import plans
+from checkpoint_setup import SCALER, plans
 from engine_setup import adam, sharded
 from torch import Tensor, nn
 
@@ -16,6 +17,7 @@ from shardwise.checkpoint.formats import open_checkpoint
 from shardwise.checkpoint.session import Checkpointer
 from shardwise.deepspeed.frozen import WithoutFrozen
 from shardwise.engine.fragments import Held, TensorShape
+from shardwise.plan import zero
 from shardwise.strategies.saving import ModelOnly
 from shardwise.testing import run_ranks
 
@@ -101,3 +103,32 @@ def test_a_tensor_that_is_written_as_something_else_than_it_is_called_is_not_sav
 ) -> None:
     for message in run_ranks(2, lied, str(tmp_path), lie):
         assert "model/2.weight would be saved as float32 of shape [7, 9]" in message and said in message, message
+
+
+def test_optimizers_that_keep_their_state_beside_other_weights_are_told(tmp_path: Path) -> None:
+    net = model()
+    with sharded(net, adam(net), zero(1)) as session:
+        Checkpointer(ModelOnly(session)).save(tmp_path, "one")
+        with pytest.raises(ValueError, match=r"missing from the checkpoint: optimizer 0 \(Adam\)"):
+            session.checkpoints.load(tmp_path, "one")
+        with pytest.warns(UserWarning, match=r"optimizer 0 \(Adam\): the checkpoint has no optimizers, so all of its"):
+            session.checkpoints.load(tmp_path, "one", strict=False)
+
+
+def test_a_static_loss_scale_is_the_plans(tmp_path: Path) -> None:
+    """That of a run whose scale moved replaced it, for good."""
+    moving = plans(str(tmp_path))["fp16"]
+    fixed = moving.but(scaler=dataclasses.replace(SCALER, initial_scale=64.0, min_scale=64.0, max_scale=64.0))
+    for plan, before, after in ((moving, 256.0, 128.0), (fixed, 64.0, 64.0), (moving, 256.0, 128.0)):
+        net = model()
+        with sharded(net, adam(net), plan) as session:
+            scaler = session.optimizers[0].scaler
+            assert scaler is not None and scaler.scale == before
+            if not (tmp_path / "one").exists():
+                scaler.update(overflow=True)
+                session.checkpoints.save(tmp_path, "one")
+                state = session.optimizers[0].state_dict()
+            session.checkpoints.load(tmp_path, "one")
+            assert scaler.scale == after
+            session.optimizers[0].load_state_dict(state)
+            assert scaler.scale == after
