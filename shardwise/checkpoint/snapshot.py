@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from multiprocessing import util
 from typing import TypeVar
 
@@ -29,8 +30,6 @@ THREAD = "shardwise checkpoint"
 _untold: dict[int, str] = {}
 """By number of a lane, what went wrong in its last save and was not raised yet. Lanes may be gone by the end."""
 _numbers = itertools.count()
-_told_by = 0
-"""The process that will say so."""
 
 
 def _say_untold() -> None:
@@ -42,13 +41,11 @@ def _say_untold() -> None:
         print(f"{text}. Call wait_for_saves() (or close()) at the end of the program", file=sys.stderr, flush=True)
 
 
-def _say_at_the_end() -> None:
-    global _told_by
-    if _told_by != os.getpid():  # a fork has the parent's lanes, but not their threads
-        _told_by = os.getpid()
-        _untold.clear()
-        util.Finalize(None, _say_untold, exitpriority=0)
-
+@cache
+def _say_at_the_end(_pid: int) -> None:
+    """Have this process, a fork or not, say so; once."""
+    _untold.clear()  # a fork has the parent's, but not their threads
+    util.Finalize(None, _say_untold, exitpriority=0)
 
 
 def _memory(nbytes: int, pin: bool) -> torch.Tensor:
@@ -139,7 +136,7 @@ class Lane:
                 raise failure
             return copied[0]
 
-        _say_at_the_end()
+        _say_at_the_end(os.getpid())
         turn = threading.Lock()  # of who takes it: the thread, or whoever was interrupted before that began
 
         def run() -> None:
