@@ -16,7 +16,7 @@ __all__ = ["asks_prompts", "loads_adapters"]
 
 def _is_peft(model: nn.Module) -> bool:
     try:
-        from peft import PeftModel  # type: ignore[import-untyped]
+        from peft import PeftModel
     except ImportError:
         return False
     return isinstance(model, PeftModel)

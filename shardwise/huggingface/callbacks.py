@@ -17,9 +17,9 @@ SYNC = "sync_target_model"  # TRL's SyncRefModelCallback calls it of itself, on 
 
 # [Note: References that follow]
 # ``sync_ref_model`` of TRL mixes the model into its reference by ``target.data.mul_(...).add_(param.data)``. What
-# stands for an absent parameter is NaN, and nothing sees a read through ``.data``: so the models are gathered around it.
+# stands for an absent parameter is NaN, and nothing sees a read through ``.data``: so models are gathered around it.
 def gather_for_references(callbacks: Iterable[Any], session_of: Callable[[nn.Module], Session | None]) -> None:
-    """Have callbacks that mix the model into a reference (any with a ``sync_target_model``) do so with whole ones."""
+    """Have callbacks that mix the model into a reference (those with ``sync_target_model``) do so with whole ones."""
     for each in callbacks:
         sync = getattr(each, SYNC, None)
         if callable(sync) and SYNC not in vars(each):

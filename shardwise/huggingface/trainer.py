@@ -201,9 +201,10 @@ def _check(args: TrainingArguments, plan: Plan) -> None:
         raise ValueError(f"{given} does not go with a plan: leave it out")
     if args.n_gpu > 1:
         raise ValueError(f"{args.n_gpu} GPUs in one process: start one process a GPU (shardwise run, or torchrun)")
-    if getattr(args, "use_vllm", False) and not plan.shard.always_gathered:
+    served = getattr(args, "use_vllm", False)  # of TRL's arguments
+    if served and not plan.shard.always_gathered:
         raise ValueError(
-            f"use_vllm={args.use_vllm} with parameters that are not there between passes: TRL would send NaN in their "
+            f"use_vllm={served} with parameters that are not there between passes: TRL would send NaN in their "
             "place. Leave it out, or use a plan that keeps them gathered, such as zero(2)"
         )
     if plan.streams_gradients:

@@ -13,6 +13,7 @@ from torch import nn
 from shardwise.build import Session, build
 from shardwise.mesh import Mesh
 from shardwise.plan import CommPlan, MeshPlan, Plan
+from shardwise.precision_plan import HALF_DTYPES
 from shardwise.remarks import warn_user
 from shardwise.strategies.toggling import Toggling
 from shardwise.torch_internals import point
@@ -31,8 +32,8 @@ class Live:
         module: the user's.
     """
 
-    def __init__(self, session: Session, module: nn.Module, buffer_dtypes: dict[str, torch.dtype]) -> None:
-        self.session, self.module, self._buffer_dtypes = session, module, buffer_dtypes
+    def __init__(self, session: Session, module: nn.Module, dtypes: dict[str, torch.dtype], rounded: bool) -> None:
+        self.session, self.module, self._dtypes, self._rounded = session, module, dtypes, rounded
         self._before: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
     def __reduce__(self) -> Any:
@@ -74,11 +75,33 @@ class Live:
 
     def unshard(self) -> None:
         """Full parameters back into the module, on the host (fp32 masters where there are any). Collective."""
+        if self._rounded and self.session.mesh.first:
+            dtype = self.session.plan.precision.param_dtype
+            warn_user(
+                f"{type(self.module).__name__} was sharded without an optimizer, where nobody keeps the values that "
+                f"its weights had before they became {dtype}: what follows starts from the rounded ones. "
+                "Train first, evaluate a copy, or load the weights again (ckpt_path)"
+            )
         self.session.unshard()
         for name, buffer in self.module.named_buffers():
-            point(buffer, buffer.detach().to("cpu", self._buffer_dtypes.get(name, buffer.dtype)))
+            point(buffer, buffer.detach().to("cpu", self._dtypes.get(name, buffer.dtype)))
+        self._widen()
         Toggling.remove(self.module)
         self.module.__dict__.pop(_KEY, None)
+
+    def _widen(self) -> None:
+        """Parameters that have no masters get the dtype back that they had; those that share memory still do."""
+        wide: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        for name, param in self.module.named_parameters():
+            own = self._dtypes.get(name, param.dtype)
+            if not param.is_floating_point() or torch.promote_types(own, param.dtype) == param.dtype:
+                continue
+            narrow = param.detach()
+            held = narrow.untyped_storage()
+            key = held.data_ptr(), own
+            if key not in wide:
+                wide[key] = narrow.new_empty(0).set_(held).to(own)
+            point(param, wide[key].as_strided(narrow.shape, narrow.stride(), narrow.storage_offset()))
 
     def fits(self, plan: Plan, device: torch.device) -> bool:
         """Whether a run under ``plan`` that needs no new optimizers can go on with this session."""
@@ -93,10 +116,25 @@ def live_session(module: nn.Module | None) -> Live | None:
 
 def shard(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], plan: Plan, device: torch.device) -> Live:
     """Shard ``module`` in place. Collective."""
-    dtypes = {name: b.dtype for name, b in module.named_buffers() if b.is_floating_point()}
-    live = Live(build(module, optimizers, plan, mesh_for(plan, device)), module, dtypes)
+    tensors = [*module.named_buffers(), *module.named_parameters()]
+    dtypes = {name: each.dtype for name, each in tensors if each.is_floating_point()}
+    rounded = not optimizers and _rounds(module, plan)
+    live = Live(build(module, optimizers, plan, mesh_for(plan, device)), module, dtypes, rounded)
     module.__dict__[_KEY] = live
     return live
+
+
+# [Note: Weights without an optimizer]
+# Masters belong to what an optimizer trains. A run that evaluates only has none, and keeps its weights in the compute
+# dtype alone: two bytes of each, as a run of a model that is too large for more wants it. What they were before is gone
+# then, which a later fit would not notice.
+def _rounds(module: nn.Module, plan: Plan) -> bool:
+    """Whether weights that may be trained lose what their masters would keep."""
+    narrow = plan.precision.param_dtype
+    if narrow not in HALF_DTYPES or not plan.precision.master_weights:
+        return False
+    wide = (torch.float32, torch.float64)
+    return any(param.requires_grad and param.dtype in wide for param in module.parameters())
 
 
 def _mesh_key(plan: Plan, device: torch.device) -> tuple[Any, ...]:

@@ -57,6 +57,40 @@ def _remade(kind: str, folder: str) -> tuple[list[float], list[int]]:
     return differences, said
 
 
+EXACT = 1.0 + 2.0**-12  # no 16-bit number
+
+
+def _evaluated_first(kind: str, optimizer: bool) -> tuple[list[int], list[str], float]:
+    """How often it is said that weights are rounded, after each run; dtypes after all; and a weight."""
+    warnings.simplefilter("ignore")
+    model = toy(optimizer="sgd", lr=0.0)
+    torch.nn.init.constant_(model.net[0].weight, EXACT)
+    made = trainer(strategy(kind), precision="bf16-mixed")
+    said = []
+    for run_one in ([made.fit] if optimizer else []) + [made.validate, made.fit]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run_one(model, data(1))
+        said.append(sum("was sharded without an optimizer" in str(each.message) for each in caught))
+    close(made)
+    evaluator = trainer(strategy(kind), precision="bf16-mixed")
+    evaluator.test(model, data(1), verbose=False)
+    close(evaluator)
+    return said, sorted({str(param.dtype) for param in model.parameters()}), float(model.net[0].weight[0, 0])
+
+
+@pytest.mark.parametrize("kind", TWO)
+def test_weights_that_an_evaluation_rounds_are_told_of(kind: str) -> None:
+    for rank, (said, dtypes, weight) in enumerate(run_ranks(RANKS, _evaluated_first, kind, False)):
+        assert said == [0, int(rank == 0)]
+        assert dtypes == ["torch.float32"]
+        assert weight == 1.0
+    for said, dtypes, weight in run_ranks(RANKS, _evaluated_first, kind, True):
+        assert said == [0, 0, 0]  # masters keep them
+        assert dtypes == ["torch.float32"]
+        del weight
+
+
 @pytest.mark.parametrize("kind", TWO)
 def test_layers_built_again_while_loading_do_not_lose_the_training(kind: str, tmp_path: Path) -> None:
     """They would have been outside of the sharding: never restored, never reduced, and trained by each rank alone."""
