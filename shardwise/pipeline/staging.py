@@ -47,7 +47,9 @@ def layers_of_stages(layers: int, stages: int, given: Sequence[int] | None = Non
 # parameters, so names stay what they are: the embedding hands out what the stage before has sent, other layers let it
 # through. Before the last stage the pass ends behind the stage's last layer: at the stand-in for the next one. Where a
 # rank has several stages the modules of those that do not run stand aside in the same way. Until install() nothing is
-# changed.
+# changed. What a model computes between its own modules before the layers is thus computed in every stage: that what
+# has arrived comes to the layers as it was is looked at, and a module of the last stage that is called before them is
+# an error.
 class Staging:
     """Of one model over the ranks of a pipeline.
 
@@ -85,6 +87,8 @@ class Staging:
         self.arrived: Tensor | None = None
         self._running = False
         self._fresh: Tensor | None = None
+        self._seen: set[object] = set()
+        """Where what had arrived was looked at, and its shapes."""
         self._units = self._find_units(counts)
         self._undo: list[tuple[nn.Module, str, nn.Module]] = []
         self._classes: list[tuple[nn.Module, type[nn.Module]]] = []
@@ -107,7 +111,7 @@ class Staging:
                 full = f"{name}.{child}" if name else child
                 if full in way or full.removeprefix(prefix) in table.everywhere:
                     continue
-                units[full] = (0, roles[full]) if full in roles else (last, "through")
+                units[full] = (0, roles[full]) if full in roles else (last, "after")
         units |= {f"{layers}.{index}": (stage, "layer") for index, stage in enumerate(stage_of)}
         return units
 
@@ -156,16 +160,16 @@ class Staging:
 
     def install(self) -> None:
         """From here on the model is that of this rank's stages, and has their parameters alone."""
-        for name, (stage, role) in self._units.items():
+        for name, (stage, _) in self._units.items():
             parent_name, _, child = name.rpartition(".")
             parent = self.model.get_submodule(parent_name)
             module = parent.get_submodule(child)
             if stage not in self.own:
                 self._undo.append((parent, child, module))
-                setattr(parent, child, _Away(self, stage, role, module))
+                setattr(parent, child, _Away(self, name, stage, module))
             elif len(self.own) > 1:
                 self._classes.append((module, type(module)))
-                module.__dict__["_stage"] = self, stage, role
+                module.__dict__["_stage"] = self, name, stage
                 module.__class__ = _staged(type(module))
         self.model.forward = self._forward
 
@@ -238,8 +242,13 @@ class Staging:
                 "give the inputs that it is called with (input_ids)"
             )
 
-    def stand_in(self, stage: int, role: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """What a module of another stage gives in its place."""
+    def stand_in(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """What the module ``name`` of another stage gives in its place.
+
+        Raises:
+            RuntimeError: it is none that can be passed by here.
+        """
+        stage, role = self._units[name]
         if role == "tokens":
             fresh, self._fresh = self._fresh, None
             if fresh is not None:
@@ -248,10 +257,43 @@ class Staging:
             if self.arrived is None:
                 raise RuntimeError(f"stage {self.active} was given nothing, and is not the first; report this")
             return self.arrived.new_zeros(())
+        if role == "after":
+            raise RuntimeError(
+                f"the {type(self.model).__name__} calls {name} before the layers of stage {self.active}, which does "
+                f"not have it: what is not known of a {type(self.body).__name__} counts as coming after the layers. "
+                f"Describe that class anew, with {name} in Body.everywhere if every stage is to call it, or, where "
+                "hidden states go through it, in Body.before (shardwise.pipeline.register_body)"
+            )
         hidden = args[0] if args else next(iter(kwargs.values()))
         if role == "layer" and stage > self.active:
             raise _Enough(hidden)
+        if role == "layer":
+            self._check_unchanged(name, hidden)
         return (hidden,) if role == "layer" and self.table.tuples else hidden
+
+    def _check_unchanged(self, name: str, hidden: Tensor) -> None:
+        """Values are looked at the first time of each shape.
+
+        Raises:
+            RuntimeError: the layer ``name`` of a stage before is called with something else than what has arrived.
+        """
+        arrived = self.arrived
+        if hidden is arrived or arrived is None:
+            return
+        self._check_taken()
+        where = self.active, name, hidden.shape, arrived.shape, self.model.training
+        if where in self._seen:
+            return
+        same = hidden.shape == arrived.shape and torch.allclose(hidden, arrived, rtol=0.0, atol=0.0, equal_nan=True)
+        if not same:
+            body = type(self.body).__name__
+            raise RuntimeError(
+                f"the {type(self.model).__name__} changes hidden states between {body}.{self.table.tokens} and {name} "
+                f"(it scales inputs_embeds, puts a prompt before them, or the like): stage {self.active} would do it "
+                f"again with what stage {self.active - 1} has sent. Do it inside of {self.table.tokens} or of a layer, "
+                "or in a module that is named in Body.before (shardwise.pipeline.register_body)"
+            )
+        self._seen.add(where)
 
 
 class _Enough(BaseException):
@@ -268,10 +310,10 @@ class _Away(nn.Module):
     _stage: Any
     _instead_of: str
 
-    def __init__(self, staging: Staging, stage: int, role: str, module: nn.Module) -> None:
+    def __init__(self, staging: Staging, name: str, stage: int, module: nn.Module) -> None:
         super().__init__()
         own = vars(self)
-        self.__dict__["_stage"] = staging, stage, role
+        self.__dict__["_stage"] = staging, name, stage
         self.__dict__["_instead_of"] = type(module).__name__
         # What models ask of their layers beside calling them.
         self.__dict__.update(
@@ -279,11 +321,11 @@ class _Away(nn.Module):
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        staging, stage, role = self._stage
-        return staging.stand_in(stage, role, args, kwargs)
+        staging, name, _ = self._stage
+        return staging.stand_in(name, args, kwargs)
 
     def extra_repr(self) -> str:
-        return f"a {self._instead_of} of stage {self._stage[1]}"
+        return f"a {self._instead_of} of stage {self._stage[2]}"
 
 
 def _is_plain(value: object) -> bool:
@@ -298,12 +340,12 @@ def _staged(own: type[nn.Module]) -> type[nn.Module]:
     if own not in _STAGED:
 
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            staging, stage, role = self._stage
+            staging, name, stage = self._stage
             if staging.active != stage:
-                return staging.stand_in(stage, role, args, kwargs)
+                return staging.stand_in(name, args, kwargs)
             return own.__call__(self, *args, **kwargs)
 
-        aside = property(lambda self: self._stage[0].active != self._stage[1])
+        aside = property(lambda self: self._stage[0].active != self._stage[2])
         names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__call__": call}
         names["stands_aside"] = aside
         _STAGED[own] = type(own.__name__, (own,), names)

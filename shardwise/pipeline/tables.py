@@ -12,14 +12,15 @@ class Body:
     """The module whose forward pass runs the layers, one behind the other, and what else it has.
 
     What is named neither here nor on the way to the layers comes after them, as does all of the model that is outside
-    of the body: it belongs to the last stage.
+    of the body: it belongs to the last stage, and is an error where it is called before the layers.
 
     Attributes:
         layers: its list of layers.
         tokens: what it calls first, with the inputs: there later stages take what the stage before has sent.
         zeros: what it adds to that (positions): nothing in later stages.
         before: what it puts that through (dropout, a norm): later stages leave it as it came.
-        everywhere: what every stage calls (rotary embeddings); it may hold no trainable parameters.
+        everywhere: what every stage calls (rotary embeddings; outside of the body what is done to inputs, by its name
+            in the model); it may hold no trainable parameters.
         tuples: a layer returns a tuple whose first is the hidden state.
     """
 

@@ -1,0 +1,141 @@
+"""Models that do more than a body of a known class does: in stages they are the same model, or it is said why not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hybrid_setup import VOCABULARY, WIDTH, made
+from tensor_setup import Exact
+from torch import Tensor, nn
+
+from shardwise.pipeline import Passes, StageRun, make_schedule, register_body, split_batch, stage_model
+from shardwise.pipeline.tables import TABLES
+from shardwise.testing import assert_close
+
+IDS = torch.randint(1, VOCABULARY, (4, 6), generator=torch.Generator().manual_seed(5))
+BATCH = {"input_ids": IDS, "labels": IDS}
+
+
+def loss_of(outputs: Any, _inputs: Any = None) -> Tensor:
+    loss: Tensor = outputs if isinstance(outputs, Tensor) else outputs.loss
+    return loss
+
+
+def staged(
+    model: nn.Module, batch: Any, parts: int = 2, criterion: Callable[[Any, Any], Tensor] = loss_of, train: bool = True
+) -> Tensor:
+    """The loss of one step of two stages on this rank; gradients are added up."""
+    staging = stage_model(model, 0, 1, 2)
+    staging.install()
+    try:
+        divided = split_batch(batch, parts, None)
+        schedule = make_schedule("interleaved", 1, 2, len(divided))
+        loss = StageRun(staging, None).step(schedule, divided, criterion, Passes() if train else None).loss
+    finally:
+        staging.remove()
+    assert loss is not None
+    return loss
+
+
+def check_is_plain(model: nn.Module, batch: Any, parts: int = 2) -> None:
+    """Loss and gradients; of a batch whose rows weigh the same."""
+    with Exact():
+        expected = loss_of(model(**batch))
+    expected.backward()
+    grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+    model.zero_grad()
+    with Exact():
+        loss = staged(model, batch, parts)
+    assert_close({"loss": loss}, {"loss": expected.detach()}, 1e-12, "loss")
+    found = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+    assert_close(found, grads, 1e-11, "gradients", floor=1e-2)
+
+
+class Wrapped(nn.Module):
+    """Around a model; ``inputs(lm, input_ids)`` makes of ids what goes into it."""
+
+    def __init__(self, inputs: Callable[[Any, Tensor], dict[str, Tensor]], **modules: nn.Module) -> None:
+        super().__init__()
+        self.lm = made("llama")
+        self.inputs = inputs
+        for name, module in modules.items():
+            self.add_module(name, module)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        return self.lm(**self.inputs(self, input_ids), labels=labels)
+
+
+def embedded(change: Callable[[Tensor], Tensor]) -> Callable[[Any, Tensor], dict[str, Tensor]]:
+    return lambda model, ids: {"inputs_embeds": change(model.lm.get_input_embeddings()(ids))}
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_what_is_done_between_embedding_and_layers_is_refused(train: bool) -> None:
+    prompt = torch.ones(1, 3, WIDTH, dtype=torch.float64)
+    told = r"Wrapped changes hidden states between LlamaModel\.embed_tokens and lm\.model\.layers\.0.*Body\.before"
+    for change in (lambda x: x * 4.0, lambda x: torch.cat([prompt.expand(len(x), -1, -1), x], 1)):
+        with pytest.raises(RuntimeError, match=told):
+            staged(Wrapped(embedded(change)), {"input_ids": IDS, "labels": IDS.new_zeros(4, 6)}, train=train)
+    with pytest.raises(RuntimeError, match=r"did not call LlamaModel\.embed_tokens in stage 1"):
+        staged(Wrapped(lambda _model, _ids: {"inputs_embeds": prompt.expand(2, 3, -1)}), BATCH, train=train)
+
+
+def test_what_leaves_hidden_states_as_they_are_goes() -> None:
+    for change in (lambda x: x, lambda x: x.clone(), lambda x: x * 1.0):
+        check_is_plain(Wrapped(embedded(change)), BATCH)
+    model = Wrapped(embedded(lambda x: x * 1.0))
+    with torch.no_grad():
+        model.lm.model.embed_tokens.weight[IDS[0, 0]] = float("nan")  # nothing is equal to it
+    assert staged(model, BATCH).isnan()
+
+
+def test_a_change_that_comes_with_training_is_refused_after_forward_passes_alone() -> None:
+    model = Wrapped(embedded(lambda x: x * (4.0 if model.training else 1.0)))
+    staging = stage_model(model, 0, 1, 2)
+    staging.install()
+    run, parts, schedule = StageRun(staging, None), split_batch(BATCH, 2, None), make_schedule("interleaved", 1, 2, 2)
+    model.eval()
+    run.step(schedule, parts, loss_of, None)
+    model.train()
+    with pytest.raises(RuntimeError, match="changes hidden states"):
+        run.step(schedule, parts, loss_of, Passes())
+
+
+class Remap(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.arange(VOCABULARY).flip(0))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        mapped: Tensor = self.table[ids]
+        return mapped
+
+
+def test_an_unknown_module_before_the_layers_is_named_and_can_be_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Wrapped(lambda model, ids: {"input_ids": model.remap(ids)}, remap=Remap())
+    with pytest.raises(RuntimeError, match=r"Wrapped calls remap before the layers of stage 0.*Body\.everywhere"):
+        staged(model, BATCH)
+    known = TABLES["LlamaModel"]
+    monkeypatch.setitem(TABLES, "LlamaModel", known)  # put back behind the test
+    register_body("LlamaModel", replace(known, everywhere=(*known.everywhere, "remap")))
+    check_is_plain(model, BATCH)
+
+
+def test_a_norm_behind_the_embedding_is_named_and_can_be_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = made("llama")
+
+    class Normed(type(model.model)):  # type: ignore[misc]
+        def forward(self, input_ids: Tensor, **given: Any) -> Any:
+            given["inputs_embeds"] = self.embed_norm(self.embed_tokens(input_ids))
+            return super().forward(**given)
+
+    model.model.__class__ = Normed
+    model.model.embed_norm = nn.LayerNorm(WIDTH, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match=r"calls model\.embed_norm before .* of a Normed counts .*Body\.before"):
+        staged(model, BATCH)
+    monkeypatch.setitem(TABLES, "Normed", replace(TABLES["LlamaModel"], before=("embed_norm",)))
+    check_is_plain(model, BATCH)
