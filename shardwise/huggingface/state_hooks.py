@@ -118,6 +118,6 @@ def _check(state: Any, given: Mapping[int, Mapping[str, int]], whole: Sequence[A
     if before is None or before != _outline(state):
         raise ValueError(
             f"a hook of save_state changed weights of a sharded model (one state has {len(state)} entries now), which "
-            "are saved as a checkpoint of ours, as they are: write them to a file in the hook, and take them out of the "
-            "list (weights.pop())"
+            "are saved as a checkpoint of ours, as they are: write them to a file in the hook, and take them out of "
+            "the list (weights.pop())"
         )
