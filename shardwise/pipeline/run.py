@@ -354,6 +354,12 @@ class _Step:
             loss = self._criterion(output, part.inputs)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 raise TypeError(f"criterion(outputs, inputs) returned {loss!r:.80}: give a tensor of one element")
+            if self._backward is not None and not loss.requires_grad:
+                raise RuntimeError(
+                    f"the loss of micro-batch {action.microbatch} does not require grad, so nothing would be trained: "
+                    "the criterion has to return it undetached; for forward passes alone use train=False "
+                    "(Booster.execute_pipeline: torch.no_grad())"
+                )
             output_loss = loss.reshape(()) * part.share
             self._losses[action.microbatch] = output_loss.detach()
             if self._wants_outputs:

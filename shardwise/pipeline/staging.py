@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from shardwise.checked import UnknownModelError
 from shardwise.draws import dropouts_of
@@ -94,6 +95,7 @@ class Staging:
         self._classes: list[tuple[nn.Module, type[nn.Module]]] = []
         self._stage_of_param = self._find_params()
         self.rates = dropouts_of(model.modules())
+        self._check: RemovableHandle | None = None
         self._model_names = inspect.signature(type(model).forward).parameters
 
     def _find_units(self, counts: Sequence[int]) -> dict[str, tuple[int, str]]:
@@ -172,10 +174,13 @@ class Staging:
                 module.__dict__["_stage"] = self, name, stage
                 module.__class__ = _staged(type(module))
         self.model.forward = self._forward
+        self._check = self.body.register_forward_pre_hook(_check_asked, prepend=True, with_kwargs=True)
 
     def remove(self) -> None:
         """The model is what it was before :meth:`install`, values apart."""
         self.model.__dict__.pop("forward", None)
+        if self._check is not None:
+            self._check.remove()
         for parent, child, module in self._undo:
             setattr(parent, child, module)
         for module, kind in self._classes:
@@ -366,6 +371,15 @@ def check_of_all_layers(settings: Mapping[str, Any], whose: str) -> None:
                 f"{name}={settings[name]} for a {whose} in stages: the last one has what its own layers give, and not "
                 "the others'; leave it False (a loss of all routers needs pp=1)"
             )
+
+
+def _check_asked(body: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Whoever calls the body, also from inside of a model."""
+    names = tuple(inspect.signature(type(body).forward).parameters)[1:]
+    asked = {**dict(zip(names, args, strict=False)), **kwargs}
+    settings = {name: getattr(getattr(body, "config", None), name, False) for name in OF_ALL_LAYERS}
+    settings |= {name: asked[name] for name in OF_ALL_LAYERS if asked.get(name) is not None}
+    check_of_all_layers(settings, type(body).__name__)
 
 
 def stage_model(

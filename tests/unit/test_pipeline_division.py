@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -37,6 +37,34 @@ def test_batches_of_any_form_are_divided_by_rows() -> None:
     for batch in ({"scale": 1.0}, [], {"x": torch.ones(0, 2)}):
         with pytest.raises(ValueError, match=r"nothing to divide|0 rows"):
             split_batch(batch, 2, None)
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    name: str
+
+
+def test_containers_inside_of_a_batch_are_divided_and_lists_of_rows_refused() -> None:
+    x, y = torch.arange(10).view(5, 2), torch.arange(5)
+    batch = {"x": x, "d": {"y": y, "more": [y, 1]}, "pair": Pair(y, "y"), "table": (1, 2, 3, 4, 5), "short": [1, 2]}
+    parts = split_batch(batch, 2, None)
+    for part, rows in zip(parts, (slice(3), slice(3, 5)), strict=True):
+        found = part.kwargs
+        assert torch.equal(found["x"], x[rows]) and torch.equal(found["d"]["y"], y[rows])
+        assert torch.equal(found["d"]["more"][0], y[rows]) and found["d"]["more"][1] == 1
+        assert torch.equal(found["pair"].x, y[rows]) and found["pair"].name == "y"
+        assert found["table"] == batch["table"] and found["short"] == [1, 2]
+    assert ("d.y", (3,)) in parts[0].key
+    assert [part.args[0]["y"].tolist() for part in split_batch([{"y": y}], 2, None)] == [[0, 1, 2], [3, 4]]
+    words = ["a", "b", "c", "d", "e"]
+    for wrong, told in (
+        ({"x": x, "words": words}, "words of a batch is a list of 5 items"),
+        ({"x": x, "d": {"words": words}}, r"d\.words of a batch"),
+        ((x, [torch.ones(7)] * 5), r"\[1\] of a batch"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            split_batch(wrong, 2, None)
+    assert split_batch({"x": x, "words": words}, 1, None)[0].kwargs["words"] == words
 
 
 def test_outputs_are_put_together() -> None:

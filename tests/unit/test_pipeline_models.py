@@ -139,3 +139,46 @@ def test_a_norm_behind_the_embedding_is_named_and_can_be_described(monkeypatch: 
         staged(model, BATCH)
     monkeypatch.setitem(TABLES, "Normed", replace(TABLES["LlamaModel"], before=("embed_norm",)))
     check_is_plain(model, BATCH)
+
+
+class Exit(nn.Module):
+    def __init__(self, **asked: Any) -> None:
+        super().__init__()
+        self.lm, self.head = made("llama").model, nn.Linear(WIDTH, 1, dtype=torch.float64)
+        self.asked = asked
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        loss: Tensor = self.head(self.lm(input_ids=input_ids, **self.asked)[0]).mean()
+        return loss
+
+
+def test_hidden_states_of_all_layers_are_refused_inside_of_a_model() -> None:
+    for name in ("output_hidden_states", "output_attentions"):
+        with pytest.raises(ValueError, match=f"{name}=True for a LlamaModel in stages"):
+            staged(Exit(**{name: True}), BATCH)
+    model = Exit()
+    model.lm.config.output_hidden_states = True
+    with pytest.raises(ValueError, match="output_hidden_states=True for a LlamaModel in stages"):
+        staged(model, BATCH)
+    model.asked["output_hidden_states"] = False
+    check_is_plain(model, BATCH)
+    assert not model.lm._forward_pre_hooks
+
+
+def test_a_loss_without_a_graph_is_refused_where_it_is_to_train() -> None:
+    model = made("llama")
+    told = "loss of micro-batch 0 does not require grad"
+    with pytest.raises(RuntimeError, match=told):
+        staged(model, BATCH, criterion=lambda outputs, _: outputs.loss.detach())
+    with pytest.raises(RuntimeError, match=told), torch.no_grad():
+        staged(model, BATCH)
+    with torch.no_grad():
+        staged(model, BATCH, train=False)
+
+
+@pytest.mark.parametrize("kind", [int, float, torch.tensor])
+def test_a_number_of_items_in_the_batch_is_that_of_all_micro_batches(kind: Callable[[int], Any]) -> None:
+    labels = IDS.clone()
+    labels[0, 2:], labels[3, 4:] = -100, -100
+    for parts in (1, 3, 4):  # three: of 2, 1 and 1 rows
+        check_is_plain(made("llama"), {"input_ids": IDS, "labels": labels, "num_items_in_batch": kind(17)}, parts)

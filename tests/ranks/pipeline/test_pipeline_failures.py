@@ -142,6 +142,26 @@ def test_replicas_of_a_pipeline_that_failed_go_on_with_it(name: str) -> None:
     assert run_ranks(4, among_replicas, PLANS[name].but(pp=2, pipeline=ONE)) == [1] * 4
 
 
+def untrained() -> list[str]:
+    told = []
+    model = case_of("llama", 0).made()
+    with sharded(model, adam(model), PLANS["zero1"].but(pp=2, pipeline=ONE)) as session:
+        pipeline, optimizer = session.pipeline, session.optimizer
+        assert pipeline is not None and optimizer is not None
+        for judge, grads in ((lambda outputs, _: outputs.loss.detach(), True), (criterion, False)):
+            with pytest.raises((RuntimeError, PeerError)) as error, torch.set_grad_enabled(grads):
+                pipeline.step(batch_of(0, 0), judge, train=True)
+            told.append(str(error.value))
+            optimizer.zero_grad()
+    return told
+
+
+def test_a_loss_that_trains_nothing_is_an_error_on_every_rank() -> None:
+    for rank, told in enumerate(run_ranks(2, untrained)):
+        for text in told:
+            assert "loss of micro-batch 0 does not require grad" in text and ("failed on rank 1" in text) == (rank == 0)
+
+
 def differing() -> list[str]:
     told = []
     model = case_of("llama", 0).made()
