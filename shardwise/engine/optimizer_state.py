@@ -21,6 +21,7 @@ from shardwise.engine.updates import TileUpdates
 from shardwise.engine.whole import READ_AGAIN, first_holders, reads_disk, together
 from shardwise.optim.nested_state import flat, misfits, nested, tensors_of
 from shardwise.optim.state_form import check_full_state, constructed_state, makes_state_at_once
+from shardwise.optim.taken_state import counted
 from shardwise.tensor.order import part_of_whole
 from shardwise.update.tiles import Piece
 
@@ -333,6 +334,7 @@ class OptimizerState:
         held = as_mapping("state_dict", full, "what state_dict() of an optimizer returned")
         if not {"state", "param_groups"} <= held.keys():
             raise ValueError(f"state_dict with {sorted(map(str, held))}: an optimizer's has 'state' and 'param_groups'")
+        full = counted(full) if getattr(self.optimizer, "counts_by_parameter", False) else full
         number, groups = self._numbering()
         theirs = full["param_groups"]
         if [len(g["params"]) for g in theirs] != [len(g["params"]) for g in groups]:
