@@ -24,6 +24,7 @@ from shardwise.engine.updates import TileUpdates
 from shardwise.engine.whole import READ_AGAIN, first_holders, reads_disk, together
 from shardwise.optim.nested_state import flat, misfits, nested, tensors_of
 from shardwise.optim.state_form import check_full_state, constructed_state, makes_state_at_once
+from shardwise.optim.taken_state import counted
 from shardwise.reduce.scaler import LossScaler
 from shardwise.tensor.order import part_of_whole
 from shardwise.update.tiles import Piece
@@ -340,6 +341,7 @@ class OptimizerState:
         name = type(self.optimizer).__name__
         trial = LossScaler(scaler.plan) if scaler is not None else None
         with agreed_load(self.engine.mesh.everyone, f"the {name}", lambda: self._told(full, numbers, trial)):
+            full = self._in_our_form(full)
             numbers = self._checked(full)
             if trial is not None and "scaler" in full:
                 trial.load_state_dict(full["scaler"])
@@ -354,15 +356,23 @@ class OptimizerState:
         if scaler is not None and "scaler" in full:
             scaler.load_state_dict(full["scaler"])
 
-    def _checked(self, full: Any) -> dict[int, int]:
+    def _in_our_form(self, full: Any) -> dict[str, Any]:
+        """A state as optimizers here have it.
+
+        Raises:
+            ValueError: it is none.
+        """
+        held = as_mapping("state_dict", full, "what state_dict() of an optimizer returned")
+        if not {"state", "param_groups"} <= held.keys():
+            raise ValueError(f"state_dict with {sorted(map(str, held))}: an optimizer's has 'state' and 'param_groups'")
+        return counted(full) if getattr(self.optimizer, "counts_by_parameter", False) else full
+
+    def _checked(self, full: dict[str, Any]) -> dict[int, int]:
         """By place of a parameter its number in ``full``, whose groups and state are this optimizer's.
 
         Raises:
             ValueError: they are not.
         """
-        held = as_mapping("state_dict", full, "what state_dict() of an optimizer returned")
-        if not {"state", "param_groups"} <= held.keys():
-            raise ValueError(f"state_dict with {sorted(map(str, held))}: an optimizer's has 'state' and 'param_groups'")
         places, theirs = self.places_by_group(), full["param_groups"]
         if [len(g["params"]) for g in theirs] != [len(own) for own in places]:
             raise ValueError(

@@ -21,6 +21,7 @@ from shardwise.memory.host import HostArena
 from shardwise.optim.adam_tiles import AdamRule, AdamSlot, AdamTiles, moment_dtype
 from shardwise.optim.disk import open_disk_moments
 from shardwise.optim.offload import MomentStore, OffloadedMoments
+from shardwise.optim.taken_state import counted
 from shardwise.remarks import warn_user
 from shardwise.torch_internals import add_each
 
@@ -59,6 +60,7 @@ class _Adam(torch.optim.Optimizer):
 
     state_keys: ClassVar[tuple[str, ...]] = ("step", *MOMENTS)
     """What a step makes."""
+    counts_by_parameter = True
     num_fp32_shards_per_param = 4
     """fp32 values for each parameter where masters are kept: master, gradient and two moments."""
     make_store: ClassVar[Callable[[str | None], MomentStore]] = staticmethod(open_disk_moments)
@@ -259,16 +261,16 @@ class _Adam(torch.optim.Optimizer):
         """
         seen: list[dict[str, Any]] = [state_dict]
 
-        def last(_optimizer: torch.optim.Optimizer, final: dict[str, Any]) -> None:
-            seen[0] = final
+        def last(_optimizer: torch.optim.Optimizer, final: dict[str, Any]) -> dict[str, Any]:
+            seen[0] = final = counted(final)
             if any(group.get("amsgrad") for group in final["param_groups"]):
                 raise ValueError(
                     f"the state has amsgrad={[g.get('amsgrad') for g in final['param_groups']]}, and "
                     f"{type(self).__name__} has no AMSGrad variant; load it into torch.optim.AdamW"
                 )
+            return final
 
-        # After the user's own hooks, which may replace the state.
-        handle = self.register_load_state_dict_pre_hook(last)
+        handle = self.register_load_state_dict_pre_hook(last)  # after the user's own, which may replace the state
         before = self.state, self.param_groups
         try:
             super().load_state_dict(state_dict)
@@ -464,14 +466,8 @@ class FusedAdam(_Adam):
     ) -> None:
         if amsgrad:
             raise RuntimeError(f"FusedAdam has no AMSGrad variant (amsgrad={amsgrad}): use torch.optim.AdamW for it")
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-        }
-        super().__init__(params, defaults, adamw_mode, (0.0, None))
+        options = {"bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {"lr": lr, **options}, adamw_mode, (0.0, None))
         self.set_grad_none = set_grad_none
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:

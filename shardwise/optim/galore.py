@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shardwise.checked import as_kind
 from shardwise.optim.factored import Adafactor, adafactor_update
-from shardwise.optim.whole_tensors import WholeTensorOptimizer, as_computed, check_least
+from shardwise.optim.whole_tensors import WholeTensorOptimizer, as_computed, begun, check_least
 
 __all__ = ["GaLoreAdafactor", "GaLoreAdamW", "GaLoreAdamW8bit", "get_galore_param_groups"]
 
@@ -148,8 +148,7 @@ class GaLoreAdamW(_Projected):
 
     def _update(self, group: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Any]) -> None:
         low = self._project(group, grad, state)
-        if "step" not in state:
-            state.update(step=0, exp_avg=torch.zeros_like(low), exp_avg_sq=torch.zeros_like(low))
+        begun(state, ("exp_avg", "exp_avg_sq"), low)
         (beta1, beta2), lr = group["betas"], group["lr"]
         state["step"] += 1
         state["exp_avg"].lerp_(low, 1 - beta1)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.optim.whole_tensors import WholeTensorOptimizer, as_computed, check_least
+from shardwise.optim.whole_tensors import WholeTensorOptimizer, as_computed, begun, check_least
 
 __all__ = ["BoundedLamb", "FusedLAMB", "Lamb", "Lars"]
 
@@ -46,8 +46,7 @@ class Lamb(WholeTensorOptimizer):
         super().__init__(params, {"lr": lr, **options})
 
     def _update(self, group: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Any]) -> None:
-        if "step" not in state:
-            state.update(step=0, exp_avg=torch.zeros_like(grad), exp_avg_sq=torch.zeros_like(grad))
+        begun(state, ("exp_avg", "exp_avg_sq"), grad)
         (beta1, beta2), weight = group["betas"], as_computed(param)
         state["step"] += 1
         state["exp_avg"].lerp_(grad, 1 - beta1)
@@ -200,8 +199,7 @@ class FusedLAMB(WholeTensorOptimizer):
         return loss
 
     def _update(self, group: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Any]) -> None:
-        if "step" not in state:
-            state.update(step=0, exp_avg=torch.zeros_like(grad), exp_avg_sq=torch.zeros_like(grad))
+        begun(state, ("exp_avg", "exp_avg_sq"), grad)
         (beta1, beta2), weight, decay = group["betas"], as_computed(param), group["weight_decay"]
         state["step"] += 1
         grad = grad / self._clip

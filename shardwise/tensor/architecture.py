@@ -114,9 +114,22 @@ def cut_model(model: nn.Module, axis: Axis, plan: TensorPlan) -> Cutting:
             "a layer that is cut, and no rule says how it is used there: add one to the architecture (Head, Embedding, "
             "or Unused), or untie it"
         )
+    _check_whole(model, cutting)
     if plan.sequence is not None:
         cutting.sum_whole()
     return cutting
+
+
+def _check_whole(model: nn.Module, cutting: Cutting) -> None:
+    unexplained = cutting.unexplained(model)
+    if unexplained:
+        raise ValueError(
+            f"{type(model).__name__} cannot be cut over {cutting.axis.size} ranks: {', '.join(unexplained)} would be "
+            "whole among layers that are cut, and no rule says whether each rank uses them for its part, so their "
+            "gradients might be sums: move them out of the block, freeze them (requires_grad=False), or give "
+            "TensorPlan(architecture=) with a rule that names their module (`alike`: between these layers; `beside`: "
+            "before or behind them)"
+        )
 
 
 def _divide_sequences(

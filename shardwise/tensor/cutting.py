@@ -53,6 +53,8 @@ class Cutting:
         self._parts: dict[int, tuple[nn.Parameter, Part]] = {}
         self._layers: dict[int, tuple[nn.Module, type[nn.Module], dict[str, Any]]] = {}
         self._holders: set[tuple[int, str]] = set()
+        self._blocks: dict[int, tuple[nn.Module, list[nn.Module], set[int]]] = {}
+        self._beside: set[int] = set()
         self._attributes: list[tuple[Any, str, Any]] = []
         self._undo: list[tuple[Any, str, Any]] = []
         self._classes: list[tuple[nn.Module, type[nn.Module]]] = []
@@ -169,6 +171,22 @@ class Cutting:
         if self.divides(module):  # as those of all that is whole there
             return
         self._swap(module, Alike, {"_axis": self.axis})
+
+    def encloses(self, module: nn.Module, holders: Sequence[nn.Module], widths: Sequence[int]) -> None:
+        """Layers are cut in ``module``, so that of what is whole in there it has to be said how it is used, too.
+
+        Args:
+            module: with them.
+            holders: the modules below it, or itself, that have them as their own.
+            widths: of what goes into them and comes out, which all ranks have alike.
+        """
+        _, among, known = self._blocks.setdefault(id(module), (module, [], set()))
+        among += holders
+        known.update(widths)
+
+    def beside(self, module: nn.Module) -> None:
+        """Each rank uses the module, which is whole, before or behind cut layers: its gradients are the whole ones."""
+        self._beside.update(id(each) for each in module.modules())
 
     def drops(self, module: nn.Module, own: bool) -> None:
         """A dropout of a part (``own``), or of what all ranks have alike, between two layers that are cut."""
@@ -338,6 +356,31 @@ class Cutting:
             if id(param) in self._parts
             and name not in self._layers.get(id(module), _NOTHING)[2].get("_parts", ())
             and (id(module), name) not in self._holders
+        ]
+
+    def unexplained(self, model: nn.Module) -> list[str]:
+        """Names of trainable parameters that are whole, stand among cut layers, and of which nobody has said whether
+        each rank uses them for its part: their gradients might be parts of a sum.
+
+        A vector as wide as what all have alike does not fit between two cut layers.
+        """
+        within: dict[int, set[int]] = {}
+        for module, holders, widths in self._blocks.values():
+            others = [each for each in module.modules() if each is not module and id(each) in self._blocks]
+            elsewhere = {id(each) for other in others for each in other.modules()}
+            # One with others in it is a layer of the model, with residuals: most of it is beside.
+            tops = [each for each in holders if each is not module] if others else [module]
+            for each in (each for top in tops for each in top.modules() if id(each) not in elsewhere):
+                within.setdefault(id(each), set()).update(widths)
+        said = (Alike, Enters, Rows)
+        return [
+            f"{prefix}.{name}" if prefix else name
+            for prefix, module in model.named_modules()
+            if id(module) in within and id(module) not in self._beside and not self.divides(module)
+            if self._layers.get(id(module), _NOTHING)[1] not in said
+            for name, param in module._parameters.items()
+            if param is not None and param.requires_grad and id(param) not in self._parts
+            and not (param.dim() == 1 and param.numel() in within[id(module)])
         ]
 
     # ---- doing it

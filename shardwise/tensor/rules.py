@@ -27,6 +27,10 @@ __all__ = [
 ]
 
 
+ACTIVATIONS = ("act_fn", "act", "activation_fn", "gelu_impl", "intermediate.intermediate_act_fn")
+"""How models name what stands between the layers of an MLP."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Attention:
     """Heads are cut: each rank has some, with the projections to them and from them.
@@ -48,6 +52,7 @@ class Attention:
         biases: embeddings with one number a head.
         arguments: names of what it is given for all heads (alibi).
         crossed: names of what it is given for keys and values of another sequence.
+        beside: modules with parameters that all ranks use alike, before the projections or behind ``out``.
     """
 
     attends: ClassVar[bool] = True
@@ -68,6 +73,7 @@ class Attention:
     biases: tuple[str, ...] = ()
     arguments: tuple[str, ...] = ()
     crossed: tuple[str, ...] = ("encoder_hidden_states", "key_value_states")
+    beside: tuple[str, ...] = ()
 
     def collect(self, site: Site) -> None:
         core = site.child(self.core)
@@ -83,9 +89,13 @@ class Attention:
                 site.columns(self.fused, cut.of_kv(size, 2), core)
         else:
             site.columns(self.fused, cut.of_all(size) if self.layout == "blocks" else cut.of_groups(size), core)
-        site.block(core, tuple(filter(site.has, (self.query, self.key, self.value, self.fused))), self.crossed)
+        columns = tuple(filter(site.has, (self.query, self.key, self.value, self.fused)))
+        site.block(core, columns, self.crossed)
         site.rows(self.out, cut.of_query(size))
-        self._beside(site, core, cut, (heads, kv_heads))
+        self._of_heads(site, core, cut, (heads, kv_heads))
+        for path in filter(site.has, self.beside):
+            site.cutting.beside(site.child(path))
+        site.encloses(columns, (self.out,))
         q, kv = cut.counts(site.rank)
         of = (heads, kv_heads, heads // kv_heads, heads * size)
         for names, whole, own in zip(self._names(), of, (q, kv, q // kv, q * size), strict=True):
@@ -94,7 +104,7 @@ class Attention:
             _set(site, core.config, self.config, heads, q, only_check=True)
             site.cutting.sets(core, config=ConfigView(core.config, dict.fromkeys(self.config, q)))
 
-    def _beside(self, site: Site, core: nn.Module, cut: Heads, counts: tuple[int, int]) -> None:
+    def _of_heads(self, site: Site, core: nn.Module, cut: Heads, counts: tuple[int, int]) -> None:
         """What belongs to heads and is no projection."""
         (heads, kv_heads), size = counts, _number(core, self.head_dim)
         for path in filter(site.has, self.alike):
@@ -135,6 +145,7 @@ class LatentAttention:
 
     Attributes:
         query: paths of the layer to queries; the first that is there.
+        before: of what makes its input.
         latent, norm: paths of the layer to the shared vector, and of its norm.
         key_value: path of the layer from that to keys and values.
         out: of the layer from the heads.
@@ -142,6 +153,7 @@ class LatentAttention:
 
     attends: ClassVar[bool] = True
     query: tuple[str, ...] = ("q_b_proj", "q_proj")
+    before: tuple[str, ...] = ("q_a_proj", "q_a_layernorm")
     latent: str = "kv_a_proj_with_mqa"
     norm: str = "kv_a_layernorm"
     key_value: str = "kv_b_proj"
@@ -159,6 +171,9 @@ class LatentAttention:
         site.rows(self.out, cut.of_query(value))
         site.cutting.enters(site.child(self.latent), site.layers(self.key_value)[0])
         site.cutting.alike(site.child(self.norm))
+        for path in filter(site.has, self.before):
+            site.cutting.beside(site.child(path))
+        site.encloses((query, self.key_value), (self.out,))
         if len(site.layers(self.key_value)) > 1:
             raise ValueError(
                 f"{self.key_value} has an adapter, which would be between two cuts: leave it out of the targets"
@@ -174,11 +189,15 @@ class Mlp:
         columns: paths of the layers to it; they have outputs of one size.
         rows: paths of the layers from it.
         blocks: matrices side by side in each of ``columns`` (2: gate and up in one layer).
+        alike: paths of modules between them whose parameters, one number each, count for all elements (activations).
+        beside: paths of modules with parameters that all ranks use alike, before or behind these layers.
     """
 
     columns: tuple[str, ...]
     rows: tuple[str, ...]
     blocks: int = 1
+    alike: tuple[str, ...] = ACTIVATIONS
+    beside: tuple[str, ...] = ()
 
     def collect(self, site: Site) -> None:
         for path in self.columns:
@@ -191,6 +210,11 @@ class Mlp:
         site.block(site.module, self.columns)
         for path in self.rows:
             site.rows(path, Cut.of_sizes(0, [shares(site.size(path, False), site.ranks)]).ranges)
+        for path in filter(site.has, self.alike):
+            site.alike(path)
+        for path in filter(site.has, self.beside):
+            site.cutting.beside(site.child(path))
+        site.encloses(self.columns, self.rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,11 +226,13 @@ class Experts:
         columns: the parameter to it, or gate and up side by side.
         rows: the parameter from it.
         widths: attributes that are the size of what lies between.
+        alike: as in :class:`Mlp`.
     """
 
     columns: str = "gate_up_proj"
     rows: str = "down_proj"
     widths: tuple[str, ...] = ("intermediate_dim",)
+    alike: tuple[str, ...] = ACTIVATIONS
 
     def collect(self, site: Site) -> None:
         first, last = (getattr(site.module, name, None) for name in (self.columns, self.rows))
@@ -219,6 +245,9 @@ class Experts:
         blocks = _divided(self.columns, first.shape[1], inner)
         cuts = {self.columns: Cut.of_sizes(1, [sizes] * blocks), self.rows: Cut.of_sizes(2, [sizes])}
         site.cutting.experts(site.module, cuts)
+        for path in filter(site.has, self.alike):
+            site.alike(path)
+        site.cutting.encloses(site.module, [site.module], [last.shape[1]])
         _set(site, site.module, self.widths, inner, sizes[site.rank])
 
 

@@ -72,7 +72,8 @@ class Site:
         module = self._base(path)
         cut = Cut(out_dim(module), self.size(path, True) + padded, ranges)
         self.cutting.columns(module, cut, gathers, owner)
-        for _, second, dropout in self._adapters(path):
+        for first, second, dropout in self._adapters(path):
+            self.cutting.beside(first)
             self.cutting.columns(second, Cut(0, cut.size, ranges), gathers)
             if isinstance(dropout, nn.Dropout):
                 self.cutting.drops(dropout, own=False)
@@ -82,10 +83,34 @@ class Site:
         module = self._base(path)
         cut = Cut(1 - out_dim(module), self.size(path, False), ranges)
         self.cutting.rows(module, cut)
-        for first, _, dropout in self._adapters(path):
+        for first, second, dropout in self._adapters(path):
+            self.cutting.beside(second)
             self.cutting.rows(first, Cut(1, cut.size, ranges))
             if isinstance(dropout, nn.Dropout):
                 self.cutting.drops(dropout, own=True)
+
+    def encloses(self, columns: Sequence[str], rows: Sequence[str]) -> None:
+        """Between layers cut by columns and by rows stands nothing whose gradients would be parts, or it is named."""
+        holders = [self.child(path.rpartition(".")[0]) for path in (*columns, *rows)]
+        widths = [*(self.size(path, False) for path in columns), *(self.size(path, True) for path in rows)]
+        self.cutting.encloses(self.module, holders, widths)
+
+    def alike(self, path: str) -> None:
+        """What stands between layers that are cut and has numbers that count for every element alike (a slope).
+
+        Raises:
+            ValueError: it has others.
+        """
+        module = self.child(path)
+        for name, param in module.named_parameters():
+            if param.numel() != 1:
+                raise ValueError(
+                    f"{path}.{name} of {tuple(param.shape)} stands between layers that are cut, and only one number "
+                    f"for all elements can be used for a part of them: give a {type(module).__name__} with one"
+                )
+        for each in module.modules():
+            if each._parameters:
+                self.cutting.alike(each)
 
     def block(self, module: nn.Module, columns: Sequence[str], crossed: Sequence[str] = ()) -> None:
         """Where sequences are divided, the tokens for these layers are gathered where ``module`` begins: once for all

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import shardwise
 from shardwise.nn import optimizer as own
 from shardwise.optim.muon import MuonWithAuxAdam, muon_update
 
@@ -220,6 +222,44 @@ def test_16_bit_parameters_are_computed_with_in_fp32() -> None:
         assert all(value.dtype == torch.float32 for value in tensors)
 
 
+KEPT: dict[str, Any] = {
+    "Lamb": own.Lamb,
+    "FusedLAMB": own.FusedLAMB,
+    "Lars": lambda p: own.Lars(p, momentum=0.9),
+    "Adafactor": lambda p: own.Adafactor(p, beta1=0.9),
+    "CAME": lambda p: own.CAME(p, lr=0.01),
+    "GaLore": lambda p: own.GaLoreAdamW([{"params": p, "rank": 2}]),
+    "Muon": lambda p: MuonWithAuxAdam([{"params": p, "use_muon": True}]),
+    "Muon's Adam": lambda p: MuonWithAuxAdam([{"params": p, "use_muon": False}]),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_state_of_16_bit_parameters_goes_on_in_fp32(name: str) -> None:
+    first = KEPT[name](params(torch.bfloat16, 2))
+    walk(first, 3)
+    second = KEPT[name]([nn.Parameter(each.detach().clone()) for each in first.param_groups[0]["params"]])
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    assert all(torch.equal(one, other) for one, other in zip(walk(first), walk(second), strict=True))
+    for one, other in zip(first.state.values(), second.state.values(), strict=True):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(torch.as_tensor(one[key]), torch.as_tensor(other[key])) for key in one)
+
+
+@pytest.mark.parametrize("kind", [own.FusedAdam, own.HybridAdam, own.CPUAdam, own.FusedLAMB, own.Lamb])
+def test_a_count_in_the_groups_goes_on(kind: Any) -> None:
+    first = kind(params())
+    walk(first, 3)
+    given = first.state_dict()
+    theirs = {n: {key: x.clone() for key, x in s.items() if key != "step"} for n, s in given["state"].items()}
+    groups = [group | {"step": 3} for group in given["param_groups"]]
+    second = kind([nn.Parameter(each.detach().clone()) for each in first.param_groups[0]["params"]])
+    second.load_state_dict({"state": theirs, "param_groups": groups})
+    assert "step" not in second.param_groups[0] and groups[0]["step"] == 3
+    assert all("step" not in each for each in theirs.values())
+    assert all(torch.equal(one, other) for one, other in zip(walk(first), walk(second), strict=True))
+
+
 def test_second_names_are_the_same_optimizers() -> None:
     for make, kind in (
         (own.Lamb, own.DistributedLamb),
@@ -339,3 +379,21 @@ def test_wrong_groups_of_muon(group: dict[str, Any], message: str) -> None:
         MuonWithAuxAdam([{"params": params(dims=2), **group}])
     with pytest.raises(ValueError, match="give False for what is no matrix"):
         MuonWithAuxAdam([{"params": params(dims=1), "use_muon": True}])
+
+
+def test_a_count_in_the_groups_goes_on_in_shards() -> None:
+    weight = nn.Linear(4, 3, bias=False).double()
+    plain = own.FusedAdam([nn.Parameter(weight.weight.detach().clone())])
+    session = shardwise.shard(weight, own.FusedAdam(weight.parameters()), stage=2, device="cpu")
+    moments = {"exp_avg": torch.full((3, 4), 0.5), "exp_avg_sq": torch.full((3, 4), 0.25)}
+    group = {key: value for key, value in plain.state_dict()["param_groups"][0].items() if key != "step"}
+    full = {"state": {0: {k: v.double() for k, v in moments.items()}}, "param_groups": [group | {"step": 1000}]}
+    plain.load_state_dict(copy.deepcopy(full))
+    session.optimizer.load_state_dict(full)
+    session.backward(session.module(torch.ones(1, 4, dtype=torch.float64)).sum())
+    plain.param_groups[0]["params"][0].grad = torch.ones(3, 4, dtype=torch.float64)
+    session.optimizer.step()
+    plain.step()
+    assert float(session.optimizer.state_dict()["state"][0]["step"]) == 1001
+    check([session.module.state_dict()["weight"]], [plain.param_groups[0]["params"][0].detach()])
+    session.close()

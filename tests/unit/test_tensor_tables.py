@@ -148,6 +148,34 @@ def test_a_tied_layer_that_no_rule_names_would_take_a_part_for_the_whole() -> No
     assert part is not None and part.shape == (16, 24) and part is cutting.part_of(model.embed_tokens.weight)
 
 
+class Gated(nn.Module):
+    """An MLP of Llama with a gate of its own, of which nobody can tell where it is used."""
+
+    def __init__(self, mlp: Any) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+        self.norm, self.gate = nn.LayerNorm(24), nn.Linear(24, 24)
+
+
+def test_what_is_trained_among_cut_layers_and_no_rule_names() -> None:
+    model = transformers.LlamaForCausalLM(decoder("Llama"))
+    layer: Any = model.model.layers[0]
+    layer.mlp = Gated(layer.mlp)
+    layer.self_attn.heads = nn.Parameter(torch.ones(1))
+    rules = {"Gated": (TABLES["llama"]["LlamaMLP"][0],), "LlamaAttention": TABLES["llama"]["LlamaAttention"]}
+    plan = TensorPlan(architecture=Architecture("ours", rules))
+    found = message(model, 2, plan)
+    names = ("self_attn.heads", "mlp.gate.weight")
+    assert all(f"model.layers.0.{name}" in found for name in names) and "norm" not in found
+    assert ".gate.bias" not in found  # as wide as what all have
+    assert "gradients might be sums" in found and "`beside`" in found
+    layer.self_attn.heads.requires_grad_(False)
+    beside = replace(rules["Gated"][0], beside=("gate",))  # type: ignore[type-var]
+    cut_model(model, axis(2), TensorPlan(architecture=Architecture("ours", rules | {"Gated": (beside,)})))
+    layer.mlp.act_fn = nn.PReLU(24)
+    assert "act_fn.weight of (24,) stands between layers that are cut" in message(model, 2, plan)
+
+
 def test_two_architectures_of_one_name_or_with_one_class() -> None:
     before = known_architectures()
     with pytest.raises(ValueError, match="'mine' has rules for LlamaMLP, as 'llama' has"):

@@ -3,6 +3,7 @@ fault are found by the comparison with whole models."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -293,3 +294,31 @@ def adapters(parallel: bool) -> None:
 @pytest.mark.parametrize(("ranks", "parallel"), [(2, True), (4, False)])
 def test_an_adapter_is_cut_with_its_layer(ranks: int, parallel: bool) -> None:
     run_ranks(ranks, adapters, parallel)
+
+
+# ---- activations that are trained
+
+
+@dataclass(frozen=True)
+class Sloped(Case):
+    """With a trained activation in the MLP of each layer."""
+
+    def made(self) -> nn.Module:
+        model = super().made()
+        for number, layer in enumerate(model.model.layers):  # type: ignore[union-attr,arg-type]
+            sloped = nn.PReLU(init=0.25 + number / 8)
+            layer.mlp.act_fn = nn.Sequential(sloped) if number else sloped
+        return model.double()
+
+
+def sloped() -> None:
+    scope = Scope("shared")
+    with scope as group:
+        axis = Axis(group)
+        axis.wire = scope.wire()
+        case = Sloped("LlamaForCausalLM", decoder("Llama"), language)
+        compare(case, axis, PLAN, TensorPlan(sequence="split_gather", vocabulary_multiple=4))
+
+
+def test_a_trained_activation_of_a_part_gets_the_gradient_of_all() -> None:
+    run_ranks(2, sloped)
