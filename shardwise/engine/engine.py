@@ -142,6 +142,8 @@ class Engine:
         events.backward_began.listen(visible.begin_pass)
         events.backward_ended.listen(visible.end_pass)
         events.update_began.listen(visible.by_hand.used)
+        if self.division.draws is not None:
+            self.division.draws.listen(events)
         self.reducer.riders.append(visible.by_hand)
 
     # ---- set-up

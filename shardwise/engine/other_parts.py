@@ -57,6 +57,7 @@ class Counting:
             )
         self._group = group
         self._draws, self._batches = engine.division.draws, engine.batches
+        self._alone = engine.staging is None and engine.mesh.joined is None
         self._spans = [
             (state, [span for slot in state.spec.slots for span in counted(engine, state, slot)]) for state in states
         ]
@@ -74,9 +75,12 @@ class Counting:
     def others(self, settings: HyperParameters) -> OtherParts:
         """For :func:`~shardwise.reduce.norm.global_norm`, now; with it the ranks compare what they will update with.
         Collective."""
-        words, differ = (settings.word(), *self._batches.words()), partial(self._explain, settings)
+        words: tuple[float, ...] = (settings.word(), *self._batches.words())
+        differ = partial(self._explain, settings)
         if self._draws is not None:
             self._draws.check()
+            # The stages of a pipeline have passes of their own.
+            words += (self._draws.word(),) * self._alone
         # The first rank's gradients all count: None stands for that.
         if self._group.rank == 0:
             return OtherParts(self._group, None, words, differ)
@@ -91,6 +95,8 @@ class Counting:
     def _explain(self, settings: HyperParameters) -> None:
         """Some of the words differ."""
         self._batches.explain(self._group)
+        if self._draws is not None and self._alone:
+            self._draws.explain(self._group)
         settings.explain(self._group)
 
 
