@@ -7,10 +7,11 @@ heartbeat: those of a crashed job would stand in the way of its restart, and net
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import socket
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -81,18 +82,20 @@ def _process(pid: int) -> Writer:
     return Writer(socket.gethostname(), machine, pid, start_time(pid), job)
 
 
-_SAVED: dict[str, weakref.ref[Any]] = {}
-"""By the real path of a checkpoint that this process wrote, whose it is."""
+_SAVED: dict[str, tuple[weakref.ref[Any], int]] = {}
+"""By the real path of a checkpoint that this process wrote, whose it is, and when by :data:`_clock`."""
 _WRITING: dict[str, weakref.ref[Any]] = {}
-"""The same of what is being written, and may be by a thread."""
+"""Whose is what is being written, and may be by a thread."""
+_clock = itertools.count()
 
 
 class Owners:
     """What one run knows of other jobs, and other models of this process, that save where it saves.
 
     Another job is one whose process runs on this machine, or that has saved since this run's last save. One that ran
-    elsewhere and is silent may have crashed, and this run may be its restart. A model whose session was closed, or that
-    is gone, saves no more: what it has saved is anybody's who goes on with it.
+    elsewhere and is silent may have crashed, and this run may be its restart. Another model is one that has saved since
+    this run was made, or has loaded. One that saves no more (its session was closed, it is gone, or it has only saved
+    before) is one that this run follows.
 
     Args:
         subject: what is saved, which lives as long as its run does and may have ``closed``; ``None``: nobody knows.
@@ -103,6 +106,17 @@ class Owners:
         self._last: dict[str, int] = {}
         self._others: dict[str, set[Writer]] = {}
         self._beside: set[str] = set()
+        self._since = next(_clock)
+
+    def go_on(self) -> None:
+        """What was saved before now is this run's to go on from, and to replace."""
+        self._since = next(_clock)
+
+    def close(self) -> None:
+        """This run saves no more."""
+        for path, (subject, _) in list(_SAVED.items()):
+            if subject == self._subject:
+                _SAVED.pop(path, None)
 
     def look(
         self, root: str, there: Sequence[Found], tag: str, serial: int, mine: Writer, tell: bool = True
@@ -120,7 +134,7 @@ class Owners:
             ValueError: one of them has saved ``tag`` since this run's last save, or another model of this process has.
         """
         root = os.path.realpath(root)
-        _forget(root, {each.tag for each in there})
+        _forget(root)
         self._look_beside(root, [each.tag for each in there if each.head and each.head.writer == mine], tag, tell)
         last, known = self._last.get(root), self._others.setdefault(root, set())
         found = set()
@@ -151,9 +165,9 @@ class Owners:
         if any(self.has_other(root, each) for each in (*there, tag)):
             gc.collect()  # a session that a program has let go of may be there still
         path = os.path.join(root, tag)
-        other = _alive(_WRITING.get(path), self._subject)
+        other = self._unless_own(_WRITING.get(path))
         if other is None and tag in there:
-            other = _alive(_SAVED.get(path), self._subject)
+            other = self._other(path)
         if other is not None:
             raise ValueError(
                 f"{path} was saved by another model of this process ({_name(other)}), which is in use: two that save "
@@ -161,7 +175,7 @@ class Owners:
                 f"as {os.path.join(root, 'generator')} and {os.path.join(root, 'discriminator')}; or close() the "
                 "session that this one goes on from"
             )
-        others = (_alive(_SAVED.get(os.path.join(root, each)), self._subject) for each in there)
+        others = (self._other(os.path.join(root, each)) for each in there)
         found = {_name(each) for each in others if each is not None}
         if found and tell and root not in self._beside:
             self._beside.add(root)
@@ -173,13 +187,23 @@ class Owners:
 
     def has_other(self, root: str, tag: str) -> bool:
         """Whether another model of this process, which is in use, has saved ``tag``."""
-        path = os.path.join(os.path.realpath(root), tag)
-        return _alive(_SAVED.get(path), self._subject) is not None
+        return self._other(os.path.join(os.path.realpath(root), tag)) is not None
+
+    def _other(self, path: str) -> Any:
+        """The other model that saves beside this run, and has saved ``path``."""
+        subject, when = _SAVED.get(path, (None, -1))
+        return self._unless_own(subject) if when > self._since else None
+
+    def _unless_own(self, found: weakref.ref[Any] | None) -> Any:
+        """Another model than this run's that can still save."""
+        other = None if found is None else found()
+        own = self._subject is not None and other is self._subject()
+        return None if own or getattr(other, "closed", False) is True else other
 
     def wrote(self, root: str, tag: str) -> None:
         """The save that :meth:`look` was for is complete."""
         if self._subject is not None:
-            _SAVED[os.path.join(os.path.realpath(root), tag)] = self._subject
+            _SAVED[os.path.join(os.path.realpath(root), tag)] = self._subject, next(_clock)
 
     def ended(self, root: str, tag: str) -> None:
         """It is under way no more, complete or not."""
@@ -188,19 +212,11 @@ class Owners:
             del _WRITING[path]
 
 
-def _forget(root: str, there: Collection[str]) -> None:
+def _forget(root: str) -> None:
     """What was removed or moved away is nobody's."""
     for path in list(_SAVED):  # a thread may add to it
-        if os.path.dirname(path) == root and os.path.basename(path) not in there:
+        if os.path.dirname(path) == root and not os.path.lexists(path):
             _SAVED.pop(path, None)
-
-
-def _alive(found: weakref.ref[Any] | None, mine: weakref.ref[Any] | None) -> Any:
-    """Whose a checkpoint is, where that is another one than this and can still save."""
-    other = None if found is None else found()
-    if other is None or (mine is not None and other is mine()) or getattr(other, "closed", False) is True:
-        return None
-    return other
 
 
 def _name(subject: Any) -> str:

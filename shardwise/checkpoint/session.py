@@ -167,7 +167,12 @@ class Checkpointer:
         try:
             self._lane.close()
         finally:
+            self._owners.close()
             self._peers.close()
+
+    def go_on(self) -> None:
+        """What other models of this process have saved before now may be replaced, as after :meth:`load`."""
+        self._owners.go_on()
 
     # ---- restoring
 
@@ -219,6 +224,7 @@ class Checkpointer:
             restored = restore(self._peers, root, tag, strict, lr_schedulers, Fit(rename, rows), check)
         if restored is not None:
             self.steps = restored.updates
+            self.go_on()
             self._damaged.discard(os.path.realpath(restored.path))
             self._damaged.update(map(os.path.realpath, restored.skipped))
         return restored

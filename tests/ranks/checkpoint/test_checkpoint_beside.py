@@ -90,18 +90,45 @@ def test_what_ended_stands_in_nobodys_way(tmp_path: Path) -> None:
     given = session_of(Generator(3, 2))
     assert heard(given, root, "step-1") == []
     given.unshard()
-    gone = session_of(Generator(3, 2))
+    gone, last = both()
     gone.circle = gone  # type: ignore[attr-defined]
     assert heard(gone, root, "step-1") == []
     gc.disable()
     try:
         del gone
-        last = session_of(Critic(4, 1))
         assert heard(last, root, "step-1") == heard(last, root, "step-2", keep=1) == []
     finally:
         gc.enable()
     assert tags(root) == ["step-2"]
     last.close()
+
+
+def test_one_that_follows_goes_on_where_another_was(tmp_path: Path) -> None:
+    """A second run in one process, resumed or begun anew, while the program still holds the first."""
+    root = str(tmp_path)
+    first = session_of(Generator(3, 2))
+    assert heard(first, root, "last") == heard(first, root, "older") == []
+    second = session_of(Generator(3, 2))
+    assert heard(second, root, "last", keep=1) == []
+    assert tags(root) == ["last"]
+    with pytest.raises(ValueError, match="directory of its own"):
+        first.checkpoints.save(root, "last")  # now they save in turns
+    first.checkpoints.load(root, "last")
+    assert heard(first, root, "last") == []
+    with pytest.raises(ValueError, match="directory of its own"):
+        second.checkpoints.save(root, "last")
+    for each in (first, second):
+        each.close()
+
+
+def test_a_saver_that_was_closed_stands_in_nobodys_way(tmp_path: Path) -> None:
+    model, other = Generator(3, 2), Critic(4, 1)
+    first, second = Checkpointer(TorchRun(model)), Checkpointer(TorchRun(other))
+    first.save(tmp_path, "one")
+    with pytest.raises(ValueError, match=r"another model of this process .Generator."):
+        second.save(tmp_path, "one")
+    first.close()
+    second.save(tmp_path, "one")
 
 
 def test_what_was_moved_or_removed_is_free(tmp_path: Path) -> None:
@@ -154,9 +181,10 @@ def test_what_a_thread_still_writes_is_taken_and_what_failed_is_free(tmp_path: P
 def test_models_of_torchs_own_and_several_savers_of_one_model(tmp_path: Path) -> None:
     """A Checkpointer of the same model, as front-ends make them, is the same run."""
     model, other = Generator(3, 2), Critic(4, 1)
+    beside = Checkpointer(TorchRun(other))
     Checkpointer(TorchRun(model)).save(tmp_path, "one")
     Checkpointer(TorchRun(model)).save(tmp_path, "one")
     with pytest.raises(ValueError, match=r"another model of this process .Generator."):
-        Checkpointer(TorchRun(other)).save(tmp_path, "one")
+        beside.save(tmp_path, "one")
     del model
-    Checkpointer(TorchRun(other)).save(tmp_path, "one")
+    beside.save(tmp_path, "one")
