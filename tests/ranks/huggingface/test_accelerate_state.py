@@ -268,3 +268,46 @@ def test_a_hook_that_fails_on_one_rank_is_an_error_on_all(tmp_path: Path) -> Non
         assert "changed weights of a sharded model (one state has 1 entries now)" in fewer and "weights.pop()" in fewer
         assert "rank 1 could not run the hooks of load_state: another model" in others
         assert value == "0.5"
+
+
+def registered_on_one_rank(folder: str, where: int) -> tuple[list[int], list[float], str]:
+    """Hooks of rank ``where`` alone: how many models each of its calls had, what came back, and what was said."""
+    calls: list[int] = []
+    with launched(), quiet():
+        accelerator = accelerator_of(zero(3))
+        model, optimizer = made(accelerator, 1.0)
+
+        def save(models: list[Any], weights: list[Any], path: str) -> None:
+            calls.append(len(models))
+            models[0].save_pretrained(f"{path}/unet")
+            weights.pop()
+
+        def load(models: list[Any], path: str) -> None:
+            calls.append(len(models))
+
+        if accelerator.process_index == where:
+            accelerator.register_save_state_pre_hook(save)
+        accelerator.save_state(folder)
+        step(accelerator, model, optimizer)
+        accelerator.load_state(folder)
+        values = [float(model.state_dict()["inner.weight"][4, 2])]
+        step(accelerator, model, optimizer)
+        if accelerator.process_index == where:
+            accelerator.register_load_state_pre_hook(load)
+        with pytest.raises(ValueError) as error:
+            accelerator.load_state(folder)
+        values.append(float(model.state_dict()["inner.weight"][4, 2]))
+        accelerator.close()
+    return calls, values, str(error.value)
+
+
+@pytest.mark.parametrize("where", range(RANKS))
+def test_hooks_that_one_rank_has(where: int, tmp_path: Path) -> None:
+    """What saves runs there; what loads would change that rank's part alone, so nothing is loaded."""
+    counts = [int(rank == where) for rank in range(RANKS)]
+    results = run_ranks(RANKS, registered_on_one_rank, str(tmp_path / "state"), where)
+    for rank, (calls, values, said) in enumerate(results):
+        assert calls == [1] * counts[rank] and values == [1.0, 0.5], rank
+        assert f"load_state with {counts} hooks on ranks 0 to 1" in said and "on every rank" in said
+    saved = torch.load(tmp_path / "state" / "unet")
+    assert torch.equal(saved["inner.weight"], torch.ones(5, 3))
