@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -128,6 +129,30 @@ def test_a_freed_model_that_is_prepared_again_goes_on(tmp_path: Path) -> None:
     for values, saved in run_ranks(RANKS, prepared_again, str(tmp_path / "state")):
         assert values == [7.0, 15.5]
         assert saved == 1
+
+
+def freed_with_another(folder: str) -> tuple[list[str], list[int]]:
+    """What is said of states behind ``free_memory`` of one of two models, and how many models each has."""
+    with launched(), quiet(), warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        accelerator = accelerator_of(zero(3))
+        generator, one = prepared(accelerator, 8.0)
+        critic, two = prepared(accelerator, 16.0)
+        accelerator.save_state(f"{folder}/0")
+        accelerator.free_memory(critic, two)
+        for number in (1, 2):  # said once
+            accelerator.save_state(f"{folder}/{number}")
+        accelerator.prepare(generator, one)
+        accelerator.save_state(f"{folder}/3")
+        accelerator.close()
+        saved = [len(list(Path(folder, str(number)).glob("shardwise_*"))) for number in range(4)]
+    return [str(each.message) for each in seen if "save_state" in str(each.message)], saved
+
+
+def test_a_state_without_the_models_that_go_on_says_so(tmp_path: Path) -> None:
+    for said, saved in run_ranks(RANKS, freed_with_another, str(tmp_path)):
+        assert saved == [2, 0, 0, 1]
+        assert len(said) == 1 and "no model is prepared any more" in said[0] and "prepare(...)" in said[0], said
 
 
 def trained_twice(folder: str) -> list[float]:
